@@ -1,0 +1,74 @@
+"""opgraft: a plugin host that grafts device kernels onto PyTorch models.
+
+``import opgraft`` imports neither torch nor a plugin; a public name is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if __name__ != "opgraft":
+    raise ImportError(f"this package is opgraft, imported as {__name__!r}: run from an installed opgraft")
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from opgraft.adapter import Adapter as Adapter, LeaveAlone as LeaveAlone
+    from opgraft.binding import inference_only as inference_only
+    from opgraft.config import (
+        CompilationConfig as CompilationConfig,
+        CompilationMode as CompilationMode,
+        OpgraftConfig as OpgraftConfig,
+        set_config as set_config,
+    )
+    from opgraft.decision import Candidate as Candidate, Decision as Decision, Fact as Fact, Provider as Provider
+    from opgraft.errors import OpgraftError as OpgraftError
+    from opgraft.graft import GraftReport as GraftReport, graft as graft, ungraft as ungraft
+    from opgraft.lifecycle import reset as reset
+    from opgraft.machine import Device as Device, Evidence as Evidence, Machine as Machine
+    from opgraft.ops import (
+        CustomOp as CustomOp,
+        PluggableLayer as PluggableLayer,
+        maybe_get_oot_by_class as maybe_get_oot_by_class,
+    )
+    from opgraft.platform import (
+        DeviceCapability as DeviceCapability,
+        DeviceMemory as DeviceMemory,
+        Platform as Platform,
+        PlatformSpec as PlatformSpec,
+    )
+    from opgraft.plugins.hookspecs import hookimpl as hookimpl
+    from opgraft.plugins.host import load_plugins as load_plugins
+    from opgraft.plugins.selection import current_platform as current_platform
+    from opgraft.rebinding import rebind as rebind
+
+_HOME = {
+    "opgraft.adapter": ("Adapter", "LeaveAlone"),
+    "opgraft.binding": ("inference_only",),
+    "opgraft.config": ("CompilationConfig", "CompilationMode", "OpgraftConfig", "set_config"),
+    "opgraft.decision": ("Candidate", "Decision", "Fact", "Provider"),
+    "opgraft.errors": ("OpgraftError",),
+    "opgraft.graft": ("GraftReport", "graft", "ungraft"),
+    "opgraft.lifecycle": ("reset",),
+    "opgraft.machine": ("Device", "Evidence", "Machine"),
+    "opgraft.ops": ("CustomOp", "PluggableLayer", "maybe_get_oot_by_class"),
+    "opgraft.platform": ("DeviceCapability", "DeviceMemory", "Platform", "PlatformSpec"),
+    "opgraft.plugins.hookspecs": ("hookimpl",),
+    "opgraft.plugins.host": ("load_plugins",),
+    "opgraft.plugins.selection": ("current_platform",),
+    "opgraft.rebinding": ("rebind",),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = ["__version__", *_MODULE_OF]  # noqa: PLE0604  # strings, spelled once, in _HOME
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'opgraft' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,102 @@
+"""Decisions that explain themselves.
+
+Choosing a platform, a plugin or a kernel yields one ``Decision``: every candidate, accepted or rejected, with the
+reason, the evidence and the provider, and the setting that would change the outcome. The same object is the Python
+API, the text of errors, the ``--json`` output and the bug report.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Provider:
+    """Who provides something: a distribution and its version, or a module where no distribution is known."""
+
+    name: str
+    version: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}" if self.version else self.name
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One observation: the file, variable or call that was asked (``source``) and what it said (``value``)."""
+
+    source: str
+    value: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"source": self.source, "value": self.value}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One option that was considered. ``location`` is ``file:line`` of its definition, where there is one."""
+
+    name: str
+    accepted: bool
+    reason: str
+    provider: Provider | None = None
+    location: str | None = None
+    facts: tuple[Fact, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "accepted": self.accepted,
+            "reason": self.reason,
+            "provider": None
+            if self.provider is None
+            else {"name": self.provider.name, "version": self.provider.version},
+            "location": self.location,
+            "facts": [fact.to_dict() for fact in self.facts],
+        }
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was chosen for ``subject``, why, from which candidates, and which ``setting`` would change it.
+
+    ``chosen`` is ``None`` where nothing could be chosen. ``parts`` are decisions that this one rests on, such as the
+    choice of a replacement class within the choice of a kernel.
+    """
+
+    subject: str
+    chosen: str | None
+    reason: str
+    candidates: tuple[Candidate, ...] = ()
+    setting: str = ""
+    parts: tuple[Decision, ...] = field(default=())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The decision as plain data, ready for ``json.dumps``."""
+        return {
+            "subject": self.subject,
+            "chosen": self.chosen,
+            "reason": self.reason,
+            "setting": self.setting,
+            "candidates": [candidate.to_dict() for candidate in self.candidates],
+            "parts": [part.to_dict() for part in self.parts],
+        }
+
+    def summary(self) -> str:
+        """The decision in one line."""
+        return f"{self.subject}: {self.chosen or 'none'} ({self.reason})"
+
+    def __str__(self) -> str:
+        lines = [self.summary()]
+        for candidate in self.candidates:
+            mark = "+" if candidate.accepted else "-"
+            by = f" [{candidate.provider}]" if candidate.provider else ""
+            at = f" at {candidate.location}" if candidate.location else ""
+            lines.append(f"  {mark} {candidate.name}{by}{at}: {candidate.reason}")
+            lines += [f"      {fact.source}: {fact.value}" for fact in candidate.facts]
+        if self.setting:
+            lines.append(f"  to change it: {self.setting}")
+        for part in self.parts:
+            lines += ["  " + line for line in str(part).splitlines()]
+        return "\n".join(lines)

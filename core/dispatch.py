@@ -1,0 +1,218 @@
+"""The two choices behind an op: which class is constructed, and which of its methods is ``forward``.
+
+Both are pure functions of declarations, a platform and settings. Each yields a record of all candidates whose
+``decision`` puts it in words when somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from opgraft.config import Settings
+from opgraft.decision import Candidate, Decision, Provider
+from opgraft.errors import ConflictError, MissingKernelError
+from opgraft.platform import Platform
+from opgraft.registry import ANY_PLATFORM, Replacement, location_of, own_classes
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The method that an op is bound to: ``method`` as ``owner``, a class in the op's MRO, defines it."""
+
+    owner: type
+    method: str
+
+    @property
+    def key(self) -> str:
+        """The dispatch key, or ``forward`` where the class defines ``forward`` itself."""
+        return self.method.removeprefix("forward_")
+
+    @property
+    def location(self) -> str:
+        return location_of(vars(self.owner)[self.method])
+
+    def __str__(self) -> str:
+        return f"{self.owner.__qualname__}.{self.method}"
+
+
+@dataclass(frozen=True)
+class ReplacementChoice:
+    """Which class is constructed for ``target``. ``rows`` pairs each active replacement with what speaks against it."""
+
+    target: type
+    own: Provider
+    op_name: str | None
+    rows: tuple[tuple[Replacement, str | None], ...]
+    winner: Replacement | None
+
+    @property
+    def cls(self) -> type:
+        return self.winner.cls if self.winner else self.target
+
+    @property
+    def provider(self) -> Provider:
+        return self.winner.provider if self.winner else self.own
+
+    @property
+    def decision(self) -> Decision:
+        own_reason = f"replaced by {self.cls.__qualname__}" if self.winner else "no active replacement applies"
+        rows = [
+            Candidate(r.cls.__qualname__, r is self.winner, self._verdict(r, against), r.provider, r.location)
+            for r, against in self.rows
+        ]
+        rows.append(
+            Candidate(self.target.__qualname__, self.winner is None, own_reason, self.own, location_of(self.target))
+        )
+        reason = f"provided by {_who(self.winner)}" if self.winner else own_reason
+        subject = f"class of {self.target.__qualname__}"
+        return Decision(subject, self.cls.__qualname__, reason, tuple(rows), _providers_setting(self.op_name))
+
+    def _verdict(self, row: Replacement, against: str | None) -> str:
+        if against or self.winner is None:
+            return against or "not chosen"
+        if row is self.winner:
+            return f"active here, priority {row.priority}"
+        return f"priority {row.priority} is below {self.winner.priority}"
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """Which method of ``cls`` becomes ``forward``. ``found`` holds every definition, the winner first."""
+
+    cls: type
+    chain: tuple[str, ...]
+    found: tuple[Kernel, ...]
+    enabled: bool
+    enabled_because: str
+
+    @property
+    def winner(self) -> Kernel:
+        return self.found[0]
+
+    @property
+    def decision(self) -> Decision:
+        candidates = tuple(
+            Candidate(str(kernel), kernel is self.winner, self._verdict(kernel), location=kernel.location)
+            for kernel in self.found
+        )
+        state = "enabled" if self.enabled else "disabled"
+        reason = f"{state}: {self.enabled_because}; dispatch chain {' > '.join(self.chain)}"
+        setting = "OPGRAFT_CUSTOM_OPS or compilation_config.custom_ops (+op, -op)"
+        return Decision(f"kernel of {self.cls.__qualname__}", str(self.winner), reason, candidates, setting)
+
+    def _verdict(self, kernel: Kernel) -> str:
+        if not self.enabled:
+            return (
+                "the op is disabled, so its native definition runs" if kernel is self.winner else "the op is disabled"
+            )
+        if kernel is self.winner:
+            return "the most derived definition for this chain"
+        if kernel.owner is self.winner.owner:
+            return f"later in the chain than {self.winner.method}"
+        return f"{self.winner.owner.__qualname__} is more derived"
+
+
+def choose_replacement(
+    target: type,
+    op_name: str | None,
+    own: Provider,
+    active: Sequence[Replacement],
+    platform: Platform,
+    settings: Settings,
+) -> ReplacementChoice:
+    """Which active replacement, if any, is constructed in place of ``target``, on ``platform`` under ``settings``.
+
+    Raises:
+        ConflictError: several apply at equal priority and ``providers`` does not choose, or chooses what is not there.
+    """
+    wanted = (settings.config.providers or {}).get(op_name or "")
+    rows = tuple((r, _objection(r, platform, wanted)) for r in active if r.target is target)
+    eligible = [r for r, against in rows if against is None]
+    best = max((r.priority for r in eligible), default=0)
+    top = [r for r in eligible if r.priority == best]
+    if len(top) > 1:
+        rivals = " and ".join(f"{r.cls.__qualname__} at {r.location} ({_who(r)})" for r in top)
+        raise ConflictError(
+            f"{len(top)} replacements of {target.__qualname__} have priority {best} on {platform.name}: {rivals}. "
+            f"Choose with {_providers_setting(op_name)}."
+        )
+    if wanted and not top and wanted != own.name:
+        offered = ", ".join(_who(r) for r, _ in rows) or "none"
+        raise ConflictError(
+            f"providers asks for {wanted!r} for {op_name!r}, which has no replacement of {target.__qualname__} that applies "
+            f"on {platform.name} (active: {offered}; {own.name!r} keeps the op's own class). Correct or remove the setting."
+        )
+    return ReplacementChoice(target, own, op_name, rows, top[0] if top else None)
+
+
+def choose_kernel(cls: type, chain: tuple[str, ...], enabled: bool, enabled_because: str) -> KernelChoice:
+    """Which method of ``cls`` becomes ``forward``: the most derived definition wins.
+
+    The MRO is walked from ``cls`` up to the base of all ops. The first class that itself defines ``forward``, or a
+    ``forward_<key>`` for a key of ``chain`` (in the chain's order within that class), settles it. A disabled op gets
+    its most derived ``forward_native``; a class without one keeps its ``forward``.
+
+    Raises:
+        MissingKernelError: no class defines any of them.
+    """
+    wanted = ["forward", *(f"forward_{key}" for key in chain)]
+    found = [Kernel(base, method) for base in own_classes(cls) for method in wanted if method in vars(base)]
+    if not enabled:
+        rank = {"forward_native": 0, "forward": 1}
+        found.sort(key=lambda kernel: rank.get(kernel.method, 2))
+    if not found:
+        raise MissingKernelError(
+            f"{cls.__qualname__} at {location_of(cls)} defines neither forward nor a kernel for any key of the dispatch "
+            f"chain {chain}: define forward_native, which every platform can run"
+        )
+    return KernelChoice(cls, chain, tuple(found), enabled, enabled_because)
+
+
+def first_kernel(cls: type, chain: Sequence[str]) -> Kernel:
+    """The most derived ``forward_<key>`` of a class, leaving out ``forward`` itself. Raises as ``next_kernel``."""
+    for base in own_classes(cls):
+        for key in chain:
+            if f"forward_{key}" in vars(base):
+                return Kernel(base, f"forward_{key}")
+    return next_kernel(cls, "native", chain)
+
+
+def next_kernel(cls: type, key: str, chain: Sequence[str]) -> Kernel:
+    """The kernel that ``forward_<key>`` of the base class stands for: the first definition further along the chain.
+
+    Raises:
+        MissingKernelError: nothing further along is defined.
+    """
+    rest = chain[chain.index(key) + 1 :] if key in chain else ("native",)
+    for other in rest:
+        for base in own_classes(cls):
+            if f"forward_{other}" in vars(base):
+                return Kernel(base, f"forward_{other}")
+    raise MissingKernelError(
+        f"{cls.__qualname__} at {location_of(cls)} has no forward_{key}, nor a kernel further along the dispatch chain "
+        f"{tuple(chain)}: define forward_{key} or forward_native"
+    )
+
+
+def _objection(replacement: Replacement, platform: Platform, wanted: str | None) -> str | None:
+    """Why a replacement does not apply here, or ``None`` if it does."""
+    if ANY_PLATFORM not in replacement.platforms and platform.name not in replacement.platforms:
+        return f"applies on {', '.join(replacement.platforms)} only, this is {platform.name}"
+    if wanted and wanted not in (replacement.provider.name, replacement.plugin):
+        return f"providers asks for {wanted}"
+    if replacement.when is not None:
+        try:
+            return None if replacement.when(platform) else "its when= condition is false here"
+        except Exception as error:  # a plugin's code; the reason stays in the decision
+            return f"its when= condition raised {error!r}"
+    return None
+
+
+def _providers_setting(op_name: str | None) -> str:
+    return f"OpgraftConfig(providers={{{op_name or '<op name>'!r}: <plugin>}}) or OPGRAFT_PLUGINS_DISABLE=<plugin>"
+
+
+def _who(replacement: Replacement) -> str:
+    plugin = f", plugin {replacement.plugin}" if replacement.plugin else ""
+    return f"{replacement.provider}{plugin}"

@@ -1,0 +1,72 @@
+"""The environment variables of opgraft, read and validated here and nowhere else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from opgraft.errors import ConfigError, close_matches
+
+PLATFORM = "OPGRAFT_PLATFORM"
+PLUGINS = "OPGRAFT_PLUGINS"
+PLUGINS_DISABLE = "OPGRAFT_PLUGINS_DISABLE"
+CUSTOM_OPS = "OPGRAFT_CUSTOM_OPS"
+STRICT = "OPGRAFT_STRICT"
+
+VARIABLES: Mapping[str, str] = {
+    PLATFORM: "name of the platform to use; an error if it is absent or unavailable",
+    PLUGINS: "comma-separated allow list of plugins, by entry-point or distribution name; empty means none",
+    PLUGINS_DISABLE: "comma-separated deny list of plugins, by entry-point or distribution name",
+    CUSTOM_OPS: "which custom ops are enabled, as in compilation_config.custom_ops: all, none, +op, -op",
+    STRICT: "1: a failing plugin or probe raises; 0 (default): it is recorded and reported",
+}
+
+_FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the environment asks for; ``None`` where a variable is not set."""
+
+    platform: str | None = None
+    plugins: tuple[str, ...] | None = None
+    plugins_disable: tuple[str, ...] | None = None
+    custom_ops: tuple[str, ...] | None = None
+    strict: bool | None = None
+
+
+def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
+    """Read the variables of ``VARIABLES`` from a mapping, by default from ``os.environ``.
+
+    Raises:
+        ConfigError: a value is not one of those listed, or a variable beginning with ``OPGRAFT_`` is not known.
+    """
+    values = os.environ if variables is None else variables
+    for name in values:
+        if name.startswith("OPGRAFT_") and name not in VARIABLES:
+            raise ConfigError(
+                f"unknown environment variable {name}: {close_matches(name, VARIABLES)} Unset or rename it."
+            )
+    return Environment(
+        platform=values.get(PLATFORM) or None,
+        plugins=_names(values.get(PLUGINS)),
+        plugins_disable=_names(values.get(PLUGINS_DISABLE)),
+        custom_ops=_names(values.get(CUSTOM_OPS)),
+        strict=_flag(STRICT, values.get(STRICT)),
+    )
+
+
+def _names(value: str | None) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    return tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+def _flag(name: str, value: str | None) -> bool | None:
+    if not value:
+        return None
+    try:
+        return _FLAGS[value.strip().lower()]
+    except KeyError:
+        raise ConfigError(f"{name}={value!r} is not a flag: use one of {', '.join(_FLAGS)}") from None

@@ -1,0 +1,64 @@
+"""Every error that opgraft raises on purpose.
+
+Each message says what failed, which thing was concerned, why, and the next step or the setting that changes it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class OpgraftError(Exception):
+    """Base of all errors of opgraft. ``exit_code`` is what the command line ends with."""
+
+    exit_code = 1
+
+
+class ConfigError(OpgraftError, ValueError):
+    """A setting has a value that cannot be used; the message names the setting and where it was set."""
+
+    exit_code = 2
+
+
+class InputError(OpgraftError, ValueError):
+    """A file or folder handed in by the user cannot be used."""
+
+    exit_code = 2
+
+
+class RegistrationError(OpgraftError, TypeError):
+    """An op class or a replacement was rejected when it was registered."""
+
+
+class UnknownTargetError(RegistrationError):
+    """A replacement names a target that no registered op answers to."""
+
+
+class ConflictError(OpgraftError):
+    """Two providers claim the same op, platform or name, and no setting chooses between them."""
+
+
+class MissingKernelError(OpgraftError, NotImplementedError):
+    """An op was asked for a kernel that neither its class nor the rest of the dispatch chain defines."""
+
+
+class PlatformError(OpgraftError):
+    """The platform of this process could not be decided, or is not the one that was asked for."""
+
+    exit_code = 3
+
+
+class PluginError(OpgraftError):
+    """A plugin could not be discovered, selected, loaded or activated."""
+
+    exit_code = 4
+
+
+def close_matches(name: str, known: Iterable[str]) -> str:
+    """Words for an error about an unknown ``name``: the nearest known names, or all of them where none is near."""
+    names = sorted(set(known))
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    if near:
+        return "did you mean " + " or ".join(repr(match) for match in near) + "?"
+    return f"known: {', '.join(names) or 'none'}"

@@ -1,0 +1,135 @@
+"""The contract between opgraft and a device: ``PlatformSpec`` to be found by, ``Platform`` to be used by."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from opgraft.config import OpgraftConfig
+from opgraft.errors import PlatformError
+from opgraft.machine import Evidence, Machine
+
+if TYPE_CHECKING:
+    import torch
+
+DISPATCH_KEYS = ("oot", "cpu", "cuda", "hip", "xpu", "tpu", "native")
+"""Every dispatch key; the kernel for ``key`` is the method ``forward_<key>`` of an op class."""
+
+
+@dataclass(frozen=True)
+class PlatformSpec:
+    """What an entry point of the group ``opgraft.platforms`` names; its module must not import torch.
+
+    Attributes:
+        probe: tells from a machine's files and environment whether the platform can be used there. Never raises.
+        platform_class: dotted path ``package.module:Class`` of the ``Platform``, imported once it is selected.
+        priority: among built-in platforms the highest available one wins.
+    """
+
+    probe: Callable[[Machine], Evidence]
+    platform_class: str
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class DeviceCapability:
+    """What a device can do, as frozen data.
+
+    Attributes:
+        name: the marketing or model name of the device.
+        dtypes: the floating-point dtypes that kernels may be given.
+        fp8_dtype: the fp8 format that the device's arithmetic uses, or ``None``.
+        features: instruction sets or a compute level, such as ``("avx2", "avx512f")`` or ``("sm_90",)``.
+    """
+
+    name: str
+    dtypes: tuple[torch.dtype, ...]
+    fp8_dtype: torch.dtype | None = None
+    features: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Memory of a device in bytes."""
+
+    total: int
+    free: int
+
+
+class Platform(ABC):
+    """A kind of device that this process can run on. One instance serves the process, without device state of its own.
+
+    Creating a platform must not initialise a device: only a method that takes a device index may.
+    """
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The name of its entry point, short and lowercase."""
+
+    @property
+    @abstractmethod
+    def device_type(self) -> str:
+        """The ``torch.device`` type that its tensors live on."""
+
+    @property
+    @abstractmethod
+    def dispatch_chain(self) -> tuple[str, ...]:
+        """The dispatch keys to try, best first, from ``DISPATCH_KEYS``; ``oot`` and ``native`` may be left out."""
+
+    @abstractmethod
+    def device_count(self) -> int:
+        """How many devices this process sees."""
+
+    @abstractmethod
+    def capability(self, index: int = 0) -> DeviceCapability:
+        """What device ``index`` can do."""
+
+    @abstractmethod
+    def memory(self, index: int = 0) -> DeviceMemory:
+        """Total and free memory of device ``index``."""
+
+    @abstractmethod
+    def synchronize(self, index: int = 0) -> None:
+        """Wait until device ``index`` has finished all work that was queued on it."""
+
+    @abstractmethod
+    def manual_seed(self, seed: int) -> None:
+        """Seed the random generators of all devices."""
+
+    @property
+    def distributed_backend(self) -> str:
+        """The ``torch.distributed`` backend of its collectives."""
+        return "gloo"
+
+    @property
+    def compile_backend(self) -> str:
+        """The ``torch.compile`` backend that serves it best."""
+        return "inductor"
+
+    @property
+    def visibility_variable(self) -> str | None:
+        """The environment variable that hides devices from a process, or ``None``."""
+        return None
+
+    def default_config(self) -> OpgraftConfig:
+        """Settings that this platform changes; the lowest layer above the built-in defaults."""
+        return OpgraftConfig()
+
+
+def effective_chain(platform: Platform) -> tuple[str, ...]:
+    """The dispatch chain as it is walked: ``oot`` first, what the platform declares, ``native`` last.
+
+    Raises:
+        PlatformError: the platform declares a key that is not a dispatch key, or one twice.
+    """
+    declared = tuple(key for key in platform.dispatch_chain if key not in ("oot", "native"))
+    unknown = [key for key in declared if key not in DISPATCH_KEYS]
+    if unknown or len(set(declared)) != len(declared):
+        raise PlatformError(
+            f"platform {platform.name!r} ({type(platform).__module__}) declares the dispatch chain {declared}: "
+            f"each key may stand once and must be one of {DISPATCH_KEYS}"
+        )
+    return ("oot", *declared, "native")

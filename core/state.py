@@ -1,0 +1,144 @@
+"""The state of the process, in one object."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from opgraft.config import CURRENT_SCOPE, OpgraftConfig, Settings, environment_config, resolve
+from opgraft.decision import Decision, Provider
+from opgraft.environment import Environment, read_environment
+from opgraft.platform import Platform
+from opgraft.registry import Registry, Replacement
+
+
+@dataclass(frozen=True)
+class PlatformSelection:
+    """The platform of this process and the decision that chose it."""
+
+    platform: Platform
+    decision: Decision
+
+
+class PluginStatus(enum.Enum):
+    """How far a plugin came. ``rejected``, ``vetoed`` and ``failed`` are ends, with a reason in the record."""
+
+    DISCOVERED = "discovered"
+    REJECTED = "rejected"
+    SELECTED = "selected"
+    LOADED = "loaded"
+    VETOED = "vetoed"
+    ACTIVATED = "activated"
+    FAILED = "failed"
+
+
+@dataclass
+class PluginRecord:
+    """One entry point of the group ``opgraft.plugins`` and what became of it."""
+
+    name: str
+    value: str
+    provider: Provider
+    status: PluginStatus = PluginStatus.DISCOVERED
+    reason: str = ""
+    traceback: str | None = None
+    platforms: tuple[str, ...] = ()
+
+
+@dataclass
+class Transaction:
+    """The activation of a plugin that is under way: whatever it does can be taken back through ``undos``."""
+
+    plugin: str
+    provider: Provider
+    undos: ExitStack
+
+
+ACTIVATING: ContextVar[Transaction | None] = ContextVar("opgraft_activating", default=None)
+
+
+@dataclass
+class HostState:
+    """Everything that opgraft remembers in a process."""
+
+    registry: Registry = field(default_factory=Registry)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    selection: PlatformSelection | None = None
+    plugins: dict[str, PluginRecord] = field(default_factory=dict)
+    plugins_loaded: bool = False
+    plugins_loading: bool = False
+    active: list[Replacement] = field(default_factory=list)
+    used: set[Replacement] = field(default_factory=set)
+    adjustments: list[tuple[str, OpgraftConfig]] = field(default_factory=list)
+    graft_adapters: list[tuple[Provider, Any]] = field(default_factory=list)
+    environment: Environment | None = None
+    bindings: dict[type, Any] = field(default_factory=dict)
+    generation: int = 0
+    caches: dict[str, Any] = field(default_factory=dict)
+
+    def settings(self) -> Settings:
+        """The settings that hold here and now: all layers, from the platform's defaults to the active scope."""
+        if self.environment is None:
+            self.environment = read_environment()
+        scope = CURRENT_SCOPE.get()
+        layers = [*self.adjustments, *environment_config(self.environment), *(scope.layers if scope else ())]
+        if self.selection is not None:
+            platform = self.selection.platform
+            layers.insert(0, (f"platform {platform.name}", platform.default_config()))
+        return resolve(layers)
+
+    def current_bindings(self) -> dict[type, Any]:
+        """The cache of bound classes that belongs to the active scope; emptied whenever something was activated."""
+        scope = CURRENT_SCOPE.get()
+        if scope is None:
+            return self.bindings
+        if scope.generation != self.generation:
+            scope.bindings.clear()
+            scope.generation = self.generation
+        return scope.bindings
+
+    def invalidate(self) -> None:
+        """Forget which classes were bound, because what the choice rests on has changed."""
+        self.bindings.clear()
+        self.generation += 1
+
+    def activate(self, replacement: Replacement) -> Callable[[], None]:
+        """Let a declared replacement take effect; returns the undo. Already active: a no-op."""
+        if replacement in self.active:
+            return lambda: None
+        self.active.append(replacement)
+        self.invalidate()
+        return lambda: self.deactivate(replacement)
+
+    def deactivate(self, replacement: Replacement) -> None:
+        """Let a replacement no longer take effect; the declaration stays."""
+        self.active = [known for known in self.active if known is not replacement]
+        self.invalidate()
+
+    def drop_superseded(self) -> None:
+        """Deactivate replacements whose declaration a reloaded definition has taken over."""
+        self.active = [known for known in self.active if known in self.registry.replacements]
+
+    def unused(self) -> Iterable[Replacement]:
+        """Active replacements that no construction has used yet."""
+        return [replacement for replacement in self.active if replacement not in self.used]
+
+
+_STATE = HostState()
+
+
+def host_state() -> HostState:
+    """The state of this process."""
+    return _STATE
+
+
+def renew_state() -> None:
+    """Forget selections, loaded plugins and activations; keep the declarations."""
+    global _STATE  # noqa: PLW0603  # the one place that replaces the one object
+    generation = _STATE.generation + 1
+    _STATE = HostState(registry=_STATE.registry, generation=generation)

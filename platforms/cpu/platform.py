@@ -1,0 +1,50 @@
+"""The CPU as PyTorch sees it."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import torch
+
+from opgraft.machine import Machine
+from opgraft.platform import DeviceCapability, DeviceMemory, Platform
+from opgraft.platforms.cpu.probe import MEMINFO, probe
+
+
+class CpuPlatform(Platform):
+    """All cores of the host as one device."""
+
+    @property
+    def name(self) -> str:
+        return "cpu"
+
+    @property
+    def device_type(self) -> str:
+        return "cpu"
+
+    @property
+    def dispatch_chain(self) -> tuple[str, ...]:
+        return ("cpu", "native")
+
+    def device_count(self) -> int:
+        return 1
+
+    def capability(self, index: int = 0) -> DeviceCapability:
+        devices = probe(Machine()).devices
+        name, features = (devices[0].name, devices[0].capability) if devices else ("CPU", None)
+        dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+        return DeviceCapability(name, dtypes, torch.float8_e4m3fn, tuple((features or "").split()))
+
+    def memory(self, index: int = 0) -> DeviceMemory:
+        pages = os.sysconf("SC_PHYS_PAGES")
+        available = re.search(r"^MemAvailable:\s*(\d+) kB$", Machine().read(MEMINFO) or "", re.MULTILINE)
+        size = os.sysconf("SC_PAGE_SIZE")
+        free = int(available.group(1)) * 1024 if available else os.sysconf("SC_AVPHYS_PAGES") * size
+        return DeviceMemory(total=pages * size, free=free)
+
+    def synchronize(self, index: int = 0) -> None:
+        """Nothing to wait for: PyTorch's CPU kernels return when they are done."""
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)

@@ -1,0 +1,48 @@
+"""What CPU this is, read from ``/proc/cpuinfo`` and ``/proc/meminfo``."""
+
+from __future__ import annotations
+
+import re
+
+from opgraft.decision import Fact
+from opgraft.machine import Device, Evidence, Machine
+
+CPUINFO = "/proc/cpuinfo"
+MEMINFO = "/proc/meminfo"
+
+FEATURES = (
+    *("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"),
+    *("asimd", "sve", "bf16", "i8mm"),
+)
+"""The instruction sets that kernels care about, as x86 ``flags`` and Arm ``Features`` spell them."""
+
+
+def probe(machine: Machine) -> Evidence:
+    """Evidence for the CPU; always available, with less detail where the files of Linux are missing."""
+    cpuinfo = machine.read(CPUINFO)
+    if cpuinfo is None:
+        return Evidence(True, "every machine has a CPU", facts=(Fact(CPUINFO, "not readable"),))
+    name = _first(r"^model name\s*:\s*(.+)$", cpuinfo) or "CPU"
+    features = features_of(cpuinfo)
+    count = len(re.findall(r"^processor\s*:", cpuinfo, re.MULTILINE))
+    facts = [
+        Fact(CPUINFO, f"{count} × {name}"),
+        Fact(CPUINFO, "instruction sets " + (" ".join(features) or "none known")),
+    ]
+    memory = _first(r"^MemTotal:\s*(\d+) kB$", machine.read(MEMINFO) or "")
+    total = int(memory) * 1024 if memory else None
+    if total:
+        facts.append(Fact(MEMINFO, f"MemTotal {total / 2**30:.1f} GiB"))
+    device = Device(name, capability=" ".join(features) or None, memory=total)
+    return Evidence(True, "every machine has a CPU", (device,), tuple(facts))
+
+
+def features_of(cpuinfo: str) -> tuple[str, ...]:
+    """The instruction sets of ``FEATURES`` that the first processor of a ``/proc/cpuinfo`` lists."""
+    words = set((_first(r"^(?:flags|Features)\s*:\s*(.*)$", cpuinfo) or "").split())
+    return tuple(feature for feature in FEATURES if feature in words)
+
+
+def _first(pattern: str, text: str) -> str | None:
+    match = re.search(pattern, text, re.MULTILINE)
+    return match.group(1).strip() if match else None

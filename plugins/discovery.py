@@ -1,0 +1,128 @@
+"""Which platforms and plugins are installed. Reads metadata only; imports nothing of theirs."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import importlib_metadata
+
+import opgraft
+from opgraft.decision import Provider
+from opgraft.state import host_state
+
+PLATFORM_GROUP = "opgraft.platforms"
+PLUGIN_GROUP = "opgraft.plugins"
+HOST_DISTRIBUTION = "opgraft"
+
+logger = logging.getLogger("opgraft")
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One entry point of a distribution. ``requires`` holds the distribution's requirements on opgraft itself."""
+
+    group: str
+    name: str
+    value: str
+    provider: Provider
+    requires: tuple[str, ...] = ()
+
+    @property
+    def built_in(self) -> bool:
+        return self.provider.name == HOST_DISTRIBUTION
+
+    def load(self) -> Any:
+        """Import what the entry point names."""
+        return importlib_metadata.EntryPoint(name=self.name, value=self.value, group=self.group).load()
+
+    def answers_to(self, name: str) -> bool:
+        """Whether a setting means this offer by ``name``: its entry-point name or its distribution's name."""
+        return name == self.name or _normalized(name) == _normalized(self.provider.name)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Metadata that cannot be used, and why."""
+
+    provider: Provider
+    reason: str
+
+
+@dataclass
+class Discovery:
+    """The result of one scan of the installed distributions."""
+
+    offers: list[Offer] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def of_group(self, group: str) -> list[Offer]:
+        return [offer for offer in self.offers if offer.group == group]
+
+    def provider_of(self, module: str) -> Provider:
+        """The distribution of a module, known for opgraft and for plugins; else the top-level package itself."""
+        package = module.partition(".")[0]
+        if package == HOST_DISTRIBUTION:
+            return Provider(HOST_DISTRIBUTION, opgraft.__version__)
+        owners = (offer.provider for offer in self.offers if re.split(r"[.:]", offer.value)[0] == package)
+        return next(owners, Provider(package))
+
+
+def discover() -> Discovery:
+    """The installed platforms and plugins, scanned once per process."""
+    state = host_state()
+    with state.lock:
+        if "discovery" not in state.caches:
+            state.caches["discovery"] = scan()
+        found: Discovery = state.caches["discovery"]
+        return found
+
+
+def scan() -> Discovery:
+    """Read the entry points of every distribution on ``sys.path``; the first distribution of a name counts."""
+    discovery = Discovery()
+    seen: set[str] = set()
+    for distribution in importlib_metadata.distributions():
+        if "opgraft." not in (distribution.read_text("entry_points.txt") or ""):
+            continue
+        provider = Provider(str(distribution.name), str(distribution.version))
+        if _normalized(provider.name) in seen:
+            continue
+        seen.add(_normalized(provider.name))
+        try:
+            offers = list(_offers(distribution, provider))
+        except (ValueError, TypeError, AttributeError) as error:
+            discovery.problems.append(Problem(provider, f"its entry_points.txt is malformed: {error}"))
+            continue
+        for offer in offers:
+            _admit(offer, discovery)
+    for problem in discovery.problems:
+        logger.warning("plugin metadata of %s is ignored: %s", problem.provider, problem.reason)
+    return discovery
+
+
+def _offers(distribution: importlib_metadata.Distribution, provider: Provider) -> Iterator[Offer]:
+    on_host = tuple(line for line in distribution.requires or () if re.match(r"opgraft\s*([\[<>=!~;(@]|$)", line))
+    for point in distribution.entry_points:
+        if point.group in (PLATFORM_GROUP, PLUGIN_GROUP):
+            if not re.fullmatch(r"[A-Za-z0-9_.-]+", point.name) or not point.module:
+                raise ValueError(
+                    f"{point.name!r} = {point.value!r} in {point.group}, expected 'name = package.module:object'"
+                )
+            yield Offer(point.group, point.name, point.value, provider, on_host)
+
+
+def _admit(offer: Offer, discovery: Discovery) -> None:
+    rival = next((known for known in discovery.of_group(offer.group) if known.name == offer.name), None)
+    if rival is None:
+        discovery.offers.append(offer)
+    else:
+        reason = f"its entry point {offer.name!r} in {offer.group} is already provided by {rival.provider}"
+        discovery.problems.append(Problem(offer.provider, f"{reason}: uninstall one of the two distributions"))
+
+
+def _normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,0 +1,53 @@
+"""What a plugin may do. A plugin is a module, or an object, with functions marked ``@opgraft.hookimpl``.
+
+Hooks are called once per activation, in pluggy's order (``tryfirst``, ``trylast``), after the platform was decided.
+A plugin of a distribution that offers no platform also states where its kernels apply, once, as an attribute:
+``platforms = ("cpu",)``, or ``platforms = "any"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import pluggy
+
+from opgraft.config import OpgraftConfig
+from opgraft.platform import Platform
+
+if TYPE_CHECKING:
+    from opgraft.adapter import Adapter
+
+PROJECT = "opgraft"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def opgraft_veto(platform: Platform) -> str | None:
+    """A reason why this plugin must not be activated here (an old driver, say), or ``None``. Called first."""
+
+
+@hookspec
+def opgraft_config(platform: Platform) -> OpgraftConfig | None:
+    """Defaults that this plugin changes. The environment and the user's own settings stand above them."""
+
+
+@hookspec
+def opgraft_register_ops(platform: Platform) -> None:
+    """Register ops and replacements, typically by importing the modules that define them."""
+
+
+@hookspec
+def opgraft_graft_adapters() -> Iterable[Adapter]:
+    """Rows for the table by which ``opgraft.graft`` recognises modules; they are tried before the built-in rows."""
+
+
+RESULT_TYPES: dict[str, tuple[type, ...]] = {
+    "opgraft_veto": (str, type(None)),
+    "opgraft_config": (OpgraftConfig, type(None)),
+    "opgraft_register_ops": (type(None),),
+    "opgraft_graft_adapters": (Iterable,),
+}
+"""What each hook may return; checked, because a wrong type would fail far from the plugin that returned it."""

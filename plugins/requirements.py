@@ -1,0 +1,55 @@
+"""Whether settings and version requirements admit what a distribution offers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import opgraft
+from opgraft.config import OpgraftConfig
+from opgraft.errors import PluginError, close_matches
+from opgraft.plugins.discovery import Offer
+
+
+def objection(offer: Offer, config: OpgraftConfig) -> str | None:
+    """Why an offer is not used, or ``None``: not on the allow list, on the deny list, or made for another opgraft."""
+    if offer.built_in:
+        return None
+    if asked_for(offer, config.plugins_disable or ()):
+        return "on the deny list (OPGRAFT_PLUGINS_DISABLE or plugins_disable)"
+    if config.plugins is not None and not asked_for(offer, config.plugins):
+        return "not on the allow list (OPGRAFT_PLUGINS or plugins)"
+    return _unmet_requirement(offer)
+
+
+def asked_for(offer: Offer, names: Iterable[str]) -> bool:
+    """Whether a list of names from a setting holds this offer."""
+    return any(offer.answers_to(name) for name in names)
+
+
+def check_names(names: Iterable[str], offers: Iterable[Offer], setting: str) -> None:
+    """Reject a setting that names a plugin which is not installed.
+
+    Raises:
+        PluginError: a name that no offer answers to, with close matches.
+    """
+    known = list(offers)
+    for name in names:
+        if not any(offer.answers_to(name) for offer in known):
+            installed = {offer.name for offer in known} | {offer.provider.name for offer in known}
+            raise PluginError(f"{setting} names {name!r}, which is not installed: {close_matches(name, installed)}")
+
+
+def _unmet_requirement(offer: Offer) -> str | None:
+    if not offer.requires:
+        return None
+    from packaging.requirements import InvalidRequirement, Requirement  # costs 20 ms, only some plugins need it
+
+    for line in offer.requires:
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement as error:
+            return f"its requirement {line!r} is malformed: {error}"
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if applies and not requirement.specifier.contains(opgraft.__version__, prereleases=True):
+            return f"it requires {line!r}, this is opgraft {opgraft.__version__}: install a version that fits"
+    return None

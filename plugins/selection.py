@@ -1,0 +1,185 @@
+"""Which platform this process runs on, and why. Imports no torch until the chosen platform's class is loaded."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from opgraft.config import OpgraftConfig, Settings
+from opgraft.decision import Candidate, Decision
+from opgraft.environment import PLATFORM
+from opgraft.errors import ConflictError, PlatformError, close_matches
+from opgraft.machine import Evidence, Machine
+from opgraft.platform import Platform, PlatformSpec, effective_chain
+from opgraft.plugins.discovery import PLATFORM_GROUP, Offer, discover
+from opgraft.plugins.probing import ProbeFailed, ask
+from opgraft.plugins.requirements import objection
+from opgraft.state import PlatformSelection, host_state
+
+logger = logging.getLogger("opgraft")
+
+_SETTING = f"{PLATFORM}=<name> or OpgraftConfig(platform=<name>)"
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """An offered platform and what its probe said; ``evidence`` is ``None`` where there is none, for ``reason``."""
+
+    offer: Offer
+    evidence: Evidence | None
+    reason: str
+    failed: bool = False
+
+    @property
+    def available(self) -> bool:
+        return self.evidence is not None and self.evidence.available
+
+    def candidate(self, accepted: bool, reason: str) -> Candidate:
+        facts = self.evidence.facts if self.evidence else ()
+        return Candidate(self.offer.name, accepted, reason, self.offer.provider, self.offer.value, facts)
+
+
+def current_platform() -> Platform:
+    """The platform of this process, decided on first use.
+
+    Raises:
+        PlatformError: the platform asked for does not exist, is unavailable or cannot be loaded, or a ``set_config``
+            scope asks for another one than the process already uses.
+        ConflictError: two out-of-tree platforms are available and no setting chooses.
+    """
+    return selected_platform().platform
+
+
+def selected_platform() -> PlatformSelection:
+    """The platform of this process with the decision that chose it. Raises as ``current_platform``."""
+    state = host_state()
+    with state.lock:
+        settings = state.settings()
+        if state.selection is None:
+            state.selection = _select(settings, Machine())
+            state.invalidate()
+        wanted = settings.config.platform
+        if wanted is not None and wanted != state.selection.platform.name:
+            raise PlatformError(
+                f"{settings.origins['platform']} asks for platform {wanted!r}, but this process already uses "
+                f"{state.selection.platform.name!r}: it is decided once. Set it before the first op is constructed, or "
+                "call opgraft.reset() first."
+            )
+        return state.selection
+
+
+def decide_platform(
+    settings: Settings, machine: Machine, unloadable: Sequence[tuple[Offer, str]] = ()
+) -> tuple[Offer, Decision]:
+    """Choose among the offered platforms: the one asked for, else an out-of-tree one, else built-in by priority.
+
+    ``unloadable`` are offers that were chosen before and whose class could not be loaded, with the reason.
+
+    Raises:
+        PlatformError: the platform asked for does not exist or is not available, or none is available.
+        ConflictError: two out-of-tree platforms are available and no setting chooses.
+    """
+    config = settings.config
+    offers = discover().of_group(PLATFORM_GROUP)
+    wanted = config.platform
+    names = [offer.name for offer in offers]
+    if wanted is not None and wanted not in names:
+        raise PlatformError(
+            f"{settings.origins['platform']} asks for platform {wanted!r}, which no installed distribution offers: "
+            f"{close_matches(wanted, names)} Install its plugin, or unset it to have the platform detected."
+        )
+    broken = {offer.name: reason for offer, reason in unloadable}
+    asked = [
+        _Asked(o, None, broken[o.name], failed=True) if o.name in broken else _ask(o, config, machine) for o in offers
+    ]
+    if config.strict:
+        _raise_first_failure(asked)
+    winner, reason = _winner(asked, settings)
+    candidates = tuple(a.candidate(a is winner, reason if a is winner else _loser_reason(a, winner)) for a in asked)
+    return winner.offer, Decision("platform", winner.offer.name, reason, candidates, _SETTING)
+
+
+def _ask(offer: Offer, config: OpgraftConfig, machine: Machine) -> _Asked:
+    if config.platform is not None and offer.name != config.platform:
+        return _Asked(offer, None, f"not probed: platform {config.platform!r} was asked for")
+    refused = objection(offer, config)
+    if refused:
+        return _Asked(offer, None, refused)
+    try:
+        evidence = ask(offer, machine)
+    except ProbeFailed as failure:
+        if offer.name != config.platform and not config.strict:
+            logger.warning("platform %s of %s is left out: %s", offer.name, offer.provider, failure)
+        return _Asked(offer, None, str(failure), failed=True)
+    return _Asked(offer, evidence, evidence.reason)
+
+
+def _winner(asked: Sequence[_Asked], settings: Settings) -> tuple[_Asked, str]:
+    wanted = settings.config.platform
+    if wanted is not None:
+        chosen = next(a for a in asked if a.offer.name == wanted)
+        if not chosen.available:
+            raise PlatformError(
+                f"{settings.origins['platform']} asks for platform {wanted!r} ({chosen.offer.provider}), which cannot be "
+                f"used here: {chosen.reason}. Unset it to have the platform detected."
+            )
+        return chosen, f"asked for by {settings.origins['platform']}; {chosen.reason}"
+    available = [a for a in asked if a.available]
+    out_of_tree = [a for a in available if not a.offer.built_in]
+    if len(out_of_tree) > 1:
+        names = " and ".join(f"{a.offer.name} ({a.offer.provider}: {a.reason})" for a in out_of_tree)
+        raise ConflictError(f"{len(out_of_tree)} out-of-tree platforms are available: {names}. Choose with {_SETTING}.")
+    if out_of_tree:
+        return out_of_tree[0], f"the one out-of-tree platform available; {out_of_tree[0].reason}"
+    if not available:
+        raise PlatformError("no platform is available: " + "; ".join(f"{a.offer.name}: {a.reason}" for a in asked))
+    best = max(available, key=lambda a: _priority(a.offer))
+    return best, f"no out-of-tree platform available; {best.reason}"
+
+
+def _loser_reason(asked: _Asked, winner: _Asked) -> str:
+    return f"{asked.reason}, but {winner.offer.name} comes first" if asked.available else asked.reason
+
+
+def _priority(built_in: Offer) -> int:
+    spec: PlatformSpec = built_in.load()
+    return spec.priority
+
+
+def _raise_first_failure(asked: Sequence[_Asked]) -> None:
+    failed = next((a for a in asked if a.failed), None)
+    if failed:
+        raise PlatformError(f"strict mode: platform {failed.offer.name} of {failed.offer.provider}: {failed.reason}")
+
+
+def _select(settings: Settings, machine: Machine) -> PlatformSelection:
+    """Decide and load; a detected platform whose class cannot be loaded is left out loudly, and the next one is tried."""
+    unloadable: list[tuple[Offer, str]] = []
+    while True:
+        offer, decision = decide_platform(settings, machine, unloadable)
+        try:
+            return PlatformSelection(_load(offer), decision)
+        except PlatformError as error:
+            if settings.config.platform == offer.name or settings.config.strict or offer.built_in:
+                raise
+            logger.warning("platform %s is left out: %s", offer.name, error, exc_info=error.__cause__)
+            unloadable.append((offer, str(error)))
+
+
+def _load(offer: Offer) -> Platform:
+    spec: PlatformSpec = offer.load()
+    module, _, name = spec.platform_class.partition(":")
+    try:
+        platform = getattr(importlib.import_module(module), name)()
+        if not isinstance(platform, Platform):
+            raise TypeError(f"it is a {type(platform).__name__}, expected an opgraft.Platform")
+        if platform.name != offer.name:
+            raise TypeError(f"it calls itself {platform.name!r}, its entry point is {offer.name!r}")
+        effective_chain(platform)
+    except (Exception, SystemExit) as error:
+        raise PlatformError(
+            f"the class {spec.platform_class} of platform {offer.name!r} ({offer.provider}) cannot be used: {error!r}"
+        ) from error
+    return platform
