@@ -14,28 +14,52 @@ if __name__ != "opgraft":
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from opgraft.adapter import Adapter as Adapter, LeaveAlone as LeaveAlone
+    from opgraft.adapter import Adapter as Adapter
+    from opgraft.adapter import LeaveAlone as LeaveAlone
     from opgraft.binding import inference_only as inference_only
     from opgraft.config import (
         CompilationConfig as CompilationConfig,
+    )
+    from opgraft.config import (
         CompilationMode as CompilationMode,
+    )
+    from opgraft.config import (
         OpgraftConfig as OpgraftConfig,
+    )
+    from opgraft.config import (
         set_config as set_config,
     )
-    from opgraft.decision import Candidate as Candidate, Decision as Decision, Fact as Fact, Provider as Provider
+    from opgraft.decision import Candidate as Candidate
+    from opgraft.decision import Decision as Decision
+    from opgraft.decision import Fact as Fact
+    from opgraft.decision import Provider as Provider
     from opgraft.errors import OpgraftError as OpgraftError
-    from opgraft.graft import GraftReport as GraftReport, graft as graft, ungraft as ungraft
+    from opgraft.graft import GraftReport as GraftReport
+    from opgraft.graft import graft as graft
+    from opgraft.graft import ungraft as ungraft
     from opgraft.lifecycle import reset as reset
-    from opgraft.machine import Device as Device, Evidence as Evidence, Machine as Machine
+    from opgraft.machine import Device as Device
+    from opgraft.machine import Evidence as Evidence
+    from opgraft.machine import Machine as Machine
     from opgraft.ops import (
         CustomOp as CustomOp,
+    )
+    from opgraft.ops import (
         PluggableLayer as PluggableLayer,
+    )
+    from opgraft.ops import (
         maybe_get_oot_by_class as maybe_get_oot_by_class,
     )
     from opgraft.platform import (
         DeviceCapability as DeviceCapability,
+    )
+    from opgraft.platform import (
         DeviceMemory as DeviceMemory,
+    )
+    from opgraft.platform import (
         Platform as Platform,
+    )
+    from opgraft.platform import (
         PlatformSpec as PlatformSpec,
     )
     from opgraft.plugins.hookspecs import hookimpl as hookimpl
@@ -61,7 +85,7 @@ _HOME = {
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
-__all__ = ["__version__", *_MODULE_OF]  # noqa: PLE0604  # strings, spelled once, in _HOME
+__all__ = ["__version__", *_MODULE_OF]  # strings, spelled once, in _HOME
 
 
 def __getattr__(name: str) -> Any:

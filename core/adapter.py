@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class LeaveAlone(Exception):  # noqa: N818  # a verdict that the report shows, not an error
-    """Raised by ``Adapter.recognise`` for a module that it knows and that must not be replaced; the message says why."""
+    """Raised by ``Adapter.recognise`` for a module that it knows and that must stay; the message says why."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-
 from opgraft.config import Settings
 from opgraft.decision import Decision
 from opgraft.dispatch import Kernel, KernelChoice, ReplacementChoice, choose_kernel, choose_replacement
@@ -61,8 +60,8 @@ def bind(cls: type) -> Binding:
     """The binding for constructing ``cls`` here and now: replacement, enabling and platform taken into account.
 
     Raises:
-        OpgraftError: the platform, a plugin asked for, a conflict or a setting prevents a choice; see ``choose_replacement``
-            and ``choose_kernel``.
+        OpgraftError: the platform, a plugin asked for by name, a conflict or a setting prevents a choice; see
+            ``load_plugins``, ``choose_replacement`` and ``choose_kernel``.
     """
     load_plugins()
     bindings = host_state().current_bindings()
@@ -120,8 +119,9 @@ def op_name_of(cls: type, state: HostState) -> str | None:
 def _check_op_names(settings: Settings, state: HostState) -> None:
     for token in settings.config.compilation_config.custom_ops or ():
         if token[0] in "+-" and token[1:] not in state.registry.ops:
+            origin = settings.origins["compilation_config.custom_ops"]
             raise ConfigError(
-                f"custom_ops has {token!r} ({settings.origins['compilation_config.custom_ops']}), but no op has that name: "
+                f"custom_ops has {token!r} ({origin}), but no op has that name: "
                 f"{close_matches(token[1:], state.registry.ops)} 'opgraft ops list' shows all; import the package that "
                 "registers an op before it is named."
             )

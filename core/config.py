@@ -31,8 +31,8 @@ class CompilationConfig:
     """How models are compiled, and which custom ops are enabled.
 
     Attributes:
-        custom_ops: ``all`` or ``none`` (one of them at most), ``+op``, ``-op``; ``["none,+a"]`` means ``["none", "+a"]``.
-            Without ``all`` or ``none``, ``none`` holds if ``backend`` is ``inductor`` and ``mode`` is not ``NONE``.
+        custom_ops: ``all`` or ``none`` (one of them at most), ``+op``, ``-op``; ``["none,+a"]`` is ``["none", "+a"]``.
+            Without either, ``none`` holds if ``backend`` is ``inductor`` and ``mode`` is not ``NONE``, else ``all``.
         backend: name of the ``torch.compile`` backend.
         mode: a ``CompilationMode``, its name or its number.
     """

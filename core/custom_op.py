@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
-from torch import nn
-
 from opgraft.binding import Binding, bind, enforced, op_name_of
 from opgraft.decision import Decision, Provider
 from opgraft.dispatch import Kernel, first_kernel, next_kernel
@@ -16,6 +14,7 @@ from opgraft.plugins.discovery import PLUGIN_GROUP, discover
 from opgraft.plugins.selection import current_platform
 from opgraft.registry import Replacement, location_of, reference_method
 from opgraft.state import ACTIVATING, HostState, PluginStatus, host_state
+from torch import nn
 
 OpClass = TypeVar("OpClass", bound=type)
 
@@ -85,7 +84,7 @@ class CustomOp(nn.Module):
         if cls.__specialisation__:  # replicas, copies and classes that torch derives from a specialisation
             return super().__new__(cls)
         binding = bind(cls)
-        op = super().__new__(binding.specialisation)
+        op: CustomOp = super().__new__(binding.specialisation)
         op.__dict__["_binding"] = binding
         return op
 
@@ -132,8 +131,8 @@ class CustomOp(nn.Module):
                 )
             if reference_method(op_class) is None:
                 raise RegistrationError(
-                    f"op {name!r}, {op_class.__qualname__} at {location_of(op_class)}, defines neither forward_native nor "
-                    "forward: without one it could not run where no plugin serves it"
+                    f"op {name!r}, {op_class.__qualname__} at {location_of(op_class)}, defines neither forward_native "
+                    "nor forward: without one it could not run where no plugin serves it"
                 )
             state = host_state()
             with state.lock:
@@ -173,9 +172,7 @@ class CustomOp(nn.Module):
         """
         first = _decorated_op_cls
         target: str | type | None = name if name is not None else None if cls in (CustomOp, PluggableLayer) else cls
-        if isinstance(first, str):
-            target, first = first, None
-        elif (
+        if isinstance(first, str) or (
             target is None and isinstance(first, type) and first in (r.cls for r in host_state().registry.ops.values())
         ):
             target, first = first, None
@@ -236,7 +233,7 @@ class CustomOp(nn.Module):
 
 
 class PluggableLayer(CustomOp):
-    """An op made of other ops: it defines ``forward`` itself, is replaced as a whole and not switched by ``custom_ops``.
+    """An op made of other ops: it defines ``forward`` itself, is replaced as a whole and not switched.
 
     A replacement may add ``forward_<key>`` methods, which then count like anyone's.
     """

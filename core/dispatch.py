@@ -140,8 +140,8 @@ def choose_replacement(
     if wanted and not top and wanted != own.name:
         offered = ", ".join(_who(r) for r, _ in rows) or "none"
         raise ConflictError(
-            f"providers asks for {wanted!r} for {op_name!r}, which has no replacement of {target.__qualname__} that applies "
-            f"on {platform.name} (active: {offered}; {own.name!r} keeps the op's own class). Correct or remove the setting."
+            f"providers asks for {wanted!r} for {op_name!r}, which has no replacement of {target.__qualname__} that "
+            f"applies on {platform.name} (active: {offered}; {own.name!r} keeps the op's own class)."
         )
     return ReplacementChoice(target, own, op_name, rows, top[0] if top else None)
 
@@ -163,8 +163,8 @@ def choose_kernel(cls: type, chain: tuple[str, ...], enabled: bool, enabled_beca
         found.sort(key=lambda kernel: rank.get(kernel.method, 2))
     if not found:
         raise MissingKernelError(
-            f"{cls.__qualname__} at {location_of(cls)} defines neither forward nor a kernel for any key of the dispatch "
-            f"chain {chain}: define forward_native, which every platform can run"
+            f"{cls.__qualname__} at {location_of(cls)} defines neither forward nor a kernel for any key of the "
+            f"dispatch chain {chain}: define forward_native, which every platform can run"
         )
     return KernelChoice(cls, chain, tuple(found), enabled, enabled_because)
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import nn
-
 from opgraft.binding import bind, enforced
 from opgraft.custom_op import CustomOp
 from opgraft.state import host_state
+from torch import nn
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def _extreme_calls(signature: Signature) -> Iterator[tuple[list[str], dict[str, 
 
 
 def _landing(signature: Signature, arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Where each value of a bound call landed; values in ``*args`` or ``**kwargs`` keep the name they were passed for."""
+    """Where each value of a bound call landed; values in ``*args`` or ``**kwargs`` keep their own name."""
     landing: dict[str, str] = {}
     for name, value in arguments.items():
         kind = signature.parameters[name].kind

@@ -139,6 +139,6 @@ def host_state() -> HostState:
 
 def renew_state() -> None:
     """Forget selections, loaded plugins and activations; keep the declarations."""
-    global _STATE  # noqa: PLW0603  # the one place that replaces the one object
+    global _STATE  # the one place that replaces the one object
     generation = _STATE.generation + 1
     _STATE = HostState(registry=_STATE.registry, generation=generation)

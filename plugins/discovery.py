@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import importlib_metadata
-
 import opgraft
 from opgraft.decision import Provider
 from opgraft.state import host_state
@@ -85,7 +84,7 @@ def scan() -> Discovery:
     """Read the entry points of every distribution on ``sys.path``; the first distribution of a name counts."""
     discovery = Discovery()
     seen: set[str] = set()
-    for distribution in importlib_metadata.distributions():
+    for distribution in importlib_metadata.Distribution.discover():
         if "opgraft." not in (distribution.read_text("entry_points.txt") or ""):
             continue
         provider = Provider(str(distribution.name), str(distribution.version))

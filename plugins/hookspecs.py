@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import pluggy
-
 from opgraft.config import OpgraftConfig
 from opgraft.platform import Platform
 
@@ -40,7 +39,7 @@ def opgraft_register_ops(platform: Platform) -> None:
 
 
 @hookspec
-def opgraft_graft_adapters() -> Iterable[Adapter]:
+def opgraft_graft_adapters() -> Iterable[Adapter]:  # type: ignore[empty-body]  # a specification has no body
     """Rows for the table by which ``opgraft.graft`` recognises modules; they are tried before the built-in rows."""
 
 

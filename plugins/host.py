@@ -6,10 +6,10 @@ import logging
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pluggy
-
 from opgraft.adapter import Adapter
 from opgraft.config import OpgraftConfig
 from opgraft.errors import PluginError
@@ -89,7 +89,7 @@ class _Loading:
         record.status = PluginStatus.SELECTED
         undos = self.undo_all.enter_context(ExitStack())
         self.transactions[offer.name] = Transaction(offer.name, offer.provider, undos)
-        self._attempt(offer.name, "while it was loaded", lambda: self._load(offer, record))
+        self._attempt(offer.name, "while it was loaded", partial(self._load, offer, record))
 
     def _load(self, offer: Offer, record: PluginRecord) -> None:
         plugin = offer.load()
@@ -104,8 +104,8 @@ class _Loading:
         declared = any(replacement.plugin == offer.name for replacement in self.state.registry.replacements)
         if not self.manager.get_hookcallers(plugin) and not declared:
             raise PluginError(
-                f"{offer.value} implements no hook and registers no op: mark a function named opgraft_register_ops with "
-                "@opgraft.hookimpl"
+                f"{offer.value} implements no hook and registers no op: mark a function named opgraft_register_ops "
+                "with @opgraft.hookimpl"
             )
 
     def _adopt_declarations(self, record: PluginRecord) -> None:
@@ -122,17 +122,17 @@ class _Loading:
         for implementation in reversed(hook.get_hookimpls()):
             offered = {"platform": self.platform}
             arguments = [offered[name] for name in implementation.argnames]
-            name = implementation.plugin_name
+            call = partial(implementation.function, *arguments)
+            step = partial(self._call, hook.name, implementation.plugin_name, call, use)
+            self._attempt(implementation.plugin_name, f"in its hook {hook.name}", step)
 
-            def step(call: Any = implementation.function, arguments: Any = arguments, name: str = name) -> None:
-                result = call(*arguments)
-                expected = hookspecs.RESULT_TYPES[hook.name]
-                if not isinstance(result, expected):
-                    names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in expected)
-                    raise PluginError(f"{hook.name} returned a {type(result).__name__}, expected {names}")
-                use(name, result)
-
-            self._attempt(name, f"in its hook {hook.name}", step)
+    def _call(self, hook: str, plugin: str, call: Callable[[], Any], use: Callable[[str, Any], None]) -> None:
+        result = call()
+        expected = hookspecs.RESULT_TYPES[hook]
+        if not isinstance(result, expected):
+            names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in expected)
+            raise PluginError(f"{hook} returned a {type(result).__name__}, expected {names}")
+        use(plugin, result)
 
     def _heed_veto(self, name: str, reason: str | None) -> None:
         if reason is not None:
@@ -159,11 +159,11 @@ class _Loading:
 
     def _settle_pending(self) -> None:
         for replacement in list(self.state.active):
+            settle = partial(self.state.registry.settle_pending, replacement)
             if replacement.plugin is None:
-                self.state.registry.settle_pending(replacement)
-            else:
-                settle = self.state.registry.settle_pending
-                self._attempt(replacement.plugin, "when its targets were looked up", lambda r=replacement: settle(r))  # type: ignore[misc]
+                settle()
+            elif replacement.plugin in self._alive():
+                self._attempt(replacement.plugin, "when its targets were looked up", settle)
 
     def _attempt(self, name: str, when: str, step: Callable[[], None]) -> None:
         """Run one step of a plugin inside its transaction; if it raises, take the plugin back and record why."""

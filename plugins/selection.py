@@ -122,8 +122,8 @@ def _winner(asked: Sequence[_Asked], settings: Settings) -> tuple[_Asked, str]:
         chosen = next(a for a in asked if a.offer.name == wanted)
         if not chosen.available:
             raise PlatformError(
-                f"{settings.origins['platform']} asks for platform {wanted!r} ({chosen.offer.provider}), which cannot be "
-                f"used here: {chosen.reason}. Unset it to have the platform detected."
+                f"{settings.origins['platform']} asks for platform {wanted!r} ({chosen.offer.provider}), which cannot "
+                f"be used here: {chosen.reason}. Unset it to have the platform detected."
             )
         return chosen, f"asked for by {settings.origins['platform']}; {chosen.reason}"
     available = [a for a in asked if a.available]
@@ -155,7 +155,7 @@ def _raise_first_failure(asked: Sequence[_Asked]) -> None:
 
 
 def _select(settings: Settings, machine: Machine) -> PlatformSelection:
-    """Decide and load; a detected platform whose class cannot be loaded is left out loudly, and the next one is tried."""
+    """Decide and load. A detected platform whose class cannot be loaded is left out loudly; the next one is tried."""
     unloadable: list[tuple[Offer, str]] = []
     while True:
         offer, decision = decide_platform(settings, machine, unloadable)

@@ -6,7 +6,6 @@ import os
 import re
 
 import torch
-
 from opgraft.machine import Machine
 from opgraft.platform import DeviceCapability, DeviceMemory, Platform
 from opgraft.platforms.cpu.probe import MEMINFO, probe

@@ -26,7 +26,7 @@ def probe(machine: Machine) -> Evidence:
     features = features_of(cpuinfo)
     count = len(re.findall(r"^processor\s*:", cpuinfo, re.MULTILINE))
     facts = [
-        Fact(CPUINFO, f"{count} × {name}"),
+        Fact(CPUINFO, f"{count} x {name}"),
         Fact(CPUINFO, "instruction sets " + (" ".join(features) or "none known")),
     ]
     memory = _first(r"^MemTotal:\s*(\d+) kB$", machine.read(MEMINFO) or "")
