@@ -61,4 +61,4 @@ def close_matches(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     if near:
         return "did you mean " + " or ".join(repr(match) for match in near) + "?"
-    return f"known: {', '.join(names) or 'none'}"
+    return f"known: {', '.join(names) or 'none'}."

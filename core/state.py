@@ -69,6 +69,7 @@ class HostState:
     registry: Registry = field(default_factory=Registry)
     lock: threading.RLock = field(default_factory=threading.RLock)
     selection: PlatformSelection | None = None
+    platform_failures: list[str] = field(default_factory=list)
     plugins: dict[str, PluginRecord] = field(default_factory=dict)
     plugins_loaded: bool = False
     plugins_loading: bool = False

@@ -175,12 +175,12 @@ class _Loading:
             raise
         except BaseException as error:
             record = self.state.plugins[name]
-            self._withdraw(name, PluginStatus.FAILED, f"failed {when}: {type(error).__name__}: {error}")
+            self._withdraw(name, PluginStatus.FAILED, f"{when}: {type(error).__name__}: {error}")
             record.traceback = "".join(traceback.format_exception(error))
             advice = (
                 f"Go without it by OPGRAFT_PLUGINS_DISABLE={name}; 'opgraft plugins show {name}' has the traceback."
             )
-            message = f"plugin {name!r} of {record.provider} {record.reason}. {advice}"
+            message = f"plugin {name!r} of {record.provider} failed {record.reason}. {advice}"
             if self.config.strict or any(offer.name == name for offer in self._named()):
                 raise PluginError(message) from error
             logger.warning("%s It is left out.", message)

@@ -97,7 +97,7 @@ def decide_platform(
     if config.strict:
         _raise_first_failure(asked)
     winner, reason = _winner(asked, settings)
-    candidates = tuple(a.candidate(a is winner, reason if a is winner else _loser_reason(a, winner)) for a in asked)
+    candidates = tuple(a.candidate(a is winner, a.reason if a is winner else _loser_reason(a, winner)) for a in asked)
     return winner.offer, Decision("platform", winner.offer.name, reason, candidates, _SETTING)
 
 
@@ -111,7 +111,7 @@ def _ask(offer: Offer, config: OpgraftConfig, machine: Machine) -> _Asked:
         evidence = ask(offer, machine)
     except ProbeFailed as failure:
         if offer.name != config.platform and not config.strict:
-            logger.warning("platform %s of %s is left out: %s", offer.name, offer.provider, failure)
+            _report(f"platform {offer.name!r} of {offer.provider} is left out: {failure}")
         return _Asked(offer, None, str(failure), failed=True)
     return _Asked(offer, evidence, evidence.reason)
 
@@ -148,6 +148,14 @@ def _priority(built_in: Offer) -> int:
     return spec.priority
 
 
+def _report(failure: str) -> None:
+    """A platform that should have worked and did not: said once, and kept for ``opgraft plugins doctor``."""
+    state = host_state()
+    if failure not in state.platform_failures:
+        state.platform_failures.append(failure)
+        logger.warning("%s", failure)
+
+
 def _raise_first_failure(asked: Sequence[_Asked]) -> None:
     failed = next((a for a in asked if a.failed), None)
     if failed:
@@ -164,7 +172,7 @@ def _select(settings: Settings, machine: Machine) -> PlatformSelection:
         except PlatformError as error:
             if settings.config.platform == offer.name or settings.config.strict or offer.built_in:
                 raise
-            logger.warning("platform %s is left out: %s", offer.name, error, exc_info=error.__cause__)
+            _report(f"platform {offer.name!r} is left out: {error}")
             unloadable.append((offer, str(error)))
 
 

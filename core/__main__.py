@@ -1,0 +1,5 @@
+"""``python -m opgraft``."""
+
+from opgraft.cli import main
+
+main()

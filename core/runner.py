@@ -1,0 +1,137 @@
+"""Running a checkpoint on text, plain and grafted: sentence embeddings or greedy generation."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from opgraft.checkpoint import Checkpoint
+from opgraft.grafting import GraftReport, graft, ungraft
+from torch import nn
+from torch.nn import functional as F
+
+BATCH = 32
+"""Sentences in a batch."""
+NEW_TOKENS = 24
+"""Tokens generated per prompt."""
+ROUNDS = 3
+"""Rounds of a comparison; plain and grafted take turns and the medians count."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and how much there is."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a run computed: ``numbers`` to compare (a float32 tensor) and ``answers``, one per text."""
+
+    numbers: torch.Tensor
+    answers: list[str]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Plain against grafted: largest absolute difference, seconds of each (medians), and whether the answers agree."""
+
+    largest_difference: float
+    plain_seconds: float
+    grafted_seconds: float
+    same_answers: bool
+
+
+class Runner(ABC):
+    """A loaded model that turns texts into an ``Output``."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+        self.checkpoint = checkpoint
+        self.model: nn.Module
+        self.model, self.tokenizer = checkpoint.load(dtype)
+
+    @abstractmethod
+    def run(self, texts: Sequence[str], progress: Progress, label: str) -> Output:
+        """Compute the answers for all texts."""
+
+    def compare(self, texts: Sequence[str], progress: Progress) -> tuple[Output, GraftReport, Comparison]:
+        """Run plain and grafted in turns; the model is left grafted."""
+        seconds: dict[str, list[float]] = {"plain": [], "grafted": []}
+        outputs: dict[str, Output] = {}
+        self.run(texts[:BATCH], progress, "warming up")
+        for turn in range(1, ROUNDS + 1):
+            if turn > 1:
+                ungraft(self.model)
+            for side in ("plain", "grafted"):
+                if side == "grafted":
+                    report = graft(self.model)
+                start = time.perf_counter()
+                outputs[side] = self.run(texts, progress, f"{side}, round {turn} of {ROUNDS}")
+                seconds[side].append(time.perf_counter() - start)
+        plain, grafted = outputs["plain"], outputs["grafted"]
+        difference = (plain.numbers - grafted.numbers).abs().max().item()
+        medians = {side: statistics.median(values) for side, values in seconds.items()}
+        same = plain.answers == grafted.answers
+        return grafted, report, Comparison(difference, medians["plain"], medians["grafted"], same)
+
+
+class Encoder(Runner):
+    """Sentence embeddings; the answer to a text is the text nearest to it by cosine similarity."""
+
+    @torch.inference_mode()
+    def run(self, texts: Sequence[str], progress: Progress, label: str) -> Output:
+        order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+        rows: list[torch.Tensor] = [torch.empty(0)] * len(texts)
+        for start in range(0, len(order), BATCH):
+            progress(label, start, len(order))
+            batch = order[start : start + BATCH]
+            for index, embedding in zip(batch, self._embed([texts[index] for index in batch]), strict=True):
+                rows[index] = embedding
+        progress(label, len(order), len(order))
+        embeddings = torch.stack(rows)
+        return Output(embeddings, [texts[index] for index in nearest(embeddings)])
+
+    def _embed(self, texts: list[str]) -> torch.Tensor:
+        limit = self.checkpoint.config.get("max_position_embeddings", 512)
+        tokens = self.tokenizer(texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
+        states = self.model(**tokens).last_hidden_state
+        if self.checkpoint.pools_first_token:
+            pooled = states[:, 0].float()
+        else:
+            mask = tokens["attention_mask"].unsqueeze(-1).float()
+            pooled = (states.float() * mask).sum(1) / mask.sum(1)
+        return F.normalize(pooled, dim=-1)
+
+
+class Generator(Runner):
+    """Greedy generation through transformers; the numbers compared are the logits of each prompt's last token."""
+
+    @torch.inference_mode()
+    def run(self, texts: Sequence[str], progress: Progress, label: str) -> Output:
+        logits, answers = [], []
+        model: Any = self.model
+        for done, text in enumerate(texts):
+            progress(label, done, len(texts))
+            tokens = self.tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+            logits.append(model(**tokens).logits[0, -1].float())
+            generated = model.generate(**tokens, max_new_tokens=NEW_TOKENS, do_sample=False)
+            answers.append(
+                self.tokenizer.decode(generated[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
+            )
+        progress(label, len(texts), len(texts))
+        return Output(torch.stack(logits), answers)
+
+
+def open_runner(checkpoint: Checkpoint, dtype: torch.dtype) -> Runner:
+    """The runner for a checkpoint's architecture."""
+    return Generator(checkpoint, dtype) if checkpoint.causal else Encoder(checkpoint, dtype)
+
+
+def nearest(embeddings: torch.Tensor) -> list[int]:
+    """For each row of unit vectors ``[n, d]``, the index of the other row nearest by cosine; its own where n is 1."""
+    similarity = embeddings @ embeddings.T
+    if len(embeddings) > 1:
+        similarity.fill_diagonal_(-torch.inf)
+    return similarity.argmax(dim=1).tolist()

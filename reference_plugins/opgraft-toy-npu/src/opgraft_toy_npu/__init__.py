@@ -1,0 +1,1 @@
+"""A simulated NPU for opgraft."""
