@@ -1,0 +1,82 @@
+# Every target bootstraps what it needs from a bare clone: Python 3.11 and a package registry are enough.
+#
+# Versions are pinned in constraints.txt. Where the registry offers torch with CUDA libraries only, the small build comes
+# from PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3.11
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+TOY_NPU := reference_plugins/opgraft-toy-npu
+SOURCES := $(sort $(shell find core platforms plugins -name '*.py' -o -name py.typed))
+TOY_NPU_SOURCES := $(TOY_NPU)/pyproject.toml $(sort $(shell find $(TOY_NPU)/src -name '*.py' -o -name py.typed))
+
+# The installed demonstration: see .demo/installed below.
+OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
+
+.DELETE_ON_ERROR:
+.PHONY: help run test check bench docs clean FORCE
+
+help:
+	@echo "make run    the demonstration: a real sentence encoder on the CPU, then on a simulated NPU from a plugin"
+	@echo "make test   all tests"
+	@echo "make check  lint, formatting, strict types"
+	@echo "make bench  what the mechanism costs, against its limits"
+	@echo "make docs   the documentation, into site/"
+	@echo "make clean  remove everything that these targets made"
+
+run: .demo/installed
+	@printf '\n==> On the CPU: the plugin is installed, its device is absent\n\n'
+	env -u TOY_NPU_DEVICE $(OPGRAFT) detect
+	env -u TOY_NPU_DEVICE $(OPGRAFT) run minilm --input examples/sentences.txt --compare
+	@printf '\n==> On the toy NPU: the same commands, with the device present\n\n'
+	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json $(OPGRAFT) detect
+	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json $(OPGRAFT) run minilm --input examples/sentences.txt --compare
+
+test: .venv/opgraft
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+check: .venv/opgraft
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy -p opgraft
+	$(BIN)/mypy benchmarks $(TOY_NPU)/src
+
+bench: .venv/opgraft
+	$(BIN)/python benchmarks/mechanism.py
+
+docs: .venv/docs
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf .venv .demo build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf *.egg-info reference_plugins/*/build reference_plugins/*/src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# setuptools comes first because opgraft is built without isolation, in versions that are pinned too; torch, so that
+# nothing else has a say in which build of it is taken.
+.venv/base: constraints.txt
+	$(PYTHON) -m venv --clear .venv
+	$(INSTALL) setuptools torch
+	touch $@
+
+# A strict editable install is a tree of links, one per file, which type checkers can read and which costs no start-up
+# time. An edit shows at once; a new or removed file needs the install again, hence the list.
+.venv/opgraft: .venv/base .venv/sources pyproject.toml core/__init__.py
+	$(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,test,lint]'
+	touch $@
+
+.venv/sources: .venv/base FORCE
+	@echo $(SOURCES) | tr ' ' '\n' | cmp --silent - $@ || echo $(SOURCES) | tr ' ' '\n' > $@
+
+.venv/docs: .venv/base constraints.txt
+	$(INSTALL) mkdocs-material
+	touch $@
+
+# The demonstration runs what a user gets: wheels, built and installed. They lie in a folder of their own, in front of
+# .venv on the path. In .venv they would take the place of the editable install, and every test would see the toy NPU;
+# a second virtual environment would hold a second copy of torch.
+.demo/installed: .venv/opgraft $(SOURCES) $(TOY_NPU_SOURCES)
+	rm -rf .demo build/lib build/bdist.* $(TOY_NPU)/build
+	$(INSTALL) --no-build-isolation --no-deps --target .demo . ./$(TOY_NPU)
+	touch $@
