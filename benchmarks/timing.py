@@ -1,0 +1,124 @@
+"""What the benchmarks share: interleaved timing, and one table of measured values against their limits."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured value.
+
+    Attributes:
+        name: what was compared with what.
+        measured: a ratio, or a count.
+        limit: the highest value that is fine.
+        detail: the absolute figures behind it, in words.
+    """
+
+    name: str
+    measured: float
+    limit: float
+    detail: str
+
+    @property
+    def ok(self) -> bool:
+        return self.measured <= self.limit
+
+
+def ratio(
+    name: str,
+    limit: float,
+    subject: Callable[[], object],
+    baseline: Callable[[], object],
+    *,
+    number: int,
+    rounds: int,
+) -> Row:
+    """How long ``subject`` takes over ``baseline``: the median of the ratios of ``rounds`` rounds.
+
+    A round times ``number`` calls of either side, one right after the other, so that both meet the same clock speed and
+    the same neighbours; which goes first alternates. One round more, at the start, warms up and is not counted.
+    """
+    pairs = [_round(subject, baseline, number, swap=bool(index % 2)) for index in range(rounds + 1)][1:]
+    subject_time, baseline_time = (statistics.median(side) for side in zip(*pairs, strict=True))
+    measured = statistics.median(ours / theirs for ours, theirs in pairs)
+    detail = f"{_seconds(subject_time)} over {_seconds(baseline_time)}, {rounds} rounds of {number}"
+    return Row(name, round(measured, 4), limit, detail)
+
+
+def _round(
+    subject: Callable[[], object], baseline: Callable[[], object], number: int, *, swap: bool
+) -> tuple[float, float]:
+    """Seconds per call of either side."""
+    if swap:
+        theirs, ours = _seconds_per_call(baseline, number), _seconds_per_call(subject, number)
+    else:
+        ours, theirs = _seconds_per_call(subject, number), _seconds_per_call(baseline, number)
+    return ours, theirs
+
+
+def _seconds_per_call(call: Callable[[], object], number: int) -> float:
+    """The garbage collector runs before, never during: otherwise one side pays for what the other left behind."""
+    gc.collect()
+    gc.disable()
+    try:
+        start = time.perf_counter()
+        for _ in range(number):
+            call()
+        return (time.perf_counter() - start) / number
+    finally:
+        gc.enable()
+
+
+def _seconds(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def machine() -> dict[str, str]:
+    """What a reader needs to know before comparing these figures with others."""
+    return {"cpu": _cpu_name(), "torch": version("torch"), "python": platform.python_version()}
+
+
+def _cpu_name() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]}, {len(names)} cores" if names else platform.processor() or "unknown"
+
+
+def report(description: str, measure: Callable[[], Sequence[Row]]) -> None:
+    """The main program of a benchmark: measure, print, and exit with 1 if a limit is exceeded."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args()
+    rows = measure()
+    if arguments.json:
+        values = [{**asdict(row), "ok": row.ok} for row in rows]
+        print(json.dumps({"schema": 1, "machine": machine(), "rows": values}, indent=2))
+    else:
+        print_table(rows)
+    sys.exit(0 if all(row.ok for row in rows) else 1)
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    width = max(len(row.name) for row in rows)
+    print(", ".join(f"{name} {value}" for name, value in machine().items()))
+    print(f"{'':{width}}  measured  limit")
+    for row in rows:
+        print(
+            f"{row.name:{width}}  {row.measured:8.4g}  {row.limit:5.4g}  {'ok' if row.ok else 'over':4}  {row.detail}"
+        )
