@@ -1,0 +1,159 @@
+"""Every test starts from a fresh host, an environment without OPGRAFT_ variables and no plugin but its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+import opgraft
+from opgraft.plugins import discovery
+from opgraft.state import host_state
+
+REPOSITORY = Path(__file__).parent.parent
+TOY_NPU = REPOSITORY / "reference_plugins" / "opgraft-toy-npu"
+
+_FOREIGN = {offer.provider.name for offer in discovery.scan().offers if not offer.built_in}
+
+
+@pytest.fixture(autouse=True)
+def fresh_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A reset host, whose registry forgets afterwards what the test declared."""
+    for name in os.environ:
+        if name.startswith("OPGRAFT_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    real_scan = discovery.scan
+
+    def scan_without_foreign_plugins() -> discovery.Discovery:
+        found = real_scan()
+        found.offers = [offer for offer in found.offers if offer.provider.name not in _FOREIGN]
+        return found
+
+    monkeypatch.setattr(discovery, "scan", scan_without_foreign_plugins)
+    opgraft.reset()
+    registry = host_state().registry
+    ops, replacements = dict(registry.ops), list(registry.replacements)
+    yield
+    registry.ops.clear()
+    registry.ops.update(ops)
+    registry.replacements[:] = replacements
+    opgraft.reset()
+
+
+class Site:
+    """A folder on ``sys.path`` in which distributions are installed, with the metadata that pip would write."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def install(
+        self,
+        name: str,
+        files: Mapping[str, str],
+        entry_points: Mapping[str, Sequence[str]] | str,
+        *,
+        version: str = "1.0",
+        requires: Sequence[str] = ("opgraft",),
+    ) -> None:
+        """Install a distribution: its modules by file name, its entry points by group (or as raw text)."""
+        for path, text in files.items():
+            target = self.folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text)
+        if not isinstance(entry_points, str):
+            entry_points = "\n".join(f"[{group}]\n" + "\n".join(lines) for group, lines in entry_points.items())
+        info = self.folder / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(parents=True)
+        needed = "".join(f"Requires-Dist: {line}\n" for line in requires)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needed}")
+        (info / "entry_points.txt").write_text(entry_points + "\n")
+        (info / "INSTALLER").write_text("pip\n")
+        (info / "RECORD").write_text("".join(f"{path},,\n" for path in files))
+
+    def plugin(self, name: str, source: str, *, requires: Sequence[str] = ("opgraft",), version: str = "1.0") -> None:
+        """Install a distribution ``name`` with one module that is a plugin of the same name."""
+        module = name.replace("-", "_")
+        points = {"opgraft.plugins": [f"{module} = {module}"]}
+        self.install(name, {f"{module}.py": source}, points, requires=requires, version=version)
+
+    def platform(self, name: str, *, probe: str, platform: str = "", plugin: str | None = None) -> None:
+        """Install a distribution that offers the platform ``name``, and a plugin where its source is given."""
+        files = {
+            f"{name}_device.py": f"from opgraft import Evidence, PlatformSpec\ndef probe(machine):\n    {probe}\n"
+            f"SPEC = PlatformSpec(probe, '{name}_platform:Device')\n",
+            f"{name}_platform.py": platform or platform_source(name),
+        }
+        points = {"opgraft.platforms": [f"{name} = {name}_device:SPEC"]}
+        if plugin is not None:
+            files[f"{name}_plugin.py"] = plugin
+            points["opgraft.plugins"] = [f"{name} = {name}_plugin"]
+        self.install(f"{name}-dist", files, points)
+
+
+def platform_source(name: str, chain: str = '("native",)') -> str:
+    """A platform class ``Device`` that behaves like the CPU under another name and dispatch chain."""
+    return (
+        "from opgraft.platforms.cpu.platform import CpuPlatform\n"
+        f"class Device(CpuPlatform):\n    name = {name!r}\n    dispatch_chain = {chain}\n"
+    )
+
+
+AVAILABLE = "return Evidence(True, 'a device was found')"
+ABSENT = "return Evidence(False, 'no device')"
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """A place to install distributions; their modules are forgotten after the test."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    before = set(sys.modules)
+    yield Site(folder)
+    for name in set(sys.modules) - before:
+        if str(folder) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def toy_npu_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The reference plugin, built and installed by pip into a folder of its own."""
+    folder = tmp_path_factory.mktemp("toy-npu")
+    source = folder / "source"
+    subprocess.run(["cp", "-r", str(TOY_NPU), str(source)], check=True)
+    options = ["--no-deps", "--no-build-isolation", "--quiet", "--target", str(folder / "site")]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(source)], check=True)
+    return folder / "site"
+
+
+@pytest.fixture
+def toy_npu(toy_npu_site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The reference plugin on ``sys.path`` with its device present; yields the folder it is installed in."""
+    monkeypatch.syspath_prepend(str(toy_npu_site))
+    monkeypatch.setenv("TOY_NPU_DEVICE", str(TOY_NPU / "device.json"))
+    yield toy_npu_site
+    for name in [name for name in sys.modules if name.partition(".")[0] == "opgraft_toy_npu"]:
+        del sys.modules[name]
+
+
+Cli = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def cli(site: Site, tmp_path: Path) -> Cli:
+    """Run the command line as its own process, seeing the distributions of ``site``."""
+
+    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        path = os.pathsep.join([str(site.folder), *filter(None, [variables.pop("PYTHONPATH", "")])])
+        environ = {**os.environ, "PYTHONPATH": path, **variables}
+        if _FOREIGN:
+            environ.setdefault("OPGRAFT_PLUGINS_DISABLE", ",".join(_FOREIGN))
+        command = [sys.executable, "-m", "opgraft", *arguments]
+        return subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    return run

@@ -1,0 +1,149 @@
+"""Settings: their values, layers and scopes."""
+
+from __future__ import annotations
+
+import pytest
+
+import opgraft
+from opgraft import CompilationConfig, CompilationMode, OpgraftConfig, set_config
+from opgraft.config import CustomOpsSetting, config_from_fields, parse_text, resolve
+from opgraft.environment import read_environment
+from opgraft.errors import ConfigError
+from opgraft.state import host_state
+
+
+def custom_ops(*tokens: str) -> OpgraftConfig:
+    return OpgraftConfig(compilation_config=CompilationConfig(custom_ops=tokens))
+
+
+def test_joined_and_separate_tokens_mean_the_same() -> None:
+    """["none,+a,+b"] and ["none", "+a", "+b"] are one setting."""
+    assert CustomOpsSetting.parse(["none,+a,+b"]) == CustomOpsSetting.parse(["none", "+a", "+b"])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (["all", "none"], "both 'all' and 'none'"),
+        (["+a,-a"], r"both '\+a' and '-a'"),
+        (["rms_norm"], "each entry is"),
+        (["+"], "each entry is"),
+        ("all", "use a list of strings"),
+        ([1], "use a list of strings"),
+    ],
+)
+def test_contradictory_or_malformed_custom_ops_are_rejected(tokens: object, message: str) -> None:
+    """A contradiction or an unknown form is an error when the config is made, not when an op is constructed."""
+    with pytest.raises(ConfigError, match=message):
+        CompilationConfig(custom_ops=tokens)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("backend", "mode", "expected"),
+    [
+        ("inductor", CompilationMode.NONE, True),
+        ("inductor", CompilationMode.TORCH_COMPILE, False),
+        ("eager", CompilationMode.TORCH_COMPILE, True),
+        ("eager", CompilationMode.NONE, True),
+    ],
+)
+def test_the_default_of_custom_ops_depends_on_backend_and_mode(
+    backend: str, mode: CompilationMode, expected: bool
+) -> None:
+    """Ops are disabled by default only where inductor compiles the native forms."""
+    layer = OpgraftConfig(compilation_config=CompilationConfig(backend=backend, mode=mode))
+    assert resolve([("test", layer)]).enabled("rms_norm")[0] is expected
+
+
+def test_an_inner_layer_wins_field_by_field() -> None:
+    """Unset fields of a higher layer let the lower layer through, and the origin names the layer that counts."""
+    settings = resolve([("low", OpgraftConfig(strict=True, platform="cpu")), ("high", OpgraftConfig(strict=False))])
+    assert settings.config.strict is False
+    assert settings.config.platform == "cpu"
+    assert settings.origins["strict"] == "high"
+    assert settings.origins["platform"] == "low"
+
+
+def test_scopes_nest_and_end() -> None:
+    """set_config holds within its block only; an inner scope stands above the outer one."""
+    with set_config(custom_ops("none")):
+        with set_config(custom_ops("all")):
+            assert host_state().settings().enabled("x")[0] is True
+        assert host_state().settings().enabled("x")[0] is False
+    assert host_state().settings().enabled("x")[0] is True
+
+
+def test_the_environment_stands_below_scopes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OPGRAFT_CUSTOM_OPS is read once and can be overridden by a scope; reset reads it again."""
+    monkeypatch.setenv("OPGRAFT_CUSTOM_OPS", "none")
+    opgraft.reset()
+    enabled, reason = host_state().settings().enabled("x")
+    assert not enabled
+    assert "OPGRAFT_CUSTOM_OPS" in reason
+    with set_config(custom_ops("all")):
+        assert host_state().settings().enabled("x")[0]
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"OPGRAFT_STRICT": "maybe"}, "OPGRAFT_STRICT='maybe' is not a flag"),
+        ({"OPGRAFT_PLATFROM": "cpu"}, "did you mean 'OPGRAFT_PLATFORM'"),
+    ],
+)
+def test_bad_variables_are_named(variables: dict[str, str], message: str) -> None:
+    """A misspelt variable or a value outside the list is an error that names it."""
+    with pytest.raises(ConfigError, match=message):
+        read_environment(variables)
+
+
+def test_an_empty_allow_list_means_none() -> None:
+    """OPGRAFT_PLUGINS set to nothing allows no plugin; unset it allows all."""
+    assert read_environment({"OPGRAFT_PLUGINS": ""}).plugins == ()
+    assert read_environment({}).plugins is None
+
+
+def test_a_contradiction_in_the_environment_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error about a value tells which variable holds it."""
+    monkeypatch.setenv("OPGRAFT_CUSTOM_OPS", "all,none")
+    opgraft.reset()
+    with pytest.raises(ConfigError, match="OPGRAFT_CUSTOM_OPS"):
+        host_state().settings()
+
+
+def test_dotted_names_reach_every_field() -> None:
+    """The command line's dotted names make the same config as the constructors."""
+    made = config_from_fields({"strict": True, "compilation_config.custom_ops": ["none,+a"]})
+    assert made == OpgraftConfig(strict=True, compilation_config=CompilationConfig(custom_ops=["none", "+a"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("compilation_config.custom_ops", '["none,+rms_norm"]', ["none,+rms_norm"]),
+        ("compilation_config.custom_ops", "none,+rms_norm", ["none", "+rms_norm"]),
+        ("strict", "true", True),
+        ("providers", '{"rms_norm": "acme"}', {"rms_norm": "acme"}),
+    ],
+)
+def test_command_line_values_are_parsed(name: str, text: str, expected: object) -> None:
+    """Lists come as JSON or separated by commas, mappings as JSON."""
+    assert parse_text(name, text) == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: parse_text("providers", "{"), "not valid JSON"),
+        (lambda: parse_text("strict", "perhaps"), "not a flag"),
+        (lambda: parse_text("compilation_config.custom_op", "all"), "did you mean 'compilation_config.custom_ops'"),
+        (lambda: config_from_fields({"strcit": True}), "did you mean 'strict'"),
+        (lambda: CompilationConfig(mode="FAST"), "mode is 'FAST'"),
+        (lambda: OpgraftConfig(plugins="toy"), "use a list of strings"),
+        (lambda: OpgraftConfig(platform=3), "platform is 3"),
+    ],
+)
+def test_bad_values_are_config_errors(call, message: str) -> None:
+    """Every setting checks its value where it is given."""
+    with pytest.raises(ConfigError, match=message):
+        call()

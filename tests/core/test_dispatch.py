@@ -1,0 +1,160 @@
+"""Which method becomes forward: the most derived definition wins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from opgraft import CompilationConfig, CustomOp, OpgraftConfig, PluggableLayer, set_config
+from opgraft.dispatch import choose_kernel
+from opgraft.errors import ConfigError, MissingKernelError, PlatformError
+from opgraft.platform import effective_chain
+from opgraft.platforms.cpu.platform import CpuPlatform
+
+CPU = ("oot", "cpu", "native")
+CUDA = ("oot", "cuda", "native")
+ROCM = ("oot", "hip", "cuda", "native")
+ALIKE = ("oot", "cuda", "native")
+
+
+def family(*levels: str) -> type:
+    """Classes derived from one another, each defining the methods named in its string (forward_<word> or forward)."""
+    cls: type = CustomOp
+    for depth, words in enumerate(levels):
+        names = ["forward" if word == "forward" else f"forward_{word}" for word in words.split()]
+        cls = type(f"Level{depth}", (cls,), {name: lambda self: None for name in names})
+    return cls
+
+
+RULES = [
+    (("native cpu",), CPU, "Level0.forward_cpu"),
+    (("native cuda",), CPU, "Level0.forward_native"),
+    (("native cuda", "native"), CUDA, "Level1.forward_native"),
+    (("native cuda", "oot"), CUDA, "Level1.forward_oot"),
+    (("native cuda", "oot native"), CUDA, "Level1.forward_oot"),
+    (("native cuda", ""), CUDA, "Level0.forward_cuda"),
+    (("native cuda",), ROCM, "Level0.forward_cuda"),
+    (("native cuda hip",), ROCM, "Level0.forward_hip"),
+    (("native cuda hip", "cuda"), ROCM, "Level1.forward_cuda"),
+    (("native cpu", "forward"), CPU, "Level1.forward"),
+    (("native cpu", "forward oot"), CPU, "Level1.forward"),
+    (("forward", "oot"), CPU, "Level1.forward_oot"),
+    (("native cuda xpu",), ALIKE, "Level0.forward_cuda"),
+]
+
+
+@pytest.mark.parametrize(("levels", "chain", "expected"), RULES)
+def test_the_most_derived_definition_wins(levels: tuple[str, ...], chain: tuple[str, ...], expected: str) -> None:
+    """Walking up the classes, the first that defines forward or a key of the chain settles it."""
+    choice = choose_kernel(family(*levels), chain, True, "test")
+    assert str(choice.winner) == expected
+    accepted = [candidate.name for candidate in choice.decision.candidates if candidate.accepted]
+    assert accepted == [expected]
+
+
+@pytest.mark.parametrize(
+    ("levels", "expected"),
+    [
+        (("native cpu",), "Level0.forward_native"),
+        (("native cpu", "oot"), "Level0.forward_native"),
+        (("native cpu", "native oot"), "Level1.forward_native"),
+        (("native", "forward"), "Level0.forward_native"),
+        (("forward", "oot"), "Level0.forward"),
+    ],
+)
+def test_a_disabled_op_runs_its_native_definition(levels: tuple[str, ...], expected: str) -> None:
+    """forward_native where there is one, else the layer's own forward."""
+    assert str(choose_kernel(family(*levels), CPU, False, "test").winner) == expected
+
+
+def test_a_class_without_any_definition_is_an_error() -> None:
+    """The error names the class, its place and what to define."""
+    with pytest.raises(MissingKernelError, match=r"Level0 at .* defines neither forward nor a kernel"):
+        choose_kernel(family("xpu"), CPU, True, "test")
+
+
+def test_calling_a_kernel_that_is_not_defined_goes_on_along_the_chain(scale) -> None:
+    """self.forward_oot, forward_hip and friends reach the next definition of the platform's chain."""
+    op = scale()
+    x = torch.ones(4)
+    for name in ("forward_oot", "forward_cpu", "forward_hip", "forward_xpu", "forward_tpu", "forward_native", "forward"):
+        torch.testing.assert_close(getattr(op, name)(x), x * 2)
+
+
+def test_super_reaches_the_targets_kernel(scale, fast_scale) -> None:
+    """super().forward_oot() and super().forward() of a replacement run what the target would run."""
+
+    class Wrapping(scale):
+        def forward(self, x, bias=None):
+            return super().forward(x, bias) + 1
+
+    scale.register_oot(Wrapping)
+    assert scale(1)(torch.ones(1)).item() == 3
+    CustomOp.unregister_oot(Wrapping)
+    scale.register_oot(fast_scale)
+    assert scale(1)(torch.ones(1)).item() == 2
+
+
+def test_a_missing_kernel_at_the_end_of_the_chain_is_an_error() -> None:
+    """An op without a native definition says so instead of recursing."""
+    op = type("OnlyForward", (CustomOp,), {"forward": lambda self, x: x})()
+    with pytest.raises(MissingKernelError, match="has no forward_oot, nor a kernel further along"):
+        op.forward_oot(1)
+
+
+def test_a_layer_is_not_switched_but_a_replacements_kernel_is(scale) -> None:
+    """custom_ops=none leaves a PluggableLayer's forward, and switches off a kernel that a replacement added to it."""
+
+    @CustomOp.register("pair")
+    class Pair(PluggableLayer):
+        def forward(self, x):
+            return x + 1
+
+    @Pair.register_oot
+    class FastPair(Pair):
+        def forward_oot(self, x):
+            return x + 2
+
+    x = torch.zeros(1)
+    assert Pair()(x) == 2
+    with set_config(OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["none"]))):
+        assert Pair()(x) == 1
+
+
+@pytest.mark.parametrize("tokens", [["-scale"], ["none"]])
+def test_switching_an_op_off_switches_its_replacement_off(scale, tokens: list[str]) -> None:
+    """A replacement keeps the registered name of its target."""
+    replacement = scale.register_oot(type("R", (scale,), {"forward_oot": lambda self, x, bias=None: x * 0}))
+    with set_config(OpgraftConfig(compilation_config=CompilationConfig(custom_ops=tokens))):
+        op = scale()
+        assert not scale.enabled()
+    assert op.op_class is replacement
+    torch.testing.assert_close(op(torch.ones(4)), torch.full((4,), 2.0))
+    with set_config(OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["none", "+scale"]))):
+        assert scale()(torch.ones(4)).sum() == 0
+
+
+def test_enforce_enable_holds_for_one_object(scale) -> None:
+    """enforce_enable=True enables that instance whatever the settings say, and the decision says so."""
+    with set_config(OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["none"]))):
+        enforced, plain = scale(enforce_enable=True), scale()
+    assert enforced.decision.chosen == "Scale.forward_cpu"
+    assert "enforce_enable" in enforced.decision.reason
+    assert plain.decision.chosen == "Scale.forward_native"
+
+
+def test_an_unknown_op_in_custom_ops_is_an_error_with_near_matches(scale) -> None:
+    """A name that no catalogue knows is found when the first op is constructed."""
+    with (
+        set_config(OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["+scael"]))),
+        pytest.raises(ConfigError, match=r"'\+scael' \(set_config\).*did you mean 'scale'"),
+    ):
+        scale()
+
+
+@pytest.mark.parametrize("chain", [("cpu", "cpu"), ("npu",)])
+def test_a_platform_must_declare_known_keys_once(chain: tuple[str, ...]) -> None:
+    """A dispatch chain with an unknown or repeated key is rejected."""
+    platform = type("P", (CpuPlatform,), {"dispatch_chain": chain})()
+    with pytest.raises(PlatformError, match="declares the dispatch chain"):
+        effective_chain(platform)
