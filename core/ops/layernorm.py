@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from collections.abc import Sequence
 
+import torch
 from opgraft.custom_op import CustomOp
+from opgraft.ops.checks import expect_last_dim, expect_same_shape
+from opgraft.ops.precision import compute_dtype
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 @CustomOp.register("rms_norm")
 class RMSNorm(CustomOp):
-    """Root mean square norm."""
+    """Root mean square norm, after adding a residual where one is given (Zhang and Sennrich, arXiv:1910.07467).
+
+    ``y = x / sqrt(mean(x²) + eps) · weight`` over the last dimension, computed in float32 (float64 for float64 input).
+    The normalised value is rounded to the weight's dtype, multiplied, and rounded to the input's dtype, which for a
+    weight and an input of one dtype is bit for bit what Llama's norm in transformers computes.
+
+    With a residual, ``s = x + residual`` is summed unrounded; the norm is that of ``s`` and ``new_residual`` is ``s``
+    rounded to the input's dtype. This definition writes to neither argument and returns new memory; a kernel of a
+    platform may reuse the memory of both.
+
+    Without a weight, ``weight`` is a buffer of ones, so that kernels which always multiply stay right; unlike a plain
+    tensor it moves with the module.
+
+    Args:
+        hidden_size: elements of the last dimension.
+        eps: added to the mean square.
+        var_hidden_size: take the mean over the first ``var_hidden_size`` elements only.
+        has_weight: whether there is a learnt weight.
+        dtype: dtype of the weight; the default dtype if not given.
+
+    Shapes:
+        ``x`` and ``residual`` are ``[..., hidden_size]`` in any floating-point dtype; so are the results.
+    """
+
+    weight: Tensor
 
     def __init__(
         self,
@@ -21,8 +49,115 @@ class RMSNorm(CustomOp):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if var_hidden_size is not None and not 0 < var_hidden_size <= hidden_size:
+            raise ValueError(f"rms_norm: var_hidden_size is {var_hidden_size}, expected 1 to hidden_size={hidden_size}")
+        self.hidden_size = hidden_size
         self.variance_epsilon = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=dtype))
+        self.variance_size_override = None if var_hidden_size == hidden_size else var_hidden_size
+        self.has_weight = has_weight
+        weight = torch.ones(hidden_size, dtype=dtype)
+        if has_weight:
+            self.weight = nn.Parameter(weight)
+        else:
+            self.register_buffer("weight", weight, persistent=False)
 
-    def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        return torch.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+    def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """The norm of ``x``, or ``(norm, new_residual)`` of ``x + residual``.
+
+        Raises:
+            ValueError: ``x`` does not end in ``hidden_size``, or ``residual`` has another shape.
+        """
+        expect_last_dim("rms_norm", "x", x, self.hidden_size)
+        summed = _residual_sum("rms_norm", x, residual)
+        normed = _rms_normalised(summed, self.variance_epsilon, self.variance_size_override)
+        if self.has_weight:
+            normed = normed.to(self.weight.dtype) * self.weight
+        return normed.to(x.dtype) if residual is None else (normed.to(x.dtype), summed.to(x.dtype))
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.variance_epsilon}, has_weight={self.has_weight}"
+
+
+@CustomOp.register("gemma_rms_norm")
+class GemmaRMSNorm(CustomOp):
+    """Gemma's root mean square norm, whose stored weight is the distance from one (arXiv:2403.08295).
+
+    ``y = x / sqrt(mean(x²) + eps) · (1 + weight)``, computed in float32 (float64 for float64 input) with the weight
+    applied before rounding, bit for bit as Gemma's norm in transformers. A residual is added as by ``RMSNorm``.
+
+    Args:
+        hidden_size: elements of the last dimension; the weight starts as zeros.
+        eps: added to the mean square.
+
+    Shapes:
+        ``x`` and ``residual`` are ``[..., hidden_size]`` in any floating-point dtype; so are the results.
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.variance_epsilon = eps
+        self.weight = nn.Parameter(torch.zeros(hidden_size))
+
+    def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """The norm of ``x``, or ``(norm, new_residual)`` of ``x + residual``.
+
+        Raises:
+            ValueError: ``x`` does not end in ``hidden_size``, or ``residual`` has another shape.
+        """
+        expect_last_dim("gemma_rms_norm", "x", x, self.hidden_size)
+        summed = _residual_sum("gemma_rms_norm", x, residual)
+        normed = _rms_normalised(summed, self.variance_epsilon) * (1.0 + self.weight.to(summed.dtype))
+        return normed.to(x.dtype) if residual is None else (normed.to(x.dtype), summed.to(x.dtype))
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.variance_epsilon}"
+
+
+@CustomOp.register("layer_norm")
+class LayerNorm(CustomOp, nn.LayerNorm):
+    """Layer norm, a drop-in for ``torch.nn.LayerNorm`` (Ba et al., arXiv:1607.06450).
+
+    ``y = (x - mean) / sqrt(variance + eps) · weight + bias`` over the trailing ``normalized_shape``, with the biased
+    variance. Arguments, attributes and state are those of ``torch.nn.LayerNorm``, of which it is a subclass.
+
+    Shapes:
+        ``input`` is ``[..., *normalized_shape]``, and so is the result.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device=device, dtype=dtype)
+
+    def forward_native(self, input: Tensor) -> Tensor:
+        """The normalised ``input``.
+
+        Raises:
+            ValueError: ``input`` does not end in ``normalized_shape``.
+        """
+        if tuple(input.shape[-len(self.normalized_shape) :]) != self.normalized_shape:
+            raise ValueError(
+                f"layer_norm: input has shape {tuple(input.shape)}, expected it to end in {self.normalized_shape}"
+            )
+        return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+def _residual_sum(op: str, x: Tensor, residual: Tensor | None) -> Tensor:
+    """``x + residual``, or ``x`` itself, in the dtype to compute in."""
+    dtype = compute_dtype(x.dtype)
+    if residual is None:
+        return x.to(dtype)
+    expect_same_shape(op, "residual", residual, "x", x)
+    return x.to(dtype) + residual.to(dtype)
+
+
+def _rms_normalised(x: Tensor, eps: float, variance_size: int | None = None) -> Tensor:
+    measured = x if variance_size is None else x[..., :variance_size]
+    return x * torch.rsqrt(measured.pow(2).mean(-1, keepdim=True) + eps)
