@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from opgraft.config import Settings
 from opgraft.decision import Decision
-from opgraft.dispatch import Kernel, KernelChoice, ReplacementChoice, choose_kernel, choose_replacement
+from opgraft.dispatch import Kernel, KernelChoice, ReplacementChoice, choose_kernel, choose_replacement, continuations
 from opgraft.errors import ConfigError, close_matches
 from opgraft.platform import effective_chain
 from opgraft.plugins.discovery import discover
@@ -83,7 +83,7 @@ def enforced(binding: Binding) -> Binding:
     """The same choice of class, with the op enabled whatever the settings say."""
     cls = binding.replacement.cls
     kernel = choose_kernel(cls, binding.kernel.chain, True, "enforce_enable=True")
-    return Binding(binding.replacement, kernel, specialise(cls, kernel.winner), enforced=True)
+    return Binding(binding.replacement, kernel, specialise(cls, kernel.winner, kernel.chain), enforced=True)
 
 
 def inference_only(kernel: Function) -> Function:
@@ -107,7 +107,7 @@ def _decide(cls: Any, *, replace: bool) -> Binding:
         always = (True, "this op is not switched by custom_ops")
         enabled, because = settings.enabled(name) if cls.switchable else always
         kernel = choose_kernel(replacement.cls, effective_chain(platform), enabled, because)
-        return Binding(replacement, kernel, specialise(replacement.cls, kernel.winner))
+        return Binding(replacement, kernel, specialise(replacement.cls, kernel.winner, kernel.chain))
 
 
 def op_name_of(cls: type, state: HostState) -> str | None:
@@ -127,12 +127,12 @@ def _check_op_names(settings: Settings, state: HostState) -> None:
             )
 
 
-def specialise(op_class: type, kernel: Kernel) -> type:
-    """The subclass of ``op_class`` whose ``forward`` is ``kernel``; one per pair, kept with the op class."""
-    cache: dict[Kernel, type] = vars(op_class).get(_CACHE) or {}
+def specialise(op_class: type, kernel: Kernel, chain: tuple[str, ...]) -> type:
+    """The subclass of ``op_class`` whose ``forward`` is ``kernel``; kept with it, one per kernel and chain."""
+    cache: dict[tuple[Kernel, tuple[str, ...]], type] = vars(op_class).get(_CACHE) or {}
     if not cache:
         setattr(op_class, _CACHE, cache)
-    if kernel not in cache:
+    if (kernel, chain) not in cache:
         raw = vars(kernel.owner)[kernel.method]
         namespace = {
             "forward": _with_native_fallback(op_class, raw) if getattr(raw, _INFERENCE_ONLY, False) else raw,
@@ -141,9 +141,10 @@ def specialise(op_class: type, kernel: Kernel) -> type:
             "__qualname__": op_class.__qualname__,
             "__doc__": op_class.__doc__,
             "__specialisation__": True,
+            "__continuations__": continuations(op_class, chain),
         }
-        cache[kernel] = type(op_class)(op_class.__name__, (op_class,), namespace)
-    return cache[kernel]
+        cache[kernel, chain] = type(op_class)(op_class.__name__, (op_class,), namespace)
+    return cache[kernel, chain]
 
 
 def _with_native_fallback(op_class: type, kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -84,8 +84,8 @@ def _weight_files(folder: Path) -> Iterator[Path]:
         pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
         if pickles:
             raise InputError(
-                f"{folder} has its weights only as a pickle ({', '.join(pickles)}), which is refused: loading a pickle can "
-                "run any code. Convert it with save_pretrained(safe_serialization=True)."
+                f"{folder} has its weights only as a pickle ({', '.join(pickles)}), which is refused: loading a pickle "
+                "can run any code. Convert it with save_pretrained(safe_serialization=True)."
             )
         raise InputError(f"{folder} has no *.safetensors file: the weights are missing")
     for name in names:

@@ -7,11 +7,9 @@ from typing import Any, ClassVar, TypeVar
 
 from opgraft.binding import Binding, bind, enforced, op_name_of
 from opgraft.decision import Decision, Provider
-from opgraft.dispatch import Kernel, first_kernel, next_kernel
-from opgraft.errors import RegistrationError
-from opgraft.platform import Platform, effective_chain
+from opgraft.errors import MissingKernelError, RegistrationError
+from opgraft.platform import Platform
 from opgraft.plugins.discovery import PLUGIN_GROUP, discover
-from opgraft.plugins.selection import current_platform
 from opgraft.registry import Replacement, location_of, reference_method
 from opgraft.state import ACTIVATING, HostState, PluginStatus, host_state
 from torch import nn
@@ -73,6 +71,7 @@ class CustomOp(nn.Module):
     """Whether ``custom_ops`` switches this op; ``False``: it is always enabled."""
     op_registry: ClassVar[Mapping[str, type]] = _OpsByName()
     op_registry_oot: ClassVar[Mapping[str, type]] = _ReplacementsByName()
+    __continuations__: ClassVar[Mapping[str, str | None]] = {}
     _binding: Binding
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -193,43 +192,46 @@ class CustomOp(nn.Module):
             state.drop_superseded()
             state.invalidate()
 
-    def _run(self, kernel: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return vars(kernel.owner)[kernel.method].__get__(self, type(self))(*args, **kwargs)
-
-    def _go_on(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._run(next_kernel(self.op_class, key, effective_chain(current_platform())), args, kwargs)
+    def _go_on(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        further = self.__continuations__[method]
+        if further is None:
+            raise MissingKernelError(
+                f"{self.op_class.__qualname__} at {location_of(self.op_class)} has no {method}, nor a kernel further "
+                f"along the dispatch chain {self._binding.kernel.chain}: define {method} or forward_native"
+            )
+        return getattr(self, further)(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What ``super().forward(...)`` of a replacement reaches: the most derived kernel of the platform's chain."""
-        return self._run(first_kernel(self.op_class, effective_chain(current_platform())), args, kwargs)
+        return self._go_on("forward", args, kwargs)
 
     def forward_native(self, *args: Any, **kwargs: Any) -> Any:
         """The definition in plain PyTorch, which every platform can run."""
-        return self._go_on("native", args, kwargs)
+        return self._go_on("forward_native", args, kwargs)
 
     def forward_cpu(self, *args: Any, **kwargs: Any) -> Any:
         """The kernel for CPUs."""
-        return self._go_on("cpu", args, kwargs)
+        return self._go_on("forward_cpu", args, kwargs)
 
     def forward_cuda(self, *args: Any, **kwargs: Any) -> Any:
         """The kernel for CUDA devices, and for those whose platform has ``cuda`` in its chain."""
-        return self._go_on("cuda", args, kwargs)
+        return self._go_on("forward_cuda", args, kwargs)
 
     def forward_hip(self, *args: Any, **kwargs: Any) -> Any:
         """The kernel for ROCm devices."""
-        return self._go_on("hip", args, kwargs)
+        return self._go_on("forward_hip", args, kwargs)
 
     def forward_xpu(self, *args: Any, **kwargs: Any) -> Any:
         """The kernel for Intel GPUs."""
-        return self._go_on("xpu", args, kwargs)
+        return self._go_on("forward_xpu", args, kwargs)
 
     def forward_tpu(self, *args: Any, **kwargs: Any) -> Any:
         """The kernel for TPUs."""
-        return self._go_on("tpu", args, kwargs)
+        return self._go_on("forward_tpu", args, kwargs)
 
     def forward_oot(self, *args: Any, **kwargs: Any) -> Any:
         """The kernel that a replacement brings; it stands first in every chain."""
-        return self._go_on("oot", args, kwargs)
+        return self._go_on("forward_oot", args, kwargs)
 
 
 class PluggableLayer(CustomOp):

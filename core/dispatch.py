@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from opgraft.config import Settings
 from opgraft.decision import Candidate, Decision, Provider
 from opgraft.errors import ConflictError, MissingKernelError
-from opgraft.platform import Platform
+from opgraft.platform import DISPATCH_KEYS, Platform
 from opgraft.registry import ANY_PLATFORM, Replacement, location_of, own_classes
 
 
@@ -169,30 +169,23 @@ def choose_kernel(cls: type, chain: tuple[str, ...], enabled: bool, enabled_beca
     return KernelChoice(cls, chain, tuple(found), enabled, enabled_because)
 
 
-def first_kernel(cls: type, chain: Sequence[str]) -> Kernel:
-    """The most derived ``forward_<key>`` of a class, leaving out ``forward`` itself. Raises as ``next_kernel``."""
-    for base in own_classes(cls):
-        for key in chain:
-            if f"forward_{key}" in vars(base):
-                return Kernel(base, f"forward_{key}")
-    return next_kernel(cls, "native", chain)
+def continuations(cls: type, chain: tuple[str, ...]) -> dict[str, str | None]:
+    """What the methods of the base class stand for: for each, the method to call instead, ``None`` where there is none.
 
-
-def next_kernel(cls: type, key: str, chain: Sequence[str]) -> Kernel:
-    """The kernel that ``forward_<key>`` of the base class stands for: the first definition further along the chain.
-
-    Raises:
-        MissingKernelError: nothing further along is defined.
+    ``forward_<key>`` goes on along the chain after ``key`` (a key that is not in the chain goes on with ``native``);
+    ``forward`` is the most derived kernel.
     """
-    rest = chain[chain.index(key) + 1 :] if key in chain else ("native",)
-    for other in rest:
-        for base in own_classes(cls):
-            if f"forward_{other}" in vars(base):
-                return Kernel(base, f"forward_{other}")
-    raise MissingKernelError(
-        f"{cls.__qualname__} at {location_of(cls)} has no forward_{key}, nor a kernel further along the dispatch chain "
-        f"{tuple(chain)}: define forward_{key} or forward_native"
-    )
+    defined = [set(vars(base)) for base in own_classes(cls)]
+    methods = [f"forward_{key}" for key in chain]
+
+    def first(names: Sequence[str], scopes: Sequence[set[str]]) -> str | None:
+        return next((name for scope in scopes for name in names if name in scope), None)
+
+    further = {"forward": first(methods, defined)}
+    for key in DISPATCH_KEYS:
+        rest = methods[chain.index(key) + 1 :] if key in chain else ["forward_native"]
+        further[f"forward_{key}"] = first(rest, [set().union(*defined)])
+    return further
 
 
 def _objection(replacement: Replacement, platform: Platform, wanted: str | None) -> str | None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
-
 from opgraft import CustomOp
+from torch import nn
 
 
 class Scale(CustomOp):

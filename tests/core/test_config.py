@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 import opgraft
+import pytest
 from opgraft import CompilationConfig, CompilationMode, OpgraftConfig, set_config
 from opgraft.config import CustomOpsSetting, config_from_fields, parse_text, resolve
 from opgraft.environment import read_environment

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from opgraft import CompilationConfig, CustomOp, OpgraftConfig, PluggableLayer, set_config
 from opgraft.dispatch import choose_kernel
 from opgraft.errors import ConfigError, MissingKernelError, PlatformError
@@ -77,7 +76,15 @@ def test_calling_a_kernel_that_is_not_defined_goes_on_along_the_chain(scale) -> 
     """self.forward_oot, forward_hip and friends reach the next definition of the platform's chain."""
     op = scale()
     x = torch.ones(4)
-    for name in ("forward_oot", "forward_cpu", "forward_hip", "forward_xpu", "forward_tpu", "forward_native", "forward"):
+    for name in (
+        "forward_oot",
+        "forward_cpu",
+        "forward_hip",
+        "forward_xpu",
+        "forward_tpu",
+        "forward_native",
+        "forward",
+    ):
         torch.testing.assert_close(getattr(op, name)(x), x * 2)
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import opgraft
 import pytest
 import torch
-
-import opgraft
 from opgraft import CustomOp, OpgraftConfig, PluggableLayer, maybe_get_oot_by_class, set_config
 from opgraft.errors import ConflictError, RegistrationError, UnknownTargetError
 from opgraft.state import host_state
@@ -22,9 +21,9 @@ FORMS: dict[str, Callable] = {
     "called on the target": lambda target, cls: target.register_oot()(cls),
     "by call": lambda target, cls: CustomOp.register_oot(_decorated_op_cls=cls, name="Scale"),
     "on the layer base": lambda target, cls: PluggableLayer.register_oot("Scale")(cls),
-    "in a loop": lambda target, cls: [
-        CustomOp.register_oot(_decorated_op_cls=c, name=n) for n, c in {"Scale": cls}.items()
-    ][0],
+    "in a loop": lambda target, cls: [CustomOp.register_oot(_decorated_op_cls=c, name=n) for n, c in [("Scale", cls)]][
+        -1
+    ],
 }
 
 
@@ -203,7 +202,7 @@ def test_an_op_name_belongs_to_one_class(scale) -> None:
 
 def test_register_wants_a_custom_op_with_a_definition() -> None:
     """What is no CustomOp, or could not run anywhere, is rejected when it is registered."""
-    with pytest.raises(RegistrationError, match="no subclass of opgraft.CustomOp"):
+    with pytest.raises(RegistrationError, match=r"no subclass of opgraft\.CustomOp"):
         CustomOp.register("x")(torch.nn.Linear)
     with pytest.raises(RegistrationError, match="defines neither forward_native nor forward"):
         CustomOp.register("x")(type("Empty", (CustomOp,), {}))
@@ -214,7 +213,7 @@ def test_an_ambiguous_class_name_must_be_qualified(scale) -> None:
     twin = type("Scale", (CustomOp,), {"forward_native": lambda self, x: x, "__module__": "elsewhere"})
     twin.__qualname__ = "Scale"
     CustomOp.register("other_scale")(twin)
-    with pytest.raises(ConflictError, match="ambiguous.*'elsewhere:Scale'"):
+    with pytest.raises(ConflictError, match=r"ambiguous.*'elsewhere:Scale'"):
         CustomOp.register_oot("Scale")(type("R", (twin,), {}))
     replacement = CustomOp.register_oot("elsewhere:Scale")(type("R", (twin,), {}))
     assert twin().op_class is replacement

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable
 
 import pytest
-
 from opgraft.signatures import method_signature, rejected_call
 
 
