@@ -57,6 +57,8 @@ class OotScale(ReplacedScale):
 
 
 def calls() -> list[Row]:
+    if opgraft.maybe_get_oot_by_class(ReplacedScale) is not OotScale:
+        raise RuntimeError("the replacement is not in force: these figures would not be those of a replaced op")
     x = torch.ones(WIDTH)
     plain = PlainScale(WIDTH)
     return [
@@ -74,17 +76,20 @@ def constructions() -> list[Row]:
 
 
 def start_up() -> list[Row]:
-    """Whole processes. ``OPGRAFT_PLUGINS`` empty: built-in platforms only, whatever else is installed."""
+    """Whole processes, with the compiled bytecode that an installed package has, which the warm-up may have to write.
+
+    ``OPGRAFT_PLUGINS`` empty: built-in platforms only, whatever else is installed.
+    """
     command = shutil.which("opgraft", path=str(Path(sys.executable).parent))
     if command is None:
         raise FileNotFoundError(f"no command 'opgraft' beside {sys.executable}: run 'make bench'")
-    environ = {**os.environ, "OPGRAFT_PLUGINS": ""}
+    environ = {**os.environ, "OPGRAFT_PLUGINS": "", "PYTHONDONTWRITEBYTECODE": ""}
 
     def process(*arguments: str) -> Callable[[], object]:
         return partial(subprocess.run, arguments, env=environ, check=True, stdout=subprocess.DEVNULL)
 
     detect, baseline = process(command, "detect"), process(sys.executable, "-c", "import torch")
-    return [ratio("opgraft detect / python -c 'import torch'", 0.09, detect, baseline, number=1, rounds=11)]
+    return [ratio("opgraft detect / python -c 'import torch'", 0.09, detect, baseline, number=1, rounds=15)]
 
 
 def compilation() -> list[Row]:
