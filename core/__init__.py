@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from opgraft.decision import Fact as Fact
     from opgraft.decision import Provider as Provider
     from opgraft.errors import OpgraftError as OpgraftError
-    from opgraft.graft import GraftReport as GraftReport
-    from opgraft.graft import graft as graft
-    from opgraft.graft import ungraft as ungraft
+    from opgraft.grafting import GraftReport as GraftReport
+    from opgraft.grafting import graft as graft
+    from opgraft.grafting import ungraft as ungraft
     from opgraft.lifecycle import reset as reset
     from opgraft.machine import Device as Device
     from opgraft.machine import Evidence as Evidence
@@ -73,7 +73,7 @@ _HOME = {
     "opgraft.config": ("CompilationConfig", "CompilationMode", "OpgraftConfig", "set_config"),
     "opgraft.decision": ("Candidate", "Decision", "Fact", "Provider"),
     "opgraft.errors": ("OpgraftError",),
-    "opgraft.graft": ("GraftReport", "graft", "ungraft"),
+    "opgraft.grafting": ("GraftReport", "graft", "ungraft"),
     "opgraft.lifecycle": ("reset",),
     "opgraft.machine": ("Device", "Evidence", "Machine"),
     "opgraft.ops": ("CustomOp", "PluggableLayer", "maybe_get_oot_by_class"),

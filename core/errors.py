@@ -43,6 +43,10 @@ class MissingKernelError(OpgraftError, NotImplementedError):
     """An op was asked for a kernel that neither its class nor the rest of the dispatch chain defines."""
 
 
+class GraftError(OpgraftError):
+    """A model cannot be grafted, or put back to what it was, as it stands."""
+
+
 class PlatformError(OpgraftError):
     """The platform of this process could not be decided, or is not the one that was asked for."""
 

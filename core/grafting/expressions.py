@@ -1,0 +1,231 @@
+"""What a leaf module computes, as a normal form that can be compared.
+
+``torch.fx`` traces the module; the graph becomes one expression over its input ``"x"`` and its parameter ``"weight"``,
+in which the order of factors and terms, the spelling (``square``, ``pow``, ``x * x``) and casts to float32 and back no
+longer matter. Two modules with equal expressions compute the same in float32, up to rounding.
+
+Expressions: a float; ``"x"`` or ``"weight"``; ``("product", coefficient, ((base, exponent), ...))``;
+``("sum", constant, (term, ...))``; ``(function name, argument)``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import operator
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+Expression = Any
+
+_DTYPE = "dtype of a tensor"
+
+
+class NotExpressible(Exception):  # noqa: N818  # a verdict, caught by the recogniser
+    """What a module computes has no expression; the message says why."""
+
+
+def expression_of(module: nn.Module) -> Expression:
+    """The expression of a leaf module's forward, the same in training and in evaluation.
+
+    Raises:
+        NotExpressible: it has another signature, depends on values or on the mode, or uses other operations.
+    """
+    in_eval, in_training = (_expression(_in_mode(module, training)) for training in (False, True))
+    if in_eval != in_training:
+        raise NotExpressible("it computes something else in training mode")
+    if not _keeps_dtype(module):
+        raise NotExpressible("it returns another dtype than its input's")
+    return in_eval
+
+
+@functools.cache
+def activation_form(form: Callable[[torch.Tensor], torch.Tensor]) -> Expression:
+    """The expression of a function of ``x``."""
+    return _expression(lambda x: form(x))
+
+
+@functools.cache
+def norm_form(form: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor], eps: float) -> Expression:
+    """The expression of a function of ``x``, ``weight`` and ``eps``, with that ``eps``."""
+    return _expression(lambda x, weight: form(x, weight, eps))
+
+
+def constants_of(expression: Expression) -> Iterator[float]:
+    """Every number in an expression, with repetitions."""
+    if isinstance(expression, float):
+        yield expression
+    elif isinstance(expression, tuple):
+        for part in expression:
+            yield from constants_of(part)
+
+
+def _in_mode(module: nn.Module, training: bool) -> nn.Module:
+    twin = copy.copy(module)  # what tracing sets on the module stays off the model
+    twin.__dict__["training"] = training
+    return twin
+
+
+def _keeps_dtype(module: nn.Module) -> bool:
+    """Whether bfloat16 input and parameters give bfloat16 output of the same shape."""
+    shapes = [parameter.shape for parameter in module.parameters()]
+    width = shapes[0][-1] if shapes else 8
+    x = torch.empty(2, 3, width, dtype=torch.bfloat16, device="meta")
+    weights = {name: torch.empty(p.shape, dtype=x.dtype, device="meta") for name, p in module.named_parameters()}
+    with torch.no_grad():
+        out = torch.func.functional_call(_in_mode(module, False), weights, (x,))
+    return isinstance(out, torch.Tensor) and out.dtype == x.dtype and out.shape == x.shape
+
+
+def _expression(root: nn.Module | Callable[..., Any]) -> Expression:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        graph = fx.Tracer().trace(root)
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    if isinstance(root, nn.Module) and (len(inputs) != 1 or inputs[0].target.startswith("*")):
+        raise NotExpressible(f"its forward takes {len(inputs)} arguments")
+    values: dict[fx.Node, Expression] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            return fx.node.map_arg(node.args[0], values.__getitem__)
+        values[node] = _value(node, values, "x" if node is inputs[0] else str(node.target))
+    raise NotExpressible("it returns nothing")
+
+
+def _value(node: fx.Node, values: dict[fx.Node, Expression], symbol: str) -> Expression:
+    if node.op in ("placeholder", "get_attr"):
+        return symbol
+    rule = _METHODS.get(symbol) if node.op == "call_method" else _FUNCTIONS.get(node.target)  # type: ignore[arg-type]
+    if rule is None:
+        raise NotExpressible(f"it uses {getattr(node.target, '__name__', node.target)}")
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+    return rule(*args, **kwargs)
+
+
+def _rounded(constant: float) -> float:
+    return float(f"{constant:.9g}")
+
+
+def _factors(e: Expression) -> list[tuple[Expression, float]]:
+    if isinstance(e, (int, float)):
+        return [(float(e), 1)]
+    if e[0] == "product":
+        return [(e[1], 1), *e[2]]
+    return [(e, 1)]
+
+
+def _product(*factors: tuple[Expression, float]) -> Expression:
+    coefficient = 1.0
+    exponents: Counter[Expression] = Counter()
+    for base, exponent in factors:
+        if isinstance(base, float):
+            coefficient *= base**exponent
+        else:
+            exponents[base] += exponent  # type: ignore[assignment]  # halves, from square roots
+    rest = tuple(sorted(((base, float(n)) for base, n in exponents.items() if n), key=repr))
+    coefficient = _rounded(coefficient)
+    if not rest:
+        return coefficient
+    if coefficient == 1 and len(rest) == 1 and rest[0][1] == 1:
+        return rest[0][0]
+    return ("product", coefficient, rest)
+
+
+def _mul(a: Expression, other: Expression) -> Expression:
+    return _product(*_factors(a), *_factors(other))
+
+
+def _pow(a: Expression, exponent: float) -> Expression:
+    """``a`` to a constant power. Fractional powers of products stay as they are: √(x²) is not x."""
+    if not isinstance(exponent, (int, float)):
+        raise NotExpressible("it raises to a power that is no constant")
+    factors = _factors(a)
+    whole = float(exponent).is_integer() or len(factors) == 1
+    return _product(*((base, n * exponent) for base, n in factors)) if whole else _product((a, exponent))
+
+
+def _div(a: Expression, other: Expression) -> Expression:
+    return _mul(a, _pow(other, -1))
+
+
+def _add(a: Expression, other: Expression) -> Expression:
+    constant, terms = 0.0, []
+    for e in (a, other):
+        if isinstance(e, (int, float)):
+            constant += e
+        elif e[0] == "sum":
+            constant += e[1]
+            terms += e[2]
+        else:
+            terms.append(e)
+    if not terms:
+        return constant
+    constant = _rounded(constant)
+    return terms[0] if len(terms) == 1 and not constant else ("sum", constant, tuple(sorted(terms, key=repr)))
+
+
+def _mean(a: Expression, dim: Any, keepdim: bool = False) -> Expression:
+    if dim not in (-1, (-1,), [-1]) or not keepdim:
+        raise NotExpressible(f"it takes the mean over {dim}, keepdim={keepdim}")
+    return ("mean", a)
+
+
+def _to(a: Expression, dtype: Any = None, other: Any = None) -> Expression:
+    """Casts to float32 and to the dtype of the input or weight: in float32 they do nothing."""
+    target = dtype if other is None else _DTYPE
+    if target not in (torch.float32, _DTYPE, "x", "weight"):
+        raise NotExpressible(f"it casts to {target}")
+    return a
+
+
+def _gelu(input: Expression, approximate: str = "none") -> Expression:
+    return ("gelu" if approximate == "none" else f"gelu {approximate}", input)
+
+
+def _silu(input: Expression, inplace: bool = False) -> Expression:
+    if inplace:
+        raise NotExpressible("it changes its input in place")
+    return _mul(input, ("sigmoid", input))
+
+
+def _getattr(a: Expression, name: str) -> Expression:
+    if name != "dtype":
+        raise NotExpressible(f"it reads .{name} of a tensor")
+    return _DTYPE
+
+
+def _function(name: str) -> Callable[[Expression], Expression]:
+    return lambda input: (name, input)
+
+
+_RULES: list[tuple[Callable[..., Expression], tuple[str, ...], tuple[Callable[..., Any], ...]]] = [
+    # rule, names as a tensor method, functions
+    (_add, ("add",), (operator.add, torch.add)),
+    (_mul, ("mul", "multiply"), (operator.mul, torch.mul, torch.multiply)),
+    (_div, ("div", "true_divide"), (operator.truediv, torch.div, torch.true_divide)),
+    (_pow, ("pow",), (operator.pow, torch.pow)),
+    (lambda a: _pow(a, 2), ("square",), (torch.square,)),
+    (lambda a: _pow(a, 0.5), ("sqrt",), (torch.sqrt, math.sqrt)),
+    (lambda a: _pow(a, -0.5), ("rsqrt",), (torch.rsqrt,)),
+    (lambda a: _pow(a, -1), ("reciprocal",), (torch.reciprocal,)),
+    (_mean, ("mean",), (torch.mean,)),
+    (_to, ("to",), ()),
+    (_to, ("type_as",), ()),
+    (lambda a: a, ("float",), ()),
+    (_getattr, (), (getattr,)),
+    (_gelu, (), (F.gelu,)),
+    (_silu, (), (F.silu,)),
+    *(
+        (_function(name), (name,), (getattr(torch, name), *more))
+        for name, more in (("tanh", (F.tanh,)), ("sigmoid", (F.sigmoid,)), ("erf", (torch.special.erf,)))
+    ),
+]
+_METHODS = {name: rule for rule, names, _ in _RULES for name in names}
+_FUNCTIONS = {function: rule for rule, _, functions in _RULES for function in functions}

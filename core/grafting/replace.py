@@ -1,0 +1,224 @@
+"""Replacing modules by ops in place, and putting them back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from opgraft.adapter import Adapter, LeaveAlone
+from opgraft.binding import op_name_of
+from opgraft.custom_op import CustomOp
+from opgraft.decision import Provider
+from opgraft.errors import GraftError, OpgraftError
+from opgraft.grafting import attention
+from opgraft.grafting.adapters import builtin_adapters
+from opgraft.grafting.exchange import build_op, original_of, put_back
+from opgraft.grafting.report import GraftReport, LeftAlone, Replaced
+from opgraft.ops import ScaledDotProductAttention
+from opgraft.plugins.discovery import discover
+from opgraft.plugins.host import load_plugins
+from opgraft.state import host_state
+from torch import nn
+from torch.nn.utils import parametrize
+
+_Arguments = Mapping[str, Any]
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+def graft(model: nn.Module) -> GraftReport:
+    """Replace, in place, the modules below ``model`` that adapters recognise, by ops with the same parameters.
+
+    Adapters of plugins are asked first, then the built-in ones: torch's LayerNorm, RMSNorm, GELU, SiLU and Linear, and
+    modules of any origin that compute an RMS norm, Gemma's RMS norm or one of the GELU and SiLU forms. Attention
+    modules of transformers that use ``sdpa`` get an attention op. Parameters and buffers stay the same objects, names
+    in the ``state_dict`` stay, and so do ties and optimizers. Code that asks for a module's class, such as
+    ``resize_token_embeddings`` or adapters for fine-tuning, runs before grafting or after ``ungraft``.
+
+    Returns:
+        What was replaced by which implementation of which provider, and what was left alone and why. The model itself
+        is never replaced, only what is below it.
+
+    Raises:
+        OpgraftError: a setting or a conflict prevents choosing an implementation.
+        GraftError: in strict mode, an adapter or the class of an op raised. Whatever is raised, the model is as before.
+    """
+    load_plugins()
+    with ExitStack() as undo:
+        run = _Run(model, undo)
+        run.children_of(model, "")
+        run.attention_of(model)
+        undo.pop_all()
+    return GraftReport(tuple(run.replaced), tuple(run.left_alone))
+
+
+def ungraft(model: nn.Module) -> None:
+    """Put the modules that ``graft`` replaced back in their places: the same objects, with what the ops hold now.
+
+    Parameters, buffers and the training flag come from the ops, so that a model that was trained, moved or loaded in
+    between keeps its state. Hooks that were registered on ops go with them. It may be called on a copy of a grafted
+    model, and on a model that was never grafted, which it leaves as it is. A configuration that grafted models share
+    gets transformers' own attention back for all of them.
+
+    Raises:
+        GraftError: ``model`` itself is an op that stands for a module, or an op lost parameters that its module has.
+    """
+    if original_of(model) is not None:
+        raise GraftError(
+            f"ungraft was given {type(model).__name__}, itself an op in the place of a module: pass the model it is in"
+        )
+    _restore_children(model, {})
+
+
+def _restore_children(parent: nn.Module, restored: dict[nn.Module, nn.Module]) -> None:
+    attention.detach(parent)
+    for name, child in list(parent._modules.items()):
+        if child is None:
+            continue
+        if child not in restored:
+            restored[child] = put_back(child)
+            _restore_children(restored[child], restored)
+        parent._modules[name] = restored[child]
+
+
+class _Run:
+    """One call of ``graft``: walks the model bottom-up and writes down what becomes of each module."""
+
+    def __init__(self, model: nn.Module, undo: ExitStack) -> None:
+        own = discover().provider_of(__name__)
+        self.adapters: list[tuple[Provider, Adapter]] = [*host_state().graft_adapters]
+        self.adapters += [(own, adapter) for adapter in builtin_adapters()]
+        self.strict = host_state().settings().config.strict
+        self.undo = undo
+        self.fenced = _fenced(model)
+        self.device = next((p.device for p in model.parameters()), torch.get_default_device())
+        self.settled: dict[nn.Module, nn.Module] = {}
+        self.replaced: list[Replaced] = []
+        self.left_alone: list[LeftAlone] = []
+
+    def children_of(self, parent: nn.Module, prefix: str) -> None:
+        for name, child in list(parent._modules.items()):
+            if child is None:
+                continue
+            if child not in self.settled:
+                self.settled[child] = self._settle(child, prefix + name)
+            if self.settled[child] is not child:
+                self.undo.callback(parent._modules.__setitem__, name, child)
+                parent._modules[name] = self.settled[child]
+
+    def attention_of(self, model: nn.Module) -> None:
+        for path, module in list(model.named_modules()):
+            if attention.is_attention(module) and not attention.is_attached(module):
+                try:
+                    op = attention.attach(module)
+                except LeaveAlone as verdict:
+                    self._leave(path, module, str(verdict))
+                else:
+                    self.undo.callback(attention.detach, module)
+                    adapter = Adapter(attention.ADAPTER, ScaledDotProductAttention, lambda module: None)
+                    self.replaced.append(_row(path, module, adapter, op, self.adapters[-1][0]))
+
+    def _settle(self, module: nn.Module, path: str) -> nn.Module:
+        """The op that takes the module's place, or the module itself."""
+        if isinstance(module, CustomOp):
+            self._leave(path, module, "already an op")
+            return module
+        if isinstance(module, torch.jit.ScriptModule):
+            self._leave(path, module, "it is compiled by TorchScript")
+            return module
+        self.children_of(module, f"{path}.")
+        reason = self.fenced.get(module) or _untouchable(module)
+        if reason:
+            if not module._modules or module._parameters or parametrize.is_parametrized(module):
+                self._leave(path, module, reason)
+            return module
+        try:
+            found = self._recognised(module)
+            if found is None:
+                return module
+            provider, adapter, arguments = found
+            op = self._built(provider, adapter, arguments, module)
+        except LeaveAlone as verdict:
+            self._leave(path, module, str(verdict))
+            return module
+        self.replaced = [row for row in self.replaced if not row.path.startswith(f"{path}.")]
+        self.left_alone = [row for row in self.left_alone if not row.path.startswith(f"{path}.")]
+        self.replaced.append(_row(path, module, adapter, op, provider))
+        return op
+
+    def _recognised(self, module: nn.Module) -> tuple[Provider, Adapter, _Arguments] | None:
+        for provider, adapter in self.adapters:
+            try:
+                arguments = adapter.recognise(module)
+            except (LeaveAlone, OpgraftError):
+                raise
+            except Exception as error:  # a plugin's code; the reason goes to the report
+                raise self._failed(f"adapter {adapter.name!r} of {provider} raised {error!r}", error) from error
+            if arguments is not None:
+                return provider, adapter, arguments
+        return None
+
+    def _built(
+        self, provider: Provider, adapter: Adapter, arguments: Mapping[str, Any], module: nn.Module
+    ) -> nn.Module:
+        try:
+            return build_op(adapter.op, arguments, module, self.device)
+        except (LeaveAlone, OpgraftError):
+            raise
+        except Exception as error:  # a plugin's code; the reason goes to the report
+            what = f"{adapter.op.__qualname__} for adapter {adapter.name!r} of {provider} could not be built: {error!r}"
+            raise self._failed(what, error) from error
+
+    def _failed(self, what: str, error: Exception) -> Exception:
+        if self.strict:
+            return GraftError(f"strict mode: {what}. OPGRAFT_STRICT=0 leaves such modules as they are.")
+        return LeaveAlone(what)
+
+    def _leave(self, path: str, module: nn.Module, reason: str) -> None:
+        self.left_alone.append(LeftAlone(path, type(module).__name__, reason))
+
+
+def _fenced(model: nn.Module) -> dict[nn.Module, str]:
+    """Modules whose parent reads their weights instead of calling them, with the reason to leave them alone."""
+    fenced = {}
+    for parent in model.modules():
+        inside, reason = None, ""
+        if isinstance(parent, _READ_THEIR_CHILDREN):
+            inside, reason = parent, f"{type(parent).__name__} reads its weights in fused code"
+        elif parametrize.is_parametrized(parent):
+            inside, reason = parent.parametrizations, "it belongs to a parametrization"
+        if isinstance(inside, nn.Module):
+            fenced.update({module: reason for module in inside.modules() if module is not parent})
+    return fenced
+
+
+def _untouchable(module: nn.Module) -> str | None:
+    """Why a module of whatever class must stay, or ``None``."""
+    if parametrize.is_parametrized(module):
+        return "it has parametrizations"
+    if "forward" in vars(module):
+        return "its forward was set on the instance"
+    hooks = [name for name in _HOOKS if vars(module).get(name)]
+    return f"it has hooks ({hooks[0].strip('_').replace('_', ' ')})" if hooks else None
+
+
+def _row(path: str, module: nn.Module, adapter: Adapter, op: nn.Module, provider: Provider) -> Replaced:
+    source = type(module).__name__
+    if not isinstance(op, CustomOp):
+        return Replaced(path, source, adapter.name, adapter.op.__name__, f"{type(op).__qualname__}.forward", provider)
+    choice, kernel = op._binding.replacement, op._binding.kernel.winner
+    served_by = choice.own if kernel.owner in choice.target.__mro__ else choice.provider
+    name = op_name_of(op.op_class, host_state()) or op.op_class.__name__
+    return Replaced(path, source, adapter.name, name, str(kernel), served_by)

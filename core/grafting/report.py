@@ -1,0 +1,101 @@
+"""What ``graft`` did to a model."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+from opgraft.decision import Provider
+
+_WIDTH = 80
+
+
+class Replaced(NamedTuple):
+    """One module that became an op: the kernel that serves it and who provides that kernel."""
+
+    path: str
+    source: str
+    adapter: str
+    op: str
+    implementation: str
+    provider: Provider
+
+
+class LeftAlone(NamedTuple):
+    """One module that stayed as it was, and why."""
+
+    path: str
+    source: str
+    reason: str
+
+
+class Count(NamedTuple):
+    """How many modules one implementation of an op serves."""
+
+    op: str
+    implementation: str
+    provider: Provider
+    count: int
+
+
+@dataclass(frozen=True)
+class GraftReport:
+    """What was replaced, by which implementation of which provider, and what was left alone, and why.
+
+    Attributes:
+        replaced: one row per module that became an op, in the model's order. A module that stands in several places
+            has one row, under its first path. A composite stands for the modules that it replaced.
+        left_alone: one row per module that stayed as it was although it has no children or has parameters of its own,
+            is attention, or is known to an adapter.
+    """
+
+    replaced: tuple[Replaced, ...] = ()
+    left_alone: tuple[LeftAlone, ...] = ()
+
+    def counts(self) -> tuple[Count, ...]:
+        """How many modules each implementation serves, the most frequent first."""
+        counter = Counter((row.op, row.implementation, row.provider) for row in self.replaced)
+        return tuple(Count(*key, count) for key, count in counter.most_common())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data, ready for ``json.dumps``."""
+        return {
+            "replaced": [_plain(row) for row in self.replaced],
+            "left_alone": [_plain(row) for row in self.left_alone],
+            "counts": [_plain(row) for row in self.counts()],
+        }
+
+    def __str__(self) -> str:
+        head = [f"{len(self.replaced)} modules replaced, {len(self.left_alone)} left alone"]
+        served = [(str(row.count), row.op, f"{row.implementation} of {row.provider}") for row in self.counts()]
+        if served:
+            head += ["", *_table([("count", "op", "implementation"), *served])]
+        stayed = Counter((row.source, row.reason) for row in self.left_alone).most_common()
+        if stayed:
+            rows = [(str(count), source, reason) for (source, reason), count in stayed]
+            head += ["", *_table([("count", "left alone", "reason"), *rows])]
+        return "\n".join(head)
+
+
+def _plain(row: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = row._asdict()
+    if "provider" in fields:
+        fields["provider"] = {"name": row.provider.name, "version": row.provider.version}
+    return fields
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Rows as lines of aligned columns; the widest columns give way, and their cells go on in the next line."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    gaps = 2 * (len(widths) - 1)
+    while sum(widths) + gaps > _WIDTH:
+        widths[widths.index(max(widths))] -= 1
+    lines = []
+    for row in rows:
+        cells = [textwrap.wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
+        for parts in zip_longest(*cells, fillvalue=""):
+            lines.append("  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True)).rstrip())
+    return lines
