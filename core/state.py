@@ -80,7 +80,7 @@ class HostState:
     environment: Environment | None = None
     bindings: dict[type, Any] = field(default_factory=dict)
     generation: int = 0
-    caches: dict[str, Any] = field(default_factory=dict)
+    discovery: Any = None
 
     def settings(self) -> Settings:
         """The settings that hold here and now: all layers, from the platform's defaults to the active scope."""

@@ -45,7 +45,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Problem:
-    """Metadata that cannot be used, and why."""
+    """Metadata that cannot be used, and why. ``provider`` is the folder where not even the name can be read."""
 
     provider: Provider
     reason: str
@@ -74,9 +74,9 @@ def discover() -> Discovery:
     """The installed platforms and plugins, scanned once per process."""
     state = host_state()
     with state.lock:
-        if "discovery" not in state.caches:
-            state.caches["discovery"] = scan()
-        found: Discovery = state.caches["discovery"]
+        if state.discovery is None:
+            state.discovery = scan()
+        found: Discovery = state.discovery
         return found
 
 
@@ -84,20 +84,20 @@ def scan() -> Discovery:
     """Read the entry points of every distribution on ``sys.path``; the first distribution of a name counts."""
     discovery = Discovery()
     seen: set[str] = set()
+    offered: list[Offer] = []
     for distribution in importlib_metadata.Distribution.discover():
-        if "opgraft." not in (distribution.read_text("entry_points.txt") or ""):
-            continue
-        provider = Provider(str(distribution.name), str(distribution.version))
-        if _normalized(provider.name) in seen:
-            continue
-        seen.add(_normalized(provider.name))
+        provider = Provider(str(distribution.locate_file("")))
         try:
-            offers = list(_offers(distribution, provider))
-        except (ValueError, TypeError, AttributeError) as error:
-            discovery.problems.append(Problem(provider, f"its entry_points.txt is malformed: {error}"))
-            continue
-        for offer in offers:
-            _admit(offer, discovery)
+            if "opgraft." not in (distribution.read_text("entry_points.txt") or ""):
+                continue
+            provider = Provider(distribution.name, distribution.version)
+            if _normalized(provider.name) not in seen:
+                seen.add(_normalized(provider.name))
+                offered += list(_offers(distribution, provider))
+        except (ValueError, TypeError, AttributeError, KeyError, OSError) as error:
+            discovery.problems.append(Problem(provider, f"its plugin metadata is malformed: {error!r}"))
+    for offer in sorted(offered, key=lambda offer: not offer.built_in):  # nobody takes a built-in platform's name
+        _admit(offer, discovery)
     for problem in discovery.problems:
         logger.warning("plugin metadata of %s is ignored: %s", problem.provider, problem.reason)
     return discovery

@@ -8,9 +8,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import pytest
-
 import opgraft
+import pytest
 from opgraft.plugins import discovery
 from opgraft.state import host_state
 
@@ -101,10 +100,6 @@ def platform_source(name: str, chain: str = '("native",)') -> str:
         "from opgraft.platforms.cpu.platform import CpuPlatform\n"
         f"class Device(CpuPlatform):\n    name = {name!r}\n    dispatch_chain = {chain}\n"
     )
-
-
-AVAILABLE = "return Evidence(True, 'a device was found')"
-ABSENT = "return Evidence(False, 'no device')"
 
 
 @pytest.fixture

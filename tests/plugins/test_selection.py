@@ -1,0 +1,227 @@
+"""Deciding on a platform: settings, probes, and probes that misbehave."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import opgraft
+import pytest
+from opgraft import OpgraftConfig, current_platform, set_config
+from opgraft.errors import ConflictError, PlatformError
+from opgraft.machine import Machine
+from opgraft.platforms.cpu.probe import probe
+from opgraft.plugins.discovery import PLATFORM_GROUP, discover
+from opgraft.plugins.probing import ProbeFailed, ask
+from opgraft.plugins.selection import selected_platform
+
+AVAILABLE = "return Evidence(True, 'a device was found')"
+ABSENT = "return Evidence(False, 'no device')"
+
+
+def rows() -> dict[str, tuple[bool, str]]:
+    """The candidates of the decision: name to accepted and reason."""
+    return {c.name: (c.accepted, c.reason) for c in selected_platform().decision.candidates}
+
+
+def test_the_cpu_is_the_last_resort() -> None:
+    """Without plugins the decision is the CPU, and is made once."""
+    assert current_platform().name == "cpu"
+    assert current_platform() is current_platform()
+
+
+def test_an_available_out_of_tree_platform_comes_first(site) -> None:
+    """An installed device that its probe finds is chosen over the built-in platforms."""
+    site.platform("acme", probe=AVAILABLE)
+    assert current_platform().name == "acme"
+    assert rows()["cpu"] == (False, "every machine has a CPU, but acme comes first")
+
+
+def test_an_absent_device_leaves_the_cpu(site) -> None:
+    """A probe that finds nothing rejects its platform with its own reason."""
+    site.platform("acme", probe=ABSENT)
+    assert current_platform().name == "cpu"
+    assert rows()["acme"] == (False, "no device")
+
+
+def test_two_available_out_of_tree_platforms_are_an_error(site) -> None:
+    """The error names both and the setting; with the setting the named one is used."""
+    site.platform("acme", probe=AVAILABLE)
+    site.platform("brix", probe=AVAILABLE)
+    with pytest.raises(ConflictError, match=r"acme .*acme-dist.* and brix .*OPGRAFT_PLATFORM") as caught:
+        current_platform()
+    assert caught.value.exit_code == 1
+    with set_config(OpgraftConfig(platform="brix")):
+        assert current_platform().name == "brix"
+        assert rows()["acme"][1] == "not probed: platform 'brix' was asked for"
+
+
+def test_a_platform_that_nobody_offers(monkeypatch) -> None:
+    """The error names the variable, the near match and what to do."""
+    monkeypatch.setenv("OPGRAFT_PLATFORM", "cpuu")
+    opgraft.reset()
+    with pytest.raises(PlatformError, match=r"OPGRAFT_PLATFORM asks for platform 'cpuu'.*did you mean 'cpu'") as caught:
+        current_platform()
+    assert caught.value.exit_code == 3
+
+
+def test_a_platform_asked_for_that_is_not_available(site, monkeypatch) -> None:
+    """An explicit wish is never answered by another platform."""
+    site.platform("acme", probe=ABSENT)
+    monkeypatch.setenv("OPGRAFT_PLATFORM", "acme")
+    opgraft.reset()
+    with pytest.raises(PlatformError, match=r"'acme' \(acme-dist 1.0\), which cannot be used here: no device"):
+        current_platform()
+
+
+def test_the_platform_is_decided_once(site) -> None:
+    """A scope that asks for another platform than the process uses is an error, not a mixture."""
+    site.platform("acme", probe=AVAILABLE)
+    current_platform()
+    with set_config(OpgraftConfig(platform="cpu")), pytest.raises(PlatformError, match="already uses 'acme'"):
+        current_platform()
+    opgraft.reset()
+    with set_config(OpgraftConfig(platform="cpu")):
+        assert current_platform().name == "cpu"
+
+
+@pytest.mark.parametrize(("variable", "value"), [("OPGRAFT_PLUGINS", ""), ("OPGRAFT_PLUGINS_DISABLE", "acme-dist")])
+def test_allow_and_deny_lists_hold_for_platforms(site, monkeypatch, variable: str, value: str) -> None:
+    """A platform of a plugin that the settings exclude is not even probed."""
+    site.platform("acme", probe=AVAILABLE)
+    monkeypatch.setenv(variable, value)
+    opgraft.reset()
+    assert current_platform().name == "cpu"
+    assert variable in rows()["acme"][1]
+
+
+BAD_PROBES = {
+    "raises": ("raise OSError('bus error')", "raised OSError"),
+    "exits": ("raise SystemExit(3)", "raised SystemExit"),
+    "crashes": ("import os; os.abort()", "ended with status -6"),
+    "leaves early": ("import os; os._exit(0)", "cannot be read"),
+    "answers nonsense": ("return True", "returned a bool, expected opgraft.Evidence"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_PROBES)
+def test_a_bad_probe_is_recorded_reported_and_survived(site, caplog, kind: str) -> None:
+    """Whatever a third party's probe does, this process goes on, and says loudly what happened."""
+    body, reason = BAD_PROBES[kind]
+    site.platform("acme", probe=body)
+    with caplog.at_level(logging.WARNING, logger="opgraft"):
+        assert current_platform().name == "cpu"
+    assert reason in rows()["acme"][1]
+    assert len([record for record in caplog.records if "acme" in record.message]) == 1
+
+
+def test_what_a_probe_prints_does_no_harm(site) -> None:
+    """Evidence is not taken from the standard output that the probe writes to."""
+    site.platform("acme", probe="print('{}'); return Evidence(True, 'found')")
+    assert current_platform().name == "acme"
+
+
+def test_a_probe_that_hangs_is_stopped(site) -> None:
+    """The child process has a time limit."""
+    site.platform("acme", probe="import time; time.sleep(60)")
+    (offer,) = (offer for offer in discover().of_group(PLATFORM_GROUP) if offer.name == "acme")
+    with pytest.raises(ProbeFailed, match=r"no answer within 0\.5 s"):
+        ask(offer, Machine(), time_limit=0.5)
+
+
+def test_strict_mode_raises_for_a_bad_probe(site, monkeypatch) -> None:
+    """With OPGRAFT_STRICT a probe that fails is an error."""
+    site.platform("acme", probe="raise OSError('bus error')")
+    monkeypatch.setenv("OPGRAFT_STRICT", "1")
+    opgraft.reset()
+    with pytest.raises(PlatformError, match=r"strict mode: platform acme .*bus error"):
+        current_platform()
+
+
+def test_a_spec_of_the_wrong_type(site) -> None:
+    """An entry point that names something else than a PlatformSpec is rejected with its type."""
+    site.install("acme-dist", {"acme.py": "SPEC = 3"}, {"opgraft.platforms": ["acme = acme:SPEC"]})
+    assert current_platform().name == "cpu"
+    assert "is a int, expected an opgraft.PlatformSpec" in rows()["acme"][1]
+
+
+BAD_CLASSES = {
+    "import fails": ("raise ImportError('no driver library')", "no driver library"),
+    "exits": ("raise SystemExit(1)", "SystemExit"),
+    "no platform": ("class Device: pass", "expected an opgraft.Platform"),
+    "another name": (
+        "from opgraft.platforms.cpu.platform import CpuPlatform\nclass Device(CpuPlatform):\n    name = 'other'",
+        "calls itself 'other'",
+    ),
+    "abstract": ("from opgraft import Platform\nclass Device(Platform): pass", "abstract"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_CLASSES)
+def test_a_platform_class_that_cannot_be_used(site, caplog, kind: str) -> None:
+    """A detected platform whose class fails is left out loudly; asked for by name it is an error."""
+    source, reason = BAD_CLASSES[kind]
+    site.platform("acme", probe=AVAILABLE, platform=source)
+    with caplog.at_level(logging.WARNING, logger="opgraft"):
+        assert current_platform().name == "cpu"
+    assert reason in rows()["acme"][1]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    opgraft.reset()
+    with set_config(OpgraftConfig(platform="acme")), pytest.raises(PlatformError, match=reason):
+        current_platform()
+
+
+def test_a_platforms_defaults_are_the_lowest_layer(site, monkeypatch) -> None:
+    """default_config of the selected platform holds unless a higher layer says otherwise."""
+    source = (
+        "from opgraft import CompilationConfig, OpgraftConfig\n"
+        "from opgraft.platforms.cpu.platform import CpuPlatform\n"
+        "class Device(CpuPlatform):\n    name = 'acme'\n"
+        "    def default_config(self):\n"
+        "        return OpgraftConfig(compilation_config=CompilationConfig(custom_ops=['none']))\n"
+    )
+    site.platform("acme", probe=AVAILABLE, platform=source)
+    current_platform()
+    enabled, reason = opgraft.state.host_state().settings().enabled("x")
+    assert (enabled, "platform acme" in reason) == (False, True)
+
+
+class TestCpuProbe:
+    """The CPU's probe reads files below the machine's root."""
+
+    def test_x86_flags_and_memory(self, tmp_path: Path) -> None:
+        """Model, instruction sets and memory come from /proc."""
+        (tmp_path / "proc").mkdir()
+        text = "processor\t: 0\nmodel name\t: Example CPU\nflags\t\t: fpu avx2 avx512f amx_tile\n\nprocessor\t: 1\n"
+        (tmp_path / "proc/cpuinfo").write_text(text)
+        (tmp_path / "proc/meminfo").write_text("MemTotal:       16384 kB\n")
+        (device,) = probe(Machine(tmp_path, {})).devices
+        assert (device.name, device.capability, device.memory) == ("Example CPU", "avx2 avx512f amx_tile", 16384 * 1024)
+
+    def test_arm_features(self, tmp_path: Path) -> None:
+        """Arm spells its instruction sets under Features and gives no model name."""
+        (tmp_path / "proc").mkdir()
+        (tmp_path / "proc/cpuinfo").write_text("processor\t: 0\nFeatures\t: fp asimd sve i8mm\n")
+        (device,) = probe(Machine(tmp_path, {})).devices
+        assert (device.name, device.capability) == ("CPU", "asimd sve i8mm")
+
+    @pytest.mark.parametrize("content", [None, b"", b"\xff\xfe garbage", b"x" * (3 << 20)])
+    def test_it_never_raises(self, tmp_path: Path, content: bytes | None) -> None:
+        """Missing, empty, undecodable and huge files leave the CPU available."""
+        if content is not None:
+            (tmp_path / "proc").mkdir()
+            (tmp_path / "proc/cpuinfo").write_bytes(content)
+        assert probe(Machine(tmp_path, {})).available
+
+
+def test_the_cpu_platform_is_complete() -> None:
+    """Every member of the contract answers on the CPU."""
+    platform = current_platform()
+    platform.manual_seed(0)
+    platform.synchronize()
+    assert platform.device_type == "cpu"
+    assert platform.device_count() == 1
+    assert platform.capability().dtypes
+    assert platform.memory().total >= platform.memory().free > 0
+    assert (platform.distributed_backend, platform.compile_backend) == ("gloo", "inductor")
+    assert platform.visibility_variable is None
