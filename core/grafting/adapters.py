@@ -121,9 +121,11 @@ class _Leaves:
         expression = self._expression(module)
         if "weight" not in module._parameters or isinstance(expression, NotExpressible):
             return None
-        weight = module.get_parameter("weight")
+        shape = module.get_parameter("weight").shape
         eps = next((c for c in constants_of(expression) if c > 0 and norm_form(form, c) == expression), None)
-        return None if eps is None or weight.dim() != 1 else {"hidden_size": weight.numel(), "eps": eps}
+        if eps is None or len(shape) != 1 or shape[0] == 1:  # one number may scale an input of any width
+            return None
+        return {"hidden_size": shape[0], "eps": eps}
 
     def refuse(self, module: nn.Module) -> None:
         if not module._modules or module._parameters:

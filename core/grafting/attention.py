@@ -48,28 +48,26 @@ def is_attached(module: nn.Module) -> bool:
     return CHILD in module._modules and _implementation(module) == _NAME
 
 
-def attach(module: nn.Module) -> ScaledDotProductAttention:
-    """Let the attention module call an op, which becomes its child.
-
-    Raises:
-        LeaveAlone: it uses another implementation than sdpa, or cannot be switched without changing what it does.
-    """
+def check(module: nn.Module) -> None:
+    """Raise ``LeaveAlone`` if an attention module does not use sdpa, or would do something else when switched."""
     implementation = _implementation(module)
     if implementation not in (_FORMER, _NAME):
         raise LeaveAlone(f"its attention implementation is {implementation!r}, not {_FORMER!r}")
     if "forward" in vars(module):
         raise LeaveAlone("its forward was set on the instance")
-    forward = _forward_of(module)
-    if forward.__globals__["ALL_ATTENTION_FUNCTIONS"][_FORMER].__module__ != _SDPA_MODULE:
+    namespace = _forward_of(module).__globals__
+    if namespace["ALL_ATTENTION_FUNCTIONS"][_FORMER].__module__ != _SDPA_MODULE:
         raise LeaveAlone(f"other code has registered its own {_FORMER!r} attention")
-    if _compares_implementation(forward.__globals__):
+    if _compares_implementation(namespace):
         raise LeaveAlone(f"its model does other things when the implementation is not called {_FORMER!r}")
-    op = ScaledDotProductAttention()
+
+
+def attach(module: nn.Module, op: ScaledDotProductAttention) -> None:
+    """Let the attention module call ``op``, which becomes its child."""
     op.train(module.training)
     op.__dict__["_opgraft_registered"] = _registered()
     module._modules[CHILD] = op
     _config(module)._attn_implementation_internal = _NAME  # the property would set sub-configs too
-    return op
 
 
 def detach(module: nn.Module) -> None:
@@ -142,7 +140,7 @@ def _attention_function(sdpa: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[torch.Tensor, None]:
         op = module._modules.get(CHILD)
         asked = any(kwargs.get(name) is not None and kwargs[name] is not False for name in special)
-        if op is None or asked or torch.jit.is_tracing():
+        if op is None or asked:
             options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
             return sdpa(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
         causal: bool = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -165,7 +163,8 @@ def _attend(
 ) -> torch.Tensor:
     """Attention of ``(batch, heads, queries, size)``, with ``groups`` heads of the query to each key-value head."""
     length = query.shape[2]
-    causal = length > 1 and mask is None and causal  # the plain bool last: a compiled length makes a symbolic one
+    if mask is not None or length == 1:  # not by "and": under torch.compile a comparison of sizes is no bool
+        causal = False
     if causal and key.shape[2] > length:  # a static cache, empty but for this prompt: no query sees the rest
         key, value = key[:, :, :length], value[:, :, :length]
     if groups > 1 and mask is None and key.shape[-1] == value.shape[-1] <= 256:  # as far as fused kernels share heads
@@ -190,7 +189,7 @@ def _attend_one_token(
     """The heads of a group stand in for the queries that there is one of, so that the cache is not repeated."""
 
     def grouped(t: torch.Tensor) -> torch.Tensor:
-        return t.unflatten(1, (-1, groups)).squeeze(3)
+        return t.reshape(t.shape[0], -1, groups, t.shape[-1])
 
     if mask is not None and mask.shape[1] > 1:
         mask = grouped(mask)

@@ -116,4 +116,4 @@ def _put(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     for path, owner in module.named_modules(remove_duplicate=False):
         for registry in (owner._parameters, owner._buffers):
             for name in registry:
-                registry[name] = tensors.get(f"{path}.{name}".lstrip("."), registry[name])  # type: ignore[assignment]
+                registry[name] = tensors.get(f"{path}.{name}".lstrip("."), registry[name])

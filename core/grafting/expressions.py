@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 import operator
 import warnings
 from collections import Counter
@@ -212,7 +211,7 @@ _RULES: list[tuple[Callable[..., Expression], tuple[str, ...], tuple[Callable[..
     (_div, ("div", "true_divide"), (operator.truediv, torch.div, torch.true_divide)),
     (_pow, ("pow",), (operator.pow, torch.pow)),
     (lambda a: _pow(a, 2), ("square",), (torch.square,)),
-    (lambda a: _pow(a, 0.5), ("sqrt",), (torch.sqrt, math.sqrt)),
+    (lambda a: _pow(a, 0.5), ("sqrt",), (torch.sqrt,)),
     (lambda a: _pow(a, -0.5), ("rsqrt",), (torch.rsqrt,)),
     (lambda a: _pow(a, -1), ("reciprocal",), (torch.reciprocal,)),
     (_mean, ("mean",), (torch.mean,)),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,8 +22,6 @@ from opgraft.plugins.host import load_plugins
 from opgraft.state import host_state
 from torch import nn
 from torch.nn.utils import parametrize
-
-_Arguments = Mapping[str, Any]
 
 _HOOKS = (
     "_forward_hooks",
@@ -58,6 +56,8 @@ def graft(model: nn.Module) -> GraftReport:
     load_plugins()
     with ExitStack() as undo:
         run = _Run(model, undo)
+        if not model._modules:
+            run.leave("", model, "it is the model itself, which has no parent to be replaced in")
         run.children_of(model, "")
         run.attention_of(model)
         undo.pop_all()
@@ -97,9 +97,9 @@ class _Run:
     """One call of ``graft``: walks the model bottom-up and writes down what becomes of each module."""
 
     def __init__(self, model: nn.Module, undo: ExitStack) -> None:
-        own = discover().provider_of(__name__)
+        self.own = discover().provider_of(__name__)
         self.adapters: list[tuple[Provider, Adapter]] = [*host_state().graft_adapters]
-        self.adapters += [(own, adapter) for adapter in builtin_adapters()]
+        self.adapters += [(self.own, adapter) for adapter in builtin_adapters()]
         self.strict = host_state().settings().config.strict
         self.undo = undo
         self.fenced = _fenced(model)
@@ -122,71 +122,68 @@ class _Run:
         for path, module in list(model.named_modules()):
             if attention.is_attention(module) and not attention.is_attached(module):
                 try:
-                    op = attention.attach(module)
+                    attention.check(module)
+                    with self._reporting(f"class {ScaledDotProductAttention.__name__}"):
+                        op = ScaledDotProductAttention()
                 except LeaveAlone as verdict:
-                    self._leave(path, module, str(verdict))
+                    self.leave(path, module, str(verdict))
                 else:
                     self.undo.callback(attention.detach, module)
-                    adapter = Adapter(attention.ADAPTER, ScaledDotProductAttention, lambda module: None)
-                    self.replaced.append(_row(path, module, adapter, op, self.adapters[-1][0]))
+                    attention.attach(module, op)
+                    self.replaced.append(_row(path, module, attention.ADAPTER, op, self.own))
 
     def _settle(self, module: nn.Module, path: str) -> nn.Module:
         """The op that takes the module's place, or the module itself."""
         if isinstance(module, CustomOp):
-            self._leave(path, module, "already an op")
+            self.leave(path, module, "already an op")
             return module
         if isinstance(module, torch.jit.ScriptModule):
-            self._leave(path, module, "it is compiled by TorchScript")
+            self.leave(path, module, "it is compiled by TorchScript")
             return module
         self.children_of(module, f"{path}.")
         reason = self.fenced.get(module) or _untouchable(module)
         if reason:
             if not module._modules or module._parameters or parametrize.is_parametrized(module):
-                self._leave(path, module, reason)
+                self.leave(path, module, reason)
             return module
         try:
             found = self._recognised(module)
             if found is None:
                 return module
             provider, adapter, arguments = found
-            op = self._built(provider, adapter, arguments, module)
+            with self._reporting(f"class {adapter.op.__qualname__} for adapter {adapter.name!r} of {provider}"):
+                op = build_op(adapter.op, arguments, module, self.device)
         except LeaveAlone as verdict:
-            self._leave(path, module, str(verdict))
+            self.leave(path, module, str(verdict))
             return module
-        self.replaced = [row for row in self.replaced if not row.path.startswith(f"{path}.")]
-        self.left_alone = [row for row in self.left_alone if not row.path.startswith(f"{path}.")]
-        self.replaced.append(_row(path, module, adapter, op, provider))
+        if module._modules:
+            self.replaced = [row for row in self.replaced if not row.path.startswith(f"{path}.")]
+            self.left_alone = [row for row in self.left_alone if not row.path.startswith(f"{path}.")]
+        self.replaced.append(_row(path, module, adapter.name, op, provider))
         return op
 
-    def _recognised(self, module: nn.Module) -> tuple[Provider, Adapter, _Arguments] | None:
+    def _recognised(self, module: nn.Module) -> tuple[Provider, Adapter, Mapping[str, Any]] | None:
         for provider, adapter in self.adapters:
-            try:
+            with self._reporting(f"adapter {adapter.name!r} of {provider}"):
                 arguments = adapter.recognise(module)
-            except (LeaveAlone, OpgraftError):
-                raise
-            except Exception as error:  # a plugin's code; the reason goes to the report
-                raise self._failed(f"adapter {adapter.name!r} of {provider} raised {error!r}", error) from error
             if arguments is not None:
                 return provider, adapter, arguments
         return None
 
-    def _built(
-        self, provider: Provider, adapter: Adapter, arguments: Mapping[str, Any], module: nn.Module
-    ) -> nn.Module:
+    @contextmanager
+    def _reporting(self, what: str) -> Iterator[None]:
+        """Turn what a plugin's code raises into a reason for the report, or in strict mode into an error."""
         try:
-            return build_op(adapter.op, arguments, module, self.device)
+            yield
         except (LeaveAlone, OpgraftError):
             raise
-        except Exception as error:  # a plugin's code; the reason goes to the report
-            what = f"{adapter.op.__qualname__} for adapter {adapter.name!r} of {provider} could not be built: {error!r}"
-            raise self._failed(what, error) from error
+        except Exception as error:  # whatever a plugin's code raises
+            reason = f"{what} raised {error!r}"
+            if self.strict:
+                raise GraftError(f"strict mode: {reason}. OPGRAFT_STRICT=0 leaves such modules as they are.") from error
+            raise LeaveAlone(reason) from error
 
-    def _failed(self, what: str, error: Exception) -> Exception:
-        if self.strict:
-            return GraftError(f"strict mode: {what}. OPGRAFT_STRICT=0 leaves such modules as they are.")
-        return LeaveAlone(what)
-
-    def _leave(self, path: str, module: nn.Module, reason: str) -> None:
+    def leave(self, path: str, module: nn.Module, reason: str) -> None:
         self.left_alone.append(LeftAlone(path, type(module).__name__, reason))
 
 
@@ -194,13 +191,12 @@ def _fenced(model: nn.Module) -> dict[nn.Module, str]:
     """Modules whose parent reads their weights instead of calling them, with the reason to leave them alone."""
     fenced = {}
     for parent in model.modules():
-        inside, reason = None, ""
         if isinstance(parent, _READ_THEIR_CHILDREN):
-            inside, reason = parent, f"{type(parent).__name__} reads its weights in fused code"
+            reason = f"{type(parent).__name__} reads its weights in fused code"
+            fenced.update({module: reason for module in parent.modules() if module is not parent})
         elif parametrize.is_parametrized(parent):
-            inside, reason = parent.parametrizations, "it belongs to a parametrization"
-        if isinstance(inside, nn.Module):
-            fenced.update({module: reason for module in inside.modules() if module is not parent})
+            inside = parent.get_submodule("parametrizations")
+            fenced.update(dict.fromkeys(inside.modules(), "it belongs to a parametrization"))
     return fenced
 
 
@@ -214,11 +210,11 @@ def _untouchable(module: nn.Module) -> str | None:
     return f"it has hooks ({hooks[0].strip('_').replace('_', ' ')})" if hooks else None
 
 
-def _row(path: str, module: nn.Module, adapter: Adapter, op: nn.Module, provider: Provider) -> Replaced:
-    source = type(module).__name__
+def _row(path: str, module: nn.Module, adapter: str, op: nn.Module, provider: Provider) -> Replaced:
+    source, cls = type(module).__name__, type(op)
     if not isinstance(op, CustomOp):
-        return Replaced(path, source, adapter.name, adapter.op.__name__, f"{type(op).__qualname__}.forward", provider)
+        return Replaced(path, source, adapter, cls.__name__, f"{cls.__qualname__}.forward", provider)
     choice, kernel = op._binding.replacement, op._binding.kernel.winner
     served_by = choice.own if kernel.owner in choice.target.__mro__ else choice.provider
     name = op_name_of(op.op_class, host_state()) or op.op_class.__name__
-    return Replaced(path, source, adapter.name, name, str(kernel), served_by)
+    return Replaced(path, source, adapter, name, str(kernel), served_by)

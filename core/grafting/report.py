@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 from opgraft.decision import Provider
 
 _WIDTH = 80
 
 
-class Replaced(NamedTuple):
+@dataclass(frozen=True)
+class Replaced:
     """One module that became an op: the kernel that serves it and who provides that kernel."""
 
     path: str
@@ -24,7 +25,8 @@ class Replaced(NamedTuple):
     provider: Provider
 
 
-class LeftAlone(NamedTuple):
+@dataclass(frozen=True)
+class LeftAlone:
     """One module that stayed as it was, and why."""
 
     path: str
@@ -32,7 +34,8 @@ class LeftAlone(NamedTuple):
     reason: str
 
 
-class Count(NamedTuple):
+@dataclass(frozen=True)
+class Count:
     """How many modules one implementation of an op serves."""
 
     op: str
@@ -63,9 +66,9 @@ class GraftReport:
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, ready for ``json.dumps``."""
         return {
-            "replaced": [_plain(row) for row in self.replaced],
-            "left_alone": [_plain(row) for row in self.left_alone],
-            "counts": [_plain(row) for row in self.counts()],
+            "replaced": [asdict(row) for row in self.replaced],
+            "left_alone": [asdict(row) for row in self.left_alone],
+            "counts": [asdict(row) for row in self.counts()],
         }
 
     def __str__(self) -> str:
@@ -78,13 +81,6 @@ class GraftReport:
             rows = [(str(count), source, reason) for (source, reason), count in stayed]
             head += ["", *_table([("count", "left alone", "reason"), *rows])]
         return "\n".join(head)
-
-
-def _plain(row: Any) -> dict[str, Any]:
-    fields: dict[str, Any] = row._asdict()
-    if "provider" in fields:
-        fields["provider"] = {"name": row.provider.name, "version": row.provider.version}
-    return fields
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
