@@ -45,6 +45,7 @@ class Checkpoint:
             InputError: transformers is not installed, does not know the architecture, or rejects the files.
         """
         transformers = _demo_package("transformers")
+        transformers.utils.logging.disable_progress_bar()  # its bar would be garbage where stderr is no terminal
         factory = transformers.AutoModelForCausalLM if self.causal else transformers.AutoModel
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(self.folder, local_files_only=True)

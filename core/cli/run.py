@@ -44,6 +44,7 @@ def command(model: str, input_file: str | None, compare: bool, dtype: str, as_js
     texts = read_lines(Path(input_file)) if input_file else list(_SAMPLE)
     _progress("loading the model", 0, 1)
     runner = open_runner(checkpoint, _DTYPES[dtype])
+    _progress("loading the model", 1, 1)
     comparison = None
     if compare:
         output, report, comparison = runner.compare(texts, _progress)
@@ -97,7 +98,10 @@ def _print_as_text(
         print_wrapped(f"{text}\n  -> {answer}", indent="  ")
     click.echo()
     print_wrapped(selected_platform().decision.summary())
-    print_table(("op", "kernel", "provider", "count"), report.counts())
+    print_table(
+        ("op", "kernel", "provider", "count"),
+        ((row.op, row.implementation, row.provider, row.count) for row in report.counts()),
+    )
     click.echo(f"left alone: {len(report.left_alone)} modules")
     if comparison:
         ratio = comparison.grafted_seconds / comparison.plain_seconds
@@ -108,8 +112,8 @@ def _print_as_text(
 
 
 def _progress(label: str, done: int, total: int) -> None:
-    """One line on stderr that is rewritten in place; nothing where stderr is no terminal."""
+    """Progress on stderr: one line rewritten in place on a terminal, a line per finished step elsewhere."""
     if sys.stderr.isatty():
-        end = "\r" if done < total else "\r\033[K"
-        click.echo(f"\r\033[K{label}: {done} of {total}", err=True, nl=False)
-        click.echo(end, err=True, nl=False)
+        click.echo(f"\r\033[K{label}: {done} of {total}" if done < total else "\r\033[K", err=True, nl=False)
+    elif done == total:
+        click.echo(f"{label}: {done} of {total}", err=True)
