@@ -34,7 +34,7 @@ run: .demo/installed
 	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json $(OPGRAFT) run minilm --input examples/sentences.txt --compare
 
 test: .venv/opgraft
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
 
 check: .venv/opgraft
 	$(BIN)/ruff check .

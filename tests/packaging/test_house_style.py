@@ -1,0 +1,295 @@
+"""The rules of this code base that its syntax trees can tell."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+from opgraft import errors
+from opgraft.platform import DISPATCH_KEYS
+
+REPOSITORY = Path(__file__).parents[2]
+FOLDERS = {"core": "opgraft", "platforms": "opgraft.platforms", "plugins": "opgraft.plugins"}
+
+LAYERS = [
+    # Ground floor: no torch, no state.
+    "opgraft",  # __version__; the lazy facade names every floor and imports none
+    "opgraft.errors",
+    "opgraft.environment",
+    "opgraft.config",
+    "opgraft.decision",
+    "opgraft.machine",
+    # The contract with devices, and the devices, which nothing above imports: entry points lead to them.
+    "opgraft.platform",
+    "opgraft.platforms",
+    # Registries and the state of the process.
+    "opgraft.signatures",
+    "opgraft.registry",
+    "opgraft.state",
+    "opgraft.lifecycle",
+    "opgraft.adapter",
+    # The plugin host.
+    "opgraft.plugins",
+    "opgraft.plugins.discovery",
+    "opgraft.plugins.hookspecs",
+    "opgraft.plugins.requirements",
+    "opgraft.plugins.probing",
+    "opgraft.plugins.selection",
+    "opgraft.plugins.host",
+    # Ops.
+    "opgraft.dispatch",
+    "opgraft.binding",
+    "opgraft.custom_op",
+    "opgraft.rebinding",
+    "opgraft.ops",
+    # Models.
+    "opgraft.checkpoint",
+    "opgraft.grafting",
+    "opgraft.runner",
+    # The command line.
+    "opgraft.cli",
+    "opgraft.__main__",
+]
+"""Imports point up this list. A name stands for its submodules too, unless they have a line of their own."""
+
+IMPORTS_LATE = ("opgraft.cli",)
+"""Commands import what they need when they are called, so that 'opgraft --help' and 'detect' start fast."""
+
+CONTROL_FLOW = {
+    "opgraft.plugins.probing": "ProbeFailed",  # an outcome that selection records, never raised to a caller
+    "opgraft.adapter": "LeaveAlone",  # a verdict that the graft report shows
+    "opgraft.grafting.expressions": "NotExpressible",  # a verdict that the recogniser of modules catches
+}
+"""Exceptions that are no errors, and so neither derive from OpgraftError nor live with the errors."""
+
+PRIVATE_TORCH = "opgraft.compat"
+"""The one place for private names of torch, each with a fallback."""
+
+VENDORS = """
+nvidia cuda cudnn nccl nvml, amd rocm hip rccl miopen, intel xpu ipex xccl habana gaudi hpu, tpu libtpu xla,
+npu cann hccl, mlu musa mps
+"""
+VENDOR_WORDS = frozenset(re.findall(r"\w+", VENDORS))
+
+MODULES = {
+    ".".join([package, *path.relative_to(REPOSITORY / folder).with_suffix("").parts]).removesuffix(".__init__"): path
+    for folder, package in FOLDERS.items()
+    for path in sorted((REPOSITORY / folder).rglob("*.py"))
+}
+SHIPPED = [*MODULES.values(), *sorted((REPOSITORY / "reference_plugins").glob("*/src/**/*.py"))]
+OURS = [path for folder in ("benchmarks", "examples", "tests") for path in sorted((REPOSITORY / folder).rglob("*.py"))]
+
+each_module = pytest.mark.parametrize("module", MODULES)
+
+
+def each_file(paths: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("path", paths, ids=lambda path: str(path.relative_to(REPOSITORY)))
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def first_party_imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and module of each import of opgraft; 'from package import module' counts as the module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                yield node.lineno, submodule if submodule in MODULES else node.module
+
+
+def layer_of(module: str) -> str:
+    return max((layer for layer in LAYERS if f"{module}.".startswith(f"{layer}.")), key=len)
+
+
+def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        for name in ("id", "attr", "arg", "name"):
+            value = getattr(node, name, None)
+            if isinstance(value, str):
+                yield getattr(node, "lineno", 0), value
+
+
+def texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and value of each string that is not documentation."""
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            yield node.lineno, node.value
+
+
+def words(text: str) -> set[str]:
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", text)}
+
+
+def dotted(node: ast.AST) -> str:
+    """'a.b.c' for an attribute chain on a name, else ''."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+def private_torch_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    full_names = {"torch": "torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names if alias.name.split(".")[0] == "torch"]
+            full_names |= {alias.asname: alias.name for alias in node.names if alias.asname and alias.name in found}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "torch":
+            found = [f"{node.module}.{alias.name}" for alias in node.names]
+            full_names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            root, _, rest = dotted(node).partition(".")
+            found = [f"{full_names[root]}.{rest}"] if root in full_names else []
+        else:
+            continue
+        yield from ((node.lineno, name) for name in found if re.search(r"\._(?!_)", name))
+
+
+def test_every_module_has_a_layer() -> None:
+    """The list of layers names what exists: each line is a module, and each module has a line of its own or above."""
+    assert [layer for layer in LAYERS if layer not in MODULES] == []
+    facade_only = [m for m in MODULES if layer_of(m) == "opgraft" and m != "opgraft"]
+    assert facade_only == [], "give these modules a line in LAYERS"
+
+
+@each_module
+def test_imports_point_one_way(module: str) -> None:
+    """A module imports from its own layer and from those above it in the list only."""
+    if module == "opgraft":
+        return
+    own = LAYERS.index(layer_of(module))
+    imports = first_party_imports(tree_of(MODULES[module]))
+    wrong = [f"line {line}: {name}" for line, name in imports if LAYERS.index(layer_of(name)) > own]
+    assert wrong == []
+
+
+def test_imports_form_no_cycle() -> None:
+    """Within a layer too, modules can be put in an order in which each imports earlier ones only."""
+    graph = {
+        module: {name for _, name in first_party_imports(tree_of(path))} - {module}
+        for module, path in MODULES.items()
+        if module != "opgraft"
+    }
+    assert len(list(TopologicalSorter(graph).static_order())) >= len(graph)
+
+
+@each_module
+def test_built_in_platforms_are_reached_by_entry_point(module: str) -> None:
+    """Nothing imports a built-in platform: each is found through its entry point, like anyone's."""
+    if layer_of(module) == "opgraft.platforms":
+        return
+    imports = first_party_imports(tree_of(MODULES[module]))
+    assert [line for line, name in imports if layer_of(name) == "opgraft.platforms"] == []
+
+
+@each_module
+def test_imports_stand_at_the_top(module: str) -> None:
+    """No function imports from opgraft, save in the command line: a late import hides a cycle."""
+    if module.startswith(IMPORTS_LATE):
+        return
+    late = [
+        f"{function.name}: {name}"
+        for function in functions(tree_of(MODULES[module]))
+        for _, name in first_party_imports(function)
+    ]
+    assert late == []
+
+
+@each_file(SHIPPED)
+def test_no_assert_statements(path: Path) -> None:
+    """No assert outside tests: it disappears under -O, and says nothing to the user."""
+    assert [node.lineno for node in ast.walk(tree_of(path)) if isinstance(node, ast.Assert)] == []
+
+
+@each_file([*SHIPPED, *OURS])
+def test_files_and_functions_fit_a_reader(path: Path) -> None:
+    """A file has at most 400 lines, a function at most 50."""
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
+    lengths = {f.name: (f.end_lineno or f.lineno) - f.lineno + 1 for f in functions(tree_of(path))}
+    assert {name: length for name, length in lengths.items() if length > 50} == {}
+
+
+@each_module
+def test_vendor_names_stay_with_the_platforms(module: str) -> None:
+    """Outside platforms/, vendors appear as dispatch keys only: in forward_<key>, and where the keys are listed."""
+    if layer_of(module) == "opgraft.platforms":
+        return
+    tree = tree_of(MODULES[module])
+    keys = DISPATCH_KEYS if module == "opgraft.platform" else ()
+    found = [*identifiers(tree), *((line, text) for line, text in texts(tree) if text not in keys)]
+    named = [f"line {line}: {text}" for line, text in found if words(re.sub(r"forward_\w+", "", text)) & VENDOR_WORDS]
+    assert named == []
+
+
+@each_module
+def test_private_names_of_torch_stay_in_one_place(module: str) -> None:
+    """Private names of torch occur in opgraft.compat only, where each has a fallback."""
+    if f"{module}.".startswith(f"{PRIVATE_TORCH}."):
+        return
+    assert list(private_torch_names(tree_of(MODULES[module]))) == []
+
+
+@each_module
+def test_errors_live_in_one_module(module: str) -> None:
+    """Every error is defined in opgraft.errors."""
+    if module == "opgraft.errors":
+        return
+    known = {name for name, value in vars(builtins).items() if _is_exception(value)}
+    known |= {node.name for node in ast.walk(tree_of(MODULES["opgraft.errors"])) if isinstance(node, ast.ClassDef)}
+    defined = [
+        node.name
+        for node in ast.walk(tree_of(MODULES[module]))
+        if isinstance(node, ast.ClassDef) and known & {dotted(base).split(".")[-1] for base in node.bases}
+    ]
+    assert [name for name in defined if name != CONTROL_FLOW.get(module)] == []
+
+
+def _is_exception(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, BaseException)
+
+
+def test_errors_have_one_base() -> None:
+    """Every class in opgraft.errors derives from OpgraftError, the one base that users can catch."""
+    defined = [value for value in vars(errors).values() if _is_exception(value) and value.__module__ == errors.__name__]
+    assert [error for error in defined if not issubclass(error, errors.OpgraftError)] == []
+    assert len(defined) > 1
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch\nx = torch._dynamo.config", ["torch._dynamo", "torch._dynamo.config"]),
+        ("from torch._inductor import config", ["torch._inductor.config"]),
+        ("from torch import nn\nnn.functional._verify", ["torch.nn.functional._verify"]),
+        ("import torch\ntorch.ops.mkldnn._linear_pointwise(x)", ["torch.ops.mkldnn._linear_pointwise"]),
+        ("import torch\ntorch.nn.Module.__new__(cls)", []),
+        ("op._modules", []),
+    ],
+)
+def test_the_search_for_private_names(source: str, found: list[str]) -> None:
+    """The search sees through aliases and leaves dunder names and other people's underscores alone."""
+    assert sorted(name for _, name in private_torch_names(ast.parse(source))) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("CudaGraph", True), ("is_cuda", True), ("xpu", True), ("cpu", False), ("relationship", False), ("Intel", True)],
+)
+def test_the_search_for_vendor_names(text: str, found: bool) -> None:
+    """Vendor names are recognised as whole words, in snake case and camel case."""
+    assert bool(words(text) & VENDOR_WORDS) == found

@@ -1,0 +1,101 @@
+"""Three folders, one import package: the traps of that mapping, and what may be imported when."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomllib
+from packaging.requirements import Requirement
+
+REPOSITORY = Path(__file__).parents[2]
+FOLDERS = {"core": "opgraft", "platforms": "opgraft.platforms", "plugins": "opgraft.plugins"}
+
+
+@pytest.fixture(scope="module")
+def pyproject() -> dict[str, Any]:
+    return tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_every_package_on_disk_is_listed(pyproject: dict[str, Any]) -> None:
+    """pyproject.toml lists exactly the packages on disk: one left out would be missing from the wheel."""
+    on_disk = {
+        ".".join([package, *path.parent.relative_to(REPOSITORY / folder).parts])
+        for folder, package in FOLDERS.items()
+        for path in (REPOSITORY / folder).rglob("__init__.py")
+    }
+    listed = pyproject["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == sorted(on_disk)
+
+
+def test_every_module_lies_in_a_package() -> None:
+    """No folder of modules lacks its __init__.py: it would work from the source tree and be missing from the wheel."""
+    sources = [path for folder in FOLDERS for path in (REPOSITORY / folder).rglob("*.py")]
+    assert {path.parent for path in sources if not (path.parent / "__init__.py").is_file()} == set()
+
+
+def test_folders_map_to_packages(pyproject: dict[str, Any]) -> None:
+    """The folders that this file and the house-style tests walk are those that setuptools maps."""
+    mapped = pyproject["tool"]["setuptools"]["package-dir"]
+    assert mapped == {package: folder for folder, package in FOLDERS.items()}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_is_not_importable_under_its_own_name(folder: str) -> None:
+    """Importing a source folder as a top-level package fails: it would be a second copy of every registry."""
+    child = python(f"import {folder}", REPOSITORY)
+    assert child.returncode == 1
+    message = f"ImportError: this package is {FOLDERS[folder]}, imported as '{folder}': run from an installed opgraft"
+    assert child.stderr.strip().splitlines()[-1] == message
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "opgraft",
+        "opgraft.environment",
+        "opgraft.errors",
+        "opgraft.platform",
+        "opgraft.plugins.discovery",
+        "opgraft.plugins.selection",
+        "opgraft.cli.detect",
+        "opgraft.cli.env",
+        "opgraft.cli.plugins",
+    ],
+)
+def test_import_without_torch(module: str, tmp_path: Path) -> None:
+    """What 'opgraft detect' and a plugin's probe import does not import torch, which takes ten times as long."""
+    child = python(f"import sys, {module}; sys.exit('torch' in sys.modules)", tmp_path)
+    assert child.returncode == 0, child.stderr
+
+
+def test_public_names_resolve(tmp_path: Path) -> None:
+    """Each public name of the lazy facade can be imported, and dir() shows it."""
+    code = (
+        "import opgraft\n"
+        "for name in opgraft.__all__: getattr(opgraft, name)\n"
+        "assert set(opgraft.__all__) <= set(dir(opgraft))"
+    )
+    child = python(code, tmp_path)
+    assert child.returncode == 0, child.stderr
+
+
+def test_every_requirement_is_pinned(pyproject: dict[str, Any]) -> None:
+    """constraints.txt pins a fitting version of everything that pyproject.toml asks for, build tools included."""
+    lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    normalized = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins.items()}
+    project = pyproject["project"]
+    extras = [line for lines in project["optional-dependencies"].values() for line in lines]
+    for line in (*pyproject["build-system"]["requires"], *project["dependencies"], *extras):
+        requirement = Requirement(line)
+        assert requirement.specifier.contains(normalized[requirement.name]), line
