@@ -6,7 +6,7 @@ Declarations outlive ``reset()``. Which replacements are active in this process 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from opgraft.decision import Provider
@@ -114,24 +114,27 @@ class Registry:
     def find_target(self, name: str) -> type | None:
         """The op class called ``name``: an op name, a class name or ``module:Class``.
 
+        A class that derives from a registered op in the op's own package, as a variant of it, is found too.
+
         Raises:
             ConflictError: several op classes have that bare class name.
         """
         if name in self.ops:
             return self.ops[name].cls
         module, _, qualname = name.rpartition(":")
-        found = {
-            id(record.cls): record.cls
-            for record in self.ops.values()
-            if record.cls.__qualname__ == qualname and module in ("", record.cls.__module__)
-        }
+        found = [cls for cls in self._targets() if cls.__qualname__ == qualname and module in ("", cls.__module__)]
         if len(found) > 1:
-            choices = ", ".join(repr(_qualified(cls)) for cls in found.values())
+            choices = ", ".join(repr(_qualified(cls)) for cls in found)
             raise ConflictError(f"the class name {name!r} is ambiguous: name the target as one of {choices}")
-        return next(iter(found.values()), None)
+        return next(iter(found), None)
 
     def target_names(self) -> set[str]:
-        return set(self.ops) | {record.cls.__name__ for record in self.ops.values()}
+        return set(self.ops) | {cls.__name__ for cls in self._targets()}
+
+    def _targets(self) -> list[type]:
+        """The registered op classes and their variants, each once."""
+        replacements = {replacement.cls for replacement in self.replacements}
+        return list(dict.fromkeys(cls for op in self.ops.values() for cls in _with_variants(op.cls, replacements)))
 
 
 def check_replacement(target: type, cls: type) -> None:
@@ -140,6 +143,10 @@ def check_replacement(target: type, cls: type) -> None:
     Raises:
         RegistrationError: not a subclass, or its constructor, ``forward`` or a kernel is narrower than the target's.
     """
+    if cls is target:
+        raise RegistrationError(
+            f"{_qualified(cls)} at {location_of(cls)} is declared to replace itself: name the op class it stands in for"
+        )
     if not issubclass(cls, target):
         raise RegistrationError(
             f"{_qualified(cls)} at {location_of(cls)} cannot replace {_qualified(target)}: it is not a subclass of it, "
@@ -199,6 +206,16 @@ def _definer(cls: type, name: str, above: type | None = None) -> type | None:
         if name in vars(base):
             return base
     return None
+
+
+def _with_variants(cls: type, replacements: set[type]) -> Iterator[type]:
+    """``cls`` and, in its package, what derives from it; neither replacements nor the classes that binding makes."""
+    yield cls
+    derived: type
+    for derived in cls.__subclasses__():
+        in_package = derived.__module__.partition(".")[0] == cls.__module__.partition(".")[0]
+        if in_package and derived not in replacements and not vars(derived).get("__specialisation__"):
+            yield from _with_variants(derived, replacements)
 
 
 def _same_definition(one: type, other: type) -> bool:

@@ -153,7 +153,7 @@ class MMEncoderAttention(CustomOp):
         lengths = [end - start for start, end in pairwise(bounds)]
         if not bounds or bounds[0] != 0 or bounds[-1] != tokens or any(length < 0 for length in lengths):
             raise ValueError(f"mm_encoder_attn: cu_seqlens is {bounds}, expected it to ascend from 0 to {tokens}")
-        segments = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
+        segments = zip(*(torch.split_with_sizes(x, lengths) for x in (query, key, value)), strict=True)
         attended = [self._attend(q[None], k[None], v[None])[0] for q, k, v in segments]
         return torch.cat(attended) if attended else torch.empty_like(query)
 
@@ -169,11 +169,10 @@ class MMEncoderAttention(CustomOp):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attention over ``[batch, tokens, heads, head_size]``."""
-        heads_first = (x.transpose(1, 2) for x in (query, key, value))
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         grouped = self.num_kv_heads != self.num_heads
-        return F.scaled_dot_product_attention(
-            *heads_first, attn_mask=mask, scale=self.scale, enable_gqa=grouped
-        ).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(query, key, value, mask, scale=self.scale, enable_gqa=grouped)
+        return attended.transpose(1, 2)
 
     def _as_heads(self, argument: str, x: Tensor, heads: int) -> Tensor:
         packed, split = (heads * self.head_size,), (heads, self.head_size)
