@@ -121,9 +121,14 @@ def toy_npu_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("toy-npu")
     source = folder / "source"
     subprocess.run(["cp", "-r", str(TOY_NPU), str(source)], check=True)
-    options = ["--no-deps", "--no-build-isolation", "--quiet", "--target", str(folder / "site")]
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(source)], check=True)
+    pip_install(source, folder / "site")
     return folder / "site"
+
+
+def pip_install(source: Path, folder: Path) -> None:
+    """Build and install a distribution into a folder, without its dependencies and without network."""
+    options = ["--no-deps", "--no-build-isolation", "--quiet", "--target", str(folder)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(source)], check=True)
 
 
 @pytest.fixture

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any
 
 import click
 from opgraft.cli.output import json_option, print_json, print_table, print_wrapped, with_settings
-from opgraft.errors import InputError, OpgraftError, close_matches
+from opgraft.errors import InputError, OpgraftError, PluginError, close_matches
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover
 from opgraft.plugins.requirements import objection
 from opgraft.state import PluginRecord, PluginStatus, host_state
@@ -96,9 +97,15 @@ def doctor(as_json: bool) -> None:
 
 def _load() -> OpgraftError | None:
     """Load the plugins with the whole catalogue known; returns what went wrong instead of raising it."""
-    import opgraft.ops  # noqa: F401  # torch: only where plugins are loaded anyway
     from opgraft.plugins.host import load_plugins
 
+    try:
+        importlib.import_module("opgraft.ops")
+    except Exception as error:  # torch reads the metadata of every distribution when it is imported
+        return PluginError(
+            f"torch cannot be imported here: {error!r}. If a device backend or malformed metadata is the cause, "
+            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 goes without backends that load themselves."
+        )
     try:
         load_plugins()
     except OpgraftError as error:

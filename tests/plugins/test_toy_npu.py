@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
+import json
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
 
 import opgraft
+import pytest
+import torch
 from opgraft import OpgraftConfig, current_platform, set_config
 from opgraft.ops import GELU, LayerNorm, RMSNorm, SiluAndMul
+
+TOY_NPU = Path(__file__).parents[2] / "reference_plugins/opgraft-toy-npu"
 
 OPS = {
     "ToyRMSNorm": lambda: (RMSNorm(33), 33),
@@ -84,3 +92,32 @@ def test_switching_one_op_off(toy_npu) -> None:
     with set_config(OpgraftConfig(compilation_config=opgraft.CompilationConfig(custom_ops=["all", "-rms_norm"]))):
         assert RMSNorm(8).decision.chosen == "RMSNorm.forward_native"
         assert LayerNorm(8).decision.chosen == "ToyLayerNorm.forward_oot"
+
+
+@pytest.fixture
+def environment(tmp_path) -> Path:
+    """A virtual environment that sees the packages of this one; pip can install into it and uninstall from it."""
+    folder = tmp_path / "venv"
+    venv.create(folder, with_pip=False)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    outer = [f"import site; site.addsitedir({entry!r})" for entry in sys.path if "site-packages" in entry]
+    (packages / "outer.pth").write_text("\n".join(outer))
+    return folder / "bin" / "python"
+
+
+def test_removing_the_plugin_with_pip_leaves_no_trace(environment: Path, tmp_path, monkeypatch) -> None:
+    """pip uninstall takes the platform, its candidates and its entry points out of detect."""
+    monkeypatch.setenv("TOY_NPU_DEVICE", str(TOY_NPU / "device.json"))
+
+    def run(*arguments: str) -> str:
+        return subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+
+    pip = [sys.executable, "-m", "pip", "--python", str(environment)]
+    detect = [str(environment), "-m", "opgraft", "detect", "--json"]
+    source = shutil.copytree(TOY_NPU, tmp_path / "source")
+    run(*pip, "install", "--quiet", "--no-deps", "--no-build-isolation", str(source))
+    assert json.loads(run(*detect))["decision"]["chosen"] == "toy_npu"
+    run(*pip, "uninstall", "--yes", "opgraft-toy-npu")
+    report = run(*detect)
+    assert json.loads(report)["decision"]["chosen"] == "cpu"
+    assert "toy" not in report

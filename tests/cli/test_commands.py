@@ -1,0 +1,207 @@
+"""The command line as users run it: a process of its own, its output, its exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import opgraft
+import pytest
+from opgraft.cli import cli as root
+
+PLUGIN = """
+import opgraft
+from opgraft.ops import RMSNorm
+platforms = "any"
+class AcmeRMSNorm(RMSNorm):
+    def forward_oot(self, x, residual=None):
+        return x
+@opgraft.hookimpl
+def opgraft_register_ops():
+    RMSNorm.register_oot(AcmeRMSNorm)
+"""
+
+JSON_COMMANDS = {
+    ("detect",): "opgraft.detect/1",
+    ("plugins", "list"): "opgraft.plugins.list/1",
+    ("plugins", "show", "acme"): "opgraft.plugins.show/1",
+    ("plugins", "doctor"): "opgraft.plugins.doctor/1",
+    ("ops", "list"): "opgraft.ops.list/1",
+    ("ops", "explain", "rms_norm"): "opgraft.ops.explain/1",
+    ("env",): "opgraft.env/1",
+}
+
+
+@pytest.mark.parametrize("command", JSON_COMMANDS, ids=" ".join)
+def test_json_is_one_object_of_a_versioned_schema_on_stdout(cli, site, command: tuple[str, ...]) -> None:
+    """Every command with --json prints nothing else on stdout, and says which schema it is."""
+    site.plugin("acme", PLUGIN)
+    result = cli(*command, "--json")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["schema"] == JSON_COMMANDS[command]
+
+
+def test_version_and_help() -> None:
+    """opgraft --version prints the version; help lists every command with a summary."""
+    for arguments, expected in ((["--version"], opgraft.__version__), (["-h"], "Which platform this machine gets")):
+        command = [sys.executable, "-m", "opgraft", *arguments]
+        assert expected in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("command", ["detect", "env", "plugins"])
+def test_detection_imports_no_torch_and_no_plugin(site, command: str) -> None:
+    """detect, env and plugins list stay free of torch and of the plugins' code."""
+    site.plugin("acme", PLUGIN)
+    arguments = [command, *(["list"] if command == "plugins" else [])]
+    code = (
+        "import sys; from opgraft.cli import cli; "
+        f"sys.path.insert(0, {str(site.folder)!r}); cli({arguments!r}, standalone_mode=False); "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'pluggy', 'rich', 'acme')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_detect_explains_the_decision_in_80_columns(cli, site) -> None:
+    """The answer, every candidate with reason and evidence, and the setting; no colour, no line over 80."""
+    site.platform("acme", probe="return Evidence(False, 'no device')")
+    result = cli("detect")
+    assert result.returncode == 0
+    assert result.stdout.startswith("platform: cpu (")
+    for word in ("- acme [acme-dist 1.0]", "no device", "/proc/cpuinfo", "OPGRAFT_PLATFORM"):
+        assert word in result.stdout
+    assert max(len(line) for line in result.stdout.splitlines()) <= 80
+    assert "\033" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "code", "message"),
+    [
+        (["detect", "--platform", "nope"], {}, 3, "the command line asks for platform 'nope'"),
+        (["detect"], {"OPGRAFT_PLATFORM": "nope"}, 3, "OPGRAFT_PLATFORM asks for platform 'nope'"),
+        (["detect"], {"OPGRAFT_STRICT": "perhaps"}, 2, "OPGRAFT_STRICT='perhaps' is not a flag"),
+        (["detect"], {"OPGRAFT_PLATFROM": "cpu"}, 2, "did you mean 'OPGRAFT_PLATFORM'"),
+        (["ops", "list", "--compilation_config.custom_ops", "all,none"], {}, 2, "both 'all' and 'none'"),
+        (["ops", "list", "--compilation_config.custom_ops", "+rms_nrm"], {}, 2, "did you mean 'rms_norm'"),
+        (["ops", "list", "--providers", "{"], {}, 2, "not valid JSON"),
+        (["ops", "explain", "rms_nrm"], {}, 2, "did you mean 'rms_norm'"),
+        (["plugins", "show", "nothing"], {}, 2, "no installed plugin or platform is called 'nothing'"),
+        (["plugins", "doctor"], {"OPGRAFT_PLUGINS": "nothing"}, 4, "names 'nothing'"),
+        (["unknown"], {}, 2, "No such command"),
+        (["run", "nowhere"], {}, 2, "'nowhere' is no folder"),
+    ],
+)
+def test_errors_are_one_message_and_their_exit_code(cli, arguments, variables, code: int, message: str) -> None:
+    """What is wrong goes to stderr (a doctor's findings to stdout), without a traceback."""
+    result = cli(*arguments, **variables)
+    assert result.returncode == code
+    assert message in " ".join((result.stderr + result.stdout).split())
+    assert "Traceback" not in result.stderr
+
+
+def test_ops_explain_shows_candidates_winner_places_and_setting(cli, site) -> None:
+    """Which kernel, why, file:line of each candidate, who provides it, and what would change it."""
+    site.plugin("acme", PLUGIN)
+    text = cli("ops", "explain", "rms_norm").stdout
+    words = (
+        "AcmeRMSNorm.forward_oot",
+        "acme.py:6",
+        "layernorm.py:",
+        "[acme 1.0]",
+        "OPGRAFT_CUSTOM_OPS",
+        "platform: cpu",
+    )
+    for word in words:
+        assert word in "".join(text.split("\n")) or word in " ".join(text.split())
+    off = cli("ops", "explain", "RMSNorm", "--compilation_config.custom_ops", '["none"]').stdout
+    assert "RMSNorm.forward_native (disabled: 'none' in custom_ops (the command line)" in " ".join(off.split())
+
+
+def test_ops_list_shows_every_op_with_its_kernel(cli, site) -> None:
+    """Each registered op has a row, with the provider that serves it here."""
+    site.plugin("acme", PLUGIN)
+    rows = {row["op"]: row for row in json.loads(cli("ops", "list", "--json").stdout)["ops"]}
+    assert rows["rms_norm"]["kernel"] == "AcmeRMSNorm.forward_oot"
+    assert rows["rms_norm"]["provider"] == "acme 1.0"
+    assert rows["layer_norm"]["kernel"] == "LayerNorm.forward_native"
+    assert cli("ops", "list").stdout.splitlines()[1].split() == ["op", "class", "kernel", "provider", "enabled"]
+
+
+def test_plugins_list_shows_what_the_settings_select(cli, site) -> None:
+    """Installed, selected and excluded offers are told apart without importing them."""
+    site.plugin("acme", "raise RuntimeError")
+    site.plugin("brix", "raise RuntimeError", requires=["opgraft>=99"])
+    rows = {row["name"]: row for row in json.loads(cli("plugins", "list", "--json").stdout)["offers"]}
+    assert rows["acme"]["status"] == "selected"
+    assert "requires 'opgraft>=99'" in rows["brix"]["reason"]
+    assert "requires 'opgraft>=99'" in cli("plugins", "list").stdout
+
+
+def test_plugins_show_has_the_traceback(cli, site) -> None:
+    """For a plugin that failed, show prints where it failed."""
+    site.plugin("acme", "def kaboom():\n    raise OSError('no driver')\nkaboom()")
+    text = cli("plugins", "show", "acme").stdout
+    assert "status: failed" in text
+    assert "in kaboom" in text
+
+
+@pytest.mark.parametrize(
+    ("sources", "code", "finding"),
+    [
+        ({"acme": PLUGIN}, 0, "nothing wrong"),
+        ({"acme": "raise OSError('no driver')"}, 4, "finding: plugin acme of acme 1.0 failed while it was loaded"),
+        ({"acme": PLUGIN, "brix": PLUGIN}, 1, "finding: 2 replacements of RMSNorm have priority 0"),
+    ],
+)
+def test_doctor_reports_findings_by_exit_code(cli, site, sources: dict[str, str], code: int, finding: str) -> None:
+    """0 nothing wrong, 1 findings, 4 a plugin failed."""
+    for name, source in sources.items():
+        site.plugin(name, source)
+    result = cli("plugins", "doctor")
+    assert finding in " ".join(result.stdout.split())
+    assert result.returncode == code
+
+
+def test_doctor_finds_platforms_and_metadata_that_do_not_work(cli, site) -> None:
+    """A probe that crashes and an entry_points.txt that cannot be read are findings."""
+    site.platform("acme", probe="raise OSError('bus error')")
+    site.install("broken-dist", {}, "[opgraft.plugins]\nbroken = not a module")
+    result = cli("plugins", "doctor")
+    assert result.returncode == 1
+    assert "bus error" in result.stdout
+    assert "broken-dist" in result.stdout
+
+
+def test_doctor_speaks_even_where_torch_cannot_be_imported(cli, site) -> None:
+    """A line without '=' in any entry_points.txt breaks `import torch` itself; the doctor says whose it is."""
+    site.install("broken-dist", {}, "[opgraft.plugins]\nbroken")
+    result = cli("plugins", "doctor")
+    assert result.returncode == 4
+    assert "broken-dist" in result.stdout
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in result.stdout
+
+
+def test_env_is_markdown_without_secrets(cli, site, monkeypatch) -> None:
+    """Versions, platform, entry points and opgraft's own variables; nothing else of the environment."""
+    site.plugin("acme", PLUGIN)
+    text = cli("env", SECRET_TOKEN="hunter2", OPGRAFT_CUSTOM_OPS="all").stdout  # noqa: S106  # it must not appear
+    assert "| torch | " in text
+    assert "| plugins acme | acme 1.0 (acme) |" in text
+    assert "| OPGRAFT_CUSTOM_OPS | all |" in text
+    assert "hunter2" not in text
+
+
+def test_every_command_has_json_and_a_help_text() -> None:
+    """The contract of all commands: --json, and a sentence on what they do."""
+
+    def walk(command, path: str):
+        if hasattr(command, "commands"):
+            for name, sub in command.commands.items():
+                yield from walk(sub, f"{path} {name}")
+        else:
+            yield path, command
+
+    for name in root.list_commands(None):
+        for path, command in walk(root.get_command(None, name), name):
+            assert command.help, path
+            assert any(parameter.name == "as_json" for parameter in command.params), path
