@@ -85,7 +85,7 @@ def _implementation(module: nn.Module) -> str | None:
 
 
 def _forward_of(module: nn.Module) -> Any:
-    return inspect.unwrap(type(module).forward)
+    return inspect.unwrap(inspect.getattr_static(type(module), "forward"))
 
 
 def _registered() -> Registered:

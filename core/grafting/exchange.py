@@ -115,5 +115,6 @@ def _put(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Make ``tensors`` the parameters and buffers of those names, the same objects, where the module has such."""
     for path, owner in module.named_modules(remove_duplicate=False):
         for registry in (owner._parameters, owner._buffers):
-            for name in registry:
-                registry[name] = tensors.get(f"{path}.{name}".lstrip("."), registry[name])
+            for name, present in registry.items():
+                if present is not None:
+                    registry[name] = tensors.get(f"{path}.{name}".lstrip("."), present)

@@ -119,18 +119,18 @@ class _Run:
                 parent._modules[name] = self.settled[child]
 
     def attention_of(self, model: nn.Module) -> None:
-        for path, module in list(model.named_modules()):
-            if attention.is_attention(module) and not attention.is_attached(module):
-                try:
-                    attention.check(module)
-                    with self._reporting(f"class {ScaledDotProductAttention.__name__}"):
-                        op = ScaledDotProductAttention()
-                except LeaveAlone as verdict:
-                    self.leave(path, module, str(verdict))
-                else:
-                    self.undo.callback(attention.detach, module)
-                    attention.attach(module, op)
-                    self.replaced.append(_row(path, module, attention.ADAPTER, op, self.own))
+        modules = [(path, module) for path, module in model.named_modules() if attention.is_attention(module)]
+        for path, module in [row for row in modules if not attention.is_attached(row[1])]:
+            try:
+                attention.check(module)
+                with self._reporting(f"class {ScaledDotProductAttention.__name__}"):
+                    op = ScaledDotProductAttention()
+            except LeaveAlone as verdict:
+                self.leave(path, module, str(verdict))
+            else:
+                self.undo.callback(attention.detach, module)
+                attention.attach(module, op)
+                self.replaced.append(_row(path, module, attention.ADAPTER, op, self.own))
 
     def _settle(self, module: nn.Module, path: str) -> nn.Module:
         """The op that takes the module's place, or the module itself."""

@@ -1,0 +1,260 @@
+"""Adapters of plugins, replacements, and what happens when their code fails."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from opgraft import (
+    Adapter,
+    CompilationConfig,
+    CustomOp,
+    LeaveAlone,
+    OpgraftConfig,
+    Provider,
+    graft,
+    inference_only,
+    load_plugins,
+    set_config,
+    ungraft,
+)
+from opgraft.errors import ConfigError, ConflictError, GraftError
+from opgraft.ops import Linear, SiluAndMul
+from opgraft.state import host_state
+from torch import nn
+
+ACME = Provider("acme-npu", "2.0")
+
+
+def add(*adapters: Adapter) -> None:
+    load_plugins()
+    host_state().graft_adapters.extend((ACME, adapter) for adapter in adapters)
+
+
+class Scale(nn.Module):
+    """A module of some model, with a parameter and a buffer."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.rand(width))
+        self.shift = nn.Buffer(torch.rand(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor + self.shift
+
+
+class AcmeScale(nn.Module):
+    """The op for it, which need not be a ``CustomOp``; its table is its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.zeros(width))
+        self.shift = nn.Buffer(torch.zeros(width))
+        self.table = nn.Buffer(torch.arange(float(width)), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.addcmul(self.shift, x, self.factor) + 0 * self.table
+
+
+def recognise_scale(module: nn.Module) -> Mapping[str, Any] | None:
+    return {"width": module.factor.numel()} if type(module) is Scale else None
+
+
+def test_a_plugins_row_is_asked_first(mlp, x) -> None:
+    """A plugin's adapter decides before the built-in ones, and its provider is in the report."""
+
+    def only_wide(module: nn.Module) -> Mapping[str, Any] | None:
+        if isinstance(module, nn.Linear):
+            raise LeaveAlone("acme has no linear units")
+        return None
+
+    add(Adapter("acme linear", Linear, only_wide), Adapter("acme scale", AcmeScale, recognise_scale))
+    model = nn.Sequential(mlp(), Scale())
+    report = graft(model)
+    assert {row.reason for row in report.left_alone if row.source == "Linear"} == {"acme has no linear units"}
+    (row,) = (row for row in report.replaced if row.source == "Scale")
+    assert (row.path, row.adapter, row.op, row.implementation) == ("1", "acme scale", "AcmeScale", "AcmeScale.forward")
+    assert row.provider == ACME
+    assert "acme-npu 2.0" in str(report)
+
+
+def test_tensors_of_the_module_and_of_the_op() -> None:
+    """The op gets the module's parameters and buffers, keeps its own table, and hands back what it was given."""
+    add(Adapter("acme scale", AcmeScale, recognise_scale))
+    module = Scale()
+    model, x = nn.Sequential(module), torch.randn(3, 4)
+    expected, factor, shift = model(x), module.factor, module.shift
+    graft(model)
+    assert model[0].factor is factor
+    assert model[0].shift is shift
+    assert torch.equal(model[0].table, torch.arange(4.0))
+    torch.testing.assert_close(model(x), expected)
+    model[0].shift = torch.zeros(4)
+    ungraft(model)
+    assert model[0] is module
+    assert not module.shift.any()
+    assert list(module._buffers) == ["shift"]
+
+
+def test_an_op_that_does_not_fit_is_not_used() -> None:
+    """Another set or shape of parameters leaves the module alone, with the difference as the reason."""
+    add(Adapter("too wide", AcmeScale, lambda module: {"width": 5} if type(module) is Scale else None))
+    add(Adapter("no bias", Linear, lambda m: {"in_features": 2, "out_features": 2} if type(m) is nn.Linear else None))
+    model = nn.Sequential(Scale(), nn.Linear(2, 2, bias=False))
+    reasons = [row.reason for row in graft(model).left_alone]
+    assert reasons == [
+        "AcmeScale has factor of shape (5,) instead of (4,)",
+        "Linear does not have the same parameters: they differ in bias",
+    ]
+
+
+class GatedMlp(nn.Module):
+    """A composite with children that the built-in rows know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(4, 16)
+        self.down = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        out: torch.Tensor = self.down(nn.functional.silu(gate) * up)
+        return out
+
+
+class AcmeGatedMlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = Linear(4, 16)
+        self.act = SiluAndMul()
+        self.down = Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(self.act(self.gate_up(x)))
+        return out
+
+
+def test_a_composite_is_replaced_as_a_whole_and_restored_in_depth() -> None:
+    """An adapter may take a module with children; the report has one row for it, and ungraft restores the children."""
+    add(Adapter("acme mlp", AcmeGatedMlp, lambda module: {} if type(module) is GatedMlp else None))
+    model, x = nn.Sequential(GatedMlp()).train(), torch.randn(3, 4)
+    modules, parameters, expected = list(model.modules()), list(model.parameters()), model(x)
+    report = graft(model)
+    assert [(row.path, row.op) for row in report.replaced] == [("0", "AcmeGatedMlp")]
+    assert report.left_alone == ()
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    torch.testing.assert_close(model(x), expected)
+    model.eval()
+    ungraft(model)
+    assert list(model.modules()) == modules
+    assert not any(module.training for module in modules)
+    assert torch.equal(model(x), expected)
+
+
+def failing_recogniser(module: nn.Module) -> Mapping[str, Any] | None:
+    raise KeyError("acme")
+
+
+class FailingOp(Linear):
+    def __init__(self, **kwargs: Any) -> None:
+        raise OSError("no device")
+
+
+@pytest.mark.parametrize(
+    ("adapter", "reason"),
+    [
+        (Adapter("acme", Linear, failing_recogniser), "adapter 'acme' of acme-npu 2.0 raised KeyError('acme')"),
+        (
+            Adapter("acme", FailingOp, lambda module: {}),
+            "class FailingOp for adapter 'acme' of acme-npu 2.0 raised OSError('no device')",
+        ),
+    ],
+)
+def test_what_a_plugin_raises_is_reported(mlp, adapter: Adapter, reason: str) -> None:
+    """A failing plugin leaves modules alone, with what it raised; in strict mode it is an error and nothing is done."""
+    add(adapter)
+    model = mlp()
+    modules = list(model)
+    assert {row.reason for row in graft(model).left_alone} == {reason}
+    with set_config(OpgraftConfig(strict=True)), pytest.raises(GraftError, match=r"strict mode: .*OPGRAFT_STRICT=0"):
+        graft(model)
+    assert list(model) == modules
+
+
+def test_an_error_halfway_leaves_the_model_as_it_was(mlp) -> None:
+    """If grafting raises after some modules were replaced, they are put back."""
+    model = mlp()
+    modules = list(model)
+
+    def late(module: nn.Module) -> Mapping[str, Any] | None:
+        if isinstance(module, nn.RMSNorm):
+            raise ConfigError("a setting that cannot be used")
+        return None
+
+    add(Adapter("acme", Linear, late))
+    with pytest.raises(ConfigError, match="cannot be used"):
+        graft(model)
+    assert list(model) == modules
+
+
+def test_conflicts_between_plugins_are_errors(mlp) -> None:
+    """Two replacements of one op at equal priority raise here as they do where the op is constructed."""
+    for name in ("First", "Second"):
+        CustomOp.register_oot(type(name, (Linear,), {"forward_oot": lambda self, input: input}), name="Linear")
+    with pytest.raises(ConflictError, match=r"First at .* and Second at"):
+        graft(mlp())
+
+
+def test_a_disabled_op_is_reported_as_what_runs(mlp) -> None:
+    """A replacement that custom_ops switches off does not get the credit for the native definition."""
+
+    class FastLinear(Linear):
+        def forward_oot(self, input: torch.Tensor) -> torch.Tensor:
+            return self.forward_native(input)
+
+    CustomOp.register_oot(FastLinear, name="Linear")
+    with set_config(OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["none"]))):
+        (row, *_) = graft(mlp()).counts()
+    assert (row.implementation, row.provider.name) == ("Linear.forward_native", "opgraft")
+
+
+def test_inference_only_kernels_keep_gradients_right(mlp, x) -> None:
+    """A kernel without a backward serves inference; where a gradient is required the native definition runs."""
+
+    class FastLinear(Linear):
+        @inference_only
+        def forward_oot(self, input: torch.Tensor) -> torch.Tensor:
+            return self.forward_native(input.detach()).detach()
+
+    CustomOp.register_oot(FastLinear, name="Linear")
+    plain, grafted = mlp().train(), mlp().train()
+    graft(grafted)
+    for model in (plain, grafted):
+        torch.manual_seed(5)
+        model(x).sum().backward()
+    for mine, theirs in zip(grafted.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    with torch.no_grad():
+        torch.testing.assert_close(grafted.eval()(x), plain.eval()(x))
+
+
+def test_a_plugin_brings_adapters_through_its_hook(site) -> None:
+    """The hook opgraft_graft_adapters of an installed plugin extends the table."""
+    site.plugin(
+        "acme-ops",
+        "import opgraft\n"
+        "from opgraft.ops import Linear\n"
+        "from torch import nn\n"
+        "platforms = ('any',)\n"
+        "def recognise(module):\n"
+        "    if type(module) is not nn.Bilinear:\n"
+        "        return None\n"
+        "    raise opgraft.LeaveAlone('acme will do this one later')\n"
+        "@opgraft.hookimpl\n"
+        "def opgraft_graft_adapters():\n"
+        "    return [opgraft.Adapter('acme bilinear', Linear, recognise)]\n",
+    )
+    (row,) = graft(nn.Sequential(nn.Bilinear(2, 2, 2))).left_alone
+    assert row.reason == "acme will do this one later"
