@@ -55,7 +55,10 @@ def check(module: nn.Module) -> None:
         raise LeaveAlone(f"its attention implementation is {implementation!r}, not {_FORMER!r}")
     if "forward" in vars(module):
         raise LeaveAlone("its forward was set on the instance")
-    namespace = _forward_of(module).__globals__
+    forward = _forward_of(module)
+    if "position_bias" in _flat(forward.__code__.co_consts):  # where the names of keyword arguments stand
+        raise LeaveAlone("it adds a position bias, which the attention op does not take")
+    namespace = forward.__globals__
     if namespace["ALL_ATTENTION_FUNCTIONS"][_FORMER].__module__ != _SDPA_MODULE:
         raise LeaveAlone(f"other code has registered its own {_FORMER!r} attention")
     if _compares_implementation(namespace):

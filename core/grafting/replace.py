@@ -33,6 +33,7 @@ _HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+_PLAIN = (nn.Parameter, type(None))
 _READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
@@ -42,8 +43,9 @@ def graft(model: nn.Module) -> GraftReport:
     Adapters of plugins are asked first, then the built-in ones: torch's LayerNorm, RMSNorm, GELU, SiLU and Linear, and
     modules of any origin that compute an RMS norm, Gemma's RMS norm or one of the GELU and SiLU forms. Attention
     modules of transformers that use ``sdpa`` get an attention op. Parameters and buffers stay the same objects, names
-    in the ``state_dict`` stay, and so do ties and optimizers. Code that asks for a module's class, such as
-    ``resize_token_embeddings`` or adapters for fine-tuning, runs before grafting or after ``ungraft``.
+    in the ``state_dict`` stay, and so do ties and optimizers. Code that asks for a module's exact class,
+    such as libraries for fine-tuning, runs before grafting or after ``ungraft``. No other thread may run a model
+    meanwhile: tracing patches ``torch.nn.Module`` for an instant.
 
     Returns:
         What was replaced by which implementation of which provider, and what was left alone and why. The model itself
@@ -73,7 +75,8 @@ def ungraft(model: nn.Module) -> None:
     gets transformers' own attention back for all of them.
 
     Raises:
-        GraftError: ``model`` itself is an op that stands for a module, or an op lost parameters that its module has.
+        GraftError: ``model`` itself is an op that stands for a module, or an op lost parameters that its module has;
+            modules before that one are back then, and calling it again goes on.
     """
     if original_of(model) is not None:
         raise GraftError(
@@ -119,8 +122,9 @@ class _Run:
                 parent._modules[name] = self.settled[child]
 
     def attention_of(self, model: nn.Module) -> None:
-        modules = [(path, module) for path, module in model.named_modules() if attention.is_attention(module)]
-        for path, module in [row for row in modules if not attention.is_attached(row[1])]:
+        modules = {path: module for path, module in model.named_modules() if attention.is_attention(module)}
+        self.left_alone = [row for row in self.left_alone if row.path not in modules]
+        for path, module in [row for row in modules.items() if not attention.is_attached(row[1])]:
             try:
                 attention.check(module)
                 with self._reporting(f"class {ScaledDotProductAttention.__name__}"):
@@ -206,6 +210,11 @@ def _untouchable(module: nn.Module) -> str | None:
         return "it has parametrizations"
     if "forward" in vars(module):
         return "its forward was set on the instance"
+    if vars(module).get("_compiled_call_impl"):
+        return "it was compiled in place"
+    foreign = [f"{name} is a {type(p).__name__}" for name, p in module._parameters.items() if type(p) not in _PLAIN]
+    if foreign:
+        return f"its {foreign[0]}, which kernels may not take"
     hooks = [name for name in _HOOKS if vars(module).get(name)]
     return f"it has hooks ({hooks[0].strip('_').replace('_', ' ')})" if hooks else None
 

@@ -258,3 +258,19 @@ def test_a_plugin_brings_adapters_through_its_hook(site) -> None:
     )
     (row,) = graft(nn.Sequential(nn.Bilinear(2, 2, 2))).left_alone
     assert row.reason == "acme will do this one later"
+
+
+@pytest.mark.slow
+def test_the_reference_plugin_serves_a_grafted_model(toy_npu, mlp, x) -> None:
+    """On a machine with the plugin's device its kernels run, and the report names them and their distribution."""
+    model = mlp()
+    expected = model(x)
+    report = graft(model)
+    served = {row.op: f"{row.implementation} of {row.provider.name}" for row in report.counts()}
+    assert served["rms_norm"] == "ToyRMSNorm.forward_oot of opgraft-toy-npu"
+    assert served["gelu"] == "ToyGELU.forward_oot of opgraft-toy-npu"
+    assert served["linear"] == "Linear.forward_native of opgraft"
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=0)
+    ungraft(model)
+    assert torch.equal(model(x), expected)

@@ -145,6 +145,18 @@ def weight_norm(module: nn.Module) -> None:
     parametrizations.weight_norm(module)
 
 
+class Packed(torch.Tensor):
+    """A weight in a format of its own."""
+
+
+def packed_weight(module: nn.Module) -> None:
+    module.weight = nn.Parameter(module.weight.detach().as_subclass(Packed))
+
+
+def compiled_in_place(module: nn.Module) -> None:
+    module.compile(backend="eager")
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -153,6 +165,8 @@ def weight_norm(module: nn.Module) -> None:
         (state_dict_hook, "it has hooks (state dict hooks)"),
         (instance_forward, "its forward was set on the instance"),
         (weight_norm, "it has parametrizations"),
+        (packed_weight, "its weight is a Packed, which kernels may not take"),
+        (compiled_in_place, "it was compiled in place"),
     ],
 )
 def test_modules_that_other_code_has_taken_hold_of_stay(mlp, x, change, reason: str) -> None:
