@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-import torch
-
 import opgraft
+import torch
 from opgraft.ops import GELU, LayerNorm, RMSNorm, SiluAndMul
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-
 from opgraft import DeviceCapability, DeviceMemory, Machine, Platform
+
 from opgraft_toy_npu.device import probe
 
 
 class ToyNpuPlatform(Platform):
-    """One simulated device. A real one returns its own ``device_type`` and asks its driver where this asks the probe."""
+    """One simulated device. A real one returns its own ``device_type`` and asks its driver, not a probe."""
 
     name = "toy_npu"
     device_type = "cpu"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import opgraft
+
 from opgraft_toy_npu import ops
 
 
