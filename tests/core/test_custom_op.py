@@ -7,8 +7,10 @@ import gc
 import io
 import multiprocessing
 import pickle
+import sys
 import threading
 import weakref
+from pathlib import Path
 
 import opgraft
 import pytest
@@ -104,8 +106,9 @@ def test_torch_save_and_state_dict_round_trip(op, scale) -> None:
     torch.testing.assert_close(fresh(torch.ones(4)), torch.full((4,), 3.0))
 
 
-def test_an_op_travels_to_a_spawned_process(op) -> None:
+def test_an_op_travels_to_a_spawned_process(op, monkeypatch) -> None:
     """A worker that unpickles an op gets one that is bound in the worker."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])  # the child imports this very file
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=run_in_child, args=(pickle.dumps(op), there))
