@@ -31,16 +31,17 @@ if TYPE_CHECKING:
     )
     from opgraft.decision import Candidate as Candidate
     from opgraft.decision import Decision as Decision
-    from opgraft.decision import Fact as Fact
     from opgraft.decision import Provider as Provider
     from opgraft.errors import OpgraftError as OpgraftError
+    from opgraft.evidence import Device as Device
+    from opgraft.evidence import Evidence as Evidence
+    from opgraft.evidence import Fact as Fact
     from opgraft.grafting import GraftReport as GraftReport
     from opgraft.grafting import graft as graft
     from opgraft.grafting import ungraft as ungraft
     from opgraft.lifecycle import reset as reset
-    from opgraft.machine import Device as Device
-    from opgraft.machine import Evidence as Evidence
     from opgraft.machine import Machine as Machine
+    from opgraft.machine import TorchBuild as TorchBuild
     from opgraft.ops import (
         CustomOp as CustomOp,
     )
@@ -71,11 +72,12 @@ _HOME = {
     "opgraft.adapter": ("Adapter", "LeaveAlone"),
     "opgraft.binding": ("inference_only",),
     "opgraft.config": ("CompilationConfig", "CompilationMode", "OpgraftConfig", "set_config"),
-    "opgraft.decision": ("Candidate", "Decision", "Fact", "Provider"),
+    "opgraft.decision": ("Candidate", "Decision", "Provider"),
     "opgraft.errors": ("OpgraftError",),
     "opgraft.grafting": ("GraftReport", "graft", "ungraft"),
     "opgraft.lifecycle": ("reset",),
-    "opgraft.machine": ("Device", "Evidence", "Machine"),
+    "opgraft.evidence": ("Device", "Evidence", "Fact"),
+    "opgraft.machine": ("Machine", "TorchBuild"),
     "opgraft.ops": ("CustomOp", "PluggableLayer", "maybe_get_oot_by_class"),
     "opgraft.platform": ("DeviceCapability", "DeviceMemory", "Platform", "PlatformSpec"),
     "opgraft.plugins.hookspecs": ("hookimpl",),

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from opgraft.evidence import Evidence
+
 
 @dataclass(frozen=True)
 class Provider:
@@ -23,26 +25,15 @@ class Provider:
 
 
 @dataclass(frozen=True)
-class Fact:
-    """One observation: the file, variable or call that was asked (``source``) and what it said (``value``)."""
-
-    source: str
-    value: str
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"source": self.source, "value": self.value}
-
-
-@dataclass(frozen=True)
 class Candidate:
-    """One option that was considered. ``location`` is ``file:line`` of its definition, where there is one."""
+    """One option that was considered: ``location`` is ``file:line``, ``evidence`` what its probe found."""
 
     name: str
     accepted: bool
     reason: str
     provider: Provider | None = None
     location: str | None = None
-    facts: tuple[Fact, ...] = ()
+    evidence: Evidence | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -53,7 +44,7 @@ class Candidate:
             if self.provider is None
             else {"name": self.provider.name, "version": self.provider.version},
             "location": self.location,
-            "facts": [fact.to_dict() for fact in self.facts],
+            "evidence": self.evidence.to_dict() if self.evidence else None,
         }
 
 
@@ -94,7 +85,7 @@ class Decision:
             by = f" [{candidate.provider}]" if candidate.provider else ""
             at = f" at {candidate.location}" if candidate.location else ""
             lines.append(f"  {mark} {candidate.name}{by}{at}: {candidate.reason}")
-            lines += [f"      {fact.source}: {fact.value}" for fact in candidate.facts]
+            lines += [f"      {line}" for line in (candidate.evidence.lines() if candidate.evidence else ())]
         if self.setting:
             lines.append(f"  to change it: {self.setting}")
         for part in self.parts:

@@ -1,74 +1,140 @@
-"""What a probe may look at, and what it answers.
+"""What a probe may look at.
 
 A probe is a pure function ``probe(machine) -> Evidence``. It imports no torch, creates no device context and never
-raises; it looks at the files below ``machine.root`` and at ``machine.environ`` only, so that a folder of fixture files
-stands for any machine.
+raises; it looks at the files below ``machine.root``, at ``machine.environ`` and at installed packages only, so that a
+folder of recorded files stands for any machine.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from opgraft.decision import Fact
+import importlib_metadata
+from opgraft.errors import InputError
 
 _LARGEST_FILE = 1 << 20  # bytes; the files of /proc and /sys that probes read are far smaller
+RECORD = "machine.json"
+"""The file of a recorded machine that holds what is not in its tree: environment, packages, denied paths."""
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """Which torch is installed, read from its ``version.py`` without importing it.
+
+    ``backends`` maps the names that the file gives a version for, such as ``cuda``, to that version.
+    """
+
+    version: str
+    backends: Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine as probes see it: a root folder (with /proc, /sys and /dev below it) and an environment."""
+    """A machine as probes see it; without arguments, the one that this process runs on.
+
+    Attributes:
+        root: the folder that has /proc, /sys and /dev below it.
+        environ: the environment variables.
+        packages: distribution name → version; ``None`` means those installed in this Python.
+        torch: the installed torch; ``None`` with ``packages`` given means none is installed.
+        denied: paths that exist and may not be opened, where the tree cannot say so itself.
+    """
 
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-
-    def read(self, path: str) -> str | None:
-        """The text of a file such as ``/proc/cpuinfo``, at most 1 MiB of it, or ``None`` where it cannot be read."""
-        try:
-            with (self.root / path.lstrip("/")).open("rb") as file:
-                return file.read(_LARGEST_FILE).decode("utf-8", errors="replace")
-        except OSError:
-            return None
-
-
-@dataclass(frozen=True)
-class Device:
-    """One device that a probe found. ``memory`` is in bytes, ``None`` where no file tells it."""
-
-    name: str
-    capability: str | None = None
-    memory: int | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "capability": self.capability, "memory": self.memory}
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """What a probe found: whether the platform can be used, why, and the facts that say so."""
-
-    available: bool
-    reason: str
-    devices: tuple[Device, ...] = ()
-    facts: tuple[Fact, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "available": self.available,
-            "reason": self.reason,
-            "devices": [device.to_dict() for device in self.devices],
-            "facts": [fact.to_dict() for fact in self.facts],
-        }
+    packages: Mapping[str, str] | None = None
+    torch: TorchBuild | None = None
+    denied: frozenset[str] = frozenset()
+    memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """Where probes keep what several of them read, such as the list of PCI functions."""
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Evidence:
-        """The inverse of ``to_dict``, for evidence that a child process printed."""
-        return cls(
-            available=bool(data["available"]),
-            reason=str(data["reason"]),
-            devices=tuple(Device(**device) for device in data["devices"]),
-            facts=tuple(Fact(**fact) for fact in data["facts"]),
-        )
+    def recorded(cls, root: Path) -> Machine:
+        """A machine from a folder that ``opgraft detect --record`` wrote.
+
+        Raises:
+            InputError: the folder or its ``machine.json`` is missing or damaged.
+        """
+        try:
+            data = json.loads((root / RECORD).read_text(encoding="utf-8"))
+            build = data.get("torch")
+            return cls(
+                root,
+                environ=dict(data["environ"]),
+                packages=dict(data["packages"]),
+                torch=TorchBuild(str(build["version"]), dict(build["backends"])) if build else None,
+                denied=frozenset(data.get("denied", ())),
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{root} is no recorded machine: {RECORD} cannot be used ({error!r})") from error
+
+    def path(self, path: str) -> Path:
+        """Where an absolute path such as ``/proc/cpuinfo`` lies below the root."""
+        return self.root / path.lstrip("/")
+
+    def read(self, path: str) -> str | None:
+        """The text of a file, at most 1 MiB of it, or ``None`` where it cannot be read."""
+        try:
+            handle = os.open(self.path(path), os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not block the probe
+            with os.fdopen(handle, "rb") as file:
+                return (file.read(_LARGEST_FILE) or b"").decode("utf-8", errors="replace")
+        except (OSError, ValueError):
+            return None
+
+    def names(self, folder: str) -> list[str]:
+        """The sorted names in a folder; none where it cannot be listed."""
+        try:
+            return sorted(os.listdir(self.path(folder)))
+        except (OSError, ValueError):
+            return []
+
+    def link(self, path: str) -> str | None:
+        """The last part of a symbolic link's target, such as the name of a driver, or ``None``."""
+        try:
+            return os.path.basename(os.readlink(self.path(path)))
+        except (OSError, ValueError):
+            return None
+
+    def exists(self, path: str) -> bool:
+        """Whether there is something at a path."""
+        return os.path.lexists(self.path(path))
+
+    def may_open(self, path: str) -> bool:
+        """Whether this user may read and write a device node."""
+        return path not in self.denied and os.access(self.path(path), os.R_OK | os.W_OK)
+
+    def version_of(self, package: str) -> str | None:
+        """The version of an installed distribution, or ``None``."""
+        if self.packages is not None:
+            return self.packages.get(package)
+        try:
+            return importlib_metadata.version(package)
+        except importlib_metadata.PackageNotFoundError:
+            return None
+
+    def torch_build(self) -> TorchBuild | None:
+        """The installed torch, or ``None`` where there is none."""
+        return self.torch if self.packages is not None else _installed_torch()
+
+
+@functools.lru_cache(maxsize=1)
+def _installed_torch() -> TorchBuild | None:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    values = dict(re.findall(r"^(\w+)(?:\s*:[^=\n]+)?\s*=\s*'([^'\n]*)'", text, re.MULTILINE))
+    version = values.pop("__version__", "unknown")
+    values.pop("git_version", None)
+    return TorchBuild(version, values)

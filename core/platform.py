@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from opgraft.config import OpgraftConfig
 from opgraft.errors import PlatformError
-from opgraft.machine import Evidence, Machine
+from opgraft.evidence import Evidence
+from opgraft.machine import Machine
 
 if TYPE_CHECKING:
     import torch

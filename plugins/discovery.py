@@ -15,6 +15,7 @@ from opgraft.state import host_state
 
 PLATFORM_GROUP = "opgraft.platforms"
 PLUGIN_GROUP = "opgraft.plugins"
+HARDWARE_GROUP = "opgraft.hardware"
 HOST_DISTRIBUTION = "opgraft"
 
 logger = logging.getLogger("opgraft")
@@ -106,7 +107,7 @@ def scan() -> Discovery:
 def _offers(distribution: importlib_metadata.Distribution, provider: Provider) -> Iterator[Offer]:
     on_host = tuple(line for line in distribution.requires or () if re.match(r"opgraft\s*([\[<>=!~;(@]|$)", line))
     for point in distribution.entry_points:
-        if point.group in (PLATFORM_GROUP, PLUGIN_GROUP):
+        if point.group in (PLATFORM_GROUP, PLUGIN_GROUP, HARDWARE_GROUP):
             if not re.fullmatch(r"[A-Za-z0-9_.-]+", point.name) or not point.module:
                 raise ValueError(
                     f"{point.name!r} = {point.value!r} in {point.group}, expected 'name = package.module:object'"

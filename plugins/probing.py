@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 
 from opgraft.decision import Provider
-from opgraft.machine import Evidence, Machine
+from opgraft.evidence import Evidence
+from opgraft.machine import RECORD, Machine
 from opgraft.platform import PlatformSpec
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer
 
@@ -85,8 +86,10 @@ def answer(name: str, value: str, root: str) -> None:
     reply_to = os.dup(1)
     os.dup2(2, 1)
     offer = Offer(PLATFORM_GROUP, name, value, Provider(name))
+    folder = Path(root)
+    machine = Machine.recorded(folder) if (folder / RECORD).is_file() else Machine(folder)
     try:
-        reply = run_probe(offer, Machine(Path(root))).to_dict()
+        reply = run_probe(offer, machine).to_dict()
     except ProbeFailed as failure:
         reply = {"failure": str(failure)}
     with os.fdopen(reply_to, "w") as stdout:

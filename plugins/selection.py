@@ -11,7 +11,8 @@ from opgraft.config import OpgraftConfig, Settings
 from opgraft.decision import Candidate, Decision
 from opgraft.environment import PLATFORM
 from opgraft.errors import ConflictError, PlatformError, close_matches
-from opgraft.machine import Evidence, Machine
+from opgraft.evidence import Evidence
+from opgraft.machine import Machine
 from opgraft.platform import Platform, PlatformSpec, effective_chain
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer, discover
 from opgraft.plugins.probing import ProbeFailed, ask
@@ -37,8 +38,7 @@ class _Asked:
         return self.evidence is not None and self.evidence.available
 
     def candidate(self, accepted: bool, reason: str) -> Candidate:
-        facts = self.evidence.facts if self.evidence else ()
-        return Candidate(self.offer.name, accepted, reason, self.offer.provider, self.offer.value, facts)
+        return Candidate(self.offer.name, accepted, reason, self.offer.provider, self.offer.value, self.evidence)
 
 
 def current_platform() -> Platform:

@@ -2,24 +2,62 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 from opgraft.cli.output import json_option, print_json, print_wrapped, with_settings
+from opgraft.decision import Candidate, Decision
 from opgraft.machine import Machine
 from opgraft.plugins.discovery import discover
+from opgraft.plugins.hardware import unclaimed_hardware
 from opgraft.plugins.selection import decide_platform
+from opgraft.recording import RecordingMachine
 from opgraft.state import host_state
 
 
 @click.command("detect")
+@click.option("--all", "show_all", is_flag=True, help="Show every candidate with its evidence.")
+@click.option("--root", metavar="DIR", help="Look at a recorded machine instead of this one.")
+@click.option("--record", metavar="DIR", help="Write down what the probes read, for a bug report.")
 @json_option
 @with_settings
-def command(as_json: bool) -> None:
-    """Which platform this machine gets, and why."""
-    _, decision = decide_platform(host_state().settings(), Machine())
+def command(show_all: bool, root: str | None, record: str | None, as_json: bool) -> None:
+    """Which platform this machine gets, why, and what to install for other hardware."""
+    machine = Machine.recorded(Path(root)) if root else Machine()
+    recording = RecordingMachine(machine) if record else None
+    machine = recording or machine
+    _, decision = decide_platform(host_state().settings(), machine)
+    others = unclaimed_hardware(machine, decision)
+    if recording and record:
+        recording.write(Path(record))
     problems = [{"provider": str(problem.provider), "reason": problem.reason} for problem in discover().problems]
     if as_json:
-        print_json("opgraft.detect/1", {"decision": decision.to_dict(), "problems": problems})
+        data = {"decision": decision.to_dict(), "hardware": [other.to_dict() for other in others], "problems": problems}
+        print_json("opgraft.detect/1", data)
         return
-    print_wrapped(str(decision))
+    print_wrapped(str(decision) if show_all else _short(decision))
+    for other in others:
+        print_wrapped(str(other))
     for problem in problems:
         print_wrapped(f"ignored: {problem['provider']}: {problem['reason']}")
+    if record:
+        click.echo(f"recorded to {record}")
+
+
+def _short(decision: Decision) -> str:
+    """The decision, the chosen devices, and what was found elsewhere but is not used."""
+    lines = [decision.summary()]
+    for candidate in decision.candidates:
+        if candidate.accepted and candidate.evidence:
+            lines += [f"  {line}" for line in candidate.evidence.device_lines()]
+        elif _worth_saying(candidate):
+            lines.append(f"{candidate.name}: {candidate.reason}")
+            if candidate.evidence and candidate.evidence.remedy:
+                lines.append(f"  to use it: {candidate.evidence.remedy}")
+    return "\n".join([*lines, f"every candidate: opgraft detect --all; to change it: {decision.setting}"])
+
+
+def _worth_saying(candidate: Candidate) -> bool:
+    """Whether a rejected candidate has hardware that could be used, or did not answer at all."""
+    evidence = candidate.evidence
+    return evidence is None or (bool(evidence.devices) and not evidence.available)

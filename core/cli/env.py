@@ -14,7 +14,7 @@ from opgraft.cli.output import json_option, print_json
 from opgraft.environment import VARIABLES
 from opgraft.errors import OpgraftError
 from opgraft.machine import Machine
-from opgraft.plugins.discovery import discover
+from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, discover
 from opgraft.plugins.selection import decide_platform
 from opgraft.state import host_state
 
@@ -43,7 +43,8 @@ def command(as_json: bool) -> None:
 def _report() -> dict[str, dict[str, str]]:
     versions = {"opgraft": opgraft.__version__, "Python": sys.version.split()[0], "system": host.platform()}
     versions.update({name: _version(name) for name in _PACKAGES})
-    offers = {f"{o.group.removeprefix('opgraft.')} {o.name}": f"{o.provider} ({o.value})" for o in discover().offers}
+    shown = [offer for offer in discover().offers if offer.group in (PLATFORM_GROUP, PLUGIN_GROUP)]
+    offers = {f"{o.group.removeprefix('opgraft.')} {o.name}": f"{o.provider} ({o.value})" for o in shown}
     offers.update({f"ignored {problem.provider}": problem.reason for problem in discover().problems})
     names = [name for name in (*VARIABLES, *_FURTHER_VARIABLES) if name in os.environ]
     variables = {name: os.environ[name].replace(str(Path.home()), "~") for name in names}
@@ -57,8 +58,8 @@ def _platform() -> dict[str, str]:
         return {"error": str(error)}
     rows = {"selected": f"{decision.chosen}: {decision.reason}"}
     for candidate in decision.candidates:
-        facts = "; ".join(fact.value for fact in candidate.facts)
-        rows[candidate.name] = f"{candidate.reason}{f' ({facts})' if facts else ''}"
+        evidence = "; ".join(candidate.evidence.lines()) if candidate.evidence else ""
+        rows[candidate.name] = f"{candidate.reason}{f' ({evidence})' if evidence else ''}"
     return {name: value.replace(str(Path.home()), "~") for name, value in rows.items()}
 
 

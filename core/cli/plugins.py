@@ -26,7 +26,7 @@ def list_plugins(as_json: bool) -> None:
     """Platforms and plugins that are installed, and whether the settings select them; imports none of them."""
     config = host_state().settings().config
     rows = []
-    for offer in discover().offers:
+    for offer in _offers():
         against = objection(offer, config)
         status = PluginStatus.REJECTED if against else PluginStatus.SELECTED
         rows.append({**_offer(offer), "status": status.value, "reason": against or ""})
@@ -45,9 +45,9 @@ def list_plugins(as_json: bool) -> None:
 @with_settings
 def show(name: str, as_json: bool) -> None:
     """Load the plugins and show the plugin or platform NAME: status, reason, registrations, traceback."""
-    offers = [offer for offer in discover().offers if offer.answers_to(name)]
+    offers = [offer for offer in _offers() if offer.answers_to(name)]
     if not offers:
-        known = {offer.name for offer in discover().offers}
+        known = {offer.name for offer in _offers()}
         raise InputError(f"no installed plugin or platform is called {name!r}: {close_matches(name, known)}")
     error = _load()
     shown = [_details(offer) for offer in offers]
@@ -130,6 +130,10 @@ def _conflicts() -> list[str]:
 
 def _problems() -> list[str]:
     return [f"{problem.provider}: {problem.reason}" for problem in discover().problems]
+
+
+def _offers() -> list[Offer]:
+    return [offer for offer in discover().offers if offer.group in (PLATFORM_GROUP, PLUGIN_GROUP)]
 
 
 def _offer(offer: Offer) -> dict[str, Any]:

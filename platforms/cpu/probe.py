@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from opgraft.decision import Fact
-from opgraft.machine import Device, Evidence, Machine
+from opgraft.evidence import Device, Evidence, Fact
+from opgraft.machine import Machine
 
 CPUINFO = "/proc/cpuinfo"
 MEMINFO = "/proc/meminfo"
@@ -20,21 +20,15 @@ FEATURES = (
 def probe(machine: Machine) -> Evidence:
     """Evidence for the CPU; always available, with less detail where the files of Linux are missing."""
     cpuinfo = machine.read(CPUINFO)
-    if cpuinfo is None:
+    if not cpuinfo:
         return Evidence(True, "every machine has a CPU", facts=(Fact(CPUINFO, "not readable"),))
     name = _first(r"^model name\s*:\s*(.+)$", cpuinfo) or "CPU"
     features = features_of(cpuinfo)
     count = len(re.findall(r"^processor\s*:", cpuinfo, re.MULTILINE))
-    facts = [
-        Fact(CPUINFO, f"{count} x {name}"),
-        Fact(CPUINFO, "instruction sets " + (" ".join(features) or "none known")),
-    ]
     memory = _first(r"^MemTotal:\s*(\d+) kB$", machine.read(MEMINFO) or "")
     total = int(memory) * 1024 if memory else None
-    if total:
-        facts.append(Fact(MEMINFO, f"MemTotal {total / 2**30:.1f} GiB"))
     device = Device(name, capability=" ".join(features) or None, memory=total)
-    return Evidence(True, "every machine has a CPU", (device,), tuple(facts))
+    return Evidence(True, "every machine has a CPU", (device,), (Fact(CPUINFO, f"{count} processors"),))
 
 
 def features_of(cpuinfo: str) -> tuple[str, ...]:

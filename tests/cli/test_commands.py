@@ -63,9 +63,9 @@ def test_detection_imports_no_torch_and_no_plugin(site, command: str) -> None:
 
 
 def test_detect_explains_the_decision_in_80_columns(cli, site) -> None:
-    """The answer, every candidate with reason and evidence, and the setting; no colour, no line over 80."""
+    """Every candidate with reason and evidence, and the setting; no colour, no line over 80."""
     site.platform("acme", probe="return Evidence(False, 'no device')")
-    result = cli("detect")
+    result = cli("detect", "--all")
     assert result.returncode == 0
     assert result.stdout.startswith("platform: cpu (")
     for word in ("- acme [acme-dist 1.0]", "no device", "/proc/cpuinfo", "OPGRAFT_PLATFORM"):

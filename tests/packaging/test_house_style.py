@@ -22,8 +22,10 @@ LAYERS = [
     "opgraft.errors",
     "opgraft.environment",
     "opgraft.config",
+    "opgraft.evidence",
     "opgraft.decision",
     "opgraft.machine",
+    "opgraft.recording",
     # The contract with devices, and the devices, which nothing above imports: entry points lead to them.
     "opgraft.platform",
     "opgraft.platforms",
@@ -41,6 +43,7 @@ LAYERS = [
     "opgraft.plugins.probing",
     "opgraft.plugins.selection",
     "opgraft.plugins.host",
+    "opgraft.plugins.hardware",
     # Ops.
     "opgraft.dispatch",
     "opgraft.binding",

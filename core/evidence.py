@@ -1,0 +1,86 @@
+"""What a probe answers: facts, devices, and whether they can be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One observation: the file, variable or call that was asked (``source``) and what it said (``value``)."""
+
+    source: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device, or one partition of a device, that a probe found; ``None`` and "" where no file tells.
+
+    Attributes:
+        name: model.
+        capability: compute level or instruction sets.
+        memory: bytes.
+        pci_address: such as ``0000:62:00.0``.
+        numa_node: the memory node that it is attached to.
+        driver: kernel driver and version.
+        hidden: whether a visibility variable hides it from this process.
+    """
+
+    name: str
+    capability: str | None = None
+    memory: int | None = None
+    pci_address: str | None = None
+    numa_node: int | None = None
+    driver: str | None = None
+    hidden: bool = False
+
+    def __str__(self) -> str:
+        memory = f"{self.memory / 2**30:.0f} GiB" if self.memory else None
+        parts = [self.name, self.capability, memory, self.driver, "hidden" if self.hidden else None]
+        return ", ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a probe found: whether the platform can be used, why, and the facts that say so.
+
+    Devices without availability mean hardware that cannot be used: ``reason`` then says what is missing and
+    ``remedy`` what to do about it.
+    """
+
+    available: bool
+    reason: str
+    devices: tuple[Device, ...] = ()
+    facts: tuple[Fact, ...] = ()
+    remedy: str = ""
+
+    def device_lines(self) -> Iterator[str]:
+        """The devices in words, equal ones counted."""
+        texts = [str(device) for device in self.devices]
+        for text in dict.fromkeys(texts):
+            yield f"{texts.count(text)} x {text}"
+
+    def lines(self) -> Iterator[str]:
+        """The evidence in words: devices, facts, and the remedy."""
+        yield from self.device_lines()
+        yield from (f"{fact.source}: {fact.value}" for fact in self.facts)
+        if self.remedy:
+            yield f"to use it: {self.remedy}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The evidence as plain data, ready for ``json.dumps``."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Evidence:
+        """The inverse of ``to_dict``, for evidence that a child process printed."""
+        return cls(
+            available=bool(data["available"]),
+            reason=str(data["reason"]),
+            devices=tuple(Device(**device) for device in data["devices"]),
+            facts=tuple(Fact(**fact) for fact in data["facts"]),
+            remedy=str(data.get("remedy", "")),
+        )
