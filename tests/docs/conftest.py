@@ -1,0 +1,210 @@
+"""Reading the documentation as its readers do: files are written, commands run, Python executed, output compared."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import venv
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import opgraft
+import pytest
+import tomllib
+from opgraft.plugins import discovery
+
+REPOSITORY = Path(__file__).parents[2]
+FOREIGN = {offer.provider.name for offer in discovery.scan().offers if not offer.built_in}
+
+_FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```[^\S\n]*$", re.M | re.S)
+_INCLUDED = re.compile(r'^--8<-- "(?P<path>[^"]+)"$', re.M)
+_OPGRAFT_ITSELF = r"(.* )?['\"]?\.(\[\w+\])?['\"]?"
+
+VOLATILE = {
+    r"\d+ x \S.*?GiB": "<this machine's CPU>",
+    r"/proc/cpuinfo: \d+ processors": "<this machine's CPU>",
+    r"largest difference \d\.\de-0[6-9]": "largest difference <rounding>",
+    r"plain [\d.]+ s, grafted [\d.]+ s \([\d.]+ of plain\)": "<times>",
+}
+"""What differs from machine to machine and from run to run; the pages show it as it was once."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block: its language, the file name in its title, its text, and its line on the page."""
+
+    language: str
+    title: str | None
+    text: str
+    line: int
+
+
+def read_blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page, with included files in place."""
+    text = page.read_text(encoding="utf-8")
+    blocks = []
+    for fence in _FENCE.finditer(text):
+        language, _, rest = fence["info"].strip().partition(" ")
+        title = re.search(r'title="([^"]+)"', rest)
+        body = textwrap.dedent(fence["body"])
+        body = _INCLUDED.sub(lambda line: (REPOSITORY / line["path"]).read_text(encoding="utf-8").rstrip(), body)
+        line = text.count("\n", 0, fence.start()) + 2
+        blocks.append(Block(language, title and title[1], body, line))
+    return blocks
+
+
+def normalized(text: str) -> str:
+    """Text with every stretch of white space as one space, because lines wrap at places that depend on file names."""
+    text = " ".join(text.split())
+    for pattern, stand_in in VOLATILE.items():
+        text = re.sub(pattern, stand_in, text)
+    return text
+
+
+def matches(shown: str, got: str) -> bool:
+    """Whether output is as the page shows it, where ``...`` stands for anything."""
+    pattern = re.escape(normalized(shown)).replace(r"\.\.\.", ".*?")
+    return re.fullmatch(pattern, normalized(got)) is not None
+
+
+@dataclass
+class Reader:
+    """Somebody who follows a page from top to bottom in a checkout, with one terminal and one Python session."""
+
+    folder: Path
+    environment: Path
+    variables: dict[str, str]
+    namespace: dict[str, Any] = field(default_factory=lambda: {"__name__": "__main__"})
+    status: int = 0
+
+    def follow(self, page: Path) -> None:
+        blocks = read_blocks(page)
+        for block, following in pairwise([*blocks, Block("end", None, "", 0)]):
+            place = f"{page.relative_to(REPOSITORY)}:{block.line}"
+            if block.title:
+                self._write(block)
+            elif block.language == "python":
+                shown = following.text if following.language == "text" else None
+                self._execute(block.text, page, block.line, shown)
+            elif block.language in ("console", "bash"):
+                self._type(block.text, place)
+            else:
+                check_untitled(block, place)
+
+    def _write(self, block: Block) -> None:
+        target = self.folder / str(block.title)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(block.text, encoding="utf-8")
+
+    def _execute(self, source: str, page: Path, line: int, shown: str | None) -> None:
+        stdout = io.StringIO()
+        with contextlib.redirect_stdout(stdout):
+            exec(compile("\n" * (line - 1) + source, str(page), "exec"), self.namespace)  # noqa: S102  # our own pages
+        if shown is not None:
+            assert matches(shown, stdout.getvalue()), f"{page}:{line} printed:\n{stdout.getvalue()}"
+
+    def _type(self, text: str, place: str) -> None:
+        """Run the lines that begin with a prompt; the lines after each are its output, where any are shown."""
+        commands = re.split(r"^\$ ", text, flags=re.M)[1:]
+        assert commands, f"{place} shows no '$ command'"
+        for command, following in pairwise([*commands, ""]):
+            line, _, shown = command.partition("\n")
+            if line.startswith("make "):
+                check_make_target(line, place)
+                continue
+            stdout, stderr = self._run(line)
+            handled = following.startswith("echo $?")
+            assert self.status == 0 or handled, f"{place}: {line} ended with {self.status}:\n{stdout}{stderr}"
+            assert not re.match("pip ", line) or "WARNING" not in stderr, f"{place}: {stderr}"
+            if shown.strip():
+                terminal = stdout + stderr if handled else stdout
+                assert matches(shown, terminal), f"{place}: {line} printed:\n{stdout}{stderr}"
+
+    def _run(self, line: str) -> tuple[str, str]:
+        """One line in a shell that goes on where the last one ended: folder, variables and status."""
+        if re.fullmatch(rf"pip install {_OPGRAFT_ITSELF}", line):
+            line = line.replace("pip install", "pip install --dry-run")  # what is installed already is under test
+        after = self.environment / "after"
+        script = f"(exit {self.status}); {line}\nstatus=$?; env -0 > '{after}'; exit $status"
+        result = subprocess.run(
+            ["bash", "-c", script], cwd=self.folder, env=self.variables, capture_output=True, text=True, check=False
+        )
+        self.status = result.returncode
+        pairs = [entry.partition("=") for entry in after.read_text().split("\0") if entry]
+        self.variables = {name: value for name, _, value in pairs}
+        if line.startswith("pip "):
+            opgraft.reset()  # a Python session that is started from now on sees what pip changed
+        return result.stdout, result.stderr
+
+
+def check_make_target(line: str, place: str) -> None:
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    for target in line.partition("#")[0].split()[1:]:
+        assert re.search(rf"^{re.escape(target)}:", makefile, re.M), f"{place}: the Makefile has no target {target!r}"
+
+
+def check_untitled(block: Block, place: str) -> None:
+    """Blocks that are neither run nor written must at least be what they say they are."""
+    parsers: dict[str, Callable[[str], object]] = {"toml": tomllib.loads, "json": json.loads}
+    if block.language in parsers:
+        parsers[block.language](block.text)
+    else:
+        assert block.language in ("text", "diff"), f"{place}: a block of unknown language {block.language!r}"
+
+
+@pytest.fixture
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
+    """A reader with a checkout to work in and a virtual environment of their own, on top of the packages of this one."""
+    folder, environment = tmp_path / "checkout", tmp_path / "venv"
+    folder.mkdir()
+    for name in ("core", "platforms", "plugins", "pyproject.toml", "README.md", "LICENSE", "examples"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    built = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
+    shutil.copytree(REPOSITORY / "reference_plugins", folder / "reference_plugins", ignore=built)
+    packages = make_environment(environment)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(packages))
+    variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "PYTHONPATH")}
+    variables["PATH"] = f"{environment / 'bin'}{os.pathsep}{variables['PATH']}"
+    if FOREIGN:
+        variables["OPGRAFT_PLUGINS_DISABLE"] = ",".join(FOREIGN)
+    before = set(sys.modules)
+    yield Reader(folder, environment, variables)
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def make_environment(folder: Path) -> Path:
+    """A virtual environment with ``python``, ``pip`` and ``opgraft`` that sees the packages of this one."""
+    venv.create(folder, with_pip=False)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    outer = [f"import site; site.addsitedir({entry!r})" for entry in sys.path if "site-packages" in entry]
+    (packages / "outer.pth").write_text("\n".join(outer))
+    python, options = folder / "bin" / "python", "--quiet --disable-pip-version-check"
+    scripts = {
+        "opgraft": f"#!{python}\nfrom opgraft.cli import main\nmain()\n",
+        "pip": "#!/bin/sh\n"
+        'if [ "$1" = install ]; then shift; set -- install --no-deps --no-build-isolation "$@"; fi\n'
+        f'exec {sys.executable} -m pip {options} --python {python} "$@"\n',
+    }
+    for name, text in scripts.items():
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    return packages
+
+
+@pytest.fixture(scope="session")
+def blocks_of() -> Callable[[Path], list[Block]]:
+    """Reads the fenced blocks of a page."""
+    return read_blocks

@@ -1,0 +1,17 @@
+"""Every page does what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_a_page_does_what_it_says(page: Path, reader) -> None:
+    """Followed from top to bottom, every command succeeds, every example runs, and the output shown is what comes."""
+    reader.follow(page)
