@@ -19,8 +19,8 @@ from opgraft.dispatch import Kernel, KernelChoice, ReplacementChoice, choose_ker
 from opgraft.errors import ConfigError, close_matches
 from opgraft.platform import effective_chain
 from opgraft.plugins.discovery import discover
-from opgraft.plugins.host import load_plugins
-from opgraft.plugins.selection import current_platform
+from opgraft.plugins.host import load_plugins, plugins_decision
+from opgraft.plugins.selection import selected_platform
 from opgraft.state import HostState, host_state
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -36,6 +36,7 @@ class Binding:
     replacement: ReplacementChoice
     kernel: KernelChoice
     specialisation: type
+    background: tuple[Decision, ...] = ()
     enforced: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
@@ -47,10 +48,9 @@ class Binding:
 
     @property
     def decision(self) -> Decision:
-        """The whole story: the kernel, resting on the choice of the class, resting on the choice of the platform."""
+        """The whole story: the kernel, resting on the choice of the class, of the plugins and of the platform."""
         kernel = self.kernel.decision
-        selection = host_state().selection
-        parts = (self.replacement.decision, *((selection.decision,) if selection else ()))
+        parts = (self.replacement.decision, *self.background)
         name = self.replacement.op_name or self.replacement.target.__qualname__
         reason = f"{kernel.reason}; class {self.replacement.decision.reason}"
         return Decision(f"op {name}", kernel.chosen, reason, kernel.candidates, kernel.setting, parts)
@@ -83,7 +83,8 @@ def enforced(binding: Binding) -> Binding:
     """The same choice of class, with the op enabled whatever the settings say."""
     cls = binding.replacement.cls
     kernel = choose_kernel(cls, binding.kernel.chain, True, "enforce_enable=True")
-    return Binding(binding.replacement, kernel, specialise(cls, kernel.winner, kernel.chain), enforced=True)
+    specialisation = specialise(cls, kernel.winner, kernel.chain)
+    return Binding(binding.replacement, kernel, specialisation, binding.background, enforced=True)
 
 
 def inference_only(kernel: Function) -> Function:
@@ -97,17 +98,18 @@ def _decide(cls: Any, *, replace: bool) -> Binding:
     with state.lock:
         settings = state.settings()
         _check_op_names(settings, state)
-        platform = current_platform()
+        selection = selected_platform()
+        platform = selection.platform
         name = op_name_of(cls, state)
         own = discover().provider_of(cls.__module__)
         active = [r for r in state.active if replace]
         replacement = choose_replacement(cls, name, own, active, platform, settings)
-        if replacement.winner is not None:
-            state.used.add(replacement.winner)
         always = (True, "this op is not switched by custom_ops")
         enabled, because = settings.enabled(name) if cls.switchable else always
         kernel = choose_kernel(replacement.cls, effective_chain(platform), enabled, because)
-        return Binding(replacement, kernel, specialise(replacement.cls, kernel.winner, kernel.chain))
+        specialisation = specialise(replacement.cls, kernel.winner, kernel.chain)
+        background = (plugins_decision(state.plugins.values()), selection.decision)
+        return Binding(replacement, kernel, specialisation, background)
 
 
 def op_name_of(cls: type, state: HostState) -> str | None:

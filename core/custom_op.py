@@ -8,9 +8,10 @@ from typing import Any, ClassVar, TypeVar
 from opgraft.binding import Binding, bind, enforced, op_name_of
 from opgraft.decision import Decision, Provider
 from opgraft.errors import MissingKernelError, RegistrationError
+from opgraft.op_classes import location_of, reference_method
 from opgraft.platform import Platform
 from opgraft.plugins.discovery import PLUGIN_GROUP, discover
-from opgraft.registry import Replacement, location_of, reference_method
+from opgraft.registry import Replacement
 from opgraft.state import ACTIVATING, HostState, PluginStatus, host_state
 from torch import nn
 

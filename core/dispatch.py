@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from opgraft.config import Settings
 from opgraft.decision import Candidate, Decision, Provider
 from opgraft.errors import ConflictError, MissingKernelError
+from opgraft.op_classes import location_of, own_classes
 from opgraft.platform import DISPATCH_KEYS, Platform
-from opgraft.registry import ANY_PLATFORM, Replacement, location_of, own_classes
+from opgraft.registry import ANY_PLATFORM, Replacement
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -74,7 +74,6 @@ class HostState:
     plugins_loaded: bool = False
     plugins_loading: bool = False
     active: list[Replacement] = field(default_factory=list)
-    used: set[Replacement] = field(default_factory=set)
     adjustments: list[tuple[str, OpgraftConfig]] = field(default_factory=list)
     graft_adapters: list[tuple[Provider, Any]] = field(default_factory=list)
     environment: Environment | None = None
@@ -124,10 +123,6 @@ class HostState:
     def drop_superseded(self) -> None:
         """Deactivate replacements whose declaration a reloaded definition has taken over."""
         self.active = [known for known in self.active if known in self.registry.replacements]
-
-    def unused(self) -> Iterable[Replacement]:
-        """Active replacements that no construction has used yet."""
-        return [replacement for replacement in self.active if replacement not in self.used]
 
 
 _STATE = HostState()

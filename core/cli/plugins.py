@@ -77,9 +77,9 @@ def doctor(as_json: bool) -> None:
         findings.append(str(error))
         code = error.exit_code
     else:
-        conflicts = _conflicts()
-        findings += conflicts
-        code = code or (1 if conflicts else 0)
+        without_effect = [*_conflicts(), *_never_used()]
+        findings += without_effect
+        code = code or (1 if without_effect else 0)
     rows = [_record(record) for record in host_state().plugins.values()]
     if as_json:
         print_json("opgraft.plugins.doctor/1", {"plugins": rows, "findings": findings})
@@ -126,6 +126,22 @@ def _conflicts() -> list[str]:
         except OpgraftError as error:
             found.append(str(error))
     return sorted(set(found))
+
+
+def _never_used() -> list[str]:
+    """Active replacements that are not what constructing their target yields here, with the reason."""
+    from opgraft.binding import bind
+
+    found = []
+    for replacement in host_state().active:
+        try:
+            choice = bind(replacement.target).replacement if replacement.target else None
+        except OpgraftError:
+            continue  # a conflict, which is a finding of its own
+        if choice and choice.winner is not replacement:
+            row = next(c for c in choice.decision.candidates if c.location == replacement.location)
+            found.append(f"{row.name} at {row.location} ({row.provider}) is never used: {row.reason}")
+    return found
 
 
 def _problems() -> list[str]:

@@ -151,6 +151,11 @@ def test_plugins_show_has_the_traceback(cli, site) -> None:
         ({"acme": PLUGIN}, 0, "nothing wrong"),
         ({"acme": "raise OSError('no driver')"}, 4, "finding: plugin acme of acme 1.0 failed while it was loaded"),
         ({"acme": PLUGIN, "brix": PLUGIN}, 1, "finding: 2 replacements of RMSNorm have priority 0"),
+        (
+            {"acme": PLUGIN, "brix": PLUGIN.replace("(AcmeRMSNorm)", "(AcmeRMSNorm, priority=1)")},
+            1,
+            "(acme 1.0) is never used: priority 0 is below 1",
+        ),
     ],
 )
 def test_doctor_reports_findings_by_exit_code(cli, site, sources: dict[str, str], code: int, finding: str) -> None:

@@ -243,7 +243,7 @@ def test_the_decision_tells_the_whole_story(op) -> None:
         assert word in text
     data = op.decision.to_dict()
     assert data["subject"] == "op scale"
-    assert [part["subject"] for part in data["parts"]] == ["class of Scale", "platform"]
+    assert [part["subject"] for part in data["parts"]] == ["class of Scale", "plugins", "platform"]
 
 
 def test_existing_ops_survive_reset(op) -> None:

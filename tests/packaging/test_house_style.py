@@ -31,6 +31,7 @@ LAYERS = [
     "opgraft.platforms",
     # Registries and the state of the process.
     "opgraft.signatures",
+    "opgraft.op_classes",
     "opgraft.registry",
     "opgraft.state",
     "opgraft.lifecycle",
@@ -42,6 +43,7 @@ LAYERS = [
     "opgraft.plugins.requirements",
     "opgraft.plugins.probing",
     "opgraft.plugins.selection",
+    "opgraft.plugins.loading",
     "opgraft.plugins.host",
     "opgraft.plugins.hardware",
     # Ops.

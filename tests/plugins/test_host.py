@@ -52,6 +52,15 @@ def test_the_plugins_distribution_is_the_provider(site) -> None:
     assert "provided by acme 3.2, plugin acme" in str(RMSNorm(4).decision)
 
 
+def test_an_op_tells_what_became_of_every_plugin(site) -> None:
+    """Why a plugin's kernel did not run can be the plugin's own fate: it is part of each op's decision."""
+    site.plugin("acme", GOOD)
+    site.plugin("brix", "raise OSError('no driver')")
+    text = str(RMSNorm(4).decision)
+    assert "plugins: acme (1 of 2 installed plugins active)" in text
+    assert "- brix [brix 1.0] at brix: failed: while it was loaded: OSError: no driver" in text
+
+
 def test_import_time_decorators_count_and_survive_reset(site) -> None:
     """Declarations made when a module is imported are re-applied when its plugin is activated again."""
     body = (

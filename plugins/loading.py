@@ -1,0 +1,194 @@
+"""One pass over the installed plugins: select, import, call hooks, settle names; each plugin is a transaction."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import pluggy
+from opgraft.adapter import Adapter
+from opgraft.config import OpgraftConfig
+from opgraft.errors import PluginError
+from opgraft.platform import Platform
+from opgraft.plugins import hookspecs
+from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover
+from opgraft.plugins.requirements import asked_for, check_names, objection
+from opgraft.registry import ANY_PLATFORM
+from opgraft.state import ACTIVATING, HostState, PluginRecord, PluginStatus, Transaction
+
+logger = logging.getLogger("opgraft")
+
+
+class Loading:
+    """One pass over the installed plugins. ``undo_all`` takes everything back if the pass itself raises."""
+
+    def __init__(self, state: HostState, platform: Platform, undo_all: ExitStack) -> None:
+        self.state = state
+        self.platform = platform
+        self.undo_all = undo_all
+        self.config = state.settings().config
+        self.manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self.manager.add_hookspecs(hookspecs)
+        self.transactions: dict[str, Transaction] = {}
+
+    def run(self) -> None:
+        check_names(self.config.plugins or (), discover().offers, "OPGRAFT_PLUGINS (plugins)")
+        for offer in discover().of_group(PLUGIN_GROUP):
+            self._consider(offer)
+        hooks = self.manager.hook
+        self._call_each(hooks.opgraft_veto, self._heed_veto)
+        self._call_each(hooks.opgraft_config, self._add_defaults)
+        self._call_each(hooks.opgraft_register_ops, self._expect_nothing)
+        self._call_each(hooks.opgraft_graft_adapters, self._add_adapters)
+        self._settle_pending()
+        for name in self._alive():
+            self.state.plugins[name].status = PluginStatus.ACTIVATED
+            self.state.plugins[name].reason = f"applies on {', '.join(self.state.plugins[name].platforms)}"
+
+    def _consider(self, offer: Offer) -> None:
+        record = self.state.plugins[offer.name] = PluginRecord(offer.name, offer.value, offer.provider)
+        offered = tuple(p.name for p in discover().of_group(PLATFORM_GROUP) if p.provider == offer.provider)
+        record.platforms = offered
+        elsewhere = bool(offered) and self.platform.name not in offered
+        record.reason = objection(offer, self.config) or (_not_here(offered, self.platform) if elsewhere else "")
+        if record.reason:
+            record.status = PluginStatus.REJECTED
+            return
+        record.status = PluginStatus.SELECTED
+        undos = self.undo_all.enter_context(ExitStack())
+        self.transactions[offer.name] = Transaction(offer.name, offer.provider, undos)
+        self._attempt(offer.name, "while it was loaded", partial(self._load, offer, record))
+
+    def _load(self, offer: Offer, record: PluginRecord) -> None:
+        plugin = offer.load()
+        record.status = PluginStatus.LOADED
+        record.platforms = record.platforms or _stated_platforms(plugin)
+        if ANY_PLATFORM not in record.platforms and self.platform.name not in record.platforms:
+            self._withdraw(offer.name, PluginStatus.REJECTED, _not_here(record.platforms, self.platform))
+            return
+        self._adopt_declarations(record)
+        self.manager.register(plugin, offer.name)
+        self.manager.check_pending()
+        declared = any(replacement.plugin == offer.name for replacement in self.state.registry.replacements)
+        if not self.manager.get_hookcallers(plugin) and not declared:
+            raise PluginError(
+                f"{offer.value} implements no hook and registers no op: mark a function named opgraft_register_ops "
+                "with @opgraft.hookimpl"
+            )
+
+    def _adopt_declarations(self, record: PluginRecord) -> None:
+        """Activate what the plugin's modules declare, whoever imported them first, now that their scope is known."""
+        undos = self.transactions[record.name].undos
+        for replacement in self.state.registry.replacements:
+            if replacement.plugin is None and replacement.provider == record.provider:
+                replacement.plugin = record.name
+            if replacement.plugin == record.name:
+                replacement.platforms = record.platforms
+                undos.callback(self.state.activate(replacement))
+
+    def _call_each(self, hook: pluggy.HookCaller, use: Callable[[str, Any], None]) -> None:
+        for implementation in reversed(hook.get_hookimpls()):
+            offered = {"platform": self.platform}
+            arguments = [offered[name] for name in implementation.argnames]
+            call = partial(implementation.function, *arguments)
+            step = partial(self._call, hook.name, implementation.plugin_name, call, use)
+            self._attempt(implementation.plugin_name, f"in its hook {hook.name}", step)
+
+    def _call(self, hook: str, plugin: str, call: Callable[[], Any], use: Callable[[str, Any], None]) -> None:
+        result = call()
+        expected = hookspecs.RESULT_TYPES[hook]
+        if not isinstance(result, expected):
+            names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in expected)
+            raise PluginError(f"{hook} returned a {type(result).__name__}, expected {names}")
+        use(plugin, result)
+
+    def _heed_veto(self, name: str, reason: str | None) -> None:
+        if reason is not None:
+            self._withdraw(name, PluginStatus.VETOED, reason)
+
+    def _add_defaults(self, name: str, config: OpgraftConfig | None) -> None:
+        if config is not None:
+            self._append(name, self.state.adjustments, (f"plugin {name}", config))
+
+    def _expect_nothing(self, name: str, result: None) -> None:
+        """Registering ops has no result; its effects are in the registry."""
+
+    def _add_adapters(self, name: str, adapters: Iterable[Adapter]) -> None:
+        for adapter in adapters:
+            if not isinstance(adapter, Adapter):
+                raise PluginError(
+                    f"opgraft_graft_adapters returned a {type(adapter).__name__} among its opgraft.Adapter"
+                )
+            self._append(name, self.state.graft_adapters, (self.transactions[name].provider, adapter))
+
+    def _append(self, name: str, items: list[Any], item: Any) -> None:
+        items.append(item)
+        self.transactions[name].undos.callback(items.remove, item)
+
+    def _settle_pending(self) -> None:
+        for replacement in list(self.state.active):
+            settle = partial(self.state.registry.settle_pending, replacement)
+            if replacement.plugin is None:
+                settle()
+            elif replacement.plugin in self._alive():
+                self._attempt(replacement.plugin, "when its targets were looked up", settle)
+
+    def _attempt(self, name: str, when: str, step: Callable[[], None]) -> None:
+        """Run one step of a plugin inside its transaction; if it raises, take the plugin back and record why."""
+        transaction = self.transactions[name]
+        token = ACTIVATING.set(transaction)
+        try:
+            step()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            record = self.state.plugins[name]
+            self._withdraw(name, PluginStatus.FAILED, f"{when}: {type(error).__name__}: {error}")
+            record.traceback = "".join(traceback.format_exception(error))
+            advice = (
+                f"Go without it by OPGRAFT_PLUGINS_DISABLE={name}; 'opgraft plugins show {name}' has the traceback."
+            )
+            message = f"plugin {name!r} of {record.provider} failed {record.reason}. {advice}"
+            if self.config.strict or any(offer.name == name for offer in self._named()):
+                raise PluginError(message) from error
+            logger.warning("%s It is left out.", message)
+        finally:
+            ACTIVATING.reset(token)
+
+    def _withdraw(self, name: str, status: PluginStatus, reason: str) -> None:
+        self.transactions[name].undos.close()
+        if self.manager.has_plugin(name):
+            self.manager.unregister(name=name)
+        self.state.plugins[name].status = status
+        self.state.plugins[name].reason = reason
+
+    def _named(self) -> list[Offer]:
+        return [o for o in discover().of_group(PLUGIN_GROUP) if asked_for(o, self.config.plugins or ())]
+
+    def _alive(self) -> list[str]:
+        return [name for name in self.transactions if self.state.plugins[name].status is PluginStatus.LOADED]
+
+
+def _stated_platforms(plugin: object) -> tuple[str, ...]:
+    """The plugin's ``platforms`` attribute; needed where its distribution offers no platform.
+
+    Raises:
+        PluginError: it is missing, or neither "any" nor a sequence of names.
+    """
+    stated = getattr(plugin, "platforms", None)
+    if stated == ANY_PLATFORM:
+        return (ANY_PLATFORM,)
+    if isinstance(stated, (tuple, list)) and stated and all(isinstance(name, str) for name in stated):
+        return tuple(stated)
+    raise PluginError(
+        f"its distribution offers no platform, so it must state where its kernels apply: platforms = ('cpu',) or "
+        f"platforms = 'any' (it has {stated!r})"
+    )
+
+
+def _not_here(platforms: tuple[str, ...], platform: Platform) -> str:
+    return f"applies on {', '.join(platforms)} only, this process runs on {platform.name}"
