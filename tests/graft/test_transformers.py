@@ -204,9 +204,10 @@ def test_a_compiled_model_agrees() -> None:
     model = build("llama")
     graft(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    # torch 2.8 cannot trace how transformers makes a cache, hence none.
     for length in (7, 5, 4):
         ids = inputs("llama")["input_ids"][:, :length]
-        torch.testing.assert_close(compiled(input_ids=ids).logits, model(input_ids=ids).logits)
+        torch.testing.assert_close(compiled(input_ids=ids, use_cache=False).logits, model(input_ids=ids).logits)
 
 
 def test_a_model_inside_a_plain_module() -> None:
