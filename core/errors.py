@@ -47,6 +47,10 @@ class GraftError(OpgraftError):
     """A model cannot be grafted, or put back to what it was, as it stands."""
 
 
+class RecompilationError(OpgraftError):
+    """A program was compiled where none may be, because a shape or a value differs from those compiled for."""
+
+
 class PlatformError(OpgraftError):
     """The platform of this process could not be decided, or is not the one that was asked for."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from opgraft.config import OpgraftConfig
 from opgraft.errors import PlatformError
@@ -113,6 +113,11 @@ class Platform(ABC):
     @property
     def visibility_variable(self) -> str | None:
         """The environment variable that hides devices from a process, or ``None``."""
+        return None
+
+    @property
+    def graph_class(self) -> type[Any] | None:
+        """The class that captures and replays a sequence of kernels on it, or ``None`` where there is none."""
         return None
 
     def default_config(self) -> OpgraftConfig:

@@ -19,7 +19,7 @@ BATCH = 32
 """Sentences in a batch."""
 NEW_TOKENS = 24
 """Tokens generated per prompt."""
-ROUNDS = 3
+ROUNDS = 5
 """Rounds of a comparison; plain and grafted take turns and the medians count."""
 
 Progress = Callable[[str, int, int], None]
@@ -57,19 +57,21 @@ class Runner(ABC):
         """Compute the answers for all texts."""
 
     def compare(self, texts: Sequence[str], progress: Progress) -> tuple[Output, GraftReport, Comparison]:
-        """Run plain and grafted in turns; the model is left grafted."""
+        """Run plain and grafted in turns, each first in every other round; the model is left grafted."""
         seconds: dict[str, list[float]] = {"plain": [], "grafted": []}
         outputs: dict[str, Output] = {}
         self.run(texts[:BATCH], progress, "warming up")
-        for turn in range(1, ROUNDS + 1):
-            if turn > 1:
-                ungraft(self.model)
-            for side in ("plain", "grafted"):
+        for turn in range(ROUNDS):
+            for side in ("plain", "grafted") if turn % 2 == 0 else ("grafted", "plain"):
                 if side == "grafted":
-                    report = graft(self.model)
+                    graft(self.model)
+                else:
+                    ungraft(self.model)
                 start = time.perf_counter()
-                outputs[side] = self.run(texts, progress, f"{side}, round {turn} of {ROUNDS}")
+                outputs[side] = self.run(texts, progress, f"{side}, round {turn + 1} of {ROUNDS}")
                 seconds[side].append(time.perf_counter() - start)
+        ungraft(self.model)
+        report = graft(self.model)
         plain, grafted = outputs["plain"], outputs["grafted"]
         difference = (plain.numbers - grafted.numbers).abs().max().item()
         medians = {side: statistics.median(values) for side, values in seconds.items()}

@@ -91,10 +91,11 @@ def scan() -> Discovery:
         try:
             if "opgraft." not in (distribution.read_text("entry_points.txt") or ""):
                 continue
-            provider = Provider(distribution.name, distribution.version)
+            metadata = distribution.metadata  # parsed anew at each access
+            provider = Provider(metadata["Name"], metadata["Version"])
             if _normalized(provider.name) not in seen:
                 seen.add(_normalized(provider.name))
-                offered += list(_offers(distribution, provider))
+                offered += list(_offers(distribution, provider, metadata.get_all("Requires-Dist") or []))
         except (ValueError, TypeError, AttributeError, KeyError, OSError) as error:
             discovery.problems.append(Problem(provider, f"its plugin metadata is malformed: {error!r}"))
     for offer in sorted(offered, key=lambda offer: not offer.built_in):  # nobody takes a built-in platform's name
@@ -104,8 +105,8 @@ def scan() -> Discovery:
     return discovery
 
 
-def _offers(distribution: importlib_metadata.Distribution, provider: Provider) -> Iterator[Offer]:
-    on_host = tuple(line for line in distribution.requires or () if re.match(r"opgraft\s*([\[<>=!~;(@]|$)", line))
+def _offers(distribution: importlib_metadata.Distribution, provider: Provider, requires: list[str]) -> Iterator[Offer]:
+    on_host = tuple(line for line in requires if re.match(r"opgraft\s*([\[<>=!~;(@]|$)", line))
     for point in distribution.entry_points:
         if point.group in (PLATFORM_GROUP, PLUGIN_GROUP, HARDWARE_GROUP):
             if not re.fullmatch(r"[A-Za-z0-9_.-]+", point.name) or not point.module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import click
@@ -11,7 +12,6 @@ from opgraft.machine import Machine
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.hardware import unclaimed_hardware
 from opgraft.plugins.selection import decide_platform
-from opgraft.recording import RecordingMachine
 from opgraft.state import host_state
 
 
@@ -24,12 +24,16 @@ from opgraft.state import host_state
 def command(show_all: bool, root: str | None, record: str | None, as_json: bool) -> None:
     """Which platform this machine gets, why, and what to install for other hardware."""
     machine = Machine.recorded(Path(root)) if root else Machine()
-    recording = RecordingMachine(machine) if record else None
-    machine = recording or machine
+    finish = None
+    if record:
+        from opgraft.recording import RecordingMachine  # costs start-up time that plain detection should not pay
+
+        machine = recording = RecordingMachine(machine)
+        finish = partial(recording.write, Path(record))
     _, decision = decide_platform(host_state().settings(), machine)
     others = unclaimed_hardware(machine, decision)
-    if recording and record:
-        recording.write(Path(record))
+    if finish:
+        finish()
     problems = [{"provider": str(problem.provider), "reason": problem.reason} for problem in discover().problems]
     if as_json:
         data = {"decision": decision.to_dict(), "hardware": [other.to_dict() for other in others], "problems": problems}

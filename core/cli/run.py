@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 import click
+import rich.progress
 import torch
 from opgraft.checkpoint import open_checkpoint
 from opgraft.cli.output import json_option, print_json, print_table, print_wrapped, with_settings
 from opgraft.errors import InputError
 from opgraft.grafting import GraftReport, graft
 from opgraft.plugins.selection import selected_platform
-from opgraft.runner import Comparison, Output, open_runner
+from opgraft.runner import Comparison, Output, Progress, open_runner
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
 _SHOWN = 5
 _SAMPLE = (
@@ -42,15 +46,16 @@ def command(model: str, input_file: str | None, compare: bool, dtype: str, as_js
     """
     checkpoint = open_checkpoint(model)
     texts = read_lines(Path(input_file)) if input_file else list(_SAMPLE)
-    _progress("loading the model", 0, 1)
-    runner = open_runner(checkpoint, _DTYPES[dtype])
-    _progress("loading the model", 1, 1)
     comparison = None
-    if compare:
-        output, report, comparison = runner.compare(texts, _progress)
-    else:
-        report = graft(runner.model)
-        output = runner.run(texts, _progress, "grafted")
+    with _progress() as progress:
+        progress("loading the model", 0, 1)
+        runner = open_runner(checkpoint, _DTYPES[dtype])
+        progress("loading the model", 1, 1)
+        if compare:
+            output, report, comparison = runner.compare(texts, progress)
+        else:
+            report = graft(runner.model)
+            output = runner.run(texts, progress, "grafted")
     if as_json:
         _print_as_json(model, texts, output, report, comparison)
     else:
@@ -111,9 +116,17 @@ def _print_as_text(
         click.echo(f"time: {times} ({ratio:.2f} of plain)")
 
 
-def _progress(label: str, done: int, total: int) -> None:
-    """Progress on stderr: one line rewritten in place on a terminal, a line per finished step elsewhere."""
-    if sys.stderr.isatty():
-        click.echo(f"\r\033[K{label}: {done} of {total}" if done < total else "\r\033[K", err=True, nl=False)
-    elif done == total:
-        click.echo(f"{label}: {done} of {total}", err=True)
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """Bars on stderr, one per step; they vanish from a terminal at the end and stay as lines elsewhere."""
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}:"), BarColumn(), MofNCompleteColumn(separator=" of ")
+    with rich.progress.Progress(*columns, console=console, transient=console.is_terminal) as bars:
+        tasks: dict[str, rich.progress.TaskID] = {}
+
+        def update(label: str, done: int, total: int) -> None:
+            if label not in tasks:
+                tasks[label] = bars.add_task(label, total=total)
+            bars.update(tasks[label], completed=done)
+
+        yield update

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -96,7 +97,7 @@ def test_the_text_output(cli) -> None:
     assert any(line.split() == ["layer_norm", "LayerNorm.forward_native", "opgraft", "0.1.0", "13"] for line in lines)
     assert any(line.startswith("against the ungrafted model: the same answers, largest difference") for line in lines)
     assert lines[-1].startswith("time: plain ")
-    assert "grafted, round 3 of 3: 6 of 6" in result.stderr
+    assert re.search(r"grafted, round 5 of 5: .*6 of 6", result.stderr)
 
 
 def test_settings_reach_the_grafted_model(cli, causal_folder) -> None:
