@@ -53,6 +53,7 @@ LAYERS = [
     "opgraft.rebinding",
     "opgraft.ops",
     # Models.
+    "opgraft.bucketing",
     "opgraft.checkpoint",
     "opgraft.grafting",
     "opgraft.runner",

@@ -1,0 +1,6 @@
+"""The TPU platform: Google's chips, through torch_xla or torch_tpu, whichever fits the installed torch."""
+
+from opgraft.platform import PlatformSpec
+from opgraft.platforms.tpu.probe import probe
+
+SPEC = PlatformSpec(probe=probe, platform_class="opgraft.platforms.tpu.platform:TpuPlatform", priority=10)

@@ -1,0 +1,85 @@
+"""TPUs as PyTorch sees them, through whichever of two packages fits the installed torch."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+from opgraft.errors import PlatformError
+from opgraft.machine import Machine
+from opgraft.platform import DeviceCapability, DeviceMemory, Platform
+from opgraft.platforms.tpu.adapter import Adapter
+from opgraft.platforms.tpu.packages import RuntimePackage, choose
+from opgraft.platforms.tpu.probe import VISIBILITY_VARIABLES, probe
+
+
+class TpuPlatform(Platform):
+    """TPU chips, or XLA's CPU client where ``PJRT_DEVICE=CPU`` asks for it.
+
+    Raises:
+        PlatformError: no package that gives PyTorch a TPU device fits the installed torch.
+    """
+
+    def __init__(self) -> None:
+        choice = choose(Machine())
+        if choice.package is None:
+            facts = "; ".join(f"{fact.source}: {fact.value}" for fact in choice.facts)
+            raise PlatformError(f"no package for TPUs fits the installed torch ({facts}): {choice.remedy}")
+        self.package: RuntimePackage = choice.package
+        module, _, name = self.package.adapter.partition(":")
+        self._adapter: Adapter = getattr(importlib.import_module(module), name)()
+
+    @property
+    def name(self) -> str:
+        return "tpu"
+
+    @property
+    def device_type(self) -> str:
+        return self.package.device_type
+
+    @property
+    def dispatch_chain(self) -> tuple[str, ...]:
+        return ("tpu",)
+
+    def device_count(self) -> int:
+        return self._adapter.device_count()
+
+    def capability(self, index: int = 0) -> DeviceCapability:
+        """Name and generation from the probe; matrix units multiply bfloat16, float32 by several passes."""
+        dtypes = (torch.bfloat16, torch.float32)
+        if self._adapter.on_cpu():
+            return DeviceCapability("XLA on the CPU", (*dtypes, torch.float64, torch.float16))
+        devices = probe(Machine()).devices
+        device = devices[min(index, len(devices) - 1)]  # up to v3 and in v7x a chip is two devices
+        features = (device.capability,) if device.capability else ()
+        return DeviceCapability(device.name, dtypes, features=features)
+
+    def memory(self, index: int = 0) -> DeviceMemory:
+        return self._adapter.memory(index)
+
+    def synchronize(self, index: int = 0) -> None:
+        self._adapter.synchronize(index)
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self._adapter.manual_seed(seed)
+
+    def compilations(self) -> int:
+        """How many programs XLA has compiled in this process; what ``opgraft.bucketing.no_recompilation`` reads.
+
+        Raises:
+            PlatformError: the package has no public counter.
+        """
+        return self._adapter.compilations()
+
+    @property
+    def distributed_backend(self) -> str:
+        return self.package.distributed_backend
+
+    @property
+    def compile_backend(self) -> str:
+        return self.package.compile_backend
+
+    @property
+    def visibility_variable(self) -> str:
+        return VISIBILITY_VARIABLES[0]

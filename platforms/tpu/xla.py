@@ -1,0 +1,41 @@
+"""torch_xla: tensors of the device type ``xla`` record what is done to them and run it when it is needed."""
+
+from __future__ import annotations
+
+import os
+
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as metrics
+import torch_xla.runtime
+from opgraft.platform import DeviceMemory
+from opgraft.platforms.tpu.adapter import Adapter
+
+
+class Xla(Adapter):
+    """The calls of torch_xla 2.9."""
+
+    def device_count(self) -> int:
+        return int(torch_xla.device_count())
+
+    def memory(self, index: int) -> DeviceMemory:
+        if self.on_cpu():  # XLA's CPU client keeps no account of its memory
+            page = os.sysconf("SC_PAGE_SIZE")
+            return DeviceMemory(os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page)
+        info = xm.get_memory_info(torch_xla.device(index))
+        return DeviceMemory(info["bytes_limit"], info["bytes_limit"] - info["bytes_used"])
+
+    def synchronize(self, index: int) -> None:
+        torch_xla.sync(wait=True)
+        xm.wait_device_ops([str(torch_xla.device(index))])
+
+    def manual_seed(self, seed: int) -> None:
+        for index in range(self.device_count()):
+            torch_xla.manual_seed(seed, torch_xla.device(index))
+
+    def compilations(self) -> int:
+        data = metrics.metric_data("CompileTime")  # (number of samples, their sum, the last of them)
+        return int(data[0]) if data else 0
+
+    def on_cpu(self) -> bool:
+        return bool(torch_xla.runtime.device_type() == "CPU")
