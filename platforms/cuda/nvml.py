@@ -1,0 +1,77 @@
+"""Detail that no file has, from NVIDIA's management library where its Python package is installed.
+
+The library creates no CUDA context. It is asked in a child process with a time limit all the same: a driver in trouble
+makes it hang.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from opgraft.evidence import Device, Fact
+from opgraft.machine import Machine
+
+PACKAGE = "nvidia-ml-py"
+TIME_LIMIT = 3.0  # seconds
+
+_CHILD = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+import pynvml
+pynvml.nvmlInit()
+text = lambda value: value.decode() if isinstance(value, bytes) else value
+rows = []
+for index in range(pynvml.nvmlDeviceGetCount()):
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    address = text(pynvml.nvmlDeviceGetPciInfo(handle).busId).lower()
+    level = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
+    rows.append([address, text(pynvml.nvmlDeviceGetName(handle)), "sm_%d%d" % tuple(level), memory])
+print(json.dumps(rows))
+"""
+
+
+def with_detail(machine: Machine, devices: list[Device]) -> tuple[list[Device], tuple[Fact, ...]]:
+    """The devices with what the library adds to the files, and a fact that says what came of asking it.
+
+    Only the live machine is asked, and only where its package is installed.
+    """
+    if machine.root != Path("/") or machine.version_of(PACKAGE) is None:
+        return devices, ()
+    try:
+        rows = _ask()
+    except (OSError, ValueError, TypeError, subprocess.SubprocessError) as error:
+        return devices, (Fact(PACKAGE, f"gave no answer: {error}"),)
+    by_address = {device.pci_address: device for device in rows}
+    if devices and not any(device.pci_address for device in devices):  # under WSL the library alone tells them apart
+        return [replace(row, driver=devices[0].driver) for row in rows] or devices, (Fact(PACKAGE, "answered"),)
+    return [_merged(device, by_address.get(device.pci_address)) for device in devices], (Fact(PACKAGE, "answered"),)
+
+
+def _ask() -> list[Device]:
+    command = [sys.executable, "-I", "-c", _CHILD, json.dumps(sys.path)]
+    child = subprocess.run(command, capture_output=True, timeout=TIME_LIMIT, check=False)  # noqa: S603  # our own interpreter
+    if child.returncode != 0:
+        errors = child.stderr.decode(errors="replace").strip().splitlines()
+        raise OSError(errors[-1] if errors else f"its process ended with status {child.returncode}")
+    return [
+        Device(str(name), str(capability), int(memory), _sysfs_address(str(address)))
+        for address, name, capability, memory in json.loads(child.stdout)
+    ]
+
+
+def _sysfs_address(address: str) -> str:
+    """NVML writes the domain with eight digits, /sys with four."""
+    domain, _, rest = address.partition(":")
+    return f"{int(domain, 16):04x}:{rest}"
+
+
+def _merged(device: Device, detail: Device | None) -> Device:
+    """Files come first: the library fills what they leave open."""
+    if detail is None:
+        return device
+    return replace(device, capability=device.capability or detail.capability, memory=device.memory or detail.memory)

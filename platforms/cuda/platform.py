@@ -1,0 +1,39 @@
+"""NVIDIA GPUs as PyTorch sees them."""
+
+from __future__ import annotations
+
+import torch
+from opgraft.machine import Machine
+from opgraft.platform import DeviceCapability
+from opgraft.platforms.cuda.probe import VARIABLE, probe, visible_count
+from opgraft.platforms.torch_cuda import TorchCudaPlatform
+
+
+class CudaPlatform(TorchCudaPlatform):
+    """The NVIDIA GPUs that this process sees."""
+
+    @property
+    def name(self) -> str:
+        return "cuda"
+
+    @property
+    def dispatch_chain(self) -> tuple[str, ...]:
+        return ("cuda", "native")
+
+    def visible_devices(self) -> int:
+        return visible_count(probe(Machine()))
+
+    def capability(self, index: int = 0) -> DeviceCapability:
+        """bfloat16 from compute capability 8.0 on, as arithmetic; fp8 from 8.9 on."""
+        level = torch.cuda.get_device_capability(index)
+        dtypes = (torch.float32, torch.float64, torch.float16)
+        return DeviceCapability(
+            name=torch.cuda.get_device_name(index),
+            dtypes=(*dtypes, torch.bfloat16) if level >= (8, 0) else dtypes,
+            fp8_dtype=torch.float8_e4m3fn if level >= (8, 9) else None,
+            features=(f"sm_{level[0]}{level[1]}",),
+        )
+
+    @property
+    def visibility_variable(self) -> str:
+        return VARIABLE
