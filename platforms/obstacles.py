@@ -49,6 +49,8 @@ def verdict(
     found: str, devices: Sequence[Device], obstacles: Sequence[Obstacle | None], facts: Sequence[Fact]
 ) -> Evidence:
     """Available where nothing stands in the way; else everything that does, in words."""
+    visible = sum(not device.hidden for device in devices)
+    found = f"{found}, {visible} visible" if 0 < visible < len(devices) else found
     real = [obstacle for obstacle in obstacles if obstacle]
     if not real:
         return Evidence(True, found, tuple(devices), tuple(facts))

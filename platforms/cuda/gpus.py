@@ -20,8 +20,8 @@ VENDOR = 0x10DE
 DISPLAY = 0x03
 DRIVER = "/proc/driver/nvidia"
 CONTROL = "/dev/nvidiactl"
-MIG = " MIG "
-"""Stands in the name of a partition, before its numbers."""
+MIG = " MIG device"
+"""What the name of a partition ends with."""
 
 _NO_DRIVER = Obstacle(
     "NVIDIA's driver is not loaded",
@@ -55,20 +55,21 @@ def partitions(machine: Machine, gpu: Found) -> list[Found]:
     minor = _minor(_information(machine, gpu.device.pci_address or ""))
     folder = f"{DRIVER}/capabilities/gpu{minor}/mig"
     pairs = [
-        (instance[2:], part[2:])
-        for instance in (machine.names(folder) if minor is not None else ())
-        if re.fullmatch(r"gi\d{1,4}", instance)
-        for part in machine.names(f"{folder}/{instance}")
-        if re.fullmatch(r"ci\d{1,4}", part)
+        (instance, part)
+        for instance in (_numbered(machine, folder, "gi") if minor is not None else ())
+        for part in _numbered(machine, f"{folder}/gi{instance}", "ci")
     ]
+    device = replace(gpu.device, name=f"{gpu.device.name}{MIG}", memory=None)
     return [
-        replace(
-            gpu,
-            device=replace(gpu.device, name=f"{gpu.device.name}{MIG}{instance}/{part}", memory=None),
-            identities=tuple(f"MIG-{uuid}/{instance}/{part}" for uuid in gpu.identities),
-        )
-        for instance, part in pairs
+        replace(gpu, device=device, identities=tuple(f"MIG-{uuid}/{gi}/{ci}" for uuid in gpu.identities))
+        for gi, ci in pairs
     ] or [gpu]
+
+
+def _numbered(machine: Machine, folder: str, prefix: str) -> list[int]:
+    """The numbers of the entries that are called ``prefix`` and a number."""
+    matches = (re.fullmatch(rf"{prefix}(\d{{1,4}})", name) for name in machine.names(folder))
+    return sorted(int(match.group(1)) for match in matches if match)
 
 
 def _gpu(machine: Machine, version: str | None, address: str, function: PciFunction | None) -> Found:

@@ -43,7 +43,7 @@ def probe(machine: Machine) -> Evidence:
 def visible_count(evidence: Evidence) -> int:
     """How many devices CUDA offers this process; of MIG devices, never more than one."""
     visible = [device for device in evidence.devices if not device.hidden]
-    return min(1, len(visible)) if any(gpus.MIG in device.name for device in visible) else len(visible)
+    return min(1, len(visible)) if any(device.name.endswith(gpus.MIG) for device in visible) else len(visible)
 
 
 def _visible(machine: Machine, units: list[Found]) -> tuple[int, ...]:
@@ -52,7 +52,7 @@ def _visible(machine: Machine, units: list[Found]) -> tuple[int, ...]:
     if value is None:
         return tuple(range(len(units)))
     if value.startswith("MIG-") and not value.startswith("MIG-GPU-"):  # no file says whose UUID it is
-        return tuple(index for index, unit in enumerate(units) if gpus.MIG in unit.device.name)
+        return tuple(index for index, unit in enumerate(units) if unit.device.name.endswith(gpus.MIG))
     return chosen(value, [unit.identities for unit in units])
 
 
@@ -66,7 +66,7 @@ def _all_hidden(machine: Machine, visible: tuple[int, ...]) -> Obstacle | None:
 def _summary(found: list[Found], within_reach: list[Found], units: list[Found]) -> str:
     some = f"{len(within_reach)} of {len(found)} NVIDIA GPUs within reach"
     text = some if len(within_reach) < len(found) else counted(len(within_reach), "NVIDIA GPU")
-    parts = [unit for unit in units if gpus.MIG in unit.device.name]
+    parts = [unit for unit in units if unit.device.name.endswith(gpus.MIG)]
     return f"{text} with {counted(len(parts), 'MIG device')}" if parts else text
 
 

@@ -19,8 +19,10 @@ _CONTAINER = "in a container: start it with --device /dev/kfd --device /dev/dri"
 
 def probe(machine: Machine) -> Evidence:
     """Evidence for ROCm, from PCI ids and the kernel's topology of compute devices."""
-    found = [_of_node(machine, node) for node in gpu_nodes(machine)]
-    found = found or [_without_driver(machine, function) for function in gpu_functions(machine)]
+    nodes = list(gpu_nodes(machine))
+    served = {node.function for node in nodes}
+    found = [_of_node(machine, node) for node in nodes]
+    found += [_without_node(machine, function) for function in gpu_functions(machine) if function not in served]
     if not found:
         return Evidence(
             False, "no AMD GPU", facts=(Fact(FOLDER, "no display controller or accelerator of vendor 1002"),)
@@ -54,7 +56,7 @@ def _of_node(machine: Machine, node: Node) -> Found:
     return Found(device, (node.uuid,) if node.uuid else (), obstacle)
 
 
-def _without_driver(machine: Machine, function: PciFunction) -> Found:
+def _without_node(machine: Machine, function: PciFunction) -> Found:
     """A GPU that PCI shows and the topology does not."""
     device = Device(
         name=model(machine, function.device, function),
