@@ -15,11 +15,13 @@ TOY_NPU_SOURCES := $(TOY_NPU)/pyproject.toml $(sort $(shell find $(TOY_NPU)/src 
 OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 
 .DELETE_ON_ERROR:
-.PHONY: help run test check bench docs clean FORCE
+.PHONY: help run test test-xla test-ipex check bench docs clean FORCE
 
 help:
 	@echo "make run    the demonstration: a real sentence encoder on the CPU, then on a simulated NPU from a plugin"
 	@echo "make test   all tests"
+	@echo "make test-xla   the TPU platform on torch_xla, and the core on torch 2.9 (the first time 7 GB)"
+	@echo "make test-ipex  the plugin for Intel's extension, and the core on torch 2.8 (the first time 7 GB)"
 	@echo "make check  lint, formatting, strict types"
 	@echo "make bench  what the mechanism costs, against its limits"
 	@echo "make docs   the documentation, into site/"
@@ -36,11 +38,15 @@ run: .demo/installed
 test: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
 
+# Stacks that need a torch of their own; each has an environment in the user's cache.
+test-xla test-ipex:
+	PYTHON=$(PYTHON) tools/lane.sh $(@:test-%=%)
+
 check: .venv/opgraft
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p opgraft
-	$(BIN)/mypy benchmarks $(TOY_NPU)/src
+	$(BIN)/mypy benchmarks $(TOY_NPU)/src reference_plugins/opgraft-pallas/src
 
 bench: .venv/opgraft
 	$(BIN)/python benchmarks/mechanism.py

@@ -1,0 +1,1 @@
+"""Attention in Pallas for the TPU platform of opgraft."""

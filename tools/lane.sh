@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Test opgraft on a stack that cannot share an environment with the main one: tools/lane.sh xla|ipex
+#
+# The environment lies in the user's cache, keyed by what it is made of, because building it takes gigabytes and minutes.
+# Runs of one lane wait for each other: each installs the opgraft of its own checkout into that environment.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+lane=$1
+wanted=environments/$lane.in
+pins=environments/$lane.txt
+python=${PYTHON:-python3.11}
+
+key=$({ "$python" -VV; cat "$wanted" "$pins"; } | sha256sum | cut -c1-12)
+environment=${XDG_CACHE_HOME:-$HOME/.cache}/opgraft/envs/$lane-$key
+mkdir -p "$environment"
+exec 9>"$environment.lock"
+flock 9
+
+install() {
+    "$environment/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$pins" "$@"
+}
+
+if [ ! -f "$environment/complete" ]; then
+    echo "==> Building the $lane environment, about 7 GB, in $environment"
+    "$python" -m venv --clear "$environment"
+    install setuptools torch # the build of opgraft needs the first; nothing else has a say in which torch is taken
+    install --requirement "$wanted"
+    touch "$environment/complete"
+fi
+
+# From a copy: pip would leave a build folder in the source tree, and take from it what was deleted since.
+copy=$(mktemp -d)
+trap 'rm -rf "$copy"' EXIT
+cp -R core platforms plugins pyproject.toml README.md LICENSE "$copy"
+install --no-build-isolation "$copy[demo,test]"
+
+export OMP_NUM_THREADS=1
+pytest=("$environment/bin/python" -m pytest)
+echo "==> The suite of the main environment, on this torch"
+"${pytest[@]}" --quiet --numprocesses 2 --dist loadgroup tests/core tests/ops tests/plugins tests/graft
+# In a process of its own: importing such a stack changes torch for the rest of the process.
+echo "==> The $lane stack itself"
+PJRT_DEVICE=CPU "${pytest[@]}" --quiet "tests/lanes/test_$lane.py" # the variable is for torch_xla: XLA's CPU client
