@@ -38,9 +38,13 @@ class Device:
     hidden: bool = False
 
     def __str__(self) -> str:
-        memory = f"{self.memory / 2**30:.0f} GiB" if self.memory else None
+        memory = _size(self.memory) if self.memory else None
         parts = [self.name, self.capability, memory, self.driver, "hidden" if self.hidden else None]
         return ", ".join(part for part in parts if part)
+
+
+def _size(memory: int) -> str:
+    return f"{memory / 2**30:.0f} GiB" if memory >= 2**30 else f"{memory / 2**20:.0f} MiB"
 
 
 @dataclass(frozen=True)
@@ -84,3 +88,29 @@ class Evidence:
             facts=tuple(Fact(**fact) for fact in data["facts"]),
             remedy=str(data.get("remedy", "")),
         )
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """Accelerators of one kind that a table of PCI ids or device nodes recognises.
+
+    Attributes:
+        kind: what they are, such as "Ascend NPU".
+        count: how many.
+        source: where they were seen, a folder or a device node.
+        addresses: their PCI addresses, where known.
+        remedy: what usually serves them.
+    """
+
+    kind: str
+    count: int
+    source: str
+    addresses: tuple[str, ...]
+    remedy: str
+
+    def __str__(self) -> str:
+        found = f"{self.count} x {self.kind} ({self.source})"
+        return f"hardware found, no plugin installed: {found}\n  to use it: {self.remedy}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)

@@ -3,38 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
 
 from opgraft.decision import Decision
+from opgraft.evidence import Sighting
 from opgraft.machine import Machine
 from opgraft.plugins.discovery import HARDWARE_GROUP, discover
-
-
-@dataclass(frozen=True)
-class Sighting:
-    """Accelerators of one kind that a table of PCI ids or device nodes recognises.
-
-    Attributes:
-        kind: what they are, such as "Ascend NPU".
-        count: how many.
-        source: where they were seen, a folder or a device node.
-        addresses: their PCI addresses, where known.
-        remedy: what usually serves them.
-    """
-
-    kind: str
-    count: int
-    source: str
-    addresses: tuple[str, ...]
-    remedy: str
-
-    def __str__(self) -> str:
-        found = f"{self.count} x {self.kind} ({self.source})"
-        return f"hardware found, no plugin installed: {found}\n  to use it: {self.remedy}"
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def unclaimed_hardware(machine: Machine, decision: Decision) -> list[Sighting]:

@@ -23,7 +23,7 @@ class RuntimePackage:
         distributed_backend: the ``torch.distributed`` backend that it adds.
         adapter: dotted path ``package.module:Class`` of our adapter, imported once the platform is selected.
         only_vfio: whether it sees chips below ``/dev/vfio`` only.
-        selector: the variable that makes it use another device than a TPU; "" where it knows no other.
+        xla_clients: whether PJRT_DEVICE makes it use another device than a TPU.
     """
 
     name: str
@@ -34,7 +34,7 @@ class RuntimePackage:
     distributed_backend: str
     adapter: str
     only_vfio: bool = False
-    selector: str = ""
+    xla_clients: bool = False
 
 
 PACKAGES = (
@@ -47,7 +47,7 @@ PACKAGES = (
         compile_backend="openxla",
         distributed_backend="xla",
         adapter="opgraft.platforms.tpu.xla:Xla",
-        selector="PJRT_DEVICE",
+        xla_clients=True,
     ),
     # From the metadata of torch_tpu 0.2.0. It counts a chip only if /dev/vfio/<iommu group> exists.
     RuntimePackage(

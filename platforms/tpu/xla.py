@@ -27,7 +27,7 @@ class Xla(Adapter):
 
     def synchronize(self, index: int) -> None:
         torch_xla.sync(wait=True)
-        xm.wait_device_ops([str(torch_xla.device(index))])
+        xm.wait_device_ops()  # of every device: it knows them by other names than torch does
 
     def manual_seed(self, seed: int) -> None:
         for index in range(self.device_count()):

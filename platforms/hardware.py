@@ -1,0 +1,121 @@
+"""Hardware that no built-in platform serves: told by PCI ids, and by device nodes where there is no PCI.
+
+Nodes such as ``/dev/accel*`` belong to several vendors and are never asked. Sources: the ids of pci.ids
+(https://pci-ids.ucw.cz), the drivers habanalabs and ivpu (drivers/accel of Linux, HabanaAI/hl-thunk), Huawei's
+npu-driver installer (PCIE_BDF_310 and its siblings); for the classes the detectors of gpustack/runtime; more beside the
+rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from opgraft.evidence import Sighting
+from opgraft.machine import Machine
+from opgraft.platforms.pci import FOLDER, PciFunction, pci_functions
+
+DISPLAY, PROCESSOR, ACCELERATOR = 0x03, 0x0B, 0x12
+MACOS = "/System/Library/CoreServices/SystemVersion.plist"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One row of the table.
+
+    Attributes:
+        name: what they are called where ``models`` does not know the id.
+        vendor: PCI vendor id.
+        classes: upper bytes of the PCI class that processing functions have; a vendor's other functions do not count.
+        served_by: the software that makes a PyTorch device of them.
+        models: device ids and what they are called.
+        only_models: whether functions with other ids do not count.
+        nodes: what their device nodes are called, where PCI may not show them.
+    """
+
+    name: str
+    vendor: int
+    classes: frozenset[int]
+    served_by: str
+    models: Mapping[int, str] = field(default_factory=dict)
+    only_models: bool = False
+    nodes: str = ""
+
+
+_GPU = frozenset({DISPLAY, ACCELERATOR})
+_NPU = frozenset({ACCELERATOR})
+
+KINDS: Sequence[Kind] = (
+    # Class 03 of this vendor is the board management controller's VGA (pci.ids: 1711), a127 another accelerator.
+    Kind(
+        "Huawei Ascend",
+        0x19E5,
+        _NPU,
+        "torch_npu (device npu)",
+        {
+            0xD100: "Huawei Ascend 310",
+            0xD500: "Huawei Ascend 310P",
+            0xD801: "Huawei Ascend 910",
+            0xD802: "Huawei Ascend 910B",
+            0xD803: "Huawei Ascend 910C",
+        },
+        only_models=True,
+        nodes=r"davinci\d{1,3}",
+    ),
+    Kind(
+        "Intel Gaudi",
+        0x1DA3,
+        _NPU,
+        "Intel's bridge habana_frameworks.torch (device hpu)",
+        {
+            0x0001: "Habana Goya",
+            0x0030: "Habana Greco",
+            **dict.fromkeys((0x1020, 0x1021, 0x1030), "Intel Gaudi 2"),
+            **dict.fromkeys(range(0x1060, 0x1070), "Intel Gaudi 3"),
+        },
+    ),
+    Kind(
+        "Intel NPU",
+        0x8086,
+        _NPU,
+        "OpenVINO; PyTorch has no device for it",
+        dict.fromkeys((0x7D1D, 0xAD1D, 0x643E, 0xB03E), "Intel NPU"),
+        only_models=True,
+    ),
+    Kind("MetaX GPU", 0x9999, _GPU, "MetaX's build of torch for MACA (device cuda)"),
+    Kind("Moore Threads GPU", 0x1ED5, _GPU, "torch_musa (device musa)"),
+    Kind("Cambricon MLU", 0xCABC, _GPU, "torch_mlu (device mlu)"),
+    # Its processors share the vendor's id. DCUs are display controllers or co-processors (0b40), as PaddlePaddle's
+    # guide for K100_AI finds them: lspci | grep -i -E "disp|co-pro".
+    Kind("Hygon DCU", 0x1D94, _GPU | {PROCESSOR}, "Hygon's build of torch for DTK (device cuda)"),
+    Kind("Iluvatar GPU", 0x1E3E, _GPU, "Iluvatar's build of torch for CoreX (device cuda)"),
+)
+
+
+def sightings(machine: Machine) -> Iterator[Sighting]:
+    """What the table recognises on a machine, by kind."""
+    for kind in KINDS:
+        functions = [function for function in pci_functions(machine, kind.vendor) if _is_one(kind, function)]
+        names = [kind.models.get(function.device, kind.name) for function in functions]
+        for name in dict.fromkeys(names):
+            addresses = tuple(f.address for f, own in zip(functions, names, strict=True) if own == name)
+            yield Sighting(name, len(addresses), FOLDER, addresses, _remedy(kind.served_by))
+        if not functions and kind.nodes:
+            yield from _by_node(machine, kind)
+    if not machine.names("/proc") and machine.exists(MACOS):
+        yield Sighting("Apple GPU", 1, MACOS, (), _remedy("PyTorch itself (device mps)"))
+
+
+def _is_one(kind: Kind, function: PciFunction) -> bool:
+    return function.kind in kind.classes and (not kind.only_models or function.device in kind.models)
+
+
+def _by_node(machine: Machine, kind: Kind) -> Iterator[Sighting]:
+    found = [name for name in machine.names("/dev") if re.fullmatch(kind.nodes, name)]
+    if found:
+        yield Sighting(kind.name, len(found), f"/dev/{found[0]}", (), _remedy(kind.served_by))
+
+
+def _remedy(served_by: str) -> str:
+    return f"served by {served_by}; install a plugin that offers it as a platform of opgraft, or write one"
