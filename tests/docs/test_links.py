@@ -1,0 +1,67 @@
+"""Links lead somewhere, every page is reached, and the site's configuration knows them all."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+DOCS = sorted((REPOSITORY / "docs").rglob("*.md"))
+PAGES = [*sorted(REPOSITORY.glob("*.md")), *DOCS, *sorted((REPOSITORY / "reference_plugins").glob("*/README.md"))]
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+
+
+def prose_of(page: Path) -> str:
+    """The text of a page without its fenced blocks."""
+    return re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def links_of(page: Path) -> list[str]:
+    return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", prose_of(page)))
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of headings: lower case, punctuation dropped, spaces as dashes."""
+    headings = re.findall(r"^#+ (.+)$", prose_of(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@each_page
+def test_internal_links_resolve(page: Path) -> None:
+    """Each link to a file of the repository leads to a file, and to a heading in it where it names one."""
+    for link in links_of(page):
+        if "://" not in link:
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors_of(target), link
+
+
+@each_page
+def test_external_links_are_https(page: Path) -> None:
+    """No link sends a reader over an unencrypted connection."""
+    assert [link for link in links_of(page) if link.startswith("http://")] == []
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """The site's navigation lists the pages on disk, each once."""
+    listed = re.findall(r"[\w/-]+\.md", (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))
+    assert sorted(listed) == sorted(str(page.relative_to(REPOSITORY / "docs")) for page in DOCS)
+
+
+def test_every_page_is_linked_from_the_first() -> None:
+    """The first page leads to every other one."""
+    linked = {link.partition("#")[0] for link in links_of(REPOSITORY / "docs/index.md")}
+    assert {str(page.relative_to(REPOSITORY / "docs")) for page in DOCS} - linked == {"index.md"}
+
+
+@each_page
+def test_a_page_has_one_title_and_short_lines(page: Path) -> None:
+    """A page begins with its one title; prose lines fit 120 columns."""
+    text = prose_of(page)
+    assert text.startswith("# ")
+    assert len(re.findall(r"^# ", text, re.M)) == 1
+    assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")] == []

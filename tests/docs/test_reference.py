@@ -1,0 +1,212 @@
+"""The reference is complete and says nothing that does not exist."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import opgraft
+import pytest
+import tomllib
+from opgraft import errors, ops
+from opgraft.cli import cli as root
+from opgraft.config import FIELDS
+from opgraft.environment import VARIABLES
+from opgraft.plugins import hookspecs
+
+REPOSITORY = Path(__file__).parents[2]
+REFERENCE = REPOSITORY / "docs/reference"
+
+
+def text_of(page: str) -> str:
+    return (REFERENCE / f"{page}.md").read_text(encoding="utf-8")
+
+
+def rows_of(page: str, header: str) -> list[list[str]]:
+    """The rows of the tables of a page whose first header cell is ``header``, as cells without code marks."""
+    rows, inside = [], False
+    for line in text_of(page).splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if not line.startswith("|"):
+            inside = False
+        elif cells[0] == header:
+            inside = True
+        elif inside and not set(cells[0]) <= {"-"}:
+            rows.append(cells)
+    return rows
+
+
+def code(cell: str) -> str:
+    """The first code span of a cell."""
+    (first, *_) = re.findall(r"`([^`]+)`", cell)
+    return first
+
+
+def names(page: str, header: str) -> list[str]:
+    return [code(row[0]) for row in rows_of(page, header)]
+
+
+def walk(command: click.Command, path: str) -> Iterator[tuple[str, click.Command]]:
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            sub = command.get_command(context, name)
+            assert sub is not None
+            yield from walk(sub, f"{path} {name}")
+    else:
+        yield path, command
+
+
+COMMANDS = dict(walk(root, "opgraft"))
+
+
+def section_of(path: str) -> str:
+    """What the page says below a command's heading, up to the next one."""
+    found = re.search(rf"^## `{path}( [A-Z]+)?`\n(.*?)(?=^## |\Z)", text_of("cli"), re.M | re.S)
+    assert found, f"cli.md has no heading for {path}"
+    return found[2]
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_every_command_is_described_with_its_options_and_schema(path: str) -> None:
+    """Each command has a heading, below it a row for each option of its own and the schema of its JSON."""
+    section = section_of(path)
+    settings = {f"--{name}" for name in FIELDS}
+    for parameter in COMMANDS[path].params:
+        options = set(parameter.opts) - settings - {"--json", "--help"}
+        if isinstance(parameter, click.Option) and options:
+            (option,) = options
+            assert f"| `{option}" in section, option
+    schema = path.replace(" ", ".") + "/1"
+    assert f"`{schema}`" in section
+
+
+def test_no_command_or_option_is_invented() -> None:
+    """Headings and option rows name only what the command line has."""
+    headings = re.findall(r"^## `(opgraft [a-z ]+?)(?: [A-Z]+)?`$", text_of("cli"), re.M)
+    assert sorted(headings) == sorted(COMMANDS)
+    real = {option for command in COMMANDS.values() for p in command.params for option in p.opts}
+    assert {cell.split()[0] for cell in names("cli", "option")} <= real
+
+
+def test_schemas_are_those_that_commands_print() -> None:
+    """The names of JSON schemas on the page are those in the source of the commands."""
+    source = "".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "core/cli").glob("*.py"))
+    printed = set(re.findall(r'print_json\("([^"]+)"', source))
+    assert set(re.findall(r"`(opgraft\.[a-z.]+/\d+)`", text_of("cli"))) == printed
+
+
+def test_every_setting_is_an_option_and_a_row() -> None:
+    """The settings of both tables are the fields of the config."""
+    assert sorted(names("settings", "setting")) == sorted(FIELDS)
+    assert [cell.split()[0] for cell in names("cli", "option")[: len(FIELDS)]] == [f"--{name}" for name in FIELDS]
+
+
+def test_every_variable_is_a_row() -> None:
+    """The variables of the table are those that are read, and each names a setting."""
+    assert sorted(names("settings", "variable")) == sorted(VARIABLES)
+    assert {code(row[1]) for row in rows_of("settings", "variable")} <= set(FIELDS)
+
+
+def test_every_hook_is_a_row_with_its_arguments() -> None:
+    """The hooks of the table are those that are specified, called as they are specified."""
+    specified = {
+        f"{name}({', '.join(inspect.signature(hook).parameters)})"
+        for name, hook in vars(hookspecs).items()
+        if name.startswith("opgraft_")
+    }
+    assert set(names("hooks", "hook")) == specified
+
+
+def parameters_of(thing: object) -> list[str] | None:
+    """The names of the parameters, with ``*`` before those that only keywords reach; ``None`` where nothing tells."""
+    try:
+        parameters = inspect.signature(thing).parameters.values()  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+    found = [p.name for p in parameters if p.name != "self"]
+    keyword_only = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    return [*found[: len(found) - len(keyword_only)], *(["*"] if keyword_only else []), *keyword_only]
+
+
+def split_call(call: str) -> tuple[str, list[str] | None]:
+    """``f(a, b)`` as its name and parameters; ``None`` for parameters where only the name is given."""
+    name, bracket, rest = call.partition("(")
+    return name, [part.strip() for part in rest.rstrip(")").split(",") if part.strip()] if bracket else None
+
+
+def test_every_public_name_is_a_row_with_its_parameters() -> None:
+    """The names of the API page are those of opgraft.__all__; where a call is shown, its parameters are right."""
+    documented = dict(split_call(name) for name in names("api", "name"))
+    assert sorted(documented) == sorted(opgraft.__all__)
+    for name, parameters in documented.items():
+        if parameters is not None:
+            assert parameters == parameters_of(getattr(opgraft, name)), name
+
+
+@pytest.mark.parametrize("cls", [opgraft.CustomOp, opgraft.Platform, opgraft.Machine])
+def test_every_member_of_the_contracts_is_described(cls: type) -> None:
+    """What authors of ops, platforms and probes may use or must define is in the tables, with its parameters."""
+    listed = [split_call(span) for row in rows_of("api", "member") for span in re.findall(r"`([^`]+)`", row[0])]
+    own = [name for name in vars(cls) if not name.startswith("_") and name not in ("forward", "root", "environ")]
+    fields = set(getattr(cls, "__dataclass_fields__", ()))
+    for name in set(own) - fields:
+        assert name in dict(listed), name
+        for _, parameters in [row for row in listed if row[0] == name and row[1] is not None]:
+            assert parameters == parameters_of(getattr(cls, name)), name
+
+
+def test_every_error_is_a_row_with_its_exit_code_and_base() -> None:
+    """The table of errors has each class, what else it is, and what the command line ends with."""
+    rows = {code(row[0]): row for row in rows_of("errors", "error")}
+    classes = {n: c for n, c in vars(errors).items() if isinstance(c, type) and issubclass(c, errors.OpgraftError)}
+    assert sorted(rows) == sorted(classes)
+    for name, cls in classes.items():
+        _, also, exit_code, _ = rows[name]
+        others = [base.__name__ for base in cls.__bases__ if base not in (errors.OpgraftError, Exception)]
+        assert re.findall(r"`([^`]+)`", also) == others, name
+        assert int(exit_code) == cls.exit_code, name
+
+
+def test_exit_codes_are_those_of_errors() -> None:
+    """Every exit code that an error has is in the table of the command line."""
+    listed = {int(row[0]) for row in rows_of("cli", "code")}
+    used = {c.exit_code for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.OpgraftError)}
+    assert used | {0} == listed
+
+
+def test_every_op_is_a_row_with_class_constructor_and_call() -> None:
+    """The table of ops is the registry: name, class, the constructor's parameters and those of the call."""
+    registered = {name: cls for name, cls in ops.CustomOp.op_registry.items() if cls.__module__.startswith("opgraft.")}
+    rows = {code(row[0]): row for row in rows_of("ops", "name")}
+    assert sorted(rows) == sorted(registered)
+    for name, cls in registered.items():
+        documented, parameters = split_call(code(rows[name][1]))
+        assert getattr(ops, documented) is cls, name
+        own = cls.__init__ is not ops.CustomOp.__init__
+        constructor = parameters_of(cls.__init__) if own else []
+        assert parameters == [p for p in constructor or [] if p != "*"], name
+        call = [p for p in parameters_of(cls.forward_native) or [] if p != "*"]
+        assert split_call(code(rows[name][2]))[1] == call, name
+        assert rows[name][3], f"{name} has no maths"
+
+
+def test_every_exported_class_of_ops_is_mentioned() -> None:
+    """The page names each class of opgraft.ops."""
+    bases = ("CustomOp", "PluggableLayer", "maybe_get_oot_by_class")
+    assert [name for name in ops.__all__ if name not in bases and f"`{name}" not in text_of("ops")] == []
+
+
+def test_every_built_in_platform_is_a_row() -> None:
+    """The platforms of the table are those that opgraft itself offers, each with its priority."""
+    pyproject = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    points = pyproject["project"]["entry-points"]["opgraft.platforms"]
+    rows = {code(row[0]): row for row in rows_of("platforms", "platform")}
+    assert sorted(rows) == sorted(points)
+    for name, value in points.items():
+        module, _, attribute = value.partition(":")
+        spec = getattr(pytest.importorskip(module), attribute)
+        assert int(rows[name][3]) == spec.priority

@@ -1,0 +1,48 @@
+"""The examples that users copy are typed as strictly as the code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+GUIDES = ["implement-an-op", "replace-an-op", "device-plugin"]
+
+
+@pytest.fixture
+def importable(tmp_path: Path) -> Path:
+    """A folder of links from which type checkers read opgraft, however it is installed."""
+    package = tmp_path / "path" / "opgraft"
+    package.mkdir(parents=True)
+    for source in [*(REPOSITORY / "core").iterdir(), REPOSITORY / "platforms", REPOSITORY / "plugins"]:
+        if source.name != "__pycache__":
+            (package / source.name).symlink_to(source)
+    return package.parent
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_guides_are_typed(tmp_path: Path, importable: Path, blocks_of) -> None:
+    """mypy --strict has nothing to say about the Python of the guides: each page as a module, each file as itself."""
+    examples = tmp_path / "examples"
+    examples.mkdir()
+    for guide in GUIDES:
+        module: list[str] = []
+        for block in blocks_of(REPOSITORY / "docs" / "how-to" / f"{guide}.md"):
+            if block.language == "python" and block.title:
+                target = examples / Path(block.title.removeprefix("reference_plugins/"))
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(block.text, encoding="utf-8")
+            elif block.language == "python":
+                module.append(block.text)
+        (examples / f"{guide.replace('-', '_')}.py").write_text("\n\n".join(module), encoding="utf-8")
+    roots = [examples / "acme-ops", examples / "opgraft-toy-npu" / "src"]
+    variables = {**os.environ, "MYPYPATH": os.pathsep.join(map(str, [importable, *roots]))}
+    options = ["--strict", "--follow-imports=silent", "--explicit-package-bases"]
+    cache = ["--cache-dir", str(REPOSITORY / ".mypy_cache" / "docs")]
+    command = [sys.executable, "-m", "mypy", *options, *cache, *map(str, examples.rglob("*.py"))]
+    result = subprocess.run(command, cwd=examples, env=variables, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
