@@ -108,7 +108,8 @@ class RecordingMachine(Machine):
             _place(folder, path).write_text(scrub(text), encoding="utf-8")
         for path, target in links.items():
             _place(folder, path).symlink_to(target)
-        for path in sorted(self.memo["folders"]):  # what was only listed: an empty file, or a folder as its files need
+        # What was only listed becomes an empty file; backwards, so that a folder comes after what lies in it.
+        for path in sorted(self.memo["folders"], reverse=True):
             if not os.path.lexists(_place(folder, path)):
                 _place(folder, path).touch()
         _place(folder, RECORD).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

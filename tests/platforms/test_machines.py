@@ -1,0 +1,106 @@
+"""What ``opgraft detect`` says about each fixture machine, compared with the files in tests/machines/snapshots.
+
+After a change that is meant to be seen: ``UPDATE_SNAPSHOTS=1 pytest tests/platforms/test_machines.py``, and read the
+difference as a user would.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import opgraft
+import pytest
+from click.testing import CliRunner
+from machines.build import build, machines
+from opgraft.cli import cli as command_line
+from opgraft.machine import Machine
+from opgraft.recording import RecordingMachine
+
+SNAPSHOTS = Path(__file__).parents[1] / "machines" / "snapshots"
+UPDATE = os.environ.get("UPDATE_SNAPSHOTS") == "1"
+each_machine = pytest.mark.parametrize("name", sorted(machines()))
+
+
+def compare(file: str, text: str) -> None:
+    """Hold a text to its snapshot, or write it where snapshots are being renewed."""
+    path = SNAPSHOTS / file
+    if UPDATE:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    assert path.is_file(), f"no snapshot {path}: see the head of this file"
+    assert text == path.read_text(encoding="utf-8")
+
+
+def detect(*arguments: str) -> str:
+    """What the command prints, without the version of opgraft."""
+    result = CliRunner().invoke(command_line, ["detect", *arguments], env={"COLUMNS": "100"}, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output.replace(opgraft.__version__, "VERSION")
+
+
+@each_machine
+def test_the_text(name: str, machine_folder) -> None:
+    """The short form names the platform, its devices, and what is missing for the others."""
+    compare(f"{name}.txt", detect("--root", str(machine_folder(name))))
+
+
+@each_machine
+def test_the_json(name: str, machine_folder) -> None:
+    """The JSON holds every candidate with its evidence."""
+    text = detect("--root", str(machine_folder(name)), "--json")
+    assert json.loads(text)["schema"] == "opgraft.detect/1"
+    compare(f"{name}.json", text)
+
+
+def test_every_snapshot_has_its_machine() -> None:
+    """No snapshot is left over from a machine that is gone."""
+    expected = {f"{name}.{kind}" for name in machines() for kind in ("txt", "json")}
+    assert {path.name for path in SNAPSHOTS.iterdir()} == expected
+
+
+@each_machine
+def test_probes_are_pure(name: str, machine_folder, built_in_probes) -> None:
+    """Asked twice about the same files, in a machine of its own each time, a probe says the same."""
+    for probe in built_in_probes.values():
+        assert probe(Machine.recorded(machine_folder(name))) == probe(Machine.recorded(machine_folder(name)))
+
+
+@each_machine
+def test_probes_are_fast(name: str, machine_folder, built_in_probes) -> None:
+    """No probe takes 50 ms, on the largest machine either; the best of five, for the sake of busy test machines."""
+    for probe in built_in_probes.values():
+        assert min(seconds(probe, machine_folder(name)) for _ in range(5)) < 0.05
+
+
+def seconds(probe, folder: Path) -> float:
+    machine = Machine.recorded(folder)
+    start = time.perf_counter()
+    probe(machine)
+    return time.perf_counter() - start
+
+
+@each_machine
+def test_a_recording_decides_the_same(name: str, machine_folder, built_in_probes, tmp_path: Path) -> None:
+    """What the probes read of a machine, written down, gives the evidence of the machine itself."""
+    if name == "nvidia-two-by-uuid":
+        pytest.skip("a recording makes all UUIDs the same, by intent")
+    recording = RecordingMachine(Machine.recorded(machine_folder(name)))
+    evidence = {platform: probe(recording) for platform, probe in built_in_probes.items()}
+    recording.write(tmp_path / "recorded")
+    replayed = Machine.recorded(tmp_path / "recorded")
+    assert {platform: probe(replayed) for platform, probe in built_in_probes.items()} == evidence
+
+
+def test_building_is_repeatable(tmp_path: Path) -> None:
+    """The same name gives the same files each time; the largest machine has more than a thousand."""
+    first, second = build("nvidia-8-h100-mig", tmp_path / "a"), build("nvidia-8-h100-mig", tmp_path / "b")
+    assert tree(first) == tree(second)
+    assert len(tree(first)) > 1000
+
+
+def tree(folder: Path) -> dict[str, str]:
+    paths = (path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
+    return {str(p.relative_to(folder)): os.readlink(p) if p.is_symlink() else p.read_text() for p in paths}
