@@ -39,8 +39,11 @@ test: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
 
 # Stacks that need a torch of their own; each has an environment in the user's cache.
-test-xla test-ipex:
-	PYTHON=$(PYTHON) tools/lane.sh $(@:test-%=%)
+test-xla:
+	PYTHON=$(PYTHON) tools/lane.sh xla
+
+test-ipex:
+	PYTHON=$(PYTHON) tools/lane.sh ipex
 
 check: .venv/opgraft
 	$(BIN)/ruff check .
