@@ -30,8 +30,8 @@ def list_ops(as_json: bool) -> None:
         print_json("opgraft.ops.list/1", {"platform": current_platform().name, "ops": rows})
         return
     click.echo(f"platform: {current_platform().name}")
-    header = ("op", "class", "kernel", "provider", "enabled")
-    print_table(header, ([row[column] for column in header] for row in rows))
+    notes = {True: "", False: ", disabled"}
+    print_table(("op", "kernel"), ((r["op"], f"{r['kernel']} of {r['provider']}{notes[r['enabled']]}") for r in rows))
 
 
 @command.command("explain")

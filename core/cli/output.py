@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 from opgraft.config import FIELDS, config_from_fields, parse_text, set_config
+from opgraft.text import WIDTH, table
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON of a versioned schema instead of text.")
 
@@ -37,7 +38,7 @@ def print_json(schema: str, data: dict[str, Any]) -> None:
 
 def print_wrapped(text: str, indent: str = "") -> None:
     """Text wrapped to the terminal, or to 80 columns where there is none."""
-    width = min(shutil.get_terminal_size((80, 24)).columns, 100)
+    width = min(_width(), 100)
     for line in text.splitlines():
         hanging = indent + " " * (len(line) - len(line.lstrip()) + 2)
         lines = textwrap.wrap(
@@ -52,11 +53,12 @@ def print_wrapped(text: str, indent: str = "") -> None:
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Columns padded to their widest cell."""
-    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    for row in cells:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    """Aligned columns that fit the terminal, or 80 columns where there is none."""
+    click.echo("\n".join(table([header, *rows], _width())))
+
+
+def _width() -> int:
+    return shutil.get_terminal_size((WIDTH, 24)).columns
 
 
 def _parameter(field: str) -> str:

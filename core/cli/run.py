@@ -11,7 +11,7 @@ import click
 import rich.progress
 import torch
 from opgraft.checkpoint import open_checkpoint
-from opgraft.cli.output import json_option, print_json, print_table, print_wrapped, with_settings
+from opgraft.cli.output import json_option, print_json, print_wrapped, with_settings
 from opgraft.errors import InputError
 from opgraft.grafting import GraftReport, graft
 from opgraft.plugins.selection import selected_platform
@@ -103,11 +103,7 @@ def _print_as_text(
         print_wrapped(f"{text}\n  -> {answer}", indent="  ")
     click.echo()
     print_wrapped(selected_platform().decision.summary())
-    print_table(
-        ("op", "kernel", "provider", "count"),
-        ((row.op, row.implementation, row.provider, row.count) for row in report.counts()),
-    )
-    click.echo(f"left alone: {len(report.left_alone)} modules")
+    click.echo(f"\n{report}\n")
     if comparison:
         ratio = comparison.grafted_seconds / comparison.plain_seconds
         same = "the same answers" if comparison.same_answers else "other answers"

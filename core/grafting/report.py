@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
 from typing import Any
 
 from opgraft.decision import Provider
-
-_WIDTH = 80
+from opgraft.text import table
 
 
 @dataclass(frozen=True)
@@ -75,23 +72,9 @@ class GraftReport:
         head = [f"{len(self.replaced)} modules replaced, {len(self.left_alone)} left alone"]
         served = [(str(row.count), row.op, f"{row.implementation} of {row.provider}") for row in self.counts()]
         if served:
-            head += ["", *_table([("count", "op", "implementation"), *served])]
+            head += ["", *table([("count", "op", "implementation"), *served])]
         stayed = Counter((row.source, row.reason) for row in self.left_alone).most_common()
         if stayed:
             rows = [(str(count), source, reason) for (source, reason), count in stayed]
-            head += ["", *_table([("count", "left alone", "reason"), *rows])]
+            head += ["", *table([("count", "left alone", "reason"), *rows])]
         return "\n".join(head)
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Rows as lines of aligned columns; the widest columns give way, and their cells go on in the next line."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    gaps = 2 * (len(widths) - 1)
-    while sum(widths) + gaps > _WIDTH:
-        widths[widths.index(max(widths))] -= 1
-    lines = []
-    for row in rows:
-        cells = [textwrap.wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
-        for parts in zip_longest(*cells, fillvalue=""):
-            lines.append("  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True)).rstrip())
-    return lines

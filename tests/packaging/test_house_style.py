@@ -20,6 +20,7 @@ LAYERS = [
     # Ground floor: no torch, no state.
     "opgraft",  # __version__; the lazy facade names every floor and imports none
     "opgraft.errors",
+    "opgraft.text",
     "opgraft.environment",
     "opgraft.config",
     "opgraft.evidence",
