@@ -1,7 +1,8 @@
 """Attention by blocks with an online softmax: Milakov and Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135.
 
 A program of the grid holds one block of queries and walks the blocks of keys and values, so its memory does not grow
-with the sequence. It was checked by Pallas's interpreter on a CPU; nobody has compiled it for a TPU yet.
+with the sequence. Its numbers were checked in Pallas's interpreter on a CPU, and jax lowers it for a TPU; it has not
+been run on one.
 """
 
 from __future__ import annotations
