@@ -16,6 +16,21 @@ from opgraft.state import host_state
 REPOSITORY = Path(__file__).parent.parent
 TOY_NPU = REPOSITORY / "reference_plugins" / "opgraft-toy-npu"
 
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU, visibly, where there is none; torch is asked only if a test needs one."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not _has_gpu():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="torch.cuda.is_available() is false"))
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 _FOREIGN = {offer.provider.name for offer in discovery.scan().offers if not offer.built_in}
 
 
