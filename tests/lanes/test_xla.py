@@ -252,11 +252,12 @@ def test_attention_in_pallas_compiles(pallas: None) -> None:
 def test_the_kernel_lowers_for_a_tpu(pallas: None, is_causal: bool) -> None:
     """Without the interpreter the kernel becomes a program for a TPU, as far as that can be told without one."""
     import jax
+    from jax import export
     from opgraft_pallas import kernel
 
     shapes = [jax.ShapeDtypeStruct((heads, tokens, 64), "bfloat16") for heads, tokens in ((6, 200), (2, 300), (2, 300))]
     function = jax.jit(kernel.attention(0.125, is_causal, False))
-    assert "tpu_custom_call" in jax.export.export(function, platforms=["tpu"])(*shapes).mlir_module()
+    assert "tpu_custom_call" in export.export(function, platforms=["tpu"])(*shapes).mlir_module()
 
 
 def test_a_grafted_llama_attends_in_pallas(pallas: None, monkeypatch: pytest.MonkeyPatch) -> None:

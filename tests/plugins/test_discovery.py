@@ -19,9 +19,10 @@ def test_nothing_is_imported_by_discovery(site) -> None:
     assert "acme_ops" not in sys.modules
 
 
-def test_the_built_in_platform_is_an_entry_point_like_any(site) -> None:
-    """The CPU platform is found through opgraft's own metadata."""
-    assert [offer.name for offer in discover().of_group(PLATFORM_GROUP) if offer.built_in] == ["cpu"]
+def test_the_built_in_platforms_are_entry_points_like_any(site) -> None:
+    """The platforms of opgraft are found through its own metadata."""
+    built_in = [offer.name for offer in discover().of_group(PLATFORM_GROUP) if offer.built_in]
+    assert sorted(built_in) == ["cpu", "cuda", "rocm", "tpu", "xpu"]
 
 
 def test_one_scan_per_process(site) -> None:
