@@ -53,6 +53,7 @@ check: .venv/opgraft
 
 bench: .venv/opgraft
 	$(BIN)/python benchmarks/mechanism.py
+	$(BIN)/python benchmarks/detection.py
 
 docs: .venv/docs
 	$(BIN)/mkdocs build --strict
