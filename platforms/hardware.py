@@ -79,7 +79,7 @@ KINDS: Sequence[Kind] = (
         "Intel NPU",
         0x8086,
         _NPU,
-        "OpenVINO; PyTorch has no device for it",
+        "OpenVINO (PyTorch has no device for it)",
         dict.fromkeys((0x7D1D, 0xAD1D, 0x643E, 0xB03E), "Intel NPU"),
         only_models=True,
     ),

@@ -65,8 +65,9 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Choice:
-    """The package that fits, or ``None``; ``facts`` say why for each, and ``remedy`` what to install."""
+    """The package that fits ``torch``, or ``None``; ``facts`` say why for each, and ``remedy`` what to install."""
 
+    torch: str
     package: RuntimePackage | None
     version: str
     facts: tuple[Fact, ...]
@@ -77,6 +78,7 @@ def choose(machine: Machine) -> Choice:
     """The first package of the table that is installed and fits the installed torch."""
     build = machine.torch_build()
     torch = build.version if build else None
+    installed = f"torch {torch}" if torch else "no torch"
     facts = [Fact("package torch", torch or "not installed")]
     for package in PACKAGES:
         version = machine.version_of(package.name)
@@ -88,8 +90,8 @@ def choose(machine: Machine) -> Choice:
             facts.append(Fact(f"package {package.name}", f"{version} was built for torch {package.torch}"))
         else:
             says = f"{version} fits: device {package.device_type}, compile backend {package.compile_backend}"
-            return Choice(package, version, (*facts, Fact(f"package {package.name}", says)))
-    return Choice(None, "", tuple(facts), _remedy(torch))
+            return Choice(installed, package, version, (*facts, Fact(f"package {package.name}", says)))
+    return Choice(installed, None, "", tuple(facts), _remedy(torch))
 
 
 def _remedy(torch: str | None) -> str:

@@ -24,7 +24,7 @@ class TpuPlatform(Platform):
         choice = choose(Machine())
         if choice.package is None:
             facts = "; ".join(f"{fact.source}: {fact.value}" for fact in choice.facts)
-            raise PlatformError(f"no package for TPUs fits the installed torch ({facts}): {choice.remedy}")
+            raise PlatformError(f"no package for TPUs fits {choice.torch} ({facts}): {choice.remedy}")
         self.package: RuntimePackage = choice.package
         module, _, name = self.package.adapter.partition(":")
         self._adapter: Adapter = getattr(importlib.import_module(module), name)()
@@ -49,10 +49,11 @@ class TpuPlatform(Platform):
         dtypes = (torch.bfloat16, torch.float32)
         if self._adapter.on_cpu():
             return DeviceCapability("XLA on the CPU", (*dtypes, torch.float64, torch.float16))
-        devices = probe(Machine()).devices
-        device = devices[min(index, len(devices) - 1)]  # up to v3 and in v7x a chip is two devices
-        features = (device.capability,) if device.capability else ()
-        return DeviceCapability(device.name, dtypes, features=features)
+        chips = probe(Machine()).devices
+        if not chips:
+            return DeviceCapability("Google TPU", dtypes)
+        chip = chips[min(index, len(chips) - 1)]  # all of a host are alike; in some generations a chip is two devices
+        return DeviceCapability(chip.name, dtypes, features=(chip.capability,) if chip.capability else ())
 
     def memory(self, index: int = 0) -> DeviceMemory:
         return self._adapter.memory(index)

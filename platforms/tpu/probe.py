@@ -61,8 +61,9 @@ def probe(machine: Machine) -> Evidence:
     if wants_cpu and choice.package and choice.package.xla_clients:
         return Evidence(True, f"{SELECTOR}=CPU: {CPU_CLIENT}", devices, facts)
     if not found:
-        return Evidence(False, f"{SELECTOR}=CPU is set, but no TPU is there and no torch_xla that fits", (), facts)
-    obstacles = (within_reach[0].obstacle, _all_hidden(visible), _no_runtime(machine, choice))
+        neither = f"there is neither a TPU nor a torch_xla that fits {choice.torch}"
+        return Evidence(False, f"{SELECTOR}=CPU is set, but {neither}", (), facts)
+    obstacles = (within_reach[0].obstacle, _all_hidden(machine, visible), _no_runtime(machine, choice))
     return verdict(_summary(found, within_reach, choice), devices, obstacles, facts)
 
 
@@ -73,7 +74,7 @@ def _generation(function: PciFunction) -> Generation | None:
 def _found(machine: Machine, function: PciFunction, index: int, choice: Choice) -> Found:
     generation = _generation(function) or Generation("?", 0)
     device = Device(
-        name=f"TPU {generation.name}",
+        name="Google TPU",
         capability=generation.name,
         memory=generation.memory * 2**30,
         pci_address=function.address,
@@ -104,21 +105,26 @@ def _obstacle(machine: Machine, function: PciFunction, index: int, only_vfio: bo
 
 def _visible(machine: Machine, count: int) -> tuple[int, ...]:
     """The positions that the first of the variables leaves visible; empty or not set, all."""
-    values = (machine.environ.get(name) for name in VISIBILITY_VARIABLES)
-    chosen = next((value for value in values if value), None)
-    if chosen is None:
-        return tuple(range(count))
-    return tuple(index for index in range(count) if str(index) in {part.strip() for part in chosen.split(",")})
+    variable = _visibility(machine)
+    chosen = {part.strip() for part in machine.environ[variable].split(",")} if variable else None
+    return tuple(index for index in range(count) if chosen is None or str(index) in chosen)
 
 
-def _all_hidden(visible: Sequence[int]) -> Obstacle | None:
-    names = " and ".join(VISIBILITY_VARIABLES)
-    return None if visible else Obstacle(f"{names} hide all of them", f"unset {names}, or list chips that exist")
+def _visibility(machine: Machine) -> str | None:
+    return next((name for name in VISIBILITY_VARIABLES if machine.environ.get(name)), None)
+
+
+def _all_hidden(machine: Machine, visible: Sequence[int]) -> Obstacle | None:
+    variable = _visibility(machine)
+    if visible or variable is None:
+        return None
+    hides = f"{variable}={machine.environ[variable]!r} hides all of them"
+    return Obstacle(hides, f"unset {variable}, or list chips that exist")
 
 
 def _no_runtime(machine: Machine, choice: Choice) -> Obstacle | None:
     if choice.package is None:
-        return Obstacle("no runtime package fits the installed torch", choice.remedy)
+        return Obstacle(f"no runtime package fits {choice.torch}", choice.remedy)
     wanted = machine.environ.get(SELECTOR, "") if choice.package.xla_clients else ""
     if wanted and wanted.split("_")[0].upper() != "TPU":
         return Obstacle(f"{SELECTOR}={wanted} asks for another device", f"unset {SELECTOR}, or set it to TPU")
@@ -129,7 +135,7 @@ def _no_runtime(machine: Machine, choice: Choice) -> Obstacle | None:
 
 
 def _summary(found: Sequence[Found], within_reach: Sequence[Found], choice: Choice) -> str:
-    name = found[0].device.name
+    name = f"TPU {found[0].device.capability}"
     some = f"{len(within_reach)} of {len(found)} {name} chips within reach"
     text = some if len(within_reach) < len(found) else counted(len(found), f"{name} chip")
     return f"{text}, through {choice.package.name} {choice.version}" if choice.package else text

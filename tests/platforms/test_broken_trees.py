@@ -115,7 +115,7 @@ def test_probes_survive_broken_trees(
     name: str, machine_folder, built_in_probes, read_paths, large_files, tmp_path: Path
 ) -> None:
     """Whatever stands where a probe looks, it answers with evidence, within a second."""
-    paths = read_paths(name)
+    paths = read_paths(name) or ["proc"]  # a Mac has nothing that they read
 
     @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(st.tuples(st.sampled_from(paths), DAMAGE), min_size=1, max_size=8))
