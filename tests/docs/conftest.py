@@ -32,7 +32,7 @@ _INCLUDED = re.compile(r'^--8<-- "(?P<path>[^"]+)"$', re.M)
 _OPGRAFT_ITSELF = r"(.* )?['\"]?\.(\[\w+\])?['\"]?"
 
 VOLATILE = {
-    r"\d+ x \S.*?GiB": "<this machine's CPU>",
+    r"\d+ x [^,]+,( [a-z0-9_ ]+,)? \d+ GiB": "<this machine's CPU>",
     r"/proc/cpuinfo: \d+ processors": "<its cores>",
     r"largest difference \d\.\de-0[6-9]": "largest difference <rounding>",
     r"plain [\d.]+ s, grafted [\d.]+ s \([\d.]+ of plain\)": "<times>",
