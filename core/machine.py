@@ -12,7 +12,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,36 +80,44 @@ class Machine:
         """Where an absolute path such as ``/proc/cpuinfo`` lies below the root."""
         return self.root / path.lstrip("/")
 
+    def _place(self, path: str) -> str:
+        """``path`` as a string: a probe asks for hundreds of files, and a Path costs as much as reading one."""
+        return os.path.join(self.root, path.lstrip("/"))
+
     def read(self, path: str) -> str | None:
         """The text of a file, at most 1 MiB of it, or ``None`` where it cannot be read."""
         try:
-            handle = os.open(self.path(path), os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not block the probe
-            with os.fdopen(handle, "rb") as file:
-                return (file.read(_LARGEST_FILE) or b"").decode("utf-8", errors="replace")
+            handle = os.open(self._place(path), os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not block the probe
         except (OSError, ValueError):
             return None
+        try:
+            return b"".join(_chunks(handle)).decode("utf-8", errors="replace")
+        except OSError:
+            return None
+        finally:
+            os.close(handle)
 
     def names(self, folder: str) -> list[str]:
         """The sorted names in a folder; none where it cannot be listed."""
         try:
-            return sorted(os.listdir(self.path(folder)))
+            return sorted(os.listdir(self._place(folder)))
         except (OSError, ValueError):
             return []
 
     def link(self, path: str) -> str | None:
         """The last part of a symbolic link's target, such as the name of a driver, or ``None``."""
         try:
-            return os.path.basename(os.readlink(self.path(path)))
+            return os.path.basename(os.readlink(self._place(path)))
         except (OSError, ValueError):
             return None
 
     def exists(self, path: str) -> bool:
         """Whether there is something at a path."""
-        return os.path.lexists(self.path(path))
+        return os.path.lexists(self._place(path))
 
     def may_open(self, path: str) -> bool:
         """Whether this user may read and write a device node."""
-        return path not in self.denied and os.access(self.path(path), os.R_OK | os.W_OK)
+        return path not in self.denied and os.access(self._place(path), os.R_OK | os.W_OK)
 
     def version_of(self, package: str) -> str | None:
         """The version of an installed distribution, or ``None``."""
@@ -123,6 +131,14 @@ class Machine:
     def torch_build(self) -> TorchBuild | None:
         """The installed torch, or ``None`` where there is none."""
         return self.torch if self.packages is not None else _installed_torch()
+
+
+def _chunks(handle: int) -> Iterator[bytes]:
+    """The content of an open file in pieces, up to ``_LARGEST_FILE``; most files of /sys are one short piece."""
+    left = _LARGEST_FILE
+    while left > 0 and (chunk := os.read(handle, min(left, 1 << 14))):
+        left -= len(chunk)
+        yield chunk
 
 
 @functools.lru_cache(maxsize=1)
