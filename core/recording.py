@@ -15,6 +15,7 @@ from opgraft.errors import InputError
 from opgraft.machine import RECORD, Machine
 
 _UUID = re.compile(r"\b[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b")
+_REST = "-0000-0000-0000-000000000000"
 _SERIAL = re.compile(r"(?im)^([^\S\n]*[\w ]*(?:serial|unique_id)[\w ]*[:=]?[^\S\n]+)\S+")
 
 
@@ -96,8 +97,11 @@ class RecordingMachine(Machine):
     def _write_tree(self, folder: Path) -> None:
         build = self.torch_build()
         seen = self.memo["variables"]
+        uuids: dict[str, str] = {}
         data = {
-            "environ": {name: scrub(seen.variables[name]) for name in sorted(seen.seen) if name in seen.variables},
+            "environ": {
+                name: scrub(seen.variables[name], uuids) for name in sorted(seen.seen) if name in seen.variables
+            },
             "packages": self.memo["packages"],
             "torch": {"version": build.version, "backends": dict(build.backends)} if build else None,
             "denied": sorted(self.memo["denied"]),
@@ -105,7 +109,7 @@ class RecordingMachine(Machine):
         files = {path: text for path, text in self.memo["files"].items() if text is not None}
         links = {path: target for path, target in self.memo["links"].items() if target is not None}
         for path, text in files.items():
-            _place(folder, path).write_text(scrub(text), encoding="utf-8")
+            _place(folder, path).write_text(scrub(text, uuids), encoding="utf-8")
         for path, target in links.items():
             _place(folder, path).symlink_to(target)
         # What was only listed becomes an empty file; backwards, so that a folder comes after what lies in it.
@@ -115,9 +119,12 @@ class RecordingMachine(Machine):
         _place(folder, RECORD).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
-def scrub(text: str) -> str:
-    """Replace what identifies one machine or its user: UUIDs, serial numbers, host name, home folder."""
-    text = _UUID.sub("00000000-0000-0000-0000-000000000000", text)
+def scrub(text: str, uuids: dict[str, str]) -> str:
+    """Replace what identifies one machine or its user: UUIDs, serial numbers, host name, home folder.
+
+    ``uuids`` keeps what stands for which UUID: a variable that names a device must go on naming it.
+    """
+    text = _UUID.sub(lambda match: uuids.setdefault(match[0].lower(), f"{len(uuids):08x}{_REST}"), text)
     text = _SERIAL.sub(r"\g<1>0", text)
     text = text.replace(str(Path.home()), "~") if Path.home() != Path("/") else text
     host = socket.gethostname()

@@ -194,7 +194,7 @@ MACHINES = {
     "nvidia-4-h100": h100(),
     "nvidia-all-hidden": h100(environ={"CUDA_VISIBLE_DEVICES": ""}),
     "nvidia-all-hidden-by-minus-one": h100(environ={"CUDA_VISIBLE_DEVICES": "-1"}),
-    "nvidia-two-by-uuid": h100(environ={"CUDA_VISIBLE_DEVICES": f"{uuid(3)},GPU-00000001"}),
+    "nvidia-two-by-uuid": h100(environ={"CUDA_VISIBLE_DEVICES": f"{uuid(3)},{uuid(1)}"}),
     "nvidia-no-permission": h100(denied=True),
     "nvidia-container-partial": h100(nodes=(1, 2)),
     "nvidia-container-no-nodes": container_without_nodes,
