@@ -37,8 +37,9 @@ install --no-build-isolation "$copy[demo,test]"
 
 export OMP_NUM_THREADS=1
 pytest=("$environment/bin/python" -m pytest)
-echo "==> The suite of the main environment, on this torch"
-"${pytest[@]}" --quiet --numprocesses 2 --dist loadgroup tests/core tests/ops tests/plugins tests/graft
 # In a process of its own: importing such a stack changes torch for the rest of the process.
 echo "==> The $lane stack itself"
 PJRT_DEVICE=CPU "${pytest[@]}" --quiet "tests/lanes/test_$lane.py" # the variable is for torch_xla: XLA's CPU client
+echo "==> The suite of the main environment, on this torch"
+others=(--ignore tests/lanes --ignore tests/packaging --ignore tests/docs) # the last two are about the main environment
+"${pytest[@]}" --quiet --numprocesses 2 --dist loadgroup "${others[@]}"
