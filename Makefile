@@ -49,7 +49,7 @@ check: .venv/opgraft
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p opgraft
-	$(BIN)/mypy benchmarks $(TOY_NPU)/src reference_plugins/opgraft-pallas/src
+	$(BIN)/mypy benchmarks $(TOY_NPU)/src reference_plugins/opgraft-pallas/src reference_plugins/opgraft-ipex/src
 
 bench: .venv/opgraft
 	$(BIN)/python benchmarks/mechanism.py

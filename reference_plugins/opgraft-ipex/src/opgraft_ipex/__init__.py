@@ -1,0 +1,1 @@
+"""Kernels of Intel's extension for PyTorch, for opgraft."""

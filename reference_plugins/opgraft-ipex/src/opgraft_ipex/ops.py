@@ -1,0 +1,82 @@
+"""The replacements. None has a backward: where a gradient is required, the native definition runs.
+
+Signatures: intel_extension_for_pytorch/llm/functional/fusions.py of release 2.8. The same functions serve CPUs and
+XPUs. They take float32 and half types; for everything else the native definition runs.
+"""
+
+from __future__ import annotations
+
+import opgraft
+import torch
+from intel_extension_for_pytorch.llm import functional as ipex
+from opgraft.ops import RMSNorm, RotaryEmbedding, SiluAndMul
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _served(*tensors: Tensor) -> bool:
+    """Whether the kernels take these: of one dtype that they know, and none empty."""
+    return tensors[0].dtype in DTYPES and all(t.dtype == tensors[0].dtype and t.numel() for t in tensors)
+
+
+@opgraft.CustomOp.register_oot("RMSNorm")
+class IpexRMSNorm(RMSNorm):
+    """With a residual, the sum is written to it, as the op allows."""
+
+    @opgraft.inference_only
+    def forward_cpu(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        others = [] if residual is None else [residual]
+        if self.variance_size_override is not None or not _served(x, self.weight, *others):
+            return self.forward_native(x, residual)
+        if x.shape[-1] != self.hidden_size or any(other.shape != x.shape for other in others):
+            return self.forward_native(x, residual)  # which says what is wrong
+        normed: Tensor
+        if residual is None:
+            normed = ipex.rms_norm(x.contiguous(), self.weight, self.variance_epsilon)
+            return normed
+        total = residual.contiguous()
+        normed = ipex.add_rms_norm(total, x.contiguous(), self.weight, None, self.variance_epsilon, True)
+        return normed, total
+
+    forward_xpu = forward_cpu
+
+
+@opgraft.CustomOp.register_oot("RotaryEmbedding")
+class IpexRotaryEmbedding(RotaryEmbedding):
+    """Rotates query and key in place, as the op allows, where whole heads are rotated."""
+
+    @opgraft.inference_only
+    def forward_cpu(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        tokens = positions.numel()
+        if key is None or self.rotary_dim != self.head_size or not _served(query, key) or not tokens:
+            return self.forward_native(positions, query, key)
+        if query.numel() % (tokens * self.head_size) or key.numel() % (tokens * self.head_size):
+            return self.forward_native(positions, query, key)  # which says what is wrong
+        cos, sin = self.cos_sin_cache[positions.flatten()].chunk(2, dim=-1)
+        rotated_query, rotated_key = ipex.rotary_embedding(
+            query.reshape(tokens, -1, self.head_size).contiguous(),
+            key.reshape(tokens, -1, self.head_size).contiguous(),
+            sin.contiguous(),
+            cos.contiguous(),
+            self.rotary_dim,
+            self.is_neox_style,
+        )
+        return rotated_query.reshape(query.shape), rotated_key.reshape(key.shape)
+
+    forward_xpu = forward_cpu
+
+
+@opgraft.CustomOp.register_oot("SiluAndMul")
+class IpexSiluAndMul(SiluAndMul):
+    """On CPUs the extension compiles this one with Inductor when it is first called."""
+
+    @opgraft.inference_only
+    def forward_cpu(self, x: Tensor) -> Tensor:
+        if not _served(x) or x.shape[-1] % 2:
+            return self.forward_native(x)
+        gate, up = x.chunk(2, dim=-1)
+        gated: Tensor = ipex.silu_mul(gate, up)
+        return gated
+
+    forward_xpu = forward_cpu
