@@ -29,7 +29,10 @@ for index in range(pynvml.nvmlDeviceGetCount()):
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     address = text(pynvml.nvmlDeviceGetPciInfo(handle).busId).lower()
     level = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-    memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
+    try:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
+    except pynvml.NVMLError:  # a GPU that shares the memory of the machine has no answer
+        memory = None
     rows.append([address, text(pynvml.nvmlDeviceGetName(handle)), "sm_%d%d" % tuple(level), memory])
 print(json.dumps(rows))
 """
@@ -59,7 +62,7 @@ def _ask() -> list[Device]:
         errors = child.stderr.decode(errors="replace").strip().splitlines()
         raise OSError(errors[-1] if errors else f"its process ended with status {child.returncode}")
     return [
-        Device(str(name), str(capability), int(memory), _sysfs_address(str(address)))
+        Device(str(name), str(capability), memory and int(memory), _sysfs_address(str(address)))
         for address, name, capability, memory in json.loads(child.stdout)
     ]
 

@@ -147,12 +147,13 @@ def test_no_torch_at_all(tmp_path: Path) -> None:
 FAKE_NVML = """
 import os, time
 from types import SimpleNamespace as Value
+class NVMLError(Exception): pass
 def nvmlInit(): {init}
 def nvmlDeviceGetCount(): return 1
 def nvmlDeviceGetHandleByIndex(index): return index
 def nvmlDeviceGetPciInfo(handle): return Value(busId=b"00000000:18:00.0")
 def nvmlDeviceGetCudaComputeCapability(handle): return [9, 0]
-def nvmlDeviceGetMemoryInfo(handle): return Value(total=85520809984)
+def nvmlDeviceGetMemoryInfo(handle): {memory}
 def nvmlDeviceGetName(handle): return "NVIDIA H100 80GB HBM3"
 """
 
@@ -164,8 +165,8 @@ class TestNvml:
     FOUND = Device("GPU", pci_address="0000:18:00.0")
 
     @staticmethod
-    def install(site, init: str) -> None:
-        (site.folder / "pynvml.py").write_text(FAKE_NVML.format(init=init))
+    def install(site, init: str, memory: str = "return Value(total=85520809984)") -> None:
+        (site.folder / "pynvml.py").write_text(FAKE_NVML.format(init=init, memory=memory))
 
     def test_it_adds_what_files_leave_open(self, site) -> None:
         """Memory and capability are filled in, by address; the name of the files stays."""
@@ -180,6 +181,11 @@ class TestNvml:
         self.install(site, "pass")
         known = Device("GPU", "sm_75", 1, "0000:18:00.0")
         assert nvml.with_detail(self.LIVE, [known])[0] == [known]
+
+    def test_a_gpu_without_memory_of_its_own(self, site) -> None:
+        """Where the library has no answer for memory, the rest of what it says counts."""
+        self.install(site, "pass", "raise NVMLError('Not Supported')")
+        assert nvml.with_detail(self.LIVE, [self.FOUND])[0] == [Device("GPU", "sm_90", None, "0000:18:00.0")]
 
     def test_it_tells_the_devices_of_a_windows_host(self, site) -> None:
         """Where the only file is a node without address, the library's list is the better one."""
