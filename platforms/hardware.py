@@ -8,7 +8,6 @@ rows.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +16,7 @@ from opgraft.machine import Machine
 from opgraft.platforms.pci import FOLDER, PciFunction, pci_functions
 
 DISPLAY, PROCESSOR, ACCELERATOR = 0x03, 0x0B, 0x12
+MOST_NODES = 64
 MACOS = "/System/Library/CoreServices/SystemVersion.plist"
 
 
@@ -31,7 +31,7 @@ class Kind:
         served_by: the software that makes a PyTorch device of them.
         models: device ids and what they are called.
         only_models: whether functions with other ids do not count.
-        nodes: what their device nodes are called, where PCI may not show them.
+        nodes: what their device nodes below /dev are called before their number, where PCI may not show them.
     """
 
     name: str
@@ -61,7 +61,7 @@ KINDS: Sequence[Kind] = (
             0xD803: "Huawei Ascend 910C",
         },
         only_models=True,
-        nodes=r"davinci\d{1,3}",
+        nodes="davinci",
     ),
     Kind(
         "Intel Gaudi",
@@ -103,7 +103,7 @@ def sightings(machine: Machine) -> Iterator[Sighting]:
             yield Sighting(name, len(addresses), FOLDER, addresses, _remedy(kind.served_by))
         if not functions and kind.nodes:
             yield from _by_node(machine, kind)
-    if not machine.names("/proc") and machine.exists(MACOS):
+    if machine.exists(MACOS) and not machine.exists("/proc"):
         yield Sighting("Apple GPU", 1, MACOS, (), _remedy("PyTorch itself (device mps)"))
 
 
@@ -112,9 +112,9 @@ def _is_one(kind: Kind, function: PciFunction) -> bool:
 
 
 def _by_node(machine: Machine, kind: Kind) -> Iterator[Sighting]:
-    found = [name for name in machine.names("/dev") if re.fullmatch(kind.nodes, name)]
+    found = [node for node in (f"/dev/{kind.nodes}{number}" for number in range(MOST_NODES)) if machine.exists(node)]
     if found:
-        yield Sighting(kind.name, len(found), f"/dev/{found[0]}", (), _remedy(kind.served_by))
+        yield Sighting(kind.name, len(found), found[0], (), _remedy(kind.served_by))
 
 
 def _remedy(served_by: str) -> str:

@@ -30,10 +30,12 @@ def command(show_all: bool, root: str | None, record: str | None, as_json: bool)
 
         machine = recording = RecordingMachine(machine)
         finish = partial(recording.write, Path(record))
-    _, decision = decide_platform(host_state().settings(), machine)
-    others = unclaimed_hardware(machine, decision)
-    if finish:
-        finish()
+    try:
+        _, decision = decide_platform(host_state().settings(), machine)
+        others = unclaimed_hardware(machine, decision)
+    finally:  # a bug report needs the recording most where there is no decision
+        if finish:
+            finish()
     problems = [{"provider": str(problem.provider), "reason": problem.reason} for problem in discover().problems]
     if as_json:
         data = {"decision": decision.to_dict(), "hardware": [other.to_dict() for other in others], "problems": problems}

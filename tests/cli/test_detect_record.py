@@ -1,0 +1,194 @@
+"""``opgraft detect --record``: what is written down stands for the machine, says nothing else, and is complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import uuid
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from click.testing import CliRunner
+from machines.build import Tree, build, machines
+from opgraft.cli import cli as command_line
+from opgraft.errors import OpgraftError
+from opgraft.machine import RECORD
+
+CARD = str(uuid.uuid4())
+SERIAL = "SN1324099876"
+HOST = "secret-host-17"
+
+
+class Answer(NamedTuple):
+    """What the command prints and ends with, as ``main`` has it."""
+
+    exit_code: int
+    output: str
+
+
+def detect(*arguments: str, **variables: str) -> Answer:
+    result = CliRunner().invoke(command_line, ["detect", *arguments], env=variables)
+    if isinstance(result.exception, OpgraftError):
+        return Answer(result.exception.exit_code, str(result.exception))
+    return Answer(result.exit_code, result.output)
+
+
+def contents(folder: Path) -> str:
+    """Every name, text and link target below a folder."""
+    paths = sorted(folder.rglob("*"))
+    texts = [path.read_text() for path in paths if path.is_file() and not path.is_symlink()]
+    targets = [os.readlink(path) for path in paths if path.is_symlink()]
+    return "\n".join([*map(str, paths), *texts, *targets])
+
+
+@pytest.mark.parametrize("name", sorted(machines()))
+def test_a_recording_stands_for_its_machine(name: str, tmp_path: Path) -> None:
+    """Detection says the same about the recording as about the machine, hardware without a platform included."""
+    root, recording = build(name, tmp_path / "machine"), tmp_path / "recording"
+    first = detect("--root", str(root), "--record", str(recording), "--json")
+    assert first.exit_code == 0, first.output
+    second = detect("--root", str(recording), "--json")
+    assert scrubbed(second.output) == scrubbed(first.output)
+
+
+def scrubbed(output: str) -> dict[str, object]:
+    """What was detected; UUIDs are replaced in a recording, which the values of variables show."""
+    data = json.loads(output)
+    for candidate in data["decision"]["candidates"]:
+        for fact in (candidate["evidence"] or {}).get("facts", ()):
+            fact["value"] = "UUIDs" if "GPU-" in fact["value"] else fact["value"]
+    return data
+
+
+@pytest.fixture
+def telling_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine whose files and variables hold what must not get into a bug report."""
+    monkeypatch.setenv("HOME", "/home/secret-user")
+    monkeypatch.setattr(socket, "gethostname", lambda: HOST)
+    root = build("nvidia-two-by-uuid", tmp_path / "machine")
+    tree = Tree(root)
+    for path in root.glob("proc/driver/nvidia/gpus/*/information"):
+        path.write_text(f"{path.read_text()}Serial Number: \t {SERIAL}\nGPU UUID: \t GPU-{CARD}\n")
+    tree.write("/proc/cpuinfo", f"processor\t: 0\nmodel name\t: Xeon of {HOST}\nflags\t\t: avx2\n")
+    record = json.loads((root / RECORD).read_text())
+    record["environ"] |= {
+        "CUDA_VISIBLE_DEVICES": f"GPU-{CARD}",
+        "TPU_VISIBLE_CHIPS": "/home/secret-user/chips",
+        "PASSWORD": "hunter2",
+    }
+    (root / RECORD).write_text(json.dumps(record))
+    return root
+
+
+def test_what_identifies_a_machine_is_left_out(telling_machine: Path, tmp_path: Path) -> None:
+    """UUIDs, serial numbers, the host's name and the home folder are replaced, in files and in variables."""
+    recording = tmp_path / "recording"
+    (telling_machine / "sys/bus/pci/devices/0000:00:1f.0").mkdir()
+    for name, value in (("vendor", "0x1ae0"), ("device", "0x006f"), ("class", "0xff0000")):
+        (telling_machine / "sys/bus/pci/devices/0000:00:1f.0" / name).write_text(value)
+    assert detect("--root", str(telling_machine), "--record", str(recording)).exit_code == 0
+    text = contents(recording)
+    for secret in (CARD, SERIAL, HOST, "secret-user", "hunter2", "PASSWORD"):
+        assert secret not in text, secret
+    assert "~/chips" in text
+    assert "Xeon of host" in text
+
+
+def test_only_variables_that_probes_ask_for(tmp_path: Path) -> None:
+    """A recording of this machine holds the variables that decide, and no other."""
+    recording = tmp_path / "recording"
+    result = detect("--record", str(recording), CUDA_VISIBLE_DEVICES="0", SECRET_TOKEN="hunter2")  # noqa: S106
+    assert result.exit_code == 0, result.output
+    environ = json.loads((recording / RECORD).read_text())["environ"]
+    assert "SECRET_TOKEN" not in environ
+    assert "PATH" not in environ
+    assert all(name.isupper() for name in environ)
+    assert "hunter2" not in contents(recording)
+
+
+def test_a_recording_is_small(tmp_path: Path) -> None:
+    """Only what probes look at is written, not the folders around it."""
+    root = build("google-tpu-v6e", tmp_path / "machine")
+    (root / "proc/self").mkdir()
+    (root / "proc/self/environ").write_text("SECRET=1")
+    (root / "etc").mkdir()
+    (root / "etc/shadow").write_text("root:secret")
+    recording = tmp_path / "recording"
+    assert detect("--root", str(root), "--record", str(recording)).exit_code == 0
+    assert not (recording / "proc/self").exists()
+    assert not (recording / "etc").exists()
+    assert (recording / "proc/cpuinfo").is_file()
+
+
+@pytest.mark.parametrize("target", ["full", "file"])
+def test_a_target_that_is_in_use_is_refused(target: str, tmp_path: Path) -> None:
+    """A folder with anything in it, or a file, is left as it is."""
+    root = build("cpu-avx2", tmp_path / "machine")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    result = detect("--root", str(root), "--record", str(tmp_path / target))
+    assert result.exit_code == 2
+    assert "is not empty: give a new folder" in result.output
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine"]
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_an_empty_folder_will_do(tmp_path: Path) -> None:
+    """A folder that exists and is empty, and one whose parents do not exist, are both written to."""
+    root = build("cpu-avx2", tmp_path / "machine")
+    (tmp_path / "empty").mkdir()
+    for target in ("empty", "not/there/yet"):
+        assert detect("--root", str(root), "--record", str(tmp_path / target)).exit_code == 0
+        assert (tmp_path / target / RECORD).is_file()
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    """A folder below a file is an error with its reason."""
+    root = build("cpu-avx2", tmp_path / "machine")
+    (tmp_path / "file").touch()
+    result = detect("--root", str(root), "--record", str(tmp_path / "file" / "recording"))
+    assert result.exit_code == 2
+    assert "cannot be written" in result.output
+
+
+@pytest.mark.parametrize("failing", ["symlink_to", "write_text", "touch"])
+def test_nothing_half_written_is_left(failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the disk is full half way, the folder is gone afterwards."""
+    root, recording = build("intel-2-max-1550", tmp_path / "machine"), tmp_path / "recording"
+    written: list[bool] = []
+
+    def full(self: Path, *arguments: object, **options: object) -> None:
+        written.append(any(recording.rglob("*")))
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, failing, full)
+    result = detect("--root", str(root), "--record", str(recording))
+    monkeypatch.undo()
+    assert result.exit_code == 2
+    assert "No space left on device" in result.output
+    assert written
+    assert not recording.exists()
+
+
+def test_a_decision_that_fails_is_recorded_too(tmp_path: Path) -> None:
+    """Where the platform asked for cannot be used, the recording shows why."""
+    root, recording = build("intel-max-torch-without-xpu", tmp_path / "machine"), tmp_path / "recording"
+    result = detect("--root", str(root), "--record", str(recording), OPGRAFT_PLATFORM="xpu")
+    assert result.exit_code == 3
+    again = detect("--root", str(recording), OPGRAFT_PLATFORM="xpu")
+    assert again.exit_code == 3
+    assert "built without xpu" in again.output
+
+
+def test_a_recording_that_is_damaged(tmp_path: Path) -> None:
+    """A folder without its machine.json, or with a damaged one, is named with the reason."""
+    root, recording = build("cpu-avx2", tmp_path / "machine"), tmp_path / "recording"
+    assert detect("--root", str(root), "--record", str(recording)).exit_code == 0
+    (recording / RECORD).write_text("{")
+    assert detect("--root", str(recording)).exit_code == 2
+    shutil.rmtree(recording)
+    assert detect("--root", str(recording)).exit_code == 2
