@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from inspect import isdatadescriptor, isroutine
 from typing import Any
 
 import torch
@@ -22,9 +23,13 @@ from opgraft.grafting.expressions import (
     constants_of,
     expression_of,
     norm_form,
+    result_dtype,
 )
 from opgraft.ops import GELU, FastGELU, GemmaRMSNorm, LayerNorm, Linear, NewGELU, QuickGELU, RMSNorm, SiLU
 from torch import Tensor, nn
+
+_REPLACEABLE = ("__init__", "forward", "extra_repr", "reset_parameters", "__repr__", "__annotate_func__")
+"""What a class may define without another module noticing when an op takes the place of its instance."""
 
 _TANH_SCALE = math.sqrt(2.0 / math.pi)
 
@@ -48,16 +53,16 @@ _NORMS: tuple[tuple[str, type[nn.Module], Callable[[Tensor, Tensor, float], Tens
 )
 
 
-def builtin_adapters() -> tuple[Adapter, ...]:
+def builtin_adapters(dtype: torch.dtype | None = None) -> tuple[Adapter, ...]:
     """The built-in rows, in the order in which they are tried. The last one says why a module is not recognised.
 
-    The rows remember what they traced: use them for one walk over a model.
+    The rows remember what they traced: use them for one walk over a model, whose activations have the ``dtype``.
     """
-    leaves = _Leaves()
+    leaves = _Leaves(dtype)
     return (
         Adapter("torch.nn.Linear", Linear, _linear),
         Adapter("torch.nn.LayerNorm", LayerNorm, _layer_norm),
-        Adapter("torch.nn.RMSNorm", RMSNorm, _rms_norm),
+        Adapter("torch.nn.RMSNorm", RMSNorm, partial(_rms_norm, dtype)),
         Adapter("torch.nn.GELU", GELU, _gelu),
         Adapter("torch.nn.SiLU", SiLU, _silu),
         *(Adapter(name, op, partial(leaves.activation, form, kwargs)) for name, op, kwargs, form in _ACTIVATIONS),
@@ -84,11 +89,12 @@ def _layer_norm(module: nn.Module) -> Mapping[str, Any] | None:
     }
 
 
-def _rms_norm(module: nn.Module) -> Mapping[str, Any] | None:
+def _rms_norm(dtype: torch.dtype | None, module: nn.Module) -> Mapping[str, Any] | None:
     if type(module) is not nn.RMSNorm:
         return None
     if len(module.normalized_shape) != 1:
         raise LeaveAlone("RMSNorm takes the mean over one dimension, this module over several")
+    _check_dtypes(module, dtype)
     eps = module.eps
     if eps is None:
         if module.weight is None:
@@ -109,13 +115,17 @@ def _silu(module: nn.Module) -> Mapping[str, Any] | None:
 class _Leaves:
     """Recognises modules without children by their expressions; each module is traced once."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
         self._seen: dict[nn.Module, Expression | NotExpressible] = {}
 
     def activation(
         self, form: Callable[[Tensor], Tensor], kwargs: Mapping[str, Any], module: nn.Module
     ) -> Mapping[str, Any] | None:
-        return kwargs if self._expression(module) == activation_form(form) else None
+        if self._expression(module) != activation_form(form):
+            return None
+        _check_interface(type(module))
+        return kwargs
 
     def norm(self, form: Callable[[Tensor, Tensor, float], Tensor], module: nn.Module) -> Mapping[str, Any] | None:
         expression = self._expression(module)
@@ -125,6 +135,8 @@ class _Leaves:
         eps = next((c for c in constants_of(expression) if c > 0 and norm_form(form, c) == expression), None)
         if eps is None or len(shape) != 1 or shape[0] == 1:  # one number may scale an input of any width
             return None
+        _check_interface(type(module))
+        _check_dtypes(module, self._dtype)
         return {"hidden_size": shape[0], "eps": eps}
 
     def refuse(self, module: nn.Module) -> None:
@@ -137,6 +149,38 @@ class _Leaves:
         if module not in self._seen:
             self._seen[module] = _attempt(module)
         return self._seen[module]
+
+
+def _check_interface(cls: type[nn.Module]) -> None:
+    """Raise ``LeaveAlone`` if a class offers more than its forward, or changes what ``nn.Module`` does."""
+    members = {
+        name: value for base in cls.__mro__ if base not in nn.Module.__mro__ for name, value in vars(base).items()
+    }
+    further = sorted(
+        name
+        for name, value in members.items()
+        if (isroutine(value) or isdatadescriptor(value))
+        and (name in vars(nn.Module) or not name.startswith("_"))
+        and name not in _REPLACEABLE
+    )
+    if further:
+        raise LeaveAlone(f"its class defines more than its forward, which an op does not have: {', '.join(further)}")
+
+
+def _check_dtypes(module: nn.Module, dtype: torch.dtype | None) -> None:
+    """Raise ``LeaveAlone`` if a norm may round or promote otherwise than the op on input of another dtype.
+
+    The op multiplies in the weight's dtype and returns the input's. Many norms promote: with a float32 weight they
+    make float32 of bfloat16 input.
+    """
+    weight = module._parameters["weight"]
+    if weight is None or dtype in (None, weight.dtype):
+        return
+    narrower = torch.promote_types(weight.dtype, dtype) != weight.dtype
+    if narrower or result_dtype(module, dtype, weight.dtype) != dtype:
+        raise LeaveAlone(
+            f"its weight is {weight.dtype} in a model of {dtype}: the op would return another dtype, or round otherwise"
+        )
 
 
 def _attempt(module: nn.Module) -> Expression | NotExpressible:

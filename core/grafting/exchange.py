@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from inspect import isdatadescriptor, isroutine
 from typing import Any
 
 import torch
@@ -11,13 +13,47 @@ from opgraft.errors import GraftError
 from torch import nn
 
 _KEPT = "_opgraft_original"
+_REGISTRIES = ("_parameters", "_buffers")
+_SETTING = (int, float, str, type(None))
 
 
+@dataclass(frozen=True)
+class Shared:
+    """One dictionary of parameters or buffers that a module and the op in its place have in common.
+
+    Attributes:
+        path: of the part, below the op and below the module.
+        owner: the part of the module.
+        registry: which of its dictionaries.
+        names: what the part had in it, and whether that was a tensor.
+    """
+
+    path: str
+    owner: nn.Module
+    registry: str
+    names: Mapping[str, bool]
+
+    def tensors(self) -> list[str]:
+        """Full names of what was a tensor."""
+        return [_join(self.path, name) for name, present in self.names.items() if present]
+
+
+@dataclass(frozen=True)
 class Original:
-    """The module that an op stands for, kept out of the op's submodules: its tensors would be listed twice."""
+    """The module that an op stands for, kept out of the op's submodules: its tensors would be listed twice.
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    The two share their dictionaries of parameters and buffers, so that a weight exchanged in the op is not kept alive
+    here, and other code that holds the module computes with what the op has.
+
+    Attributes:
+        module: the module.
+        shared: the dictionaries that they share.
+        attributes: the module's public attributes, with the values that the op had when it took the place.
+    """
+
+    module: nn.Module
+    shared: tuple[Shared, ...]
+    attributes: Mapping[str, Any]
 
 
 def build_op(
@@ -26,17 +62,18 @@ def build_op(
     """An op with the module's parameters, buffers and training flag, which remembers the module.
 
     It is constructed without memory first, and once more if it has tensors of its own: on the device of the module's,
-    or on ``device`` where the module has none.
+    or on ``device`` where the module has none. Public attributes of the module that the op lacks are copied to it.
 
     Raises:
-        LeaveAlone: the op's parameters are not those of the module.
+        LeaveAlone: the op's parameters are not those of the module, which is as before then.
     """
     op = _constructed(op_class, arguments, module, torch.device("meta"))
     real = next((t.device for t in _tensors(module).values()), device)
     if real.type != "meta" and any(tensor.is_meta for tensor in _all_tensors(op)):
         op = _constructed(op_class, arguments, module, real)
     op.train(module.training)
-    op.__dict__[_KEPT] = Original(module)
+    attributes = _lend_attributes(op, module)
+    op.__dict__[_KEPT] = Original(module, tuple(_share(op, module)), attributes)
     return op
 
 
@@ -47,25 +84,70 @@ def original_of(module: nn.Module) -> nn.Module | None:
 
 
 def put_back(op: nn.Module) -> nn.Module:
-    """The module that an op stands for, with the op's tensors and training flag; any other module unchanged.
+    """The module that an op stands for, with the op's tensors, training flag and changed settings.
+
+    Any other module is returned unchanged.
 
     Raises:
         GraftError: the op lacks a parameter or buffer of the module.
     """
-    original = original_of(op)
-    if original is None:
+    kept = op.__dict__.get(_KEPT)
+    if not isinstance(kept, Original):
         return op
-    held = _tensors(op)
-    lost = sorted(_tensors(original).keys() - held)
+    original, held = kept.module, _tensors(op)
+    lost = sorted({name for row in kept.shared for name in row.tensors()} - held.keys())
     if lost:
         raise GraftError(
             f"{type(op).__name__} no longer has {', '.join(lost)} of the {type(original).__name__} in whose place it "
             "stands: take back what changed it, such as a parametrization, before ungrafting"
         )
-    _put(original, held)
+    for row in kept.shared:
+        row.owner.__dict__[row.registry] = {
+            name: held[_join(row.path, name)] if present else None for name, present in row.names.items()
+        }
+    for name, before in kept.attributes.items():
+        now = getattr(op, name, before)
+        if isinstance(now, _SETTING) and isinstance(before, _SETTING) and now != before:
+            setattr(original, name, now)
     original.train(op.training)
     del op.__dict__[_KEPT]
     return original
+
+
+def _lend_attributes(op: nn.Module, module: nn.Module) -> dict[str, Any]:
+    """Give the op the module's public attributes that it lacks, for code that reads them; return them all."""
+    values: dict[str, Any] = {}
+    for cls in [cls for cls in reversed(type(module).__mro__) if cls not in nn.Module.__mro__]:
+        members = vars(cls).items()
+        values |= {name: value for name, value in members if not (isroutine(value) or isdatadescriptor(value))}
+    values |= vars(module)
+    public = {name: value for name, value in values.items() if not name.startswith("_") and name != "training"}
+    present = set(dir(op))
+    op.__dict__.update({name: value for name, value in public.items() if name not in present})
+    return {name: getattr(op, name, value) for name, value in public.items()}
+
+
+def _share(op: nn.Module, module: nn.Module) -> Iterator[Shared]:
+    """Make the module's dictionaries of tensors the op's too, with what the op has of its own added."""
+    parts = dict(op.named_modules(remove_duplicate=False))
+    for path, owner in module.named_modules():
+        for registry in _REGISTRIES if path in parts else ():
+            part, tensors = parts[path], getattr(owner, registry)
+            names = {name: tensor is not None for name, tensor in tensors.items()}
+            if not any(names.values()):
+                continue
+            yield Shared(path, owner, registry, names)
+            owner._non_persistent_buffers_set |= part._non_persistent_buffers_set
+            part._non_persistent_buffers_set = owner._non_persistent_buffers_set
+            own = {name: tensor for kind in _REGISTRIES for name, tensor in getattr(part, kind).items()}
+            for name in [name for name, present in names.items() if not present and own.get(name) is not None]:
+                del tensors[name]  # it would hide what the op has under that name
+            tensors.update({n: t for n, t in getattr(part, registry).items() if tensors.get(n) is None})
+            part.__dict__[registry] = tensors
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}".lstrip(".")
 
 
 def _constructed(
@@ -92,7 +174,7 @@ def _check_fit(op: nn.Module, module: nn.Module) -> None:
 def _persistent(module: nn.Module) -> dict[str, torch.Tensor]:
     """What a checkpoint holds of a module, read without its hooks."""
     transient = {
-        f"{path}.{name}".lstrip(".")
+        _join(path, name)
         for path, owner in module.named_modules(remove_duplicate=False)
         for name in owner._non_persistent_buffers_set
     }
@@ -117,4 +199,4 @@ def _put(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         for registry in (owner._parameters, owner._buffers):
             for name, present in registry.items():
                 if present is not None:
-                    registry[name] = tensors.get(f"{path}.{name}".lstrip("."), present)
+                    registry[name] = tensors.get(_join(path, name), present)

@@ -40,7 +40,7 @@ def expression_of(module: nn.Module) -> Expression:
     in_eval, in_training = (_expression(_in_mode(module, training)) for training in (False, True))
     if in_eval != in_training:
         raise NotExpressible("it computes something else in training mode")
-    if not _keeps_dtype(module):
+    if result_dtype(module, torch.bfloat16, torch.bfloat16) != torch.bfloat16:
         raise NotExpressible("it returns another dtype than its input's")
     return in_eval
 
@@ -72,15 +72,16 @@ def _in_mode(module: nn.Module, training: bool) -> nn.Module:
     return twin
 
 
-def _keeps_dtype(module: nn.Module) -> bool:
-    """Whether bfloat16 input and parameters give bfloat16 output of the same shape."""
+def result_dtype(module: nn.Module, dtype: torch.dtype, weight_dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype of the result for input and parameters of these dtypes; ``None`` if it has not the input's shape."""
     shapes = [parameter.shape for parameter in module.parameters()]
     width = shapes[0][-1] if shapes else 8
-    x = torch.empty(2, 3, width, dtype=torch.bfloat16, device="meta")
-    weights = {name: torch.empty(p.shape, dtype=x.dtype, device="meta") for name, p in module.named_parameters()}
-    with torch.no_grad():
+    x = torch.empty(2, 3, width, dtype=dtype, device="meta")
+    weights = {name: torch.empty(p.shape, dtype=weight_dtype, device="meta") for name, p in module.named_parameters()}
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of dtypes that differ
         out = torch.func.functional_call(_in_mode(module, False), weights, (x,))
-    return isinstance(out, torch.Tensor) and out.dtype == x.dtype and out.shape == x.shape
+    return out.dtype if isinstance(out, torch.Tensor) and out.shape == x.shape else None
 
 
 def _expression(root: nn.Module | Callable[..., Any]) -> Expression:

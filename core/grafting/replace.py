@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -33,6 +34,7 @@ _HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+_COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PLAIN = (nn.Parameter, type(None))
 _READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
@@ -46,6 +48,11 @@ def graft(model: nn.Module) -> GraftReport:
     in the ``state_dict`` stay, and so do ties and optimizers. Code that asks for a module's exact class,
     such as libraries for fine-tuning, runs before grafting or after ``ungraft``. No other thread may run a model
     meanwhile: tracing patches ``torch.nn.Module`` for an instant.
+
+    Public attributes of a module can be read from its op. ``eps`` and ``variance_epsilon`` of norms can be set too;
+    what is written to an attribute that only the module's own forward reads, under any other name, has no effect
+    before ``ungraft``. An op takes its input by position, whatever the module called it. Under autocast an RMS norm
+    returns its input's dtype, where norms that multiply by a float32 weight last return float32.
 
     Returns:
         What was replaced by which implementation of which provider, and what was left alone and why. The model itself
@@ -69,10 +76,10 @@ def graft(model: nn.Module) -> GraftReport:
 def ungraft(model: nn.Module) -> None:
     """Put the modules that ``graft`` replaced back in their places: the same objects, with what the ops hold now.
 
-    Parameters, buffers and the training flag come from the ops, so that a model that was trained, moved or loaded in
-    between keeps its state. Hooks that were registered on ops go with them. It may be called on a copy of a grafted
-    model, and on a model that was never grafted, which it leaves as it is. A configuration that grafted models share
-    gets transformers' own attention back for all of them.
+    Parameters, buffers and the training flag come from the ops, and so do numbers and strings that were written to
+    their attributes: a model that was trained, moved or loaded in between keeps its state. Hooks that were registered
+    on ops go with them. It may be called on a copy of a grafted model, and on a model that was never grafted, which it
+    leaves as it is. A configuration that grafted models share gets transformers' own attention back for all of them.
 
     Raises:
         GraftError: ``model`` itself is an op that stands for a module, or an op lost parameters that its module has;
@@ -102,7 +109,7 @@ class _Run:
     def __init__(self, model: nn.Module, undo: ExitStack) -> None:
         self.own = discover().provider_of(__name__)
         self.adapters: list[tuple[Provider, Adapter]] = [*host_state().graft_adapters]
-        self.adapters += [(self.own, adapter) for adapter in builtin_adapters()]
+        self.adapters += [(self.own, adapter) for adapter in builtin_adapters(_usual_dtype(model))]
         self.strict = host_state().settings().config.strict
         self.undo = undo
         self.fenced = _fenced(model)
@@ -157,6 +164,7 @@ class _Run:
             provider, adapter, arguments = found
             with self._reporting(f"class {adapter.op.__qualname__} for adapter {adapter.name!r} of {provider}"):
                 op = build_op(adapter.op, arguments, module, self.device)
+                self.undo.callback(put_back, op)
         except LeaveAlone as verdict:
             self.leave(path, module, str(verdict))
             return module
@@ -189,6 +197,15 @@ class _Run:
 
     def leave(self, path: str, module: nn.Module, reason: str) -> None:
         self.left_alone.append(LeftAlone(path, type(module).__name__, reason))
+
+
+def _usual_dtype(model: nn.Module) -> torch.dtype | None:
+    """The dtype that most of a model's parameters have, by their elements, among those that models compute in."""
+    elements: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        if parameter.dtype in _COMPUTED:
+            elements[parameter.dtype] += parameter.numel()
+    return max(elements, key=elements.__getitem__, default=None)
 
 
 def _fenced(model: nn.Module) -> dict[nn.Module, str]:

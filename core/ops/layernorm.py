@@ -74,6 +74,15 @@ class RMSNorm(CustomOp):
             normed = normed.to(self.weight.dtype) * self.weight
         return normed.to(x.dtype) if residual is None else (normed.to(x.dtype), summed.to(x.dtype))
 
+    @property
+    def eps(self) -> float:
+        """``variance_epsilon`` under the name that it has in torch's norms."""
+        return self.variance_epsilon
+
+    @eps.setter
+    def eps(self, eps: float) -> None:
+        self.variance_epsilon = eps
+
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.variance_epsilon}, has_weight={self.has_weight}"
 
@@ -110,6 +119,15 @@ class GemmaRMSNorm(CustomOp):
         normed = _rms_normalised(summed, self.variance_epsilon) * (1.0 + self.weight.to(summed.dtype))
         return normed.to(x.dtype) if residual is None else (normed.to(x.dtype), summed.to(x.dtype))
 
+    @property
+    def eps(self) -> float:
+        """``variance_epsilon`` under the name that it has in torch's norms."""
+        return self.variance_epsilon
+
+    @eps.setter
+    def eps(self, eps: float) -> None:
+        self.variance_epsilon = eps
+
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.variance_epsilon}"
 
@@ -137,15 +155,7 @@ class LayerNorm(CustomOp, nn.LayerNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device=device, dtype=dtype)
 
     def forward_native(self, input: Tensor) -> Tensor:
-        """The normalised ``input``.
-
-        Raises:
-            ValueError: ``input`` does not end in ``normalized_shape``.
-        """
-        if tuple(input.shape[-len(self.normalized_shape) :]) != self.normalized_shape:
-            raise ValueError(
-                f"layer_norm: input has shape {tuple(input.shape)}, expected it to end in {self.normalized_shape}"
-            )
+        """The normalised ``input``; torch's function checks it, so that ``torch.fx`` can trace a model of this op."""
         return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 

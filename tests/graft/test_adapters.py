@@ -17,6 +17,7 @@ from opgraft import (
     graft,
     inference_only,
     load_plugins,
+    reset,
     set_config,
     ungraft,
 )
@@ -178,8 +179,11 @@ def test_what_a_plugin_raises_is_reported(mlp, adapter: Adapter, reason: str) ->
     model = mlp()
     modules = list(model)
     assert {row.reason for row in graft(model).left_alone} == {reason}
-    with set_config(OpgraftConfig(strict=True)), pytest.raises(GraftError, match=r"strict mode: .*OPGRAFT_STRICT=0"):
-        graft(model)
+    reset()  # strictness is settled when plugins are loaded
+    with set_config(OpgraftConfig(strict=True)):
+        add(adapter)
+        with pytest.raises(GraftError, match=r"strict mode: .*OPGRAFT_STRICT=0"):
+            graft(model)
     assert list(model) == modules
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.fx
 from opgraft import ops
 from torch import nn
 from torch.nn import functional as F
@@ -40,6 +41,14 @@ def test_bits_of_torch(op_class: Any, module_class: Any, arguments: Any, dtype: 
     assert torch.equal(seen, expected)
     assert isinstance(op, module_class)
     assert repr(op) == repr(module)
+
+
+@twins
+def test_symbolic_tracing(op_class: Any, module_class: Any, arguments: Any) -> None:
+    """``torch.fx`` traces a model of the op, as it does one of the module, into what computes the same."""
+    model = nn.Sequential(op_class(*arguments))
+    x = torch.randn(5, 3, 9)
+    assert torch.equal(torch.fx.symbolic_trace(model)(x.clone()), model(x.clone()))
 
 
 @pytest.mark.parametrize(("op_class", "module_class"), sorted({pair[:2] for pair in TWINS}, key=str))
