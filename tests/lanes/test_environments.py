@@ -1,0 +1,43 @@
+"""The environments of the real stacks, as far as they can be judged without building them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import tomllib
+from packaging.requirements import Requirement
+
+REPOSITORY = Path(__file__).parents[2]
+LANES = sorted(path.stem for path in (REPOSITORY / "environments").glob("*.in"))
+
+
+def lines(path: str) -> list[str]:
+    text = (REPOSITORY / path).read_text(encoding="utf-8")
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_every_requirement_is_pinned(lane: str) -> None:
+    """The pins hold a fitting version of all that an environment is asked for and that opgraft and its tests need."""
+    pinned = [line.split("==") for line in lines(f"environments/{lane}.txt")]
+    pins = {normalized(name): version for name, version in pinned}
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    for line in (*lines(f"environments/{lane}.in"), *project["dependencies"], *extras["demo"], *extras["test"]):
+        requirement = Requirement(line)
+        assert requirement.specifier.contains(pins[normalized(requirement.name)]), line
+
+
+def test_every_lane_has_a_target_and_a_test() -> None:
+    """'make test-<lane>' exists for each environment and runs a test file of its own."""
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    assert LANES == ["ipex", "xla"]
+    for lane in LANES:
+        assert f"\ntest-{lane}:\n" in makefile
+        assert (Path(__file__).parent / f"test_{lane}.py").is_file()
