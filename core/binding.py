@@ -8,24 +8,34 @@ compiled code has seen is ever mutated.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from opgraft.config import Settings
 from opgraft.decision import Decision
-from opgraft.dispatch import Kernel, KernelChoice, ReplacementChoice, choose_kernel, choose_replacement, continuations
-from opgraft.errors import ConfigError, close_matches
+from opgraft.dispatch import (
+    INFERENCE_ONLY,
+    OWN_FORWARD,
+    Kernel,
+    KernelChoice,
+    ReplacementChoice,
+    choose_kernel,
+    choose_replacement,
+    continuations,
+)
+from opgraft.errors import ConfigError, RegistrationError, close_matches
+from opgraft.op_classes import location_of, own_classes
 from opgraft.platform import effective_chain
 from opgraft.plugins.discovery import discover
-from opgraft.plugins.host import load_plugins, plugins_decision
+from opgraft.plugins.host import check_loaded_with, load_plugins, plugins_decision
 from opgraft.plugins.selection import selected_platform
+from opgraft.registry import Replacement
 from opgraft.state import HostState, host_state
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_INFERENCE_ONLY = "__opgraft_inference_only__"
 _CACHE = "__opgraft_specialisations__"
 
 
@@ -44,7 +54,7 @@ class Binding:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickle holds the class and is bound anew where it is loaded, on another platform perhaps."""
-        return bind_exact, (self.replacement.cls, self.enforced)
+        return bind_exact, (self.replacement.target, self.replacement.cls, self.enforced)
 
     @property
     def decision(self) -> Decision:
@@ -64,52 +74,93 @@ def bind(cls: type) -> Binding:
             ``load_plugins``, ``choose_replacement`` and ``choose_kernel``.
     """
     load_plugins()
-    bindings = host_state().current_bindings()
-    try:
-        return bindings[cls]  # type: ignore[no-any-return]
-    except KeyError:
-        binding = bindings[cls] = _decide(cls, replace=True)
-        return binding
+    return _cached(cls, lambda: _decide(cls))
 
 
-def bind_exact(cls: type, enforce: bool = False) -> Binding:
-    """The binding of ``cls`` itself, never of a replacement. ``enforce`` enables the op whatever the settings say."""
+def bind_exact(target: type, cls: type, enforce: bool = False) -> Binding:
+    """The binding of ``cls`` itself, which was constructed for ``target``; never of another replacement.
+
+    ``enforce`` enables the op whatever the settings say.
+    """
     load_plugins()
-    binding = _decide(cls, replace=False)
+    declared = [r for r in host_state().registry.replacements if r.cls is cls and r.target is target]
+    binding = _cached((target, cls), lambda: _decide(target if declared else cls, only=declared))
     return enforced(binding) if enforce else binding
 
 
 def enforced(binding: Binding) -> Binding:
     """The same choice of class, with the op enabled whatever the settings say."""
-    cls = binding.replacement.cls
-    kernel = choose_kernel(cls, binding.kernel.chain, True, "enforce_enable=True")
-    specialisation = specialise(cls, kernel.winner, kernel.chain)
-    return Binding(binding.replacement, kernel, specialisation, binding.background, enforced=True)
+    choice = binding.replacement
+    kernel = choose_kernel(choice.cls, binding.kernel.chain, True, "enforce_enable=True", choice.target)
+    return Binding(choice, kernel, specialise(kernel), binding.background, enforced=True)
 
 
 def inference_only(kernel: Function) -> Function:
-    """Mark a ``forward_<key>`` that has no backward: where a gradient is required, ``forward_native`` runs instead."""
-    setattr(kernel, _INFERENCE_ONLY, True)
-    return kernel
+    """Mark a ``forward_<key>`` that has no backward: where a gradient is required, the native definition runs instead.
+
+    A gradient is required if grad mode is on and a parameter of the op, or a tensor among the arguments (in lists,
+    tuples and dictionaries too), requires one.
+
+    Raises:
+        RegistrationError: it marks a static or class method, which does not know the op that it runs for.
+    """
+    if isinstance(kernel, (staticmethod, classmethod)):
+        raise RegistrationError(f"inference_only marks a method that takes self, not a {type(kernel).__name__}")
+
+    @functools.wraps(kernel)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors((args, kwargs, list(self.parameters())))):
+            return self.forward_native(*args, **kwargs)
+        return kernel(self, *args, **kwargs)
+
+    setattr(guarded, INFERENCE_ONLY, True)
+    return cast(Function, guarded)
 
 
-def _decide(cls: Any, *, replace: bool) -> Binding:
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+def _cached(key: Any, decide: Callable[[], Binding]) -> Binding:
+    """The binding kept under ``key`` for the active scope; a new one is kept only if nothing changed meanwhile."""
+    state = host_state()
+    try:
+        return state.current_bindings()[key]  # type: ignore[no-any-return]
+    except KeyError:
+        generation = state.generation
+        binding = decide()
+        with state.lock:
+            if state.generation == generation:
+                state.current_bindings()[key] = binding
+        return binding
+
+
+def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
+    """Decide for constructing ``cls``, among all active replacements or ``only`` the given ones."""
+    selection = selected_platform()
     state = host_state()
     with state.lock:
         settings = state.settings()
-        _check_op_names(settings, state)
-        selection = selected_platform()
-        platform = selection.platform
-        name = op_name_of(cls, state)
-        own = discover().provider_of(cls.__module__)
-        active = [r for r in state.active if replace]
-        replacement = choose_replacement(cls, name, own, active, platform, settings)
-        always = (True, "this op is not switched by custom_ops")
-        enabled, because = settings.enabled(name) if cls.switchable else always
-        kernel = choose_kernel(replacement.cls, effective_chain(platform), enabled, because)
-        specialisation = specialise(replacement.cls, kernel.winner, kernel.chain)
-        background = (plugins_decision(state.plugins.values()), selection.decision)
-        return Binding(replacement, kernel, specialisation, background)
+        active = list(state.active if only is None else only)
+        name, known = op_name_of(cls, state), list(state.registry.ops)
+    _check_names(settings, known)
+    check_loaded_with(settings, state)
+    own = discover().provider_of(cls.__module__)
+    if only:
+        choice = ReplacementChoice(cls, own, name, ((only[0], None),), only[0])
+    else:
+        choice = choose_replacement(cls, name, own, active, selection.platform, settings)
+    always = (True, "this op is not switched by custom_ops")
+    enabled, because = settings.enabled(name) if cls.switchable else always
+    kernel = choose_kernel(choice.cls, effective_chain(selection.platform), enabled, because, cls)
+    background = (plugins_decision(state.plugins.values()), selection.decision)
+    return Binding(choice, kernel, specialise(kernel), background)
 
 
 def op_name_of(cls: type, state: HostState) -> str | None:
@@ -118,49 +169,50 @@ def op_name_of(cls: type, state: HostState) -> str | None:
     return next((names[base] for base in cls.__mro__ if base in names), None)
 
 
-def _check_op_names(settings: Settings, state: HostState) -> None:
-    for token in settings.config.compilation_config.custom_ops or ():
-        if token[0] in "+-" and token[1:] not in state.registry.ops:
-            origin = settings.origins["compilation_config.custom_ops"]
-            raise ConfigError(
-                f"custom_ops has {token!r} ({origin}), but no op has that name: "
-                f"{close_matches(token[1:], state.registry.ops)} 'opgraft ops list' shows all; import the package that "
-                "registers an op before it is named."
-            )
+def _check_names(settings: Settings, known: Collection[str]) -> None:
+    for field, names in settings.config.op_names().items():
+        for name in names:
+            if name not in known:
+                raise ConfigError(
+                    f"{field} names the op {name!r} ({settings.origins[field]}), but no op has that name: "
+                    f"{close_matches(name, known)} 'opgraft ops list' shows all; import the package that registers "
+                    "an op before it is named."
+                )
 
 
-def specialise(op_class: type, kernel: Kernel, chain: tuple[str, ...]) -> type:
-    """The subclass of ``op_class`` whose ``forward`` is ``kernel``; kept with it, one per kernel and chain."""
-    cache: dict[tuple[Kernel, tuple[str, ...]], type] = vars(op_class).get(_CACHE) or {}
-    if not cache:
-        setattr(op_class, _CACHE, cache)
-    if (kernel, chain) not in cache:
-        raw = vars(kernel.owner)[kernel.method]
-        namespace = {
-            "forward": _with_native_fallback(op_class, raw) if getattr(raw, _INFERENCE_ONLY, False) else raw,
-            "op_class": op_class,
-            "__module__": op_class.__module__,
-            "__qualname__": op_class.__qualname__,
-            "__doc__": op_class.__doc__,
-            "__specialisation__": True,
-            "__continuations__": continuations(op_class, chain),
-        }
-        cache[kernel, chain] = type(op_class)(op_class.__name__, (op_class,), namespace)
-    return cache[kernel, chain]
+def specialise(choice: KernelChoice) -> Any:
+    """The subclass of the op class whose ``forward`` is the chosen kernel; one per choice, kept with the op class."""
+    op_class, kernel = choice.cls, choice.winner
+    key = (kernel, choice.chain, choice.enabled)
+    with host_state().lock:
+        cache = vars(op_class).get(_CACHE)
+        if cache is None:
+            cache = {}
+            setattr(op_class, _CACHE, cache)
+        if key not in cache:
+            cache[key] = _specialisation(op_class, kernel, continuations(op_class, choice.chain, choice.enabled))
+        return cache[key]
 
 
-def _with_native_fallback(op_class: type, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """``kernel`` where no gradient is required, the native definition where one is."""
-
-    @functools.wraps(kernel)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(self, args, kwargs)):
-            return self.forward_native(*args, **kwargs)
-        return kernel(self, *args, **kwargs)
-
-    return forward
-
-
-def _tensors(op: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    yield from (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-    yield from op.parameters()
+def _specialisation(op_class: type, kernel: Kernel, further: dict[str, str | None]) -> type:
+    raw = vars(kernel.owner)[kernel.method]
+    if isinstance(raw, staticmethod) and getattr(raw.__func__, INFERENCE_ONLY, False):
+        raise RegistrationError(f"{kernel} at {kernel.location} is inference_only and static: let it take self")
+    own_forward = next((vars(base)["forward"] for base in own_classes(op_class) if "forward" in vars(base)), None)
+    namespace = {
+        "forward": raw,
+        OWN_FORWARD: own_forward,
+        "op_class": op_class,
+        "__module__": op_class.__module__,
+        "__qualname__": op_class.__qualname__,
+        "__doc__": op_class.__doc__,
+        "__specialisation__": True,
+        "__continuations__": further,
+    }
+    try:
+        return type(op_class)(op_class.__name__, (op_class,), namespace)
+    except TypeError as error:
+        raise RegistrationError(
+            f"{op_class.__qualname__} at {location_of(op_class)} cannot be subclassed, which binding its kernel needs: "
+            f"{error}. Give the arguments of its __init_subclass__ or metaclass defaults."
+        ) from error

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from opgraft.environment import CUSTOM_OPS, PLATFORM, PLUGINS, PLUGINS_DISABLE, STRICT, Environment
+from opgraft.environment import CUSTOM_OPS, PLATFORM, PLUGINS, PLUGINS_DISABLE, STRICT, Environment, parse_flag
 from opgraft.errors import ConfigError, close_matches
 
 
@@ -76,10 +77,18 @@ class OpgraftConfig:
                 object.__setattr__(self, name, _names(name, value))
         if self.strict is not None and not isinstance(self.strict, bool):
             raise ConfigError(f"strict is {self.strict!r}: use True or False")
-        if self.providers is not None and not isinstance(self.providers, Mapping):
-            raise ConfigError(f"providers is {self.providers!r}: use a mapping of op name to provider name")
+        if self.providers is not None:
+            _check_providers(self.providers)
         if not isinstance(self.compilation_config, CompilationConfig):
             raise ConfigError(f"compilation_config is {self.compilation_config!r}: use a CompilationConfig")
+
+    def op_names(self) -> dict[str, list[str]]:
+        """Field → the names of ops that it mentions; whether such ops exist is known once plugins are loaded."""
+        setting = CustomOpsSetting.parse(self.compilation_config.custom_ops or ())
+        return {
+            "compilation_config.custom_ops": sorted(setting.on | setting.off),
+            "providers": sorted(self.providers or ()),
+        }
 
 
 @dataclass(frozen=True)
@@ -224,7 +233,9 @@ def parse_text(name: str, text: str) -> Any:
         raise ConfigError(f"unknown setting {name!r}: {close_matches(name, FIELDS)}")
     try:
         return FIELDS[name](text)
-    except json.JSONDecodeError as error:
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--{name} {text!r} is not valid JSON: {error}") from error
 
 
@@ -233,10 +244,7 @@ def _text_list(text: str) -> Any:
 
 
 def _text_flag(text: str) -> bool:
-    flags = {"true": True, "1": True, "false": False, "0": False}
-    if text.lower() not in flags:
-        raise ConfigError(f"{text!r} is not a flag: use one of {', '.join(flags)}")
-    return flags[text.lower()]
+    return parse_flag("--strict", text)
 
 
 FIELDS: Mapping[str, Callable[[str], Any]] = {
@@ -257,6 +265,11 @@ def _check_text(name: str, value: object) -> None:
         raise ConfigError(f"{name} is {value!r}: use a string")
 
 
+def _check_providers(value: object) -> None:
+    if not isinstance(value, Mapping) or not all(isinstance(text, str) for item in value.items() for text in item):
+        raise ConfigError(f"providers is {value!r}: use a mapping of op name to provider name")
+
+
 def _names(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(v, str) for v in value):
         raise ConfigError(f"{name} is {value!r}: use a list of strings")
@@ -270,7 +283,7 @@ def _mode(value: object) -> CompilationMode | None:
     text = str(value)
     if text.upper() in names:
         return CompilationMode[text.upper()]
-    if text.isdigit() and int(text) in tuple(CompilationMode):
+    if re.fullmatch("[0-9]", text) and int(text) in tuple(CompilationMode):
         return CompilationMode(int(text))
     raise ConfigError(f"compilation_config.mode is {value!r}: use one of {', '.join(names)} or their numbers 0, 1")
 

@@ -6,20 +6,20 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from opgraft.binding import Binding, bind, enforced, op_name_of
-from opgraft.decision import Decision, Provider
+from opgraft.decision import Decision
 from opgraft.errors import MissingKernelError, RegistrationError
 from opgraft.op_classes import location_of, reference_method
 from opgraft.platform import Platform
-from opgraft.plugins.discovery import PLUGIN_GROUP, discover
+from opgraft.plugins.discovery import discover
 from opgraft.registry import Replacement
-from opgraft.state import ACTIVATING, HostState, PluginStatus, host_state
+from opgraft.state import ACTIVATING, PluginStatus, host_state
 from torch import nn
 
 OpClass = TypeVar("OpClass", bound=type)
 
 
 class _ReplacementsByName(Mapping[str, type]):
-    """Target class name → the replacement that is active for it, the one of highest priority first."""
+    """Target class name → the active replacement of highest priority, whether or not it applies on this platform."""
 
     def _by_name(self) -> dict[str, type]:
         rows = sorted(host_state().active, key=lambda replacement: replacement.priority)
@@ -134,9 +134,9 @@ class CustomOp(nn.Module):
                     f"op {name!r}, {op_class.__qualname__} at {location_of(op_class)}, defines neither forward_native "
                     "nor forward: without one it could not run where no plugin serves it"
                 )
-            state = host_state()
+            state, provider = host_state(), discover().provider_of(op_class.__module__)
             with state.lock:
-                state.registry.add_op(name, op_class, discover().provider_of(op_class.__module__))
+                state.registry.add_op(name, op_class, provider)
                 state.invalidate()
             return op_class
 
@@ -173,7 +173,7 @@ class CustomOp(nn.Module):
         first = _decorated_op_cls
         target: str | type | None = name if name is not None else None if cls in (CustomOp, PluggableLayer) else cls
         if isinstance(first, str) or (
-            target is None and isinstance(first, type) and first in (r.cls for r in host_state().registry.ops.values())
+            target is None and isinstance(first, type) and first in host_state().registry.targets()
         ):
             target, first = first, None
 
@@ -241,11 +241,23 @@ class PluggableLayer(CustomOp):
     A replacement may add ``forward_<key>`` methods, which then count like anyone's.
     """
 
+    @classmethod
+    def register_oot(
+        cls,
+        _decorated_op_cls: type | str | None = None,
+        name: str | type | None = None,
+        *,
+        priority: int = 0,
+        when: Callable[[Platform], bool] | None = None,
+        _decorated_layer_cls: type | None = None,
+    ) -> Any:
+        """As ``CustomOp.register_oot``; ``_decorated_layer_cls`` is what vLLM calls the class here."""
+        return super().register_oot(_decorated_layer_cls or _decorated_op_cls, name, priority=priority, when=when)
 
-def maybe_get_oot_by_class(cls: type[CustomOp]) -> type[CustomOp]:
+
+def maybe_get_oot_by_class(cls: type) -> type:
     """The class that constructing ``cls`` here and now yields: its active replacement, or ``cls`` itself."""
-    replacement: type[CustomOp] = bind(cls).replacement.cls
-    return replacement
+    return bind(cls).replacement.cls if issubclass(cls, CustomOp) else cls
 
 
 def _restore(binding: Binding) -> CustomOp:
@@ -255,30 +267,23 @@ def _restore(binding: Binding) -> CustomOp:
 
 
 def _declare(cls: type, target: str | type, priority: int, when: Callable[[Platform], bool] | None) -> None:
-    state = host_state()
-    transaction = ACTIVATING.get()
+    state, discovery, transaction = host_state(), discover(), ACTIVATING.get()
     with state.lock:
         resolved = state.registry.find_target(target) if isinstance(target, str) else target
-        asked_for = target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"
-        provider = transaction.provider if transaction else discover().provider_of(cls.__module__)
-        new = Replacement(cls, asked_for, resolved, provider, priority=priority, when=when)
+        provider = transaction.provider if transaction else discovery.provider_of(cls.__module__)
+        new = Replacement(cls, _asked_for(target), resolved, provider, priority=priority, when=when)
         if resolved is None and state.plugins_loaded and transaction is None:
             state.registry.settle_pending(new)
-        owners = [transaction.plugin] if transaction else _plugins_of(provider)
-        for owner in owners[:1]:
-            new.plugin, new.platforms = owner, state.plugins[owner].platforms if owner in state.plugins else ()
+        new.plugin = transaction.plugin if transaction else discovery.plugin_of(cls.__module__, provider)
+        record = state.plugins.get(new.plugin or "")
+        new.platforms = record.platforms if record else new.platforms
         known = state.registry.add_replacement(new)
         state.drop_superseded()
         if transaction is not None:
             transaction.undos.callback(state.activate(known))
-        elif not owners or _activated(state, known.plugin):
+        elif not discovery.has_plugin(provider) or (record and record.status is PluginStatus.ACTIVATED):
             state.activate(known)
 
 
-def _plugins_of(provider: Provider) -> list[str]:
-    """Names of the plugins that a distribution offers; what its modules declare is active only when they are."""
-    return [offer.name for offer in discover().of_group(PLUGIN_GROUP) if offer.provider == provider]
-
-
-def _activated(state: HostState, plugin: str | None) -> bool:
-    return plugin in state.plugins and state.plugins[plugin].status is PluginStatus.ACTIVATED
+def _asked_for(target: str | type) -> str:
+    return target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"

@@ -16,6 +16,9 @@ from opgraft.op_classes import location_of, own_classes
 from opgraft.platform import DISPATCH_KEYS, Platform
 from opgraft.registry import ANY_PLATFORM, Replacement
 
+INFERENCE_ONLY = "__opgraft_inference_only__"
+"""The attribute by which ``opgraft.inference_only`` marks a kernel."""
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -32,6 +35,11 @@ class Kernel:
     @property
     def location(self) -> str:
         return location_of(vars(self.owner)[self.method])
+
+    @property
+    def inference_only(self) -> bool:
+        """Whether it has no backward, so that the native definition runs where a gradient is required."""
+        return bool(getattr(vars(self.owner)[self.method], INFERENCE_ONLY, False))
 
     def __str__(self) -> str:
         return f"{self.owner.__qualname__}.{self.method}"
@@ -108,7 +116,8 @@ class KernelChoice:
                 "the op is disabled, so its native definition runs" if kernel is self.winner else "the op is disabled"
             )
         if kernel is self.winner:
-            return "the most derived definition for this chain"
+            note = "; without a backward, so forward_native runs where a gradient is required"
+            return "the most derived definition for this chain" + (note if kernel.inference_only else "")
         if kernel.owner is self.winner.owner:
             return f"later in the chain than {self.winner.method}"
         return f"{self.winner.owner.__qualname__} is more derived"
@@ -133,10 +142,13 @@ def choose_replacement(
     best = max((r.priority for r in eligible), default=0)
     top = [r for r in eligible if r.priority == best]
     if len(top) > 1:
+        choices = f"Choose with {_providers_setting(op_name)}."
+        if len({(r.provider, r.plugin) for r in top}) == 1:
+            choices = "They have one provider, which decides by register_oot(priority=...) or unregister_oot."
         rivals = " and ".join(f"{r.cls.__qualname__} at {r.location} ({_who(r)})" for r in top)
         raise ConflictError(
             f"{len(top)} replacements of {target.__qualname__} have priority {best} on {platform.name}: {rivals}. "
-            f"Choose with {_providers_setting(op_name)}."
+            f"{choices}"
         )
     if wanted and not top and wanted != own.name:
         offered = ", ".join(_who(r) for r, _ in rows) or "none"
@@ -147,12 +159,15 @@ def choose_replacement(
     return ReplacementChoice(target, own, op_name, rows, top[0] if top else None)
 
 
-def choose_kernel(cls: type, chain: tuple[str, ...], enabled: bool, enabled_because: str) -> KernelChoice:
+def choose_kernel(
+    cls: type, chain: tuple[str, ...], enabled: bool, enabled_because: str, target: type | None = None
+) -> KernelChoice:
     """Which method of ``cls`` becomes ``forward``: the most derived definition wins.
 
     The MRO is walked from ``cls`` up to the base of all ops. The first class that itself defines ``forward``, or a
-    ``forward_<key>`` for a key of ``chain`` (in the chain's order within that class), settles it. A disabled op gets
-    its most derived ``forward_native``; a class without one keeps its ``forward``.
+    ``forward_<key>`` for a key of ``chain`` (in the chain's order within that class), settles it. Where the op is
+    disabled only ``forward_native`` and ``forward`` count, and of the classes that replace ``target`` only
+    ``forward_native``: a layer's own ``forward`` stays, a replacement's is switched off.
 
     Raises:
         MissingKernelError: no class defines any of them.
@@ -160,8 +175,7 @@ def choose_kernel(cls: type, chain: tuple[str, ...], enabled: bool, enabled_beca
     wanted = ["forward", *(f"forward_{key}" for key in chain)]
     found = [Kernel(base, method) for base in own_classes(cls) for method in wanted if method in vars(base)]
     if not enabled:
-        rank = {"forward_native": 0, "forward": 1}
-        found.sort(key=lambda kernel: rank.get(kernel.method, 2))
+        found.sort(key=lambda kernel: not _runs_disabled(kernel, target or cls))  # stable: the class order stays
     if not found:
         raise MissingKernelError(
             f"{cls.__qualname__} at {location_of(cls)} defines neither forward nor a kernel for any key of the "
@@ -170,11 +184,23 @@ def choose_kernel(cls: type, chain: tuple[str, ...], enabled: bool, enabled_beca
     return KernelChoice(cls, chain, tuple(found), enabled, enabled_because)
 
 
-def continuations(cls: type, chain: tuple[str, ...]) -> dict[str, str | None]:
+def _runs_disabled(kernel: Kernel, target: type) -> bool:
+    if kernel.method == "forward_native":
+        return True
+    native_beside = "forward_native" in vars(kernel.owner)
+    return kernel.method == "forward" and kernel.owner in target.__mro__ and not native_beside
+
+
+OWN_FORWARD = "_own_forward"
+"""Where a specialisation keeps the ``forward`` that its op class defines."""
+
+
+def continuations(cls: type, chain: tuple[str, ...], enabled: bool) -> dict[str, str | None]:
     """What the methods of the base class stand for: for each, the method to call instead, ``None`` where there is none.
 
-    ``forward_<key>`` goes on along the chain after ``key`` (a key that is not in the chain goes on with ``native``);
-    ``forward`` is the most derived kernel.
+    ``forward_<key>`` goes on along the chain after ``key`` (a key that is not in the chain goes on with ``native``) and
+    ends, where there is no native definition, with the class's own ``forward``. ``forward`` is the most derived kernel,
+    of a disabled op the native one.
     """
     defined = [set(vars(base)) for base in own_classes(cls)]
     methods = [f"forward_{key}" for key in chain]
@@ -182,10 +208,11 @@ def continuations(cls: type, chain: tuple[str, ...]) -> dict[str, str | None]:
     def first(names: Sequence[str], scopes: Sequence[set[str]]) -> str | None:
         return next((name for scope in scopes for name in names if name in scope), None)
 
-    further = {"forward": first(methods, defined)}
+    last = OWN_FORWARD if any("forward" in scope for scope in defined) else None
+    further = {"forward": first(methods if enabled else ["forward_native"], defined)}
     for key in DISPATCH_KEYS:
         rest = methods[chain.index(key) + 1 :] if key in chain else ["forward_native"]
-        further[f"forward_{key}"] = first(rest, [set().union(*defined)])
+        further[f"forward_{key}"] = first(rest, [set().union(*defined)]) or last
     return further
 
 

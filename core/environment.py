@@ -53,7 +53,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         plugins=_names(values.get(PLUGINS)),
         plugins_disable=_names(values.get(PLUGINS_DISABLE)),
         custom_ops=_names(values.get(CUSTOM_OPS)),
-        strict=_flag(STRICT, values.get(STRICT)),
+        strict=parse_flag(STRICT, values[STRICT]) if values.get(STRICT) else None,
     )
 
 
@@ -63,9 +63,12 @@ def _names(value: str | None) -> tuple[str, ...] | None:
     return tuple(part.strip() for part in value.split(",") if part.strip())
 
 
-def _flag(name: str, value: str | None) -> bool | None:
-    if not value:
-        return None
+def parse_flag(name: str, value: str) -> bool:
+    """The truth value that the setting ``name`` spells as one of 1, true, yes, on, 0, false, no, off.
+
+    Raises:
+        ConfigError: another spelling.
+    """
     try:
         return _FLAGS[value.strip().lower()]
     except KeyError:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from typing import Any
 
-from opgraft.errors import RegistrationError
+from opgraft.errors import RegistrationError, close_matches
 from opgraft.platform import DISPATCH_KEYS
 from opgraft.signatures import method_signature, rejected_call
 
@@ -19,11 +21,17 @@ def check_replacement(target: type, cls: type) -> None:
         raise RegistrationError(
             f"{qualified(cls)} at {location_of(cls)} is declared to replace itself: name the op class it stands in for"
         )
+    if not (isinstance(target, type) and any("__op_base__" in vars(base) for base in target.__mro__)):
+        raise RegistrationError(
+            f"{qualified(cls)} at {location_of(cls)} is declared for {target!r}, which is no opgraft.CustomOp: only "
+            "ops have their class chosen at construction. graft() turns a model's modules into ops first."
+        )
     if not issubclass(cls, target):
         raise RegistrationError(
             f"{qualified(cls)} at {location_of(cls)} cannot replace {qualified(target)}: it is not a subclass of it, "
             f"so isinstance checks and inherited state would break. Derive it from {target.__name__}."
         )
+    _check_effect(target, cls)
     forward = reference_method(target)
     for name, counterpart in [("__init__", "__init__"), *((method, forward) for method in kernel_methods())]:
         owner = definer(cls, name, above=target)
@@ -37,6 +45,22 @@ def check_replacement(target: type, cls: type) -> None:
                 f"{target.__qualname__}.{reference} at {location_of(target)}: {problem}. "
                 f"Accept every call that {target.__name__} accepts; further parameters must be optional."
             )
+
+
+def _check_effect(target: type, cls: type) -> None:
+    """Reject a replacement that overrides nothing: it would be constructed and change nothing, without a word."""
+    between = [base for base in own_classes(cls) if base not in target.__mro__]
+    defined = {name for base in between for name in vars(base) if name != "op_class"}
+    plain = {name for name in defined if not name.startswith("__")}
+    if defined & {"__init__", "__new__", "__call__", *kernel_methods()} or any(hasattr(target, name) for name in plain):
+        return
+    near = {name: close_matches(name, kernel_methods()) for name in sorted(plain) if name.startswith("forward_")}
+    hint = "".join(f" It defines {name}: {match}" for name, match in near.items())
+    raise RegistrationError(
+        f"{qualified(cls)} at {location_of(cls)} overrides nothing of {target.__qualname__}, so replacing would change "
+        f"nothing.{hint} Define forward_oot, or another forward_<key>; a mixin that brings it stands before "
+        f"{target.__name__} in the bases."
+    )
 
 
 def kernel_methods() -> tuple[str, ...]:
@@ -58,14 +82,20 @@ def own_classes(cls: type) -> list[type]:
 
 def location_of(thing: object) -> str:
     """``file:line`` of a class or function, or its module where there is no source."""
+    source: Any = thing
+    return _location(source)
+
+
+@functools.lru_cache(maxsize=1024)  # finding a class parses its whole file
+def _location(thing: Any) -> str:
     if isinstance(thing, (staticmethod, classmethod)):
         thing = thing.__func__
     code = getattr(inspect.unwrap(thing) if callable(thing) else thing, "__code__", None)
     if code is not None:
         return f"{code.co_filename}:{code.co_firstlineno}"
     try:
-        file = inspect.getsourcefile(thing)  # type: ignore[arg-type]
-        return f"{file}:{inspect.getsourcelines(thing)[1]}"  # type: ignore[arg-type]
+        file = inspect.getsourcefile(thing)
+        return f"{file}:{inspect.getsourcelines(thing)[1]}"
     except (OSError, TypeError):
         return str(getattr(thing, "__module__", "unknown"))
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from opgraft.binding import bind, enforced
+from opgraft.binding import Binding, bind, enforced
 from opgraft.custom_op import CustomOp
-from opgraft.state import host_state
 from torch import nn
 
 
@@ -25,43 +24,45 @@ def rebind(model: nn.Module) -> list[Rebound]:
 
     An op changes over by assigning its ``__class__``: its parameters, buffers and hooks stay the same objects. It can
     take the class of a replacement, or go back from one, only where their constructors are one; where a replacement has
-    a constructor of its own the op stays as it is and the reason says so.
+    a constructor of its own the op stays as it is and the reason says so. If any choice raises, no op has changed.
 
     Returns:
         One row per op whose kernel changed or could not change.
+
+    Raises:
+        OpgraftError: as constructing one of the ops anew would.
     """
+    ops = [(path, module) for path, module in model.named_modules() if isinstance(module, CustomOp)]
+    plans = [(path, op, bind(op._binding.replacement.target)) for path, op in ops]
     rows = []
-    for path, module in model.named_modules():
-        if isinstance(module, CustomOp):
-            before = str(module.decision.chosen)
-            reason = _rebind_one(module)
-            after = str(module.decision.chosen)
-            if reason or before != after:
-                rows.append(Rebound(path, before, after, reason))
+    for path, op, new in plans:
+        before = str(op._binding.kernel.winner)
+        reason = _obstacle(op, new)
+        if not reason:
+            op._adopt(enforced(new) if op._binding.enforced else new)
+        after = str(op._binding.kernel.winner)
+        if reason or before != after:
+            rows.append(Rebound(path, before, after, reason))
     return rows
 
 
-def _rebind_one(op: CustomOp) -> str:
-    """Give the op the class that it would be constructed with now; returns the reason if it must stay as it is."""
+def _obstacle(op: CustomOp, new: Binding) -> str:
+    """Why an op cannot take the class that it would be constructed with now, or ""."""
     if type(op) is not op._binding.specialisation:
         return f"{type(op).__name__} was derived from the op by other code, such as a parametrization"
-    new = bind(_original_target(op.op_class))
-    for side in (op.op_class, new.replacement.cls):
-        constructor = _own_constructor(side, new.replacement.target)
-        if side is not new.replacement.target and op.op_class is not new.replacement.cls and constructor:
-            return f"{side.__qualname__} defines {constructor}, which an existing op never ran: construct the op anew"
-    op._adopt(enforced(new) if op._binding.enforced else new)
+    if "forward" in vars(op):
+        return "its forward was replaced on the instance, which hides whatever its class binds"
+    old, target = op.op_class, new.replacement.target
+    if old is not new.replacement.cls:
+        for side in (old, new.replacement.cls):
+            constructor = _own_constructor(side, target)
+            if constructor:
+                return f"{side.__qualname__} defines {constructor}, which an existing op never ran: construct it anew"
     return ""
 
 
-def _original_target(cls: type) -> type:
-    """The class whose construction yields ``cls``: the target of a replacement, else the class itself."""
-    declared = host_state().registry.replacements
-    return next((r.target for r in declared if r.cls is cls and r.target is not None), cls)
-
-
 def _own_constructor(cls: type, target: type) -> str | None:
-    """A method that sets up instances and that ``cls``, or a class between it and ``target``, defines."""
+    """A method that sets up instances and that a class between ``cls`` and ``target`` defines."""
     between = cls.__mro__[: cls.__mro__.index(target)] if target in cls.__mro__ else ()
     names = ("__init__", "__new__", "__setstate__")
     return next((name for base in between for name in names if name in vars(base)), None)

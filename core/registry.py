@@ -5,11 +5,12 @@ Declarations outlive ``reset()``. Which replacements are active in this process 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from opgraft.decision import Provider
-from opgraft.errors import ConflictError, UnknownTargetError, close_matches
+from opgraft.errors import ConflictError, RegistrationError, UnknownTargetError, close_matches
 from opgraft.op_classes import check_replacement, location_of, qualified
 from opgraft.platform import Platform
 
@@ -66,7 +67,7 @@ class Registry:
             ConflictError: another class holds the name.
         """
         known = self.ops.get(name)
-        if known is not None and not _same_definition(known.cls, cls):
+        if known is not None and not _redefines(known.cls, cls):
             raise ConflictError(
                 f"op name {name!r} is registered twice: by {qualified(known.cls)} at {location_of(known.cls)} "
                 f"({known.provider}) and by {qualified(cls)} at {location_of(cls)} ({provider}). Rename one of them."
@@ -83,11 +84,11 @@ class Registry:
             same_target = known.target is new.target if new.target else known.asked_for == new.asked_for
             if known.cls is new.cls and same_target:
                 return known
-            if same_target and _same_definition(known.cls, new.cls):
+            if same_target and _redefines(known.cls, new.cls):
                 del self.replacements[index]
                 break
         if new.target is not None:
-            check_replacement(new.target, new.cls)
+            self._check(new, new.target)
         self.replacements.append(new)
         return new
 
@@ -107,8 +108,18 @@ class Registry:
                     f"{close_matches(replacement.asked_for, self.target_names())} "
                     "Name it by op name, class name, 'module:Class' or the class itself."
                 )
-            check_replacement(target, replacement.cls)
+            self._check(replacement, target)
             replacement.target = target
+
+    def _check(self, replacement: Replacement, target: type) -> None:
+        above = next((known for known in self.replacements if known.cls is target and known.target is not None), None)
+        if above is not None and above.target is not None:
+            raise RegistrationError(
+                f"{qualified(replacement.cls)} at {replacement.location} is declared for {qualified(target)}, which is "
+                f"itself a replacement of {above.target.__qualname__} and would hide it: declare it for "
+                f"{above.target.__qualname__}, with a higher priority."
+            )
+        check_replacement(target, replacement.cls)
 
     def find_target(self, name: str) -> type | None:
         """The op class called ``name``: an op name, a class name or ``module:Class``.
@@ -121,16 +132,16 @@ class Registry:
         if name in self.ops:
             return self.ops[name].cls
         module, _, qualname = name.rpartition(":")
-        found = [cls for cls in self._targets() if cls.__qualname__ == qualname and module in ("", cls.__module__)]
+        found = [cls for cls in self.targets() if cls.__qualname__ == qualname and module in ("", cls.__module__)]
         if len(found) > 1:
             choices = ", ".join(repr(qualified(cls)) for cls in found)
             raise ConflictError(f"the class name {name!r} is ambiguous: name the target as one of {choices}")
         return next(iter(found), None)
 
     def target_names(self) -> set[str]:
-        return set(self.ops) | {cls.__name__ for cls in self._targets()}
+        return set(self.ops) | {cls.__qualname__ for cls in self.targets()}
 
-    def _targets(self) -> list[type]:
+    def targets(self) -> list[type]:
         """The registered op classes and their variants, each once."""
         replacements = {replacement.cls for replacement in self.replacements}
         return list(dict.fromkeys(cls for op in self.ops.values() for cls in _with_variants(op.cls, replacements)))
@@ -146,5 +157,9 @@ def _with_variants(cls: type, replacements: set[type]) -> Iterator[type]:
             yield from _with_variants(derived, replacements)
 
 
-def _same_definition(one: type, other: type) -> bool:
-    return one is other or qualified(one) == qualified(other)
+def _redefines(old: type, new: type) -> bool:
+    """Whether ``new`` is ``old``, or the class that a reloaded module or a notebook cell puts in its place."""
+    if old is new:
+        return True
+    bound = getattr(sys.modules.get(old.__module__), old.__qualname__, None)
+    return qualified(old) == qualified(new) and bound in (old, new)

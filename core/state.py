@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from opgraft.config import CURRENT_SCOPE, OpgraftConfig, Settings, environment_config, resolve
 from opgraft.decision import Decision, Provider
 from opgraft.environment import Environment, read_environment
+from opgraft.errors import PluginError
 from opgraft.platform import Platform
 from opgraft.registry import Registry, Replacement
 
@@ -23,6 +24,7 @@ class PlatformSelection:
 
     platform: Platform
     decision: Decision
+    defaults: OpgraftConfig
 
 
 class PluginStatus(enum.Enum):
@@ -68,10 +70,14 @@ class HostState:
 
     registry: Registry = field(default_factory=Registry)
     lock: threading.RLock = field(default_factory=threading.RLock)
+    """Held for a moment around changes of this object; never while a plugin's code or an import runs."""
+    loading_lock: threading.RLock = field(default_factory=threading.RLock)
+    """Held by the one thread that decides on the platform and loads plugins; taken before ``lock``, never after it."""
     selection: PlatformSelection | None = None
     platform_failures: list[str] = field(default_factory=list)
     plugins: dict[str, PluginRecord] = field(default_factory=dict)
     plugins_loaded: bool = False
+    loaded_with: OpgraftConfig | None = None
     plugins_loading: bool = False
     active: list[Replacement] = field(default_factory=list)
     adjustments: list[tuple[str, OpgraftConfig]] = field(default_factory=list)
@@ -88,8 +94,7 @@ class HostState:
         scope = CURRENT_SCOPE.get()
         layers = [*self.adjustments, *environment_config(self.environment), *(scope.layers if scope else ())]
         if self.selection is not None:
-            platform = self.selection.platform
-            layers.insert(0, (f"platform {platform.name}", platform.default_config()))
+            layers.insert(0, (f"platform {self.selection.platform.name}", self.selection.defaults))
         return resolve(layers)
 
     def current_bindings(self) -> dict[type, Any]:
@@ -109,16 +114,18 @@ class HostState:
 
     def activate(self, replacement: Replacement) -> Callable[[], None]:
         """Let a declared replacement take effect; returns the undo. Already active: a no-op."""
-        if replacement in self.active:
-            return lambda: None
-        self.active.append(replacement)
-        self.invalidate()
+        with self.lock:
+            if replacement in self.active:
+                return lambda: None
+            self.active = [*self.active, replacement]
+            self.invalidate()
         return lambda: self.deactivate(replacement)
 
     def deactivate(self, replacement: Replacement) -> None:
         """Let a replacement no longer take effect; the declaration stays."""
-        self.active = [known for known in self.active if known is not replacement]
-        self.invalidate()
+        with self.lock:
+            self.active = [known for known in self.active if known is not replacement]
+            self.invalidate()
 
     def drop_superseded(self) -> None:
         """Deactivate replacements whose declaration a reloaded definition has taken over."""
@@ -126,6 +133,29 @@ class HostState:
 
 
 _STATE = HostState()
+
+
+LOADING_PATIENCE = 60.0
+"""Seconds that a thread waits for another one that loads plugins."""
+
+
+@contextmanager
+def loading(state: HostState) -> Iterator[None]:
+    """Hold the loading lock.
+
+    Raises:
+        PluginError: another thread has held it for a minute. It most likely waits for this very thread: a plugin that
+            joins a thread which constructs ops, or two threads importing a plugin and loading it.
+    """
+    if not state.loading_lock.acquire(timeout=LOADING_PATIENCE):
+        raise PluginError(
+            f"plugins have been loading in another thread for {LOADING_PATIENCE:g} s, which may wait for this one: "
+            "call opgraft.load_plugins() before starting threads, and construct no ops while a plugin is imported"
+        )
+    try:
+        yield
+    finally:
+        state.loading_lock.release()
 
 
 def host_state() -> HostState:

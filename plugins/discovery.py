@@ -70,6 +70,21 @@ class Discovery:
         owners = (offer.provider for offer in self.offers if re.split(r"[.:]", offer.value)[0] == package)
         return next(owners, Provider(package))
 
+    def has_plugin(self, provider: Provider) -> bool:
+        """Whether a distribution offers plugins, on whose activation what its modules declare depends."""
+        return any(offer.provider == provider for offer in self.of_group(PLUGIN_GROUP))
+
+    def plugin_of(self, module: str, provider: Provider) -> str | None:
+        """The plugin that a module of ``provider`` belongs to: the nearest entry point above it, or the only one.
+
+        ``None`` where its distribution has several and no name decides.
+        """
+        offers = [offer for offer in self.of_group(PLUGIN_GROUP) if offer.provider == provider]
+        above = [o for o in offers if f"{module}.".startswith(o.value.partition(":")[0].strip() + ".")]
+        if above:
+            return max(above, key=lambda offer: len(offer.value.partition(":")[0])).name
+        return offers[0].name if len(offers) == 1 else None
+
 
 def discover() -> Discovery:
     """The installed platforms and plugins, scanned once per process."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import ExitStack
 
+from opgraft.config import Settings
 from opgraft.decision import Candidate, Decision
 from opgraft.environment import PLUGINS, PLUGINS_DISABLE
+from opgraft.errors import PluginError
 from opgraft.plugins.loading import Loading
 from opgraft.plugins.selection import current_platform
-from opgraft.state import PluginRecord, PluginStatus, host_state
+from opgraft.state import HostState, PluginRecord, PluginStatus, host_state, loading
 
 
 def load_plugins() -> None:
@@ -25,7 +27,7 @@ def load_plugins() -> None:
     state = host_state()
     if state.plugins_loaded:
         return
-    with state.lock:
+    with loading(state):
         if state.plugins_loaded or state.plugins_loading:  # the latter: a plugin constructs an op while it is loaded
             return
         state.plugins_loading = True
@@ -33,10 +35,27 @@ def load_plugins() -> None:
             with ExitStack() as undo_all:
                 Loading(state, current_platform(), undo_all).run()
                 undo_all.pop_all()
+            state.loaded_with = state.settings().config
             state.plugins_loaded = True
         finally:
             state.plugins_loading = False
             state.invalidate()
+
+
+def check_loaded_with(settings: Settings, state: HostState) -> None:
+    """Which plugins there are is decided once: a scope that asks for others later must not be ignored.
+
+    Raises:
+        PluginError: ``plugins``, ``plugins_disable`` or ``strict`` differ from when the plugins were loaded.
+    """
+    for name in ("plugins", "plugins_disable", "strict"):
+        wanted = getattr(settings.config, name)
+        if state.loaded_with is not None and wanted != getattr(state.loaded_with, name):
+            raise PluginError(
+                f"{settings.origins[name]} sets {name} to {wanted!r}, but plugins were loaded with "
+                f"{getattr(state.loaded_with, name)!r}: set it before the first op is constructed, or call "
+                "opgraft.reset() first"
+            )
 
 
 def plugins_decision(records: Iterable[PluginRecord]) -> Decision:

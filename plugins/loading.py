@@ -12,11 +12,11 @@ from typing import Any
 import pluggy
 from opgraft.adapter import Adapter
 from opgraft.config import OpgraftConfig
-from opgraft.errors import PluginError
+from opgraft.errors import PluginError, close_matches
 from opgraft.platform import Platform
 from opgraft.plugins import hookspecs
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover
-from opgraft.plugins.requirements import asked_for, check_names, objection
+from opgraft.plugins.requirements import asked_for, check_adjustment, check_names, objection
 from opgraft.registry import ANY_PLATFORM
 from opgraft.state import ACTIVATING, HostState, PluginRecord, PluginStatus, Transaction
 
@@ -45,6 +45,7 @@ class Loading:
         self._call_each(hooks.opgraft_register_ops, self._expect_nothing)
         self._call_each(hooks.opgraft_graft_adapters, self._add_adapters)
         self._settle_pending()
+        self._check_adjusted_names()
         for name in self._alive():
             self.state.plugins[name].status = PluginStatus.ACTIVATED
             self.state.plugins[name].reason = f"applies on {', '.join(self.state.plugins[name].platforms)}"
@@ -112,6 +113,7 @@ class Loading:
 
     def _add_defaults(self, name: str, config: OpgraftConfig | None) -> None:
         if config is not None:
+            check_adjustment(config)
             self._append(name, self.state.adjustments, (f"plugin {name}", config))
 
     def _expect_nothing(self, name: str, result: None) -> None:
@@ -136,6 +138,13 @@ class Loading:
                 settle()
             elif replacement.plugin in self._alive():
                 self._attempt(replacement.plugin, "when its targets were looked up", settle)
+
+    def _check_adjusted_names(self) -> None:
+        for origin, config in list(self.state.adjustments):
+            unknown = [op for ops in config.op_names().values() for op in ops if op not in self.state.registry.ops]
+            if unknown:
+                step = partial(_reject_names, unknown, self.state.registry.ops)
+                self._attempt(origin.removeprefix("plugin "), "in its hook opgraft_config", step)
 
     def _attempt(self, name: str, when: str, step: Callable[[], None]) -> None:
         """Run one step of a plugin inside its transaction; if it raises, take the plugin back and record why."""
@@ -171,6 +180,10 @@ class Loading:
 
     def _alive(self) -> list[str]:
         return [name for name in self.transactions if self.state.plugins[name].status is PluginStatus.LOADED]
+
+
+def _reject_names(unknown: list[str], known: Iterable[str]) -> None:
+    raise PluginError(f"it names the op {unknown[0]!r}, which nobody registers: {close_matches(unknown[0], known)}")
 
 
 def _stated_platforms(plugin: object) -> tuple[str, ...]:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from opgraft.decision import Provider
+from opgraft.errors import PlatformError
 from opgraft.evidence import Evidence
 from opgraft.machine import RECORD, Machine
 from opgraft.platform import PlatformSpec
@@ -26,6 +29,10 @@ _CHILD = (
 )
 
 
+_ANSWERING = threading.Event()
+"""Set in a child process that runs a probe, which must not start children of its own."""
+
+
 class ProbeFailed(Exception):  # noqa: N818  # an outcome that selection records, never one that users catch
     """A probe gave no evidence; the message says why."""
 
@@ -36,7 +43,14 @@ def ask(offer: Offer, machine: Machine, time_limit: float = TIME_LIMIT) -> Evide
     Raises:
         ProbeFailed: it raised, crashed, ran past ``time_limit`` seconds or answered something else than ``Evidence``.
     """
-    return run_probe(offer, machine) if offer.built_in else _ask_child(offer, machine, time_limit)
+    if offer.built_in:
+        return run_probe(offer, machine)
+    if _ANSWERING.is_set():
+        raise PlatformError(
+            f"platform {offer.name!r} was probed from within another platform's probe: a module that has a "
+            "PlatformSpec must not use opgraft.current_platform() or construct ops when it is imported"
+        )
+    return _ask_child(offer, machine, time_limit)
 
 
 def run_probe(offer: Offer, machine: Machine) -> Evidence:
@@ -60,20 +74,27 @@ def run_probe(offer: Offer, machine: Machine) -> Evidence:
 
 
 def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:
-    command = [sys.executable, "-I", "-c", _CHILD, json.dumps(sys.path), offer.name, offer.value, str(machine.root)]
+    path = json.dumps([str(entry) for entry in sys.path])
+    command = [sys.executable, "-I", "-c", _CHILD, path, offer.name, offer.value, str(machine.root)]
     environ = {**machine.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     try:
-        child = subprocess.run(command, env=environ, capture_output=True, timeout=time_limit, check=False)  # noqa: S603  # our own interpreter
-    except subprocess.TimeoutExpired:
-        raise ProbeFailed(f"probe {offer.value} gave no answer within {time_limit:g} s and was stopped") from None
+        child = subprocess.Popen(  # noqa: S603  # our own interpreter
+            command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
     except OSError as error:
         raise ProbeFailed(f"no child process could be started for probe {offer.value}: {error}") from error
-    errors = child.stderr.decode(errors="replace").strip().splitlines()
+    try:
+        output, complaints = child.communicate(timeout=time_limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)  # with what it may have started itself
+        child.communicate()
+        raise ProbeFailed(f"probe {offer.value} gave no answer within {time_limit:g} s and was stopped") from None
+    errors = complaints.decode(errors="replace").strip().splitlines()
     if child.returncode != 0:
         last = f": {errors[-1]}" if errors else ""
         raise ProbeFailed(f"the process of probe {offer.value} ended with status {child.returncode}{last}")
     try:
-        reply = json.loads(child.stdout)
+        reply = json.loads(output)
         if "failure" in reply:
             raise ProbeFailed(reply["failure"])
         return Evidence.from_dict(reply)
@@ -83,6 +104,7 @@ def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:
 
 def answer(name: str, value: str, root: str) -> None:
     """The child's side: run the probe and print its evidence as JSON; what the probe prints goes to stderr."""
+    _ANSWERING.set()
     reply_to = os.dup(1)
     os.dup2(2, 1)
     offer = Offer(PLATFORM_GROUP, name, value, Provider(name))

@@ -26,6 +26,17 @@ def asked_for(offer: Offer, names: Iterable[str]) -> bool:
     return any(offer.answers_to(name) for name in names)
 
 
+def check_adjustment(config: OpgraftConfig) -> None:
+    """Reject defaults that a platform or plugin may not change, since they are decided before it is asked.
+
+    Raises:
+        PluginError: ``platform``, ``plugins``, ``plugins_disable`` or ``strict`` is set.
+    """
+    early = [name for name in ("platform", "plugins", "plugins_disable", "strict") if getattr(config, name) is not None]
+    if early:
+        raise PluginError(f"it sets {', '.join(early)}, which was decided before it was asked: leave it unset")
+
+
 def check_names(names: Iterable[str], offers: Iterable[Offer], setting: str) -> None:
     """Reject a setting that names a plugin which is not installed.
 

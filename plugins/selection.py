@@ -16,8 +16,8 @@ from opgraft.machine import Machine
 from opgraft.platform import Platform, PlatformSpec, effective_chain
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer, discover
 from opgraft.plugins.probing import ProbeFailed, ask
-from opgraft.plugins.requirements import objection
-from opgraft.state import PlatformSelection, host_state
+from opgraft.plugins.requirements import check_adjustment, objection
+from opgraft.state import PlatformSelection, host_state, loading
 
 logger = logging.getLogger("opgraft")
 
@@ -55,19 +55,20 @@ def current_platform() -> Platform:
 def selected_platform() -> PlatformSelection:
     """The platform of this process with the decision that chose it. Raises as ``current_platform``."""
     state = host_state()
-    with state.lock:
-        settings = state.settings()
-        if state.selection is None:
-            state.selection = _select(settings, Machine())
-            state.invalidate()
-        wanted = settings.config.platform
-        if wanted is not None and wanted != state.selection.platform.name:
-            raise PlatformError(
-                f"{settings.origins['platform']} asks for platform {wanted!r}, but this process already uses "
-                f"{state.selection.platform.name!r}: it is decided once. Set it before the first op is constructed, or "
-                "call opgraft.reset() first."
-            )
-        return state.selection
+    if state.selection is None:
+        with loading(state):
+            if state.selection is None:
+                state.selection = _select(state.settings(), Machine())
+                state.invalidate()
+    settings, selection = state.settings(), state.selection
+    wanted = settings.config.platform
+    if wanted is not None and wanted != selection.platform.name:
+        raise PlatformError(
+            f"{settings.origins['platform']} asks for platform {wanted!r}, but this process already uses "
+            f"{selection.platform.name!r}: it is decided once. Set it before the first op is constructed, or "
+            "call opgraft.reset() first."
+        )
+    return selection
 
 
 def decide_platform(
@@ -168,7 +169,8 @@ def _select(settings: Settings, machine: Machine) -> PlatformSelection:
     while True:
         offer, decision = decide_platform(settings, machine, unloadable)
         try:
-            return PlatformSelection(_load(offer), decision)
+            platform, defaults = _load(offer)
+            return PlatformSelection(platform, decision, defaults)
         except PlatformError as error:
             if settings.config.platform == offer.name or settings.config.strict or offer.built_in:
                 raise
@@ -176,18 +178,23 @@ def _select(settings: Settings, machine: Machine) -> PlatformSelection:
             unloadable.append((offer, str(error)))
 
 
-def _load(offer: Offer) -> Platform:
-    spec: PlatformSpec = offer.load()
-    module, _, name = spec.platform_class.partition(":")
+def _load(offer: Offer) -> tuple[Platform, OpgraftConfig]:
+    """The platform and the settings that it changes, both checked."""
     try:
+        spec: PlatformSpec = offer.load()
+        module, _, name = spec.platform_class.partition(":")
         platform = getattr(importlib.import_module(module), name)()
         if not isinstance(platform, Platform):
             raise TypeError(f"it is a {type(platform).__name__}, expected an opgraft.Platform")
         if platform.name != offer.name:
             raise TypeError(f"it calls itself {platform.name!r}, its entry point is {offer.name!r}")
         effective_chain(platform)
+        defaults = platform.default_config()
+        if not isinstance(defaults, OpgraftConfig):
+            raise TypeError(f"default_config returned a {type(defaults).__name__}, expected an opgraft.OpgraftConfig")
+        check_adjustment(defaults)
     except (Exception, SystemExit) as error:
         raise PlatformError(
-            f"the class {spec.platform_class} of platform {offer.name!r} ({offer.provider}) cannot be used: {error!r}"
+            f"the class of platform {offer.name!r} ({offer.provider}, {offer.value}) cannot be used: {error!r}"
         ) from error
-    return platform
+    return platform, defaults

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import opgraft
 import pytest
+from opgraft import ops as _catalogue  # noqa: F401  # so that no test is the first to register it
 from opgraft.plugins import discovery
 from opgraft.state import host_state
 

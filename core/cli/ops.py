@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import click
 from opgraft.binding import bind
 from opgraft.cli.output import json_option, print_json, print_table, print_wrapped, with_settings
-from opgraft.errors import InputError, close_matches
+from opgraft.errors import ConflictError, InputError, close_matches
 from opgraft.ops import CustomOp
 from opgraft.plugins.host import load_plugins
 from opgraft.plugins.selection import current_platform
@@ -23,15 +24,16 @@ def command() -> None:
 @json_option
 @with_settings
 def list_ops(as_json: bool) -> None:
-    """Every registered op with the kernel that it gets on this platform."""
+    """Every registered op with the kernel that it gets on this platform. Exit code 1: an op has a conflict."""
     load_plugins()
     rows = [_row(name) for name in sorted(CustomOp.op_registry)]
     if as_json:
         print_json("opgraft.ops.list/1", {"platform": current_platform().name, "ops": rows})
-        return
-    click.echo(f"platform: {current_platform().name}")
-    notes = {True: "", False: ", disabled"}
-    print_table(("op", "kernel"), ((r["op"], f"{r['kernel']} of {r['provider']}{notes[r['enabled']]}") for r in rows))
+    else:
+        click.echo(f"platform: {current_platform().name}")
+        print_table(("op", "kernel"), ((row["op"], _in_words(row)) for row in rows))
+    if any(row["error"] for row in rows):
+        sys.exit(1)
 
 
 @command.command("explain")
@@ -56,11 +58,16 @@ def explain(name: str, as_json: bool) -> None:
 
 
 def _row(name: str) -> dict[str, Any]:
-    binding = bind(CustomOp.op_registry[name])
-    return {
-        "op": name,
-        "class": binding.replacement.target.__name__,
-        "kernel": str(binding.kernel.winner),
-        "provider": str(binding.replacement.provider),
-        "enabled": binding.kernel.enabled,
-    }
+    row = {"op": name, "class": CustomOp.op_registry[name].__name__}
+    try:
+        binding = bind(CustomOp.op_registry[name])
+    except ConflictError as error:
+        return {**row, "kernel": None, "provider": None, "enabled": None, "error": str(error)}
+    kernel, provider = str(binding.kernel.winner), str(binding.replacement.provider)
+    return {**row, "kernel": kernel, "provider": provider, "enabled": binding.kernel.enabled, "error": None}
+
+
+def _in_words(row: dict[str, Any]) -> str:
+    if row["error"]:
+        return f"conflict: {row['error']}"
+    return f"{row['kernel']} of {row['provider']}{'' if row['enabled'] else ', disabled'}"

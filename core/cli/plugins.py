@@ -28,12 +28,12 @@ def list_plugins(as_json: bool) -> None:
     rows = []
     for offer in _offers():
         against = objection(offer, config)
-        status = PluginStatus.REJECTED if against else PluginStatus.SELECTED
-        rows.append({**_offer(offer), "status": status.value, "reason": against or ""})
+        admitted = "selected" if offer.group == PLUGIN_GROUP else "eligible"
+        rows.append({**_offer(offer), "status": "rejected" if against else admitted, "reason": against or ""})
     if as_json:
         print_json("opgraft.plugins.list/1", {"offers": rows, "problems": _problems()})
         return
-    header = ("kind", "name", "provider", "entry point", "status", "reason")
+    header = ("kind", "name", "provider", "status", "reason")
     print_table(header, ([row[column] for column in header] for row in rows))
     for problem in _problems():
         print_wrapped(f"ignored: {problem}")
@@ -53,12 +53,13 @@ def show(name: str, as_json: bool) -> None:
     shown = [_details(offer) for offer in offers]
     if as_json:
         print_json("opgraft.plugins.show/1", {"offers": shown, "error": error and str(error)})
-        return
-    for details in shown:
+    for details in shown if not as_json else ():
         for key, value in details.items():
             text = ", ".join(value) if isinstance(value, list) else str(value if value is not None else "")
             print_wrapped(f"{key}: {text}" if key != "traceback" else text)
         click.echo()
+    if error is not None:
+        raise error
 
 
 @command.command("doctor")
@@ -67,7 +68,7 @@ def show(name: str, as_json: bool) -> None:
 def doctor(as_json: bool) -> None:
     """Load everything and report what is wrong. Exit code 1: findings, 3: no platform, 4: a plugin failed."""
     error = _load()
-    findings = [*_problems(), *host_state().platform_failures]
+    findings = [*_problems(), *host_state().platform_failures, *_unknown_names()]
     code = 1 if findings else 0
     for record in host_state().plugins.values():
         if record.status is PluginStatus.FAILED:
@@ -142,6 +143,14 @@ def _never_used() -> list[str]:
             row = next(c for c in choice.decision.candidates if c.location == replacement.location)
             found.append(f"{row.name} at {row.location} ({row.provider}) is never used: {row.reason}")
     return found
+
+
+def _unknown_names() -> list[str]:
+    """Names on the deny list that no installed distribution answers to."""
+    names = host_state().settings().config.plugins_disable or ()
+    known = {offer.name for offer in _offers()}
+    unknown = [name for name in names if not any(offer.answers_to(name) for offer in _offers())]
+    return [f"the deny list names {name!r}, which is not installed: {close_matches(name, known)}" for name in unknown]
 
 
 def _problems() -> list[str]:

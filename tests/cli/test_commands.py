@@ -87,6 +87,10 @@ def test_detect_explains_the_decision_in_80_columns(cli, site) -> None:
         (["ops", "explain", "rms_nrm"], {}, 2, "did you mean 'rms_norm'"),
         (["plugins", "show", "nothing"], {}, 2, "no installed plugin or platform is called 'nothing'"),
         (["plugins", "doctor"], {"OPGRAFT_PLUGINS": "nothing"}, 4, "names 'nothing'"),
+        (["plugins", "doctor"], {"OPGRAFT_PLUGINS_DISABLE": "cpuu"}, 1, "the deny list names 'cpuu'"),
+        (["detect", "--strict", "maybe"], {}, 2, "--strict='maybe' is not a flag"),
+        (["detect", "--compilation_config.mode", "²"], {}, 2, "mode is '²'"),
+        (["detect", "--providers", "[" * 100_000], {}, 2, "not valid JSON"),
         (["unknown"], {}, 2, "No such command"),
         (["run", "nowhere"], {}, 2, "'nowhere' is no folder"),
     ],
@@ -128,6 +132,26 @@ def test_ops_list_shows_every_op_with_its_kernel(cli, site) -> None:
     assert "AcmeRMSNorm.forward_oot of acme" not in text
     assert "RMSNorm.forward_native of acme 1.0, disabled" in text
     assert max(len(line) for line in text.splitlines()) <= 80
+
+
+def test_ops_list_goes_on_past_a_conflict(cli, site) -> None:
+    """One op that two plugins claim does not hide the others; the row says who claims it, and the exit code is 1."""
+    site.plugin("acme", PLUGIN)
+    site.plugin("brix", PLUGIN)
+    result = cli("ops", "list", "--json")
+    rows = {row["op"]: row for row in json.loads(result.stdout)["ops"]}
+    assert result.returncode == 1
+    assert "2 replacements of RMSNorm" in rows["rms_norm"]["error"]
+    assert rows["layer_norm"]["error"] is None
+    assert "conflict: 2 replacements of" in " ".join(cli("ops", "list").stdout.split())
+
+
+def test_plugins_show_says_when_loading_failed(cli) -> None:
+    """Where no platform can be decided, show prints what is known and ends with the error's exit code."""
+    result = cli("plugins", "show", "cpu", OPGRAFT_PLATFORM="nope")
+    assert result.returncode == 3
+    assert "name: cpu" in result.stdout
+    assert "asks for platform 'nope'" in result.stderr
 
 
 def test_plugins_list_shows_what_the_settings_select(cli, site) -> None:

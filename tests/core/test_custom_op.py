@@ -15,7 +15,16 @@ from pathlib import Path
 import opgraft
 import pytest
 import torch
-from opgraft import CompilationConfig, CustomOp, OpgraftConfig, inference_only, maybe_get_oot_by_class, set_config
+from opgraft import (
+    CompilationConfig,
+    CustomOp,
+    OpgraftConfig,
+    PluggableLayer,
+    inference_only,
+    maybe_get_oot_by_class,
+    set_config,
+)
+from opgraft.errors import RegistrationError
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -229,6 +238,67 @@ class TestGradients:
         wanted = {"input": x, "weight": guarded.weight, "keyword": bias}[source]
         torch.testing.assert_close(wanted.grad, torch.full((4,), {"input": 2.0}.get(source, 1.0)))
 
+    def test_a_guarded_kernel_steps_aside_however_it_is_reached(self, scale) -> None:
+        """A kernel without a backward that super().forward_oot() reaches is guarded too."""
+
+        class Base(scale):
+            @inference_only
+            def forward_cpu(self, x, bias=None):
+                return torch.mul(x, self.weight.detach()).detach()
+
+        class Wrapped(Base):
+            def forward_oot(self, x, bias=None):
+                return super().forward_oot(x, bias) + 0
+
+        Base.register_oot(Wrapped)
+        x = torch.ones(4, requires_grad=True)
+        Base()(x).sum().backward()
+        torch.testing.assert_close(x.grad, torch.full((4,), 2.0))
+
+    def test_tensors_inside_containers_count(self) -> None:
+        """A gradient required by a tensor in a list or dictionary is seen."""
+
+        class Sum(CustomOp):
+            def forward_native(self, values):
+                return values["all"][0] * 2
+
+            @inference_only
+            def forward_cpu(self, values):
+                return (values["all"][0] * 2).detach()
+
+        x = torch.ones(1, requires_grad=True)
+        assert Sum()({"all": [x]}).requires_grad
+
+    def test_a_layers_forward_stands_in_for_a_native_definition(self) -> None:
+        """For a layer, what runs where a gradient is required is its own forward."""
+
+        class Layer(PluggableLayer):
+            def forward(self, x):
+                return x * 3
+
+        @Layer.register_oot
+        class Fast(Layer):
+            @inference_only
+            def forward_oot(self, x):
+                return (x * 3).detach()
+
+        x = torch.ones(1, requires_grad=True)
+        assert Layer()(x).requires_grad
+        with torch.no_grad():
+            assert Layer()(x).item() == 3
+
+    def test_static_methods_are_rejected(self, scale) -> None:
+        """A static kernel does not know its op, so the mark is an error in either order."""
+        with pytest.raises(RegistrationError, match="takes self"):
+            inference_only(staticmethod(lambda x, bias=None: x))
+        scale.register_oot(type("S", (scale,), {"forward_oot": staticmethod(inference_only(lambda x, bias=None: x))}))
+        with pytest.raises(RegistrationError, match="inference_only and static"):
+            scale()
+
+    def test_the_decision_says_where_the_kernel_steps_aside(self, guarded) -> None:
+        """That another definition runs under autograd is no secret."""
+        assert "forward_native runs where a gradient is required" in str(guarded.decision)
+
     def test_the_guard_compiles(self, guarded) -> None:
         """Choosing between kernel and native definition does not break the graph."""
         x = torch.ones(4, requires_grad=True)
@@ -251,3 +321,23 @@ def test_existing_ops_survive_reset(op) -> None:
     opgraft.reset()
     torch.testing.assert_close(op(torch.ones(4)), torch.full((4,), 3.0))
     assert "FastScale.forward_oot" in str(op.decision)
+
+
+def test_an_unpickled_op_knows_what_it_replaces(op, scale) -> None:
+    """The decision of an op that came out of a pickle names its provider, and rebind can take it back."""
+    loaded = nn.Sequential(pickled(op))
+    assert "class of Scale: FastScale (provided by" in str(loaded[0].decision)
+    CustomOp.unregister_oot(op.op_class)
+    opgraft.rebind(loaded)
+    assert loaded[0].op_class is scale
+
+
+def test_authors_subclass_hooks_are_named_when_they_refuse(scale) -> None:
+    """A class whose __init_subclass__ needs an argument cannot be bound; the error names it and the way out."""
+
+    class Picky(scale):
+        def __init_subclass__(cls, *, label, **kwargs):
+            super().__init_subclass__(**kwargs)
+
+    with pytest.raises(RegistrationError, match=r"Picky at .*cannot be subclassed.*defaults"):
+        Picky()

@@ -57,7 +57,8 @@ def test_the_most_derived_definition_wins(levels: tuple[str, ...], chain: tuple[
         (("native cpu",), "Level0.forward_native"),
         (("native cpu", "oot"), "Level0.forward_native"),
         (("native cpu", "native oot"), "Level1.forward_native"),
-        (("native", "forward"), "Level0.forward_native"),
+        (("native", "forward"), "Level1.forward"),
+        (("native", "forward native"), "Level1.forward_native"),
         (("forward", "oot"), "Level0.forward"),
     ],
 )
@@ -104,9 +105,44 @@ def test_super_reaches_the_targets_kernel(scale, fast_scale) -> None:
 
 def test_a_missing_kernel_at_the_end_of_the_chain_is_an_error() -> None:
     """An op without a native definition says so instead of recursing."""
-    op = type("OnlyForward", (CustomOp,), {"forward": lambda self, x: x})()
-    with pytest.raises(MissingKernelError, match="has no forward_oot, nor a kernel further along"):
-        op.forward_oot(1)
+    op = type("OnlyCpu", (CustomOp,), {"forward_cpu": lambda self, x: x})()
+    with pytest.raises(MissingKernelError, match="has no forward_native, nor a kernel further along"):
+        op.forward_native(1)
+
+
+def test_a_layers_own_forward_ends_the_chain() -> None:
+    """In a layer without a native definition, super().forward_oot() of a replacement reaches the layer's forward."""
+
+    class Layer(PluggableLayer):
+        def forward(self, x):
+            return x + 1
+
+    @Layer.register_oot
+    class Wrapped(Layer):
+        def forward_oot(self, x):
+            return super().forward_oot(x) * 10
+
+    assert Layer()(1) == 20
+
+
+def test_a_disabled_subclass_keeps_its_own_forward(scale) -> None:
+    """A class that adds to an op in its own forward is not bypassed: its super().forward() runs the native form."""
+
+    class Twice(scale):
+        def forward(self, x, bias=None):
+            return super().forward(x, bias) * 2
+
+    with set_config(OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["none"]))):
+        op = Twice()
+        assert op(torch.ones(4)).tolist() == [4.0] * 4
+        assert op.decision.chosen == "test_a_disabled_subclass_keeps_its_own_forward.<locals>.Twice.forward"
+
+
+def test_a_replacements_own_forward_is_switched_off(scale) -> None:
+    """-op switches off a replacement that overrides forward as a whole."""
+    scale.register_oot(type("Whole", (scale,), {"forward": lambda self, x, bias=None: x * 0}))
+    with set_config(OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["-scale"]))):
+        assert scale()(torch.ones(4)).tolist() == [2.0] * 4
 
 
 def test_a_layer_is_not_switched_but_a_replacements_kernel_is(scale) -> None:
@@ -154,7 +190,7 @@ def test_an_unknown_op_in_custom_ops_is_an_error_with_near_matches(scale) -> Non
     """A name that no catalogue knows is found when the first op is constructed."""
     with (
         set_config(OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["+scael"]))),
-        pytest.raises(ConfigError, match=r"'\+scael' \(set_config\).*did you mean 'scale'"),
+        pytest.raises(ConfigError, match=r"'scael' \(set_config\).*did you mean 'scale'"),
     ):
         scale()
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import opgraft
+import pytest
 import torch
 from opgraft import CompilationConfig, CustomOp, OpgraftConfig, rebind, set_config
+from opgraft.errors import ConflictError
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -19,10 +21,10 @@ def test_rebind_follows_settings_and_replacements_and_keeps_parameters(scale, fa
     ]
     assert model[0].op_class is fast_scale
     CustomOp.unregister_oot(fast_scale)
-    opgraft.reset()
     with set_config(OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["none"]))):
-        rebind(model)
-    assert model[0].decision.chosen in ("Scale.forward_native", "FastScale.forward_native")
+        (row,) = rebind(model)
+    assert (row.before, row.after) == ("FastScale.forward_oot", "Scale.forward_native")
+    assert model[0].op_class is scale
     assert model[0].weight is weight
 
 
@@ -79,3 +81,29 @@ def test_classes_that_torch_derived_are_left_alone(scale, fast_scale) -> None:
     scale.register_oot(fast_scale)
     (row,) = rebind(model)
     assert "parametrization" in row.reason
+
+
+def test_a_choice_that_raises_changes_nothing(scale, fast_scale) -> None:
+    """A conflict over one op leaves every op of the model as it was."""
+
+    @CustomOp.register("other")
+    class Other(CustomOp):
+        def forward_native(self, x):
+            return x
+
+    model = nn.Sequential(scale(), Other())
+    scale.register_oot(fast_scale)
+    for name in ("One", "Two"):
+        Other.register_oot(type(name, (Other,), {"forward_oot": lambda self, x: x}))
+    with pytest.raises(ConflictError, match="One"):
+        rebind(model)
+    assert model[0].op_class is scale
+
+
+def test_a_forward_on_the_instance_is_left_alone(scale, fast_scale) -> None:
+    """Code that hangs its own forward on an op hides what the class binds; the row says so."""
+    model = nn.Sequential(scale())
+    model[0].forward = lambda x: x
+    scale.register_oot(fast_scale)
+    (row,) = rebind(model)
+    assert "replaced on the instance" in row.reason

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
 import opgraft
 import pytest
 import torch
-from opgraft import CustomOp, OpgraftConfig, PluggableLayer, maybe_get_oot_by_class, set_config
-from opgraft.errors import ConflictError, RegistrationError, UnknownTargetError
+from opgraft import CustomOp, OpgraftConfig, PluggableLayer, binding, maybe_get_oot_by_class, set_config
+from opgraft.errors import ConfigError, ConflictError, RegistrationError, UnknownTargetError
+from opgraft.ops import RotaryEmbedding
 from opgraft.state import host_state
+
+
+def kernel(self, x, bias=None):
+    """A kernel for classes made on the spot."""
+    return x
+
 
 FORMS: dict[str, Callable] = {
     "by class name": lambda target, cls: CustomOp.register_oot("Scale")(cls),
@@ -20,6 +28,7 @@ FORMS: dict[str, Callable] = {
     "bare on the target": lambda target, cls: target.register_oot(cls),
     "called on the target": lambda target, cls: target.register_oot()(cls),
     "by call": lambda target, cls: CustomOp.register_oot(_decorated_op_cls=cls, name="Scale"),
+    "by call on a layer": lambda target, cls: PluggableLayer.register_oot(_decorated_layer_cls=cls, name="Scale"),
     "on the layer base": lambda target, cls: PluggableLayer.register_oot("Scale")(cls),
     "in a loop": lambda target, cls: [CustomOp.register_oot(_decorated_op_cls=c, name=n) for n, c in [("Scale", cls)]][
         -1
@@ -40,7 +49,7 @@ def test_every_form_of_register_oot_replaces_and_returns_the_class(form: str, sc
 
 def test_a_call_without_a_name_means_the_class_of_that_name(scale) -> None:
     """register_oot(_decorated_op_cls=C) alone replaces the op whose class is called like C."""
-    replacement = type("Scale", (scale,), {"__qualname__": "Scale", "__module__": "elsewhere"})
+    replacement = type("Scale", (scale,), {"__module__": "elsewhere", "forward_oot": kernel})
     CustomOp.register_oot(_decorated_op_cls=replacement)
     assert scale().op_class is replacement
 
@@ -122,27 +131,103 @@ def test_the_same_class_twice_is_a_no_op(scale, fast_scale) -> None:
     CustomOp.register("scale")(scale)
 
 
-def test_a_reloaded_definition_supersedes_the_old_one(scale) -> None:
+def test_a_reloaded_definition_supersedes_the_old_one(scale, site) -> None:
     """Running a notebook cell or reloading a module again is no conflict: the newer class counts."""
-
-    def define(value: int):
-        class Reloaded(scale):
-            def forward_oot(self, x, bias=None):
-                return x + value
-
-        return scale.register_oot(Reloaded)
-
-    define(1)
-    define(2)
-    assert scale()(torch.zeros(1)) == 2
+    source = (
+        "from opgraft import CustomOp\nScale = CustomOp.op_registry['scale']\n"
+        "@Scale.register_oot\nclass Reloaded(Scale):\n    def forward_oot(self, x, bias=None):\n        return x + {}\n"
+    )
+    file = site.folder / "notebook.py"
+    file.write_text(source.format(1))
+    module = importlib.import_module("notebook")
+    file.write_text(source.format(2000))  # another length, so that no cached bytecode is taken for it
+    importlib.reload(module)
+    assert (scale()(torch.zeros(4)) == 2000).all()
     assert len(host_state().active) == 1
+
+
+def test_classes_of_one_factory_are_different(scale) -> None:
+    """A loop that makes kernels with one name does not silently keep the last: two of them are a tie."""
+
+    def make(value: int) -> type:
+        return type("Made", (scale,), {"forward_oot": lambda self, x, bias=None: x + value})
+
+    scale.register_oot(make(1))
+    scale.register_oot(make(2))
+    with pytest.raises(
+        ConflictError, match=r"Made .* and Made .*They have one provider, which decides by register_oot"
+    ):
+        scale()
+
+
+@pytest.mark.parametrize(
+    ("names", "hint"),
+    [([], "overrides nothing"), (["forward_ooot"], "did you mean 'forward_oot'"), (["helper"], "Define forward_oot")],
+)
+def test_a_replacement_that_changes_nothing_is_rejected(scale, names: list[str], hint: str) -> None:
+    """A misspelt kernel, or none at all, would be constructed in silence and never run."""
+    with pytest.raises(RegistrationError, match=hint):
+        scale.register_oot(type("Empty", (scale,), dict.fromkeys(names, kernel)))
+
+
+def test_a_mixin_behind_the_op_is_no_kernel(scale) -> None:
+    """The bases' order decides: a kernel behind the op class is never reached, and the error says so."""
+    mixin = type("Mixin", (), {"forward_oot": kernel})
+    with pytest.raises(RegistrationError, match="stands before Scale in the bases"):
+        scale.register_oot(type("Behind", (scale, mixin), {}))
+    assert scale.register_oot(type("Before", (mixin, scale), {})) is scale().op_class
+
+
+def test_a_replacement_cannot_be_a_target(scale, fast_scale) -> None:
+    """A replacement of a replacement would never fire through the original class."""
+    scale.register_oot(fast_scale)
+    with pytest.raises(RegistrationError, match=r"itself a replacement of Scale.*with a higher priority"):
+        fast_scale.register_oot(type("Faster", (fast_scale,), {"forward_oot": kernel}))
+
+
+def test_only_ops_can_be_targets() -> None:
+    """A plain module is not constructed through the registry, so replacing it is an error with the way out."""
+    with pytest.raises(RegistrationError, match=r"no opgraft\.CustomOp.*graft\(\)"):
+        CustomOp.register_oot(name=torch.nn.Linear)(type("L", (torch.nn.Linear,), {}))
+    assert maybe_get_oot_by_class(torch.nn.Linear) is torch.nn.Linear
+
+
+def test_a_variant_of_an_op_can_be_a_target_by_class() -> None:
+    """RotaryEmbedding derives from the registered class; every form of naming it works."""
+    cls = type("Fast", (RotaryEmbedding,), {"forward_oot": lambda self, positions, query, key=None: (query, key)})
+    CustomOp.register_oot(RotaryEmbedding)(cls)
+    assert maybe_get_oot_by_class(RotaryEmbedding) is cls
+
+
+def test_providers_must_name_ops(scale) -> None:
+    """A misspelt op in the providers setting is an error with near matches, as in custom_ops."""
+    with (
+        set_config(OpgraftConfig(providers={"scael": "acme"})),
+        pytest.raises(ConfigError, match="did you mean 'scale'"),
+    ):
+        scale()
+
+
+def test_a_binding_decided_before_a_registration_is_not_kept(scale, fast_scale, monkeypatch) -> None:
+    """A registration that lands while another thread decides is not hidden by that thread's older choice."""
+    decide = binding._decide
+
+    def overtaken(cls, **options):
+        result = decide(cls, **options)
+        scale.register_oot(fast_scale)
+        return result
+
+    monkeypatch.setattr(binding, "_decide", overtaken)
+    scale()
+    monkeypatch.undo()
+    assert scale().op_class is fast_scale
 
 
 def test_equal_priorities_are_an_error_that_names_both_and_the_setting(scale) -> None:
     """Two replacements of one target need a choice; a higher priority, a provider or unregistering makes it."""
     one = scale.register_oot(type("One", (scale,), {"forward_oot": lambda self, x, bias=None: x + 1}))
     two = scale.register_oot(type("Two", (scale,), {"forward_oot": lambda self, x, bias=None: x + 2}))
-    with pytest.raises(ConflictError, match=r"One.* and Two.*providers=\{'scale'.*OPGRAFT_PLUGINS_DISABLE"):
+    with pytest.raises(ConflictError, match=r"One.* and Two.*register_oot\(priority"):
         scale()
     CustomOp.unregister_oot(one)
     assert scale().op_class is two
@@ -214,8 +299,8 @@ def test_an_ambiguous_class_name_must_be_qualified(scale) -> None:
     twin.__qualname__ = "Scale"
     CustomOp.register("other_scale")(twin)
     with pytest.raises(ConflictError, match=r"ambiguous.*'elsewhere:Scale'"):
-        CustomOp.register_oot("Scale")(type("R", (twin,), {}))
-    replacement = CustomOp.register_oot("elsewhere:Scale")(type("R", (twin,), {}))
+        CustomOp.register_oot("Scale")(type("R", (twin,), {"forward_oot": lambda self, x: x}))
+    replacement = CustomOp.register_oot("elsewhere:Scale")(type("R", (twin,), {"forward_oot": lambda self, x: x}))
     assert twin().op_class is replacement
     assert scale().op_class is scale
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 
 import opgraft
 import pytest
 import torch
-from opgraft import CustomOp, OpgraftConfig, load_plugins, set_config
+from opgraft import CustomOp, OpgraftConfig, load_plugins, set_config, state
 from opgraft.errors import ConflictError, PluginError, UnknownTargetError
 from opgraft.ops import RMSNorm
 from opgraft.state import PluginStatus, host_state
@@ -118,6 +120,20 @@ FAILING = {
     "gives a wrong adapter": (
         GOOD + "\n@opgraft.hookimpl\ndef opgraft_graft_adapters():\n    return [1]\n",
         "returned a int among its opgraft.Adapter",
+    ),
+}
+
+
+FAILING |= {
+    "sets what is already decided": (
+        GOOD + "\n@opgraft.hookimpl\ndef opgraft_config():\n    return opgraft.OpgraftConfig(platform='tpu')\n",
+        "it sets platform, which was decided before",
+    ),
+    "names an unknown op in its defaults": (
+        GOOD
+        + "\n@opgraft.hookimpl\ndef opgraft_config():\n    ops = opgraft.CompilationConfig(custom_ops=['-rms_nrm'])\n"
+        "    return opgraft.OpgraftConfig(compilation_config=ops)\n",
+        "did you mean 'rms_norm'",
     ),
 }
 
@@ -307,3 +323,64 @@ def test_a_platform_change_after_reset_changes_the_plugins(site, tmp_path, monke
     present.unlink()
     opgraft.reset()
     assert RMSNorm(4).op_class is RMSNorm
+
+
+def test_a_plugin_imported_by_one_thread_and_loaded_by_another(site) -> None:
+    """One thread imports a plugin's module, which registers, while another loads it: neither waits for ever."""
+    site.plugin("acme", "import time\ntime.sleep(0.5)\n" + GOOD + "RMSNorm.register_oot(AcmeRMSNorm)\n")
+    threads = [threading.Thread(target=work, daemon=True) for work in (load_plugins, lambda: __import__("acme"))]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+    assert RMSNorm(4).op_class.__name__ == "AcmeRMSNorm"
+
+
+def test_a_hook_that_waits_for_a_thread_gets_an_error_instead_of_a_deadlock(site, monkeypatch) -> None:
+    """A thread that constructs ops while the hook which joins it runs gives up, and says what to do."""
+    monkeypatch.setattr(state, "LOADING_PATIENCE", 0.5)
+    body = (
+        "    import threading\n    errors = []\n"
+        "    def work():\n        try:\n            RMSNorm(4)\n        except Exception as error:\n"
+        "            errors.append(error)\n"
+        "    thread = threading.Thread(target=work)\n    thread.start()\n    thread.join()\n    raise errors[0]\n"
+    )
+    site.plugin("acme", GOOD + body)
+    load_plugins()
+    assert "plugins have been loading in another thread for 0.5 s" in status("acme")[1]
+
+
+def test_two_plugins_of_one_distribution(site) -> None:
+    """What a module declares belongs to the plugin whose entry point it lies under, whoever imports it first."""
+    files = {"first.py": GOOD.replace("AcmeRMSNorm", "First"), "second.py": GOOD.replace("AcmeRMSNorm", "Second")}
+    site.install("pair", files, {"opgraft.plugins": ["aaa = first", "bbb = second"]})
+    import second
+
+    RMSNorm.register_oot(second.Second)
+    with set_config(OpgraftConfig(plugins_disable=["aaa"])):
+        assert RMSNorm(4).op_class is second.Second
+    opgraft.reset()
+    with set_config(OpgraftConfig(plugins_disable=["bbb"])):
+        assert RMSNorm(4).op_class.__name__ == "First"
+
+
+def test_ops_that_a_failing_plugin_registered_stay_known(site) -> None:
+    """Which classes are ops is a declaration: it outlives the plugin's failure as it outlives reset."""
+    op = (
+        "\n@opgraft.CustomOp.register('acme_op')\nclass AcmeOp(opgraft.CustomOp):\n"
+        "    def forward_native(self, x): return x\n"
+    )
+    site.plugin("acme", GOOD + "    1 / 0\n" + op)
+    load_plugins()
+    assert status("acme")[0] == "failed"
+    assert "acme_op" in CustomOp.op_registry
+
+
+@pytest.mark.parametrize("setting", [OpgraftConfig(plugins=[]), OpgraftConfig(strict=True)])
+def test_plugin_settings_after_loading_are_an_error(site, setting: OpgraftConfig) -> None:
+    """A scope that asks for other plugins than those loaded is not ignored."""
+    load_plugins()
+    with set_config(setting), pytest.raises(PluginError, match="plugins were loaded with"):
+        RMSNorm(4)

@@ -115,6 +115,15 @@ def test_a_bad_probe_is_recorded_reported_and_survived(site, caplog, kind: str) 
     assert len([record for record in caplog.records if "acme" in record.message]) == 1
 
 
+def test_a_probe_module_that_asks_for_the_platform_starts_no_children_without_end(site) -> None:
+    """Code that uses the platform when it is imported would start a probe within the probe; it gets an error."""
+    site.platform("acme", probe=AVAILABLE)
+    file = site.folder / "acme_device.py"
+    file.write_text("import opgraft\nopgraft.current_platform()\n" + file.read_text())
+    assert current_platform().name == "cpu"
+    assert "probed from within another platform's probe" in rows()["acme"][1]
+
+
 def test_what_a_probe_prints_does_no_harm(site) -> None:
     """Evidence is not taken from the standard output that the probe writes to."""
     site.platform("acme", probe="print('{}'); return Evidence(True, 'found')")
@@ -152,6 +161,11 @@ BAD_CLASSES = {
     "another name": (
         "from opgraft.platforms.cpu.platform import CpuPlatform\nclass Device(CpuPlatform):\n    name = 'other'",
         "calls itself 'other'",
+    ),
+    "bad defaults": (
+        "from opgraft.platforms.cpu.platform import CpuPlatform\nclass Device(CpuPlatform):\n    name = 'acme'\n"
+        "    def default_config(self): return None",
+        "default_config returned a NoneType",
     ),
     "abstract": ("from opgraft import Platform\nclass Device(Platform): pass", "abstract"),
 }

@@ -17,7 +17,7 @@ def probe(machine: Machine) -> Evidence:
     facts = (Fact(VARIABLE, path),)
     text = machine.read(path)
     if text is None:
-        return Evidence(False, f"no device: the file that {VARIABLE} names cannot be read", facts=facts)
+        return Evidence(False, f"no device: {VARIABLE} must be the absolute path of a readable file", facts=facts)
     try:
         description = json.loads(text)
         device = Device(str(description["model"]), "t1", int(description["memory_mib"]) * 2**20)
