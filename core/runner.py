@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from opgraft.checkpoint import Checkpoint
 from opgraft.grafting import GraftReport, graft, ungraft
+from opgraft.plugins.selection import current_platform
 from torch import nn
 from torch.nn import functional as F
 
@@ -21,6 +22,9 @@ NEW_TOKENS = 24
 """Tokens generated per prompt."""
 ROUNDS = 5
 """Rounds of a comparison; plain and grafted take turns and the medians count."""
+
+_USUAL_LIMIT = 512
+_NO_LIMIT = 10**9  # transformers writes 10**30 where a tokenizer knows no limit
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
@@ -45,12 +49,14 @@ class Comparison:
 
 
 class Runner(ABC):
-    """A loaded model that turns texts into an ``Output``."""
+    """A loaded model, on the platform's device, that turns texts into an ``Output``."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
         self.checkpoint = checkpoint
-        self.model: nn.Module
-        self.model, self.tokenizer = checkpoint.load(dtype)
+        self.device = torch.device(current_platform().device_type)
+        model, self.tokenizer = checkpoint.load(dtype)
+        self.model: nn.Module = model.to(self.device)
+        self.limit = longest_input(self.model, self.tokenizer)
 
     @abstractmethod
     def run(self, texts: Sequence[str], progress: Progress, label: str) -> Output:
@@ -96,15 +102,15 @@ class Encoder(Runner):
         return Output(embeddings, [texts[index] for index in nearest(embeddings)])
 
     def _embed(self, texts: list[str]) -> torch.Tensor:
-        limit = self.checkpoint.config.get("max_position_embeddings", 512)
-        tokens = self.tokenizer(texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
+        options: dict[str, Any] = {"padding": True, "truncation": True, "max_length": self.limit}
+        tokens = self.tokenizer(texts, return_tensors="pt", **options).to(self.device)
         states = self.model(**tokens).last_hidden_state
         if self.checkpoint.pools_first_token:
             pooled = states[:, 0].float()
         else:
             mask = tokens["attention_mask"].unsqueeze(-1).float()
             pooled = (states.float() * mask).sum(1) / mask.sum(1)
-        return F.normalize(pooled, dim=-1)
+        return F.normalize(pooled, dim=-1).cpu()
 
 
 class Generator(Runner):
@@ -114,11 +120,14 @@ class Generator(Runner):
     def run(self, texts: Sequence[str], progress: Progress, label: str) -> Output:
         logits, answers = [], []
         model: Any = self.model
+        new = min(NEW_TOKENS, self.limit // 2)
+        self.tokenizer.truncation_side = "left"  # what is generated continues the end of the prompt
+        options: dict[str, Any] = {"truncation": True, "max_length": self.limit - new, "return_token_type_ids": False}
         for done, text in enumerate(texts):
             progress(label, done, len(texts))
-            tokens = self.tokenizer(text, return_tensors="pt", return_token_type_ids=False)
-            logits.append(model(**tokens).logits[0, -1].float())
-            generated = model.generate(**tokens, max_new_tokens=NEW_TOKENS, do_sample=False)
+            tokens = self.tokenizer(text, return_tensors="pt", **options).to(self.device)
+            logits.append(model(**tokens).logits[0, -1].float().cpu())
+            generated = model.generate(**tokens, max_new_tokens=new, do_sample=False)
             answers.append(
                 self.tokenizer.decode(generated[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
             )
@@ -129,6 +138,25 @@ class Generator(Runner):
 def open_runner(checkpoint: Checkpoint, dtype: torch.dtype) -> Runner:
     """The runner for a checkpoint's architecture."""
     return Generator(checkpoint, dtype) if checkpoint.causal else Encoder(checkpoint, dtype)
+
+
+def longest_input(model: nn.Module, tokenizer: Any) -> int:
+    """How many tokens a text may have: what both the tokenizer and the model's table of positions allow.
+
+    Models in the manner of RoBERTa count positions from behind the one of padding, so that the first rows of their
+    table serve no token.
+    """
+    config: Any = model.config
+    positions = getattr(config, "max_position_embeddings", None)
+    tables = [
+        table
+        for path, table in model.named_modules()
+        if isinstance(table, nn.Embedding) and "position" in path and table.num_embeddings == positions
+    ]
+    unused = max((table.padding_idx + 1 for table in tables if table.padding_idx is not None), default=0)
+    limits = (tokenizer.model_max_length, positions - unused if isinstance(positions, int) else None)
+    known = [limit for limit in limits if isinstance(limit, int) and 0 < limit < _NO_LIMIT]
+    return min(known, default=_USUAL_LIMIT)
 
 
 def nearest(embeddings: torch.Tensor) -> list[int]:
