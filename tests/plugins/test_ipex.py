@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -21,6 +22,9 @@ PLUGIN = Path(__file__).parents[2] / "reference_plugins" / "opgraft-ipex"
 MATCHING = ".".join(torch.__version__.split(".")[:2]) + ".0"
 EXTENSION = "intel_extension_for_pytorch"
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+if importlib.util.find_spec(EXTENSION):
+    pytest.skip(f"{EXTENSION} itself is installed: tests/lanes/test_ipex.py runs on it", allow_module_level=True)
 
 # From intel_extension_for_pytorch/llm/functional/fusions.py and transformers/models/cpu/fusions/mha_fusion.py of 2.8:
 # what the functions are called, take, check and overwrite.
