@@ -125,4 +125,4 @@ def test_a_class_cannot_replace_itself() -> None:
 
     triple = type("Triple", (DoubleUp,), {"__module__": DoubleUp.__module__})
     with pytest.raises(RegistrationError, match=r"Triple .* is declared to replace itself"):
-        CustomOp.register_oot(triple)
+        CustomOp.register_oot()(triple)
