@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from opgraft.evidence import Fact
 from opgraft.machine import Machine
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
+
+Release = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -16,8 +17,8 @@ class RuntimePackage:
 
     Attributes:
         name: the distribution.
-        versions: the versions of it that this row describes.
-        torch: the versions of torch that those were built for.
+        series: the versions of it that this row describes, such as 2.9, all of its patch releases.
+        oldest, newest: the versions of torch that those were built for; as many parts count as are given.
         device_type: the ``torch.device`` type that it adds.
         compile_backend: the ``torch.compile`` backend that it adds.
         distributed_backend: the ``torch.distributed`` backend that it adds.
@@ -27,8 +28,9 @@ class RuntimePackage:
     """
 
     name: str
-    versions: str
-    torch: str
+    series: Release
+    oldest: Release
+    newest: Release
     device_type: str
     compile_backend: str
     distributed_backend: str
@@ -36,13 +38,24 @@ class RuntimePackage:
     only_vfio: bool = False
     xla_clients: bool = False
 
+    @property
+    def torch(self) -> str:
+        """The versions of torch that it was built for, in words."""
+        return _text(self.oldest) if self.oldest == self.newest else f"{_text(self.oldest)} to {_text(self.newest)}"
+
+    def fits(self, torch: str | None) -> bool:
+        """Whether it was built for a version of torch."""
+        release = _release(torch)
+        return bool(release) and self.oldest <= release and release[: len(self.newest)] <= self.newest
+
 
 PACKAGES = (
     # torch_xla declares no requirement on torch but is bound to one ABI: 2.9 with torch 2.13 ends in undefined symbols
     RuntimePackage(
         name="torch_xla",
-        versions="==2.9.*",
-        torch="==2.9.*",
+        series=(2, 9),
+        oldest=(2, 9),
+        newest=(2, 9),
         device_type="xla",
         compile_backend="openxla",
         distributed_backend="xla",
@@ -52,8 +65,9 @@ PACKAGES = (
     # From the metadata of torch_tpu 0.2.0. It counts a chip only if /dev/vfio/<iommu group> exists.
     RuntimePackage(
         name="torch_tpu",
-        versions=">=0.2,<0.3",
-        torch=">=2.11.0,<=2.15.0",
+        series=(0, 2),
+        oldest=(2, 11),
+        newest=(2, 15, 0),
         device_type="tpu",
         compile_backend="tpu",
         distributed_backend="tpu_dist",
@@ -84,9 +98,9 @@ def choose(machine: Machine) -> Choice:
         version = machine.version_of(package.name)
         if version is None:
             facts.append(Fact(f"package {package.name}", f"not installed (for torch {package.torch})"))
-        elif not _within(version, package.versions):
-            facts.append(Fact(f"package {package.name}", f"{version} is not known here ({package.versions} is)"))
-        elif not _within(torch, package.torch):
+        elif _release(version)[: len(package.series)] != package.series:
+            facts.append(Fact(f"package {package.name}", f"{version} is not known here, {_text(package.series)} is"))
+        elif not package.fits(torch):
             facts.append(Fact(f"package {package.name}", f"{version} was built for torch {package.torch}"))
         else:
             says = f"{version} fits: device {package.device_type}, compile backend {package.compile_backend}"
@@ -95,15 +109,18 @@ def choose(machine: Machine) -> Choice:
 
 
 def _remedy(torch: str | None) -> str:
-    fitting = [package for package in PACKAGES if _within(torch, package.torch)]
+    fitting = [package for package in PACKAGES if package.fits(torch)]
     if fitting:
-        return f"install {fitting[0].name} {fitting[0].versions}, which is built for torch {fitting[0].torch}"
-    pairs = " or ".join(f"torch {package.torch} with {package.name} {package.versions}" for package in PACKAGES)
-    return f"install {pairs}"
+        return f"install {fitting[0].name} {_text(fitting[0].series)}, which is built for torch {fitting[0].torch}"
+    pairs = (f"torch {package.torch} with {package.name} {_text(package.series)}" for package in PACKAGES)
+    return f"install {' or '.join(pairs)}"
 
 
-def _within(version: str | None, specifier: str) -> bool:
-    try:
-        return version is not None and SpecifierSet(specifier).contains(Version(version), prereleases=True)
-    except InvalidVersion:
-        return False
+def _release(version: str | None) -> Release:
+    """The numbers that a version begins with; none where it does not begin with any."""
+    found = re.match(r"\d{1,4}(\.\d{1,4}){0,3}", version or "", re.ASCII)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()
+
+
+def _text(release: Release) -> str:
+    return ".".join(map(str, release))

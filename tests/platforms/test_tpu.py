@@ -83,9 +83,9 @@ class TestThePackage:
     @pytest.mark.parametrize(
         ("torch_version", "remedy"),
         [
-            ("2.9.1", "install torch_xla ==2.9.*, which is built for torch ==2.9.*"),
-            ("2.13.0", "install torch_tpu >=0.2,<0.3"),
-            ("2.10.0", "torch ==2.9.* with torch_xla ==2.9.* or torch >=2.11.0,<=2.15.0 with torch_tpu"),
+            ("2.9.1", "install torch_xla 2.9, which is built for torch 2.9"),
+            ("2.13.0", "install torch_tpu 0.2, which is built for torch 2.11 to 2.15.0"),
+            ("2.10.0", "install torch 2.9 with torch_xla 2.9 or torch 2.11 to 2.15.0 with torch_tpu 0.2"),
         ],
     )
     def test_the_remedy_fits_the_torch(self, tree: Tree, torch_version: str, remedy: str) -> None:
@@ -273,15 +273,15 @@ def serve(site, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Tpu
         monkeypatch.setattr(torch.accelerator, name, None, raising=False)  # so that it is put back afterwards
 
     def install(name: str) -> TpuPlatform:
-        rows = [replace(package, torch=">=2.8" if package.name == name else "<2.8") for package in packages.PACKAGES]
-        monkeypatch.setattr(packages, "PACKAGES", rows)
+        rows = [package for package in packages.PACKAGES if package.name == name]
+        monkeypatch.setattr(packages, "PACKAGES", [replace(row, oldest=(2, 8), newest=(3,)) for row in rows])
         files, version = {"torch_xla": (FAKE_XLA, "2.9.0"), "torch_tpu": (FAKE_TPU, "0.2.0")}[name]
         site.install(name, files, "", version=version, requires=())
         return TpuPlatform()
 
     yield install
-    for package in packages.PACKAGES:  # the adapters hold on to what they imported
-        sys.modules.pop(package.adapter.partition(":")[0], None)
+    for row in packages.PACKAGES:  # the adapter holds on to what it imported
+        sys.modules.pop(row.adapter.partition(":")[0], None)
 
 
 class TestTheAdapters:
@@ -354,7 +354,7 @@ class TestTheAdapters:
 
 def test_without_a_package_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Creating the platform by hand where no package fits says which packages there are and what to install."""
-    rows = [replace(package, torch="<2.8") for package in packages.PACKAGES]
+    rows = [replace(package, oldest=(1, 0), newest=(1, 0)) for package in packages.PACKAGES]
     monkeypatch.setattr(packages, "PACKAGES", rows)
     with pytest.raises(PlatformError, match=r"no package for TPUs fits torch .*install"):
         TpuPlatform()
