@@ -20,8 +20,8 @@ OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 help:
 	@echo "make run    the demonstration: a real sentence encoder on the CPU, then on a simulated NPU from a plugin"
 	@echo "make test   all tests"
-	@echo "make test-xla   the TPU platform on torch_xla, and the core on torch 2.9 (the first time 7 GB)"
-	@echo "make test-ipex  the plugin for Intel's extension, and the core on torch 2.8 (the first time 7 GB)"
+	@echo "make test-xla   the TPU platform on torch_xla, and the core on torch 2.9 (the first time 8 GB)"
+	@echo "make test-ipex  the plugin for Intel's extension, and the core on torch 2.8 (the first time 8 GB)"
 	@echo "make check  lint, formatting, strict types"
 	@echo "make bench  what the mechanism costs, against its limits"
 	@echo "make docs   the documentation, into site/"

@@ -22,7 +22,7 @@ install() {
 }
 
 if [ ! -f "$environment/complete" ]; then
-    echo "==> Building the $lane environment, about 7 GB, in $environment"
+    echo "==> Building the $lane environment, 7 to 8 GB, in $environment"
     "$python" -m venv --clear "$environment"
     install setuptools torch # the build of opgraft needs the first; nothing else has a say in which torch is taken
     install --requirement "$wanted"
