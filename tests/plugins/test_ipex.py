@@ -12,11 +12,12 @@ from pathlib import Path
 
 import opgraft
 import pytest
-import tomllib
 import torch
 from opgraft import load_plugins
 from opgraft.ops import RMSNorm, RotaryEmbedding, SiluAndMul
 from opgraft.state import PluginStatus, host_state
+
+tomllib = pytest.importorskip("tomllib")  # in the standard library from Python 3.11 on
 
 PLUGIN = Path(__file__).parents[2] / "reference_plugins" / "opgraft-ipex"
 MATCHING = ".".join(torch.__version__.split(".")[:2]) + ".0"
