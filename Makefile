@@ -89,4 +89,5 @@ clean:
 .demo/installed: .venv/opgraft $(SOURCES) $(TOY_NPU_SOURCES)
 	rm -rf .demo build/lib build/bdist.* $(TOY_NPU)/build
 	$(INSTALL) --no-build-isolation --no-deps --target .demo . ./$(TOY_NPU)
+	rm -rf $(TOY_NPU)/build $(TOY_NPU)/src/*.egg-info
 	touch $@

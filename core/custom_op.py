@@ -124,6 +124,11 @@ class CustomOp(nn.Module):
             ConflictError: another class holds the name.
         """
 
+        if not isinstance(name, str) or not name.isidentifier():
+            raise RegistrationError(
+                f"an op is registered by a name such as 'rms_norm', @CustomOp.register('name'): {name!r}"
+            )
+
         def decorate(op_class: OpClass) -> OpClass:
             if not (isinstance(op_class, type) and issubclass(op_class, CustomOp)):
                 raise RegistrationError(

@@ -57,6 +57,10 @@ class PlatformError(OpgraftError):
     exit_code = 3
 
 
+class ChildError(OpgraftError):
+    """A child process that was asked something gave no usable answer."""
+
+
 class PluginError(OpgraftError):
     """A plugin could not be discovered, selected, loaded or activated."""
 

@@ -37,6 +37,14 @@ class Device:
     driver: str | None = None
     hidden: bool = False
 
+    def __post_init__(self) -> None:
+        texts = (self.capability, self.pci_address, self.driver)
+        numbers = (self.memory, self.numa_node)
+        if not isinstance(self.name, str) or not all(text is None or isinstance(text, str) for text in texts):
+            raise TypeError(f"a Device has a name, capability, pci_address or driver that is no string: {self!r}")
+        if not all(number is None or isinstance(number, int) for number in numbers):
+            raise TypeError(f"a Device has a memory (bytes) or numa_node that is no integer: {self!r}")
+
     def __str__(self) -> str:
         memory = _size(self.memory) if self.memory else None
         parts = [self.name, self.capability, memory, self.driver, "hidden" if self.hidden else None]
@@ -44,7 +52,8 @@ class Device:
 
 
 def _size(memory: int) -> str:
-    return f"{memory / 2**30:.0f} GiB" if memory >= 2**30 else f"{memory / 2**20:.0f} MiB"
+    unit, exponent = ("GiB", 30) if memory >= 2**30 else ("MiB", 20)
+    return f"{(memory + 2 ** (exponent - 1)) // 2**exponent} {unit}"
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,10 @@ class Evidence:
     devices: tuple[Device, ...] = ()
     facts: tuple[Fact, ...] = ()
     remedy: str = ""
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(device, Device) for device in self.devices):
+            raise TypeError(f"Evidence takes opgraft.Device in devices, got {self.devices!r}")
 
     def device_lines(self) -> Iterator[str]:
         """The devices in words, equal ones counted."""

@@ -64,16 +64,19 @@ class Machine:
             InputError: the folder or its ``machine.json`` is missing or damaged.
         """
         try:
-            data = json.loads((root / RECORD).read_text(encoding="utf-8"))
+            text = cls(root, environ={}).read(f"/{RECORD}")
+            if text is None:
+                raise ValueError("it cannot be read")
+            data = json.loads(text)
             build = data.get("torch")
             return cls(
                 root,
-                environ=dict(data["environ"]),
-                packages=dict(data["packages"]),
-                torch=TorchBuild(str(build["version"]), dict(build["backends"])) if build else None,
+                environ=_texts(data["environ"]),
+                packages=_texts(data["packages"]),
+                torch=TorchBuild(str(build["version"]), _texts(build["backends"])) if build else None,
                 denied=frozenset(data.get("denied", ())),
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(f"{root} is no recorded machine: {RECORD} cannot be used ({error!r})") from error
 
     def path(self, path: str) -> Path:
@@ -113,11 +116,17 @@ class Machine:
 
     def exists(self, path: str) -> bool:
         """Whether there is something at a path."""
-        return os.path.lexists(self._place(path))
+        try:
+            return os.path.lexists(self._place(path))
+        except ValueError:
+            return False
 
     def may_open(self, path: str) -> bool:
         """Whether this user may read and write a device node."""
-        return path not in self.denied and os.access(self._place(path), os.R_OK | os.W_OK)
+        try:
+            return path not in self.denied and os.access(self._place(path), os.R_OK | os.W_OK)
+        except ValueError:
+            return False
 
     def version_of(self, package: str) -> str | None:
         """The version of an installed distribution, or ``None``."""
@@ -128,9 +137,22 @@ class Machine:
         except importlib_metadata.PackageNotFoundError:
             return None
 
+    def variables(self) -> dict[str, str]:
+        """All environment variables, for a child process; a probe looks up those that concern it in ``environ``."""
+        return dict(self.environ)
+
     def torch_build(self) -> TorchBuild | None:
         """The installed torch, or ``None`` where there is none."""
         return self.torch if self.packages is not None else _installed_torch()
+
+
+def _texts(value: Any) -> dict[str, str]:
+    """A JSON object that maps names to strings, as environments and versions are."""
+    if not isinstance(value, dict) or not all(isinstance(text, str) and "\0" not in text for text in value.values()):
+        raise ValueError(f"{value!r:.80} does not map names to strings")
+    if any("=" in name or "\0" in name for name in value):
+        raise ValueError("a name has '=' in it")
+    return value
 
 
 def _chunks(handle: int) -> Iterator[bytes]:

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from opgraft.decision import Decision
+from opgraft.decision import Candidate, Decision
 from opgraft.evidence import Sighting
 from opgraft.machine import Machine
-from opgraft.plugins.discovery import HARDWARE_GROUP, discover
+from opgraft.plugins.discovery import HARDWARE_GROUP, HOST_DISTRIBUTION, discover
 
 
 def unclaimed_hardware(machine: Machine, decision: Decision) -> list[Sighting]:
     """What the built-in tables recognise and no platform of the decision has among its devices."""
+    if any(_may_claim_all(candidate) for candidate in decision.candidates):
+        return []
     evidence = [candidate.evidence for candidate in decision.candidates if candidate.evidence]
     claimed = {device.pci_address for found in evidence for device in found.devices}
     sightings = [sighting for look in _tables() for sighting in look(machine)]
     return [s for s in sightings if not s.addresses or not claimed.issuperset(s.addresses)]
+
+
+def _may_claim_all(candidate: Candidate) -> bool:
+    """Whether an installed plugin's platform was not probed, or has devices that it gives no address for."""
+    if candidate.provider is None or candidate.provider.name == HOST_DISTRIBUTION:
+        return False
+    evidence = candidate.evidence
+    return evidence is None or any(device.pci_address is None for device in evidence.devices)
 
 
 def _tables() -> Iterable[Callable[[Machine], Iterable[Sighting]]]:

@@ -58,6 +58,11 @@ class Loading:
         record.reason = objection(offer, self.config) or (_not_here(offered, self.platform) if elsewhere else "")
         if record.reason:
             record.status = PluginStatus.REJECTED
+            if asked_for(offer, self.config.plugins or ()):
+                raise PluginError(
+                    f"OPGRAFT_PLUGINS (plugins) asks for plugin {offer.name!r} of {offer.provider}, which is not used: "
+                    f"{record.reason}. 'opgraft detect --all' tells about its platform."
+                )
             return
         record.status = PluginStatus.SELECTED
         undos = self.undo_all.enter_context(ExitStack())
@@ -161,7 +166,7 @@ class Loading:
             advice = (
                 f"Go without it by OPGRAFT_PLUGINS_DISABLE={name}; 'opgraft plugins show {name}' has the traceback."
             )
-            message = f"plugin {name!r} of {record.provider} failed {record.reason}. {advice}"
+            message = f"plugin {name!r} of {record.provider} failed {record.reason.rstrip('.')}. {advice}"
             if self.config.strict or any(offer.name == name for offer in self._named()):
                 raise PluginError(message) from error
             logger.warning("%s It is left out.", message)

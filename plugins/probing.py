@@ -7,15 +7,12 @@ outcome becomes ``Evidence``.
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
+from opgraft.child import ask_child
 from opgraft.decision import Provider
-from opgraft.errors import PlatformError
+from opgraft.errors import ChildError, PlatformError
 from opgraft.evidence import Evidence
 from opgraft.machine import RECORD, Machine
 from opgraft.platform import PlatformSpec
@@ -23,11 +20,7 @@ from opgraft.plugins.discovery import PLATFORM_GROUP, Offer
 
 TIME_LIMIT = 10.0  # seconds
 
-_CHILD = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from opgraft.plugins.probing import answer; answer(*sys.argv[2:])"
-)
-
+_CHILD = "from opgraft.plugins.probing import answer; answer(reply_to, *sys.argv[3:])"
 
 _ANSWERING = threading.Event()
 """Set in a child process that runs a probe, which must not start children of its own."""
@@ -74,39 +67,19 @@ def run_probe(offer: Offer, machine: Machine) -> Evidence:
 
 
 def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:
-    path = json.dumps([str(entry) for entry in sys.path])
-    command = [sys.executable, "-I", "-c", _CHILD, path, offer.name, offer.value, str(machine.root)]
-    environ = {**machine.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    environ = {**machine.variables(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     try:
-        child = subprocess.Popen(  # noqa: S603  # our own interpreter
-            command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-        )
-    except OSError as error:
-        raise ProbeFailed(f"no child process could be started for probe {offer.value}: {error}") from error
-    try:
-        output, complaints = child.communicate(timeout=time_limit)
-    except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)  # with what it may have started itself
-        child.communicate()
-        raise ProbeFailed(f"probe {offer.value} gave no answer within {time_limit:g} s and was stopped") from None
-    errors = complaints.decode(errors="replace").strip().splitlines()
-    if child.returncode != 0:
-        last = f": {errors[-1]}" if errors else ""
-        raise ProbeFailed(f"the process of probe {offer.value} ended with status {child.returncode}{last}")
-    try:
-        reply = json.loads(output)
+        reply = ask_child(_CHILD, (offer.name, offer.value, str(machine.root)), environ, time_limit)
         if "failure" in reply:
             raise ProbeFailed(reply["failure"])
         return Evidence.from_dict(reply)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ProbeFailed(f"probe {offer.value} gave an answer that cannot be read: {error}") from error
+    except (ChildError, ValueError, KeyError, TypeError) as error:
+        raise ProbeFailed(f"probe {offer.value}: {error}") from error
 
 
-def answer(name: str, value: str, root: str) -> None:
-    """The child's side: run the probe and print its evidence as JSON; what the probe prints goes to stderr."""
+def answer(reply_to: str, name: str, value: str, root: str) -> None:
+    """The child's side: run the probe and write its evidence to the file ``reply_to``."""
     _ANSWERING.set()
-    reply_to = os.dup(1)
-    os.dup2(2, 1)
     offer = Offer(PLATFORM_GROUP, name, value, Provider(name))
     folder = Path(root)
     machine = Machine.recorded(folder) if (folder / RECORD).is_file() else Machine(folder)
@@ -114,5 +87,4 @@ def answer(name: str, value: str, root: str) -> None:
         reply = run_probe(offer, machine).to_dict()
     except ProbeFailed as failure:
         reply = {"failure": str(failure)}
-    with os.fdopen(reply_to, "w") as stdout:
-        json.dump(reply, stdout)
+    Path(reply_to).write_text(json.dumps(reply), encoding="utf-8")

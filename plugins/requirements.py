@@ -62,5 +62,5 @@ def _unmet_requirement(offer: Offer) -> str | None:
             return f"its requirement {line!r} is malformed: {error}"
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         if applies and not requirement.specifier.contains(opgraft.__version__, prereleases=True):
-            return f"it requires {line!r}, this is opgraft {opgraft.__version__}: install a version that fits"
+            return f"it requires {line!r}, this is opgraft {opgraft.__version__}: install one of them that fits"
     return None

@@ -124,7 +124,7 @@ def _winner(asked: Sequence[_Asked], settings: Settings) -> tuple[_Asked, str]:
         if not chosen.available:
             raise PlatformError(
                 f"{settings.origins['platform']} asks for platform {wanted!r} ({chosen.offer.provider}), which cannot "
-                f"be used here: {chosen.reason}. Unset it to have the platform detected."
+                f"be used here: {chosen.reason}. {_remedy(chosen)}Unset it to have the platform detected."
             )
         return chosen, f"asked for by {settings.origins['platform']}; {chosen.reason}"
     available = [a for a in asked if a.available]
@@ -138,6 +138,10 @@ def _winner(asked: Sequence[_Asked], settings: Settings) -> tuple[_Asked, str]:
         raise PlatformError("no platform is available: " + "; ".join(f"{a.offer.name}: {a.reason}" for a in asked))
     best = max(available, key=lambda a: _priority(a.offer))
     return best, f"no out-of-tree platform available; {best.reason}"
+
+
+def _remedy(asked: _Asked) -> str:
+    return f"To use it: {asked.evidence.remedy}. " if asked.evidence and asked.evidence.remedy else ""
 
 
 def _loser_reason(asked: _Asked, winner: _Asked) -> str:

@@ -71,6 +71,9 @@ def doctor(as_json: bool) -> None:
     findings = [*_problems(), *host_state().platform_failures, *_unknown_names()]
     code = 1 if findings else 0
     for record in host_state().plugins.values():
+        if record.status is PluginStatus.REJECTED and record.reason.startswith("it requires"):
+            findings.append(f"plugin {record.name} of {record.provider} is not used: {record.reason}")
+            code = code or 1
         if record.status is PluginStatus.FAILED:
             findings.append(f"plugin {record.name} of {record.provider} failed {record.reason}")
             code = 4
@@ -92,7 +95,8 @@ def doctor(as_json: bool) -> None:
         for finding in findings:
             print_wrapped(f"finding: {finding}")
         if not findings:
-            click.echo(f"{len(rows)} plugin{'' if len(rows) == 1 else 's'}, nothing wrong")
+            active = sum(row["status"] == PluginStatus.ACTIVATED.value for row in rows)
+            click.echo(f"{active} of {len(rows)} plugins active, nothing wrong")
     sys.exit(code)
 
 

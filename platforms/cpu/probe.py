@@ -22,10 +22,10 @@ def probe(machine: Machine) -> Evidence:
     cpuinfo = machine.read(CPUINFO)
     if not cpuinfo:
         return Evidence(True, "every machine has a CPU", facts=(Fact(CPUINFO, "not readable"),))
-    name = _first(r"^model name\s*:\s*(.+)$", cpuinfo) or "CPU"
+    name = _first(r"^model name[^\S\n]*:[^\S\n]*(.+)$", cpuinfo) or "CPU"
     features = features_of(cpuinfo)
     count = len(re.findall(r"^processor\s*:", cpuinfo, re.MULTILINE))
-    memory = _first(r"^MemTotal:\s*(\d+) kB$", machine.read(MEMINFO) or "")
+    memory = _first(r"^MemTotal:[^\S\n]*(\d{1,15}) kB$", machine.read(MEMINFO) or "")
     total = int(memory) * 1024 if memory else None
     device = Device(name, capability=" ".join(features) or None, memory=total)
     return Evidence(True, "every machine has a CPU", (device,), (Fact(CPUINFO, f"{count} processors"),))
@@ -33,7 +33,7 @@ def probe(machine: Machine) -> Evidence:
 
 def features_of(cpuinfo: str) -> tuple[str, ...]:
     """The instruction sets of ``FEATURES`` that the first processor of a ``/proc/cpuinfo`` lists."""
-    words = set((_first(r"^(?:flags|Features)\s*:\s*(.*)$", cpuinfo) or "").split())
+    words = set((_first(r"^(?:flags|Features)[^\S\n]*:(.*)$", cpuinfo) or "").split())
     return tuple(feature for feature in FEATURES if feature in words)
 
 

@@ -6,12 +6,11 @@ makes it hang.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+from opgraft.child import ask_child
+from opgraft.errors import ChildError
 from opgraft.evidence import Device, Fact
 from opgraft.machine import Machine
 
@@ -19,8 +18,6 @@ PACKAGE = "nvidia-ml-py"
 TIME_LIMIT = 3.0  # seconds
 
 _CHILD = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
 import pynvml
 pynvml.nvmlInit()
 text = lambda value: value.decode() if isinstance(value, bytes) else value
@@ -34,7 +31,8 @@ for index in range(pynvml.nvmlDeviceGetCount()):
     except pynvml.NVMLError:  # a GPU that shares the memory of the machine has no answer
         memory = None
     rows.append([address, text(pynvml.nvmlDeviceGetName(handle)), "sm_%d%d" % tuple(level), memory])
-print(json.dumps(rows))
+with open(reply_to, "w") as reply:
+    json.dump(rows, reply)
 """
 
 
@@ -47,7 +45,7 @@ def with_detail(machine: Machine, devices: list[Device]) -> tuple[list[Device], 
         return devices, ()
     try:
         rows = _ask()
-    except (OSError, ValueError, TypeError, subprocess.SubprocessError) as error:
+    except (ChildError, ValueError, TypeError) as error:
         return devices, (Fact(PACKAGE, f"gave no answer: {error}"),)
     by_address = {device.pci_address: device for device in rows}
     if devices and not any(device.pci_address for device in devices):  # under WSL the library alone tells them apart
@@ -56,14 +54,9 @@ def with_detail(machine: Machine, devices: list[Device]) -> tuple[list[Device], 
 
 
 def _ask() -> list[Device]:
-    command = [sys.executable, "-I", "-c", _CHILD, json.dumps(sys.path)]
-    child = subprocess.run(command, capture_output=True, timeout=TIME_LIMIT, check=False)  # noqa: S603  # our own interpreter
-    if child.returncode != 0:
-        errors = child.stderr.decode(errors="replace").strip().splitlines()
-        raise OSError(errors[-1] if errors else f"its process ended with status {child.returncode}")
     return [
         Device(str(name), str(capability), memory and int(memory), _sysfs_address(str(address)))
-        for address, name, capability, memory in json.loads(child.stdout)
+        for address, name, capability, memory in ask_child(_CHILD, time_limit=TIME_LIMIT)
     ]
 
 

@@ -289,6 +289,8 @@ def test_register_wants_a_custom_op_with_a_definition() -> None:
     """What is no CustomOp, or could not run anywhere, is rejected when it is registered."""
     with pytest.raises(RegistrationError, match=r"no subclass of opgraft\.CustomOp"):
         CustomOp.register("x")(torch.nn.Linear)
+    with pytest.raises(RegistrationError, match="registered by a name"):
+        CustomOp.register(torch.nn.Linear)
     with pytest.raises(RegistrationError, match="defines neither forward_native nor forward"):
         CustomOp.register("x")(type("Empty", (CustomOp,), {}))
 

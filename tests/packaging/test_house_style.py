@@ -21,6 +21,7 @@ LAYERS = [
     "opgraft",  # __version__; the lazy facade names every floor and imports none
     "opgraft.errors",
     "opgraft.text",
+    "opgraft.child",
     "opgraft.environment",
     "opgraft.config",
     "opgraft.evidence",

@@ -38,7 +38,7 @@ def compare(file: str, text: str) -> None:
 
 def detect(*arguments: str) -> str:
     """What the command prints, without the version of opgraft."""
-    result = CliRunner().invoke(command_line, ["detect", *arguments], env={"COLUMNS": "100"}, catch_exceptions=False)
+    result = CliRunner().invoke(command_line, ["detect", *arguments], env={"COLUMNS": "80"}, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output.replace(opgraft.__version__, "VERSION")
 
@@ -46,7 +46,9 @@ def detect(*arguments: str) -> str:
 @each_machine
 def test_the_text(name: str, machine_folder) -> None:
     """The short form names the platform, its devices, and what is missing for the others."""
-    compare(f"{name}.txt", detect("--root", str(machine_folder(name))))
+    text = detect("--root", str(machine_folder(name)))
+    assert max(len(line) for line in text.splitlines()) <= 80
+    compare(f"{name}.txt", text)
 
 
 @each_machine

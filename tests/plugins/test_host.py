@@ -384,3 +384,14 @@ def test_plugin_settings_after_loading_are_an_error(site, setting: OpgraftConfig
     load_plugins()
     with set_config(setting), pytest.raises(PluginError, match="plugins were loaded with"):
         RMSNorm(4)
+
+
+@pytest.mark.parametrize("requirement", ["opgraft>=99", "opgraft"])
+def test_a_plugin_asked_for_that_cannot_be_used_is_an_error(site, requirement: str) -> None:
+    """A plugin named in the allow list must be active: a version or a platform that does not fit is not skipped."""
+    body = GOOD if requirement != "opgraft" else ""
+    site.platform("dev", probe="return Evidence(False, 'no device')", plugin=GOOD)
+    site.plugin("acme", body, requires=[requirement])
+    name = "acme" if body else "dev"
+    with set_config(OpgraftConfig(plugins=[name])), pytest.raises(PluginError, match=f"asks for plugin '{name}'"):
+        load_plugins()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 
 import opgraft
@@ -99,6 +100,11 @@ BAD_PROBES = {
     "raises": ("raise OSError('bus error')", "raised OSError"),
     "exits": ("raise SystemExit(3)", "raised SystemExit"),
     "crashes": ("import os; os.abort()", "ended with status -6"),
+    "gives devices of wrong types": (
+        "import opgraft; return Evidence(True, 'found', (opgraft.Device('A', memory='64 GiB'),))",
+        "no integer",
+    ),
+    "gives strange devices": ("return Evidence(True, 'found', ('A',))", "takes opgraft.Device"),
     "leaves early": ("import os; os._exit(0)", "cannot be read"),
     "answers nonsense": ("return True", "returned a bool, expected opgraft.Evidence"),
 }
@@ -136,6 +142,25 @@ def test_a_probe_that_hangs_is_stopped(site) -> None:
     (offer,) = (offer for offer in discover().of_group(PLATFORM_GROUP) if offer.name == "acme")
     with pytest.raises(ProbeFailed, match=r"no answer within 0\.5 s"):
         ask(offer, Machine(), time_limit=0.5)
+
+
+def test_what_a_probe_starts_does_not_hold_detection_up(site) -> None:
+    """A process that the probe leaves behind keeps its pipes open; the answer counts all the same."""
+    leave = "import subprocess; subprocess.Popen(['sleep', '30'], start_new_session=True); "
+    site.platform("acme", probe=leave + AVAILABLE)
+    began = time.monotonic()
+    assert current_platform().name == "acme"
+    assert time.monotonic() - began < 20
+
+
+def test_the_remedy_is_part_of_the_error(site) -> None:
+    """Who asks for a platform that cannot be used is told how to use it."""
+    site.platform("acme", probe="return Evidence(False, 'no driver', remedy='install acme-driver')")
+    with (
+        set_config(OpgraftConfig(platform="acme")),
+        pytest.raises(PlatformError, match="To use it: install acme-driver"),
+    ):
+        current_platform()
 
 
 def test_strict_mode_raises_for_a_bad_probe(site, monkeypatch) -> None:
@@ -218,6 +243,15 @@ class TestCpuProbe:
         (tmp_path / "proc/cpuinfo").write_text("processor\t: 0\nFeatures\t: fp asimd sve i8mm\n")
         (device,) = probe(Machine(tmp_path, {})).devices
         assert (device.name, device.capability) == ("CPU", "asimd sve i8mm")
+
+    @pytest.mark.parametrize("digits", ["9" * 5000, "9" * 400])
+    def test_huge_numbers(self, tmp_path: Path, digits: str) -> None:
+        """More digits than any memory has are no number."""
+        (tmp_path / "proc").mkdir()
+        (tmp_path / "proc/cpuinfo").write_text("processor: 0\nmodel name\t: \nstepping\t: 3\n")
+        (tmp_path / "proc/meminfo").write_text(f"MemTotal: {digits} kB\n")
+        (device,) = probe(Machine(tmp_path, {})).devices
+        assert (device.name, device.memory) == ("CPU", None)
 
     @pytest.mark.parametrize("content", [None, b"", b"\xff\xfe garbage", b"x" * (3 << 20)])
     def test_it_never_raises(self, tmp_path: Path, content: bytes | None) -> None:

@@ -1,0 +1,71 @@
+"""Recorded machines, and children that are asked something."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from opgraft.child import ask_child
+from opgraft.errors import ChildError, InputError
+from opgraft.machine import RECORD, Machine
+
+GOOD = {"environ": {"A": "1"}, "packages": {}, "torch": None, "denied": []}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"environ": {"A": 5}},
+        {"environ": {"A=B": "x"}},
+        {"environ": ["A"]},
+        {"packages": {"torch": 2}},
+        {"torch": {"version": "2"}},
+        {"denied": 3},
+    ],
+)
+def test_a_damaged_record_is_an_error(tmp_path: Path, damage: dict) -> None:
+    """Values of other types than a recording has are rejected when it is opened, not by a probe later."""
+    (tmp_path / RECORD).write_text(json.dumps({**GOOD, **damage}))
+    with pytest.raises(InputError, match="is no recorded machine"):
+        Machine.recorded(tmp_path)
+
+
+def test_a_record_that_nests_without_end_or_is_a_pipe(tmp_path: Path) -> None:
+    """Neither endless nesting nor a pipe in place of the file holds the reader up."""
+    (tmp_path / RECORD).write_text("[" * 200_000)
+    with pytest.raises(InputError, match="is no recorded machine"):
+        Machine.recorded(tmp_path)
+    (tmp_path / RECORD).unlink()
+    os.mkfifo(tmp_path / RECORD)
+    with pytest.raises(InputError, match="is no recorded machine"):
+        Machine.recorded(tmp_path)
+
+
+def test_paths_with_a_null_byte_are_nowhere() -> None:
+    """A path that no file can have is absent to every question."""
+    machine = Machine()
+    assert (machine.read("/a\0"), machine.link("/a\0"), machine.names("/a\0")) == (None, None, [])
+    assert not machine.exists("/a\0")
+    assert not machine.may_open("/a\0")
+
+
+def test_a_child_answers_through_a_file() -> None:
+    """What the child writes as JSON comes back; what it prints does not matter."""
+    assert ask_child("print('noise'); open(reply_to, 'w').write(json.dumps(sys.argv[3:]))", ["a"]) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("raise ValueError('broken')", "status 1: ValueError: broken"),
+        ("pass", "cannot be read"),
+        ("open(reply_to, 'w').write('{')", "cannot be read"),
+        ("import time; time.sleep(60)", r"no answer within 0\.5 s"),
+    ],
+)
+def test_a_child_that_gives_no_answer(code: str, message: str) -> None:
+    """Failing, silent, garbled and slow children are told apart."""
+    with pytest.raises(ChildError, match=message):
+        ask_child(code, time_limit=0.5 if "sleep" in code else 10)
