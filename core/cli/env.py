@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform as host
 import sys
-from pathlib import Path
 
 import click
 import importlib_metadata
@@ -16,6 +15,7 @@ from opgraft.errors import OpgraftError
 from opgraft.machine import Machine
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, discover
 from opgraft.plugins.selection import decide_platform
+from opgraft.recording import Scrubber
 from opgraft.state import host_state
 
 _PACKAGES = ("torch", "numpy", "transformers", "safetensors", "pluggy", "importlib-metadata", "click")
@@ -27,7 +27,8 @@ _FURTHER_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_DEVICE_BACKEN
 def command(as_json: bool) -> None:
     """Versions, hardware, plugins and settings, for a bug report.
 
-    Only variables that concern opgraft are shown, and the home folder is abbreviated, so that nothing secret is pasted.
+    Only variables that concern opgraft are shown; ids of devices, the host's name and the home folder are replaced as
+    in a recording.
     """
     report = _report()
     if as_json:
@@ -36,7 +37,7 @@ def command(as_json: bool) -> None:
     for title, rows in report.items():
         click.echo(f"### {title}\n\n| | |\n|---|---|")
         for name, value in rows.items():
-            click.echo(f"| {name} | {value} |")
+            click.echo(f"| {_cell(name)} | {_cell(value)} |")
         click.echo()
 
 
@@ -47,20 +48,30 @@ def _report() -> dict[str, dict[str, str]]:
     offers = {f"{o.group.removeprefix('opgraft.')} {o.name}": f"{o.provider} ({o.value})" for o in shown}
     offers.update({f"ignored {problem.provider}": problem.reason for problem in discover().problems})
     names = [name for name in (*VARIABLES, *_FURTHER_VARIABLES) if name in os.environ]
-    variables = {name: os.environ[name].replace(str(Path.home()), "~") for name in names}
-    return {"Versions": versions, "Platform": _platform(), "Entry points": offers, "Environment": variables}
+    scrubber = Scrubber()
+    return {
+        "Versions": versions,
+        "Platform": _platform(scrubber),
+        "Entry points": {name: scrubber.value(value) for name, value in offers.items()},
+        "Environment": {name: scrubber.value(os.environ[name]) for name in names},
+    }
 
 
-def _platform() -> dict[str, str]:
+def _cell(text: str) -> str:
+    """A text as one cell of a Markdown table."""
+    return " ".join(text.replace("\\", "\\\\").replace("|", "\\|").splitlines())
+
+
+def _platform(scrubber: Scrubber) -> dict[str, str]:
     try:
         _, decision = decide_platform(host_state().settings(), Machine())
     except OpgraftError as error:
-        return {"error": str(error)}
-    rows = {"selected": f"{decision.chosen}: {decision.reason}"}
+        return {"error": scrubber.value(str(error))}
+    rows = {"selected": scrubber.value(f"{decision.chosen}: {decision.reason}")}
     for candidate in decision.candidates:
-        evidence = "; ".join(candidate.evidence.lines()) if candidate.evidence else ""
-        rows[candidate.name] = f"{candidate.reason}{f' ({evidence})' if evidence else ''}"
-    return {name: value.replace(str(Path.home()), "~") for name, value in rows.items()}
+        evidence = "; ".join(map(scrubber.sentence, candidate.evidence.lines())) if candidate.evidence else ""
+        rows[candidate.name] = f"{scrubber.value(candidate.reason)}{f' ({evidence})' if evidence else ''}"
+    return rows
 
 
 def _version(package: str) -> str:

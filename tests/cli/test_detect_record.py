@@ -14,8 +14,9 @@ import pytest
 from click.testing import CliRunner
 from machines.build import Tree, build, machines
 from opgraft.cli import cli as command_line
-from opgraft.errors import OpgraftError
-from opgraft.machine import RECORD
+from opgraft.errors import InputError, OpgraftError
+from opgraft.machine import RECORD, Machine
+from opgraft.recording import RecordingMachine, Scrubber
 
 CARD = str(uuid.uuid4())
 SERIAL = "SN1324099876"
@@ -72,11 +73,11 @@ def telling_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tree = Tree(root)
     for path in root.glob("proc/driver/nvidia/gpus/*/information"):
         path.write_text(f"{path.read_text()}Serial Number: \t {SERIAL}\nGPU UUID: \t GPU-{CARD}\n")
-    tree.write("/proc/cpuinfo", f"processor\t: 0\nmodel name\t: Xeon of {HOST}\nflags\t\t: avx2\n")
+    tree.write("/proc/cpuinfo", f"processor\t: 0\nflags\t\t: avx2 serialize\nSerial\t\t: {SERIAL}\n")
     record = json.loads((root / RECORD).read_text())
     record["environ"] |= {
         "CUDA_VISIBLE_DEVICES": f"GPU-{CARD}",
-        "TPU_VISIBLE_CHIPS": "/home/secret-user/chips",
+        "TPU_VISIBLE_CHIPS": f"/home/secret-user/chips of {HOST}",
         "PASSWORD": "hunter2",
     }
     (root / RECORD).write_text(json.dumps(record))
@@ -84,7 +85,7 @@ def telling_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_identifies_a_machine_is_left_out(telling_machine: Path, tmp_path: Path) -> None:
-    """UUIDs, serial numbers, the host's name and the home folder are replaced, in files and in variables."""
+    """UUIDs, serial numbers and the home folder are replaced, in files and in variables; in these the host's name."""
     recording = tmp_path / "recording"
     (telling_machine / "sys/bus/pci/devices/0000:00:1f.0").mkdir()
     for name, value in (("vendor", "0x1ae0"), ("device", "0x006f"), ("class", "0xff0000")):
@@ -93,8 +94,8 @@ def test_what_identifies_a_machine_is_left_out(telling_machine: Path, tmp_path: 
     text = contents(recording)
     for secret in (CARD, SERIAL, HOST, "secret-user", "hunter2", "PASSWORD"):
         assert secret not in text, secret
-    assert "~/chips" in text
-    assert "Xeon of host" in text
+    assert "~/chips of host" in text
+    assert "avx2 serialize" in text
 
 
 def test_only_variables_that_probes_ask_for(tmp_path: Path) -> None:
@@ -153,6 +154,53 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     result = detect("--root", str(root), "--record", str(tmp_path / "file" / "recording"))
     assert result.exit_code == 2
     assert "cannot be written" in result.output
+
+
+@pytest.mark.parametrize("target", ["n" * 300, "closed", "closed/recording"])
+def test_a_target_that_cannot_be_looked_at(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that is too long, and a folder that may not be read, are errors with their reason."""
+    root = build("cpu-avx2", tmp_path / "machine")
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    real = os.lstat
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)  # for root, who may read any folder
+    monkeypatch.setattr(
+        os, "lstat", lambda path, **o: refuse(path) if closed in Path(path).parents else real(path, **o)
+    )
+    if target == "closed/recording":
+        monkeypatch.setattr(os.path, "lexists", refuse)
+    result = detect("--root", str(root), "--record", str(tmp_path / target))
+    assert result.exit_code == 2
+    assert "cannot be written" in result.output
+    assert closed.is_dir()
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), RuntimeError("no home"), KeyboardInterrupt()]
+)
+def test_an_empty_folder_of_the_user_stays(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever goes wrong, a folder that was there is empty again, and those that were not are gone."""
+    recording = RecordingMachine(Machine.recorded(build("cpu-avx2", tmp_path / "machine")))
+    recording.read("/proc/cpuinfo")
+    monkeypatch.setitem(recording.memo["variables"].variables, "CUDA_VISIBLE_DEVICES", "0")
+    assert recording.environ["CUDA_VISIBLE_DEVICES"] == "0"
+    (tmp_path / "mine").mkdir()
+
+    def fail(self: Scrubber, text: str) -> str:
+        raise error
+
+    monkeypatch.setattr(Scrubber, "value", fail)  # after the files
+    for target in ("mine", "not/there"):
+        with pytest.raises(InputError if isinstance(error, OSError) else type(error)):
+            recording.write(tmp_path / target)
+    assert list((tmp_path / "mine").iterdir()) == []
+    assert not (tmp_path / "not").exists()
 
 
 @pytest.mark.parametrize("failing", ["symlink_to", "write_text", "touch"])
