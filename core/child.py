@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opgraft.errors import ChildError
+
+if TYPE_CHECKING:
+    import subprocess
 
 _PREFACE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); reply_to = sys.argv[2]\n"
 
@@ -29,6 +29,9 @@ def ask_child(
         ChildError: the child could not be started, ran past ``time_limit`` seconds, failed, or wrote no JSON; the
             message says which, with the last line that it wrote to stderr.
     """
+    import subprocess  # these two cost 10 ms, which detection should not pay where no child is asked
+    import tempfile
+
     with tempfile.TemporaryDirectory(prefix="opgraft-") as folder:
         reply, complaints = Path(folder, "reply.json"), Path(folder, "stderr")
         path = json.dumps([str(entry) for entry in sys.path])
@@ -56,6 +59,9 @@ def ask_child(
 
 
 def _wait(child: subprocess.Popen[bytes], time_limit: float) -> int:
+    import signal
+    import subprocess
+
     try:
         return child.wait(time_limit)
     except subprocess.TimeoutExpired:

@@ -6,6 +6,8 @@ import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from email.message import Message
+from email.parser import HeaderParser
 from typing import Any
 
 import importlib_metadata
@@ -106,7 +108,7 @@ def scan() -> Discovery:
         try:
             if "opgraft." not in (distribution.read_text("entry_points.txt") or ""):
                 continue
-            metadata = distribution.metadata  # parsed anew at each access
+            metadata = _headers(distribution)
             provider = Provider(metadata["Name"], metadata["Version"])
             if _normalized(provider.name) not in seen:
                 seen.add(_normalized(provider.name))
@@ -118,6 +120,15 @@ def scan() -> Discovery:
     for problem in discovery.problems:
         logger.warning("plugin metadata of %s is ignored: %s", problem.provider, problem.reason)
     return discovery
+
+
+def _headers(distribution: importlib_metadata.Distribution) -> Message:
+    """The fields of a distribution's metadata without its long description, whose parsing detection would wait for."""
+    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    headers = HeaderParser().parsestr(text)
+    if not headers["Name"] or not headers["Version"]:
+        raise ValueError("its metadata has no name or version")
+    return headers
 
 
 def _offers(distribution: importlib_metadata.Distribution, provider: Provider, requires: list[str]) -> Iterator[Offer]:
