@@ -12,8 +12,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
+class _EpsByTwoNames:
+    """For norms whose epsilon plugins call ``variance_epsilon`` and torch's norms ``eps``."""
+
+    variance_epsilon: float
+
+    @property
+    def eps(self) -> float:
+        """``variance_epsilon`` under the name that it has in torch's norms."""
+        return self.variance_epsilon
+
+    @eps.setter
+    def eps(self, eps: float) -> None:
+        self.variance_epsilon = eps
+
+
 @CustomOp.register("rms_norm")
-class RMSNorm(CustomOp):
+class RMSNorm(_EpsByTwoNames, CustomOp):
     """Root mean square norm, after adding a residual where one is given (Zhang and Sennrich, arXiv:1910.07467).
 
     ``y = x / sqrt(mean(x²) + eps) · weight`` over the last dimension, computed in float32 (float64 for float64 input).
@@ -74,21 +89,12 @@ class RMSNorm(CustomOp):
             normed = normed.to(self.weight.dtype) * self.weight
         return normed.to(x.dtype) if residual is None else (normed.to(x.dtype), summed.to(x.dtype))
 
-    @property
-    def eps(self) -> float:
-        """``variance_epsilon`` under the name that it has in torch's norms."""
-        return self.variance_epsilon
-
-    @eps.setter
-    def eps(self, eps: float) -> None:
-        self.variance_epsilon = eps
-
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.variance_epsilon}, has_weight={self.has_weight}"
 
 
 @CustomOp.register("gemma_rms_norm")
-class GemmaRMSNorm(CustomOp):
+class GemmaRMSNorm(_EpsByTwoNames, CustomOp):
     """Gemma's root mean square norm, whose stored weight is the distance from one (arXiv:2403.08295).
 
     ``y = x / sqrt(mean(x²) + eps) · (1 + weight)``, computed in float32 (float64 for float64 input) with the weight
@@ -118,15 +124,6 @@ class GemmaRMSNorm(CustomOp):
         summed = _residual_sum("gemma_rms_norm", x, residual)
         normed = _rms_normalised(summed, self.variance_epsilon) * (1.0 + self.weight.to(summed.dtype))
         return normed.to(x.dtype) if residual is None else (normed.to(x.dtype), summed.to(x.dtype))
-
-    @property
-    def eps(self) -> float:
-        """``variance_epsilon`` under the name that it has in torch's norms."""
-        return self.variance_epsilon
-
-    @eps.setter
-    def eps(self, eps: float) -> None:
-        self.variance_epsilon = eps
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.variance_epsilon}"
