@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from opgraft.decision import Candidate as Candidate
     from opgraft.decision import Decision as Decision
     from opgraft.decision import Provider as Provider
+    from opgraft.dispatch import needs as needs
     from opgraft.errors import OpgraftError as OpgraftError
     from opgraft.evidence import Device as Device
     from opgraft.evidence import Evidence as Evidence
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from opgraft.grafting import GraftReport as GraftReport
     from opgraft.grafting import graft as graft
     from opgraft.grafting import ungraft as ungraft
+    from opgraft.kernels.weight_cache import refresh as refresh
     from opgraft.lifecycle import reset as reset
     from opgraft.machine import Machine as Machine
     from opgraft.machine import TorchBuild as TorchBuild
@@ -73,8 +75,10 @@ _HOME = {
     "opgraft.binding": ("inference_only",),
     "opgraft.config": ("CompilationConfig", "CompilationMode", "OpgraftConfig", "set_config"),
     "opgraft.decision": ("Candidate", "Decision", "Provider"),
+    "opgraft.dispatch": ("needs",),
     "opgraft.errors": ("OpgraftError",),
     "opgraft.grafting": ("GraftReport", "graft", "ungraft"),
+    "opgraft.kernels.weight_cache": ("refresh",),
     "opgraft.lifecycle": ("reset",),
     "opgraft.evidence": ("Device", "Evidence", "Fact"),
     "opgraft.machine": ("Machine", "TorchBuild"),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
+from opgraft.compat.tracing import transformed
 from opgraft.config import Settings
 from opgraft.decision import Decision
 from opgraft.dispatch import (
@@ -99,7 +100,8 @@ def inference_only(kernel: Function) -> Function:
     """Mark a ``forward_<key>`` that has no backward: where a gradient is required, the native definition runs instead.
 
     A gradient is required if grad mode is on and a parameter of the op, or a tensor among the arguments (in lists,
-    tuples and dictionaries too), requires one.
+    tuples and dictionaries too), requires one; and, in any grad mode, under forward-mode differentiation and
+    ``torch.func``.
 
     Raises:
         RegistrationError: it marks a static or class method, which does not know the op that it runs for.
@@ -109,7 +111,9 @@ def inference_only(kernel: Function) -> Function:
 
     @functools.wraps(kernel)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors((args, kwargs, list(self.parameters())))):
+        if transformed() or (
+            torch.is_grad_enabled() and any(t.requires_grad for t in _tensors((args, kwargs, list(self.parameters()))))
+        ):
             return self.forward_native(*args, **kwargs)
         return kernel(self, *args, **kwargs)
 

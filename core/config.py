@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,17 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from opgraft.environment import CUSTOM_OPS, PLATFORM, PLUGINS, PLUGINS_DISABLE, STRICT, Environment, parse_flag
+from opgraft.environment import (
+    CHECK_VALUES,
+    CPU_KEEP_MEMORY,
+    CUSTOM_OPS,
+    PLATFORM,
+    PLUGINS,
+    PLUGINS_DISABLE,
+    STRICT,
+    Environment,
+    parse_flag,
+)
 from opgraft.errors import ConfigError, close_matches
 
 
@@ -49,6 +60,10 @@ class CompilationConfig:
         _check_text("compilation_config.backend", self.backend)
 
 
+FLAGS = ("strict", "check_values", "cpu_keep_memory")
+"""The settings that are switches."""
+
+
 @dataclass(frozen=True)
 class OpgraftConfig:
     """Every setting of opgraft; ``None`` means "not set here".
@@ -58,6 +73,8 @@ class OpgraftConfig:
         plugins: allow list of plugins, by entry-point or distribution name; ``()`` means none. Read when plugins load.
         plugins_disable: deny list of plugins, likewise.
         strict: whether a failing plugin or probe raises.
+        check_values: whether ops check values of tensors, such as positions, on accelerators too, which then must wait.
+        cpu_keep_memory: whether the CPU platform has glibc keep freed memory in the process. Decided once per process.
         providers: op name to the entry-point or distribution name of the provider whose replacement is to be used.
         compilation_config: see ``CompilationConfig``.
     """
@@ -66,6 +83,8 @@ class OpgraftConfig:
     plugins: Sequence[str] | None = None
     plugins_disable: Sequence[str] | None = None
     strict: bool | None = None
+    check_values: bool | None = None
+    cpu_keep_memory: bool | None = None
     providers: Mapping[str, str] | None = None
     compilation_config: CompilationConfig = dataclasses.field(default_factory=CompilationConfig)
 
@@ -75,8 +94,10 @@ class OpgraftConfig:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, _names(name, value))
-        if self.strict is not None and not isinstance(self.strict, bool):
-            raise ConfigError(f"strict is {self.strict!r}: use True or False")
+        for name in FLAGS:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, bool):
+                raise ConfigError(f"{name} is {value!r}: use True or False")
         if self.providers is not None:
             _check_providers(self.providers)
         if not isinstance(self.compilation_config, CompilationConfig):
@@ -181,6 +202,8 @@ def environment_config(environment: Environment) -> tuple[tuple[str, OpgraftConf
         PLUGINS: ("plugins", environment.plugins),
         PLUGINS_DISABLE: ("plugins_disable", environment.plugins_disable),
         STRICT: ("strict", environment.strict),
+        CHECK_VALUES: ("check_values", environment.check_values),
+        CPU_KEEP_MEMORY: ("cpu_keep_memory", environment.cpu_keep_memory),
         CUSTOM_OPS: ("compilation_config.custom_ops", environment.custom_ops),
     }
     layers = []
@@ -198,7 +221,7 @@ class Scope:
 
     def __init__(self, layers: tuple[tuple[str, OpgraftConfig], ...]) -> None:
         self.layers = layers
-        self.bindings: dict[type, Any] = {}
+        self.bindings: dict[Any, Any] = {}
         self.generation = -1
 
 
@@ -243,15 +266,15 @@ def _text_list(text: str) -> Any:
     return json.loads(text) if text.lstrip().startswith("[") else [part for part in text.split(",") if part.strip()]
 
 
-def _text_flag(text: str) -> bool:
-    return parse_flag("--strict", text)
+def _text_flag(name: str) -> Callable[[str], bool]:
+    return functools.partial(parse_flag, f"--{name}")
 
 
 FIELDS: Mapping[str, Callable[[str], Any]] = {
     "platform": str,
     "plugins": _text_list,
     "plugins_disable": _text_list,
-    "strict": _text_flag,
+    **{name: _text_flag(name) for name in FLAGS},
     "providers": json.loads,
     "compilation_config.custom_ops": _text_list,
     "compilation_config.backend": str,
@@ -291,6 +314,8 @@ def _mode(value: object) -> CompilationMode | None:
 BUILT_IN_DEFAULTS = OpgraftConfig(
     plugins_disable=(),
     strict=False,
+    check_values=False,
+    cpu_keep_memory=False,
     providers={},
     compilation_config=CompilationConfig(custom_ops=(), backend="inductor", mode=CompilationMode.NONE),
 )

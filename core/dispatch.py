@@ -6,18 +6,36 @@ Both are pure functions of declarations, a platform and settings. Each yields a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from opgraft.config import Settings
 from opgraft.decision import Candidate, Decision, Provider
 from opgraft.errors import ConflictError, MissingKernelError
-from opgraft.op_classes import location_of, own_classes
+from opgraft.op_classes import definer, kernel_methods, location_of, own_classes
 from opgraft.platform import DISPATCH_KEYS, Platform
 from opgraft.registry import ANY_PLATFORM, Replacement
 
 INFERENCE_ONLY = "__opgraft_inference_only__"
 """The attribute by which ``opgraft.inference_only`` marks a kernel."""
+
+_NEEDS = "__opgraft_needs__"
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def needs(check: Callable[[], str | None]) -> Callable[[Function], Function]:
+    """Mark a ``forward_<key>`` that cannot run everywhere: ``check()`` says what is missing here, or returns ``None``.
+
+    It is asked whenever an op is bound. A kernel that misses something is not chosen, and the decision shows why.
+    """
+
+    def decorate(kernel: Function) -> Function:
+        setattr(kernel, _NEEDS, check)
+        return kernel
+
+    return decorate
 
 
 @dataclass(frozen=True)
@@ -40,6 +58,23 @@ class Kernel:
     def inference_only(self) -> bool:
         """Whether it has no backward, so that the native definition runs where a gradient is required."""
         return bool(getattr(vars(self.owner)[self.method], INFERENCE_ONLY, False))
+
+    def missing(self) -> str | None:
+        """What it needs and this machine or installation lacks, or ``None``."""
+        check = getattr(vars(self.owner)[self.method], _NEEDS, None)
+        try:
+            return check() if check else None
+        except Exception as error:  # a plugin's code; the reason stays in the decision
+            return f"its needs() check raised {error!r}"
+
+    def functional(self, form: str) -> Callable[..., Any] | None:
+        """The same kernel as a function with the signature of the named form, where its class brings one."""
+        return (self.functions or {}).get(form)
+
+    @property
+    def functions(self) -> Mapping[str, Callable[..., Any]] | None:
+        """By form, the functions that are this kernel. The table of a base class is that of another kernel."""
+        return vars(self.owner).get(f"functional_{self.key}")
 
     def __str__(self) -> str:
         return f"{self.owner.__qualname__}.{self.method}"
@@ -87,11 +122,15 @@ class ReplacementChoice:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """Which method of ``cls`` becomes ``forward``. ``found`` holds every definition, the winner first."""
+    """Which method of ``cls`` becomes ``forward``.
+
+    ``found`` holds every definition that can run, the winner first; ``missing`` those that cannot, and why.
+    """
 
     cls: type
     chain: tuple[str, ...]
     found: tuple[Kernel, ...]
+    missing: tuple[tuple[Kernel, str], ...]
     enabled: bool
     enabled_because: str
 
@@ -104,7 +143,7 @@ class KernelChoice:
         candidates = tuple(
             Candidate(str(kernel), kernel is self.winner, self._verdict(kernel), location=kernel.location)
             for kernel in self.found
-        )
+        ) + tuple(Candidate(str(kernel), False, why, location=kernel.location) for kernel, why in self.missing)
         state = "enabled" if self.enabled else "disabled"
         reason = f"{state}: {self.enabled_because}; dispatch chain {' > '.join(self.chain)}"
         setting = "OPGRAFT_CUSTOM_OPS or compilation_config.custom_ops (+op, -op)"
@@ -116,8 +155,15 @@ class KernelChoice:
                 "the op is disabled, so its native definition runs" if kernel is self.winner else "the op is disabled"
             )
         if kernel is self.winner:
-            note = "; without a backward, so forward_native runs where a gradient is required"
-            return "the most derived definition for this chain" + (note if kernel.inference_only else "")
+            notes = ["the most derived definition for this chain"]
+            if kernel.inference_only:
+                notes.append("without a backward, so forward_native runs where a gradient is required")
+            if kernel.key != "native" and kernel.functions is None and definer(self.cls, "forward_native"):
+                notes.append(
+                    f"its class brings no functional_{kernel.key}, so functional forms, if the op has any, run their "
+                    "native definition"
+                )
+            return "; ".join(notes)
         if kernel.owner is self.winner.owner:
             return f"later in the chain than {self.winner.method}"
         return f"{self.winner.owner.__qualname__} is more derived"
@@ -172,16 +218,28 @@ def choose_kernel(
     Raises:
         MissingKernelError: no class defines any of them.
     """
-    wanted = ["forward", *(f"forward_{key}" for key in chain)]
-    found = [Kernel(base, method) for base in own_classes(cls) for method in wanted if method in vars(base)]
+    defined = declared_kernels(cls, chain)
+    missing = [(kernel, reason) for kernel in defined if (reason := kernel.missing())]
+    found = [kernel for kernel in defined if kernel not in dict(missing)]
     if not enabled:
         found.sort(key=lambda kernel: not _runs_disabled(kernel, target or cls))  # stable: the class order stays
     if not found:
+        lacking = "".join(f" {kernel} cannot run here: {why}." for kernel, why in missing)
         raise MissingKernelError(
             f"{cls.__qualname__} at {location_of(cls)} defines neither forward nor a kernel for any key of the "
-            f"dispatch chain {chain}: define forward_native, which every platform can run"
+            f"dispatch chain {chain} that can run here.{lacking} Define forward_native, which every platform can run"
         )
-    return KernelChoice(cls, chain, tuple(found), enabled, enabled_because)
+    return KernelChoice(cls, chain, tuple(found), tuple(missing), enabled, enabled_because)
+
+
+def declared_kernels(cls: type, chain: tuple[str, ...]) -> list[Kernel]:
+    """Every definition that counts for a chain, the most derived first, whether or not it can run here."""
+    wanted = ["forward", *(f"forward_{key}" for key in chain)]
+    return [kernel for base in own_classes(cls) for kernel in _kernels(base, wanted)]
+
+
+def _kernels(base: type, methods: Iterable[str]) -> list[Kernel]:
+    return [Kernel(base, method) for method in methods if method in vars(base)]
 
 
 def _runs_disabled(kernel: Kernel, target: type) -> bool:
@@ -202,7 +260,7 @@ def continuations(cls: type, chain: tuple[str, ...], enabled: bool) -> dict[str,
     ends, where there is no native definition, with the class's own ``forward``. ``forward`` is the most derived kernel,
     of a disabled op the native one.
     """
-    defined = [set(vars(base)) for base in own_classes(cls)]
+    defined = [{k.method for k in _kernels(base, kernel_methods()) if not k.missing()} for base in own_classes(cls)]
     methods = [f"forward_{key}" for key in chain]
 
     def first(names: Sequence[str], scopes: Sequence[set[str]]) -> str | None:

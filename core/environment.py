@@ -13,6 +13,8 @@ PLUGINS = "OPGRAFT_PLUGINS"
 PLUGINS_DISABLE = "OPGRAFT_PLUGINS_DISABLE"
 CUSTOM_OPS = "OPGRAFT_CUSTOM_OPS"
 STRICT = "OPGRAFT_STRICT"
+CHECK_VALUES = "OPGRAFT_CHECK_VALUES"
+CPU_KEEP_MEMORY = "OPGRAFT_CPU_KEEP_MEMORY"
 
 VARIABLES: Mapping[str, str] = {
     PLATFORM: "name of the platform to use; an error if it is absent or unavailable",
@@ -20,6 +22,8 @@ VARIABLES: Mapping[str, str] = {
     PLUGINS_DISABLE: "comma-separated deny list of plugins, by entry-point or distribution name",
     CUSTOM_OPS: "which custom ops are enabled, as in compilation_config.custom_ops: all, none, +op, -op",
     STRICT: "1: a failing plugin or probe raises; 0 (default): it is recorded and reported",
+    CHECK_VALUES: "1: ops check positions and the like on accelerators too, which then wait; 0 (default): on CPUs only",
+    CPU_KEEP_MEMORY: "1: on the CPU platform freed memory stays with the process; 0 (default): it goes to the system",
 }
 
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
@@ -34,6 +38,8 @@ class Environment:
     plugins_disable: tuple[str, ...] | None = None
     custom_ops: tuple[str, ...] | None = None
     strict: bool | None = None
+    check_values: bool | None = None
+    cpu_keep_memory: bool | None = None
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -53,7 +59,9 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         plugins=_names(values.get(PLUGINS)),
         plugins_disable=_names(values.get(PLUGINS_DISABLE)),
         custom_ops=_names(values.get(CUSTOM_OPS)),
-        strict=parse_flag(STRICT, values[STRICT]) if values.get(STRICT) else None,
+        strict=_flag(STRICT, values.get(STRICT)),
+        check_values=_flag(CHECK_VALUES, values.get(CHECK_VALUES)),
+        cpu_keep_memory=_flag(CPU_KEEP_MEMORY, values.get(CPU_KEEP_MEMORY)),
     )
 
 
@@ -61,6 +69,10 @@ def _names(value: str | None) -> tuple[str, ...] | None:
     if value is None:
         return None
     return tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+def _flag(name: str, value: str | None) -> bool | None:
+    return parse_flag(name, value) if value else None
 
 
 def parse_flag(name: str, value: str) -> bool:

@@ -110,6 +110,6 @@ def definer(cls: type, name: str, above: type | None = None) -> type | None:
     return None
 
 
-def qualified(cls: type) -> str:
-    """``module:Class``, as settings and plugins name a class."""
+def qualified(cls: Any) -> str:
+    """``module:Class``, as settings and plugins name a class, or ``module:function``."""
     return f"{cls.__module__}:{cls.__qualname__}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +119,14 @@ class Platform(ABC):
     def graph_class(self) -> type[Any] | None:
         """The class that captures and replays a sequence of kernels on it, or ``None`` where there is none."""
         return None
+
+    def prepare(self, config: OpgraftConfig) -> None:  # noqa: B027  # optional
+        """Set up what holds for the whole process; called once, when plugins have been loaded, with the settings."""
+
+    @property
+    def kernel_packages(self) -> Mapping[str, Collection[str]]:
+        """Distributions with more kernels for it, each with the names of the ops that it serves."""
+        return {}
 
     def default_config(self) -> OpgraftConfig:
         """Settings that this platform changes; the lowest layer above the built-in defaults."""

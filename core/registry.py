@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from opgraft.decision import Provider
 from opgraft.errors import ConflictError, RegistrationError, UnknownTargetError, close_matches
@@ -67,7 +68,7 @@ class Registry:
             ConflictError: another class holds the name.
         """
         known = self.ops.get(name)
-        if known is not None and not _redefines(known.cls, cls):
+        if known is not None and not redefines(known.cls, cls):
             raise ConflictError(
                 f"op name {name!r} is registered twice: by {qualified(known.cls)} at {location_of(known.cls)} "
                 f"({known.provider}) and by {qualified(cls)} at {location_of(cls)} ({provider}). Rename one of them."
@@ -84,7 +85,7 @@ class Registry:
             same_target = known.target is new.target if new.target else known.asked_for == new.asked_for
             if known.cls is new.cls and same_target:
                 return known
-            if same_target and _redefines(known.cls, new.cls):
+            if same_target and redefines(known.cls, new.cls):
                 del self.replacements[index]
                 break
         if new.target is not None:
@@ -157,8 +158,8 @@ def _with_variants(cls: type, replacements: set[type]) -> Iterator[type]:
             yield from _with_variants(derived, replacements)
 
 
-def _redefines(old: type, new: type) -> bool:
-    """Whether ``new`` is ``old``, or the class that a reloaded module or a notebook cell puts in its place."""
+def redefines(old: Any, new: Any) -> bool:
+    """Whether ``new`` is ``old``, or what a reloaded module or a notebook cell puts in its place."""
     if old is new:
         return True
     bound = getattr(sys.modules.get(old.__module__), old.__qualname__, None)

@@ -83,7 +83,7 @@ class HostState:
     adjustments: list[tuple[str, OpgraftConfig]] = field(default_factory=list)
     graft_adapters: list[tuple[Provider, Any]] = field(default_factory=list)
     environment: Environment | None = None
-    bindings: dict[type, Any] = field(default_factory=dict)
+    bindings: dict[Any, Any] = field(default_factory=dict)
     generation: int = 0
     discovery: Any = None
 
@@ -97,8 +97,8 @@ class HostState:
             layers.insert(0, (f"platform {self.selection.platform.name}", self.selection.defaults))
         return resolve(layers)
 
-    def current_bindings(self) -> dict[type, Any]:
-        """The cache of bound classes that belongs to the active scope; emptied whenever something was activated."""
+    def current_bindings(self) -> dict[Any, Any]:
+        """The cache of what was bound in the active scope; emptied whenever something was activated."""
         scope = CURRENT_SCOPE.get()
         if scope is None:
             return self.bindings
@@ -106,6 +106,13 @@ class HostState:
             scope.bindings.clear()
             scope.generation = self.generation
         return scope.bindings
+
+    def checks_values(self) -> bool:
+        """Whether ops check values of tensors on accelerators here and now; cached, as every call may ask."""
+        bindings = self.current_bindings()
+        if "check_values" not in bindings:
+            bindings["check_values"] = self.settings().config.check_values
+        return bindings["check_values"] is True
 
     def invalidate(self) -> None:
         """Forget which classes were bound, because what the choice rests on has changed."""

@@ -43,7 +43,7 @@ class Offer:
 
     def answers_to(self, name: str) -> bool:
         """Whether a setting means this offer by ``name``: its entry-point name or its distribution's name."""
-        return name == self.name or _normalized(name) == _normalized(self.provider.name)
+        return name == self.name or normalized(name) == normalized(self.provider.name)
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ def scan() -> Discovery:
                 continue
             metadata = _headers(distribution)
             provider = Provider(metadata["Name"], metadata["Version"])
-            if _normalized(provider.name) not in seen:
-                seen.add(_normalized(provider.name))
+            if normalized(provider.name) not in seen:
+                seen.add(normalized(provider.name))
                 offered += list(_offers(distribution, provider, metadata.get_all("Requires-Dist") or []))
         except (ValueError, TypeError, AttributeError, KeyError, OSError) as error:
             discovery.problems.append(Problem(provider, f"its plugin metadata is malformed: {error!r}"))
@@ -151,5 +151,6 @@ def _admit(offer: Offer, discovery: Discovery) -> None:
         discovery.problems.append(Problem(offer.provider, f"{reason}: uninstall one of the two distributions"))
 
 
-def _normalized(name: str) -> str:
+def normalized(name: str) -> str:
+    """A distribution's name in the one spelling that all its spellings share."""
     return re.sub(r"[-_.]+", "-", name).lower()

@@ -36,6 +36,7 @@ def load_plugins() -> None:
                 Loading(state, current_platform(), undo_all).run()
                 undo_all.pop_all()
             state.loaded_with = state.settings().config
+            current_platform().prepare(state.loaded_with)
             state.plugins_loaded = True
         finally:
             state.plugins_loading = False
@@ -46,9 +47,9 @@ def check_loaded_with(settings: Settings, state: HostState) -> None:
     """Which plugins there are is decided once: a scope that asks for others later must not be ignored.
 
     Raises:
-        PluginError: ``plugins``, ``plugins_disable`` or ``strict`` differ from when the plugins were loaded.
+        PluginError: one of them, ``strict`` or ``cpu_keep_memory`` differs from when the plugins were loaded.
     """
-    for name in ("plugins", "plugins_disable", "strict"):
+    for name in ("plugins", "plugins_disable", "strict", "cpu_keep_memory"):
         wanted = getattr(settings.config, name)
         if state.loaded_with is not None and wanted != getattr(state.loaded_with, name):
             raise PluginError(

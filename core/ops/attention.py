@@ -1,14 +1,13 @@
-"""Attention without a key-value cache."""
+"""Attention without a key-value cache: the modules around the forms of ``opgraft.definitions.attention``."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from typing import Any
 
 import torch
-from opgraft.custom_op import CustomOp
-from opgraft.ops.checks import expect_same_shape
+from opgraft.custom_op import CustomOp, maybe_get_oot_by_class
+from opgraft.definitions import attention as forms
 from torch import Tensor
-from torch.nn import functional as F
 
 
 @CustomOp.register("scaled_dot_product_attention")
@@ -34,31 +33,9 @@ class ScaledDotProductAttention(CustomOp):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """The attended values.
-
-        Args:
-            attn_mask: broadcasts to ``[..., query_heads, L, S]``; a boolean one is true where a key takes part, any
-                other is added to the scores.
-            dropout_p: probability with which an attention weight is dropped.
-            is_causal: query ``i`` sees keys ``0 … i``; excludes ``attn_mask``.
-            scale: multiplies the scores; ``1/√E`` if not given.
-            enable_gqa: each key head serves ``query_heads / heads`` query heads (arXiv:2305.13245).
-
-        Raises:
-            ValueError: query and key differ in ``E``, or with ``enable_gqa`` the heads do not divide the query heads.
-        """
-        if query.shape[-1] != key.shape[-1]:
-            raise ValueError(
-                f"scaled_dot_product_attention: key has head size {key.shape[-1]}, expected {query.shape[-1]} "
-                "as query has"
-            )
-        if enable_gqa and query.shape[-3] % key.shape[-3]:
-            raise ValueError(
-                f"scaled_dot_product_attention: key has {key.shape[-3]} heads, expected a divisor of the "
-                f"{query.shape[-3]} heads of query"
-            )
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        """The attended values; arguments and errors as of ``opgraft.functional.scaled_dot_product_attention``."""
+        return forms.scaled_dot_product_attention.native(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
 
 
@@ -78,7 +55,8 @@ class MMEncoderAttention(CustomOp):
         multimodal_config: an engine's settings, for kernels that read them.
 
     Raises:
-        ValueError: ``num_kv_heads`` does not divide ``num_heads`` (vLLM asserts it).
+        ValueError: ``num_heads`` or ``head_size`` is not positive, or ``num_kv_heads`` does not divide ``num_heads``
+            (vLLM asserts it).
     """
 
     switchable = False
@@ -93,14 +71,63 @@ class MMEncoderAttention(CustomOp):
         multimodal_config: object = None,
     ) -> None:
         super().__init__()
+        forms.expect_kv_heads(num_heads, num_heads if num_kv_heads is None else num_kv_heads)
+        if head_size < 1:
+            raise ValueError(f"mm_encoder_attn: head_size is {head_size}, expected a positive number")
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = head_size**-0.5 if scale is None else scale
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.prefix = prefix
         self.multimodal_config = multimodal_config
-        if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
-            raise ValueError(f"mm_encoder_attn: num_kv_heads is {num_kv_heads}, expected a divisor of {num_heads}")
+
+    @classmethod
+    def maybe_compute_seq_lens(cls, attn_backend: object, cu_seqlens: Any, device: torch.device | str) -> Tensor | None:
+        """What an encoder passes as ``sequence_lengths``, for all its layers at once.
+
+        The active replacement answers, if there is one; without one it is nothing, as the native definition reads the
+        lengths from ``cu_seqlens``.
+
+        Args:
+            attn_backend: which kernel an engine has chosen, for replacements that ask.
+            cu_seqlens: where sequences begin and end: an array or a sequence of integers on the host.
+            device: where the result is needed.
+        """
+        replacement: Any = maybe_get_oot_by_class(cls.op_class)
+        if replacement is cls.op_class:
+            return None
+        lengths: Tensor | None = replacement.maybe_compute_seq_lens(attn_backend, cu_seqlens, device)
+        return lengths
+
+    @classmethod
+    def maybe_recompute_cu_seqlens(
+        cls,
+        attn_backend: object,
+        cu_seqlens: Any,
+        hidden_size: int,
+        tp_size: int,
+        device: torch.device | str,
+        fp8_padded_hidden_size: int | None = None,
+    ) -> Tensor:
+        """What an encoder passes as ``cu_seqlens``, for all its layers at once.
+
+        The active replacement answers, if there is one; without one they are the given ones on ``device``.
+
+        Args:
+            attn_backend: which kernel an engine has chosen, for replacements that ask.
+            cu_seqlens: where sequences begin and end: an array or a sequence of integers on the host.
+            hidden_size: elements of a token, for kernels that count elements.
+            tp_size: over how many devices they are spread, for the same.
+            device: where the result is needed.
+            fp8_padded_hidden_size: elements of a token after quantization, for the same.
+        """
+        replacement: Any = maybe_get_oot_by_class(cls.op_class)
+        if replacement is cls.op_class:
+            return torch.as_tensor(cu_seqlens, device=device)
+        bounds: Tensor = replacement.maybe_recompute_cu_seqlens(
+            attn_backend, cu_seqlens, hidden_size, tp_size, device, fp8_padded_hidden_size=fp8_padded_hidden_size
+        )
+        return bounds
 
     def forward_native(
         self,
@@ -125,63 +152,14 @@ class MMEncoderAttention(CustomOp):
                 for kernels that need the lengths apart; not read here.
 
         Raises:
-            ValueError: a shape does not fit, or ``cu_seqlens`` does not end at the number of tokens.
+            ValueError: a shape, a dtype or a device does not fit, ``cu_seqlens`` does not ascend from 0 to the number
+                of tokens, or ``sequence_lengths`` are not from 0 to that of keys.
         """
-        q = self._as_heads("query", query, self.num_heads)
-        k = self._as_heads("key", key, self.num_kv_heads)
-        v = self._as_heads("value", value, self.num_kv_heads)
-        expect_same_shape("mm_encoder_attn", "value", v, "key", k)
-        if q.shape[0] != k.shape[0] or (cu_seqlens is not None and q.shape[1] != k.shape[1]):
-            raise ValueError(
-                f"mm_encoder_attn: key has shape {tuple(key.shape)}, expected the batch, and with cu_seqlens also the "
-                f"tokens, of query, {tuple(query.shape)}"
-            )
-        if cu_seqlens is not None:
-            return self._packed(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_seqlens).reshape(query.shape)
-        if sequence_lengths is not None:
-            return self._padded(q, k, v, sequence_lengths).reshape(query.shape)
-        return self._attend(q, k, v).reshape(query.shape)
-
-    def _packed(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """Block-diagonal attention over ``[tokens, heads, head_size]``."""
-        tokens = query.shape[0]
-        if torch.compiler.is_compiling():
-            # The lengths are data: a loop over them would break the graph, a mask does not.
-            segment = torch.searchsorted(cu_seqlens, torch.arange(tokens, device=cu_seqlens.device), right=True)
-            return self._attend(query[None], key[None], value[None], segment[:, None] == segment)[0]
-        bounds: list[int] = cu_seqlens.tolist()
-        lengths = [end - start for start, end in pairwise(bounds)]
-        if not bounds or bounds[0] != 0 or bounds[-1] != tokens or any(length < 0 for length in lengths):
-            raise ValueError(f"mm_encoder_attn: cu_seqlens is {bounds}, expected it to ascend from 0 to {tokens}")
-        segments = zip(*(torch.split_with_sizes(x, lengths) for x in (query, key, value)), strict=True)
-        attended = [self._attend(q[None], k[None], v[None])[0] for q, k, v in segments]
-        return torch.cat(attended) if attended else torch.empty_like(query)
-
-    def _padded(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
-        if lengths.shape != query.shape[:1]:
-            raise ValueError(
-                f"mm_encoder_attn: sequence_lengths has shape {tuple(lengths.shape)}, expected ({query.shape[0]},)"
-            )
-        key_seen = torch.arange(key.shape[1], device=lengths.device) < lengths[:, None]
-        query_seen = torch.arange(query.shape[1], device=lengths.device) < lengths[:, None]
-        attended = self._attend(query, key, value, key_seen[:, None, None, :])
-        return attended.masked_fill(~query_seen[:, :, None, None], 0.0)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attention over ``[batch, tokens, heads, head_size]``."""
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        grouped = self.num_kv_heads != self.num_heads
-        attended = F.scaled_dot_product_attention(query, key, value, mask, scale=self.scale, enable_gqa=grouped)
-        return attended.transpose(1, 2)
-
-    def _as_heads(self, argument: str, x: Tensor, heads: int) -> Tensor:
-        packed, split = (heads * self.head_size,), (heads, self.head_size)
-        if tuple(x.shape[2:]) not in (packed, split):
-            raise ValueError(
-                f"mm_encoder_attn: {argument} has shape {tuple(x.shape)}, expected [batch, tokens, {packed[0]}] or "
-                f"[batch, tokens, {heads}, {self.head_size}]"
-            )
-        return x.reshape(*x.shape[:2], *split)
+        heads = forms.as_heads("query", query, self.num_heads, self.head_size)
+        attended = forms.mm_encoder_attn.native(
+            heads, key, value, self.num_heads, self.num_kv_heads, self.scale, cu_seqlens, sequence_lengths
+        )
+        return attended.reshape(query.shape)
 
     def extra_repr(self) -> str:
         return f"{self.num_heads}, {self.head_size}, scale={self.scale}, num_kv_heads={self.num_kv_heads}"

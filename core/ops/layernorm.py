@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from opgraft.custom_op import CustomOp
-from opgraft.ops.checks import expect_last_dim, expect_same_shape
-from opgraft.ops.precision import compute_dtype
+from opgraft.definitions import layernorm as forms
+from opgraft.definitions.checks import expect_choice, expect_last_dim
+from opgraft.kernels.on_triton import TRITON
+from opgraft.ops.on_gpus import kernel_on_gpus, on_gpus
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 
 class _EpsByTwoNames:
@@ -80,14 +82,24 @@ class RMSNorm(_EpsByTwoNames, CustomOp):
         """The norm of ``x``, or ``(norm, new_residual)`` of ``x + residual``.
 
         Raises:
-            ValueError: ``x`` does not end in ``hidden_size``, or ``residual`` has another shape.
+            ValueError: ``x`` does not end in ``hidden_size``, or ``residual`` has another shape, dtype or device.
         """
         expect_last_dim("rms_norm", "x", x, self.hidden_size)
-        summed = _residual_sum("rms_norm", x, residual)
-        normed = _rms_normalised(summed, self.variance_epsilon, self.variance_size_override)
-        if self.has_weight:
-            normed = normed.to(self.weight.dtype) * self.weight
-        return normed.to(x.dtype) if residual is None else (normed.to(x.dtype), summed.to(x.dtype))
+        weight = self.weight if self.has_weight else None
+        if residual is None:
+            return forms.rms_norm.native(x, weight, self.variance_epsilon, self.variance_size_override)
+        return forms.fused_add_rms_norm.native(x, residual, weight, self.variance_epsilon, self.variance_size_override)
+
+    @on_gpus
+    def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        weight = self.weight if self.has_weight else None
+        settings = (weight, self.variance_epsilon, self.variance_size_override)
+        if residual is None:
+            return TRITON["rms_norm"](x, *settings)
+        return TRITON["fused_add_rms_norm"](x, residual, *settings)
+
+    forward_xpu = forward_cuda
+    functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.variance_epsilon}, has_weight={self.has_weight}"
@@ -118,12 +130,21 @@ class GemmaRMSNorm(_EpsByTwoNames, CustomOp):
         """The norm of ``x``, or ``(norm, new_residual)`` of ``x + residual``.
 
         Raises:
-            ValueError: ``x`` does not end in ``hidden_size``, or ``residual`` has another shape.
+            ValueError: ``x`` does not end in ``hidden_size``, or ``residual`` has another shape, dtype or device.
         """
         expect_last_dim("gemma_rms_norm", "x", x, self.hidden_size)
-        summed = _residual_sum("gemma_rms_norm", x, residual)
-        normed = _rms_normalised(summed, self.variance_epsilon) * (1.0 + self.weight.to(summed.dtype))
-        return normed.to(x.dtype) if residual is None else (normed.to(x.dtype), summed.to(x.dtype))
+        if residual is None:
+            return forms.gemma_rms_norm.native(x, self.weight, self.variance_epsilon)
+        return forms.fused_add_gemma_rms_norm.native(x, residual, self.weight, self.variance_epsilon)
+
+    @on_gpus
+    def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        if residual is None:
+            return TRITON["gemma_rms_norm"](x, self.weight, self.variance_epsilon)
+        return TRITON["fused_add_gemma_rms_norm"](x, residual, self.weight, self.variance_epsilon)
+
+    forward_xpu = forward_cuda
+    functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.variance_epsilon}"
@@ -152,19 +173,73 @@ class LayerNorm(CustomOp, nn.LayerNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device=device, dtype=dtype)
 
     def forward_native(self, input: Tensor) -> Tensor:
-        """The normalised ``input``; torch's function checks it, so that ``torch.fx`` can trace a model of this op."""
-        return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        """The normalised ``input``; raises ``ValueError`` where its shape, dtype or device does not fit."""
+        return forms.layer_norm.native(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+    forward_cuda = forward_xpu = kernel_on_gpus(
+        "layer_norm", "normalized_shape", "weight", "bias", "eps", argument="input"
+    )
+    functional_cuda = functional_xpu = TRITON
 
 
-def _residual_sum(op: str, x: Tensor, residual: Tensor | None) -> Tensor:
-    """``x + residual``, or ``x`` itself, in the dtype to compute in."""
-    dtype = compute_dtype(x.dtype)
-    if residual is None:
-        return x.to(dtype)
-    expect_same_shape(op, "residual", residual, "x", x)
-    return x.to(dtype) + residual.to(dtype)
+@CustomOp.register("rms_norm_gated")
+class RMSNormGated(_EpsByTwoNames, CustomOp):
+    """Root mean square norm with a gate, as state-space models have it (Dao and Gu, arXiv:2405.21060).
 
+    Args:
+        hidden_size: elements of the last dimension.
+        eps: added to the mean square.
+        group_size: take the mean square within groups of that many elements; the whole row if not given.
+        norm_before_gate: gate after the norm instead of before it.
+        device: device of the weight, which starts as ones.
+        dtype: dtype of the weight; the default dtype if not given.
+        activation: ``"silu"``, which is also ``"swish"``, or ``"sigmoid"``.
 
-def _rms_normalised(x: Tensor, eps: float, variance_size: int | None = None) -> Tensor:
-    measured = x if variance_size is None else x[..., :variance_size]
-    return x * torch.rsqrt(measured.pow(2).mean(-1, keepdim=True) + eps)
+    Shapes:
+        ``x`` and ``z`` are ``[..., hidden_size]`` in any floating-point dtype; so is the result.
+
+    Raises:
+        ValueError: ``group_size`` does not divide ``hidden_size``, or another activation (vLLM asserts it, in forward).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        activation: str = "swish",
+    ) -> None:
+        super().__init__()
+        expect_choice("rms_norm_gated", "activation", activation, forms.GATES)
+        forms.expect_group_size(group_size, hidden_size)
+        self.hidden_size = hidden_size
+        self.variance_epsilon = eps
+        self.group_size = group_size
+        self.norm_before_gate = norm_before_gate
+        self.activation = activation
+        self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+
+    def forward_native(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        """The norm of ``x``, gated by ``z`` where it is given.
+
+        Raises:
+            ValueError: ``x`` does not end in ``hidden_size``, or ``z`` has another shape, dtype or device.
+        """
+        expect_last_dim("rms_norm_gated", "x", x, self.hidden_size)
+        return forms.rms_norm_gated.native(
+            x, self.weight, z, self.variance_epsilon, self.group_size, self.norm_before_gate, self.activation
+        )
+
+    @on_gpus
+    def forward_cuda(self, x: Tensor, z: Tensor | None = None) -> Any:
+        settings = (self.variance_epsilon, self.group_size, self.norm_before_gate, self.activation)
+        return TRITON["rms_norm_gated"](x, self.weight, z, *settings)
+
+    forward_xpu = forward_cuda
+    functional_cuda = functional_xpu = TRITON
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.variance_epsilon}, group_size={self.group_size}"

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import torch
 from opgraft.custom_op import CustomOp
+from opgraft.definitions import linear as forms
+from opgraft.definitions.checks import expect_choice
+from opgraft.dispatch import needs
+from opgraft.kernels import packed_linear
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 
 @CustomOp.register("linear")
 class Linear(CustomOp, nn.Linear):
-    """An affine map ``x · weightᵀ + bias``, a drop-in for ``torch.nn.Linear``, of which it is a subclass.
+    """``activation(x · weightᵀ + bias) + residual``, a drop-in for ``torch.nn.Linear``, of which it is a subclass.
 
     Shapes:
         ``[..., in_features]`` to ``[..., out_features]``; the weight is ``[out_features, in_features]``.
+
+    Args:
+        activation: what follows the affine map: ``none``, ``relu``, ``silu``, ``gelu`` or ``gelu_tanh``.
+
+    Raises:
+        ValueError: another activation.
     """
+
+    functional_cpu = {"linear": packed_linear.linear}  # noqa: RUF012  # read through the class, never written
 
     def __init__(
         self,
@@ -23,9 +34,22 @@ class Linear(CustomOp, nn.Linear):
         bias: bool = True,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        activation: str = "none",
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        expect_choice("linear", "activation", activation, tuple(forms.ACTIVATIONS))
+        self.activation = activation
 
-    def forward_native(self, input: Tensor) -> Tensor:
-        """The mapped ``input``; torch's function checks it, so that ``torch.fx`` can trace a model of this op."""
-        return F.linear(input, self.weight, self.bias)
+    def forward_native(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The mapped ``input``; raises ``ValueError`` where something does not fit."""
+        return forms.linear.native(input, self.weight, self.bias, self.activation, residual)
+
+    @needs(packed_linear.missing)
+    def forward_cpu(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The same over a weight that was packed once, where that is faster and no gradient is required."""
+        return packed_linear.linear(input, self.weight, self.bias, self.activation, residual)
+
+    def extra_repr(self) -> str:
+        activation = "" if self.activation == "none" else f", activation={self.activation!r}"
+        return super().extra_repr() + activation

@@ -1,15 +1,38 @@
-"""Rotary position embedding (Su et al., RoFormer, arXiv:2104.09864).
+"""Rotary position embedding: the modules around the forms of ``opgraft.definitions.rotary``, which hold the maths.
 
-Elements of a head are rotated in pairs, pair ``i`` at position ``p`` by the angle ``p · θ_i``. In the GPT-NeoX style
-the two halves of the rotated part are paired with each other, in the GPT-J style its even elements with the odd ones.
+What is plain here has its variants in ``opgraft.ops.rotary_variants``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from opgraft.custom_op import CustomOp
-from opgraft.ops.precision import compute_dtype
+from opgraft.definitions import rotary as forms
+from opgraft.definitions.precision import compute_dtype
+from opgraft.kernels.on_triton import TRITON
+from opgraft.ops.on_gpus import on_gpus
 from torch import Tensor
+
+
+def inverse_frequencies(base: float, rotary_dim: int, dtype: torch.dtype) -> Tensor:
+    """``θ_i = base^(-2i / rotary_dim)``, in radians per position: ``[rotary_dim / 2]``, float32 or more precise."""
+    exponents = torch.arange(0, rotary_dim, 2, dtype=compute_dtype(dtype)) / rotary_dim
+    return 1.0 / torch.pow(base, exponents)
+
+
+def cos_sin_table(inv_freq: Tensor, rows: int, scale: float = 1.0) -> Tensor:
+    """Cosines, then sines, of the first ``rows`` positions, times ``scale``: ``[rows, rotary_dim]``."""
+    angles = torch.outer(torch.arange(rows, dtype=inv_freq.dtype), inv_freq)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
+
+
+def expect_rotary_dim(op: str, rotary_dim: int, head_size: int) -> None:
+    """Raise ``ValueError`` unless ``rotary_dim`` elements of a head make whole pairs."""
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_size:
+        raise ValueError(f"{op}: rotary_dim is {rotary_dim}, expected an even number from 2 to head_size={head_size}")
 
 
 @CustomOp.register("apply_rotary_emb")
@@ -42,19 +65,14 @@ class ApplyRotaryEmb(CustomOp):
         Raises:
             ValueError: ``x`` has fewer than three dimensions, or ``cos`` or ``sin`` does not fit it.
         """
-        if x.dim() < 3 or x.shape[-1] % 2:
-            raise ValueError(
-                f"apply_rotary_emb: x has shape {tuple(x.shape)}, expected [..., sequence, heads, head_size] with an "
-                "even head_size"
-            )
-        expected = (x.shape[-3], x.shape[-1] // 2)
-        for argument, table in (("cos", cos), ("sin", sin)):
-            if tuple(table.shape) != expected:
-                raise ValueError(
-                    f"apply_rotary_emb: {argument} has shape {tuple(table.shape)}, expected {expected} for x of shape "
-                    f"{tuple(x.shape)}"
-                )
-        return _rotated(x, cos.unsqueeze(-2), sin.unsqueeze(-2), self.is_neox_style)
+        return forms.apply_rotary_emb.native(x, cos, sin, self.is_neox_style)
+
+    @on_gpus
+    def forward_cuda(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return TRITON["apply_rotary_emb"](x, cos, sin, self.is_neox_style)  # type: ignore[no-any-return]
+
+    forward_xpu = forward_cuda
+    functional_cuda = functional_xpu = TRITON
 
 
 @CustomOp.register("rotary_embedding")
@@ -95,10 +113,7 @@ class RotaryEmbeddingBase(CustomOp):
         init_cache: bool = True,
     ) -> None:
         super().__init__()
-        if rotary_dim % 2 or not 0 < rotary_dim <= head_size:
-            raise ValueError(
-                f"rotary_embedding: rotary_dim is {rotary_dim}, expected an even number from 2 to head_size={head_size}"
-            )
+        expect_rotary_dim("rotary_embedding", rotary_dim, head_size)
         self.head_size = head_size
         self.rotary_dim = rotary_dim
         self.max_position_embeddings = max_position_embeddings
@@ -110,15 +125,11 @@ class RotaryEmbeddingBase(CustomOp):
 
     def _compute_inv_freq(self, base: float) -> Tensor:
         """``θ``, in radians per position: ``[rotary_dim / 2]``."""
-        exponents = torch.arange(0, self.rotary_dim, 2, dtype=compute_dtype(self.dtype)) / self.rotary_dim
-        return 1.0 / torch.pow(base, exponents)
+        return inverse_frequencies(base, self.rotary_dim, self.dtype)
 
     def _compute_cos_sin_cache(self) -> Tensor:
         """Cosines and sines of all positions: ``[max_position_embeddings, rotary_dim]``, before the cast to dtype."""
-        inv_freq = self._compute_inv_freq(self.base)
-        positions = torch.arange(self.max_position_embeddings, dtype=inv_freq.dtype)
-        angles = torch.outer(positions, inv_freq)
-        return torch.cat((angles.cos(), angles.sin()), dim=-1)
+        return cos_sin_table(self._compute_inv_freq(self.base), self.max_position_embeddings)
 
     def forward_native(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None
@@ -126,39 +137,31 @@ class RotaryEmbeddingBase(CustomOp):
         """The rotated query and key, each in the shape it came in; a key of ``None`` stays ``None``.
 
         Args:
-            positions: integers ``[num_tokens]`` or ``[batch, sequence]``, each less than ``max_position_embeddings``.
+            positions: integers ``[num_tokens]`` or ``[batch, sequence]``, rows of the table.
             query: for each position ``heads · head_size`` elements, or ``[heads, head_size]``; the tokens are in the
                 shape of ``positions`` or flattened.
             key: the same, with a number of heads of its own.
 
         Raises:
-            ValueError: the tokens of query or key are not those of ``positions``, or the last dimension is not a
-                multiple of ``head_size``.
+            ValueError: positions outside the table, tokens of query or key that are not those of ``positions``, a last
+                dimension that is no multiple of ``head_size``, or dtypes or devices that do not fit.
         """
-        return self._rotate("query", query, positions), None if key is None else self._rotate("key", key, positions)
+        return self._rotated(forms.rotary_embedding.native, positions, query, key)
 
-    def _rotate(self, argument: str, x: Tensor, positions: Tensor) -> Tensor:
-        heads = self._as_heads(argument, x)
-        tokens = positions if x.shape[: positions.dim()] == positions.shape else positions.flatten()
-        if heads.shape[: tokens.dim()] != tokens.shape:
-            raise ValueError(
-                f"rotary_embedding: {argument} has shape {tuple(x.shape)}, expected it to begin with "
-                f"{tuple(positions.shape)} as positions do, or with {positions.numel()}"
-            )
-        cos, sin = self.cos_sin_cache[tokens].chunk(2, dim=-1)
-        per_head = (*tokens.shape, *(1,) * (heads.dim() - tokens.dim() - 1), self.rotary_dim // 2)
-        rotated = _rotated(
-            heads[..., : self.rotary_dim], cos.reshape(per_head), sin.reshape(per_head), self.is_neox_style
-        )
-        return torch.cat((rotated, heads[..., self.rotary_dim :]), dim=-1).reshape(x.shape)
+    @on_gpus
+    def forward_cuda(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return self._rotated(TRITON["rotary_embedding"], positions, query, key)
 
-    def _as_heads(self, argument: str, x: Tensor) -> Tensor:
-        if x.dim() < 2 or x.shape[-1] % self.head_size:
-            raise ValueError(
-                f"rotary_embedding: {argument} has shape {tuple(x.shape)}, expected a last dimension that is a "
-                f"multiple of head_size={self.head_size}"
-            )
-        return x.reshape(*x.shape[:-1], x.shape[-1] // self.head_size, self.head_size)
+    forward_xpu = forward_cuda
+    functional_cuda = functional_xpu = TRITON
+
+    def _rotated(
+        self, rotate: Callable[..., Any], positions: Tensor, query: Tensor, key: Tensor | None, **settings: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        some_key = no_heads(query) if key is None else key
+        tables = {"cos_sin_cache": self.cos_sin_cache, "is_neox_style": self.is_neox_style}
+        rotated = rotate(positions, query, some_key, self.head_size, **tables, **settings)
+        return rotated[0], None if key is None else rotated[1]
 
     def extra_repr(self) -> str:
         return (
@@ -174,11 +177,6 @@ class RotaryEmbedding(RotaryEmbeddingBase):
     """
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool) -> Tensor:
-    """``x`` with its pairs rotated; ``cos`` and ``sin`` broadcast to ``[..., pairs]``."""
-    dtype = compute_dtype(x.dtype)
-    first, second = x.to(dtype).chunk(2, dim=-1) if is_neox_style else (x[..., 0::2].to(dtype), x[..., 1::2].to(dtype))
-    cos, sin = cos.to(dtype), sin.to(dtype)
-    pair = (first * cos - second * sin, second * cos + first * sin)
-    rotated = torch.cat(pair, dim=-1) if is_neox_style else torch.stack(pair, dim=-1).flatten(-2)
-    return rotated.to(x.dtype)
+def no_heads(query: Tensor) -> Tensor:
+    """What stands in for a key that there is none of: the tokens of ``query`` without heads."""
+    return query.new_empty((*query.shape[:-1], 0))

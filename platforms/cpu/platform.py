@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection, Mapping
 
 import torch
+from opgraft.config import OpgraftConfig
 from opgraft.machine import Machine
 from opgraft.platform import DeviceCapability, DeviceMemory, Platform
+from opgraft.platforms.cpu.allocator import keep_memory_or_warn
+from opgraft.platforms.cpu.packages import KERNEL_PACKAGES
 from opgraft.platforms.cpu.probe import MEMINFO, probe
 
 
@@ -25,6 +29,14 @@ class CpuPlatform(Platform):
     @property
     def dispatch_chain(self) -> tuple[str, ...]:
         return ("cpu", "native")
+
+    @property
+    def kernel_packages(self) -> Mapping[str, Collection[str]]:
+        return KERNEL_PACKAGES
+
+    def prepare(self, config: OpgraftConfig) -> None:
+        if config.cpu_keep_memory:
+            keep_memory_or_warn()
 
     def device_count(self) -> int:
         return 1

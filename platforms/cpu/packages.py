@@ -1,0 +1,35 @@
+"""Distributions with kernels for CPUs beyond those that PyTorch brings."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+KERNEL_PACKAGES: Mapping[str, Collection[str]] = {
+    "opgraft-cpu-kernels": frozenset(
+        {
+            "apply_rotary_emb",
+            "fatrelu_and_mul",
+            "gelu",
+            "gelu_and_mul",
+            "gelu_fast",
+            "gelu_new",
+            "gelu_tanh",
+            "gemma_rms_norm",
+            "layer_norm",
+            "linear",
+            "mul_and_silu",
+            "quant_fp8",
+            "quick_gelu",
+            "relu2",
+            "rms_norm",
+            "rms_norm_gated",
+            "rotary_embedding",
+            "silu",
+            "silu_and_mul",
+            "silu_and_mul_with_clamp",
+            "swigluoai_and_mul",
+            "swiglustep_and_mul",
+        }
+    ),
+}
+"""Distribution to the names of the ops that it serves."""
