@@ -1,7 +1,7 @@
 """The built-in rows of the table by which ``graft`` recognises modules.
 
 torch's own classes are recognised by their exact type, other modules by what they compute: a module without children
-is traced, and compared with the forms below.
+is traced, and compared with the forms below; modules that combine such are in ``composites``.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from inspect import isdatadescriptor, isroutine
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from opgraft.adapter import Adapter, LeaveAlone
 from opgraft.custom_op import CustomOp
+from opgraft.grafting.composites import composite_adapters
 from opgraft.grafting.expressions import (
     Expression,
     NotExpressible,
@@ -25,11 +25,9 @@ from opgraft.grafting.expressions import (
     norm_form,
     result_dtype,
 )
+from opgraft.grafting.interface import check_interface
 from opgraft.ops import GELU, FastGELU, GemmaRMSNorm, LayerNorm, Linear, NewGELU, QuickGELU, RMSNorm, SiLU
 from torch import Tensor, nn
-
-_REPLACEABLE = ("__init__", "forward", "extra_repr", "reset_parameters", "__repr__", "__annotate_func__")
-"""What a class may define without another module noticing when an op takes the place of its instance."""
 
 _TANH_SCALE = math.sqrt(2.0 / math.pi)
 
@@ -67,6 +65,7 @@ def builtin_adapters(dtype: torch.dtype | None = None) -> tuple[Adapter, ...]:
         Adapter("torch.nn.SiLU", SiLU, _silu),
         *(Adapter(name, op, partial(leaves.activation, form, kwargs)) for name, op, kwargs, form in _ACTIVATIONS),
         *(Adapter(name, op, partial(leaves.norm, form)) for name, op, form in _NORMS),
+        *composite_adapters(),
         Adapter("none", CustomOp, leaves.refuse),
     )
 
@@ -124,7 +123,7 @@ class _Leaves:
     ) -> Mapping[str, Any] | None:
         if self._expression(module) != activation_form(form):
             return None
-        _check_interface(type(module))
+        check_interface(type(module))
         return kwargs
 
     def norm(self, form: Callable[[Tensor, Tensor, float], Tensor], module: nn.Module) -> Mapping[str, Any] | None:
@@ -135,7 +134,7 @@ class _Leaves:
         eps = next((c for c in constants_of(expression) if c > 0 and norm_form(form, c) == expression), None)
         if eps is None or len(shape) != 1 or shape[0] == 1:  # one number may scale an input of any width
             return None
-        _check_interface(type(module))
+        check_interface(type(module))
         _check_dtypes(module, self._dtype)
         return {"hidden_size": shape[0], "eps": eps}
 
@@ -149,22 +148,6 @@ class _Leaves:
         if module not in self._seen:
             self._seen[module] = _attempt(module)
         return self._seen[module]
-
-
-def _check_interface(cls: type[nn.Module]) -> None:
-    """Raise ``LeaveAlone`` if a class offers more than its forward, or changes what ``nn.Module`` does."""
-    members = {
-        name: value for base in cls.__mro__ if base not in nn.Module.__mro__ for name, value in vars(base).items()
-    }
-    further = sorted(
-        name
-        for name, value in members.items()
-        if (isroutine(value) or isdatadescriptor(value))
-        and (name in vars(nn.Module) or not name.startswith("_"))
-        and name not in _REPLACEABLE
-    )
-    if further:
-        raise LeaveAlone(f"its class defines more than its forward, which an op does not have: {', '.join(further)}")
 
 
 def _check_dtypes(module: nn.Module, dtype: torch.dtype | None) -> None:

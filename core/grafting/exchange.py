@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from opgraft.adapter import LeaveAlone
 from opgraft.errors import GraftError
+from opgraft.ops.joint import JointLayer
 from torch import nn
 
 _KEPT = "_opgraft_original"
@@ -72,8 +73,11 @@ def build_op(
     if real.type != "meta" and any(tensor.is_meta for tensor in _all_tensors(op)):
         op = _constructed(op_class, arguments, module, real)
     op.train(module.training)
+    _lend_children(op, module)
     attributes = _lend_attributes(op, module)
     op.__dict__[_KEPT] = Original(module, tuple(_share(op, module)), attributes)
+    if isinstance(op, JointLayer):
+        op.join()
     return op
 
 
@@ -94,6 +98,8 @@ def put_back(op: nn.Module) -> nn.Module:
     kept = op.__dict__.get(_KEPT)
     if not isinstance(kept, Original):
         return op
+    if isinstance(op, JointLayer):
+        op.separate()
     original, held = kept.module, _tensors(op)
     lost = sorted({name for row in kept.shared for name in row.tensors()} - held.keys())
     if lost:
@@ -112,6 +118,20 @@ def put_back(op: nn.Module) -> nn.Module:
     original.train(op.training)
     del op.__dict__[_KEPT]
     return original
+
+
+def _lend_children(op: nn.Module, module: nn.Module) -> None:
+    """Give a composite the module's children that it lacks, and those that are what it would construct itself.
+
+    Hooks on them, and what other code holds of them, then outlive ``graft`` and ``ungraft``. They come in the order
+    that they have in the module, by which optimizers number parameters.
+    """
+    own = dict(op._modules)
+    op._modules.clear()
+    for name, child in module._modules.items():
+        mine = own.pop(name, child)
+        op._modules[name] = child if type(mine) is type(child) else mine
+    op._modules.update(own)
 
 
 def _lend_attributes(op: nn.Module, module: nn.Module) -> dict[str, Any]:

@@ -5,7 +5,8 @@ in which the order of factors and terms, the spelling (``square``, ``pow``, ``x 
 longer matter. Two modules with equal expressions compute the same in float32, up to rounding.
 
 Expressions: a float; ``"x"`` or ``"weight"``; ``("product", coefficient, ((base, exponent), ...))``;
-``("sum", constant, (term, ...))``; ``(function name, argument)``.
+``("sum", constant, (term, ...))``; ``(function name, argument)``; ``("child", name, argument)`` for what a child makes
+of an argument.
 """
 
 from __future__ import annotations
@@ -45,6 +46,21 @@ def expression_of(module: nn.Module) -> Expression:
     return in_eval
 
 
+def composition_of(module: nn.Module) -> Expression:
+    """The expression of a forward that combines calls of its children, the same in training and in evaluation.
+
+    Its first argument is ``"x"``, the others have their own names. Children are not looked into, and casts are not
+    taken for nothing, as they may change what a child gets.
+
+    Raises:
+        NotExpressible: it depends on values or on the mode, or does more than call, add, multiply and activate.
+    """
+    in_eval, in_training = (_composition(_in_mode(module, training)) for training in (False, True))
+    if in_eval != in_training:
+        raise NotExpressible("it computes something else in training mode")
+    return in_eval
+
+
 @functools.cache
 def activation_form(form: Callable[[torch.Tensor], torch.Tensor]) -> Expression:
     """The expression of a function of ``x``."""
@@ -55,6 +71,26 @@ def activation_form(form: Callable[[torch.Tensor], torch.Tensor]) -> Expression:
 def norm_form(form: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor], eps: float) -> Expression:
     """The expression of a function of ``x``, ``weight`` and ``eps``, with that ``eps``."""
     return _expression(lambda x, weight: form(x, weight, eps))
+
+
+def child_form(name: str, argument: Expression) -> Expression:
+    """What the child of that name makes of an argument."""
+    return ("child", name, argument)
+
+
+def product_form(*factors: Expression) -> Expression:
+    """The product of expressions."""
+    return functools.reduce(_mul, factors)
+
+
+def sum_form(*terms: Expression) -> Expression:
+    """The sum of expressions."""
+    return functools.reduce(_add, terms)
+
+
+def activated_form(argument: Expression) -> dict[str, Expression]:
+    """An expression under each activation that an epilogue may have, by the name of the activation."""
+    return {"silu": _silu(argument), "gelu": _gelu(argument), "gelu_tanh": _gelu(argument, "tanh")}
 
 
 def constants_of(expression: Expression) -> Iterator[float]:
@@ -85,12 +121,34 @@ def result_dtype(module: nn.Module, dtype: torch.dtype, weight_dtype: torch.dtyp
 
 
 def _expression(root: nn.Module | Callable[..., Any]) -> Expression:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        graph = fx.Tracer().trace(root)
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    graph = _graph(fx.Tracer(), root)
+    inputs = graph.find_nodes(op="placeholder")
     if isinstance(root, nn.Module) and (len(inputs) != 1 or inputs[0].target.startswith("*")):
         raise NotExpressible(f"its forward takes {len(inputs)} arguments")
+    return _result(graph)
+
+
+class _ChildrenAreLeaves(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+def _composition(module: nn.Module) -> Expression:
+    graph = _graph(_ChildrenAreLeaves(), module)
+    for node in graph.nodes:
+        if node.target in _CASTS or node.target is getattr:
+            raise NotExpressible("it casts between its children")
+    return _result(graph)
+
+
+def _graph(tracer: fx.Tracer, root: nn.Module | Callable[..., Any]) -> fx.Graph:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return tracer.trace(root)
+
+
+def _result(graph: fx.Graph) -> Expression:
+    inputs = graph.find_nodes(op="placeholder")
     values: dict[fx.Node, Expression] = {}
     for node in graph.nodes:
         if node.op == "output":
@@ -102,6 +160,11 @@ def _expression(root: nn.Module | Callable[..., Any]) -> Expression:
 def _value(node: fx.Node, values: dict[fx.Node, Expression], symbol: str) -> Expression:
     if node.op in ("placeholder", "get_attr"):
         return symbol
+    if node.op == "call_module":
+        (argument,) = node.args if len(node.args) == 1 and not node.kwargs else (None,)
+        if not isinstance(argument, fx.Node):
+            raise NotExpressible(f"it calls {symbol} with more than one argument")
+        return child_form(symbol, values[argument])
     rule = _METHODS.get(symbol) if node.op == "call_method" else _FUNCTIONS.get(node.target)  # type: ignore[arg-type]
     if rule is None:
         raise NotExpressible(f"it uses {getattr(node.target, '__name__', node.target)}")
@@ -227,5 +290,6 @@ _RULES: list[tuple[Callable[..., Expression], tuple[str, ...], tuple[Callable[..
         for name, more in (("tanh", (F.tanh,)), ("sigmoid", (F.sigmoid,)), ("erf", (torch.special.erf,)))
     ),
 ]
+_CASTS = ("to", "type_as", "float")
 _METHODS = {name: rule for rule, names, _ in _RULES for name in names}
 _FUNCTIONS = {function: rule for rule, _, functions in _RULES for function in functions}

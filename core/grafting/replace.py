@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -13,11 +14,12 @@ from opgraft.binding import op_name_of
 from opgraft.custom_op import CustomOp
 from opgraft.decision import Provider
 from opgraft.errors import GraftError, OpgraftError
-from opgraft.grafting import attention
+from opgraft.grafting import attention, rotary
 from opgraft.grafting.adapters import builtin_adapters
 from opgraft.grafting.exchange import build_op, original_of, put_back
-from opgraft.grafting.report import GraftReport, LeftAlone, Replaced
-from opgraft.ops import ScaledDotProductAttention
+from opgraft.grafting.report import GraftReport, LeftAlone, Part, Replaced
+from opgraft.ops import ApplyRotaryEmb, ScaledDotProductAttention
+from opgraft.ops.composite import Composite, served_by
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.host import load_plugins
 from opgraft.state import host_state
@@ -43,9 +45,13 @@ def graft(model: nn.Module) -> GraftReport:
     """Replace, in place, the modules below ``model`` that adapters recognise, by ops with the same parameters.
 
     Adapters of plugins are asked first, then the built-in ones: torch's LayerNorm, RMSNorm, GELU, SiLU and Linear, and
-    modules of any origin that compute an RMS norm, Gemma's RMS norm or one of the GELU and SiLU forms. Attention
-    modules of transformers that use ``sdpa`` get an attention op. Parameters and buffers stay the same objects, names
-    in the ``state_dict`` stay, and so do ties and optimizers. Code that asks for a module's exact class,
+    modules of any origin that compute an RMS norm, Gemma's RMS norm or one of the GELU and SiLU forms. Modules that
+    combine linear layers with an activation, a gate, a residual or a norm are replaced as a whole. Attention modules
+    of transformers that use ``sdpa`` get an attention op, and where ``apply_rotary_emb`` has a kernel beyond its native
+    definition, an op for the rotary function that their forward calls.
+
+    Parameters and buffers stay the same objects, names in the ``state_dict`` stay, and so do ties and optimizers; the
+    weights that a gated MLP computes at once become views of one storage. Code that asks for a module's exact class,
     such as libraries for fine-tuning, runs before grafting or after ``ungraft``. No other thread may run a model
     meanwhile: tracing patches ``torch.nn.Module`` for an instant.
 
@@ -69,6 +75,7 @@ def graft(model: nn.Module) -> GraftReport:
             run.leave("", model, "it is the model itself, which has no parent to be replaced in")
         run.children_of(model, "")
         run.attention_of(model)
+        run.rotary_of(model)
         undo.pop_all()
     return GraftReport(tuple(run.replaced), tuple(run.left_alone))
 
@@ -94,6 +101,7 @@ def ungraft(model: nn.Module) -> None:
 
 def _restore_children(parent: nn.Module, restored: dict[nn.Module, nn.Module]) -> None:
     attention.detach(parent)
+    rotary.detach(parent)
     for name, child in list(parent._modules.items()):
         if child is None:
             continue
@@ -142,6 +150,25 @@ class _Run:
                 self.undo.callback(attention.detach, module)
                 attention.attach(module, op)
                 self.replaced.append(_row(path, module, attention.ADAPTER, op, self.own))
+
+    def rotary_of(self, model: nn.Module) -> None:
+        calling = {path: (module, rotary.function_of(module)) for path, module in model.named_modules()}
+        for path, (module, name) in calling.items():
+            if name is None:
+                continue
+            try:
+                rotary.check(module, name, model)
+                with self._reporting(f"class {ApplyRotaryEmb.__name__}"):
+                    op = ApplyRotaryEmb()
+                if op._binding.kernel.winner.method == "forward_native":
+                    raise LeaveAlone("here apply_rotary_emb is its native definition, which is no faster")
+            except LeaveAlone as verdict:
+                self.left_alone.append(LeftAlone(f"{path}.{name}", name, str(verdict)))
+            else:
+                self.undo.callback(rotary.detach, module)
+                rotary.attach(module, name, op)
+                row = _row(f"{path}.{name}", module, rotary.ADAPTER, op, self.own)
+                self.replaced.append(dataclasses.replace(row, source=name))
 
     def _settle(self, module: nn.Module, path: str) -> nn.Module:
         """The op that takes the module's place, or the module itself."""
@@ -238,9 +265,17 @@ def _untouchable(module: nn.Module) -> str | None:
 
 def _row(path: str, module: nn.Module, adapter: str, op: nn.Module, provider: Provider) -> Replaced:
     source, cls = type(module).__name__, type(op)
+    idle = {
+        layer.get_submodule(name) for layer in op.modules() if isinstance(layer, Composite) for name in layer.idle()
+    }
+    inside = [(name, part) for name, part in op.named_modules() if part is not op and isinstance(part, CustomOp)]
+    parts = tuple(Part(name, *_served(part)) for name, part in inside if part not in idle)
     if not isinstance(op, CustomOp):
-        return Replaced(path, source, adapter, cls.__name__, f"{cls.__qualname__}.forward", provider)
-    choice, kernel = op._binding.replacement, op._binding.kernel.winner
-    served_by = choice.own if kernel.owner in choice.target.__mro__ else choice.provider
+        return Replaced(path, source, adapter, cls.__name__, f"{cls.__qualname__}.forward", provider, parts)
+    return Replaced(path, source, adapter, *_served(op), parts)
+
+
+def _served(op: CustomOp) -> tuple[str, str, Provider]:
+    """The name of an op, its kernel, and who provides that."""
     name = op_name_of(op.op_class, host_state()) or op.op_class.__name__
-    return Replaced(path, source, adapter, name, str(kernel), served_by)
+    return name, str(op._binding.kernel.winner), served_by(op)

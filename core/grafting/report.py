@@ -11,8 +11,18 @@ from opgraft.text import table
 
 
 @dataclass(frozen=True)
+class Part:
+    """An op inside a composite, under its path below the composite."""
+
+    path: str
+    op: str
+    implementation: str
+    provider: Provider
+
+
+@dataclass(frozen=True)
 class Replaced:
-    """One module that became an op: the kernel that serves it and who provides that kernel."""
+    """One module that became an op: the kernel that serves it, who provides that, and the ops that it is made of."""
 
     path: str
     source: str
@@ -20,6 +30,7 @@ class Replaced:
     op: str
     implementation: str
     provider: Provider
+    parts: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -33,7 +44,7 @@ class LeftAlone:
 
 @dataclass(frozen=True)
 class Count:
-    """How many modules one implementation of an op serves."""
+    """How many ops one implementation serves."""
 
     op: str
     implementation: str
@@ -47,7 +58,10 @@ class GraftReport:
 
     Attributes:
         replaced: one row per module that became an op, in the model's order. A module that stands in several places
-            has one row, under its first path. A composite stands for the modules that it replaced.
+            has one row, under its first path. A composite stands for the modules that it replaced, and names the ops
+            that run when it is called without a gradient: an activation that a linear kernel computes on its way is
+            not among them, nor are ops that stand by for training.
+            The rotary function that a forward calls has a row of its own, under its name below the module's path.
         left_alone: one row per module that stayed as it was although it has no children or has parameters of its own,
             is attention, or is known to an adapter.
     """
@@ -56,8 +70,9 @@ class GraftReport:
     left_alone: tuple[LeftAlone, ...] = ()
 
     def counts(self) -> tuple[Count, ...]:
-        """How many modules each implementation serves, the most frequent first."""
+        """How many ops each implementation serves, those inside composites too, the most frequent first."""
         counter = Counter((row.op, row.implementation, row.provider) for row in self.replaced)
+        counter.update((part.op, part.implementation, part.provider) for row in self.replaced for part in row.parts)
         return tuple(Count(*key, count) for key, count in counter.most_common())
 
     def to_dict(self) -> dict[str, Any]:
