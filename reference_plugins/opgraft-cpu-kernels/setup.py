@@ -1,0 +1,172 @@
+"""Compiles the kernels against the torch that is installed; without a compiler or torch, installs without them.
+
+Beside the package's modules the build puts ``_build.json``: the version of torch that the library is for, or why there
+is no library. Only headers and shared libraries of torch are needed, so it is found and not imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+SOURCES = Path("src/opgraft_cpu_kernels/csrc")
+COMPILE = ["-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fvisibility=hidden"]
+# Compiled for OpenMP and not linked with it: its functions are to be those that torch has loaded, so that there is one
+# pool of threads.
+OPENMP = ["-fopenmp"]
+TIME_LIMIT = 1800
+
+
+class UnavailableError(Exception):
+    """Why the library cannot be built here."""
+
+
+def compiler() -> list[str]:
+    """The command of the C++ compiler, which is tried on an empty program.
+
+    Raises:
+        UnavailableError: there is none, or it does not compile.
+    """
+    command = words("CXX") or ["g++"]
+    if not shutil.which(command[0]):
+        raise UnavailableError(f"the C++ compiler {command[0]} was not found; install g++, or name one by CXX")
+    try:
+        run([*command, "-std=c++17", "-x", "c++", "-fsyntax-only", "-"], b"#include <new>\n")
+    except UnavailableError as error:
+        raise UnavailableError(f"the C++ compiler does not compile an empty program: {error}") from error
+    return command
+
+
+def words(variable: str) -> list[str]:
+    """What an environment variable says, divided as a shell divides it.
+
+    Raises:
+        UnavailableError: a quotation in it does not end.
+    """
+    try:
+        return shlex.split(os.environ.get(variable, ""))
+    except ValueError as error:
+        raise UnavailableError(f"{variable} cannot be read: {error}") from error
+
+
+def torch_folder() -> Path:
+    """The installed torch. Where pip builds in isolation it is off the path, but in the environment all the same.
+
+    Raises:
+        UnavailableError: there is none.
+    """
+    spec = importlib.util.find_spec("torch")
+    found = list(spec.submodule_search_locations or []) if spec else []
+    found += [str(Path(sysconfig.get_path(name)) / "torch") for name in ("platlib", "purelib")]
+    for folder in map(Path, found):
+        if (folder / "include" / "ATen" / "Parallel.h").is_file():
+            return folder
+    raise UnavailableError(
+        "torch with its headers was not found; install torch, then the plugin again, with --no-build-isolation where "
+        "the installer builds in an environment apart"
+    )
+
+
+def version_of(torch: Path) -> str:
+    match = re.search(r"__version__ = '([^']+)'", (torch / "version.py").read_text(encoding="utf-8"))
+    if not match:
+        raise UnavailableError(f"{torch / 'version.py'} names no version")
+    return match.group(1)
+
+
+def compile_library(target: Path, objects: Path) -> str:
+    """Compile and link; returns the version of torch.
+
+    Raises:
+        UnavailableError: something is missing or fails.
+    """
+    if os.name != "posix":
+        raise UnavailableError("the kernels are built on Linux and macOS only")
+    command, torch = compiler(), torch_folder()
+    includes = [
+        argument
+        for name in ("include", "include/torch/csrc/api/include")
+        for argument in ("-isystem", str(torch / name))
+    ]
+    more = words("CXXFLAGS")
+    objects.mkdir(parents=True, exist_ok=True)
+
+    def compile_one(source: Path) -> str:
+        made = str(objects / source.with_suffix(".o").name)
+        run([*command, *COMPILE, *OPENMP, *includes, *more, "-c", str(source), "-o", made])
+        return made
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        made = list(pool.map(compile_one, sorted(SOURCES.glob("*.cpp"))))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    run([*command, "-shared", *made, f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10", "-s", "-o", str(target)])
+    return version_of(torch)
+
+
+def run(command: list[str], text: bytes = b"") -> None:
+    try:
+        result = subprocess.run(command, input=text, capture_output=True, check=False, timeout=TIME_LIMIT)  # noqa: S603
+    except (subprocess.TimeoutExpired, OSError) as error:
+        raise UnavailableError(f"{command[0]} failed: {error}") from error
+    if result.returncode:
+        raise UnavailableError(f"{command[0]} failed: {last_lines(result.stderr)}")
+
+
+def last_lines(output: bytes) -> str:
+    return "\n".join(output.decode(errors="replace").strip().splitlines()[-5:])
+
+
+class BuildLibrary(build_ext):
+    """Builds the one library, whose name says nothing of Python: it knows torch only."""
+
+    def build_extension(self, extension: Extension) -> None:
+        target = Path(self.build_lib) / self.get_ext_filename(extension.name)
+        record: dict[str, Any]
+        try:
+            record = {"torch": compile_library(target, Path(self.build_temp)), "missing": None}
+        except UnavailableError as reason:
+            record = {"torch": None, "missing": str(reason)}
+            self.announce(f"opgraft-cpu-kernels is built without its kernels: {reason}", level=3)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.with_name("_build.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return f"{fullname.replace('.', '/')}.so"
+
+    def get_outputs(self) -> list[str]:
+        return [str(path) for path in self.made()]
+
+    def copy_extensions_to_source(self) -> None:
+        """For an editable install."""
+        for path in self.made():
+            self.copy_file(str(path), f"src/opgraft_cpu_kernels/{path.name}")
+
+    def made(self) -> list[Path]:
+        target = Path(self.build_lib) / self.get_ext_filename(self.extensions[0].name)
+        return [path for path in (target, target.with_name("_build.json")) if path.exists()]
+
+
+class WheelForEachPython(bdist_wheel):
+    """The library does not know Python, so that one wheel serves all versions of it."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(
+    ext_modules=[Extension("opgraft_cpu_kernels._kernels", sources=[])],
+    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": WheelForEachPython},
+)

@@ -1,0 +1,167 @@
+// The kernels as plain functions over rows in memory: no torch here, so that every path compiles in seconds.
+//
+// A path is a table of functions, one table per instruction set, all made from the same templates. Strides and widths
+// count elements. Functions work on the rows [begin, end), so that a caller can share the rows among threads.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+// Compilers that know the tiles of AMX, and the system that grants them.
+#if defined(__x86_64__) && defined(__linux__) && defined(__has_include)
+#if __has_include(<amxbf16intrin.h>)
+#define OPGRAFT_AMX
+#endif
+#endif
+
+namespace opgraft_cpu_kernels {
+
+enum Dtype { FLOAT32, BFLOAT16, FLOAT16, DTYPES };
+
+struct Rows {
+  const void* data = nullptr;  // null where an optional argument is absent
+  int64_t stride = 0;
+};
+
+struct MutableRows {
+  void* data = nullptr;
+  int64_t stride = 0;
+};
+
+struct Norm {
+  Rows x, residual;
+  const void* weight = nullptr;
+  const void* bias = nullptr;  // in the weight's dtype
+  MutableRows out, sum;        // sum: x + residual, rounded
+  int64_t width = 0;
+  int64_t measured = 0;  // the mean square is that of the first so many elements
+  float eps = 0;
+  bool one_plus_weight = false;  // Gemma's norm multiplies by 1 + weight
+};
+
+struct GatedNorm {
+  Rows x, z;
+  const void* weight = nullptr;
+  MutableRows out;
+  int64_t width = 0, group = 0;
+  float eps = 0;
+  bool norm_before_gate = false, sigmoid = false;
+};
+
+enum Gated {
+  SILU_AND_MUL,
+  GELU_AND_MUL,
+  GELU_TANH_AND_MUL,
+  FATRELU_AND_MUL,
+  CLAMPED_SILU_AND_MUL,
+  SWIGLUSTEP,
+  SWIGLUOAI,
+  GATED
+};
+enum Plain { GELU, GELU_TANH, GELU_FAST, QUICK_GELU, SILU, RELU2, PLAIN };
+
+struct GatedActivation {
+  Rows gate, up;  // for SWIGLUOAI gate holds pairs (gate, up) and up is not read
+  MutableRows out;
+  int64_t width = 0;
+  float first = 0, second = 0;  // the activation's parameters
+};
+
+struct Rotary {
+  const void* x = nullptr;
+  void* out = nullptr;
+  int64_t heads = 0, head_size = 0, rotary_dim = 0;
+  int64_t token_stride = 0, head_stride = 0, out_token_stride = 0, out_head_stride = 0;
+  // The row of cosines and sines of token t is positions[t], or t modulo the number of rows without positions.
+  const int64_t* positions = nullptr;
+  const void* cos = nullptr;
+  const void* sin = nullptr;
+  int64_t table_stride = 0, table_rows = 0;
+  bool neox = true;
+};
+
+// Sections of a row, each with a scale of its own: the whole row, or groups of it.
+struct Quantization {
+  Rows x;
+  uint8_t* out = nullptr;  // contiguous
+  int64_t width = 0, group = 0;
+  float* scales = nullptr;  // written by dynamic quantization, else read
+  int64_t scale_row_stride = 0, scale_group_stride = 0;
+  float smallest_scale = 0;
+  float upper_bound = __builtin_inff();  // of the absolute maximum
+  bool power_of_two = false;
+};
+
+// The scale of values of which the largest is given.
+inline float scale_of(const Quantization& q, float largest, float largest_quantized) {
+  if (largest > q.upper_bound) largest = q.upper_bound;
+  float scale = largest / largest_quantized;
+  if (scale < q.smallest_scale) scale = q.smallest_scale;
+  if (!q.power_of_two) return scale;
+  uint32_t bits;
+  std::memcpy(&bits, &scale, 4);
+  bits = (bits + 0x7fffff) & 0x7f800000;  // up to the next power of two
+  std::memcpy(&scale, &bits, 4);
+  return scale;
+}
+
+enum Activation { NONE, RELU, SILU_ALONE, GELU_ALONE, GELU_TANH_ALONE };
+
+// activation(x · weightᵀ + bias) + residual.
+struct Linear {
+  Rows x, residual;
+  const void* weight = nullptr;  // contiguous, a row for each column of the result
+  const void* bias = nullptr;
+  MutableRows out;
+  int64_t rows = 0, in_features = 0, out_features = 0;
+  Activation activation = NONE;
+  const uint16_t* packed = nullptr;  // the weight as panels of 32 columns of the result
+  int parts = 0;                     // bfloat16 numbers for one float32 number
+};
+
+using NormKernel = void (*)(const Norm&, int64_t begin, int64_t end);
+using GatedNormKernel = void (*)(const GatedNorm&, int64_t begin, int64_t end);
+using GatedKernel = void (*)(const GatedActivation&, int64_t begin, int64_t end);
+using PlainKernel = void (*)(const void* x, void* out, int64_t begin, int64_t end);
+using RotaryKernel = void (*)(const Rotary&, int64_t begin, int64_t end);
+using MaximumKernel = float (*)(const Rows& x, int64_t width, int64_t begin, int64_t end);
+using QuantizationKernel = void (*)(const Quantization&, int64_t begin, int64_t end);
+using LinearKernel = void (*)(const Linear&, int64_t begin, int64_t end);
+using PackKernel = bool (*)(const float* weight, int64_t in_features, int64_t out_features, int parts,
+                            uint16_t* packed, int64_t begin, int64_t end);
+using PackedLinearKernel = bool (*)(const Linear&, int64_t begin, int64_t end, int64_t first_panel,
+                                    int64_t last_panel);
+
+// The second index says whether the weight, or the table of a rotary embedding, is float32 (1) or of the dtype of x
+// (0).
+struct Path {
+  const char* name;
+  NormKernel rms_norm[DTYPES][2];
+  NormKernel layer_norm[DTYPES][2];
+  GatedNormKernel gated_norm[DTYPES][2];
+  GatedKernel gated[GATED][DTYPES];
+  PlainKernel plain[PLAIN][DTYPES];
+  RotaryKernel rotary[DTYPES][2];
+  MaximumKernel absolute_maximum[DTYPES];
+  QuantizationKernel fp8_static[DTYPES], fp8_dynamic[DTYPES], int8_dynamic[DTYPES];
+  LinearKernel linear[DTYPES];
+  // Null without tiles. They return whether bfloat16 can hold what they read.
+  PackKernel pack = nullptr;
+  PackedLinearKernel packed_linear = nullptr;
+};
+
+extern const Path scalar_path;
+#if defined(__x86_64__)
+extern const Path avx2_path, avx512_path;
+#endif
+#if defined(OPGRAFT_AMX)
+const Path& amx_path();
+bool has_amx();
+#endif
+
+std::vector<const Path*> supported_paths();  // the fastest first
+const Path& path();                          // the one in force
+void set_path(const Path& path);
+
+}  // namespace opgraft_cpu_kernels

@@ -1,0 +1,223 @@
+// The norms as torch ops.
+
+#include "tensors.h"
+
+namespace opgraft_cpu_kernels {
+namespace {
+
+// Where the results of a norm go: all to new memory, or to tensors that the caller has.
+struct Destination {
+  Tensor out, sum;
+};
+
+// Whether a kernel can write to a tensor: rows of contiguous elements, none of them shared.
+bool is_writable(const Tensor& x) { return x.dim() > 0 && row_stride(x) >= x.size(-1); }
+
+using Table = NormKernel (Path::*)[DTYPES][2];
+
+Norm prepared(const char* op, const Matrix& x, double eps, std::optional<int64_t> measured) {
+  Norm norm;
+  norm.x = x.view();
+  norm.width = x.width;
+  norm.measured = measured.value_or(x.width);
+  TORCH_CHECK_VALUE(x.rows == 0 || (0 < norm.measured && norm.measured <= x.width), op, ": variance_size is ",
+                    norm.measured, ", expected 1 to ", x.width);
+  norm.eps = float(eps);
+  return norm;
+}
+
+void run(const char* op, Table table, Norm& norm, const Matrix& x, const OptionalTensor& weight,
+         const OptionalTensor& bias, const Destination& to) {
+  const Dtype dtype = dtype_of(op, x.tensor);
+  Tensor usable_weight, usable_bias;
+  int index = 0;
+  if (weight && weight->defined()) {
+    TORCH_CHECK_VALUE(weight->dim() == 1 && weight->numel() == x.width, op, ": x has shape ", x.tensor.sizes(),
+                      ", expected a last dimension of ", weight->sizes());
+    usable_weight = usable(*weight, x.tensor);
+    index = index_of(usable_weight);
+    norm.weight = usable_weight.const_data_ptr();
+  }
+  if (bias && bias->defined()) {
+    TORCH_CHECK_VALUE(bias->dim() == 1 && bias->numel() == x.width, op, ": bias has shape ", bias->sizes(),
+                      ", expected ", x.width);
+    usable_bias = bias->contiguous();
+    if (usable_weight.defined())
+      usable_bias = usable_bias.to(usable_weight.scalar_type());
+    else
+      usable_bias = usable(usable_bias, x.tensor);
+    index = index_of(usable_bias);
+    norm.bias = usable_bias.const_data_ptr();
+  }
+  norm.out = rows_of(to.out, row_stride(to.out));
+  if (to.sum.defined()) norm.sum = rows_of(to.sum, row_stride(to.sum));
+  const NormKernel kernel = (path().*table)[dtype][index];
+  share(x.rows, x.width, [&](int64_t begin, int64_t end) { kernel(norm, begin, end); });
+}
+
+Tensor normed(const char* op, Table table, const Tensor& input, const OptionalTensor& weight,
+              const OptionalTensor& bias, double eps, std::optional<int64_t> measured, bool gemma) {
+  refuse_gradient(op, input, defined(weight), defined(bias));
+  const Matrix x(op, input);
+  Norm norm = prepared(op, x, eps, measured);
+  norm.one_plus_weight = gemma;
+  const Destination to{fresh(input.sizes(), input.scalar_type()), {}};
+  run(op, table, norm, x, weight, bias, to);
+  return to.out;
+}
+
+// Writes to tensors of the caller; through new memory to those that a kernel cannot write to.
+void normed_into(const char* op, Table table, const Tensor& input, const OptionalTensor& residual_input,
+                 const OptionalTensor& weight, const OptionalTensor& bias, double eps, std::optional<int64_t> measured,
+                 bool gemma, const Destination& wanted) {
+  refuse_gradient(op, input, defined(weight), defined(bias), defined(residual_input));
+  expect_same(op, "out", wanted.out, input);
+  const Matrix x(op, input);
+  Norm norm = prepared(op, x, eps, measured);
+  norm.one_plus_weight = gemma;
+  Destination to = wanted;
+  if (!is_writable(to.out)) to.out = fresh(input.sizes(), input.scalar_type());
+  std::optional<Matrix> residual;
+  if (residual_input) {
+    expect_same(op, "residual", *residual_input, input);
+    residual.emplace(op, *residual_input);
+    norm.residual = residual->view();
+    if (!is_writable(to.sum)) to.sum = fresh(input.sizes(), input.scalar_type());
+  }
+  run(op, table, norm, x, weight, bias, to);
+  if (!to.out.is_same(wanted.out)) wanted.out.copy_(to.out);
+  if (residual_input && !to.sum.is_same(wanted.sum)) wanted.sum.copy_(to.sum);
+}
+
+std::tuple<Tensor, Tensor> added(const char* op, Table table, const Tensor& x, const Tensor& residual,
+                                 const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                                 std::optional<int64_t> measured, bool gemma) {
+  const Destination to{fresh(x.sizes(), x.scalar_type()), fresh(x.sizes(), x.scalar_type())};
+  normed_into(op, table, x, residual, weight, bias, eps, measured, gemma, to);
+  return {to.out, to.sum};
+}
+
+Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps, std::optional<int64_t> measured) {
+  return normed("rms_norm", &Path::rms_norm, x, weight, {}, eps, measured, false);
+}
+void rms_norm_out(const Tensor& x, const Tensor& out, const OptionalTensor& weight, double eps,
+                  std::optional<int64_t> measured) {
+  normed_into("rms_norm_out", &Path::rms_norm, x, {}, weight, {}, eps, measured, false, {out, {}});
+  written(out);
+}
+std::tuple<Tensor, Tensor> fused_add_rms_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
+                                              double eps, std::optional<int64_t> measured) {
+  return added("fused_add_rms_norm", &Path::rms_norm, x, residual, weight, {}, eps, measured, false);
+}
+void fused_add_rms_norm_(const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps,
+                         std::optional<int64_t> measured) {
+  normed_into("fused_add_rms_norm_", &Path::rms_norm, x, residual, weight, {}, eps, measured, false, {x, residual});
+  written(x);
+  written(residual);
+}
+Tensor gemma_rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+  return normed("gemma_rms_norm", &Path::rms_norm, x, weight, {}, eps, {}, true);
+}
+std::tuple<Tensor, Tensor> fused_add_gemma_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight,
+                                                    double eps) {
+  return added("fused_add_gemma_rms_norm", &Path::rms_norm, x, residual, weight, {}, eps, {}, true);
+}
+void fused_add_gemma_rms_norm_(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps) {
+  normed_into("fused_add_gemma_rms_norm_", &Path::rms_norm, x, residual, weight, {}, eps, {}, true, {x, residual});
+  written(x);
+  written(residual);
+}
+
+// x with the dimensions that are normalised together made one.
+Tensor flattened(const char* op, const Tensor& x, at::IntArrayRef shape) {
+  const int64_t dims = int64_t(shape.size());
+  TORCH_CHECK_VALUE(dims > 0 && x.dim() >= dims && x.sizes().slice(size_t(x.dim() - dims)) == shape, op,
+                    ": x has shape ", x.sizes(), ", expected it to end in ", shape);
+  return dims == 1 ? x : x.flatten(-dims);
+}
+
+// A weight or bias of the shape that is normalised, as a vector.
+OptionalTensor vector_of(const char* op, const OptionalTensor& weight, at::IntArrayRef shape) {
+  if (shape.size() == 1 || !weight || !weight->defined()) return weight;
+  TORCH_CHECK_VALUE(weight->sizes() == shape, op, ": weight or bias has shape ", weight->sizes(), ", expected ", shape);
+  return weight->reshape(-1);
+}
+
+Tensor layer_norm(const Tensor& x, at::IntArrayRef shape, const OptionalTensor& weight, const OptionalTensor& bias,
+                  double eps) {
+  const char* op = "layer_norm";
+  const Tensor rows = flattened(op, x, shape);
+  const Tensor out =
+      normed(op, &Path::layer_norm, rows, vector_of(op, weight, shape), vector_of(op, bias, shape), eps, {}, false);
+  return shape.size() == 1 ? out : out.view(x.sizes());
+}
+std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual, at::IntArrayRef shape,
+                                          const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
+  const char* op = "add_layer_norm";
+  const auto [out, sum] = added(op, &Path::layer_norm, flattened(op, x, shape), flattened(op, residual, shape),
+                                vector_of(op, weight, shape), vector_of(op, bias, shape), eps, {}, false);
+  return {out.view(x.sizes()), sum.view(x.sizes())};
+}
+
+Tensor rms_norm_gated(const Tensor& input, const Tensor& weight, const OptionalTensor& gate, double eps,
+                      std::optional<int64_t> group_size, bool norm_before_gate, c10::string_view activation) {
+  const char* op = "rms_norm_gated";
+  refuse_gradient(op, input, weight, defined(gate));
+  if (gate) expect_same(op, "z", *gate, input);
+  const bool sigmoid = activation == "sigmoid";
+  TORCH_CHECK_VALUE(sigmoid || activation == "swish" || activation == "silu", op, ": activation is '", activation,
+                    "', expected swish, silu or sigmoid");
+  const Matrix x(op, input), z(op, gate ? *gate : input);
+  const int64_t group = group_size.value_or(x.width);
+  TORCH_CHECK_VALUE(weight.dim() == 1 && weight.numel() == x.width, op, ": x has shape ", input.sizes(),
+                    ", expected a last dimension of ", weight.numel());
+  TORCH_CHECK_VALUE(x.rows == 0 || (group > 0 && x.width % group == 0), op, ": group_size is ", group,
+                    ", expected a divisor of ", x.width);
+  const Tensor usable_weight = usable(weight, input), out = fresh(input.sizes(), input.scalar_type());
+  const GatedNorm norm{x.view(),
+                       gate ? z.view() : Rows{},
+                       usable_weight.const_data_ptr(),
+                       rows_of(out, x.width),
+                       x.width,
+                       group,
+                       float(eps),
+                       norm_before_gate,
+                       sigmoid};
+  const GatedNormKernel kernel = path().gated_norm[dtype_of(op, input)][index_of(usable_weight)];
+  share(x.rows, x.width, [&](int64_t begin, int64_t end) { kernel(norm, begin, end); });
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(opgraft_cpu_kernels, library) {
+  library.def("rms_norm(Tensor x, Tensor? weight=None, float eps=1e-6, int? variance_size=None) -> Tensor");
+  library.def(
+      "rms_norm_out(Tensor x, Tensor(a!) out, Tensor? weight=None, float eps=1e-6, int? variance_size=None) -> ()");
+  library.def(
+      "fused_add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, float eps=1e-6, int? variance_size=None) -> "
+      "(Tensor, Tensor)");
+  library.def(
+      "fused_add_rms_norm_(Tensor(a!) x, Tensor(b!) residual, Tensor? weight=None, float eps=1e-6, int? "
+      "variance_size=None) -> ()");
+  library.def("gemma_rms_norm(Tensor x, Tensor weight, float eps=1e-6) -> Tensor");
+  library.def("fused_add_gemma_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps=1e-6) -> (Tensor, Tensor)");
+  library.def("fused_add_gemma_rms_norm_(Tensor(a!) x, Tensor(b!) residual, Tensor weight, float eps=1e-6) -> ()");
+  library.def(
+      "layer_norm(Tensor x, int[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> Tensor");
+  library.def(
+      "add_layer_norm(Tensor x, Tensor residual, int[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float "
+      "eps=1e-5) -> (Tensor, Tensor)");
+  library.def(
+      "rms_norm_gated(Tensor x, Tensor weight, Tensor? z=None, float eps=1e-5, int? group_size=None, bool "
+      "norm_before_gate=False, str activation=\"swish\") -> Tensor");
+}
+
+#define NORMS(apply)                                                                                             \
+  apply(rms_norm) apply(rms_norm_out) apply(fused_add_rms_norm) apply(fused_add_rms_norm_) apply(gemma_rms_norm) \
+      apply(fused_add_gemma_rms_norm) apply(fused_add_gemma_rms_norm_) apply(layer_norm) apply(add_layer_norm)   \
+          apply(rms_norm_gated)
+
+IMPLEMENT(NORMS)
+
+}  // namespace opgraft_cpu_kernels

@@ -1,0 +1,93 @@
+"""What the kernels return, without values: the rules by which torch traces and compiles their callers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def _like(x: Tensor, *others: object, **settings: object) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _pair_like(x: Tensor, *others: object, **settings: object) -> tuple[Tensor, Tensor]:
+    return _like(x), _like(x)
+
+
+def _mapped(x: Tensor, weight: Tensor, *others: object, **settings: object) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _mapped_by_panels(x: Tensor, weight: Tensor, packed: Tensor, *others: object, **settings: object) -> Tensor:
+    return _mapped(x, weight)
+
+
+def _half(x: Tensor, *others: object, **settings: object) -> Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+def _nothing(*arguments: object, **settings: object) -> None:
+    return None
+
+
+def _query(positions: Tensor, query: Tensor, *others: object) -> Tensor:
+    return _like(query)
+
+
+def _query_and_key(positions: Tensor, query: Tensor, key: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+    return _like(query), _like(key)
+
+
+def _fp8(x: Tensor, *others: object) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+
+
+def _fp8_and_scale(x: Tensor, group_shape: Sequence[int], *others: object) -> tuple[Tensor, Tensor]:
+    rows, columns = group_shape
+    groups = 1 if columns == -1 else -(-x.shape[-1] // columns)
+    return _fp8(x), x.new_empty((1,) if rows == -1 else (*x.shape[:-1], groups), dtype=torch.float32)
+
+
+def _int8_and_scale(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+RULES: dict[Callable[..., object], str] = {
+    _like: "rms_norm gemma_rms_norm layer_norm rms_norm_gated gelu gelu_tanh gelu_new gelu_fast quick_gelu silu relu2 "
+    "apply_rotary_emb",
+    _pair_like: "fused_add_rms_norm fused_add_gemma_rms_norm add_layer_norm",
+    _half: "silu_and_mul mul_and_silu gelu_and_mul fatrelu_and_mul silu_and_mul_with_clamp swiglustep_and_mul "
+    "swigluoai_and_mul",
+    _nothing: "rms_norm_out fused_add_rms_norm_ fused_add_gemma_rms_norm_ silu_ rotary_embedding_",
+    _query: "rotary_embedding_query",
+    _query_and_key: "rotary_embedding",
+    _fp8: "quant_fp8_static",
+    _fp8_and_scale: "quant_fp8_dynamic",
+    _mapped: "linear",
+    _mapped_by_panels: "packed_linear",
+    _int8_and_scale: "quant_int8_dynamic",
+}
+"""Rule → the ops that it is for."""
+
+
+def register() -> None:
+    """Give each op its rule."""
+    for rule, names in RULES.items():
+        for name in names.split():
+            torch.library.register_fake(f"opgraft_cpu_kernels::{name}", _on_one_device(name, rule))
+
+
+def _on_one_device(name: str, rule: Callable[..., object]) -> Callable[..., object]:
+    """The rule, refusing what the op would: torch asks it in place of the op if any of the tensors is on ``meta``."""
+
+    @functools.wraps(rule)
+    def checked(*args: object, **kwargs: object) -> object:
+        devices = {value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor)}
+        if len(devices) > 1:
+            raise ValueError(f"{name}: tensors are on {sorted(map(str, devices))}, expected one device")
+        return rule(*args, **kwargs)
+
+    return checked

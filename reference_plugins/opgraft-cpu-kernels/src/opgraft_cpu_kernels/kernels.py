@@ -1,0 +1,149 @@
+"""The kernels as functions with the signatures of opgraft's forms.
+
+Each takes float32, bfloat16 and float16 of any strides. For everything else, and for arguments that the kernels
+refuse, the native definition runs, which computes or says what is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from opgraft import functional as forms
+from opgraft.definitions.quantization import scale_shape
+from torch import Tensor
+
+from opgraft_cpu_kernels.library import missing
+
+DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
+INTEGERS = frozenset((torch.int32, torch.int64))
+FP8 = torch.float8_e4m3fn
+REFUSED = (ValueError, NotImplementedError)
+"""What the kernels raise for arguments that they do not take, on other devices too."""
+
+
+def op(name: str) -> Callable[..., Any]:
+    """The torch op of that name; one that says what is missing where the library is."""
+    packet = getattr(torch.ops.opgraft_cpu_kernels, name, None)
+    return packet.default if packet is not None else _absent
+
+
+def _absent(*args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError("the library of opgraft-cpu-kernels is missing")
+
+
+def kernel(form: Any) -> Callable[..., Any]:
+    """The kernel of a form whose arguments are those of the op of the same name."""
+    run, native = op(form.name), form.native
+
+    @functools.wraps(native, assigned=("__name__", "__qualname__", "__doc__", "__annotations__"))
+    def function(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.dtype in DTYPES and x.is_cpu and x.dim():  # refused here, as compiled code cannot catch what is raised
+            try:
+                return run(x, *args, **kwargs)
+            except REFUSED:
+                pass
+        return native(x, *args, **kwargs)
+
+    return function
+
+
+def rotary_embedding(
+    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool = True
+) -> tuple[Tensor, Tensor]:
+    """As the form of that name."""
+    arguments = (positions, query, key, head_size, cos_sin_cache, is_neox_style)
+    if query.dtype in DTYPES and query.is_cpu and positions.dtype in INTEGERS:
+        try:
+            rotated: tuple[Tensor, Tensor] = _rotary_embedding(*arguments)
+        except REFUSED:
+            pass
+        else:
+            return rotated
+    return forms.rotary_embedding.native(*arguments)
+
+
+def rotary_embedding_(
+    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool = True
+) -> None:
+    """As the form of that name."""
+    arguments = (positions, query, key, head_size, cos_sin_cache, is_neox_style)
+    if query.dtype in DTYPES and query.is_cpu and positions.dtype in INTEGERS:
+        try:
+            _rotary_embedding_(*arguments)
+        except REFUSED:
+            pass
+        else:
+            return
+    forms.rotary_embedding_.native(*arguments)
+
+
+def quant_fp8_static(x: Tensor, scale: Tensor, group_shape: Sequence[int], dtype: torch.dtype = FP8) -> Tensor:
+    """As the form of that name."""
+    by_rows = (
+        x.dim() > 0
+        and x.is_cpu
+        and in_rows(group_shape)
+        and tuple(scale.shape) in (scale_shape(x.shape, group_shape), ())
+    )
+    if by_rows and x.dtype in DTYPES and dtype is FP8:
+        try:
+            return _quant_fp8_static(x, scale, group_shape)  # type: ignore[no-any-return]
+        except REFUSED:
+            pass
+    return forms.quant_fp8_static.native(x, scale, group_shape, dtype)
+
+
+def quant_fp8_dynamic(
+    x: Tensor,
+    group_shape: Sequence[int],
+    scale_ub: Tensor | None = None,
+    use_ue8m0: bool = False,
+    dtype: torch.dtype = FP8,
+) -> tuple[Tensor, Tensor]:
+    """As the form of that name."""
+    bounded_token = scale_ub is None or (scale_ub.numel() == 1 and tuple(group_shape) == (1, -1))
+    if x.dim() and x.is_cpu and bounded_token and in_rows(group_shape) and x.dtype in DTYPES and dtype is FP8:
+        try:
+            return _quant_fp8_dynamic(x, group_shape, scale_ub, use_ue8m0)  # type: ignore[no-any-return]
+        except REFUSED:
+            pass
+    return forms.quant_fp8_dynamic.native(x, group_shape, scale_ub, use_ue8m0, dtype)
+
+
+def in_rows(group_shape: Sequence[int]) -> bool:
+    """Whether what shares a scale is the tensor, or a row or a part of one."""
+    return tuple(group_shape) == (-1, -1) or (len(group_shape) == 2 and group_shape[0] == 1)
+
+
+missing()  # loads the library, which defines the ops
+rms_norm = kernel(forms.rms_norm)
+fused_add_rms_norm = kernel(forms.fused_add_rms_norm)
+fused_add_rms_norm_ = kernel(forms.fused_add_rms_norm_)
+gemma_rms_norm = kernel(forms.gemma_rms_norm)
+fused_add_gemma_rms_norm = kernel(forms.fused_add_gemma_rms_norm)
+fused_add_gemma_rms_norm_ = kernel(forms.fused_add_gemma_rms_norm_)
+layer_norm = kernel(forms.layer_norm)
+rms_norm_gated = kernel(forms.rms_norm_gated)
+silu_and_mul = kernel(forms.silu_and_mul)
+mul_and_silu = kernel(forms.mul_and_silu)
+gelu_and_mul = kernel(forms.gelu_and_mul)
+fatrelu_and_mul = kernel(forms.fatrelu_and_mul)
+swigluoai_and_mul = kernel(forms.swigluoai_and_mul)
+silu_and_mul_with_clamp = kernel(forms.silu_and_mul_with_clamp)
+swiglustep_and_mul = kernel(forms.swiglustep_and_mul)
+gelu = kernel(forms.gelu)
+gelu_tanh = kernel(forms.gelu_tanh)
+gelu_new = kernel(forms.gelu_new)
+gelu_fast = kernel(forms.gelu_fast)
+quick_gelu = kernel(forms.quick_gelu)
+silu = kernel(forms.silu)
+silu_ = kernel(forms.silu_)
+relu2 = kernel(forms.relu2)
+apply_rotary_emb = kernel(forms.apply_rotary_emb)
+_rotary_embedding = op("rotary_embedding")
+_rotary_embedding_ = op("rotary_embedding_")
+_quant_fp8_static = op("quant_fp8_static")
+_quant_fp8_dynamic = op("quant_fp8_dynamic")

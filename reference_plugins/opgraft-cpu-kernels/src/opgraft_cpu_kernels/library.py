@@ -1,0 +1,93 @@
+"""The library of kernels: whether it is there, why not, and which of its paths is in force."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+
+import torch
+
+from opgraft_cpu_kernels import fakes
+
+VARIABLE = "CPU_KERNELS_PATH"
+_FOLDER = Path(__file__).parent
+_AGAIN = "build it again by pip install --force-reinstall --no-cache-dir --no-deps opgraft-cpu-kernels"
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why the kernels cannot run here, or ``None``; loads them when it is called first."""
+    try:
+        record = json.loads((_FOLDER / "_build.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return f"the library was not built: {_AGAIN}"
+    if record["missing"]:
+        return f"the library was not built: {record['missing']}; then {_AGAIN}"
+    if record["torch"] != torch.__version__:
+        return f"the library was built for torch {record['torch']}, this is {torch.__version__}: {_AGAIN}"
+    try:
+        torch.ops.load_library(_FOLDER / "_kernels.so")  # type: ignore[no-untyped-call]  # torch leaves it so
+        asked_for = os.environ.get(VARIABLE)
+        if asked_for:
+            torch.ops.opgraft_cpu_kernels.set_path(asked_for)
+    except OSError as error:
+        return f"the library cannot be loaded: {error}"
+    except ValueError as error:
+        return f"{VARIABLE}: {error}"
+    fakes.register()
+    _note_path()
+    return None
+
+
+_in_force = ""
+
+
+def _note_path() -> None:
+    global _in_force  # asking torch each time would take longer than a small layer does
+    _in_force = torch.ops.opgraft_cpu_kernels.path()
+
+
+def _loaded() -> None:
+    reason = missing()
+    if reason:
+        raise RuntimeError(f"opgraft-cpu-kernels: {reason}")
+
+
+def path() -> str:
+    """The path in force.
+
+    Raises:
+        RuntimeError: the library is missing.
+    """
+    _loaded()
+    return _in_force
+
+
+def path_or_none() -> str:
+    """The path in force, an empty name where the library is missing."""
+    return _in_force
+
+
+def paths() -> list[str]:
+    """The paths that this CPU has, the fastest first.
+
+    Raises:
+        RuntimeError: the library is missing.
+    """
+    _loaded()
+    names: list[str] = torch.ops.opgraft_cpu_kernels.paths()
+    return names
+
+
+def set_path(name: str) -> None:
+    """Let all kernels of this process take one of ``paths()`` from now on.
+
+    Raises:
+        ValueError: this CPU does not have it.
+        RuntimeError: the library is missing.
+    """
+    _loaded()
+    torch.ops.opgraft_cpu_kernels.set_path(name)
+    _note_path()

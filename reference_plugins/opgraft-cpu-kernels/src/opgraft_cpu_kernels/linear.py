@@ -1,0 +1,90 @@
+"""The linear layer: on few rows over the weight as it is, on many over one packed for the tiles of AMX.
+
+Where neither pays, and where a gradient is required or something follows the operators that run, opgraft's own linear
+kernel runs, which sees to those. Compilers see that one too.
+"""
+
+from __future__ import annotations
+
+import torch
+from opgraft.compat.packed_linear import watched
+from opgraft.definitions.linear import ACTIVATIONS
+from opgraft.kernels import packed_linear as opgrafts
+from opgraft.kernels.weight_cache import Known, WeightCache, fits, is_ordinary, requires_gradient
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from opgraft_cpu_kernels.kernels import op
+from opgraft_cpu_kernels.library import path_or_none
+
+FEW = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 4}
+"""Dtype → up to how many rows the weight is read as it is."""
+
+MANY = {2: 8, 3: 16}
+"""bfloat16 numbers for one float32 number → from how many rows on the tiles pay."""
+
+LEAST_WIDTH = 64
+"""Of rows and columns of a weight for the tiles."""
+
+_KNOWN: WeightCache[Known] = WeightCache()
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
+) -> Tensor:
+    """As the form of that name, rounded once.
+
+    On tiles a float32 number is a sum of three bfloat16 numbers, or of two where
+    ``torch.set_float32_matmul_precision`` was told that "high" or "medium" suffices.
+    """
+    mapped = None
+    if type(x) is Tensor and type(weight) in (nn.Parameter, Tensor) and not is_dynamo_compiling():
+        mapped = _mapped(x, weight, bias, activation, residual)
+    return opgrafts.linear(x, weight, bias, activation, residual) if mapped is None else mapped
+
+
+def _mapped(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor | None:
+    path, dtype = path_or_none(), weight.dtype
+    if path not in ("amx", "avx512") or dtype not in FEW or weight.dim() != 2 or activation not in ACTIVATIONS:
+        return None
+    rows = x.numel() // max(1, weight.shape[1])
+    few, parts = rows <= FEW[dtype], 0
+    if not few:
+        if path != "amx" or dtype is not torch.float32 or min(weight.shape) < LEAST_WIDTH:
+            return None
+        parts = _parts()
+        if rows < MANY[parts]:
+            return None
+    if not (weight.is_cpu and weight.layout is torch.strided and weight.is_contiguous()):
+        return None
+    if not fits(x, weight, bias, residual) or requires_gradient(x, weight, bias, residual) or watched():
+        return None
+    if few:
+        return _linear(x, weight, bias, activation, residual)  # type: ignore[no-any-return]
+    packed = _packed(weight, parts) if isinstance(weight, nn.Parameter) else None
+    return None if packed is None else _packed_linear(x, weight, packed, bias, activation, residual)
+
+
+def _parts() -> int:
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch's backends were told different things
+        return 3
+    return 3 if precision == "highest" else 2
+
+
+def _packed(weight: nn.Parameter, parts: int) -> Tensor | None:
+    """The packed weight, ``None`` where it cannot be kept or bfloat16 cannot hold its numbers."""
+    known = _KNOWN.current(weight)
+    if known is None:
+        if not is_ordinary(weight):
+            return None
+        known = _KNOWN.meet(weight, Known)
+    if known.packed is None or (known.packed.numel() and known.packed.shape[2] != parts):
+        known.packed = _pack_linear(weight.detach(), parts)
+    return known.packed if known.packed.numel() else None
+
+
+_linear = op("linear")
+_packed_linear = op("packed_linear")
+_pack_linear = op("pack_linear")
