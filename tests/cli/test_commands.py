@@ -134,6 +134,32 @@ def test_ops_list_shows_every_op_with_its_kernel(cli, site) -> None:
     assert max(len(line) for line in text.splitlines()) <= 80
 
 
+def test_ops_list_shows_kernels_per_platform_and_evidence(cli, site) -> None:
+    """Each row tells which kernel every installed platform would get, and what was proved of which forms."""
+    site.plugin("acme", PLUGIN)
+    row = next(row for row in json.loads(cli("ops", "list", "--json").stdout)["ops"] if row["op"] == "rms_norm")
+    assert set(row["kernels"].values()) == {"oot"}
+    assert set(row["kernels"]) == {"cpu", "cuda", "rocm", "tpu", "xpu"}
+    assert "fused_add_rms_norm_" in row["forms"]
+    assert row["evidence"]["rms_norm"]["outside"] == ["torch.nn.functional.rms_norm"]
+    text = " ".join(cli("ops", "list").stdout.split())
+    assert "oot on every platform" in text
+    assert "cpu=cpu cuda=" in text
+    proved = "native definition proved: 3 forms, 6 checks, 4 dtypes, 1 against torch.nn.functional.rms_norm"
+    assert proved in text
+
+
+def test_ops_explain_tells_what_a_functional_form_runs_and_what_is_not_installed(cli, site) -> None:
+    """The name of a form will do; each form of the op is listed with its function, missing packages with a remedy."""
+    answer = json.loads(cli("ops", "explain", "fused_add_rms_norm", "--json").stdout)
+    assert answer["decision"]["subject"] == "op rms_norm"
+    assert answer["forms"]["rms_norm"] == "opgraft.definitions.layernorm.rms_norm"
+    assert answer["not_installed"] == ["opgraft-cpu-kernels"]
+    text = " ".join(cli("ops", "explain", "rms_norm").stdout.split())
+    assert "opgraft.functional.rms_norm runs opgraft.definitions.layernorm.rms_norm" in text
+    assert "not installed: opgraft-cpu-kernels has kernels for this op on this platform: pip install" in text
+
+
 def test_ops_list_goes_on_past_a_conflict(cli, site) -> None:
     """One op that two plugins claim does not hide the others; the row says who claims it, and the exit code is 1."""
     site.plugin("acme", PLUGIN)

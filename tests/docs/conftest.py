@@ -34,8 +34,8 @@ _OPGRAFT_ITSELF = r"(.* )?['\"]?\.(\[\w+\])?['\"]?"
 VOLATILE = {
     r"\d+ x [^,]+,( [a-z0-9_ ]+,)? \d+ GiB": "<this machine's CPU>",
     r"/proc/cpuinfo: \d+ processors": "<its cores>",
-    r"largest difference \d\.\de-0[6-9]": "largest difference <rounding>",
-    r"plain [\d.]+ s, grafted [\d.]+ s \([\d.]+ of plain\)": "<times>",
+    r"model +time +of plain +answers +difference": "<columns>",
+    r" +[\d.]+ s +[\d.]+ +(the same|others) +\d\.\de[+-]\d\d": r" <times> \1",
 }
 """What differs from machine to machine and from run to run; the pages show it as it was once."""
 

@@ -15,6 +15,7 @@ from opgraft import errors, ops
 from opgraft.cli import cli as root
 from opgraft.config import FIELDS
 from opgraft.environment import VARIABLES
+from opgraft.op_classes import reference_method
 from opgraft.plugins import hookspecs
 
 REPOSITORY = Path(__file__).parents[2]
@@ -189,7 +190,7 @@ def test_every_op_is_a_row_with_class_constructor_and_call() -> None:
         own = cls.__init__ is not ops.CustomOp.__init__
         constructor = parameters_of(cls.__init__) if own else []
         assert parameters == [p for p in constructor or [] if p != "*"], name
-        call = [p for p in parameters_of(cls.forward_native) or [] if p != "*"]
+        call = [p for p in parameters_of(getattr(cls, reference_method(cls))) or [] if p != "*"]
         assert split_call(code(rows[name][2]))[1] == call, name
         assert rows[name][3], f"{name} has no maths"
 

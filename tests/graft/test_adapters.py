@@ -206,7 +206,9 @@ def test_an_error_halfway_leaves_the_model_as_it_was(mlp) -> None:
 def test_conflicts_between_plugins_are_errors(mlp) -> None:
     """Two replacements of one op at equal priority raise here as they do where the op is constructed."""
     for name in ("First", "Second"):
-        CustomOp.register_oot(type(name, (Linear,), {"forward_oot": lambda self, input: input}), name="Linear")
+        CustomOp.register_oot(
+            type(name, (Linear,), {"forward_oot": lambda self, input, residual=None: input}), name="Linear"
+        )
     with pytest.raises(ConflictError, match=r"First at .* and Second at"):
         graft(mlp())
 
@@ -215,8 +217,8 @@ def test_a_disabled_op_is_reported_as_what_runs(mlp) -> None:
     """A replacement that custom_ops switches off does not get the credit for the native definition."""
 
     class FastLinear(Linear):
-        def forward_oot(self, input: torch.Tensor) -> torch.Tensor:
-            return self.forward_native(input)
+        def forward_oot(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+            return self.forward_native(input, residual)
 
     CustomOp.register_oot(FastLinear, name="Linear")
     with set_config(OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["none"]))):
@@ -229,8 +231,8 @@ def test_inference_only_kernels_keep_gradients_right(mlp, x) -> None:
 
     class FastLinear(Linear):
         @inference_only
-        def forward_oot(self, input: torch.Tensor) -> torch.Tensor:
-            return self.forward_native(input.detach()).detach()
+        def forward_oot(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+            return self.forward_native(input.detach(), residual).detach()
 
     CustomOp.register_oot(FastLinear, name="Linear")
     plain, grafted = mlp().train(), mlp().train()

@@ -34,16 +34,16 @@ IMAGE = {"image_size": 16, "patch_size": 8, "num_labels": 5}
 
 # family: (configuration, its arguments, ops that a model of two layers gets)
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
-    "llama": ("LlamaConfig", SHARED_HEADS, {"linear": 15, "rms_norm": 5, "silu": 2}),
-    "qwen2": ("Qwen2Config", SHARED_HEADS, {"linear": 15, "rms_norm": 5, "silu": 2}),
-    "qwen3": ("Qwen3Config", SHARED_HEADS, {"linear": 15, "rms_norm": 9, "silu": 2}),
-    "mistral": ("MistralConfig", {**SHARED_HEADS, "sliding_window": 4}, {"linear": 15, "rms_norm": 5, "silu": 2}),
-    "gemma": ("GemmaConfig", SHARED_HEADS, {"linear": 15, "gemma_rms_norm": 5, "gelu": 2}),
-    "gemma2": ("Gemma2Config", SHARED_HEADS, {"linear": 15, "gemma_rms_norm": 9, "gelu": 2}),
-    "gemma3": ("Gemma3TextConfig", SHARED_HEADS, {"linear": 15, "gemma_rms_norm": 13, "gelu": 2}),
+    "llama": ("LlamaConfig", SHARED_HEADS, {"linear": 9, "rms_norm": 5, "gated_mlp": 2}),
+    "qwen2": ("Qwen2Config", SHARED_HEADS, {"linear": 9, "rms_norm": 5, "gated_mlp": 2}),
+    "qwen3": ("Qwen3Config", SHARED_HEADS, {"linear": 9, "rms_norm": 9, "gated_mlp": 2}),
+    "mistral": ("MistralConfig", {**SHARED_HEADS, "sliding_window": 4}, {"linear": 9, "rms_norm": 5, "gated_mlp": 2}),
+    "gemma": ("GemmaConfig", SHARED_HEADS, {"linear": 9, "gemma_rms_norm": 5, "gated_mlp": 2}),
+    "gemma2": ("Gemma2Config", SHARED_HEADS, {"linear": 9, "gemma_rms_norm": 9, "gated_mlp": 2}),
+    "gemma3": ("Gemma3TextConfig", SHARED_HEADS, {"linear": 9, "gemma_rms_norm": 13, "gated_mlp": 2}),
     "mixtral": ("MixtralConfig", {**SHARED_HEADS, "num_local_experts": 4}, {"linear": 9, "rms_norm": 5, "silu": 2}),
-    "bert": ("BertConfig", SMALL, {"linear": 14, "layer_norm": 6, "gelu": 3}),
-    "vit": ("ViTConfig", {**SMALL, **IMAGE}, {"linear": 13, "layer_norm": 5, "gelu": 2}),
+    "bert": ("BertConfig", SMALL, {"linear": 8, "linear_act": 2, "linear_add_norm": 4, "layer_norm": 2, "gelu": 1}),
+    "vit": ("ViTConfig", {**SMALL, **IMAGE}, {"linear": 9, "mlp": 2, "layer_norm": 5}),
 }
 GENERATING = [name for name in FAMILIES if name not in ("bert", "vit")]
 

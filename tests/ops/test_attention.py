@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from opgraft import CustomOp
 from opgraft.ops import MMEncoderAttention, ScaledDotProductAttention
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 HEADS, KEY_HEADS, SIZE = 4, 2, 6
@@ -93,6 +95,16 @@ def test_packing_compiles() -> None:
     assert len(graphs) == 1
 
 
+def test_fake_lengths() -> None:
+    """Fake tensors and those of ``meta`` have no lengths to check or to loop over: packing gives the right shape."""
+    op = MMEncoderAttention(HEADS, SIZE, num_kv_heads=KEY_HEADS)
+    tensors = [x.to("meta") for x in qkv(1, TOKENS)]
+    assert op(*tensors, BOUNDS.to("meta")).shape == (1, TOKENS, HEADS, SIZE)
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        fake = [mode.from_tensor(x) for x in (*qkv(1, TOKENS), BOUNDS)]
+        assert op(*fake).shape == (1, TOKENS, HEADS, SIZE)
+
+
 def test_padded_rows() -> None:
     """Each row of a padded batch is attended as if it were cut to its length; the rest is zero, whatever was there."""
     op = MMEncoderAttention(HEADS, SIZE, num_kv_heads=KEY_HEADS)
@@ -114,6 +126,60 @@ def test_scale() -> None:
     tensors = qkv(2, 7, HEADS)
     expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in tensors), scale=0.5).transpose(1, 2)
     assert torch.equal(op(*tensors), expected)
+
+
+def test_mixed_dtypes_under_autocast() -> None:
+    """Under autocast dtypes may differ, as torch's function then brings them to one."""
+    query, key, value = (x.transpose(1, 2) for x in qkv(2, 7, HEADS))
+    op = ScaledDotProductAttention()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = op(query, key, value.bfloat16())
+        assert torch.equal(got, F.scaled_dot_product_attention(query, key, value.bfloat16()))
+        compiled = torch.compile(op, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(query, key, value.bfloat16()), got)
+    with pytest.raises(ValueError, match=r"value is torch\.bfloat16, expected torch\.float32 as query"):
+        op(query, key, value.bfloat16())
+
+
+def test_dropout_has_no_registered_backward() -> None:
+    """The registered op's backward computes the result again, so that it refuses dropout; without, it has gradients."""
+    tensors = [x.transpose(1, 2).requires_grad_() for x in qkv(2, 7, HEADS)]
+    registered = torch.ops.opgraft.scaled_dot_product_attention
+    got = torch.autograd.grad(registered(*tensors).sum(), tensors)
+    torch.testing.assert_close(got, torch.autograd.grad(F.scaled_dot_product_attention(*tensors).sum(), tensors))
+    with pytest.raises(ValueError, match=r"scaled_dot_product_attention: dropout_p is 0\.5, expected 0 where"):
+        registered(*tensors, None, 0.5)
+    with torch.no_grad():
+        assert registered(*tensors, None, 0.5).shape == tensors[0].shape
+
+
+def test_what_an_encoder_prepares() -> None:
+    """Without a replacement an encoder gets its bounds on the device and no lengths; a replacement answers both."""
+    bounds = [0, 3, 8]
+    assert MMEncoderAttention.maybe_compute_seq_lens("any", bounds, "cpu") is None
+    got = MMEncoderAttention.maybe_recompute_cu_seqlens("any", BOUNDS, 24, 1, "meta")
+    assert (got.device.type, got.shape, got.dtype) == ("meta", BOUNDS.shape, BOUNDS.dtype)
+    assert MMEncoderAttention.maybe_recompute_cu_seqlens("any", bounds, 24, 1, "cpu").tolist() == bounds
+
+    class Kernel(MMEncoderAttention):
+        @classmethod
+        def maybe_compute_seq_lens(cls, attn_backend: object, cu_seqlens: Any, device: Any) -> torch.Tensor:
+            return torch.as_tensor(cu_seqlens, device=device).diff()
+
+        @classmethod
+        def maybe_recompute_cu_seqlens(cls, *args: Any, fp8_padded_hidden_size: int | None = None) -> torch.Tensor:
+            return super().maybe_recompute_cu_seqlens(*args) * (fp8_padded_hidden_size or 0)
+
+    CustomOp.register_oot("MMEncoderAttention")(Kernel)
+    for asked in (MMEncoderAttention, Kernel, MMEncoderAttention(HEADS, SIZE)):
+        lengths = asked.maybe_compute_seq_lens("any", bounds, "cpu")
+        assert lengths is not None
+        assert lengths.tolist() == [3, 5]
+        assert asked.maybe_recompute_cu_seqlens("any", bounds, 24, 1, "cpu", fp8_padded_hidden_size=2).tolist() == [
+            0,
+            6,
+            16,
+        ]
 
 
 def test_attributes() -> None:

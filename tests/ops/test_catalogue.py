@@ -23,6 +23,11 @@ NAMES: dict[str, Any] = {
     "linear": ops.Linear,
     "rotary_embedding": ops.RotaryEmbeddingBase,
     "apply_rotary_emb": ops.ApplyRotaryEmb,
+    "dual_chunk_rotary_embedding": ops.DualChunkRotaryEmbedding,
+    "quant_fp8": ops.QuantFP8,
+    "conv2d": ops.Conv2dLayer,
+    "conv3d": ops.Conv3dLayer,
+    "grouped_topk": ops.GroupedTopk,
     "mm_encoder_attn": ops.MMEncoderAttention,
     "scaled_dot_product_attention": ops.ScaledDotProductAttention,
 }
@@ -77,6 +82,21 @@ def test_a_variant_is_replaced_by_its_class_name() -> None:
     assert rope().op_class is FastRope
     assert rope(ops.RotaryEmbeddingBase).op_class is ops.RotaryEmbeddingBase
     assert dict(CustomOp.op_registry_oot) == {"RotaryEmbedding": FastRope}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Llama3RotaryEmbedding", "YaRNScalingRotaryEmbedding", "DeepseekScalingRotaryEmbedding", "MRotaryEmbedding"],
+)
+def test_further_variants_are_targets(name: str) -> None:
+    """The variants with other frequencies are replaced by their class names and switched with the plain op."""
+    target = getattr(ops, name)
+    replacement = type("Fast", (target,), {"forward_oot": lambda self, *args, **kwargs: args})
+    CustomOp.register_oot(name)(replacement)
+    assert maybe_get_oot_by_class(target) is replacement
+    assert rope().op_class is ops.RotaryEmbedding
+    with without("rotary_embedding"):
+        assert not target.enabled()
 
 
 def test_the_base_of_a_variant_is_replaced_alone() -> None:

@@ -53,12 +53,21 @@ def test_symbolic_tracing(op_class: Any, module_class: Any, arguments: Any) -> N
 
 @pytest.mark.parametrize(("op_class", "module_class"), sorted({pair[:2] for pair in TWINS}, key=str))
 def test_constructor_of_torch(op_class: Any, module_class: Any) -> None:
-    """The constructor takes torch's parameters under their names, in their order, with their defaults."""
+    """The constructor takes torch's parameters under their names, in their order, with their defaults.
 
-    def parameters(cls: Any) -> list[tuple[str, Any]]:
-        return [(p.name, p.default) for p in inspect.signature(cls.__init__).parameters.values()]
+    What it takes besides has a default and goes by keyword.
+    """
 
-    assert parameters(op_class) == parameters(module_class)
+    def parameters(cls: Any) -> list[inspect.Parameter]:
+        return list(inspect.signature(cls.__init__).parameters.values())
+
+    theirs = [(p.name, p.kind, p.default) for p in parameters(module_class)]
+    ours = [(p.name, p.kind, p.default) for p in parameters(op_class)]
+    assert ours[: len(theirs)] == theirs
+    assert all(
+        kind is inspect.Parameter.KEYWORD_ONLY and default is not inspect.Parameter.empty
+        for _, kind, default in ours[len(theirs) :]
+    )
 
 
 @pytest.mark.parametrize("op_class", [ops.LayerNorm, ops.Linear])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from opgraft import ops
+from opgraft import functional, ops
 
 
 def t(*shape: int) -> torch.Tensor:
@@ -20,6 +20,18 @@ def rope() -> Any:
 
 def encoder(**options: Any) -> Any:
     return ops.MMEncoderAttention(4, 6, num_kv_heads=2, **options)
+
+
+def llama3(high_freq_factor: float) -> Any:
+    return ops.Llama3RotaryEmbedding(4, 4, 8, 1e4, True, torch.float32, 8.0, 4.0, high_freq_factor, 8)
+
+
+def mrope(section: list[int], interleaved: bool = False) -> Any:
+    return ops.MRotaryEmbedding(4, 4, 8, 1e4, True, torch.float32, section, interleaved)
+
+
+def chunked(chunk_size: int, local_size: int, rotary_dim: int = 4) -> Any:
+    return ops.DualChunkRotaryEmbedding(4, rotary_dim, 32, 1e4, True, torch.float32, chunk_size, local_size)
 
 
 POSITIONS = torch.arange(3)
@@ -53,6 +65,62 @@ CASES: list[tuple[Callable[[], Any], str]] = [
         r"rotary_embedding: query has shape \(4, 4\), expected it to begin with \(3,\)",
     ),
     (lambda: rope()(POSITIONS, t(4)), r"rotary_embedding: query has shape \(4,\), expected"),
+    (lambda: rope()(-POSITIONS, t(3, 4)), "rotary_embedding: positions reach from -2 to 0, expected 0 to 7"),
+    (lambda: rope()(POSITIONS + 6, t(3, 4)), "rotary_embedding: positions reach from 6 to 8, expected 0 to 7"),
+    (lambda: rope()(POSITIONS.float(), t(3, 4)), "positions are torch.float32, expected torch.int32 or torch.int64"),
+    (lambda: rope()(POSITIONS, t(3, 4), t(3, 4).half()), "key is torch.float16, expected torch.float32 as query"),
+    (
+        lambda: rope()(POSITIONS, t(3, 4), t(3, 4).to("meta")),
+        "rotary_embedding: key is on meta, expected cpu as query",
+    ),
+    (
+        lambda: rope()(POSITIONS, t(3, 4).to("meta")),
+        "rotary_embedding: query is on meta, expected cpu as cos_sin_cache",
+    ),
+    (
+        lambda: rope()(POSITIONS.to("meta"), t(3, 4)),
+        "rotary_embedding: positions is on meta, expected cpu as cos_sin_cache",
+    ),
+    (lambda: rope()(torch.zeros(2, 3, dtype=torch.int64), t(2, 3)), r"query has shape \(2, 3\), expected it to begin"),
+    (
+        lambda: functional.rotary_embedding(POSITIONS, t(3, 4), t(3, 4), 4, t(8, 6)),
+        "rotary_embedding: cos_sin_cache has rotary_dim 6, expected at most head_size=4",
+    ),
+    (
+        lambda: functional.rotary_embedding(POSITIONS, t(3, 4), t(3, 4), 4, t(8, 3)),
+        r"rotary_embedding: cos_sin_cache has shape \(8, 3\), expected \[positions, rotary_dim\], the latter even",
+    ),
+    (lambda: llama3(4.0), "rotary_embedding: high_freq_factor is 4.0, expected more than low_freq_factor=4.0"),
+    (
+        lambda: mrope([1, 1]),
+        r"mrope: mrope_section is \[1, 1\], expected three counts with sum 2, half of rotary_dim=4",
+    ),
+    (lambda: mrope([1, 1, 1]), r"mrope: mrope_section is \[1, 1, 1\], expected three counts with sum 2"),
+    (lambda: mrope([3, -1, 0]), r"mrope: mrope_section is \[3, -1, 0\], expected three counts"),
+    (
+        lambda: mrope([0, 2, 0], True),
+        r"mrope_section is \[0, 2, 0\], expected at most 1 pairs for height and 0 for width",
+    ),
+    (
+        lambda: mrope([2, 0, 0])(POSITIONS.expand(2, 3), t(3, 4)),
+        r"mrope: positions have shape \(2, 3\), expected \[3, ",
+    ),
+    (lambda: mrope([2, 0, 0])(POSITIONS.expand(3, 3) - 1, t(3, 4)), "mrope: positions reach from -1 to 1, expected"),
+    (
+        lambda: chunked(8, 8),
+        "dual_chunk_rotary_embedding: local_size is 8, expected 0 to below chunk_size=8",
+    ),
+    (lambda: chunked(8, 3)(POSITIONS + 30, t(3, 4), t(3, 4)), "positions reach from 30 to 32, expected 0 to 31"),
+    (lambda: chunked(8, 3)(POSITIONS, t(3, 5), t(3, 4)), r"dual_chunk_rotary_embedding: query has shape \(3, 5\)"),
+    (lambda: chunked(8, 3, 3), "dual_chunk_rotary_embedding: rotary_dim is 3, expected an even number from 2 to"),
+    (
+        lambda: functional.dual_chunk_rotary_embedding(POSITIONS, t(3, 4), t(3, 4), 4, t(12, 4), 8, 3),
+        "dual_chunk_rotary_embedding: cos_sin_cache has 12 rows, expected at least 13 for chunk_size=8",
+    ),
+    (
+        lambda: functional.dual_chunk_rotary_embedding(-POSITIONS, t(3, 4), t(3, 4), 4, t(13, 4), 8, 3),
+        "dual_chunk_rotary_embedding: positions reach from -2 to 0, expected 0",
+    ),
     (lambda: ops.ApplyRotaryEmb()(t(4), t(1, 2), t(1, 2)), r"apply_rotary_emb: x has shape \(4,\), expected"),
     (lambda: ops.ApplyRotaryEmb()(t(3, 1, 5), t(3, 2), t(3, 2)), r"apply_rotary_emb: x .* an even head_size"),
     (
@@ -60,6 +128,18 @@ CASES: list[tuple[Callable[[], Any], str]] = [
         r"apply_rotary_emb: cos has shape \(3, 4\), expected \(3, 2\) for x of shape \(3, 1, 4\)",
     ),
     (lambda: ops.ApplyRotaryEmb()(t(3, 1, 4), t(3, 2), t(2, 2)), r"apply_rotary_emb: sin has shape \(2, 2\)"),
+    (
+        lambda: ops.ApplyRotaryEmb()(t(3, 1, 4), t(3, 2).to("meta"), t(3, 2)),
+        "apply_rotary_emb: cos is on meta, expected cpu as x",
+    ),
+    (
+        lambda: ops.ScaledDotProductAttention()(t(1, 2, 3, 4), t(1, 2, 3, 4).half(), t(1, 2, 3, 4)),
+        "scaled_dot_product_attention: key is torch.float16, expected torch.float32 as query",
+    ),
+    (
+        lambda: ops.ScaledDotProductAttention()(t(1, 2, 3, 4), t(1, 2, 3, 4), t(1, 2, 3, 4).to("meta")),
+        "scaled_dot_product_attention: value is on meta, expected cpu as query",
+    ),
     (
         lambda: ops.ScaledDotProductAttention()(t(1, 2, 3, 4), t(1, 2, 3, 5), t(1, 2, 3, 5)),
         "scaled_dot_product_attention: key has head size 5, expected 4 as query has",
@@ -92,6 +172,23 @@ CASES: list[tuple[Callable[[], Any], str]] = [
         lambda: encoder()(t(1, 3, 24), t(1, 3, 12), t(1, 3, 12), sequence_lengths=torch.tensor([3, 3])),
         r"mm_encoder_attn: sequence_lengths has shape \(2,\), expected \(1,\)",
     ),
+    (
+        lambda: encoder()(t(1, 3, 24), t(1, 3, 12), t(1, 3, 12), sequence_lengths=torch.tensor([4])),
+        "mm_encoder_attn: sequence_lengths reach from 4 to 4, expected 0 to 3",
+    ),
+    (
+        lambda: encoder()(t(1, 3, 24), t(1, 3, 12), t(1, 3, 12), torch.tensor([[0, 3]])),
+        r"mm_encoder_attn: cu_seqlens has shape \(1, 2\), expected one dimension",
+    ),
+    (
+        lambda: encoder()(t(1, 3, 24), t(1, 3, 12), t(1, 3, 12), torch.tensor([1, 3])),
+        r"mm_encoder_attn: cu_seqlens is \[1, 3\], expected it to ascend from 0 to 3",
+    ),
+    (
+        lambda: encoder()(t(1, 3, 20), t(1, 3, 10), t(1, 3, 10)),
+        r"mm_encoder_attn: query has shape \(1, 3, 20\), expected \[batch, tokens, 24\]",
+    ),
+    (lambda: encoder()(t(1, 3, 24), t(1, 3, 12), t(1, 3, 12).double()), "mm_encoder_attn: value is torch.float64"),
 ]
 
 
@@ -100,17 +197,3 @@ def test_error(call: Callable[[], Any], message: str) -> None:
     """A ``ValueError`` says which op and argument, what it got and what it expected."""
     with pytest.raises(ValueError, match=message):
         call()
-
-
-@pytest.mark.parametrize(
-    ("op", "x", "message"),
-    [
-        (ops.LayerNorm([2, 4]), t(4, 2), r"expected input with shape \[\*, 2, 4\]"),
-        (ops.LayerNorm([2, 4]), t(4), r"expected input with shape \[\*, 2, 4\]"),
-        (ops.Linear(4, 2), t(3, 5), r"cannot be multiplied \(3x5 and 4x2\)"),
-    ],
-)
-def test_drop_ins_raise_torchs_errors(op: Any, x: torch.Tensor, message: str) -> None:
-    """Ops that stand in for a module of torch leave the checks to torch's function, whose error names both shapes."""
-    with pytest.raises(RuntimeError, match=message):
-        op(x)

@@ -49,11 +49,17 @@ LAYERS = [
     "opgraft.plugins.host",
     "opgraft.plugins.hardware",
     # Ops.
+    "opgraft.compat",
     "opgraft.dispatch",
     "opgraft.binding",
     "opgraft.custom_op",
     "opgraft.rebinding",
+    "opgraft.definitions",
+    "opgraft.kernels",
     "opgraft.ops",
+    "opgraft.functional",
+    "opgraft.specs",
+    "opgraft.inventory",
     # Models.
     "opgraft.bucketing",
     "opgraft.checkpoint",
@@ -90,7 +96,11 @@ MODULES = {
     for path in sorted((REPOSITORY / folder).rglob("*.py"))
 }
 SHIPPED = [*MODULES.values(), *sorted((REPOSITORY / "reference_plugins").glob("*/src/**/*.py"))]
-OURS = [path for folder in ("benchmarks", "examples", "tests") for path in sorted((REPOSITORY / folder).rglob("*.py"))]
+OURS = [
+    path
+    for folder in ("benchmarks", "examples", "tests", "tools")
+    for path in sorted((REPOSITORY / folder).rglob("*.py"))
+]
 
 each_module = pytest.mark.parametrize("module", MODULES)
 
@@ -234,13 +244,14 @@ def test_files_and_functions_fit_a_reader(path: Path) -> None:
 
 @each_module
 def test_vendor_names_stay_with_the_platforms(module: str) -> None:
-    """Outside platforms/, vendors appear as dispatch keys only: in forward_<key>, and where the keys are listed."""
+    """Outside platforms/, vendors appear as dispatch keys only: in names of kernels, and where the keys are listed."""
     if layer_of(module) == "opgraft.platforms":
         return
     tree = tree_of(MODULES[module])
     keys = DISPATCH_KEYS if module == "opgraft.platform" else ()
     found = [*identifiers(tree), *((line, text) for line, text in texts(tree) if text not in keys)]
-    named = [f"line {line}: {text}" for line, text in found if words(re.sub(r"forward_\w+", "", text)) & VENDOR_WORDS]
+    without_keys = ((line, re.sub(r"(forward|functional)_\w+", "", text)) for line, text in found)
+    named = [f"line {line}: {text}" for line, text in without_keys if words(text) & VENDOR_WORDS]
     assert named == []
 
 

@@ -58,14 +58,14 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_holds_every_module(wheel: Path) -> None:
-    """The wheel holds every module of the three folders and py.typed, and no other file."""
+    """The wheel holds every module of the three folders, py.typed and the evidence, and no other file."""
     expected = {
         f"{package}/{path.relative_to(REPOSITORY / folder).as_posix()}"
         for folder, package in FOLDERS.items()
         for path in (REPOSITORY / folder).rglob("*.py")
     }
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert names == {*expected, "opgraft/py.typed"}
+    assert names == {*expected, "opgraft/py.typed", "opgraft/specs/evidence.json"}
 
 
 def test_the_wheel_carries_its_licence(wheel: Path) -> None:
@@ -85,6 +85,14 @@ def test_the_command_tells_its_version(arguments: list[str], installed: Path, tm
     """The console script and the module both answer --version with the version of the package."""
     program, *rest = arguments
     assert run(installed / program, *rest, "--version", folder=tmp_path).split()[-1] == opgraft.__version__
+
+
+def test_the_evidence_is_about_what_is_in_the_wheel(installed: Path, tmp_path: Path) -> None:
+    """Evidence and sources travel together: 'opgraft ops list' finds the forms unchanged since they were checked."""
+    answer = json.loads(run(installed / "opgraft", "ops", "list", "--json", folder=tmp_path))
+    forms = {name: row["state"] for op in answer["ops"] for name, row in op["evidence"].items()}
+    assert forms["rms_norm"] == forms["silu_and_mul"] == "current"
+    assert set(forms.values()) == {"current"}
 
 
 def test_the_built_in_platform_is_found(installed: Path, tmp_path: Path) -> None:

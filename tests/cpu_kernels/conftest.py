@@ -1,0 +1,70 @@
+"""The plugin opgraft-cpu-kernels, built and installed by pip into a folder that only these tests have on their path."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import opgraft
+import pytest
+import torch
+from cpu_kernels.building import CACHE, PLUGIN, copy_of_sources, install, source_files
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the installed plugin. A build is kept for the next session and shared by processes."""
+    if not shutil.which("g++"):
+        pytest.skip("no g++ to build the kernels with")
+    digest = hashlib.sha256(f"{torch.__version__} {sys.version_info[:2]}".encode())
+    for path in source_files():
+        digest.update(str(path.relative_to(PLUGIN)).encode() + path.read_bytes())
+    target = CACHE / digest.hexdigest()[:16]
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            for old in sorted(CACHE.glob("*/"), key=lambda folder: folder.stat().st_mtime)[:-3]:
+                shutil.rmtree(old)
+            folder = tmp_path_factory.mktemp("cpu-kernels")
+            result = install(copy_of_sources(folder / "source"), folder / "site")
+            assert result.returncode == 0, result.stdout + result.stderr
+            shutil.copytree(folder / "site", partial := CACHE / f"partial-{os.getpid()}")
+            partial.rename(target)
+    return target
+
+
+@pytest.fixture
+def plugin(installed: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The plugin where the host finds it. Its modules stay imported: torch takes the rules of an op once."""
+    monkeypatch.syspath_prepend(str(installed))
+    opgraft.reset()
+    return installed
+
+
+@pytest.fixture
+def kernels(plugin: Path) -> Iterator[object]:
+    """The torch ops of the plugin; the path in force is restored."""
+    import opgraft_cpu_kernels
+
+    assert opgraft_cpu_kernels.missing() is None
+    before = opgraft_cpu_kernels.path()
+    yield torch.ops.opgraft_cpu_kernels
+    opgraft_cpu_kernels.set_path(before)
+
+
+@pytest.fixture(params=["avx512", "avx2", "scalar"])
+def path(kernels: object, request: pytest.FixtureRequest) -> str:
+    """Each path, forced."""
+    import opgraft_cpu_kernels
+
+    name: str = request.param
+    if name not in opgraft_cpu_kernels.paths():
+        pytest.skip(f"this CPU lacks {name}")
+    opgraft_cpu_kernels.set_path(name)
+    return name

@@ -1,0 +1,116 @@
+"""The kernels as forms and as modules, against the specs of opgraft, on each path."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from opgraft import functional
+from opgraft.specs import checks
+from opgraft.specs.catalogue import SPECS
+from opgraft.specs.spec import OpSpec
+
+NAMES = [
+    "rms_norm",
+    "fused_add_rms_norm",
+    "fused_add_rms_norm_",
+    "gemma_rms_norm",
+    "fused_add_gemma_rms_norm",
+    "fused_add_gemma_rms_norm_",
+    "layer_norm",
+    "rms_norm_gated",
+    "silu_and_mul",
+    "mul_and_silu",
+    "gelu_and_mul",
+    "fatrelu_and_mul",
+    "swigluoai_and_mul",
+    "silu_and_mul_with_clamp",
+    "swiglustep_and_mul",
+    "gelu",
+    "gelu_tanh",
+    "gelu_new",
+    "gelu_fast",
+    "quick_gelu",
+    "silu",
+    "silu_",
+    "relu2",
+    "apply_rotary_emb",
+    "rotary_embedding",
+    "rotary_embedding_",
+    "quant_fp8_static",
+    "quant_fp8_dynamic",
+]
+CASES = [(SPECS[name], variant) for name in NAMES if name in SPECS for variant in SPECS[name].variants]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+cases = pytest.mark.parametrize(
+    ("spec", "variant"), CASES, ids=[spec.form.name + (f"~{variant}" if variant else "") for spec, variant in CASES]
+)
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no g++ to build the kernels with")
+
+
+def kernel(spec: OpSpec) -> Any:
+    from opgraft_cpu_kernels import kernels
+
+    return getattr(kernels, spec.form.name)
+
+
+@cases
+def test_values_and_strides(spec: OpSpec, variant: str, path: str) -> None:
+    """Each path computes what the reference computes in float64, of views with gaps between their elements too.
+
+    Realistic sizes, which differ from small ones in the sharing among threads only, are left to the path of this CPU.
+    """
+    import opgraft_cpu_kernels
+
+    if path != opgraft_cpu_kernels.paths()[0]:
+        spec = dataclasses.replace(spec, large=())
+    for dtype in DTYPES:
+        if dtype in spec.dtypes:
+            checks.check_values(spec, variant, dtype, kernel(spec))
+    checks.check_strides(spec, variant, kernel(spec))
+
+
+@cases
+def test_bindings(spec: OpSpec, variant: str, kernels: Any) -> None:
+    """The form, and the module where there is one, compute the same; what the kernels do not take is computed too."""
+    modules = [checks.by_module(spec)] if spec.module and not spec.form.mutates else []
+    for call in (spec.form, *modules):
+        checks.check_values(spec, variant, torch.bfloat16, call, brief=True)
+    if torch.float64 in spec.dtypes:
+        checks.check_values(spec, variant, torch.float64, kernel(spec), brief=True)
+
+
+@cases
+def test_effects(spec: OpSpec, variant: str, kernels: Any) -> None:
+    """Only declared arguments are written to, and results are new memory."""
+    for dtype in {torch.float32, torch.bfloat16} & set(spec.dtypes):
+        checks.check_effects(spec, variant, dtype, kernel(spec))
+
+
+@cases
+def test_compilation(spec: OpSpec, variant: str, kernels: Any) -> None:
+    """A kernel compiles whole and once for all sizes, as the form of opgraft that calls it."""
+    checks.check_compilation(spec, variant, spec.form)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", NAMES)
+def test_every_form_is_served(name: str, kernels: Any) -> None:
+    """A form runs this plugin's function, which has its signature, and the torch op behind it is not bypassed."""
+    from opgraft_cpu_kernels import kernels as functions
+
+    form = getattr(functional, name)
+    function = getattr(functions, name)
+    assert inspect.signature(function) == inspect.signature(form.native)
+    if name not in SPECS:
+        return
+    spec = SPECS[name]
+    variant = next(iter(spec.variants))
+    arguments = spec.arguments(variant, torch.float32, spec.leads[1], spec.sizes[1])
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        spec.form(**arguments)
+    assert f"opgraft_cpu_kernels::{name}" in {event.key for event in profile.key_averages()}

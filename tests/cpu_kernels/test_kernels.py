@@ -1,0 +1,196 @@
+"""What the specs of opgraft do not reach: rows at a distance, special values, ops without a form, threads."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIDTHS = (1, 9, 769, 5125)
+TOLERANCES = {torch.float32: (1e-5, 1.3e-6), torch.bfloat16: (1e-3, 1.6e-2), torch.float16: (1e-3, 1e-3)}
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no g++ to build the kernels with")
+
+
+def draw(*shape: int, dtype: torch.dtype) -> Tensor:
+    return (3 * torch.randn(*shape)).to(dtype)
+
+
+def rows(count: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Rows of contiguous elements with a gap of NaN between them."""
+    return torch.full((count, width + 3), torch.nan, dtype=dtype)[:, 1:-2].copy_(draw(count, width, dtype=dtype))
+
+
+def rms(x: Tensor, weight: Tensor | float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    atol, rtol = TOLERANCES[got.dtype]
+    torch.testing.assert_close(got.double(), expected, atol=atol, rtol=rtol, equal_nan=True)
+
+
+@each_dtype
+def test_rows_at_a_distance(path: str, kernels: Any, dtype: torch.dtype) -> None:
+    """Rows of a larger matrix are read where they lie, and the elements between them are not."""
+    for width in WIDTHS:
+        for count in (0, 1, 17):
+            check_rows(kernels, dtype, width, count)
+
+
+def check_rows(kernels: Any, dtype: torch.dtype, width: int, count: int) -> None:
+    x, weight = rows(count, width, dtype), draw(width, dtype=dtype)
+    wide, gain = x.double(), weight.double()
+    close(kernels.rms_norm(x, weight), rms(wide, gain))
+    close(kernels.layer_norm(x, [width], weight, weight), F.layer_norm(wide, [width], gain, gain))
+    close(kernels.silu(x), F.silu(wide))
+    close(kernels.gelu(x), F.gelu(wide))
+    gated = rows(count, 2 * width, dtype)
+    gate, up = gated.double().chunk(2, -1)
+    close(kernels.silu_and_mul(gated), F.silu(gate) * up)
+
+
+@each_dtype
+def test_results_in_memory_of_the_caller(path: str, kernels: Any, dtype: torch.dtype) -> None:
+    """The variants that write to given tensors do so whatever their strides are, and leave the gaps alone."""
+    for width in WIDTHS:
+        check_results_in_memory_of_the_caller(kernels, dtype, width)
+
+
+def check_results_in_memory_of_the_caller(kernels: Any, dtype: torch.dtype, width: int) -> None:
+    x, weight = draw(5, width, dtype=dtype), draw(width, dtype=dtype)
+    for out in (torch.empty(5, width, dtype=dtype), rows(5, width, dtype), torch.empty(width, 5, dtype=dtype).T):
+        assert kernels.rms_norm_out(x, out, weight) is None
+        close(out, rms(x.double(), weight.double()))
+    inner, residual = rows(5, width, dtype), draw(width, 5, dtype=dtype).T
+    total = inner.double() + residual.double()
+    kernels.fused_add_rms_norm_(inner, residual, weight)
+    close(inner, rms(total, weight.double()))
+    close(residual, total)
+    assert inner._base is not None
+    assert inner._base[:, [0, -2, -1]].isnan().all()
+
+
+@each_dtype
+def test_layer_norm_of_a_sum(path: str, kernels: Any, dtype: torch.dtype) -> None:
+    """The norm is that of the unrounded sum, which is returned rounded."""
+    for width in WIDTHS:
+        check_layer_norm_of_a_sum(kernels, dtype, width)
+
+
+def check_layer_norm_of_a_sum(kernels: Any, dtype: torch.dtype, width: int) -> None:
+    x, residual, bias = (draw(5, width, dtype=dtype) for _ in range(3))
+    normed, total = kernels.add_layer_norm(x, residual, [width], bias[0], bias[1])
+    exact = x.double() + residual.double()
+    atol = 1e-2 if dtype != torch.float32 else 1e-5
+    expected = F.layer_norm(exact, [width], bias[0].double(), bias[1].double())
+    torch.testing.assert_close(normed.double(), expected, atol=atol, rtol=TOLERANCES[dtype][1])
+    close(total, exact)
+
+
+@each_dtype
+def test_int8(path: str, kernels: Any, dtype: torch.dtype) -> None:
+    """Values are divided by the row's largest over 127 and rounded to nearest, ties to even; zeros stay zeros."""
+    for width in WIDTHS:
+        check_int8(kernels, dtype, width)
+
+
+def check_int8(kernels: Any, dtype: torch.dtype, width: int) -> None:
+    x = draw(6, width, dtype=dtype)
+    x[2] = 0
+    quantised, scale = kernels.quant_int8_dynamic(x)
+    assert (quantised.dtype, scale.shape) == (torch.int8, (6, 1))
+    torch.testing.assert_close(scale, (x.float().abs().amax(-1, keepdim=True) / 127).clamp(min=1.17549435e-38))
+    assert torch.equal(quantised.float(), (x.float() / scale).round())
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "quick_gelu", "relu2"])
+def test_the_whole_range(path: str, kernels: Any, name: str) -> None:
+    """Activations stay right where exponentials overflow or vanish, and hand NaN on."""
+    exact = {"gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu2": lambda x: x.relu().square()}
+    exact |= {"silu": F.silu, "gelu": F.gelu, "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x)}
+    x = torch.cat([torch.linspace(-30, 30, 100001), torch.logspace(-45, 15, 5000), -torch.logspace(-45, 38, 5000)])
+    close(getattr(kernels, name)(x), exact[name](x.double()))
+    assert getattr(kernels, name)(torch.full((33,), torch.nan)).isnan().all()
+
+
+def test_rounding_to_bfloat16(path: str, kernels: Any) -> None:
+    """Every rounding to bfloat16, in vectors and in the rest of a row, is torch's: to nearest, ties to even."""
+    bits = torch.randint(-(2**31), 2**31 - 1, (3, 16389), dtype=torch.int64).to(torch.int32)
+    bits[:, ::7] = (bits[:, ::7] >> 16 << 16) + 0x8000  # ties
+    x = bits.view(torch.float32).nan_to_num(nan=0.0, posinf=1.0, neginf=1.0).clamp(-1e38, 1e38)
+    upper = x.bfloat16()
+    lower = (x - upper.float()).bfloat16()
+    inexact = upper.float() + lower.float()
+    _, total = kernels.fused_add_rms_norm(upper, lower)
+    assert torch.equal(total, inexact.bfloat16())
+
+
+def test_fp8_is_torchs(path: str, kernels: Any) -> None:
+    """Every float16 and every tie between float8 values becomes what torch makes of it."""
+    halves = torch.arange(2**16).to(torch.int32).to(torch.int16).view(torch.float16)
+    values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = (values[1:] + values[:-1]) / 2
+    for x in (halves, ties, -ties):
+        quantised = kernels.quant_fp8_static(x[None], torch.ones(1), [-1, -1])[0]
+        expected = x.float().clamp(-448, 448).to(torch.float8_e4m3fn)
+        assert torch.equal(quantised.view(torch.uint8)[~x.isnan()], expected.view(torch.uint8)[~x.isnan()])
+        assert quantised.float().isnan().equal(x.isnan())
+
+
+def test_paths_and_threads_agree(path: str, kernels: Any) -> None:
+    """However rows are shared among threads, each comes out the same."""
+    x, weight = draw(300, 1021, dtype=torch.float32), draw(1021, dtype=torch.float32)
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append((kernels.rms_norm(x, weight), kernels.gelu(x), kernels.quant_fp8_dynamic(x, [-1, -1])[1]))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(results[0], other, strict=True))
+
+
+def test_bad_arguments_are_refused(kernels: Any) -> None:
+    """The torch ops refuse what they would read or write beyond the end of, by ValueError."""
+    x = torch.randn(4, 8)
+    with pytest.raises(ValueError, match=r"rms_norm: x has shape .* expected a last dimension of"):
+        kernels.rms_norm(x, torch.ones(7))
+    with pytest.raises(ValueError, match="variance_size is 9, expected 1 to 8"):
+        kernels.rms_norm(x, None, 1e-6, 9)
+    with pytest.raises(ValueError, match="residual has shape"):
+        kernels.fused_add_rms_norm(x, x[:2])
+    with pytest.raises(ValueError, match="expected an even last dimension"):
+        kernels.silu_and_mul(x[:, :7])
+    with pytest.raises(ValueError, match="positions has 16, expected 0 to 15"):
+        kernels.rotary_embedding(torch.tensor([0, 16, 2, 3]), x, x, 8, torch.randn(16, 8))
+    with pytest.raises(ValueError, match="scale has shape"):
+        kernels.quant_fp8_static(x, torch.ones(3), [1, -1])
+    with pytest.raises(TypeError, match="x has dtype Double"):
+        kernels.silu(x.double())
+
+
+def test_gradients_are_refused(kernels: Any) -> None:
+    """A kernel without a backward does not drop a gradient silently."""
+    x = torch.randn(4, 8, requires_grad=True)
+    with pytest.raises(RuntimeError, match="no backward"):
+        kernels.silu(x)
+    with torch.no_grad():
+        assert not kernels.silu(x).requires_grad
+
+
+def test_writing_is_told_to_autograd(kernels: Any) -> None:
+    """A tensor that a kernel writes to counts the write, so that a backward which saved it fails."""
+    weight, x = torch.randn(8, requires_grad=True), torch.randn(4, 8)
+    product = x * weight
+    with torch.no_grad():
+        kernels.silu_(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()

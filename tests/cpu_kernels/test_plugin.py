@@ -1,0 +1,128 @@
+"""The distribution: what it is without a compiler, how the host sees it, and how a path is forced from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from cpu_kernels.building import PLUGIN, copy_of_sources, install
+from opgraft import ops
+from opgraft.ops import RMSNorm
+
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no g++ to build the kernels with")
+
+
+def python(*arguments: str, site: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process that sees the plugin."""
+    environ = {**os.environ, "PYTHONPATH": str(site), **variables}
+    return subprocess.run([sys.executable, *arguments], env=environ, capture_output=True, text=True, check=False)
+
+
+def explained(site: Path, **variables: str) -> str:
+    result = python("-m", "opgraft", "ops", "explain", "rms_norm", site=site, **variables)
+    assert result.returncode == 0, result.stderr
+    return " ".join(result.stdout.split())
+
+
+@needs_compiler
+def test_every_op_is_replaced(plugin: Path) -> None:
+    """On the CPU platform each class of the plugin is the one that is constructed, and its kernel is bound."""
+    import opgraft_cpu_kernels.ops
+
+    for replacement in opgraft_cpu_kernels.ops.REPLACEMENTS:
+        assert ops.maybe_get_oot_by_class(getattr(ops, replacement.__name__)) is replacement
+    op = RMSNorm(8)
+    assert op.decision.chosen == "RMSNorm.forward_cpu"
+    assert op.op_class is opgraft_cpu_kernels.ops.RMSNorm
+
+
+@needs_compiler
+def test_gradients_take_the_native_definition(plugin: Path) -> None:
+    """Training works: where a gradient is required the native definition runs."""
+    op, x = RMSNorm(8), torch.randn(3, 8, requires_grad=True)
+    op(x).sum().backward()
+    assert x.grad is not None
+    assert op.weight.grad is not None
+
+
+@needs_compiler
+def test_the_rest_of_the_suite_does_not_see_it() -> None:
+    """Without the fixture the plugin is not there."""
+    assert RMSNorm(8).op_class is RMSNorm
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["avx2", "scalar"])
+def test_a_path_is_forced_by_the_environment(installed: Path, path: str) -> None:
+    """The variable chooses the path before the first call."""
+    code = "import opgraft_cpu_kernels as k; print(k.path() if k.missing() is None else k.missing())"
+    result = python("-c", code, site=installed, CPU_KERNELS_PATH=path)
+    assert result.stdout.strip() == path or "those that this CPU has" in result.stdout
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_path_that_is_none(installed: Path) -> None:
+    """A path by a wrong name is no path: the kernel is not bound, and the decision names the variable."""
+    text = explained(installed, CPU_KERNELS_PATH="avx1024")
+    assert "CPU_KERNELS_PATH: path is 'avx1024', expected one of those that this CPU has" in text
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_library_for_another_torch(installed: Path, tmp_path: Path) -> None:
+    """A library is not loaded into a torch that it was not built for."""
+    site = tmp_path / "site"
+    shutil.copytree(installed, site)
+    record = site / "opgraft_cpu_kernels" / "_build.json"
+    record.write_text(json.dumps({"torch": "2.8.0", "missing": None}))
+    assert f"built for torch 2.8.0, this is {torch.__version__}" in explained(site)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [
+        ("no-such-compiler", "the C++ compiler no-such-compiler was not found"),
+        ("false", "does not compile an empty program"),
+    ],
+)
+def test_without_a_compiler(tmp_path: Path, compiler: str, reason: str) -> None:
+    """Without a compiler that works the installation succeeds; the native definition runs, and the reason is told."""
+    result = install(copy_of_sources(tmp_path / "source"), tmp_path / "site", CXX=compiler)
+    assert result.returncode == 0, result.stderr
+    text = explained(tmp_path / "site")
+    assert "op rms_norm: RMSNorm.forward_native" in text
+    assert reason in text
+    code = "import torch; from opgraft import ops, functional; x = torch.ones(2, 4); functional.silu(ops.RMSNorm(4)(x))"
+    ran = python("-c", code, site=tmp_path / "site")
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.slow
+def test_one_wheel_for_each_python(tmp_path: Path) -> None:
+    """The wheel is tagged for any Python 3 and one platform, and holds no sources."""
+    source = copy_of_sources(tmp_path / "source")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", "."]
+    environ = {**os.environ, "CXX": "no-such-compiler"}
+    subprocess.run([*command, str(source)], check=True, cwd=tmp_path, env=environ, capture_output=True)
+    [wheel] = tmp_path.glob("*.whl")
+    assert wheel.name.startswith("opgraft_cpu_kernels-0.1.0-py3-none-")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "opgraft_cpu_kernels/_build.json" in names
+    assert not [name for name in names if "csrc" in name]
+
+
+def test_sources_are_within_reach() -> None:
+    """A file of the plugin has at most 400 lines, in C++ too."""
+    for path in (PLUGIN / "src").rglob("*"):
+        if path.suffix in (".cpp", ".h", ".inc", ".py"):
+            assert len(path.read_text().splitlines()) <= 400, path

@@ -1,0 +1,114 @@
+"""The Triton kernels as compilers see them: for each launch that the host code asks for, machine code of two vendors.
+
+No GPU is needed: Triton compiles for any target, and Dynamo traces launches without making them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from opgraft.kernels.on_triton import TRITON, triton_missing
+from opgraft.specs.catalogue import SPECS
+from opgraft.specs.spec import OpSpec
+from packaging.version import Version
+
+triton = pytest.importorskip("triton", reason="Triton is not installed here; make test-triton runs these tests")
+
+from triton import knobs  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+if knobs.runtime.interpret:
+    pytest.skip("TRITON_INTERPRET is set, so that there is nothing to compile", allow_module_level=True)
+
+if Version(triton.__version__) < Version("3.7"):
+    pytest.skip("needs Triton 3.7, which brings a linker for AMD; make test-triton has it", allow_module_level=True)
+
+TARGETS = {"cubin": GPUTarget("cuda", 90, 32), "hsaco": GPUTarget("hip", "gfx942", 64)}
+CASES = [(SPECS[name], variant) for name in TRITON for variant in SPECS[name].variants]
+WIDE = 20_000
+"""Wider than what a program holds in registers."""
+
+each_case = pytest.mark.parametrize(
+    ("spec", "variant"), CASES, ids=[spec.form.name + (f"~{variant}" if variant else "") for spec, variant in CASES]
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@each_case
+def test_machine_code(spec: OpSpec, variant: str, dtype: torch.dtype, launches, on_meta) -> None:
+    """Every kernel compiles to machine code for both targets, from the signatures of its real launches."""
+    sizes = (spec.sizes[-1],) if "rotary" in spec.form.op.lower() else (spec.sizes[-1], WIDE)
+    for size in sizes:
+        arguments = on_meta(spec.arguments(variant, dtype, spec.leads[1], size))
+        TRITON[spec.form.name](**arguments)
+    of_one_vendor = arguments.get("dtype") in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+    for launch in launches:
+        for code in ("hsaco",) if of_one_vendor else TARGETS:
+            assert launch.compiled(TARGETS[code]).asm[code]
+
+
+ALIGNED = {
+    "silu": lambda x, weight: (x,),
+    "silu_and_mul": lambda x, weight: (x,),
+    "swigluoai_and_mul": lambda x, weight: (x,),
+    "rms_norm": lambda x, weight: (x, weight),
+    "fused_add_rms_norm": lambda x, weight: (x, x, weight),
+    "layer_norm": lambda x, weight: (x, weight.shape, weight, weight),
+    "rms_norm_gated": lambda x, weight: (x, weight, x),
+    "quant_fp8_dynamic": lambda x, weight: (x, (1, 128)),
+}
+
+
+@pytest.mark.parametrize("form", ALIGNED)
+@pytest.mark.parametrize("width", [4096, 8192])
+def test_memory_accesses(form: str, width: int, launches) -> None:
+    """Where rows are aligned, tensors are read 16 bytes at a time, and nothing spills from registers to memory."""
+    x = torch.empty(4096, width, dtype=torch.bfloat16, device="meta")
+    TRITON[form](*ALIGNED[form](x, x[0]))
+    code = launches[0].compiled(TARGETS["cubin"]).asm["ptx"]
+    assert "ld.global.v4.b32" in code
+    assert ".local " not in code
+
+
+def test_offsets_have_64_bits_where_tensors_need_them(launches) -> None:
+    """A tensor of more than 2³¹ elements gets sizes of 64 bits, and rows are counted in 64 bits always."""
+    x = torch.empty(2**20, 4096, dtype=torch.bfloat16, device="meta")
+    TRITON["silu"](x)
+    TRITON["rms_norm"](x)
+    elementwise, by_rows = (launch.compiled(TARGETS["cubin"]).asm["ttir"] for launch in launches)
+    assert "%width: i64" in elementwise
+    assert "arith.extsi" in by_rows
+
+
+@pytest.fixture
+def traceable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo traces launches as where there is a GPU."""
+    from opgraft.kernels import triton_launch, triton_quant
+    from torch.utils import _triton
+
+    assert triton_missing() is None
+    monkeypatch.setattr(_triton, "has_triton", lambda: True)
+    monkeypatch.setattr(triton_launch, "_launchable", lambda arguments: True)
+    monkeypatch.setattr(triton_quant, "_supported", lambda: tuple(triton_quant.NAMES.values()))
+
+
+@pytest.mark.parametrize("spec", [SPECS[name] for name in TRITON], ids=list(TRITON))
+def test_launches_are_traced(spec: OpSpec, traceable: None) -> None:
+    """Dynamo takes each launch into its graph without a break, and once for all numbers of rows."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        graphs.append(graph)
+        outputs = next(node for node in graph.graph.nodes if node.op == "output").args[0]
+        return lambda *inputs: tuple(torch.zeros(1) for _ in outputs)
+
+    torch.compiler.reset()
+    compiled = torch.compile(TRITON[spec.form.name], backend=backend, fullgraph=True, dynamic=True)
+    for rows in (6, 7, 40):
+        lead = (rows,) if "apply" not in spec.form.name else (1, rows)
+        compiled(**spec.arguments(next(iter(spec.variants)), torch.float32, lead, max(spec.sizes[:2])))
+    assert len(graphs) == 1
+    assert any("triton_kernel_wrapper" in str(node.target) for node in graphs[0].graph.nodes)

@@ -1,0 +1,94 @@
+"""The Triton kernels on a GPU: the specs' inputs, larger shapes, and offsets beyond 32 bits: ``pytest -m gpu``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import opgraft
+import pytest
+import torch
+from opgraft import functional, ops
+from opgraft.kernels.on_triton import TRITON
+from opgraft.specs import checks
+from opgraft.specs.catalogue import SPECS
+from opgraft.specs.spec import OpSpec
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed here")
+
+pytestmark = pytest.mark.gpu
+
+CASES = [(SPECS[name], variant) for name in TRITON for variant in SPECS[name].variants]
+
+each_case = pytest.mark.parametrize(
+    ("spec", "variant"), CASES, ids=[spec.form.name + (f"~{variant}" if variant else "") for spec, variant in CASES]
+)
+
+
+def on_gpu(form: str) -> checks.Implementation:
+    """The kernel on copies of its arguments on the GPU; results, and what it wrote to arguments, come back."""
+
+    def call(**arguments: Any) -> Any:
+        there = {k: v.to("cuda") if isinstance(v, Tensor) else v for k, v in arguments.items()}
+        made = TRITON[form](**there)
+        for name in SPECS[form].form.mutates:
+            arguments[name].copy_(there[name])
+        return tuple(t.cpu() for t in made) if isinstance(made, tuple) else None if made is None else made.cpu()
+
+    return call
+
+
+@each_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_values(spec: OpSpec, variant: str, dtype: torch.dtype) -> None:
+    """Each kernel computes what the reference computes in float64: small, empty and realistic inputs."""
+    checks.check_values(spec, variant, dtype, on_gpu(spec.form.name))
+
+
+@each_case
+def test_strides(spec: OpSpec, variant: str) -> None:
+    """Views with gaps between their elements, which hold NaN, give what contiguous tensors give."""
+    checks.check_strides(spec, variant, on_gpu(spec.form.name))
+
+
+@pytest.mark.parametrize("width", [4096, 5120, 16384, 16385, 50_000])
+def test_widths(width: int) -> None:
+    """Rows that a program holds in registers, and wider ones, are normalised alike."""
+    x, residual = (torch.randn(33, width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    weight = torch.randn(width, device="cuda", dtype=torch.bfloat16)
+    got = TRITON["fused_add_rms_norm"](x, residual, weight)
+    expected = functional.fused_add_rms_norm.native(x.double(), residual.double(), weight.double())
+    for ours, exact in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours.double(), exact, atol=1e-2, rtol=1.6e-2)
+
+
+@pytest.mark.parametrize("form", ["silu", "silu_and_mul", "rms_norm"])
+def test_offsets_beyond_32_bits(form: str) -> None:
+    """The last rows of a tensor of more than 2³¹ elements are as right as the first."""
+    rows = 2**31 // 4096 + 8
+    x = torch.empty(rows, 4096, device="cuda", dtype=torch.bfloat16)
+    for part in (x[:8], x[-8:]):
+        part.normal_()
+    got = TRITON[form](x)
+    for part in (slice(8), slice(-8, None)):
+        exact = SPECS[form].form.native(x[part].double())
+        torch.testing.assert_close(got[part].double(), exact, atol=1e-2, rtol=1.6e-2)
+
+
+def test_ops_are_bound_to_the_kernels() -> None:
+    """On a GPU an op and its functional form run the Triton kernel, and a compiled op computes the same."""
+    op = ops.RMSNorm(4096).to("cuda", torch.bfloat16)
+    assert op.decision.chosen == "RMSNorm.forward_cuda"
+    x = torch.randn(7, 4096, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        eager = op(x)
+        assert torch.equal(eager, functional.rms_norm(x, op.weight, op.variance_epsilon))
+        assert torch.equal(eager, torch.compile(op, fullgraph=True)(x))
+    opgraft.reset()
+
+
+def test_gradients_take_the_native_definition() -> None:
+    """Where a gradient is required, an op on a GPU is differentiable."""
+    op = ops.GemmaRMSNorm(64).to("cuda")
+    op(torch.randn(3, 64, device="cuda")).square().sum().backward()
+    assert op.weight.grad is not None

@@ -1,0 +1,25 @@
+"""The Triton kernels by Triton's interpreter, in a process that asks for it. Run by ``make test-triton``."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed here; make test-triton runs this test")
+
+INTERPRETED = Path(__file__).parents[1] / "kernels" / "test_interpreted.py"
+
+
+@pytest.mark.slow
+def test_interpreted() -> None:
+    """Every kernel computes what the specs ask for; none of these tests is skipped where Triton is installed."""
+    command = [sys.executable, "-m", "pytest", "--quiet", str(INTERPRETED)]
+    ran = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    summary = ran.stdout.strip().splitlines()[-1:]
+    assert ran.returncode == 0, ran.stdout
+    assert re.match(r"\d{3,} passed in", "".join(summary)), summary

@@ -1,0 +1,65 @@
+"""What the tests of the packed linear layer share: a record of what oneDNN is asked to do, and a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from opgraft.compat import packed_linear as onednn
+from opgraft.kernels import packed_linear
+from opgraft.ops import Linear
+from torch import Tensor, nn
+
+DTYPES = [torch.float32, *([torch.bfloat16] if onednn.missing(torch.bfloat16) is None else [])]
+TOLERANCES = {torch.float32: (1e-5, 1.3e-6), torch.bfloat16: (2e-2, 1.6e-2)}
+REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda y: y,
+    "relu": lambda y: y * (y > 0),
+    "silu": lambda y: y / (1 + torch.exp(-y)),
+    "gelu": lambda y: y * (1 + torch.erf(y / 2**0.5)) / 2,
+    "gelu_tanh": lambda y: y * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (y + 0.044715 * y**3))) / 2,
+}
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+needs_onednn = pytest.mark.skipif(bool(onednn.missing()), reason=f"packed linear: {onednn.missing()}")
+
+
+class Calls(list[str]):
+    """What oneDNN was asked to do, in order."""
+
+
+def record_calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Packing made worth it everywhere, whatever the CPU, and every call of oneDNN written down."""
+    made = Calls()
+    rows = (packed_linear.Pays(1, 1),)
+    monkeypatch.setattr(packed_linear, "_table", lambda platform: dict.fromkeys(DTYPES, rows))
+    for name in ("pack", "packed_linear", "packed_linear_add"):
+        monkeypatch.setattr(onednn, name, _noting(made, name, getattr(onednn, name)))
+    return made
+
+
+def _noting(made: Calls, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(*args: Any) -> Any:
+        made.append(name)
+        return function(*args)
+
+    return noting
+
+
+def expected(x: Tensor, op: nn.Linear, activation: str = "none", residual: Tensor | None = None) -> Tensor:
+    """In float64, from the affine map written out."""
+    y = (x.double().unsqueeze(-2) * op.weight.detach().double()).sum(-1)
+    y = REFERENCES[activation](y if op.bias is None else y + op.bias.detach().double())
+    return y if residual is None else y + residual.double()
+
+
+def check(actual: Tensor, x: Tensor, op: nn.Linear, activation: str = "none", residual: Tensor | None = None) -> None:
+    absolute, relative = TOLERANCES[actual.dtype]
+    reference = expected(x, op, activation, residual)
+    assert actual.shape == reference.shape
+    torch.testing.assert_close(actual.double(), reference, atol=absolute, rtol=relative)
+
+
+def make(size: int = 13, out: int = 7, dtype: torch.dtype = torch.float32, **options: Any) -> Linear:
+    return Linear(size, out, **options).to(dtype).requires_grad_(False)

@@ -1,0 +1,146 @@
+"""The evidence that is committed is about the forms as they are, and 'opgraft ops list' tells where it is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import opgraft
+import pytest
+import torch
+from opgraft.ops import SiluAndMul
+from opgraft.specs import evidence, sources
+from opgraft.specs.catalogue import FAMILIES, SPECS
+from opgraft.specs.evidence import Record, State
+from opgraft.specs.proof import CHECKS, SETTINGS, checks_of, expect_native, prove
+from opgraft.specs.spec import Outside
+
+RECORD = Record(("opgraft.specs.spec",), "0" * 16, ("values",), 1, ("float32",), ())
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Record]:
+    """The records of this installation, which the test may change."""
+    records = dict(evidence.recorded())
+    monkeypatch.setattr(evidence, "recorded", lambda: records)
+    return records
+
+
+def test_every_form_is_proved_as_it_is() -> None:
+    """No form is missing, none has changed since it was checked, and none is gone: 'make evidence' renews them."""
+    states = {name: evidence.state_of(name) for name in SPECS}
+    stale = sorted(f"{name}: {state.value}" for name, state in states.items() if state is not State.CURRENT)
+    assert stale == [], "renew them by 'make evidence'"
+    assert set(evidence.recorded()) == set(SPECS), "renew it by 'make evidence'"
+
+
+def test_the_evidence_says_what_the_specs_say() -> None:
+    """Checks, variants, dtypes and outside implementations of each record are those of the form's spec."""
+    family_of = {spec.form.name: family.__name__ for family in FAMILIES for spec in family.SPECS}
+    for name, record in evidence.recorded().items():
+        spec = SPECS[name]
+        assert record.sources == (spec.form.native.__module__, family_of[name])
+        assert record.checks == (*checks_of(spec), *(["outside"] if spec.outside else []))
+        assert (record.variants, set(record.dtypes)) == (len(spec.variants), {str(t)[6:] for t in spec.dtypes})
+        assert set(record.outside) == {outside.name for outside in spec.outside}
+
+
+def test_the_file_is_what_its_writer_writes() -> None:
+    """Byte for byte, so that renewing one form changes one line."""
+    text = evidence.FILE.read_bytes().decode()
+    assert evidence.written(evidence.read(text)) == text
+    assert str(Path.home()) not in text
+
+
+def test_writing_and_reading() -> None:
+    """What was written is read back, whatever the order in which it was proved."""
+    records = {"b_form": RECORD, "a_form": dataclasses.replace(RECORD, outside=("torch.nn.functional.silu",))}
+    text = evidence.written(records)
+    assert evidence.read(text) == records
+    assert list(json.loads(text)["forms"]) == ["a_form", "b_form"]
+
+
+def test_the_digest_is_of_the_source_without_its_line_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another ending of lines gives the same digest, another text another one; no source gives none."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    digests = []
+    for name, text in {"opg_unix": b"a = 1\n", "opg_dos": b"a = 1\r\n", "opg_other": b"a = 2\n"}.items():
+        (tmp_path / f"{name}.py").write_bytes(text)
+        digests.append(sources.digest_of((name,)))
+    assert digests[0] == digests[1] != digests[2]
+    assert sources.digest_of(("sys",)) is None
+    assert sources.digest_of(("opg_nowhere",)) is None
+
+
+@pytest.mark.parametrize(
+    ("module", "counts"),
+    [
+        ("opgraft.ops.layernorm", True),
+        ("opgraft.definitions.layernorm", True),
+        ("opgraft.definitions.precision", True),
+        ("opgraft.definitions.form", True),
+        ("opgraft.specs.layernorm", True),
+        ("opgraft.specs.spec", True),
+        ("opgraft.specs.checks", True),
+        ("opgraft.specs.proof", True),
+        ("opgraft.ops.conv", False),
+        ("opgraft.definitions.rotary", False),
+        ("opgraft.specs.rotary", False),
+        ("opgraft.ops", False),
+        ("opgraft.functional", False),
+    ],
+)
+def test_the_digest_is_of_all_that_a_proof_is_made_of(
+    module: str, counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change of the module, of the spec, of a check or of what they import makes a proof one of something else."""
+    known, before = sources.source_of, sources.digest_of(evidence.recorded()["rms_norm"].sources)
+    monkeypatch.setattr(sources, "source_of", lambda name: (known(name) or "") + "\n# other" * (name == module))
+    changed = sources.digest_of(evidence.recorded()["rms_norm"].sources) != before
+    assert changed is counts
+
+
+def test_the_classes_that_specs_build_count() -> None:
+    """The digest of each form is of the module whose class stands for it, and of its spec and definition."""
+    for name, spec in SPECS.items():
+        made_of = set(sources.made_of(evidence.recorded()[name].sources))
+        assert spec.form.native.__module__ in made_of
+        if spec.module:
+            op, _ = spec.module(
+                **spec.arguments(next(iter(spec.variants)), spec.dtypes[0], spec.leads[0], spec.sizes[0])
+            )
+            assert type(op).__module__ in made_of
+
+
+def test_only_native_definitions_are_proved() -> None:
+    """Whatever kernels there are, the settings of a proof leave the native definition; without them it is refused."""
+    spec = SPECS["silu_and_mul"]
+    with opgraft.set_config(SETTINGS):
+        SiluAndMul.register_oot(type("Fast", (SiluAndMul,), {"forward_oot": lambda self, x: x}))
+        expect_native(spec)
+        settings = dataclasses.replace(SETTINGS, compilation_config=opgraft.CompilationConfig(custom_ops=("all",)))
+        with opgraft.set_config(settings), pytest.raises(AssertionError, match=r"runs Fast\.forward_oot here"):
+            expect_native(spec)
+
+
+def test_proving_a_form_yields_its_record() -> None:
+    """What is proved here and now is what the file says."""
+    record = prove(SPECS["silu_and_mul"], "opgraft.specs.activation")
+    assert record.checks == (*CHECKS, "outside")
+    assert record == evidence.recorded()["silu_and_mul"]
+
+
+def test_a_wrong_form_is_not_proved() -> None:
+    """A form that differs from its reference in one dtype only gets no record."""
+    spec = SPECS["relu2"]
+    wrong = dataclasses.replace(spec, reference=lambda x: torch.relu(x) ** 2 + 0.1)
+    with pytest.raises(AssertionError, match="not close"):
+        prove(wrong, "opgraft.specs.activation")
+
+
+def test_outside_implementations_that_never_compare_are_no_evidence() -> None:
+    """One that steps aside in every variant fails the proof."""
+    idle = dataclasses.replace(SPECS["relu2"], outside=(Outside("torch.idle", lambda x: None),))
+    with pytest.raises(AssertionError, match=r"never compared with \['torch.idle'\]"):
+        prove(idle, "opgraft.specs.activation")

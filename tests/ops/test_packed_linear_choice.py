@@ -1,0 +1,200 @@
+"""When the linear layer packs: where it pays, and where nothing needs to see through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import opgraft
+import pytest
+import torch
+from opgraft.compat import packed_linear as onednn
+from opgraft.definitions.linear import linear
+from opgraft.kernels import packed_linear
+from opgraft.ops import Linear
+from ops.packing import DTYPES, Calls, check, each_dtype, make, needs_onednn, record_calls
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+pytestmark = needs_onednn
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return record_calls(monkeypatch)
+
+
+def _in_autocast(op: nn.Linear, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return op(x)
+
+
+def _with_a_counter(op: nn.Linear, x: Tensor) -> Tensor:
+    with FlopCounterMode(display=False) as counter:
+        y = op(x)
+    assert counter.get_total_flops() == 2 * x.numel() * op.out_features
+    return y
+
+
+def _without_onednn(op: nn.Linear, x: Tensor) -> Tensor:
+    with torch.backends.mkldnn.flags(enabled=False):
+        return op(x)
+
+
+def _strided_weight(op: nn.Linear, x: Tensor) -> Tensor:
+    op.weight = nn.Parameter(op.weight.repeat(1, 2)[:, :13], requires_grad=False)
+    return op(x)
+
+
+def _computed_weight(op: nn.Linear, x: Tensor) -> Tensor:
+    return torch.func.functional_call(op, {"weight": op.weight * 2}, (x,))
+
+
+def _created_for_inference(op: nn.Linear, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        op.weight = nn.Parameter(torch.randn(7, 13), requires_grad=False)
+        return op(x).clone()
+
+
+PLAIN: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
+    "autocast": _in_autocast,
+    "torch.func.vmap": lambda op, x: torch.func.vmap(op)(x),
+    "torch.func.jvp": lambda op, x: torch.func.jvp(op, (x,), (x,))[1] + op.bias,
+    "a FLOP counter": _with_a_counter,
+    "oneDNN switched off": _without_onednn,
+    "a strided weight": _strided_weight,
+    "a computed weight": _computed_weight,
+    "a weight made in inference mode": _created_for_inference,
+    "a parameter as input": lambda op, x: op(nn.Parameter(x, requires_grad=False)),
+    "torch.export": lambda op, x: torch.export.export(op, (x,)).module()(x),
+    "torch.fx": lambda op, x: torch.fx.symbolic_trace(nn.Sequential(op))(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated", "ignore:TF32 acceleration")
+@pytest.mark.parametrize("situation", PLAIN)
+def test_where_the_plain_linear_runs(calls: Calls, situation: str) -> None:
+    """What must see through the op, or cannot be packed, gets torch's linear with its result."""
+    op, x = make(), torch.randn(3, 13)
+    op(x)
+    calls.clear()
+    y = PLAIN[situation](op, x)
+    factor = 2 if situation == "a computed weight" else 1
+    reference = F.linear(x, factor * op.weight, op.bias)
+    torch.testing.assert_close(y, reference.to(y.dtype), atol=2e-2 if y.dtype == torch.bfloat16 else 1e-5, rtol=1e-2)
+    assert "packed_linear" not in calls
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own import
+def test_forward_mode_differentiation(calls: Calls) -> None:
+    """Tangents are not dropped."""
+    op, x, tangent = make(), torch.randn(3, 13), torch.randn(3, 13)
+    op(x)
+    with torch.autograd.forward_ad.dual_level():
+        y = op(torch.autograd.forward_ad.make_dual(x, tangent))
+        found = torch.autograd.forward_ad.unpack_dual(y).tangent
+    assert found is not None
+    torch.testing.assert_close(found, tangent @ op.weight.t())
+
+
+@each_dtype
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_under_compilation(calls: Calls, dtype: torch.dtype, mode: Callable[[], Any]) -> None:
+    """One graph serves every number of rows, sees a changed weight, and packs while it runs."""
+    op = make(dtype=dtype, activation="silu")
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    with mode():
+        compiled = torch.compile(op, backend=backend, fullgraph=True, dynamic=True)
+        for rows in (3, 8, 5):
+            x, residual = torch.randn(rows, 13).to(dtype), torch.randn(rows, 7).to(dtype)
+            check(compiled(x, residual), x, op, "silu", residual)
+            with torch.no_grad():
+                op.weight.mul_(-1.5)
+    assert len(graphs) == 1
+    assert calls.count("packed_linear") == calls.count("pack") == 3
+
+
+def test_compiled_training(calls: Calls) -> None:
+    """Compiled code that requires gradients has those of the definition."""
+    op, x = Linear(13, 7), torch.randn(3, 13)
+    y = torch.compile(op, backend="aot_eager", fullgraph=True)(x)
+    (gradient,) = torch.autograd.grad(y.square().sum(), op.weight)
+    (reference,) = torch.autograd.grad(F.linear(x, op.weight, op.bias).square().sum(), op.weight)
+    torch.testing.assert_close(gradient, reference)
+    assert calls == []
+
+
+@each_dtype
+def test_the_operator_keeps_its_promises(calls: Calls, dtype: torch.dtype) -> None:
+    """torch's own checks of a registered operator find nothing: schema, fake rule, dynamic shapes."""
+    op = make(dtype=dtype)
+    arguments = (torch.randn(5, 13).to(dtype), op.weight, op.bias, "gelu", torch.randn(5, 7).to(dtype))
+    torch.library.opcheck(torch.ops.opgraft.packed_linear.default, arguments)
+
+
+FP16 = ("avx2", "avx512_bf16", "avx512_fp16", "amx_tile")
+BF16 = ("avx2", "avx512_bf16")
+
+
+@pytest.mark.parametrize(
+    ("features", "shape", "dtype", "activation", "rows"),
+    [
+        (FP16, (1024, 1024), torch.float32, "none", (4, 256)),
+        (FP16, (1024, 1024), torch.float32, "silu", (4, 2048)),
+        (FP16, (4096, 2048), torch.float32, "silu", (4, 256)),
+        (FP16, (512, 512), torch.float32, "none", (16, 256)),
+        (FP16, (384, 384), torch.float32, "none", None),
+        (BF16, (1024, 1024), torch.float32, "none", (1, 2048)),
+        (BF16, (384, 384), torch.float32, "none", (16, 2048)),
+        (BF16, (128, 128), torch.float32, "none", None),
+        (("avx2",), (1024, 1024), torch.float32, "none", (4, 256)),
+        (("asimd", "bf16"), (1024, 1024), torch.float32, "none", None),
+        *([(BF16, (128, 128), torch.bfloat16, "none", (1, 2048))] if torch.bfloat16 in DTYPES else []),
+    ],
+)
+def test_the_table_decides(
+    monkeypatch: pytest.MonkeyPatch,
+    features: tuple[str, ...],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    activation: str,
+    rows: tuple[int, int] | None,
+) -> None:
+    """By instruction set, size, dtype, rows and activation: packed from the first to the last number of rows only."""
+    capability = opgraft.current_platform().capability()
+    seen = opgraft.DeviceCapability(capability.name, capability.dtypes, features=features)
+    monkeypatch.setattr(type(opgraft.current_platform()), "capability", lambda self, index=0: seen)
+    packed_linear._table.cache_clear()
+    packed: list[int] = []
+    real = onednn.packed_linear
+    monkeypatch.setattr(onednn, "packed_linear", lambda x, *rest: packed.append(len(x)) or real(x, *rest))
+    weight = nn.Parameter(torch.randn(shape).to(dtype), requires_grad=False)
+    tried = [1, 3, 4, 15, 16, 256, 257, 2048]
+    for count in tried:
+        packed_linear.linear(torch.randn(count, shape[1]).to(dtype), weight, None, activation)
+    packed_linear._table.cache_clear()
+    assert packed == [count for count in tried if rows and rows[0] <= count <= rows[1]]
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where oneDNN or its operators are absent the plain definition is bound, and the decision says why."""
+    monkeypatch.setattr(onednn, "missing", lambda dtype=torch.float32: "torch was built without oneDNN")
+    opgraft.reset()
+    op = Linear(13, 7)
+    assert op.decision.chosen == "Linear.forward_native"
+    assert "packed linear unavailable: torch was built without oneDNN" in str(op.decision)
+    x = torch.randn(3, 13)
+    assert torch.equal(op(x), F.linear(x, op.weight, op.bias))
+
+
+def test_the_form_runs_the_kernel(calls: Calls) -> None:
+    """``linear`` as a function packs too."""
+    op, x = make(), torch.randn(3, 13)
+    check(linear(x, op.weight, op.bias, "relu"), x, op, "relu")
+    assert calls == ["pack", "packed_linear"]
