@@ -8,27 +8,36 @@ BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 TOY_NPU := reference_plugins/opgraft-toy-npu
-SOURCES := $(sort $(shell find core platforms plugins -name '*.py' -o -name py.typed))
-TOY_NPU_SOURCES := $(TOY_NPU)/pyproject.toml $(sort $(shell find $(TOY_NPU)/src -name '*.py' -o -name py.typed))
+CPU_KERNELS := reference_plugins/opgraft-cpu-kernels
+SOURCES := $(sort $(shell find core platforms plugins -name '*.py' -o -name py.typed -o -name evidence.json))
+PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -o -path '*/src/*' -type f \
+	-not -name '*.pyc' -not -name '*.so' -not -path '*.egg-info/*') $(wildcard $(CPU_KERNELS)/setup.py))
 
 # The installed demonstration: see .demo/installed below.
 OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-xla test-ipex check bench docs clean FORCE
+.PHONY: help run test test-xla test-ipex test-triton check evidence op-pages bench bench-ops bench-gpu bench-models bench-ipex docs clean FORCE
 
 help:
 	@echo "make run    the demonstration: a real sentence encoder on the CPU, then on a simulated NPU from a plugin"
 	@echo "make test   all tests"
 	@echo "make test-xla   the TPU platform on torch_xla, and the core on torch 2.9 (the first time 8 GB)"
 	@echo "make test-ipex  the plugin for Intel's extension, and the core on torch 2.8 (the first time 8 GB)"
+	@echo "make test-triton  the kernels for GPUs, interpreted and compiled, and the core beside Triton (the first time 2 GB)"
 	@echo "make check  lint, formatting, strict types"
+	@echo "make evidence   prove every op, and write down what was proved; FORMS='rms_norm ...' renews those only"
+	@echo "make op-pages   the generated pages of the op reference, from what the code and the evidence say"
 	@echo "make bench  what the mechanism costs, against its limits"
+	@echo "make bench-ops     what the CPU kernels gain, op by op: table, JSON and plot in build/bench-ops"
+	@echo "make bench-gpu     what the Triton kernels reach on a GPU: table, and JSON in build/bench-gpu.json"
+	@echo "make bench-models  what they gain on an encoder and a causal model, whole processes"
+	@echo "make bench-ipex    the CPU kernels against Intel's extension, in its environment (8 GB)"
 	@echo "make docs   the documentation, into site/"
 	@echo "make clean  remove everything that these targets made"
 
 run: .demo/installed
-	@printf '\n==> On the CPU: the plugin is installed, its device is absent\n\n'
+	@printf '\n==> On the CPU, with its kernels; the NPU that the other plugin is for is absent\n\n'
 	env -u TOY_NPU_DEVICE $(OPGRAFT) detect
 	env -u TOY_NPU_DEVICE $(OPGRAFT) run minilm --input examples/sentences.txt --compare
 	@printf '\n==> On the toy NPU: the same commands, with the device present\n\n'
@@ -45,15 +54,39 @@ test-xla:
 test-ipex:
 	PYTHON=$(PYTHON) tools/lane.sh ipex
 
+test-triton:
+	PYTHON=$(PYTHON) tools/lane.sh triton
+
 check: .venv/opgraft
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p opgraft
-	$(BIN)/mypy benchmarks $(TOY_NPU)/src reference_plugins/opgraft-pallas/src reference_plugins/opgraft-ipex/src
+	$(BIN)/mypy benchmarks tools $(TOY_NPU)/src reference_plugins/opgraft-pallas/src reference_plugins/opgraft-ipex/src
+
+evidence: .venv/opgraft
+	OMP_NUM_THREADS=1 $(BIN)/python tools/evidence.py $(FORMS)
+
+op-pages: .venv/opgraft
+	$(BIN)/python tools/op_pages.py
 
 bench: .venv/opgraft
 	$(BIN)/python benchmarks/mechanism.py
 	$(BIN)/python benchmarks/detection.py
+
+# What kernels gain: of the installed demonstration, as an editable install would measure the same and need a build.
+bench-ops: .demo/installed .venv/bench
+	PYTHONPATH=$(CURDIR)/.demo OPGRAFT_PLUGINS=cpu_kernels $(BIN)/python benchmarks/ops.py
+
+# On a machine with a GPU; BENCH_PYTHON is a Python that has opgraft beside the torch and Triton of that GPU.
+BENCH_PYTHON ?= $(BIN)/python
+bench-gpu: $(if $(filter $(BIN)/python,$(BENCH_PYTHON)),.venv/opgraft)
+	$(BENCH_PYTHON) benchmarks/gpu.py
+
+bench-ipex:
+	PYTHON=$(PYTHON) tools/lane.sh ipex bench
+
+bench-models: .demo/installed
+	PYTHONPATH=$(CURDIR)/.demo $(BIN)/python benchmarks/models.py
 
 docs: .venv/docs
 	$(BIN)/mkdocs build --strict
@@ -79,6 +112,10 @@ clean:
 .venv/sources: .venv/base FORCE
 	@echo $(SOURCES) | tr ' ' '\n' | cmp --silent - $@ || echo $(SOURCES) | tr ' ' '\n' > $@
 
+.venv/bench: .venv/base constraints.txt
+	$(INSTALL) matplotlib
+	touch $@
+
 .venv/docs: .venv/base constraints.txt
 	$(INSTALL) mkdocs-material
 	touch $@
@@ -86,8 +123,8 @@ clean:
 # The demonstration runs what a user gets: wheels, built and installed. They lie in a folder of their own, in front of
 # .venv on the path. In .venv they would take the place of the editable install, and every test would see the toy NPU;
 # a second virtual environment would hold a second copy of torch.
-.demo/installed: .venv/opgraft $(SOURCES) $(TOY_NPU_SOURCES)
-	rm -rf .demo build/lib build/bdist.* $(TOY_NPU)/build
-	$(INSTALL) --no-build-isolation --no-deps --target .demo . ./$(TOY_NPU)
-	rm -rf $(TOY_NPU)/build $(TOY_NPU)/src/*.egg-info
+.demo/installed: .venv/opgraft $(SOURCES) $(PLUGIN_SOURCES)
+	rm -rf .demo build/lib build/bdist.* $(TOY_NPU)/build $(CPU_KERNELS)/build
+	$(INSTALL) --no-build-isolation --no-deps --target .demo . ./$(TOY_NPU) ./$(CPU_KERNELS)
+	rm -rf $(TOY_NPU)/build $(TOY_NPU)/src/*.egg-info $(CPU_KERNELS)/build $(CPU_KERNELS)/src/*.egg-info
 	touch $@

@@ -12,12 +12,13 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import opgraft
 import torch
-from opgraft.ops import RMSNorm
-from timing import Row, ratio, report
+from opgraft import functional
+from opgraft.ops import ReLUSquaredActivation, RMSNorm
+from timing import Row, difference, ratio, report
 from torch import nn
 
 WIDTH = 4
@@ -64,6 +65,35 @@ def calls() -> list[Row]:
     return [
         ratio(f"call {name} / plain module", 1.02, partial(op, x), partial(plain, x), number=10_000, rounds=41)
         for name, op in (("op", Scale(WIDTH)), ("replaced op", ReplacedScale(WIDTH)))
+    ]
+
+
+def square(x: torch.Tensor) -> torch.Tensor:
+    return x * x
+
+
+@opgraft.CustomOp.register_oot("ReLUSquaredActivation")
+class OotSquare(ReLUSquaredActivation):
+    """A kernel without a backward: the form must look whether a gradient is required."""
+
+    @opgraft.inference_only
+    def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
+        return square(x)
+
+    functional_oot: ClassVar[dict[str, Callable[..., torch.Tensor]]] = {"relu2": square}
+
+
+def functional_calls() -> list[Row]:
+    """Forms over the function that they reach: a native definition, and a replacement's kernel behind a guard."""
+    x = torch.ones(WIDTH)
+    if not torch.equal(functional.relu2(-x), x):
+        raise RuntimeError("the replacement is not in force: these figures would not be those of a replaced op")
+    sides = [("silu", functional.silu, functional.silu.native), ("replaced relu2", functional.relu2, square)]
+    return [
+        difference(
+            f"call form {name} - its kernel, µs", 1.0, partial(f, x), partial(kernel, x), number=10_000, rounds=41
+        )
+        for name, f, kernel in sides
     ]
 
 
@@ -120,7 +150,7 @@ def compilation() -> list[Row]:
 def measure() -> list[Row]:
     torch.set_num_threads(1)
     with torch.inference_mode():
-        rows = calls()
+        rows = [*calls(), *functional_calls()]
     return [*rows, *constructions(), *start_up(), *compilation()]
 
 

@@ -22,23 +22,23 @@ class Row:
     Attributes:
         name: what was compared with what.
         measured: a ratio, or a count.
-        limit: the highest value that is fine.
+        limit: the highest value that is fine; ``None`` where any is.
         detail: the absolute figures behind it, in words.
     """
 
     name: str
     measured: float
-    limit: float
+    limit: float | None
     detail: str
 
     @property
     def ok(self) -> bool:
-        return self.measured <= self.limit
+        return self.limit is None or self.measured <= self.limit
 
 
 def ratio(
     name: str,
-    limit: float,
+    limit: float | None,
     subject: Callable[[], object],
     baseline: Callable[[], object],
     *,
@@ -53,6 +53,23 @@ def ratio(
     pairs = [_round(subject, baseline, number, swap=bool(index % 2)) for index in range(rounds + 1)][1:]
     subject_time, baseline_time = (statistics.median(side) for side in zip(*pairs, strict=True))
     measured = statistics.median(ours / theirs for ours, theirs in pairs)
+    detail = f"{_seconds(subject_time)} over {_seconds(baseline_time)}, {rounds} rounds of {number}"
+    return Row(name, round(measured, 4), limit, detail)
+
+
+def difference(
+    name: str,
+    limit: float | None,
+    subject: Callable[[], object],
+    baseline: Callable[[], object],
+    *,
+    number: int,
+    rounds: int,
+) -> Row:
+    """How many microseconds longer ``subject`` takes than ``baseline``: the median over rounds, as for a ratio."""
+    pairs = [_round(subject, baseline, number, swap=bool(index % 2)) for index in range(rounds + 1)][1:]
+    subject_time, baseline_time = (statistics.median(side) for side in zip(*pairs, strict=True))
+    measured = statistics.median(ours - theirs for ours, theirs in pairs) * 1e6
     detail = f"{_seconds(subject_time)} over {_seconds(baseline_time)}, {rounds} rounds of {number}"
     return Row(name, round(measured, 4), limit, detail)
 
@@ -117,8 +134,8 @@ def report(description: str, measure: Callable[[], Sequence[Row]]) -> None:
 def print_table(rows: Sequence[Row]) -> None:
     width = max(len(row.name) for row in rows)
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
-    print(f"{'':{width}}  measured  limit")
+    print(f"{'':{width}}  measured   limit")
     for row in rows:
-        print(
-            f"{row.name:{width}}  {row.measured:8.4g}  {row.limit:5.4g}  {'ok' if row.ok else 'over':4}  {row.detail}"
-        )
+        limit = "" if row.limit is None else f"{row.limit:.4g}"
+        verdict = "" if row.limit is None else "ok" if row.ok else "over"
+        print(f"{row.name:{width}}  {row.measured:8.4g}  {limit:>6}  {verdict:4}  {row.detail}")

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Test opgraft on a stack that cannot share an environment with the main one: tools/lane.sh xla|ipex
+# Test opgraft on a stack that cannot share an environment with the main one: tools/lane.sh xla|ipex|triton
+# With "bench" behind the name, run benchmarks/<lane>.py there instead, with the CPU kernels built for its torch.
 #
 # The environment lies in the user's cache, keyed by what it is made of, because building it takes gigabytes and minutes.
 # Runs of one lane wait for each other: each installs the opgraft of its own checkout into that environment.
@@ -22,7 +23,7 @@ install() {
 }
 
 if [ ! -f "$environment/complete" ]; then
-    echo "==> Building the $lane environment, 7 to 8 GB, in $environment"
+    echo "==> Building the $lane environment, gigabytes, in $environment"
     "$python" -m venv --clear "$environment"
     install setuptools torch # the build of opgraft needs the first; nothing else has a say in which torch is taken
     install --requirement "$wanted"
@@ -34,6 +35,13 @@ copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT
 cp -R core platforms plugins pyproject.toml README.md LICENSE "$copy"
 install --no-build-isolation "$copy[demo,test]"
+
+if [ "${2:-test}" = bench ]; then
+    cp -R reference_plugins/opgraft-cpu-kernels "$copy/kernels"
+    install --no-build-isolation --no-deps --target "$copy/installed" "$copy/kernels"
+    PYTHONPATH=$copy/installed OPGRAFT_PLUGINS=cpu_kernels "$environment/bin/python" "benchmarks/$lane.py"
+    exit
+fi
 
 export OMP_NUM_THREADS=1
 pytest=("$environment/bin/python" -m pytest)

@@ -1,0 +1,228 @@
+"""What the ops' kernels gain on this machine: against torch eager, torch.compile and the speed of a copy.
+
+Every op's functional form, bound to the best kernel that is installed, over its native definition in plain PyTorch: run
+eagerly, and compiled for the very shapes. The linear layer is measured over torch's. Fractions of the roofline are
+those of the speed of a copy of as many bytes, measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import opgraft
+import torch
+from opgraft import functional
+from opgraft.definitions.form import binding_of
+from opgraft.specs.catalogue import SPECS
+from opgraft.specs.spec import Draw, OpSpec
+from timing import Row, machine, print_table, ratio
+
+NORMS = ("rms_norm", "fused_add_rms_norm", "gemma_rms_norm", "layer_norm")
+ACTIVATIONS = ("silu_and_mul", "gelu_and_mul", "gelu", "gelu_tanh", "silu", "quick_gelu")
+OTHERS = ("rms_norm_gated", "rotary_embedding", "quant_fp8_dynamic")
+GROUPS = {"norm": NORMS, "activation": ACTIVATIONS, "other": OTHERS}
+TOKENS = (1, 16, 512, 2048)
+WIDTHS = (4096, 8192)
+DTYPES = (torch.float32, torch.bfloat16)
+ROUNDS = 7
+SECONDS = 0.02
+"""How long one side of a round takes, about."""
+
+EAGER_LIMITS = {("norm", 1): 1 / 3, ("norm", 512): 1 / 3, ("norm", 2048): 1 / 3}
+EAGER_LIMITS |= {("activation", 512): 1 / 2, ("activation", 2048): 1 / 2}
+COMPILED_LIMITS = {
+    (group, tokens): limit
+    for group in ("norm", "activation")
+    for tokens, limit in ((1, 1 / 5), (512, 1 / 1.5), (2048, 1 / 1.15))
+}
+COPY_LIMIT = 1 / 0.7
+
+HEAD_SIZE = 128
+LINEAR_ROWS = (1, 16, 64, 512, 2048)
+LINEAR_SHAPES = ((384, 384), (384, 1536), (1024, 1024), (4096, 4096), (8192, 8192))
+LINEAR_LIMIT = 1.05
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One op on one shape.
+
+    Attributes:
+        seconds: of a call of the kernel.
+        roofline: the fraction of the speed of a copy that the kernel reaches.
+    """
+
+    op: str
+    kernel: str
+    tokens: int
+    width: int
+    dtype: str
+    seconds: float
+    roofline: float
+
+
+def arguments_of(spec: OpSpec, tokens: int, width: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Realistic arguments; of gated activations ``width`` is that of the result, of rotary that of query and key."""
+    draw = Draw((spec.form.name, tokens, width), dtype)
+    if spec.form.name == "rotary_embedding":
+        angles = draw(tokens, HEAD_SIZE // 2).double()
+        table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
+        query, key = draw(tokens, width), draw(tokens, width)
+        positions = torch.arange(tokens)
+        return {"positions": positions, "query": query, "key": key, "head_size": HEAD_SIZE, "cos_sin_cache": table}
+    arguments = spec.inputs(draw, (tokens,), width)
+    return {**arguments, "group_shape": (1, -1)} if "group_shape" in arguments else arguments
+
+
+def measure(group: str, name: str, tokens: int, width: int, dtype: torch.dtype) -> tuple[Cell, list[Row]]:
+    spec = SPECS[name]
+    arguments = arguments_of(spec, tokens, width, dtype)
+    ordered = tuple(arguments.values())
+    kernel, native = partial(spec.form, *ordered), partial(spec.form.native, *ordered)
+    torch.compiler.reset()
+    compiled = partial(torch.compile(spec.form.native, dynamic=False), *ordered)  # for the very shapes: its best case
+    label = f"{name} {tokens}x{width} {str(dtype).removeprefix('torch.')}"
+    compare = partial(compared, kernel)
+    rows = [
+        compare(f"{label} / eager", EAGER_LIMITS.get((group, tokens)), native),
+        compare(f"{label} / compiled", COMPILED_LIMITS.get((group, tokens)), compiled),
+    ]
+    seconds, copy_seconds = paired(kernel, copy_of(spec.traffic(arguments)))
+    binding = binding_of(spec.form).kernel.winner
+    dtype_name = str(dtype).removeprefix("torch.")
+    cell = Cell(name, str(binding), tokens, width, dtype_name, seconds, copy_seconds / seconds)
+    return cell, rows
+
+
+def copy_of(traffic: int) -> Callable[[], object]:
+    """A copy that moves ``traffic`` bytes, reading and writing together, into memory that exists."""
+    source = torch.ones(max(traffic // 2, 64), dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return partial(target.copy_, source)
+
+
+def repetitions(call: Callable[[], object]) -> int:
+    call()
+    start = time.perf_counter()
+    call()
+    return max(1, int(SECONDS / max(time.perf_counter() - start, 1e-7)))
+
+
+def compared(
+    kernel: Callable[[], object], name: str, limit: float | None, baseline: Callable[[], object], rounds: int = ROUNDS
+) -> Row:
+    return ratio(name, limit, kernel, baseline, number=repetitions(baseline), rounds=rounds)
+
+
+def paired(first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:
+    """Seconds per call of either, the medians of interleaved rounds."""
+    numbers = repetitions(first), repetitions(second)
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for _ in range(ROUNDS):
+        for call, number, found in zip((first, second), numbers, seconds, strict=True):
+            start = time.perf_counter()
+            for _ in range(number):
+                call()
+            found.append((time.perf_counter() - start) / number)
+    return statistics.median(seconds[0]), statistics.median(seconds[1])
+
+
+def into_existing_memory() -> Iterator[Row]:
+    """The norm written to memory that exists, over a copy of its input: no fresh memory, so no page faults."""
+    for dtype in DTYPES:
+        for width in WIDTHS:
+            for tokens in (512, 2048):
+                x, weight = torch.randn(tokens, width).to(dtype), torch.ones(width).to(dtype)
+                out = torch.empty_like(x)
+                call = partial(torch.ops.opgraft_cpu_kernels.rms_norm_out, x, out, weight)
+                name = f"rms_norm_out {tokens}x{width} {str(dtype).removeprefix('torch.')} / copy"
+                yield compared(call, name, COPY_LIMIT, partial(torch.empty_like(x).copy_, x))
+
+
+def linears() -> Iterator[Row]:
+    """The linear form over torch's, for weights that are parameters."""
+    for dtype in DTYPES:
+        for inputs, outputs in LINEAR_SHAPES:
+            weight = torch.nn.Parameter(torch.randn(outputs, inputs, dtype=dtype), requires_grad=False)
+            bias = torch.randn(outputs, dtype=dtype)
+            for rows in LINEAR_ROWS:
+                x = torch.randn(rows, inputs, dtype=dtype)
+                name = f"linear {rows}x{inputs}x{outputs} {str(dtype).removeprefix('torch.')} / torch"
+                torch_linear = partial(torch.nn.functional.linear, x, weight, bias)
+                ours, limit = partial(functional.linear, x, weight, bias), linear_limit(rows, inputs, dtype)
+                yield compared(ours, name, limit, torch_linear)
+
+
+def linear_limit(rows: int, width: int, dtype: torch.dtype) -> float:
+    """On the CPUs that the figures are for a gain, on all others no loss."""
+    if not machine()["cpu"].startswith("AMD"):
+        return LINEAR_LIMIT
+    if dtype == torch.float32 and rows >= 64:
+        return 1 / 2
+    return 1 / 3 if dtype == torch.bfloat16 and (rows, width) == (1, 4096) else LINEAR_LIMIT
+
+
+def plot(cells: list[Cell], file: Path) -> None:
+    """Bars: the fraction of the roofline that each op reaches at 2,048 tokens, by width and dtype."""
+    from matplotlib import pyplot  # only this needs it
+
+    shown = [cell for cell in cells if cell.tokens == max(TOKENS)]
+    labels = [f"{cell.op} {cell.width} {cell.dtype}" for cell in shown]
+    figure, axes = pyplot.subplots(figsize=(9, 0.22 * len(shown) + 1.5))
+    axes.barh(labels, [cell.roofline for cell in shown])
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"fraction of a copy's speed, {max(TOKENS)} tokens, fresh output\n{machine()['cpu']}")
+    figure.tight_layout()
+    figure.savefig(file)
+
+
+def run(names: set[str]) -> tuple[list[Cell], list[Row]]:
+    cells, rows = [], []
+    grid = [(g, n, t, w, d) for g, ns in GROUPS.items() for n in ns for w in WIDTHS for d in DTYPES for t in TOKENS]
+    for group, name, tokens, width, dtype in grid:
+        if not names or name in names:
+            cell, found = measure(group, name, tokens, width, dtype)
+            cells.append(cell)
+            rows += found
+            print(f"measured {name} {tokens}x{width} {dtype}", flush=True)
+    return cells, rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "ops", nargs="*", help=f"of {', '.join((*NORMS, *ACTIVATIONS, *OTHERS))}, linear; all if none is named"
+    )
+    parser.add_argument("--output", type=Path, default=Path("build/bench-ops"), help="folder of table, JSON and plot")
+    arguments = parser.parse_args()
+    names = set(arguments.ops)
+    opgraft.load_plugins()
+    with torch.inference_mode():
+        cells, rows = run(names)
+        if not names:
+            rows += into_existing_memory()
+        if not names or "linear" in names:
+            rows += linears()
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    data = {"schema": 1, "machine": machine(), "cells": [asdict(c) for c in cells], "rows": [asdict(r) for r in rows]}
+    (arguments.output / "ops.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    print_table(rows)
+    for cell in cells:
+        size = f"{cell.tokens}x{cell.width} {cell.dtype}"
+        print(f"{cell.op:20} {size:20} {cell.roofline:5.2f} of a copy's speed  {cell.kernel}")
+    if cells:
+        plot(cells, arguments.output / "roofline.svg")
+    raise SystemExit(0 if all(row.ok for row in rows) else 1)
+
+
+if __name__ == "__main__":
+    main()
