@@ -5,7 +5,7 @@ The extension's rotary embedding writes to its arguments, so ours in place is wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -31,7 +31,7 @@ def rows(tokens: int, dtype: torch.dtype) -> Iterator[Row]:
     angles = torch.rand(POSITIONS, HEAD_SIZE // 2)  # a rotation, so that numbers stay as large as they are
     table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
     cos, sin = (t.contiguous() for t in table[positions].chunk(2, -1))
-    sides = {
+    sides: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         "rms_norm": (partial(functional.rms_norm, x, weight, 1e-6), partial(ipex.rms_norm, x, weight, 1e-6)),
         "silu_and_mul": (partial(functional.silu_and_mul, gated), partial(ipex.silu_mul, gate, up)),
         "rotary_embedding_": (

@@ -85,7 +85,8 @@ def encoder(dtype: torch.dtype, side: Side) -> Callable[[], torch.Tensor]:
     if side.graft:
         graft(runner.model)
     if side.compile:
-        runner.model.forward = torch.compile(runner.model.forward)  # type: ignore[method-assign]
+        model: Any = runner.model  # a method takes no assignment in the eyes of a type checker
+        model.forward = torch.compile(model.forward)
     return lambda: runner.run(texts, lambda *_: None, "").numbers
 
 
@@ -103,7 +104,8 @@ def causal(dtype: torch.dtype, side: Side) -> Callable[[], torch.Tensor]:
         pad_token_id=0,
     )
     torch.manual_seed(0)
-    model: Any = transformers.LlamaForCausalLM(config).to(dtype).eval()
+    model: Any = transformers.LlamaForCausalLM(config)
+    model = model.to(dtype).eval()
     if side.graft:
         graft(model)
     prompt = torch.arange(1, 17)[None]
