@@ -17,8 +17,11 @@ from torch.compiler import is_dynamo_compiling
 from opgraft_cpu_kernels.kernels import op
 from opgraft_cpu_kernels.library import path_or_none
 
-FEW = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 4}
-"""Dtype → up to how many rows the weight is read as it is."""
+FEW = {
+    "avx512": {torch.float32: 4, torch.bfloat16: 4, torch.float16: 4},
+    "amx": {torch.float32: 4, torch.bfloat16: 2, torch.float16: 4},
+}
+"""Path → dtype → up to how many rows the weight is read as it is."""
 
 MANY = {2: 8, 3: 16}
 """bfloat16 numbers for one float32 number → from how many rows on the tiles pay."""
@@ -45,10 +48,11 @@ def linear(
 
 def _mapped(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor | None:
     path, dtype = path_or_none(), weight.dtype
-    if path not in ("amx", "avx512") or dtype not in FEW or weight.dim() != 2 or activation not in ACTIVATIONS:
+    limits = FEW.get(path, {})
+    if dtype not in limits or weight.dim() != 2 or activation not in ACTIVATIONS:
         return None
     rows = x.numel() // max(1, weight.shape[1])
-    few, parts = rows <= FEW[dtype], 0
+    few, parts = rows <= limits[dtype], 0
     if not few:
         if path != "amx" or dtype is not torch.float32 or min(weight.shape) < LEAST_WIDTH:
             return None
