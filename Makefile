@@ -61,7 +61,7 @@ check: .venv/opgraft
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p opgraft
-	$(BIN)/mypy benchmarks tools $(TOY_NPU)/src reference_plugins/opgraft-pallas/src reference_plugins/opgraft-ipex/src
+	$(BIN)/mypy benchmarks tools reference_plugins/*/src
 
 evidence: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/python tools/evidence.py $(FORMS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from opgraft.custom_op import CustomOp
 from opgraft.definitions import linear as forms
@@ -25,7 +27,7 @@ class Linear(CustomOp, nn.Linear):
         ValueError: another activation.
     """
 
-    functional_cpu = {"linear": packed_linear.linear}  # noqa: RUF012  # read through the class, never written
+    functional_cpu: ClassVar = {"linear": packed_linear.linear}
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from opgraft.specs.spec import OpSpec
 
 Check = Callable[[OpSpec, str], None]
 
-SETTINGS = OpgraftConfig(platform="cpu", plugins=(), compilation_config=CompilationConfig(custom_ops=("none",)))
+SETTINGS = OpgraftConfig(platform="cpu", compilation_config=CompilationConfig(custom_ops=("none",)))
 """Under these, form, registered op and module run the native definition, whatever this machine has kernels for."""
 
 
