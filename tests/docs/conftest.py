@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import opgraft
 import opgraft.ops  # before the host is first reset: what is imported during a test is forgotten after it
@@ -85,7 +85,7 @@ class Reader:
     folder: Path
     environment: Path
     variables: dict[str, str]
-    namespace: dict[str, Any] = field(default_factory=lambda: {"__name__": "__main__"})
+    session: ModuleType = field(default_factory=lambda: ModuleType("__main__"))
     status: int = 0
 
     def follow(self, page: Path) -> None:
@@ -109,8 +109,9 @@ class Reader:
 
     def _execute(self, source: str, page: Path, line: int, shown: str | None) -> None:
         stdout = io.StringIO()
-        with contextlib.redirect_stdout(stdout):
-            exec(compile("\n" * (line - 1) + source, str(page), "exec"), self.namespace)  # noqa: S102  # our own pages
+        with contextlib.redirect_stdout(stdout), pytest.MonkeyPatch.context() as patch:
+            patch.setitem(sys.modules, "__main__", self.session)  # compilers look names up in a function's module
+            exec(compile("\n" * (line - 1) + source, str(page), "exec"), vars(self.session))  # noqa: S102  # our own
         if shown is not None:
             assert matches(shown, stdout.getvalue()), f"{page}:{line} printed:\n{stdout.getvalue()}"
 
