@@ -193,7 +193,7 @@ def run(names: set[str]) -> tuple[list[Cell], list[Row]]:
             cell, found = measure(group, name, tokens, width, dtype)
             cells.append(cell)
             rows += found
-            print(f"measured {name} {tokens}x{width} {dtype}", flush=True)
+            print(*(f"{row.name}: {row.measured:.3g}" for row in found), sep="\n", flush=True)
     return cells, rows
 
 

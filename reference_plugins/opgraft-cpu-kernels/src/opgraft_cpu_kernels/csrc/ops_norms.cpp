@@ -34,7 +34,7 @@ void run(const char* op, Table table, Norm& norm, const Matrix& x, const Optiona
   if (weight && weight->defined()) {
     TORCH_CHECK_VALUE(weight->dim() == 1 && weight->numel() == x.width, op, ": x has shape ", x.tensor.sizes(),
                       ", expected a last dimension of ", weight->sizes());
-    usable_weight = usable(*weight, x.tensor);
+    usable_weight = usable(op, *weight, x.tensor);
     index = index_of(usable_weight);
     norm.weight = usable_weight.const_data_ptr();
   }
@@ -42,10 +42,8 @@ void run(const char* op, Table table, Norm& norm, const Matrix& x, const Optiona
     TORCH_CHECK_VALUE(bias->dim() == 1 && bias->numel() == x.width, op, ": bias has shape ", bias->sizes(),
                       ", expected ", x.width);
     usable_bias = bias->contiguous();
-    if (usable_weight.defined())
-      usable_bias = usable_bias.to(usable_weight.scalar_type());
-    else
-      usable_bias = usable(usable_bias, x.tensor);
+    usable_bias = usable(op, usable_bias, x.tensor);
+    if (usable_weight.defined()) usable_bias = usable_bias.to(usable_weight.scalar_type());
     index = index_of(usable_bias);
     norm.bias = usable_bias.const_data_ptr();
   }
@@ -173,7 +171,7 @@ Tensor rms_norm_gated(const Tensor& input, const Tensor& weight, const OptionalT
                     ", expected a last dimension of ", weight.numel());
   TORCH_CHECK_VALUE(x.rows == 0 || (group > 0 && x.width % group == 0), op, ": group_size is ", group,
                     ", expected a divisor of ", x.width);
-  const Tensor usable_weight = usable(weight, input), out = fresh(input.sizes(), input.scalar_type());
+  const Tensor usable_weight = usable(op, weight, input), out = fresh(input.sizes(), input.scalar_type());
   const GatedNorm norm{x.view(),
                        gate ? z.view() : Rows{},
                        usable_weight.const_data_ptr(),

@@ -1,0 +1,110 @@
+// Activations as torch ops.
+
+#include "tensors.h"
+
+namespace opgraft_cpu_kernels {
+namespace {
+
+Tensor gated(const char* op, Gated kind, const Tensor& input, float first = 0, float second = 0, bool swapped = false) {
+  refuse_gradient(op, input);
+  const Matrix x(op, input);
+  TORCH_CHECK_VALUE(x.width % 2 == 0, op, ": x has shape ", input.sizes(), ", expected an even last dimension");
+  const int64_t width = x.width / 2;
+  std::vector<int64_t> sizes = input.sizes().vec();
+  sizes.back() = width;
+  const Tensor out = fresh(sizes, input.scalar_type());
+  GatedActivation a{x.view(), x.view(width), rows_of(out, width), width, first, second};
+  if (swapped) std::swap(a.gate, a.up);
+  const GatedKernel kernel = path().gated[kind][dtype_of(op, input)];
+  share(x.rows, x.width, [&](int64_t begin, int64_t end) { kernel(a, begin, end); });
+  return out;
+}
+
+bool is_tanh(const char* op, c10::string_view approximate) {
+  const bool tanh = approximate == "tanh";
+  TORCH_CHECK_VALUE(tanh || approximate == "none", op, ": approximate is '", approximate,
+                    "', expected 'none' or 'tanh'");
+  return tanh;
+}
+
+Tensor silu_and_mul(const Tensor& x) { return gated("silu_and_mul", SILU_AND_MUL, x); }
+Tensor mul_and_silu(const Tensor& x) { return gated("mul_and_silu", SILU_AND_MUL, x, 0, 0, true); }
+Tensor gelu_and_mul(const Tensor& x, c10::string_view approximate) {
+  return gated("gelu_and_mul", is_tanh("gelu_and_mul", approximate) ? GELU_TANH_AND_MUL : GELU_AND_MUL, x);
+}
+Tensor fatrelu_and_mul(const Tensor& x, double threshold) {
+  return gated("fatrelu_and_mul", FATRELU_AND_MUL, x, float(threshold));
+}
+float usable_limit(const char* op, double limit) {
+  TORCH_CHECK_VALUE(limit >= 0, op, ": limit is ", limit, ", expected a number that is not negative");
+  return float(limit);
+}
+Tensor silu_and_mul_with_clamp(const Tensor& x, double limit) {
+  const char* op = "silu_and_mul_with_clamp";
+  return gated(op, CLAMPED_SILU_AND_MUL, x, usable_limit(op, limit));
+}
+Tensor swiglustep_and_mul(const Tensor& x, double limit) {
+  return gated("swiglustep_and_mul", SWIGLUSTEP, x, usable_limit("swiglustep_and_mul", limit));
+}
+Tensor swigluoai_and_mul(const Tensor& x, double alpha, double limit) {
+  return gated("swigluoai_and_mul", SWIGLUOAI, x, float(alpha), usable_limit("swigluoai_and_mul", limit));
+}
+
+void activate(const char* op, Plain kind, const Tensor& x, const Tensor& out) {
+  const PlainKernel kernel = path().plain[kind][dtype_of(op, x)];
+  const void* from = x.const_data_ptr();
+  void* to = out.mutable_data_ptr();
+  share(x.numel(), 1, [&](int64_t begin, int64_t end) { kernel(from, to, begin, end); });
+}
+
+Tensor plain(const char* op, Plain kind, const Tensor& input) {
+  refuse_gradient(op, input);
+  const Tensor x = input.contiguous(), out = fresh(input.sizes(), input.scalar_type());
+  activate(op, kind, x, out);
+  return out;
+}
+
+Tensor gelu(const Tensor& x, c10::string_view approximate) {
+  return plain("gelu", is_tanh("gelu", approximate) ? GELU_TANH : GELU, x);
+}
+Tensor gelu_tanh(const Tensor& x) { return plain("gelu_tanh", GELU_TANH, x); }
+Tensor gelu_new(const Tensor& x) { return plain("gelu_new", GELU_TANH, x); }
+Tensor gelu_fast(const Tensor& x) { return plain("gelu_fast", GELU_FAST, x); }
+Tensor quick_gelu(const Tensor& x) { return plain("quick_gelu", QUICK_GELU, x); }
+Tensor silu(const Tensor& x) { return plain("silu", SILU, x); }
+Tensor relu2(const Tensor& x) { return plain("relu2", RELU2, x); }
+void silu_(const Tensor& x) {
+  refuse_gradient("silu_", x);
+  if (x.is_contiguous()) {
+    activate("silu_", SILU, x, x);
+    written(x);
+  } else {
+    x.copy_(silu(x));
+  }
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(opgraft_cpu_kernels, library) {
+  library.def("silu_and_mul(Tensor x) -> Tensor");
+  library.def("mul_and_silu(Tensor x) -> Tensor");
+  library.def("gelu_and_mul(Tensor x, str approximate=\"none\") -> Tensor");
+  library.def("fatrelu_and_mul(Tensor x, float threshold=0.0) -> Tensor");
+  library.def("silu_and_mul_with_clamp(Tensor x, float limit) -> Tensor");
+  library.def("swiglustep_and_mul(Tensor x, float limit=7.0) -> Tensor");
+  library.def("swigluoai_and_mul(Tensor x, float alpha=1.702, float limit=7.0) -> Tensor");
+  library.def("gelu(Tensor x, str approximate=\"none\") -> Tensor");
+  library.def("gelu_tanh(Tensor x) -> Tensor");
+  library.def("gelu_new(Tensor x) -> Tensor");
+  library.def("gelu_fast(Tensor x) -> Tensor");
+  library.def("quick_gelu(Tensor x) -> Tensor");
+  library.def("silu(Tensor x) -> Tensor");
+  library.def("silu_(Tensor(a!) x) -> ()");
+  library.def("relu2(Tensor x) -> Tensor");
+}
+
+#define ACTIVATIONS(apply) apply(silu_and_mul) apply(mul_and_silu) apply(gelu_and_mul) apply(fatrelu_and_mul) apply(silu_and_mul_with_clamp) apply(swiglustep_and_mul) apply(swigluoai_and_mul) apply(gelu) apply(gelu_tanh) apply(gelu_new) apply(gelu_fast) apply(quick_gelu) apply(silu) apply(silu_) apply(relu2)
+
+IMPLEMENT(ACTIVATIONS)
+
+}  // namespace opgraft_cpu_kernels
