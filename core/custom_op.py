@@ -241,9 +241,9 @@ class CustomOp(nn.Module):
 
 
 class PluggableLayer(CustomOp):
-    """An op made of other ops: it defines ``forward`` itself, is replaced as a whole and not switched.
+    """An op made of other ops: it defines ``forward`` itself, which is not switched, and is replaced as a whole.
 
-    A replacement may add ``forward_<key>`` methods, which then count like anyone's.
+    A replacement may add ``forward_<key>`` methods, which then count like anyone's; ``custom_ops`` switches those.
     """
 
     @classmethod

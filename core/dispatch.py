@@ -146,7 +146,8 @@ class KernelChoice:
         ) + tuple(Candidate(str(kernel), False, why, location=kernel.location) for kernel, why in self.missing)
         state = "enabled" if self.enabled else "disabled"
         reason = f"{state}: {self.enabled_because}; dispatch chain {' > '.join(self.chain)}"
-        setting = "OPGRAFT_CUSTOM_OPS or compilation_config.custom_ops (+op, -op)"
+        switchable = getattr(self.cls, "switchable", True)
+        setting = "OPGRAFT_CUSTOM_OPS or compilation_config.custom_ops (+op, -op)" if switchable else ""
         return Decision(f"kernel of {self.cls.__qualname__}", str(self.winner), reason, candidates, setting)
 
     def _verdict(self, kernel: Kernel) -> str:
@@ -188,7 +189,7 @@ def choose_replacement(
     best = max((r.priority for r in eligible), default=0)
     top = [r for r in eligible if r.priority == best]
     if len(top) > 1:
-        choices = f"Choose with {_providers_setting(op_name)}."
+        choices = f"Choose with {_providers_setting(op_name, *(r.plugin or r.provider.name for r in top))}."
         if len({(r.provider, r.plugin) for r in top}) == 1:
             choices = "They have one provider, which decides by register_oot(priority=...) or unregister_oot."
         rivals = " and ".join(f"{r.cls.__qualname__} at {r.location} ({_who(r)})" for r in top)
@@ -288,8 +289,9 @@ def _objection(replacement: Replacement, platform: Platform, wanted: str | None)
     return None
 
 
-def _providers_setting(op_name: str | None) -> str:
-    return f"OpgraftConfig(providers={{{op_name or '<op name>'!r}: <plugin>}}) or OPGRAFT_PLUGINS_DISABLE=<plugin>"
+def _providers_setting(op_name: str | None, *names: str) -> str:
+    plugins = " or ".join(map(repr, names)) or "<plugin>"
+    return f"OpgraftConfig(providers={{{op_name or '<op name>'!r}: {plugins}}}) or OPGRAFT_PLUGINS_DISABLE=<plugin>"
 
 
 def _who(replacement: Replacement) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from opgraft.binding import Binding, bind, enforced
 from opgraft.custom_op import CustomOp
+from opgraft.definitions.checks import expect_module
 from torch import nn
 
 
@@ -32,6 +33,7 @@ def rebind(model: nn.Module) -> list[Rebound]:
     Raises:
         OpgraftError: as constructing one of the ops anew would.
     """
+    expect_module("rebind", model)
     ops = [(path, module) for path, module in model.named_modules() if isinstance(module, CustomOp)]
     plans = [(path, op, bind(op._binding.replacement.target)) for path, op in ops]
     rows = []

@@ -73,7 +73,7 @@ def explain(name: str, as_json: bool) -> None:
         if replacement.target is target and replacement not in host_state().active:
             print_wrapped(f"  declared but not active: {replacement.cls.__qualname__} at {replacement.location}")
     for package in packages:
-        print_wrapped(f"  not installed: {package} has kernels for this op on this platform: pip install {package}")
+        print_wrapped(f"  not installed: {package} has kernels for this op on this platform")
 
 
 def _row(name: str, platforms: list[inventory.DeclaredPlatform]) -> dict[str, Any]:

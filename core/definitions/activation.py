@@ -10,7 +10,13 @@ from __future__ import annotations
 import math
 
 import torch
-from opgraft.definitions.checks import expect_choice, expect_floating, expect_same_device, halves
+from opgraft.definitions.checks import (
+    expect_choice,
+    expect_floating,
+    expect_not_negative,
+    expect_same_device,
+    halves,
+)
 from opgraft.definitions.form import form
 from opgraft.definitions.precision import compute_dtype
 from torch import Tensor
@@ -127,8 +133,9 @@ def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Te
     ``(up + 1) · gate · sigmoid(alpha · gate)``. ``[..., 2·d]`` to ``[..., d]``.
 
     Raises:
-        ValueError: the last dimension of ``x`` is odd, or its dtype not a floating-point one.
+        ValueError: the last dimension of ``x`` is odd, its dtype not a floating-point one, or ``limit`` is negative.
     """
+    expect_not_negative("swigluoai_and_mul", "limit", limit)
     halves("swigluoai_and_mul", "x", x)
     dtype = compute_dtype(x.dtype)
     gate = x[..., 0::2].to(dtype).clamp(max=limit)
@@ -143,8 +150,9 @@ def silu_and_mul_with_clamp(x: Tensor, limit: float) -> Tensor:
     ``[..., 2·d]`` to ``[..., d]``.
 
     Raises:
-        ValueError: the last dimension of ``x`` is odd, or its dtype not a floating-point one.
+        ValueError: the last dimension of ``x`` is odd, its dtype not a floating-point one, or ``limit`` is negative.
     """
+    expect_not_negative("silu_and_mul_with_clamp", "limit", limit)
     gate, up = (t.to(compute_dtype(x.dtype)) for t in halves("silu_and_mul_with_clamp", "x", x))
     return (F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)).to(x.dtype)
 
@@ -157,8 +165,9 @@ def swiglustep_and_mul(x: Tensor, limit: float = 7.0) -> Tensor:
     ``[..., d]``.
 
     Raises:
-        ValueError: the last dimension of ``x`` is odd, or its dtype not a floating-point one.
+        ValueError: the last dimension of ``x`` is odd, its dtype not a floating-point one, or ``limit`` is negative.
     """
+    expect_not_negative("swiglustep_and_mul", "limit", limit)
     gate, up = (t.to(compute_dtype(x.dtype)) for t in halves("swiglustep_and_mul", "x", x))
     return (F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)).to(x.dtype)
 
@@ -178,7 +187,11 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 @form("gelu_tanh", like)
 def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU in its tanh approximation (arXiv:1606.08415). Elementwise."""
+    """GELU in its tanh approximation (arXiv:1606.08415). Elementwise.
+
+    Raises:
+        ValueError: the dtype of ``x`` is not a floating-point one.
+    """
     expect_floating("gelu_tanh", "x", x)
     return F.gelu(x, approximate="tanh")
 
@@ -187,6 +200,9 @@ def gelu_tanh(x: Tensor) -> Tensor:
 def gelu_new(x: Tensor) -> Tensor:
     """The tanh approximation of GELU as GPT-2 writes it, ``0.5 · x · (1 + tanh(sqrt(2/π) · (x + 0.044715 · x³)))``
     (arXiv:1606.08415). Elementwise.
+
+    Raises:
+        ValueError: the dtype of ``x`` is not a floating-point one.
     """
     expect_floating("gelu_new", "x", x)
     t = x.to(compute_dtype(x.dtype))
@@ -198,6 +214,9 @@ def gelu_new(x: Tensor) -> Tensor:
 def gelu_fast(x: Tensor) -> Tensor:
     """The tanh approximation of GELU with its argument factored,
     ``0.5 · x · (1 + tanh(0.7978845608 · x · (1 + 0.044715 · x²)))`` (arXiv:1606.08415). Elementwise.
+
+    Raises:
+        ValueError: the dtype of ``x`` is not a floating-point one.
     """
     expect_floating("gelu_fast", "x", x)
     t = x.to(compute_dtype(x.dtype))
@@ -207,7 +226,11 @@ def gelu_fast(x: Tensor) -> Tensor:
 
 @form("quick_gelu", like)
 def quick_gelu(x: Tensor) -> Tensor:
-    """The sigmoid approximation of GELU, ``x · sigmoid(1.702 · x)`` (arXiv:1606.08415). Elementwise."""
+    """The sigmoid approximation of GELU, ``x · sigmoid(1.702 · x)`` (arXiv:1606.08415). Elementwise.
+
+    Raises:
+        ValueError: the dtype of ``x`` is not a floating-point one.
+    """
     expect_floating("quick_gelu", "x", x)
     t = x.to(compute_dtype(x.dtype))
     return (t * torch.sigmoid(1.702 * t)).to(x.dtype)
@@ -215,14 +238,22 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 @form("relu2", like)
 def relu2(x: Tensor) -> Tensor:
-    """Squared ReLU, ``max(x, 0)²`` (So et al., Primer, arXiv:2109.08668). Elementwise."""
+    """Squared ReLU, ``max(x, 0)²`` (So et al., Primer, arXiv:2109.08668). Elementwise.
+
+    Raises:
+        ValueError: the dtype of ``x`` is not a floating-point one.
+    """
     expect_floating("relu2", "x", x)
     return F.relu(x).square()
 
 
 @form("silu", like)
 def silu(x: Tensor) -> Tensor:
-    """SiLU or swish, ``x · sigmoid(x)`` (arXiv:1702.03118). Elementwise."""
+    """SiLU or swish, ``x · sigmoid(x)`` (arXiv:1702.03118). Elementwise.
+
+    Raises:
+        ValueError: the dtype of ``x`` is not a floating-point one.
+    """
     expect_floating("silu", "x", x)
     return F.silu(x)
 

@@ -56,14 +56,15 @@ def scaled_dot_product_attention(
         attn_mask: broadcasts to ``[..., query_heads, L, S]``; a boolean one is true where a key takes part, any other
             is added to the scores.
         dropout_p: probability with which an attention weight is dropped.
-        is_causal: query ``i`` sees keys ``0 … i``; excludes ``attn_mask``.
+        is_causal: query ``i`` sees keys ``0 … i``. Not to be given beside ``attn_mask``: of torch's kernels some raise
+            ``RuntimeError`` then, some apply both.
         scale: multiplies the scores; ``1/√E`` if not given.
         enable_gqa: each key head serves ``query_heads / heads`` query heads (arXiv:2305.13245).
 
     Raises:
         ValueError: shapes do not fit, dtypes or devices differ, or with ``enable_gqa`` the heads do not divide the
             query heads.
-        RuntimeError: ``attn_mask`` beside ``is_causal``, or a shape of more dimensions does not fit; raised by torch.
+        RuntimeError: a shape of more dimensions does not fit; raised by torch.
     """
     op = "scaled_dot_product_attention"
     _expect_one_kind(op, query, key, value)
@@ -111,6 +112,7 @@ def mm_encoder_attn(
     expect_kv_heads(num_heads, num_kv_heads)
     _expect_one_kind(op, query, key, value)
     head_size = query.shape[-1] if query.dim() == 4 else math.prod(query.shape[2:]) // num_heads
+    _expect_tokens("query", query, num_heads)
     counts = {"query": (query, num_heads), "key": (key, num_kv_heads), "value": (value, num_kv_heads)}
     q, k, v = (as_heads(argument, x, heads, head_size) for argument, (x, heads) in counts.items())
     expect_same_shape(op, "value", v, "key", k)
@@ -126,6 +128,14 @@ def mm_encoder_attn(
     else:
         attended = _attend(q, k, v, scale)
     return attended.reshape(query.shape)
+
+
+def _expect_tokens(argument: str, x: Tensor, heads: int) -> None:
+    if x.dim() not in (3, 4):
+        raise ValueError(
+            f"mm_encoder_attn: {argument} has shape {tuple(x.shape)}, expected [batch, tokens, {heads} · head_size] or "
+            f"[batch, tokens, {heads}, head_size]"
+        )
 
 
 def expect_kv_heads(num_heads: int, num_kv_heads: int) -> None:

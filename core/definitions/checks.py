@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from opgraft.compat import tracing
 from opgraft.state import host_state
-from torch import Tensor
+from torch import Tensor, nn
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """The dtypes that ops compute with."""
@@ -103,6 +103,30 @@ def expect_choice(op: str, argument: str, value: object, choices: tuple[object, 
     """Raise ``ValueError`` unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{op}: {argument} is {value!r}, expected one of {choices}")
+
+
+def expect_not_negative(op: str, argument: str, value: float) -> None:
+    """Raise ``ValueError`` if a number is below zero or NaN."""
+    if not value >= 0:
+        raise ValueError(f"{op}: {argument} is {value}, expected a number that is not negative")
+
+
+def expect_size(op: str, argument: str, value: object) -> None:
+    """Raise ``ValueError`` unless a setting is a whole number that a dimension can have."""
+    if not isinstance(value, (int, torch.SymInt)) or value < 0:
+        raise ValueError(f"{op}: {argument} is {value!r}, expected a whole number that is not negative")
+
+
+def expect_positive(op: str, argument: str, value: float) -> None:
+    """Raise ``ValueError`` unless a number is above zero."""
+    if not value > 0:
+        raise ValueError(f"{op}: {argument} is {value}, expected a positive number")
+
+
+def expect_module(function: str, model: object) -> None:
+    """Raise ``TypeError`` unless a function was given a module: an instance, not its class."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function} was given {model!r}, expected a torch.nn.Module")
 
 
 def values_are_known(x: Tensor) -> bool:

@@ -189,7 +189,7 @@ def _register(form: Form[..., Any]) -> None:
 
     op = f"opgraft::{form.name}"
     registered = torch.library.custom_op(op, run, mutates_args=form.mutates)
-    registered.register_fake(form.fake)
+    registered.register_fake(functools.partial(_faked, form))
     if form.mutates:
         on_gradients(op, functools.partial(_refuse, form))
     elif form.differentiable:
@@ -198,6 +198,17 @@ def _register(form: Form[..., Any]) -> None:
         )
     else:
         registered.register_autograd(_no_backward, setup_context=_mark_constant)
+
+
+def _faked(form: Form[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What the fake rule tells, unless one argument without values made torch ask for it and the result has some."""
+    result = form.fake(*args, **kwargs)
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    made = [result] if isinstance(result, Tensor) else result or given
+    if any(x.is_meta for x in given) and not all(y.is_meta for y in made):
+        devices = ", ".join(str(x.device) for x in given)
+        raise ValueError(f"{form.name}: the tensors are on {devices}, expected one device")
+    return result
 
 
 def _without_autocast(values: Iterable[Any]) -> AbstractContextManager[Any]:

@@ -38,7 +38,8 @@ def mapped(
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
 ) -> Tensor:
-    """``activation(x · weightᵀ + bias) + residual``.
+    """``activation(x · weightᵀ + bias) + residual``, the affine map of ``torch.nn.functional.linear`` and what follows
+    it in a transformer's layers (Vaswani et al., arXiv:1706.03762, sections 3.1 and 3.3).
 
     This definition rounds after each of the three steps. A kernel may round once, at the end.
 

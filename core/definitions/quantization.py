@@ -209,7 +209,8 @@ def _expect_scale(scale: Tensor, kept: tuple[int, ...], flat: tuple[int, int]) -
     given = tuple(scale.shape)
     without_ones = tuple(extent for extent in flat if extent != 1)
     if given != kept and given != flat and given != without_ones:
-        raise ValueError(f"quant_fp8_static: scale has shape {given}, expected {kept} or {flat}")
+        expected = " or ".join(dict.fromkeys((str(kept), str(flat))))
+        raise ValueError(f"quant_fp8_static: scale has shape {given}, expected {expected}")
 
 
 def _cut(shape: Sequence[int], group_shape: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:

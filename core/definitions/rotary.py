@@ -21,6 +21,7 @@ from opgraft.definitions.checks import (
     expect_floating,
     expect_in_range,
     expect_integers,
+    expect_positive,
     expect_same_device,
     expect_same_dtype,
 )
@@ -88,7 +89,7 @@ def rotary_embedding(
     Args:
         positions: integers ``[num_tokens]`` or ``[batch, sequence]``, rows of the table.
         query: what to rotate, as the module says.
-        key: likewise.
+        key: likewise; not ``None``, which the module takes.
         head_size: elements of a head.
         cos_sin_cache: ``[positions, rotary_dim]``.
         is_neox_style: pair the halves of the rotated part; otherwise even elements with odd ones.
@@ -266,6 +267,7 @@ def _rotated_pair(
 def _rotated_heads(op: str, argument: str, x: Tensor, cos_sin: Tensor, head_size: int, is_neox_style: bool) -> Tensor:
     """``x`` with its heads rotated; ``cos_sin`` is ``[*tokens, rotary_dim]``."""
     rotary_dim = cos_sin.shape[-1]
+    expect_positive(op, "head_size", head_size)
     if rotary_dim > head_size:
         raise ValueError(f"{op}: cos_sin_cache has rotary_dim {rotary_dim}, expected at most head_size={head_size}")
     expect_same_device(op, argument, x, "cos_sin_cache", cos_sin)

@@ -15,7 +15,6 @@ from opgraft.adapter import Adapter, LeaveAlone
 from opgraft.custom_op import CustomOp
 from opgraft.grafting.expressions import (
     Expression,
-    NotExpressible,
     activated_form,
     child_form,
     composition_of,
@@ -126,9 +125,7 @@ def _attempt(module: nn.Module) -> Expression | None:
         return None
     try:
         return composition_of(module)
-    except NotExpressible:
-        return None
-    except Exception:  # whatever code of the model's author raises when it is traced
+    except Exception:  # that it is no composite, or whatever code of the model's author raises when it is traced
         return None
 
 

@@ -13,6 +13,7 @@ from opgraft.adapter import Adapter, LeaveAlone
 from opgraft.binding import op_name_of
 from opgraft.custom_op import CustomOp
 from opgraft.decision import Provider
+from opgraft.definitions.checks import expect_module
 from opgraft.errors import GraftError, OpgraftError
 from opgraft.grafting import attention, rotary
 from opgraft.grafting.adapters import builtin_adapters
@@ -68,6 +69,7 @@ def graft(model: nn.Module) -> GraftReport:
         OpgraftError: a setting or a conflict prevents choosing an implementation.
         GraftError: in strict mode, an adapter or the class of an op raised. Whatever is raised, the model is as before.
     """
+    expect_module("graft", model)
     load_plugins()
     with ExitStack() as undo:
         run = _Run(model, undo)
@@ -92,6 +94,7 @@ def ungraft(model: nn.Module) -> None:
         GraftError: ``model`` itself is an op that stands for a module, or an op lost parameters that its module has;
             modules before that one are back then, and calling it again goes on.
     """
+    expect_module("ungraft", model)
     if original_of(model) is not None:
         raise GraftError(
             f"ungraft was given {type(model).__name__}, itself an op in the place of a module: pass the model it is in"

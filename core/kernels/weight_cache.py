@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from opgraft.compat import packed_linear as onednn
+from opgraft.definitions.checks import expect_module
 from torch import Tensor, nn
 
 
@@ -72,6 +73,8 @@ def refresh(target: nn.Module | Tensor) -> None:
     ``weight.data.copy_(merged)``. What shares memory with the parameters is forgotten too. It also frees the packed
     weights until the next call.
     """
+    if not isinstance(target, Tensor):
+        expect_module("refresh", target)
     parameters = target.parameters() if isinstance(target, nn.Module) else [target]
     changed = {p.untyped_storage().data_ptr() for p in parameters if p.is_cpu and p.layout is torch.strided}
     for cache in _CACHES:

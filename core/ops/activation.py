@@ -11,7 +11,7 @@ import math
 import torch
 from opgraft.custom_op import CustomOp
 from opgraft.definitions import activation as forms
-from opgraft.definitions.checks import expect_choice, expect_floating
+from opgraft.definitions.checks import expect_choice, expect_floating, expect_not_negative
 from opgraft.kernels.on_triton import TRITON
 from opgraft.ops.on_gpus import kernel_on_gpus, on_gpus
 from torch import Tensor, nn
@@ -146,10 +146,14 @@ class SwigluOAIAndMul(CustomOp):
     Args:
         alpha: steepness of the sigmoid.
         limit: gates are clipped to at most it, ups to between minus and plus it.
+
+    Raises:
+        ValueError: ``limit`` is negative.
     """
 
     def __init__(self, alpha: float = 1.702, limit: float = 7.0) -> None:
         super().__init__()
+        expect_not_negative("swigluoai_and_mul", "limit", limit)
         self.alpha = alpha
         self.limit = limit
 
@@ -169,12 +173,16 @@ class SiluAndMulWithClamp(CustomOp):
     """SwiGLU's gate over clipped inputs, ``silu(min(gate, limit)) · clip(up, ±limit)`` (arXiv:2002.05202).
 
     Args:
-        swiglu_limit: the limit.
+        swiglu_limit: gates are clipped to at most it, ups to between minus and plus it.
         compile_native: taken so that classes which pass it construct; the native definition compiles with its caller.
+
+    Raises:
+        ValueError: ``swiglu_limit`` is negative.
     """
 
     def __init__(self, swiglu_limit: float, *, compile_native: bool = True) -> None:
         super().__init__()
+        expect_not_negative("silu_and_mul_with_clamp", "swiglu_limit", swiglu_limit)
         self.swiglu_limit = swiglu_limit
 
     def forward_native(self, x: Tensor) -> Tensor:
@@ -195,11 +203,15 @@ class SwigluStepAndMul(CustomOp):
     The clipped SwiGLU of the model Step-3.5; the gate that it clips is that of arXiv:2002.05202.
 
     Args:
-        limit: the limit.
+        limit: activated gates are clipped to at most it, ups to between minus and plus it.
+
+    Raises:
+        ValueError: ``limit`` is negative.
     """
 
     def __init__(self, limit: float = 7.0) -> None:
         super().__init__()
+        expect_not_negative("swiglustep_and_mul", "limit", limit)
         self.limit = limit
 
     def forward_native(self, x: Tensor) -> Tensor:

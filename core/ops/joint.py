@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from opgraft.compat.packed_linear import version_of
 from opgraft.ops.composite import Composite
 from opgraft.ops.linear import Linear
 from torch import Tensor, nn
@@ -25,32 +26,33 @@ class Joint:
 
     Attributes:
         op: the op; its outputs are those of the parts, one after another along the last dimension.
-        addresses: where the parameters of the parts lie; ``op`` keeps that memory from being used for anything else.
-        version: the sum of the parts' version counters that ``op`` has seen. Its own counter does not move when a
-            part is written to, and kernels keep packed copies by it.
+        parameters: of the parts, each with where it lies; ``op`` keeps that memory from being used for anything else.
+        versions: of the parameters, how often ``op`` has seen each written to. The counter of its own parameters does
+            not move when a part is written to, and kernels keep packed copies by it.
     """
 
     op: Linear
-    addresses: list[int]
-    version: int
+    parameters: list[tuple[nn.Parameter, int]]
+    versions: list[int]
 
     def serves(self, parts: Sequence[nn.Module], x: Tensor) -> bool:
         """Whether one call of ``op`` on ``x`` is what calling the parts would be; it takes a microsecond or two."""
-        addresses, version, gradient, kind = iter(self.addresses), 0, x.requires_grad, type(self.op)
+        expected, versions, gradient, kind = iter(self.parameters), [], x.requires_grad, type(self.op)
         for part in parts:
             if type(part) is not kind or part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__:
                 return False
             for parameter in part._parameters.values():
                 if parameter is not None:
-                    if type(parameter) is not nn.Parameter or parameter.data_ptr() != next(addresses, None):
+                    known, address = next(expected, (None, 0))
+                    if parameter is not known or parameter.data_ptr() != address:
                         return False
-                    version += parameter._version
+                    versions.append(version_of(parameter))
                     gradient = gradient or parameter.requires_grad
-        if next(addresses, None) is not None or (gradient and torch.is_grad_enabled()):
+        if next(expected, None) is not None or (gradient and torch.is_grad_enabled()):
             return False
-        if version != self.version:
+        if versions != self.versions:
             increment_version(list(self.op.parameters()))
-            self.version = version
+            self.versions = versions
         return True
 
 
@@ -153,9 +155,9 @@ def _join(parts: Sequence[Any], moved: dict[str, set[int | None]]) -> Joint | No
             if not _adjacent(tensors):
                 moved[name] = {_move(tensors, rows)}
             op._parameters[name] = nn.Parameter(_spanning(tensors, sum(rows)), requires_grad=gradient)
-    tensors = [tensor for part in parts for tensor in part._parameters.values() if tensor is not None]
+    parameters = [parameter for part in parts for parameter in part._parameters.values() if parameter is not None]
     op.eval()
-    return Joint(op, [tensor.data_ptr() for tensor in tensors], sum(tensor._version for tensor in tensors))
+    return Joint(op, [(p, p.data_ptr()) for p in parameters], [version_of(p) for p in parameters])
 
 
 def _move(tensors: Sequence[nn.Parameter], rows: Sequence[int]) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from opgraft.custom_op import CustomOp
 from opgraft.definitions import layernorm as forms
-from opgraft.definitions.checks import expect_choice, expect_last_dim
+from opgraft.definitions.checks import expect_choice, expect_last_dim, expect_not_negative, expect_size
 from opgraft.kernels.on_triton import TRITON
 from opgraft.ops.on_gpus import kernel_on_gpus, on_gpus
 from torch import Tensor, nn
@@ -66,6 +66,8 @@ class RMSNorm(_EpsByTwoNames, CustomOp):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        expect_size("rms_norm", "hidden_size", hidden_size)
+        expect_not_negative("rms_norm", "eps", eps)
         if var_hidden_size is not None and not 0 < var_hidden_size <= hidden_size:
             raise ValueError(f"rms_norm: var_hidden_size is {var_hidden_size}, expected 1 to hidden_size={hidden_size}")
         self.hidden_size = hidden_size
@@ -122,6 +124,8 @@ class GemmaRMSNorm(_EpsByTwoNames, CustomOp):
 
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
+        expect_size("gemma_rms_norm", "hidden_size", hidden_size)
+        expect_not_negative("gemma_rms_norm", "eps", eps)
         self.hidden_size = hidden_size
         self.variance_epsilon = eps
         self.weight = nn.Parameter(torch.zeros(hidden_size))
@@ -214,6 +218,8 @@ class RMSNormGated(_EpsByTwoNames, CustomOp):
     ) -> None:
         super().__init__()
         expect_choice("rms_norm_gated", "activation", activation, forms.GATES)
+        expect_size("rms_norm_gated", "hidden_size", hidden_size)
+        expect_not_negative("rms_norm_gated", "eps", eps)
         forms.expect_group_size(group_size, hidden_size)
         self.hidden_size = hidden_size
         self.variance_epsilon = eps

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from opgraft.custom_op import CustomOp
 from opgraft.definitions import rotary as forms
+from opgraft.definitions.checks import FLOATING, expect_choice, expect_positive
 from opgraft.definitions.precision import compute_dtype
 from opgraft.kernels.on_triton import TRITON
 from opgraft.ops.on_gpus import on_gpus
@@ -29,8 +30,10 @@ def cos_sin_table(inv_freq: Tensor, rows: int, scale: float = 1.0) -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
 
 
-def expect_rotary_dim(op: str, rotary_dim: int, head_size: int) -> None:
-    """Raise ``ValueError`` unless ``rotary_dim`` elements of a head make whole pairs."""
+def expect_rotation(op: str, rotary_dim: int, head_size: int, base: float, dtype: torch.dtype) -> None:
+    """Raise ``ValueError`` unless ``rotary_dim`` elements of a head make whole pairs, and a table of them can be."""
+    expect_positive(op, "base", base)
+    expect_choice(op, "dtype", dtype, FLOATING)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_size:
         raise ValueError(f"{op}: rotary_dim is {rotary_dim}, expected an even number from 2 to head_size={head_size}")
 
@@ -97,7 +100,8 @@ class RotaryEmbeddingBase(CustomOp):
         init_cache: compute the table now; otherwise the subclass does, before the first call.
 
     Raises:
-        ValueError: ``rotary_dim`` is odd, not positive, or greater than ``head_size``.
+        ValueError: ``rotary_dim`` is odd, not positive, or greater than ``head_size``; ``base`` or
+            ``max_position_embeddings`` is not positive; ``dtype`` is not a floating-point one that ops compute with.
     """
 
     cos_sin_cache: Tensor
@@ -113,7 +117,8 @@ class RotaryEmbeddingBase(CustomOp):
         init_cache: bool = True,
     ) -> None:
         super().__init__()
-        expect_rotary_dim("rotary_embedding", rotary_dim, head_size)
+        expect_rotation("rotary_embedding", rotary_dim, head_size, base, dtype)
+        expect_positive("rotary_embedding", "max_position_embeddings", max_position_embeddings)
         self.head_size = head_size
         self.rotary_dim = rotary_dim
         self.max_position_embeddings = max_position_embeddings

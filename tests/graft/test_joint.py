@@ -319,3 +319,27 @@ def test_what_shares_memory_from_before_grafting() -> None:
     ungraft(model)
     assert not weight.any()
     assert torch.equal(former, before)
+
+
+def test_another_parameter_over_the_same_memory() -> None:
+    """Its version counts from zero: after as many writes as the old one had seen, packed copies are still renewed."""
+    layer = GatedMLP(512, 1024).eval().requires_grad_(False)
+    layer.join()
+    x = torch.randn(8, 512)
+
+    def expected() -> torch.Tensor:
+        out: torch.Tensor = layer.down_proj(F.silu(F.linear(x, layer.gate_proj.weight)) * layer.up_proj(x))
+        return out
+
+    for _ in range(4):
+        layer.gate_proj.weight.mul_(1.0)
+    torch.testing.assert_close(layer(x), expected())
+    layer.gate_proj.weight = nn.Parameter(layer.gate_proj.weight.data, requires_grad=False)
+    for _ in range(8):
+        layer.gate_proj.weight.mul_(1.1)
+        torch.testing.assert_close(layer(x), expected())
+    layer.join()
+    assert layer.joint_op(x) is not None
+    for _ in range(3):
+        layer.gate_proj.weight.mul_(1.1)
+        torch.testing.assert_close(layer(x), expected())

@@ -7,6 +7,8 @@ import functools
 import io
 import json
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import opgraft
 import pytest
@@ -363,3 +365,10 @@ def test_public_names() -> None:
     assert opgraft.graft is graft
     assert callable(opgraft.graft)
     assert opgraft.GraftReport.__module__ == "opgraft.grafting.report"
+
+
+@pytest.mark.parametrize("function", [opgraft.graft, opgraft.ungraft, opgraft.rebind, opgraft.refresh])
+def test_what_is_no_module_is_refused(function: Callable[[Any], object]) -> None:
+    """The error names the function and what it was given, such as a class in the place of an instance."""
+    with pytest.raises(TypeError, match=rf"{function.__name__} was given <class .*Linear'>, expected a torch.nn"):
+        function(nn.Linear)

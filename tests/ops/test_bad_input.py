@@ -16,13 +16,21 @@ def t(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> t
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-HALF, WHOLE = torch.float16, torch.int64
+HALF, WHOLE, NAN = torch.float16, torch.int64, float("nan")
 linear, layer_norm, rms_norm = functional.linear, functional.layer_norm, functional.rms_norm
 attend = functional.scaled_dot_product_attention
 
 
 def encode(*tensors: torch.Tensor, heads: int = 2, **others: Any) -> torch.Tensor:
     return functional.mm_encoder_attn(*tensors, heads, 1, 1.0, **others)
+
+
+def rotary(positions: int = 8, base: float = 1e4, dtype: torch.dtype = torch.float32) -> nn.Module:
+    return ops.RotaryEmbedding(4, 4, positions, base, True, dtype)
+
+
+def rotate(head_size: int) -> Any:
+    return functional.rotary_embedding(t(3, dtype=WHOLE), t(3, 8), t(3, 8), head_size, t(5, 4))
 
 
 ACTIVATIONS = [
@@ -56,6 +64,31 @@ CASES: list[tuple[Callable[[], Any], str]] = [
         "linear: residual is torch.float64, expected torch.float32 as the result",
     ),
     (lambda: linear(t(3, 4), t(2, 4), residual=t(3, 2, device="meta")), "linear: residual is on meta, expected cpu"),
+    (lambda: ops.SiluAndMulWithClamp(-1.0), "silu_and_mul_with_clamp: swiglu_limit is -1.0, expected a number that is"),
+    (lambda: ops.SwigluOAIAndMul(limit=NAN), "swigluoai_and_mul: limit is nan, expected a number that is not negative"),
+    (lambda: ops.SwigluStepAndMul(-1.0), "swiglustep_and_mul: limit is -1.0, expected a number that is not negative"),
+    (lambda: functional.silu_and_mul_with_clamp(t(4), NAN), "silu_and_mul_with_clamp: limit is nan, expected a number"),
+    (lambda: functional.swigluoai_and_mul(t(4), limit=-1.0), "swigluoai_and_mul: limit is -1.0, expected a number"),
+    (lambda: functional.swiglustep_and_mul(t(4), -1.0), "swiglustep_and_mul: limit is -1.0, expected a number"),
+    (lambda: ops.RMSNorm((64,)), r"rms_norm: hidden_size is \(64,\), expected a whole number that is not negative"),  # type: ignore[arg-type]
+    (lambda: ops.GemmaRMSNorm(-1), "gemma_rms_norm: hidden_size is -1, expected a whole number that is not negative"),
+    (lambda: ops.RMSNorm(4, eps=-1.0), "rms_norm: eps is -1.0, expected a number that is not negative"),
+    (lambda: rotary(positions=0), "rotary_embedding: max_position_embeddings is 0, expected a positive number"),
+    (lambda: rotary(base=0.0), "rotary_embedding: base is 0.0, expected a positive number"),
+    (lambda: rotary(dtype=WHOLE), r"rotary_embedding: dtype is torch.int64, expected one of \(torch"),
+    (lambda: rotate(0), "rotary_embedding: head_size is 0, expected a positive number"),
+    (
+        lambda: torch.ops.opgraft.rms_norm(t(3, 4), t(4, device="meta")),
+        "rms_norm: the tensors are on cpu, meta, expected one device",
+    ),
+    (
+        lambda: functional.quant_fp8_static(t(3, 4), t(2), (1, -1)),
+        r"quant_fp8_static: scale has shape \(2,\), expected \(3, 1\)$",
+    ),
+    (
+        lambda: functional.mm_encoder_attn(t(3, 8), t(3, 8), t(3, 8), 2, 2, 1.0),
+        r"query has shape \(3, 8\), expected \[batch, tokens, 2 · head_size\] or",
+    ),
     (lambda: ops.Linear(4, 2)(t(3, 5)), r"linear: x has shape \(3, 5\), expected a last dimension of 4"),
     (lambda: ops.LayerNorm([2, 4])(t(4, 2)), r"layer_norm: x has shape \(4, 2\), expected it to end in \(2, 4\)"),
     (lambda: ops.LayerNorm([2, 4])(t(4)), r"layer_norm: x has shape \(4,\), expected it to end in \(2, 4\)"),
