@@ -16,7 +16,7 @@ _MODULES = {
         "rms_norm fused_add_rms_norm fused_add_rms_norm_ gemma_rms_norm fused_add_gemma_rms_norm "
         "fused_add_gemma_rms_norm_ rms_norm_gated layer_norm"
     ),
-    "triton_rotary": "apply_rotary_emb rotary_embedding rotary_embedding_ mrope",
+    "triton_rotary": "apply_rotary_emb rotary_embedding rotary_embedding_ mrope dual_chunk_rotary_embedding",
     "triton_quant": "quant_fp8_static quant_fp8_dynamic",
 }
 _HOME = {form: module for module, forms in _MODULES.items() for form in forms.split()}

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import triton
+from opgraft.definitions.checks import values_are_known
 from opgraft.definitions.form import Form
 from torch import Tensor
 
@@ -68,6 +69,24 @@ def as_rows(x: Tensor, width: int) -> Tensor:
 def writable(x: Tensor) -> bool:
     """Whether ``as_rows`` is a view of ``x`` for certain, through which a kernel may write: no element is shared."""
     return x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1])
+
+
+def apart(x: Tensor, y: Tensor) -> bool:
+    """Whether a kernel may write both of two ``writable`` tensors: they share no element, for certain.
+
+    What Dynamo traces has no addresses, and neither have ``meta`` tensors; they are apart unless they are one object.
+    """
+    if torch.compiler.is_compiling() or x.is_meta:
+        return x is not y
+    if x is y or not (values_are_known(x) and values_are_known(y)):
+        return False
+    first, second = sorted((x, y), key=Tensor.data_ptr)
+    distance = (second.data_ptr() - first.data_ptr()) // x.element_size()
+    if distance > sum((size - 1) * stride for size, stride in zip(first.shape, first.stride(), strict=True)):
+        return True
+    # Columns of one matrix, as query and key are in the result of one projection, take turns row by row.
+    columns = x.dim() == y.dim() == 2 and x.stride(0) == y.stride(0)
+    return columns and first.shape[1] <= distance % x.stride(0) <= x.stride(0) - second.shape[1]
 
 
 def replaces(form: Form[Arguments, Result]) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:

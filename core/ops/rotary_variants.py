@@ -7,21 +7,24 @@ Where a variant takes ``offsets``, integers that broadcast to ``positions``, the
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from opgraft.custom_op import CustomOp
 from opgraft.definitions import rotary as forms
-from opgraft.definitions.checks import expect_in_range
+from opgraft.definitions.checks import expect_in_range, expect_positive
 from opgraft.kernels.on_triton import TRITON
 from opgraft.ops.on_gpus import on_gpus
 from opgraft.ops.rotary import (
     RotaryEmbedding,
     RotaryEmbeddingBase,
     cos_sin_table,
-    expect_rotary_dim,
+    expect_rotation,
     inverse_frequencies,
 )
 from torch import Tensor
+
+_Rotated = tuple[Tensor, Tensor]
 
 
 def _moved(positions: Tensor, offsets: Tensor | None) -> Tensor:
@@ -69,6 +72,7 @@ class Llama3RotaryEmbedding(RotaryEmbedding):
                 f"rotary_embedding: high_freq_factor is {high_freq_factor}, expected more than "
                 f"low_freq_factor={low_freq_factor}"
             )
+        expect_positive("rotary_embedding", "scaling_factor", scaling_factor)
         self.scaling_factor = scaling_factor
         self.low_freq_factor = low_freq_factor
         self.high_freq_factor = high_freq_factor
@@ -106,6 +110,7 @@ class _YaRNTable:
         truncate: bool = True,
     ) -> None:
         """Keep the arguments; before the constructor of the op, which computes the table."""
+        expect_positive("rotary_embedding", "scaling_factor", 1.0 if scaling_factor is None else scaling_factor)
         self.scaling_factor = scaling_factor
         self.extrapolation_factor = extrapolation_factor
         self.attn_factor = attn_factor
@@ -351,22 +356,15 @@ class DualChunkRotaryEmbedding(CustomOp):
         local_size: int,
     ) -> None:
         super().__init__()
-        expect_rotary_dim("dual_chunk_rotary_embedding", rotary_dim, head_size)
+        expect_rotation("dual_chunk_rotary_embedding", rotary_dim, head_size, base, dtype)
         rows = forms.chunk_length(chunk_size, local_size) + chunk_size
-        self.head_size = head_size
-        self.rotary_dim = rotary_dim
-        self.max_position_embeddings = max_position_embeddings
-        self.base = base
-        self.is_neox_style = is_neox_style
-        self.dtype = dtype
-        self.chunk_size = chunk_size
-        self.local_size = local_size
+        self.head_size, self.rotary_dim, self.is_neox_style = head_size, rotary_dim, is_neox_style
+        self.max_position_embeddings, self.base, self.dtype = max_position_embeddings, base, dtype
+        self.chunk_size, self.local_size = chunk_size, local_size
         table = cos_sin_table(inverse_frequencies(base, rotary_dim, dtype), rows)
         self.register_buffer("cos_sin_cache", table.to(dtype), persistent=False)
 
-    def forward_native(
-        self, positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward_native(self, positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None = None) -> _Rotated:
         """The five queries, concatenated along the last dimension, and the key in the shape it came in.
 
         Args:
@@ -378,18 +376,19 @@ class DualChunkRotaryEmbedding(CustomOp):
         Raises:
             ValueError: as ``RotaryEmbeddingBase``.
         """
-        positions = _moved(positions, offsets)
+        return self._rotated(forms.dual_chunk_rotary_embedding.native, _moved(positions, offsets), query, key)
+
+    @on_gpus
+    def forward_cuda(self, positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None = None) -> _Rotated:
+        return self._rotated(TRITON["dual_chunk_rotary_embedding"], _moved(positions, offsets), query, key)
+
+    forward_xpu = forward_cuda
+    functional_cuda = functional_xpu = TRITON
+
+    def _rotated(self, by: Callable[..., _Rotated], positions: Tensor, *pair: Tensor) -> _Rotated:
         expect_in_range("dual_chunk_rotary_embedding", "positions", positions, self.max_position_embeddings)
-        return forms.dual_chunk_rotary_embedding.native(
-            positions,
-            query,
-            key,
-            self.head_size,
-            self.cos_sin_cache,
-            self.chunk_size,
-            self.local_size,
-            self.is_neox_style,
-        )
+        chunks = (self.chunk_size, self.local_size)
+        return by(positions, *pair, self.head_size, self.cos_sin_cache, *chunks, self.is_neox_style)
 
     def extra_repr(self) -> str:
         return (
