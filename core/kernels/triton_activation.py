@@ -14,7 +14,7 @@ from typing import Any
 import triton
 import triton.language as tl
 from opgraft.definitions import activation as definitions
-from opgraft.definitions.checks import expect_choice, halves
+from opgraft.definitions.checks import expect_choice, expect_floating, expect_not_negative, halves
 from opgraft.kernels.triton_launch import WIDEST, Tile, as_rows, launch, replaces, tile_of, writable
 from torch import Tensor
 
@@ -227,7 +227,8 @@ def _elementwise(kernel: Any, x: Tensor, out: Tensor, *others: Any, **constants:
     launch(kernel, programs, tile, x, out, *others, *sizes, **constants)
 
 
-def _plain(x: Tensor, function: str) -> Tensor:
+def _plain(op: str, x: Tensor, function: str) -> Tensor:
+    expect_floating(op, "x", x)
     out = x.new_empty(x.shape)
     if x.numel():
         _elementwise(plain_kernel, x, out, function=function)
@@ -236,47 +237,48 @@ def _plain(x: Tensor, function: str) -> Tensor:
 
 @replaces(definitions.silu)
 def silu(x: Tensor) -> Tensor:
-    return _plain(x, "silu")
+    return _plain("silu", x, "silu")
 
 
 @replaces(definitions.silu_)
 def silu_(x: Tensor) -> None:
+    expect_floating("silu_", "x", x)
     if not x.numel():
         return
     if writable(x):
         _elementwise(plain_kernel, x, x, function="silu")
     else:
-        x.copy_(_plain(x, "silu"))
+        x.copy_(_plain("silu_", x, "silu"))
 
 
 @replaces(definitions.gelu)
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    return _plain(x, _gelu("gelu", approximate))
+    return _plain("gelu", x, _gelu("gelu", approximate))
 
 
 @replaces(definitions.gelu_tanh)
 def gelu_tanh(x: Tensor) -> Tensor:
-    return _plain(x, "gelu_tanh")
+    return _plain("gelu_tanh", x, "gelu_tanh")
 
 
 @replaces(definitions.gelu_new)
 def gelu_new(x: Tensor) -> Tensor:
-    return _plain(x, "gelu_tanh")
+    return _plain("gelu_new", x, "gelu_tanh")
 
 
 @replaces(definitions.gelu_fast)
 def gelu_fast(x: Tensor) -> Tensor:
-    return _plain(x, "gelu_tanh")
+    return _plain("gelu_fast", x, "gelu_tanh")
 
 
 @replaces(definitions.quick_gelu)
 def quick_gelu(x: Tensor) -> Tensor:
-    return _plain(x, "quick_gelu")
+    return _plain("quick_gelu", x, "quick_gelu")
 
 
 @replaces(definitions.relu2)
 def relu2(x: Tensor) -> Tensor:
-    return _plain(x, "relu2")
+    return _plain("relu2", x, "relu2")
 
 
 @replaces(definitions.xielu)
@@ -338,16 +340,19 @@ def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
 
 @replaces(definitions.silu_and_mul_with_clamp)
 def silu_and_mul_with_clamp(x: Tensor, limit: float) -> Tensor:
+    expect_not_negative("silu_and_mul_with_clamp", "limit", limit)
     return _gated(x, "silu_and_mul_with_clamp", "silu_with_clamp", limit=limit)
 
 
 @replaces(definitions.swiglustep_and_mul)
 def swiglustep_and_mul(x: Tensor, limit: float = 7.0) -> Tensor:
+    expect_not_negative("swiglustep_and_mul", "limit", limit)
     return _gated(x, "swiglustep_and_mul", "swiglustep", limit=limit)
 
 
 @replaces(definitions.swigluoai_and_mul)
 def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    expect_not_negative("swigluoai_and_mul", "limit", limit)
     halves("swigluoai_and_mul", "x", x)
     out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
     if out.numel():

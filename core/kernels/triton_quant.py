@@ -48,7 +48,7 @@ def _scale_of(largest, bound, highest, smallest, bounded: tl.constexpr, powers_o
     """The scale that maps the magnitude ``largest`` to ``highest``, at least ``smallest``."""
     if bounded:
         most = tl.load(bound).to(tl.float32)
-        largest = tl.where(largest > most, most, largest)
+        largest = tl.where(largest <= most, largest, most)  # a bound that is NaN makes the scale NaN
     scale = tl.div_rn(largest, highest)
     scale = tl.where(scale < smallest, smallest, scale)
     if powers_of_two:
@@ -208,6 +208,11 @@ def _takes(dtype: torch.dtype) -> bool:
     return NAMES[dtype] in _supported()
 
 
+def _quantizable(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the kernels can take ``x``; else the native definition computes it, or says what is wrong."""
+    return x.is_floating_point() and x.dim() > 0 and x.numel() > 0 and dtype in NAMES and _takes(dtype)
+
+
 def _tiles(x: Tensor, *, as_one_row: bool) -> tuple[Tensor, Tile, int]:
     """``x`` as rows, the tile to go over it by, and how many of them there are."""
     width = x.numel() if as_one_row and x.is_contiguous() else x.shape[-1]
@@ -226,8 +231,10 @@ def quant_fp8_dynamic(
 ) -> tuple[Tensor, Tensor]:
     definitions.expect_dynamic_group_shape("quant_fp8_dynamic", group_shape)
     definitions.expect_scale_ub("quant_fp8_dynamic", scale_ub, group_shape)
+    if scale_ub is not None:
+        expect_same_device("quant_fp8_dynamic", "scale_ub", scale_ub, "x", x)
     per_channel = group_shape[0] != 1 and group_shape[1] != -1
-    if per_channel or x.dim() == 0 or not x.numel() or dtype not in NAMES or not _takes(dtype):
+    if per_channel or not _quantizable(x, dtype):
         return definitions.quant_fp8_dynamic.native(x, group_shape, scale_ub, use_ue8m0, dtype)
     q = x.new_empty(x.shape, dtype=dtype)
     scale = x.new_empty(definitions.scale_shape(x.shape, group_shape), dtype=torch.float32)
@@ -286,7 +293,7 @@ def quant_fp8_static(
 ) -> Tensor:
     definitions.expect_group_shape("quant_fp8_static", group_shape)
     expect_same_device("quant_fp8_static", "scale", scale, "x", x)
-    if x.dim() == 0 or not x.numel() or dtype not in NAMES or not _takes(dtype):
+    if not _quantizable(x, dtype):
         return definitions.quant_fp8_static.native(x, scale, group_shape, dtype)
     rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
     height, width = (extent if size == -1 else size for extent, size in zip((rows, columns), group_shape, strict=True))

@@ -7,6 +7,7 @@ It must be asked for before Triton is imported, so these tests run in a process 
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -14,10 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from opgraft import ops
+from opgraft.definitions.form import FORMS
 from opgraft.kernels.on_triton import TRITON
 from opgraft.specs import checks
 from opgraft.specs.catalogue import SPECS
 from opgraft.specs.spec import OpSpec
+from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="Triton is not installed here; make test-triton runs these tests")
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -25,9 +29,13 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import numpy as np  # noqa: E402  # Triton's interpreter needs it, opgraft does not
 import triton.language as tl  # noqa: E402
+from opgraft.kernels import triton_rotary  # noqa: E402
 from opgraft.kernels.triton_activation import tile_at  # noqa: E402
 
 CASES = [(spec, variant) for name, spec in SPECS.items() if name in TRITON for variant in spec.variants]
+CHUNKS = "dual_chunk_rotary_embedding"
+PRECISION = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes from the coarsest to the finest."""
 NAMES = {
     "fp32": (torch.float32, torch.uint32),
     "bf16": (torch.bfloat16, torch.uint16),
@@ -115,3 +123,118 @@ def test_rows_that_share_memory() -> None:
     with pytest.raises(RuntimeError, match="more than one element"):
         TRITON["silu_"](x)
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("method", ["forward_cuda", "forward_xpu"])
+@pytest.mark.parametrize("shape", [(6, 48), (6, 3, 16), (2, 3, 48), (2, 3, 3, 16), (6, 2, 48)], ids=str)
+def test_versions_of_a_query(shape: tuple[int, ...], method: str) -> None:
+    """A module lays the five versions of a query side by side as the definition does, however heads are arranged."""
+    op = ops.DualChunkRotaryEmbedding(16, 8, 64, 10000.0, True, torch.float32, chunk_size=12, local_size=3)
+    positions = torch.tensor([0, 8, 9, 11, 31, 62]).reshape(shape[:2] if shape[:2] == (2, 3) else 6)
+    arguments = (positions, torch.randn(shape), torch.randn(6, 16), torch.ones(1, dtype=torch.int64))
+    for got, expected in zip(getattr(op, method)(*arguments), op.forward_native(*arguments), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_negative_positions_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where values are not checked, the place of a negative position is in the table, as in the definition."""
+    monkeypatch.setattr(triton_rotary, "expect_in_range", lambda *arguments: None)
+    cache = torch.randn(24, 8)
+    got, key = TRITON[CHUNKS](torch.tensor([-1, -13]), torch.ones(2, 8), torch.ones(2, 8), 8, cache, 12, 0)
+    expected = FORMS[CHUNKS].native(torch.tensor([11, 11]), torch.ones(2, 8), torch.ones(2, 8), 8, cache, 12, 0)
+    torch.testing.assert_close((got, key), expected)
+
+
+REFUSED = {
+    "cache of integers": ("rotary_embedding", {"cos_sin_cache": lambda table: table.long()}, "cos_sin_cache is"),
+    "query of integers": ("rotary_embedding", {"query": Tensor.int, "key": Tensor.int}, "query is torch.int32"),
+    "in place": ("rotary_embedding_", {"cos_sin_cache": Tensor.int}, "cos_sin_cache is torch.int32"),
+    "axes": ("mrope", {"cos_sin_cache": Tensor.int}, "cos_sin_cache is torch.int32"),
+    "chunks": (CHUNKS, {"cos_sin_cache": Tensor.int}, "cos_sin_cache is torch.int32"),
+    "short table": (CHUNKS, {"cos_sin_cache": lambda table: table[:3]}, "has 3 rows, expected at least"),
+    "local size": (CHUNKS, {"local_size": lambda size: -1}, "local_size is -1"),
+    "cosines": ("apply_rotary_emb", {"cos": Tensor.int}, "cos is torch.int32"),
+    "numbers to quantise": ("quant_fp8_dynamic", {"x": Tensor.int}, "x is torch.int32"),
+    "activation": ("gelu_new", {"x": Tensor.int}, "gelu_new: x is torch.int32"),
+    "negative limit": ("silu_and_mul_with_clamp", {"limit": lambda limit: -1.0}, "limit is -1.0"),
+    "limit that is none": ("swigluoai_and_mul", {"limit": lambda limit: math.nan}, "limit is nan"),
+    "step": ("swiglustep_and_mul", {"limit": lambda limit: -0.5}, "limit is -0.5"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case: str) -> None:
+    """What the definition refuses the kernel refuses, in the same words."""
+    name, changes, said = REFUSED[case]
+    spec = SPECS[name]
+    arguments = spec.arguments(next(iter(spec.variants)), torch.float32, spec.leads[1], max(spec.sizes[:2]))
+    arguments |= {argument: change(arguments.get(argument)) for argument, change in changes.items()}
+    with pytest.raises(ValueError, match=said) as by_definition:
+        spec.form.native(**arguments)
+    with pytest.raises(ValueError, match=said) as by_kernel:
+        TRITON[name](**arguments)
+    assert str(by_kernel.value) == str(by_definition.value)
+
+
+@pytest.mark.parametrize("powers_of_two", [False, True])
+def test_a_bound_that_is_not_a_number(powers_of_two: bool) -> None:
+    """A bound of the scale that is NaN shows in the scales, as in the definition, instead of being no bound."""
+    x, bound = torch.randn(3, 40), torch.tensor(math.nan)
+    q, scale = TRITON["quant_fp8_dynamic"](x, (1, -1), bound, powers_of_two)
+    expected, expected_scale = FORMS["quant_fp8_dynamic"].native(x, (1, -1), bound, powers_of_two)
+    torch.testing.assert_close(scale, expected_scale, equal_nan=True)
+    torch.testing.assert_close(q.float(), expected.float(), equal_nan=True)
+
+
+WRITTEN = {
+    "one tensor": (lambda x: (x, x), False),
+    "views of the same": (lambda x: (x[:, :32], x[:, :32]), False),
+    "columns that overlap": (lambda x: (x[:, 16:48], x[:, :32]), False),
+    "rows that overlap": (lambda x: (x[:3], x[1:4]), False),
+    "columns next to each other": (lambda x: (x[:, 32:64], x[:, :32]), True),
+    "columns with a gap": (lambda x: (x[:, :16], x[:, 80:]), True),
+    "end to end": (lambda x: (x[:3], x[3:]), True),
+    "memory of their own": (lambda x: (x, x.clone()), True),
+}
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_query_and_key_in_one_memory(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place, nothing is rotated twice: query and key that share elements take the way through new memory."""
+    views, in_place = WRITTEN[case]
+    ours, exact = torch.randn(6, 96), torch.empty(6, 96)
+    exact.copy_(ours)
+    (query, key), (expected_query, expected_key) = views(ours), views(exact)
+    positions, cache = torch.arange(1, query.shape[0] + 1), torch.randn(7, 16)
+    FORMS["rotary_embedding_"].native(positions, expected_query, expected_key, 16, cache)
+    seen: list[bool] = []
+    launch = triton_rotary.launch
+    monkeypatch.setattr(triton_rotary, "launch", lambda *a, **c: (seen.append(c["in_place"]), launch(*a, **c)))
+    TRITON["rotary_embedding_"](positions, query, key, 16, cache)
+    assert seen == [in_place]
+    torch.testing.assert_close((ours, query, key), (exact, expected_query, expected_key))
+
+
+MIXED = [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("dtype", "weight_dtype"), MIXED, ids=str)
+@pytest.mark.parametrize("form", ["rms_norm", "fused_add_rms_norm", "gemma_rms_norm", "rms_norm_gated", "layer_norm"])
+def test_weights_of_another_dtype(form: str, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    """A norm rounds where its definition does: to the dtype of the weight in ``rms_norm`` only; what one refuses,
+    the other does."""
+    x, weight = torch.randn(4, 96).to(dtype), torch.randn(96).to(weight_dtype)
+    first = (x, x.flip(0)) if form.startswith("fused") else (x, (96,)) if form == "layer_norm" else (x,)
+    if form == "layer_norm" and weight_dtype != torch.float32:
+        for norm in (FORMS[form].native, TRITON[form]):
+            with pytest.raises(ValueError, match="layer_norm: weight is"):
+                norm(*first, weight)
+        return
+    got, expected = (checks.tensors(norm(*first, weight)) for norm in (TRITON[form], FORMS[form].native))
+    rounded = form.endswith("rms_norm") and "gemma" not in form
+    narrowest = min(dtype, weight_dtype, key=PRECISION.index) if rounded else dtype
+    for ours, exact in zip(got, expected, strict=True):
+        # A value at the edge between two numbers may go to either: one unit in the last place, of few elements.
+        torch.testing.assert_close(ours, exact, rtol=2 * torch.finfo(narrowest).eps, atol=1e-6)
+        assert (ours != exact).float().mean() < 0.02 or narrowest == torch.float32
+    assert not rounded or torch.equal(got[0], got[0].to(weight_dtype).to(dtype))
