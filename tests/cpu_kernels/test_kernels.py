@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from opgraft import functional
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -117,6 +118,55 @@ def test_the_whole_range(path: str, kernels: Any, name: str) -> None:
     x = torch.cat([torch.linspace(-30, 30, 100001), torch.logspace(-45, 15, 5000), -torch.logspace(-45, 38, 5000)])
     close(getattr(kernels, name)(x), exact[name](x.double()))
     assert getattr(kernels, name)(torch.full((33,), torch.nan)).isnan().all()
+
+
+GATED: dict[str, tuple[Any, ...]] = {
+    "silu_and_mul": (),
+    "mul_and_silu": (),
+    "gelu_and_mul": (),
+    "fatrelu_and_mul": (0.5,),
+    "silu_and_mul_with_clamp": (7.0,),
+    "swiglustep_and_mul": (7.0,),
+    "swigluoai_and_mul": (1.702, 7.0),
+}
+
+
+@pytest.mark.parametrize("name", list(GATED))
+def test_the_whole_range_of_gates(path: str, kernels: Any, name: str) -> None:
+    """Gated activations are their definitions for NaN, infinities and numbers near the ends of float32 too."""
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e38, -1e38, 1e30, -1e30, 1e-40, 0.5, 0.0, -0.0, -3.0])
+    x = torch.cartesian_prod(special, special)
+    for width in (1, 3, 144):  # vectors, and the rests of rows
+        rows = x.T.reshape(2, -1, width).transpose(0, 1)
+        rows = rows.transpose(1, 2) if name == "swigluoai_and_mul" else rows
+        rows = rows.reshape(-1, 2 * width)
+        # Torch's own GELU in float32 loses the digits of its tail, and makes NaN of infinity.
+        wide = rows.double() if name == "gelu_and_mul" else rows
+        expected = getattr(functional, name).native(wide, *GATED[name]).float()
+        got = getattr(kernels, name)(rows, *GATED[name])
+        torch.testing.assert_close(got, expected, rtol=2e-6, atol=1e-44, equal_nan=True)
+
+
+def test_the_tail_of_gelu(path: str, kernels: Any) -> None:
+    """Far below zero, where a distribution function made by subtraction has no digits left, GELU has all of its own."""
+    x = torch.linspace(-13, 10, 400001)
+    exact = x.double() * torch.special.erfc(x.double() * -(0.5**0.5)) / 2
+    got = kernels.gelu(x)
+    torch.testing.assert_close(got.double(), exact, atol=0.0, rtol=2e-6)
+    assert (got[x < 0] < 0).all()
+    beyond = kernels.gelu(-torch.logspace(1.13, 38, 1000))
+    assert ((beyond <= 0) & (beyond > -1e-37)).all()
+
+
+def test_a_bound_that_is_not_a_number(path: str, kernels: Any) -> None:
+    """A bound of scales that is NaN makes them NaN, as the definition's minimum does."""
+    x, bound = torch.randn(3, 40), torch.tensor([torch.nan])
+    for power_of_two in (False, True):
+        expected = functional.quant_fp8_dynamic.native(x, (1, -1), bound, power_of_two)
+        got = kernels.quant_fp8_dynamic(x, [1, -1], bound, power_of_two)
+        torch.testing.assert_close(got[1], expected[1], equal_nan=True)
+        assert got[0].float().isnan().equal(expected[0].float().isnan())
+        assert got[0].float().isnan().all() == (not power_of_two)
 
 
 def test_rounding_to_bfloat16(path: str, kernels: Any) -> None:

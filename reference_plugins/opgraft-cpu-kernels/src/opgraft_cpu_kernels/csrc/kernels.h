@@ -89,13 +89,13 @@ struct Quantization {
   float* scales = nullptr;  // written by dynamic quantization, else read
   int64_t scale_row_stride = 0, scale_group_stride = 0;
   float smallest_scale = 0;
-  float upper_bound = __builtin_inff();  // of the absolute maximum
+  float upper_bound = __builtin_inff();  // of the absolute maximum; NaN makes the scales NaN
   bool power_of_two = false;
 };
 
 // The scale of values of which the largest is given.
 inline float scale_of(const Quantization& q, float largest, float largest_quantized) {
-  if (largest > q.upper_bound) largest = q.upper_bound;
+  if (!(largest <= q.upper_bound)) largest = q.upper_bound;
   float scale = largest / largest_quantized;
   if (scale < q.smallest_scale) scale = q.smallest_scale;
   if (!q.power_of_two) return scale;
