@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from opgraft_cpu_kernels.arguments import refusal
+
 
 def _like(x: Tensor, *others: object, **settings: object) -> Tensor:
     return x.new_empty(x.shape)
@@ -31,10 +33,6 @@ def _half(x: Tensor, *others: object, **settings: object) -> Tensor:
 
 def _nothing(*arguments: object, **settings: object) -> None:
     return None
-
-
-def _query(positions: Tensor, query: Tensor, *others: object) -> Tensor:
-    return _like(query)
 
 
 def _query_and_key(positions: Tensor, query: Tensor, key: Tensor, *others: object) -> tuple[Tensor, Tensor]:
@@ -62,7 +60,6 @@ RULES: dict[Callable[..., object], str] = {
     _half: "silu_and_mul mul_and_silu gelu_and_mul fatrelu_and_mul silu_and_mul_with_clamp swiglustep_and_mul "
     "swigluoai_and_mul",
     _nothing: "rms_norm_out fused_add_rms_norm_ fused_add_gemma_rms_norm_ silu_ rotary_embedding_",
-    _query: "rotary_embedding_query",
     _query_and_key: "rotary_embedding",
     _fp8: "quant_fp8_static",
     _fp8_and_scale: "quant_fp8_dynamic",
@@ -77,17 +74,18 @@ def register() -> None:
     """Give each op its rule."""
     for rule, names in RULES.items():
         for name in names.split():
-            torch.library.register_fake(f"opgraft_cpu_kernels::{name}", _on_one_device(name, rule))
+            torch.library.register_fake(f"opgraft_cpu_kernels::{name}", _refusing(name, rule))
 
 
-def _on_one_device(name: str, rule: Callable[..., object]) -> Callable[..., object]:
+def _refusing(name: str, rule: Callable[..., object]) -> Callable[..., object]:
     """The rule, refusing what the op would: torch asks it in place of the op if any of the tensors is on ``meta``."""
+    parameters = [argument.name for argument in getattr(torch.ops.opgraft_cpu_kernels, name).default._schema.arguments]
 
     @functools.wraps(rule)
     def checked(*args: object, **kwargs: object) -> object:
-        devices = {value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor)}
-        if len(devices) > 1:
-            raise ValueError(f"{name}: tensors are on {sorted(map(str, devices))}, expected one device")
+        refused = refusal(name, {**dict(zip(parameters, args, strict=False)), **kwargs})
+        if refused:
+            raise ValueError(refused)
         return rule(*args, **kwargs)
 
     return checked

@@ -7,6 +7,7 @@ refuse, the native definition runs, which computes or says what is wrong.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +15,12 @@ import torch
 from opgraft import functional as forms
 from opgraft.definitions.quantization import scale_shape
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
+from opgraft_cpu_kernels.arguments import INTEGERS, refusal
 from opgraft_cpu_kernels.library import missing
 
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
-INTEGERS = frozenset((torch.int32, torch.int64))
 FP8 = torch.float8_e4m3fn
 REFUSED = (ValueError, NotImplementedError)
 """What the kernels raise for arguments that they do not take, on other devices too."""
@@ -36,11 +38,16 @@ def _absent(*args: Any, **kwargs: Any) -> Any:
 
 def kernel(form: Any) -> Callable[..., Any]:
     """The kernel of a form whose arguments are those of the op of the same name."""
-    run, native = op(form.name), form.native
+    name, run, native = form.name, op(form.name), form.native
+    parameters = tuple(inspect.signature(native).parameters)
 
     @functools.wraps(native, assigned=("__name__", "__qualname__", "__doc__", "__annotations__"))
     def function(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if x.dtype in DTYPES and x.is_cpu and x.dim():  # refused here, as compiled code cannot catch what is raised
+        # Asked here, as compiled code cannot catch what an op raises; of dtypes that only it must ask about.
+        taken = x.dtype in DTYPES and x.is_cpu and x.dim()
+        if taken and is_dynamo_compiling():
+            taken = not refusal(name, {**dict(zip(parameters, (x, *args), strict=False)), **kwargs})
+        if taken:
             try:
                 return run(x, *args, **kwargs)
             except REFUSED:
@@ -55,7 +62,7 @@ def rotary_embedding(
 ) -> tuple[Tensor, Tensor]:
     """As the form of that name."""
     arguments = (positions, query, key, head_size, cos_sin_cache, is_neox_style)
-    if query.dtype in DTYPES and query.is_cpu and positions.dtype in INTEGERS:
+    if _rotates("rotary_embedding", positions, query, key, cos_sin_cache):
         try:
             rotated: tuple[Tensor, Tensor] = _rotary_embedding(*arguments)
         except REFUSED:
@@ -70,7 +77,7 @@ def rotary_embedding_(
 ) -> None:
     """As the form of that name."""
     arguments = (positions, query, key, head_size, cos_sin_cache, is_neox_style)
-    if query.dtype in DTYPES and query.is_cpu and positions.dtype in INTEGERS:
+    if _rotates("rotary_embedding_", positions, query, key, cos_sin_cache):
         try:
             _rotary_embedding_(*arguments)
         except REFUSED:
@@ -78,6 +85,14 @@ def rotary_embedding_(
         else:
             return
     forms.rotary_embedding_.native(*arguments)
+
+
+def _rotates(name: str, positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor) -> bool:
+    if query.dtype not in DTYPES or not query.is_cpu or positions.dtype not in INTEGERS:
+        return False
+    if not is_dynamo_compiling():
+        return True
+    return not refusal(name, {"positions": positions, "query": query, "key": key, "cos_sin_cache": cos_sin_cache})
 
 
 def quant_fp8_static(x: Tensor, scale: Tensor, group_shape: Sequence[int], dtype: torch.dtype = FP8) -> Tensor:

@@ -1,5 +1,6 @@
 // Activations as torch ops.
 
+#include "overlap.h"
 #include "tensors.h"
 
 namespace opgraft_cpu_kernels {
@@ -75,6 +76,8 @@ Tensor silu(const Tensor& x) { return plain("silu", SILU, x); }
 Tensor relu2(const Tensor& x) { return plain("relu2", RELU2, x); }
 void silu_(const Tensor& x) {
   refuse_gradient("silu_", x);
+  at::assert_no_internal_overlap(x);
+  TORCH_CHECK_VALUE(is_apart(x), "silu_: elements of x share memory, expected to write to each once");
   if (x.is_contiguous()) {
     activate("silu_", SILU, x, x);
     written(x);

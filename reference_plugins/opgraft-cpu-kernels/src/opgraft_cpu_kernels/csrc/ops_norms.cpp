@@ -1,5 +1,6 @@
 // The norms as torch ops.
 
+#include "overlap.h"
 #include "tensors.h"
 
 namespace opgraft_cpu_kernels {
@@ -26,6 +27,13 @@ Norm prepared(const char* op, const Matrix& x, double eps, std::optional<int64_t
   return norm;
 }
 
+// The kernels multiply in float32 and round once; a definition rounds to a weight's dtype before, which makes no more
+// difference than rounding does if that is the dtype of x, and none in float32. 1 + weight it computes as they do.
+void expect_dtype_of_weight(const char* op, const char* name, const Tensor& weight, const Tensor& x) {
+  TORCH_CHECK_VALUE(weight.scalar_type() == x.scalar_type() || weight.scalar_type() == at::kFloat, op, ": ", name,
+                    " has dtype ", weight.scalar_type(), ", expected that of x, ", x.scalar_type(), ", or float32");
+}
+
 void run(const char* op, Table table, Norm& norm, const Matrix& x, const OptionalTensor& weight,
          const OptionalTensor& bias, const Destination& to) {
   const Dtype dtype = dtype_of(op, x.tensor);
@@ -34,6 +42,7 @@ void run(const char* op, Table table, Norm& norm, const Matrix& x, const Optiona
   if (weight && weight->defined()) {
     TORCH_CHECK_VALUE(weight->dim() == 1 && weight->numel() == x.width, op, ": x has shape ", x.tensor.sizes(),
                       ", expected a last dimension of ", weight->sizes());
+    if (!norm.one_plus_weight) expect_dtype_of_weight(op, "weight", *weight, x.tensor);
     usable_weight = usable(op, *weight, x.tensor);
     index = index_of(usable_weight);
     norm.weight = usable_weight.const_data_ptr();
@@ -41,9 +50,11 @@ void run(const char* op, Table table, Norm& norm, const Matrix& x, const Optiona
   if (bias && bias->defined()) {
     TORCH_CHECK_VALUE(bias->dim() == 1 && bias->numel() == x.width, op, ": bias has shape ", bias->sizes(),
                       ", expected ", x.width);
-    usable_bias = bias->contiguous();
-    usable_bias = usable(op, usable_bias, x.tensor);
-    if (usable_weight.defined()) usable_bias = usable_bias.to(usable_weight.scalar_type());
+    expect_dtype_of_weight(op, "bias", *bias, x.tensor);
+    usable_bias = usable(op, *bias, x.tensor);
+    TORCH_CHECK_VALUE(!usable_weight.defined() || usable_bias.scalar_type() == usable_weight.scalar_type(), op,
+                      ": bias has dtype ", bias->scalar_type(), ", expected that of weight, ",
+                      usable_weight.scalar_type());
     index = index_of(usable_bias);
     norm.bias = usable_bias.const_data_ptr();
   }
@@ -64,27 +75,43 @@ Tensor normed(const char* op, Table table, const Tensor& input, const OptionalTe
   return to.out;
 }
 
-// Writes to tensors of the caller; through new memory to those that a kernel cannot write to.
 void normed_into(const char* op, Table table, const Tensor& input, const OptionalTensor& residual_input,
                  const OptionalTensor& weight, const OptionalTensor& bias, double eps, std::optional<int64_t> measured,
-                 bool gemma, const Destination& wanted) {
+                 bool gemma, const Destination& to) {
   refuse_gradient(op, input, defined(weight), defined(bias), defined(residual_input));
-  expect_same(op, "out", wanted.out, input);
   const Matrix x(op, input);
   Norm norm = prepared(op, x, eps, measured);
   norm.one_plus_weight = gemma;
-  Destination to = wanted;
-  if (!is_writable(to.out)) to.out = fresh(input.sizes(), input.scalar_type());
   std::optional<Matrix> residual;
   if (residual_input) {
     expect_same(op, "residual", *residual_input, input);
     residual.emplace(op, *residual_input);
     norm.residual = residual->view();
-    if (!is_writable(to.sum)) to.sum = fresh(input.sizes(), input.scalar_type());
   }
   run(op, table, norm, x, weight, bias, to);
+}
+
+// Writes to tensors of the caller, through new memory where a kernel cannot write to them or would change what it has
+// yet to read. Only x may be what is written itself, as a row is read before it is written.
+void overwritten(const char* op, const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
+                 double eps, std::optional<int64_t> measured, bool gemma, const Destination& wanted) {
+  expect_same(op, "out", wanted.out, x);
+  at::assert_no_internal_overlap(wanted.out);
+  const Tensor &other = defined(residual), &factors = defined(weight);
+  Destination to = wanted;
+  if (!is_writable(to.out) || may_share_any(to.out, other, factors) ||
+      (may_share(to.out, x) && !is_same_view(to.out, x)))
+    to.out = fresh(x.sizes(), x.scalar_type());
+  if (residual) {
+    at::assert_no_internal_overlap(other);
+    if (!is_writable(other) || may_share_any(other, x, factors)) to.sum = fresh(other.sizes(), other.scalar_type());
+  }
+  normed_into(op, &Path::rms_norm, x, residual, weight, {}, eps, measured, gemma, to);
   if (!to.out.is_same(wanted.out)) wanted.out.copy_(to.out);
-  if (residual_input && !to.sum.is_same(wanted.sum)) wanted.sum.copy_(to.sum);
+  written(wanted.out);
+  if (!residual) return;
+  if (!to.sum.is_same(wanted.sum)) wanted.sum.copy_(to.sum);
+  written(wanted.sum);
 }
 
 std::tuple<Tensor, Tensor> added(const char* op, Table table, const Tensor& x, const Tensor& residual,
@@ -100,8 +127,7 @@ Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps, std::
 }
 void rms_norm_out(const Tensor& x, const Tensor& out, const OptionalTensor& weight, double eps,
                   std::optional<int64_t> measured) {
-  normed_into("rms_norm_out", &Path::rms_norm, x, {}, weight, {}, eps, measured, false, {out, {}});
-  written(out);
+  overwritten("rms_norm_out", x, {}, weight, eps, measured, false, {out, {}});
 }
 std::tuple<Tensor, Tensor> fused_add_rms_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
                                               double eps, std::optional<int64_t> measured) {
@@ -109,9 +135,7 @@ std::tuple<Tensor, Tensor> fused_add_rms_norm(const Tensor& x, const Tensor& res
 }
 void fused_add_rms_norm_(const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps,
                          std::optional<int64_t> measured) {
-  normed_into("fused_add_rms_norm_", &Path::rms_norm, x, residual, weight, {}, eps, measured, false, {x, residual});
-  written(x);
-  written(residual);
+  overwritten("fused_add_rms_norm_", x, residual, weight, eps, measured, false, {x, residual});
 }
 Tensor gemma_rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   return normed("gemma_rms_norm", &Path::rms_norm, x, weight, {}, eps, {}, true);
@@ -121,9 +145,7 @@ std::tuple<Tensor, Tensor> fused_add_gemma_rms_norm(const Tensor& x, const Tenso
   return added("fused_add_gemma_rms_norm", &Path::rms_norm, x, residual, weight, {}, eps, {}, true);
 }
 void fused_add_gemma_rms_norm_(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps) {
-  normed_into("fused_add_gemma_rms_norm_", &Path::rms_norm, x, residual, weight, {}, eps, {}, true, {x, residual});
-  written(x);
-  written(residual);
+  overwritten("fused_add_gemma_rms_norm_", x, residual, weight, eps, {}, true, {x, residual});
 }
 
 // x with the dimensions that are normalised together made one.

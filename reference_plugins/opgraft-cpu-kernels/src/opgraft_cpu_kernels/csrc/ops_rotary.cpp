@@ -1,7 +1,6 @@
 // Rotary embedding as torch ops.
 
-#include <ATen/MemoryOverlap.h>
-
+#include "overlap.h"
 #include "tensors.h"
 
 namespace opgraft_cpu_kernels {
@@ -12,7 +11,8 @@ struct Heads {
   Tensor tensor;
   int64_t tokens, heads, head_size, token_stride, head_stride;
 
-  Heads(const char* op, const Tensor& x, int64_t tokens, int64_t head_size) : tensor(x), tokens(tokens), head_size(head_size) {
+  Heads(const char* op, const Tensor& x, int64_t tokens, int64_t head_size)
+      : tensor(x), tokens(tokens), head_size(head_size) {
     TORCH_CHECK_VALUE(x.dim() >= 2 && head_size > 0 && x.size(-1) % head_size == 0 &&
                           (tokens == 0 ? x.numel() == 0 : x.numel() % (tokens * head_size) == 0),
                       op, ": a tensor to rotate has shape ", x.sizes(), ", expected ", tokens, " tokens of heads of ",
@@ -23,19 +23,6 @@ struct Heads {
     if (!rows && !cube) tensor = x.contiguous();
     token_stride = rows || cube ? x.stride(0) : heads * head_size;
     head_stride = cube ? x.stride(1) : head_size;
-  }
-
-  // Whether no two heads share memory: those at the smaller distance lie apart, and so do the groups of them.
-  bool apart() const {
-    int64_t distances[] = {heads > 1 ? head_stride : 0, tokens > 1 ? token_stride : 0}, counts[] = {heads, tokens};
-    if (distances[0] > distances[1]) std::swap(distances[0], distances[1]), std::swap(counts[0], counts[1]);
-    int64_t extent = head_size;
-    for (int dim = 0; dim < 2; ++dim) {
-      if (counts[dim] <= 1) continue;
-      if (distances[dim] < extent) return false;
-      extent += distances[dim] * (counts[dim] - 1);
-    }
-    return true;
   }
 };
 
@@ -71,7 +58,11 @@ Tensor apply_rotary_emb(const Tensor& x, const Tensor& cos, const Tensor& sin, b
                     " and sin ", sin.sizes(), ", expected ", expected, " for x of shape ", x.sizes());
   const Tensor out = fresh(x.sizes(), x.scalar_type());
   if (x.numel() == 0) return out;
-  const Tensor cosines = usable("apply_rotary_emb", cos, x), sines = usable("apply_rotary_emb", sin, x).to(cosines.scalar_type());
+  Tensor cosines = usable(op, cos, x), sines = usable(op, sin, x);
+  if (cosines.scalar_type() != sines.scalar_type()) {
+    cosines = cosines.to(at::kFloat);
+    sines = sines.to(at::kFloat);
+  }
   const int64_t tokens = x.numel() / (x.size(-2) * head_size);
   const Heads heads(op, x, tokens, head_size);
   Rotary r = rotation(heads, out, head_size, head_size, is_neox_style);
@@ -83,8 +74,8 @@ Tensor apply_rotary_emb(const Tensor& x, const Tensor& cos, const Tensor& sin, b
   return out;
 }
 
-// The rotation of a tensor by positions, to new memory or in place: refused by the constructor or not at all, so that
-// of two tensors none is written if one is refused.
+// The rotation of a tensor by positions, to new memory or where it lies if that can be: refused by the constructor or
+// not at all, so that of two tensors none is written if one is refused.
 class Rotation {
  public:
   Rotation(const char* op, const Tensor& positions, const Tensor& x, int64_t head_size, const Tensor& cache, bool neox,
@@ -92,8 +83,8 @@ class Rotation {
       : input(x), table((expect_fitting(op, positions, x, head_size, cache), usable(op, cache, x))),
         rows(positions.to(at::kLong).contiguous()), heads(op, x, positions.numel(), head_size),
         dtype(dtype_of(op, x)), head_size(head_size), neox(neox), in_place(in_place) {
-    if (in_place) at::assert_no_internal_overlap(x);
-    if (in_place && !heads.apart()) heads = Heads(op, x.clone(at::MemoryFormat::Contiguous), heads.tokens, head_size);
+    if (in_place && !is_apart(heads.tensor))
+      heads = Heads(op, x.clone(at::MemoryFormat::Contiguous), heads.tokens, head_size);
     const int64_t* const wanted = rows.const_data_ptr<int64_t>();
     for (int64_t token = 0; x.numel() && token < heads.tokens; ++token) {
       TORCH_CHECK_VALUE(0 <= wanted[token] && wanted[token] < table.size(0), op, ": positions has ", wanted[token],
@@ -111,8 +102,13 @@ class Rotation {
     r.table_stride = table.size(1);
     r.table_rows = table.size(0);
     rotate(r, dtype, table, heads.tokens);
-    if (in_place && !out.is_same(input)) input.copy_(out);
     return out;
+  }
+
+  // Puts what `run` returned where the tensor lies.
+  void put(const Tensor& out) const {
+    if (!out.is_same(input)) input.copy_(out);
+    written(input);
   }
 
  private:
@@ -139,10 +135,6 @@ class Rotation {
   const bool neox, in_place;
 };
 
-Tensor rotary_embedding_query(const Tensor& positions, const Tensor& query, int64_t head_size, const Tensor& cache,
-                              bool neox) {
-  return Rotation("rotary_embedding", positions, query, head_size, cache, neox, false).run();
-}
 void expect_one_dtype(const char* op, const Tensor& query, const Tensor& key) {
   TORCH_CHECK_VALUE(query.scalar_type() == key.scalar_type(), op, ": key has dtype ", key.scalar_type(),
                     ", expected that of query, ", query.scalar_type());
@@ -158,30 +150,24 @@ std::tuple<Tensor, Tensor> rotary_embedding(const Tensor& positions, const Tenso
 }
 void rotary_embedding_(const Tensor& positions, const Tensor& query, const OptionalTensor& key, int64_t head_size,
                        const Tensor& cache, bool neox) {
-  if (key) expect_one_dtype("rotary_embedding_", query, *key);
   const char* op = "rotary_embedding_";
-  const Rotation of_query(op, positions, query, head_size, cache, neox, true);
+  if (key) expect_one_dtype(op, query, *key);
+  at::assert_no_internal_overlap(query);
+  if (key) at::assert_no_internal_overlap(*key);
+  const bool apart = !may_share_any(query, defined(key), cache, positions) &&
+                     !may_share_any(defined(key), cache, positions);
+  const Rotation of_query(op, positions, query, head_size, cache, neox, apart);
   std::optional<Rotation> of_key;
-  if (key) {
-    TORCH_CHECK_VALUE(!query.numel() || query.const_data_ptr() != key->const_data_ptr(), op,
-                      ": query and key share memory, expected to write to each once");
-    of_key.emplace(op, positions, *key, head_size, cache, neox, true);
-  }
-  of_query.run();
-  written(query);
-  if (key) {
-    of_key->run();
-    written(*key);
-  }
+  if (key) of_key.emplace(op, positions, *key, head_size, cache, neox, apart);
+  const Tensor turned = of_query.run(), turned_key = key ? of_key->run() : Tensor();
+  of_query.put(turned);
+  if (key) of_key->put(turned_key);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(opgraft_cpu_kernels, library) {
   library.def("apply_rotary_emb(Tensor x, Tensor cos, Tensor sin, bool is_neox_style=True) -> Tensor");
-  library.def(
-      "rotary_embedding_query(Tensor positions, Tensor query, int head_size, Tensor cos_sin_cache, bool "
-      "is_neox_style=True) -> Tensor");
   library.def(
       "rotary_embedding(Tensor positions, Tensor query, Tensor key, int head_size, Tensor cos_sin_cache, bool "
       "is_neox_style=True) -> (Tensor, Tensor)");
@@ -190,7 +176,7 @@ TORCH_LIBRARY_FRAGMENT(opgraft_cpu_kernels, library) {
       "bool is_neox_style=True) -> ()");
 }
 
-#define ROTARY(apply) apply(apply_rotary_emb) apply(rotary_embedding_query) apply(rotary_embedding) apply(rotary_embedding_)
+#define ROTARY(apply) apply(apply_rotary_emb) apply(rotary_embedding) apply(rotary_embedding_)
 
 IMPLEMENT(ROTARY)
 

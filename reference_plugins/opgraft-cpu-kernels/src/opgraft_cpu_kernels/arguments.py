@@ -1,0 +1,50 @@
+"""Which dtypes and devices an op takes together, for those who ask before it runs: compiled code, which cannot catch
+what an op raises, and the rules by which ops are traced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGERS = (torch.int32, torch.int64)
+LIKE_THE_FIRST = ("out", "residual", "z", "key")
+FACTORS = ("weight", "bias", "cos", "sin", "cos_sin_cache")
+ROUNDED_TO_WEIGHT = (
+    "rms_norm",
+    "rms_norm_out",
+    "fused_add_rms_norm",
+    "fused_add_rms_norm_",
+    "layer_norm",
+    "add_layer_norm",
+)
+"""The ops whose definitions round to the dtype of the weight, or take few, where the kernels compute in float32."""
+
+
+def refusal(op: str, arguments: Mapping[str, object]) -> str | None:
+    """What the op says to dtypes and devices that it refuses, ``None`` where it takes them."""
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    first = "query" if "query" in tensors else "x"
+    x = tensors[first]
+    for name, tensor in tensors.items():
+        if tensor.device != x.device:
+            return f"{op}: {name} is on {tensor.device}, expected {x.device} as {first}"
+        taken = _taken(op, name, x, tensors.get("weight"))
+        if taken is not None and tensor.dtype not in taken:
+            return f"{op}: {name} has dtype {tensor.dtype}, expected one of {taken}"
+    return None
+
+
+def _taken(op: str, name: str, x: Tensor, weight: Tensor | None) -> tuple[torch.dtype, ...] | None:
+    """The dtypes that an argument may have, ``None`` for any."""
+    if name in LIKE_THE_FIRST:
+        return (x.dtype,)
+    if name == "positions":
+        return INTEGERS
+    if name not in FACTORS:
+        return None
+    if op not in ROUNDED_TO_WEIGHT:
+        return FLOATING
+    return (weight.dtype,) if name == "bias" and weight is not None else (x.dtype, torch.float32)
