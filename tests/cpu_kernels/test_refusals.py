@@ -118,3 +118,31 @@ def test_small_float16_where_they_are_flushed(kernels: Any) -> None:
         torch.set_flush_denormal(False)
     assert flushed
     assert torch.equal(quantised.float(), torch.arange(1, 1024).float().clamp(max=448).to(torch.float8_e4m3fn).float())
+
+
+@pytest.mark.parametrize("name", ["silu_and_mul_with_clamp", "swiglustep_and_mul", "swigluoai_and_mul"])
+@pytest.mark.parametrize("limit", [-1.0, float("nan")])
+def test_limits_below_zero(kernels: Any, name: str, limit: float) -> None:
+    """A limit that leaves nothing between it and its negative is refused."""
+    with pytest.raises(ValueError, match=f"{name}: limit is .*expected a number that is not negative"):
+        getattr(kernels, name)(torch.randn(3, 8), limit=limit)
+
+
+def test_panels_of_another_weight(kernels: Any) -> None:
+    """A packed weight is read only if all its extents and its dtype are those that packing gives."""
+    x, weight = torch.randn(4, 40), torch.randn(70, 40)
+    for shape in ((3, 2, 1, 2, 512), (3, 2, 4, 2, 512), (3, 2, 3, 1, 512), (3, 2, 3, 2, 256), (3, 1, 3, 2, 512)):
+        with pytest.raises(ValueError, match="packed_linear: x has dtype Float and packed has shape"):
+            kernels.packed_linear(x, weight, torch.zeros(shape, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="and dtype Float, expected float32 and what pack_linear returned"):
+        kernels.packed_linear(x, weight, torch.zeros(3, 2, 3, 2, 512))
+
+
+def test_the_path_is_chosen_in_one_place(kernels: Any) -> None:
+    """The path is set by the module only, which keeps its name; what it keeps is what is in force."""
+    import opgraft_cpu_kernels
+
+    assert not hasattr(kernels, "set_path")
+    for name in opgraft_cpu_kernels.paths():
+        opgraft_cpu_kernels.set_path(name)
+        assert kernels.path() == opgraft_cpu_kernels.path() == name

@@ -31,7 +31,7 @@ def missing() -> str | None:
         torch.ops.load_library(_FOLDER / "_kernels.so")  # type: ignore[no-untyped-call]  # torch leaves it so
         asked_for = os.environ.get(VARIABLE)
         if asked_for:
-            torch.ops.opgraft_cpu_kernels.set_path(asked_for)
+            torch.ops.opgraft_cpu_kernels._set_path(asked_for)
     except OSError as error:
         return f"the library cannot be loaded: {error}"
     except ValueError as error:
@@ -89,5 +89,5 @@ def set_path(name: str) -> None:
         RuntimeError: the library is missing.
     """
     _loaded()
-    torch.ops.opgraft_cpu_kernels.set_path(name)
+    torch.ops.opgraft_cpu_kernels._set_path(name)
     _note_path()

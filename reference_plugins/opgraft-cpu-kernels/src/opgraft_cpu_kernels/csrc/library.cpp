@@ -1,4 +1,5 @@
-// The torch library of the plugin, and the choice of a path as torch ops.
+// The torch library of the plugin, and the choice of a path as torch ops. `_set_path` is for library.py alone, which
+// keeps the name of the path in force.
 
 #include "tensors.h"
 
@@ -25,7 +26,7 @@ void set_path_by_name(const std::string& name) {
 TORCH_LIBRARY(opgraft_cpu_kernels, library) {
   library.def("path() -> str", &path_name);
   library.def("paths() -> str[]", &path_names);
-  library.def("set_path(str path) -> ()", &set_path_by_name);
+  library.def("_set_path(str path) -> ()", &set_path_by_name);
 }
 
 }  // namespace opgraft_cpu_kernels

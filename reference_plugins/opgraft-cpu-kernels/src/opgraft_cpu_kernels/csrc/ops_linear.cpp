@@ -74,7 +74,14 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
 }
 
 constexpr int64_t PANEL = 32;  // rows and columns of the result that are computed together
+constexpr int64_t TILE = PANEL * PANEL / 2;
 int64_t panels(int64_t count) { return (count + PANEL - 1) / PANEL; }
+
+bool is_packed(const Tensor& packed, int64_t across, int64_t along) {
+  return packed.scalar_type() == at::kBFloat16 && packed.is_contiguous() && packed.dim() == 5 &&
+         packed.size(0) == across && packed.size(1) == along && (packed.size(2) == 2 || packed.size(2) == 3) &&
+         packed.size(3) == 2 && packed.size(4) == TILE;
+}
 
 // Nothing where this path has no tiles, or where bfloat16 cannot hold a weight.
 Tensor pack_linear(const Tensor& weight, int64_t parts) {
@@ -85,7 +92,7 @@ Tensor pack_linear(const Tensor& weight, int64_t parts) {
   const PackKernel kernel = path().pack;
   if (!kernel) return fresh({0}, at::kBFloat16);
   const int64_t rows = weight.size(0), width = weight.size(1);
-  const Tensor packed = fresh({panels(rows), panels(width), parts, 2, PANEL * PANEL / 2}, at::kBFloat16);
+  const Tensor packed = fresh({panels(rows), panels(width), parts, 2, TILE}, at::kBFloat16);
   std::atomic<bool> held{true};
   share(panels(rows), PANEL * width, [&](int64_t begin, int64_t end) {
     if (!kernel(weight.const_data_ptr<float>(), width, rows, int(parts),
@@ -101,9 +108,9 @@ Tensor packed_linear(const Tensor& x, const Tensor& weight, const Tensor& packed
   Call call(x, weight, bias, activation, residual);
   Linear& linear = call.linear;
   const int64_t across = panels(linear.out_features), down = panels(linear.rows);
-  TORCH_CHECK_VALUE(x.scalar_type() == at::kFloat && packed.dim() == 5 && packed.is_contiguous() &&
-                        packed.size(0) == across && packed.size(1) == panels(linear.in_features),
+  TORCH_CHECK_VALUE(x.scalar_type() == at::kFloat && is_packed(packed, across, panels(linear.in_features)),
                     "packed_linear: x has dtype ", x.scalar_type(), " and packed has shape ", packed.sizes(),
+                    " and dtype ", packed.scalar_type(),
                     ", expected float32 and what pack_linear returned for a weight of shape ", weight.sizes());
   if (call.out.numel() == 0) return call.out;
   linear.packed = static_cast<const uint16_t*>(packed.const_data_ptr());

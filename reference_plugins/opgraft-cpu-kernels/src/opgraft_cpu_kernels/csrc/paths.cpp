@@ -1,12 +1,15 @@
 // Which paths this CPU has, and which of them is in force.
 
+#include <atomic>
+
 #include "kernels.h"
 
 namespace opgraft_cpu_kernels {
 namespace {
 
-const Path*& in_force() {
-  static const Path* path = supported_paths().front();
+// Tables are constant, so that a reader on another thread needs no order but sees one or the other.
+std::atomic<const Path*>& in_force() {
+  static std::atomic<const Path*> path{supported_paths().front()};
   return path;
 }
 
@@ -30,8 +33,8 @@ std::vector<const Path*> supported_paths() {
   return paths;
 }
 
-const Path& path() { return *in_force(); }
+const Path& path() { return *in_force().load(std::memory_order_relaxed); }
 
-void set_path(const Path& path) { in_force() = &path; }
+void set_path(const Path& path) { in_force().store(&path, std::memory_order_relaxed); }
 
 }  // namespace opgraft_cpu_kernels
