@@ -123,9 +123,11 @@ def test_small_float16_where_they_are_flushed(kernels: Any) -> None:
 @pytest.mark.parametrize("name", ["silu_and_mul_with_clamp", "swiglustep_and_mul", "swigluoai_and_mul"])
 @pytest.mark.parametrize("limit", [-1.0, float("nan")])
 def test_limits_below_zero(kernels: Any, name: str, limit: float) -> None:
-    """A limit that leaves nothing between it and its negative is refused."""
-    with pytest.raises(ValueError, match=f"{name}: limit is .*expected a number that is not negative"):
-        getattr(kernels, name)(torch.randn(3, 8), limit=limit)
+    """A limit that leaves nothing between it and its negative is refused by the op, the form and the definition."""
+    form = getattr(functional, name)
+    for call in (getattr(kernels, name), form, form.native):
+        with pytest.raises(ValueError, match=f"{name}: limit is .*expected a number that is not negative"):
+            call(torch.randn(3, 8), limit=limit)
 
 
 def test_panels_of_another_weight(kernels: Any) -> None:
