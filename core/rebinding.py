@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from opgraft.binding import Binding, bind, enforced
 from opgraft.custom_op import CustomOp
-from opgraft.definitions.checks import expect_module
 from torch import nn
 
 
@@ -33,7 +32,8 @@ def rebind(model: nn.Module) -> list[Rebound]:
     Raises:
         OpgraftError: as constructing one of the ops anew would.
     """
-    expect_module("rebind", model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"rebind was given {model!r}, expected a torch.nn.Module")
     ops = [(path, module) for path, module in model.named_modules() if isinstance(module, CustomOp)]
     plans = [(path, op, bind(op._binding.replacement.target)) for path, op in ops]
     rows = []

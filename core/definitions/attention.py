@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -111,8 +110,7 @@ def mm_encoder_attn(
     op = "mm_encoder_attn"
     expect_kv_heads(num_heads, num_kv_heads)
     _expect_one_kind(op, query, key, value)
-    head_size = query.shape[-1] if query.dim() == 4 else math.prod(query.shape[2:]) // num_heads
-    _expect_tokens("query", query, num_heads)
+    head_size = _head_size(query, num_heads)
     counts = {"query": (query, num_heads), "key": (key, num_kv_heads), "value": (value, num_kv_heads)}
     q, k, v = (as_heads(argument, x, heads, head_size) for argument, (x, heads) in counts.items())
     expect_same_shape(op, "value", v, "key", k)
@@ -130,12 +128,13 @@ def mm_encoder_attn(
     return attended.reshape(query.shape)
 
 
-def _expect_tokens(argument: str, x: Tensor, heads: int) -> None:
-    if x.dim() not in (3, 4):
+def _head_size(query: Tensor, heads: int) -> int:
+    if query.dim() not in (3, 4):
         raise ValueError(
-            f"mm_encoder_attn: {argument} has shape {tuple(x.shape)}, expected [batch, tokens, {heads} · head_size] or "
+            f"mm_encoder_attn: query has shape {tuple(query.shape)}, expected [batch, tokens, {heads} · head_size] or "
             f"[batch, tokens, {heads}, head_size]"
         )
+    return query.shape[-1] if query.dim() == 4 else query.shape[-1] // heads
 
 
 def expect_kv_heads(num_heads: int, num_kv_heads: int) -> None:

@@ -157,7 +157,7 @@ def test_ops_explain_tells_what_a_functional_form_runs_and_what_is_not_installed
     assert answer["not_installed"] == ["opgraft-cpu-kernels"]
     text = " ".join(cli("ops", "explain", "rms_norm").stdout.split())
     assert "opgraft.functional.rms_norm runs opgraft.definitions.layernorm.rms_norm" in text
-    assert "not installed: opgraft-cpu-kernels has kernels for this op on this platform: pip install" in text
+    assert "not installed: opgraft-cpu-kernels has kernels for this op on this platform" in text
 
 
 def test_ops_list_goes_on_past_a_conflict(cli, site) -> None:

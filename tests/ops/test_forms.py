@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import importlib
 import pickle
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from opgraft import functional
 from opgraft.binding import bind
-from opgraft.definitions import routing
 from opgraft.definitions.activation import like
 from opgraft.definitions.checks import expect_in_range, values_are_known
 from opgraft.definitions.form import FORMS, form, unregister
@@ -219,17 +220,25 @@ def test_a_second_form_of_a_name_is_refused() -> None:
     torch.testing.assert_close(torch.ops.opgraft.twice_defined(x), x + 2)
 
 
-def test_a_reloaded_form_takes_the_place_of_the_old() -> None:
+def test_a_reloaded_form_takes_the_place_of_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reloading a module registers its forms anew."""
-    before = vars(routing).copy()
+    (tmp_path / "module_with_a_form.py").write_text(
+        "from opgraft.definitions.activation import like\n"
+        "from opgraft.definitions.form import form\n"
+        "from torch import Tensor\n\n\n"
+        "@form('silu', like)\n"
+        "def reloaded_form(x: Tensor) -> Tensor:\n"
+        "    return x + 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("module_with_a_form")
+    before = module.reloaded_form
     try:
-        importlib.reload(routing)
-        assert FORMS["grouped_topk"] is routing.grouped_topk is not before["grouped_topk"]
+        importlib.reload(module)
+        assert FORMS["reloaded_form"] is module.reloaded_form is not before
     finally:
-        unregister(FORMS["grouped_topk"])
-        vars(routing).update(before)
-        rebuilt = before["grouped_topk"]
-        form("grouped_topk", rebuilt.fake)(rebuilt.native)
+        unregister(FORMS["reloaded_form"])
+        del sys.modules["module_with_a_form"]
 
 
 def test_the_registry_is_read_only() -> None:
