@@ -151,7 +151,8 @@ def linears() -> Iterator[Row]:
     """The linear form over torch's, for weights that are parameters."""
     for dtype in DTYPES:
         for inputs, outputs in LINEAR_SHAPES:
-            weight = torch.nn.Parameter(torch.randn(outputs, inputs, dtype=dtype), requires_grad=False)
+            with torch.inference_mode(False):  # as a model's; what is made in inference mode cannot be packed
+                weight = torch.nn.Parameter(torch.randn(outputs, inputs, dtype=dtype), requires_grad=False)
             bias = torch.randn(outputs, dtype=dtype)
             for rows in LINEAR_ROWS:
                 x = torch.randn(rows, inputs, dtype=dtype)
