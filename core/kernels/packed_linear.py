@@ -59,9 +59,9 @@ TABLE: Mapping[str, Mapping[torch.dtype, Sequence[Pays]]] = {
 Measured with torch 2.13 on 1 and 2 cores, widths 64 to 4,096 and 512 by 32,000, 1 to 2,048 rows, as ratios of torch's
 linear to the packed one. CPUs with fp16 arithmetic are those for which torch's float32 linear is tuned: there it wins
 for up to 3 rows (ratio 0.3 to 0.9), and for many rows of large weights (0.9); between, packing wins by 1.0 to 2.8, and
-in bfloat16 by 1.0 to 2.5. On those with bfloat16 arithmetic only, packing wins by 1.4 to 4.1, for one row from half a
-million weights on. Others were measured with both libraries held to AVX2: 1.0 to 1.4. CPUs with none of these were not
-measured, and do not pack.
+in bfloat16 by 1.0 to 2.5. On those with bfloat16 arithmetic only, packing wins by 1.1 to 4.1 (more on Zen 5 than on Zen
+4), for one row from half a million weights on. Others were measured with both libraries held to AVX2: 1.0 to 1.4. CPUs
+with none of these were not measured, and do not pack.
 """
 
 _PACKABLE = (torch.float32, torch.bfloat16)
