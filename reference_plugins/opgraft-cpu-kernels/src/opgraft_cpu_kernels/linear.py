@@ -14,14 +14,15 @@ from opgraft.kernels.weight_cache import Known, WeightCache, fits, is_ordinary, 
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from opgraft_cpu_kernels.kernels import op
+from opgraft_cpu_kernels.kernels import REFUSED, op
 from opgraft_cpu_kernels.library import path_or_none
 
 FEW = {
-    "avx512": {torch.float32: 4, torch.bfloat16: 4, torch.float16: 4},
-    "amx": {torch.float32: 4, torch.bfloat16: 2, torch.float16: 4},
-}
-"""Path → dtype → up to how many rows the weight is read as it is."""
+    (path, dtype): 4
+    for path in ("amx", "avx512_bf16", "avx512")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+} | {("amx", torch.bfloat16): 2}
+"""Path and dtype → up to how many rows the weight is read as it is."""
 
 MANY = {2: 8, 3: 16}
 """bfloat16 numbers for one float32 number → from how many rows on the tiles pay."""
@@ -47,25 +48,29 @@ def linear(
 
 
 def _mapped(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor | None:
-    path, dtype = path_or_none(), weight.dtype
-    limits = FEW.get(path, {})
-    if dtype not in limits or weight.dim() != 2 or activation not in ACTIVATIONS:
+    dtype, path = weight.dtype, path_or_none()
+    limit = FEW.get((path, dtype))
+    if limit is None or weight.dim() != 2 or watched() or requires_gradient(x, weight, bias, residual):
         return None
-    rows = x.numel() // max(1, weight.shape[1])
-    few, parts = rows <= limits[dtype], 0
-    if not few:
-        if path != "amx" or dtype is not torch.float32 or min(weight.shape) < LEAST_WIDTH:
+    if x.numel() <= limit * weight.shape[1]:
+        try:
+            return _linear(x, weight, bias, activation, residual)  # type: ignore[no-any-return]
+        except REFUSED:  # what does not fit, of which opgraft's says what is wrong
             return None
-        parts = _parts()
-        if rows < MANY[parts]:
-            return None
-    if not (weight.is_cpu and weight.layout is torch.strided and weight.is_contiguous()):
+    if path != "amx" or dtype is not torch.float32 or type(weight) is not nn.Parameter:
         return None
-    if not fits(x, weight, bias, residual) or requires_gradient(x, weight, bias, residual) or watched():
+    return _on_tiles(x, weight, bias, activation, residual)
+
+
+def _on_tiles(
+    x: Tensor, weight: nn.Parameter, bias: Tensor | None, activation: str, residual: Tensor | None
+) -> Tensor | None:
+    parts = _parts()
+    if min(weight.shape) < LEAST_WIDTH or x.numel() < MANY[parts] * weight.shape[1]:
         return None
-    if few:
-        return _linear(x, weight, bias, activation, residual)  # type: ignore[no-any-return]
-    packed = _packed(weight, parts) if isinstance(weight, nn.Parameter) else None
+    if activation not in ACTIVATIONS or not weight.is_contiguous() or not fits(x, weight, bias, residual):
+        return None
+    packed = _packed(weight, parts)
     return None if packed is None else _packed_linear(x, weight, packed, bias, activation, residual)
 
 

@@ -15,6 +15,13 @@
 #endif
 #endif
 
+// Compilers that know the conversion to bfloat16.
+#if defined(__x86_64__) && defined(__has_include)
+#if __has_include(<avx512bf16intrin.h>)
+#define OPGRAFT_AVX512_BF16
+#endif
+#endif
+
 namespace opgraft_cpu_kernels {
 
 enum Dtype { FLOAT32, BFLOAT16, FLOAT16, DTYPES };
@@ -27,6 +34,7 @@ struct Rows {
 struct MutableRows {
   void* data = nullptr;
   int64_t stride = 0;
+  bool streamed = false;  // written past the caches; each row begins at a multiple of 64 bytes
 };
 
 struct Norm {
@@ -154,6 +162,9 @@ struct Path {
 extern const Path scalar_path;
 #if defined(__x86_64__)
 extern const Path avx2_path, avx512_path;
+#if defined(OPGRAFT_AVX512_BF16)
+extern const Path avx512_bf16_path;
+#endif
 #endif
 #if defined(OPGRAFT_AMX)
 const Path& amx_path();

@@ -1,4 +1,4 @@
-// The path avx512 with a linear layer on the tiles of AMX.
+// The path avx512_bf16 with a linear layer on the tiles of AMX.
 //
 // Tiles multiply bfloat16 and add in float32. A float32 number is the sum of three bfloat16 numbers, so that the six
 // largest of the nine products of two such sums give a product to about 2^-24; of two numbers each, the three largest
@@ -12,6 +12,7 @@
 OPGRAFT_TARGET_BEGIN("amx-tile,amx-bf16,avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 namespace opgraft_cpu_kernels {
 namespace amx {
+#define CONVERTS_TO_BFLOAT16
 #include "vector_avx512.inc"
 #include "arithmetic.inc"
 #include "rows.inc"
@@ -212,7 +213,7 @@ Path with_tiles(Path path) {
 }  // namespace
 
 const Path& amx_path() {
-  static const Path path = with_tiles(avx512_path);
+  static const Path path = with_tiles(avx512_bf16_path);
   return path;
 }
 

@@ -25,6 +25,9 @@ std::vector<const Path*> supported_paths() {
 #if defined(OPGRAFT_AMX)
     if (has_amx()) paths.push_back(&amx_path());
 #endif
+#if defined(OPGRAFT_AVX512_BF16)
+    if (__builtin_cpu_supports("avx512bf16")) paths.push_back(&avx512_bf16_path);
+#endif
     paths.push_back(&avx512_path);
   }
   if (avx2) paths.push_back(&avx2_path);
