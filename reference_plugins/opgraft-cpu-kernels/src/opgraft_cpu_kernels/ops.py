@@ -92,6 +92,15 @@ class GeluAndMul(catalogue.GeluAndMul):
         return kernels.gelu_and_mul(x, self.approximate)
 
 
+class GeluAndMulSparse(catalogue.GeluAndMulSparse):
+    functional_cpu: ClassVar = {"gelu_and_mul_sparse": kernels.gelu_and_mul_sparse}
+
+    @opgraft.inference_only
+    @opgraft.needs(missing)
+    def forward_cpu(self, x: Tensor) -> Any:
+        return kernels.gelu_and_mul_sparse(x, self.activation_sparsity, self.approximate)
+
+
 class FatreluAndMul(catalogue.FatreluAndMul):
     functional_cpu: ClassVar = {"fatrelu_and_mul": kernels.fatrelu_and_mul}
 
@@ -194,6 +203,15 @@ class ReLUSquaredActivation(catalogue.ReLUSquaredActivation):
         return kernels.relu2(x)
 
 
+class XIELU(catalogue.XIELU):
+    functional_cpu: ClassVar = {"xielu": kernels.xielu}
+
+    @opgraft.inference_only
+    @opgraft.needs(missing)
+    def forward_cpu(self, input: Tensor) -> Any:
+        return kernels.xielu(input, self.alpha_p, self.alpha_n, self.beta, self.eps)
+
+
 class ApplyRotaryEmb(catalogue.ApplyRotaryEmb):
     functional_cpu: ClassVar = {"apply_rotary_emb": kernels.apply_rotary_emb}
 
@@ -253,6 +271,7 @@ REPLACEMENTS = (
     SiluAndMul,
     MulAndSilu,
     GeluAndMul,
+    GeluAndMulSparse,
     FatreluAndMul,
     SwigluOAIAndMul,
     SiluAndMulWithClamp,
@@ -264,6 +283,7 @@ REPLACEMENTS = (
     QuickGELU,
     SiLU,
     ReLUSquaredActivation,
+    XIELU,
     ApplyRotaryEmb,
     RotaryEmbedding,
     QuantFP8,
