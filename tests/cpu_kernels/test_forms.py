@@ -43,6 +43,8 @@ NAMES = [
     "apply_rotary_emb",
     "rotary_embedding",
     "rotary_embedding_",
+    "mrope",
+    "dual_chunk_rotary_embedding",
     "quant_fp8_static",
     "quant_fp8_dynamic",
 ]

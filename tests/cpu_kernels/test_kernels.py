@@ -228,12 +228,15 @@ def test_fp8_is_torchs(path: str, kernels: Any) -> None:
 def test_paths_and_threads_agree(path: str, kernels: Any) -> None:
     """However rows are shared among threads, each comes out the same."""
     x, weight = draw(300, 1021, dtype=torch.float32), draw(1021, dtype=torch.float32)
+    tokens, heads, cache = torch.arange(300), draw(300, 17 * 60, dtype=torch.float32), torch.randn(300, 60)
     threads = torch.get_num_threads()
     try:
         results = []
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             results.append((kernels.rms_norm(x, weight), kernels.gelu(x), kernels.quant_fp8_dynamic(x, [-1, -1])[1]))
+            results[-1] += kernels.mrope(tokens.expand(3, -1), heads, heads, 60, cache, [10, 10, 10])
+            results[-1] += kernels.dual_chunk_rotary_embedding(tokens, heads, heads, 60, cache, 150, 30)
     finally:
         torch.set_num_threads(threads)
     for other in results[1:]:

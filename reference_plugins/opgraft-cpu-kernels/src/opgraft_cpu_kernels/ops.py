@@ -235,6 +235,31 @@ class RotaryEmbedding(catalogue.RotaryEmbedding):
         return kernels.rotary_embedding(positions, query, key, self.head_size, self.cos_sin_cache, self.is_neox_style)
 
 
+class MRotaryEmbedding(catalogue.MRotaryEmbedding):
+    functional_cpu: ClassVar = {"mrope": kernels.mrope}
+
+    @opgraft.inference_only
+    @opgraft.needs(missing)
+    def forward_cpu(
+        self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
+    ) -> Any:
+        positions = positions if offsets is None else positions + offsets
+        if self.mrope_section is None or positions.dim() == 1:
+            return self._rotated(kernels.rotary_embedding, positions, query, key)
+        sections = {"mrope_section": self.mrope_section, "interleaved": self.mrope_interleaved}
+        return self._rotated(kernels.mrope, positions, query, key, **sections)
+
+
+class DualChunkRotaryEmbedding(catalogue.DualChunkRotaryEmbedding):
+    functional_cpu: ClassVar = {"dual_chunk_rotary_embedding": kernels.dual_chunk_rotary_embedding}
+
+    @opgraft.inference_only
+    @opgraft.needs(missing)
+    def forward_cpu(self, positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None = None) -> Any:
+        positions = positions if offsets is None else positions + offsets
+        return self._rotated(kernels.dual_chunk_rotary_embedding, positions, query, key)
+
+
 class QuantFP8(catalogue.QuantFP8):
     functional_cpu: ClassVar = {
         "quant_fp8_static": kernels.quant_fp8_static,
@@ -286,6 +311,8 @@ REPLACEMENTS = (
     XIELU,
     ApplyRotaryEmb,
     RotaryEmbedding,
+    MRotaryEmbedding,
+    DualChunkRotaryEmbedding,
     QuantFP8,
     Linear,
 )
