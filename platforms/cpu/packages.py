@@ -8,9 +8,11 @@ KERNEL_PACKAGES: Mapping[str, Collection[str]] = {
     "opgraft-cpu-kernels": frozenset(
         {
             "apply_rotary_emb",
+            "dual_chunk_rotary_embedding",
             "fatrelu_and_mul",
             "gelu",
             "gelu_and_mul",
+            "gelu_and_mul_sparse",
             "gelu_fast",
             "gelu_new",
             "gelu_tanh",
@@ -29,6 +31,7 @@ KERNEL_PACKAGES: Mapping[str, Collection[str]] = {
             "silu_and_mul_with_clamp",
             "swigluoai_and_mul",
             "swiglustep_and_mul",
+            "xielu",
         }
     ),
 }

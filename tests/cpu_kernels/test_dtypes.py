@@ -81,6 +81,9 @@ CALLS: dict[str, Callable[[torch.dtype], tuple[Any, ...]]] = {
     "apply_rotary_emb": lambda dtype: (t(3, 1, 8), t(3, 4).to(dtype), t(3, 4)),
     "rotary_embedding": lambda dtype: (POSITIONS, t(3, 8), t(3, 8), 8, t(9, 8).to(dtype)),
     "rotary_embedding_": lambda dtype: (POSITIONS, t(3, 8), t(3, 8), 8, t(9, 8).to(dtype)),
+    "mrope": lambda dtype: (POSITIONS.expand(3, 3), t(3, 8), t(3, 8), 8, t(9, 8).to(dtype), [2, 1, 1]),
+    "dual_chunk_rotary_embedding": lambda dtype: (POSITIONS, t(3, 8), t(3, 8), 8, t(9, 8).to(dtype), 4, 1),
+    "xielu": lambda dtype: (t(3, 8), t(1).to(dtype), t(1)),
 }
 
 
@@ -132,6 +135,9 @@ def test_fake_tensors_are_refused_as_real_ones(kernels: Any) -> None:
             (kernels.rms_norm_gated, (t(3, 8), t(8), torch.empty(3, 8, dtype=torch.bfloat16))),
             (kernels.layer_norm, (t(3, 8), [8], t(8), torch.empty(8, dtype=torch.bfloat16))),
             (kernels.rotary_embedding, (torch.empty(3), t(3, 8), t(3, 8), 8, t(9, 8))),
+            (kernels.mrope, (torch.empty(3, 3), t(3, 8), t(3, 8), 8, t(9, 8), [2, 1, 1])),
+            (kernels.dual_chunk_rotary_embedding, (torch.empty(3), t(3, 8), t(3, 8), 8, t(9, 8), 4, 1)),
+            (kernels.xielu, (t(3, 8), torch.empty(1, dtype=torch.int64), t(1))),
         ):
             with pytest.raises(ValueError, match="dtype"):
                 call(*arguments)

@@ -124,6 +124,7 @@ GATED: dict[str, tuple[Any, ...]] = {
     "silu_and_mul": (),
     "mul_and_silu": (),
     "gelu_and_mul": (),
+    "gelu_and_mul_sparse": (0.7,),
     "fatrelu_and_mul": (0.5,),
     "silu_and_mul_with_clamp": (7.0,),
     "swiglustep_and_mul": (7.0,),
@@ -145,6 +146,37 @@ def test_the_whole_range_of_gates(path: str, kernels: Any, name: str) -> None:
         expected = getattr(functional, name).native(wide, *GATED[name]).float()
         got = getattr(kernels, name)(rows, *GATED[name])
         torch.testing.assert_close(got, expected, rtol=2e-6, atol=1e-44, equal_nan=True)
+
+
+@each_dtype
+def test_gates_of_a_row_that_are_cut(path: str, kernels: Any, dtype: torch.dtype) -> None:
+    """The share of gates that becomes zero is the one asked for; of gates that are all the same, all do."""
+    x = torch.randn(3, 2 * 5125).to(dtype)
+    for sparsity in (0.05, 0.5, 0.95):
+        for approximate in ("none", "tanh"):
+            got = kernels.gelu_and_mul_sparse(x, sparsity, approximate)
+            close(got, functional.gelu_and_mul_sparse.native(x.double(), sparsity, approximate))
+            assert abs(float((got == 0).double().mean()) - sparsity) < 0.03
+    x[1] = 0.75
+    assert not kernels.gelu_and_mul_sparse(x, 0.5)[1].any()
+
+
+@each_dtype
+def test_the_whole_range_of_xielu(path: str, kernels: Any, dtype: torch.dtype) -> None:
+    """Where ``e^x - 1`` nearly is ``x``, far from zero, for NaN and infinities, xIELU is its definition."""
+    orders, special = torch.logspace(-45, 30, 5000), torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 0.0])
+    x = torch.cat([torch.linspace(-30, 30, 10001), orders, -orders, special.repeat(7)]).to(dtype)
+    for numbers in ((-3.0, 0.25, 0.5, -1e-6), (25.0, -25.0, 0.0, -1e-6), (0.3, 1.5, 0.5, -0.75), (0.3, 1.5, 0.5, 2.0)):
+        alphas, settings = torch.tensor(numbers[:2], dtype=dtype), numbers[2:]
+        exact = functional.xielu.native(x.double(), *alphas.double(), *settings)
+        close(kernels.xielu(x, *alphas, *settings), exact.to(dtype).double())
+
+
+def test_xielu_near_zero(path: str, kernels: Any) -> None:
+    """What is left where the slope at zero is none has all its digits, which ``e^x - 1``, less ``x``, has not."""
+    x, alpha = torch.cat([-torch.logspace(-5.5, 2, 10001), torch.logspace(-5.5, 2, 10001)]), torch.zeros(1)
+    exact = functional.xielu.native(x.double(), alpha.double(), alpha.double(), 0.0)
+    torch.testing.assert_close(kernels.xielu(x, alpha, alpha, 0.0).double(), exact, atol=0.0, rtol=1e-6)
 
 
 def test_the_tail_of_gelu(path: str, kernels: Any) -> None:
@@ -196,12 +228,15 @@ def test_fp8_is_torchs(path: str, kernels: Any) -> None:
 def test_paths_and_threads_agree(path: str, kernels: Any) -> None:
     """However rows are shared among threads, each comes out the same."""
     x, weight = draw(300, 1021, dtype=torch.float32), draw(1021, dtype=torch.float32)
+    tokens, heads, cache = torch.arange(300), draw(300, 17 * 60, dtype=torch.float32), torch.randn(300, 60)
     threads = torch.get_num_threads()
     try:
         results = []
         for count in (1, 2, 3):
             torch.set_num_threads(count)
             results.append((kernels.rms_norm(x, weight), kernels.gelu(x), kernels.quant_fp8_dynamic(x, [-1, -1])[1]))
+            results[-1] += kernels.mrope(tokens.expand(3, -1), heads, heads, 60, cache, [10, 10, 10])
+            results[-1] += kernels.dual_chunk_rotary_embedding(tokens, heads, heads, 60, cache, 150, 30)
     finally:
         torch.set_num_threads(threads)
     for other in results[1:]:
@@ -221,6 +256,10 @@ def test_bad_arguments_are_refused(kernels: Any) -> None:
         kernels.silu_and_mul(x[:, :7])
     with pytest.raises(ValueError, match="positions has 16, expected 0 to 15"):
         kernels.rotary_embedding(torch.tensor([0, 16, 2, 3]), x, x, 8, torch.randn(16, 8))
+    with pytest.raises(ValueError, match="activation_sparsity is 1, expected a number between 0 and 1"):
+        kernels.gelu_and_mul_sparse(x, 1.0)
+    with pytest.raises(ValueError, match=r"alpha_n has shape \[2\], expected one element"):
+        kernels.xielu(x, torch.ones(1), torch.ones(2))
     with pytest.raises(ValueError, match="scale has shape"):
         kernels.quant_fp8_static(x, torch.ones(3), [1, -1])
     with pytest.raises(TypeError, match="x has dtype Double"):
@@ -232,6 +271,8 @@ def test_gradients_are_refused(kernels: Any) -> None:
     x = torch.randn(4, 8, requires_grad=True)
     with pytest.raises(RuntimeError, match="no backward"):
         kernels.silu(x)
+    with pytest.raises(RuntimeError, match="no backward"):
+        kernels.xielu(x.detach(), torch.ones(1), torch.ones(1, requires_grad=True))
     with torch.no_grad():
         assert not kernels.silu(x).requires_grad
 

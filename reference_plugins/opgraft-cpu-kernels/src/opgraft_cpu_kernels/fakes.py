@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
+from opgraft.definitions.rotary import VERSIONS_OF_QUERY
 from torch import Tensor
 
 from opgraft_cpu_kernels.arguments import refusal
@@ -39,6 +40,10 @@ def _query_and_key(positions: Tensor, query: Tensor, key: Tensor, *others: objec
     return _like(query), _like(key)
 
 
+def _queries_and_key(positions: Tensor, query: Tensor, key: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+    return query.new_empty((*query.shape[:-1], VERSIONS_OF_QUERY * query.shape[-1])), _like(key)
+
+
 def _fp8(x: Tensor, *others: object) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
 
@@ -55,12 +60,13 @@ def _int8_and_scale(x: Tensor) -> tuple[Tensor, Tensor]:
 
 RULES: dict[Callable[..., object], str] = {
     _like: "rms_norm gemma_rms_norm layer_norm rms_norm_gated gelu gelu_tanh gelu_new gelu_fast quick_gelu silu relu2 "
-    "apply_rotary_emb",
+    "xielu apply_rotary_emb",
     _pair_like: "fused_add_rms_norm fused_add_gemma_rms_norm add_layer_norm",
-    _half: "silu_and_mul mul_and_silu gelu_and_mul fatrelu_and_mul silu_and_mul_with_clamp swiglustep_and_mul "
-    "swigluoai_and_mul",
+    _half: "silu_and_mul mul_and_silu gelu_and_mul gelu_and_mul_sparse fatrelu_and_mul silu_and_mul_with_clamp "
+    "swiglustep_and_mul swigluoai_and_mul",
     _nothing: "rms_norm_out fused_add_rms_norm_ fused_add_gemma_rms_norm_ silu_ rotary_embedding_",
-    _query_and_key: "rotary_embedding",
+    _query_and_key: "rotary_embedding mrope",
+    _queries_and_key: "dual_chunk_rotary_embedding",
     _fp8: "quant_fp8_static",
     _fp8_and_scale: "quant_fp8_dynamic",
     _mapped: "linear",

@@ -57,34 +57,22 @@ def kernel(form: Any) -> Callable[..., Any]:
     return function
 
 
-def rotary_embedding(
-    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool = True
-) -> tuple[Tensor, Tensor]:
-    """As the form of that name."""
-    arguments = (positions, query, key, head_size, cos_sin_cache, is_neox_style)
-    if _rotates("rotary_embedding", positions, query, key, cos_sin_cache):
-        try:
-            rotated: tuple[Tensor, Tensor] = _rotary_embedding(*arguments)
-        except REFUSED:
-            pass
-        else:
-            return rotated
-    return forms.rotary_embedding.native(*arguments)
+def rotation(form: Any) -> Callable[..., Any]:
+    """The kernel of a form that rotates query and key by positions."""
+    name, run, native = form.name, op(form.name), form.native
 
+    @functools.wraps(native, assigned=("__name__", "__qualname__", "__doc__", "__annotations__"))
+    def function(
+        positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        if _rotates(name, positions, query, key, cos_sin_cache):
+            try:
+                return run(positions, query, key, head_size, cos_sin_cache, *args, **kwargs)
+            except REFUSED:
+                pass
+        return native(positions, query, key, head_size, cos_sin_cache, *args, **kwargs)
 
-def rotary_embedding_(
-    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool = True
-) -> None:
-    """As the form of that name."""
-    arguments = (positions, query, key, head_size, cos_sin_cache, is_neox_style)
-    if _rotates("rotary_embedding_", positions, query, key, cos_sin_cache):
-        try:
-            _rotary_embedding_(*arguments)
-        except REFUSED:
-            pass
-        else:
-            return
-    forms.rotary_embedding_.native(*arguments)
+    return function
 
 
 def _rotates(name: str, positions: Tensor, query: Tensor, key: Tensor, cos_sin_cache: Tensor) -> bool:
@@ -145,6 +133,7 @@ rms_norm_gated = kernel(forms.rms_norm_gated)
 silu_and_mul = kernel(forms.silu_and_mul)
 mul_and_silu = kernel(forms.mul_and_silu)
 gelu_and_mul = kernel(forms.gelu_and_mul)
+gelu_and_mul_sparse = kernel(forms.gelu_and_mul_sparse)
 fatrelu_and_mul = kernel(forms.fatrelu_and_mul)
 swigluoai_and_mul = kernel(forms.swigluoai_and_mul)
 silu_and_mul_with_clamp = kernel(forms.silu_and_mul_with_clamp)
@@ -157,8 +146,11 @@ quick_gelu = kernel(forms.quick_gelu)
 silu = kernel(forms.silu)
 silu_ = kernel(forms.silu_)
 relu2 = kernel(forms.relu2)
+xielu = kernel(forms.xielu)
 apply_rotary_emb = kernel(forms.apply_rotary_emb)
-_rotary_embedding = op("rotary_embedding")
-_rotary_embedding_ = op("rotary_embedding_")
+rotary_embedding = rotation(forms.rotary_embedding)
+rotary_embedding_ = rotation(forms.rotary_embedding_)
+mrope = rotation(forms.mrope)
+dual_chunk_rotary_embedding = rotation(forms.dual_chunk_rotary_embedding)
 _quant_fp8_static = op("quant_fp8_static")
 _quant_fp8_dynamic = op("quant_fp8_dynamic")

@@ -92,6 +92,15 @@ class GeluAndMul(catalogue.GeluAndMul):
         return kernels.gelu_and_mul(x, self.approximate)
 
 
+class GeluAndMulSparse(catalogue.GeluAndMulSparse):
+    functional_cpu: ClassVar = {"gelu_and_mul_sparse": kernels.gelu_and_mul_sparse}
+
+    @opgraft.inference_only
+    @opgraft.needs(missing)
+    def forward_cpu(self, x: Tensor) -> Any:
+        return kernels.gelu_and_mul_sparse(x, self.activation_sparsity, self.approximate)
+
+
 class FatreluAndMul(catalogue.FatreluAndMul):
     functional_cpu: ClassVar = {"fatrelu_and_mul": kernels.fatrelu_and_mul}
 
@@ -194,6 +203,15 @@ class ReLUSquaredActivation(catalogue.ReLUSquaredActivation):
         return kernels.relu2(x)
 
 
+class XIELU(catalogue.XIELU):
+    functional_cpu: ClassVar = {"xielu": kernels.xielu}
+
+    @opgraft.inference_only
+    @opgraft.needs(missing)
+    def forward_cpu(self, input: Tensor) -> Any:
+        return kernels.xielu(input, self.alpha_p, self.alpha_n, self.beta, self.eps)
+
+
 class ApplyRotaryEmb(catalogue.ApplyRotaryEmb):
     functional_cpu: ClassVar = {"apply_rotary_emb": kernels.apply_rotary_emb}
 
@@ -215,6 +233,31 @@ class RotaryEmbedding(catalogue.RotaryEmbedding):
         if key is None:
             return self.forward_native(positions, query, key)
         return kernels.rotary_embedding(positions, query, key, self.head_size, self.cos_sin_cache, self.is_neox_style)
+
+
+class MRotaryEmbedding(catalogue.MRotaryEmbedding):
+    functional_cpu: ClassVar = {"mrope": kernels.mrope}
+
+    @opgraft.inference_only
+    @opgraft.needs(missing)
+    def forward_cpu(
+        self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
+    ) -> Any:
+        positions = positions if offsets is None else positions + offsets
+        if self.mrope_section is None or positions.dim() == 1:
+            return self._rotated(kernels.rotary_embedding, positions, query, key)
+        sections = {"mrope_section": self.mrope_section, "interleaved": self.mrope_interleaved}
+        return self._rotated(kernels.mrope, positions, query, key, **sections)
+
+
+class DualChunkRotaryEmbedding(catalogue.DualChunkRotaryEmbedding):
+    functional_cpu: ClassVar = {"dual_chunk_rotary_embedding": kernels.dual_chunk_rotary_embedding}
+
+    @opgraft.inference_only
+    @opgraft.needs(missing)
+    def forward_cpu(self, positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None = None) -> Any:
+        positions = positions if offsets is None else positions + offsets
+        return self._rotated(kernels.dual_chunk_rotary_embedding, positions, query, key)
 
 
 class QuantFP8(catalogue.QuantFP8):
@@ -253,6 +296,7 @@ REPLACEMENTS = (
     SiluAndMul,
     MulAndSilu,
     GeluAndMul,
+    GeluAndMulSparse,
     FatreluAndMul,
     SwigluOAIAndMul,
     SiluAndMulWithClamp,
@@ -264,8 +308,11 @@ REPLACEMENTS = (
     QuickGELU,
     SiLU,
     ReLUSquaredActivation,
+    XIELU,
     ApplyRotaryEmb,
     RotaryEmbedding,
+    MRotaryEmbedding,
+    DualChunkRotaryEmbedding,
     QuantFP8,
     Linear,
 )

@@ -65,6 +65,8 @@ enum Gated {
   CLAMPED_SILU_AND_MUL,
   SWIGLUSTEP,
   SWIGLUOAI,
+  GELU_AND_MUL_SPARSE,
+  GELU_TANH_AND_MUL_SPARSE,
   GATED
 };
 enum Plain { GELU, GELU_TANH, GELU_FAST, QUICK_GELU, SILU, RELU2, PLAIN };
@@ -74,6 +76,13 @@ struct GatedActivation {
   MutableRows out;
   int64_t width = 0;
   float first = 0, second = 0;  // the activation's parameters
+};
+
+// positive · x² + beta · x above zero, (e^min(x, eps) - 1 - x) · negative + beta · x elsewhere.
+struct Xielu {
+  const void* x = nullptr;
+  void* out = nullptr;
+  float positive = 0, negative = 0, beta = 0, eps = 0;
 };
 
 struct Rotary {
@@ -132,6 +141,7 @@ using NormKernel = void (*)(const Norm&, int64_t begin, int64_t end);
 using GatedNormKernel = void (*)(const GatedNorm&, int64_t begin, int64_t end);
 using GatedKernel = void (*)(const GatedActivation&, int64_t begin, int64_t end);
 using PlainKernel = void (*)(const void* x, void* out, int64_t begin, int64_t end);
+using XieluKernel = void (*)(const Xielu&, int64_t begin, int64_t end);
 using RotaryKernel = void (*)(const Rotary&, int64_t begin, int64_t end);
 using MaximumKernel = float (*)(const Rows& x, int64_t width, int64_t begin, int64_t end);
 using QuantizationKernel = void (*)(const Quantization&, int64_t begin, int64_t end);
@@ -150,6 +160,7 @@ struct Path {
   GatedNormKernel gated_norm[DTYPES][2];
   GatedKernel gated[GATED][DTYPES];
   PlainKernel plain[PLAIN][DTYPES];
+  XieluKernel xielu[DTYPES];
   RotaryKernel rotary[DTYPES][2];
   MaximumKernel absolute_maximum[DTYPES];
   QuantizationKernel fp8_static[DTYPES], fp8_dynamic[DTYPES], int8_dynamic[DTYPES];

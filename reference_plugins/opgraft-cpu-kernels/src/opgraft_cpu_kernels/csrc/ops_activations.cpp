@@ -1,5 +1,9 @@
 // Activations as torch ops.
 
+#include <ATen/native/Math.h>
+
+#include <cmath>
+
 #include "overlap.h"
 #include "tensors.h"
 
@@ -33,6 +37,13 @@ Tensor mul_and_silu(const Tensor& x) { return gated("mul_and_silu", SILU_AND_MUL
 Tensor gelu_and_mul(const Tensor& x, c10::string_view approximate) {
   return gated("gelu_and_mul", is_tanh("gelu_and_mul", approximate) ? GELU_TANH_AND_MUL : GELU_AND_MUL, x);
 }
+Tensor gelu_and_mul_sparse(const Tensor& x, double activation_sparsity, c10::string_view approximate) {
+  const char* op = "gelu_and_mul_sparse";
+  TORCH_CHECK_VALUE(0 < activation_sparsity && activation_sparsity < 1, op, ": activation_sparsity is ",
+                    activation_sparsity, ", expected a number between 0 and 1");
+  const float quantile = float(calc_ndtri(activation_sparsity));
+  return gated(op, is_tanh(op, approximate) ? GELU_TANH_AND_MUL_SPARSE : GELU_AND_MUL_SPARSE, x, quantile);
+}
 Tensor fatrelu_and_mul(const Tensor& x, double threshold) {
   return gated("fatrelu_and_mul", FATRELU_AND_MUL, x, float(threshold));
 }
@@ -65,6 +76,25 @@ Tensor plain(const char* op, Plain kind, const Tensor& input) {
   return out;
 }
 
+// ln(1 + e^x) of the one element of a parameter.
+float softplus(const char* op, const char* name, const Tensor& parameter) {
+  TORCH_CHECK_VALUE(parameter.numel() == 1, op, ": ", name, " has shape ", parameter.sizes(), ", expected one element");
+  expect_floating(op, parameter);
+  const double value = float(parameter.item().toDouble());
+  return float(value > 20 ? value : std::log1p(std::exp(value)));
+}
+
+Tensor xielu(const Tensor& input, const Tensor& alpha_p, const Tensor& alpha_n, double beta, double eps) {
+  const char* op = "xielu";
+  refuse_gradient(op, input, alpha_p, alpha_n);
+  const float positive = softplus(op, "alpha_p", alpha_p), negative = softplus(op, "alpha_n", alpha_n);
+  const XieluKernel kernel = path().xielu[dtype_of(op, input)];
+  const Tensor x = input.contiguous(), out = fresh(input.sizes(), input.scalar_type());
+  const Xielu a{x.const_data_ptr(), out.mutable_data_ptr(), positive, float(beta) + negative, float(beta), float(eps)};
+  share(x.numel(), 1, [&](int64_t begin, int64_t end) { kernel(a, begin, end); });
+  return out;
+}
+
 Tensor gelu(const Tensor& x, c10::string_view approximate) {
   return plain("gelu", is_tanh("gelu", approximate) ? GELU_TANH : GELU, x);
 }
@@ -92,6 +122,7 @@ TORCH_LIBRARY_FRAGMENT(opgraft_cpu_kernels, library) {
   library.def("silu_and_mul(Tensor x) -> Tensor");
   library.def("mul_and_silu(Tensor x) -> Tensor");
   library.def("gelu_and_mul(Tensor x, str approximate=\"none\") -> Tensor");
+  library.def("gelu_and_mul_sparse(Tensor x, float activation_sparsity, str approximate=\"none\") -> Tensor");
   library.def("fatrelu_and_mul(Tensor x, float threshold=0.0) -> Tensor");
   library.def("silu_and_mul_with_clamp(Tensor x, float limit) -> Tensor");
   library.def("swiglustep_and_mul(Tensor x, float limit=7.0) -> Tensor");
@@ -104,9 +135,10 @@ TORCH_LIBRARY_FRAGMENT(opgraft_cpu_kernels, library) {
   library.def("silu(Tensor x) -> Tensor");
   library.def("silu_(Tensor(a!) x) -> ()");
   library.def("relu2(Tensor x) -> Tensor");
+  library.def("xielu(Tensor x, Tensor alpha_p, Tensor alpha_n, float beta=0.5, float eps=-1e-06) -> Tensor");
 }
 
-#define ACTIVATIONS(apply) apply(silu_and_mul) apply(mul_and_silu) apply(gelu_and_mul) apply(fatrelu_and_mul) apply(silu_and_mul_with_clamp) apply(swiglustep_and_mul) apply(swigluoai_and_mul) apply(gelu) apply(gelu_tanh) apply(gelu_new) apply(gelu_fast) apply(quick_gelu) apply(silu) apply(silu_) apply(relu2)
+#define ACTIVATIONS(apply) apply(silu_and_mul) apply(mul_and_silu) apply(gelu_and_mul) apply(gelu_and_mul_sparse) apply(fatrelu_and_mul) apply(silu_and_mul_with_clamp) apply(swiglustep_and_mul) apply(swigluoai_and_mul) apply(gelu) apply(gelu_tanh) apply(gelu_new) apply(gelu_fast) apply(quick_gelu) apply(silu) apply(silu_) apply(relu2) apply(xielu)
 
 IMPLEMENT(ACTIVATIONS)
 

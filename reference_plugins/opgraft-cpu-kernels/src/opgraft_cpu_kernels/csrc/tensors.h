@@ -122,11 +122,15 @@ inline MutableRows rows_of(const Tensor& x, int64_t stride) {
   return {data, stride, aligned && x.nbytes() >= UNCACHED};
 }
 
-// The index of a weight's dtype in the tables: 1 for float32, 0 for that of x. Another dtype is converted to float32.
-inline Tensor usable(const char* op, const Tensor& weight, const Tensor& x) {
+inline void expect_floating(const char* op, const Tensor& weight) {
   const at::ScalarType dtype = weight.scalar_type();
   TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble, op,
                     ": a weight or table has dtype ", dtype, ", expected a floating-point one");
+}
+
+// The index of a weight's dtype in the tables: 1 for float32, 0 for that of x. Another dtype is converted to float32.
+inline Tensor usable(const char* op, const Tensor& weight, const Tensor& x) {
+  expect_floating(op, weight);
   Tensor contiguous = weight.contiguous();
   return contiguous.scalar_type() == x.scalar_type() ? contiguous : contiguous.to(at::kFloat);
 }
