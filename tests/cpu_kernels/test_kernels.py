@@ -132,20 +132,24 @@ GATED: dict[str, tuple[Any, ...]] = {
 }
 
 
+@each_dtype
 @pytest.mark.parametrize("name", list(GATED))
-def test_the_whole_range_of_gates(path: str, kernels: Any, name: str) -> None:
+def test_the_whole_range_of_gates(path: str, kernels: Any, name: str, dtype: torch.dtype) -> None:
     """Gated activations are their definitions for NaN, infinities and numbers near the ends of float32 too."""
     special = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e38, -1e38, 1e30, -1e30, 1e-40, 0.5, 0.0, -0.0, -3.0])
-    x = torch.cartesian_prod(special, special)
+    x = torch.cartesian_prod(special, special).to(dtype)
     for width in (1, 3, 144):  # vectors, and the rests of rows
         rows = x.T.reshape(2, -1, width).transpose(0, 1)
         rows = rows.transpose(1, 2) if name == "swigluoai_and_mul" else rows
         rows = rows.reshape(-1, 2 * width)
         # Torch's own GELU in float32 loses the digits of its tail, and makes NaN of infinity.
-        wide = rows.double() if name == "gelu_and_mul" else rows
-        expected = getattr(functional, name).native(wide, *GATED[name]).float()
+        wide = rows.double() if name == "gelu_and_mul" else rows.float()
+        expected = getattr(functional, name).native(wide, *GATED[name]).to(dtype)
         got = getattr(kernels, name)(rows, *GATED[name])
-        torch.testing.assert_close(got, expected, rtol=2e-6, atol=1e-44, equal_nan=True)
+        rtol = 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
+        torch.testing.assert_close(
+            got, expected, rtol=rtol, atol=1e-44 if dtype != torch.bfloat16 else 1e-37, equal_nan=True
+        )
 
 
 @each_dtype
@@ -202,7 +206,10 @@ def test_a_bound_that_is_not_a_number(path: str, kernels: Any) -> None:
 
 
 def test_rounding_to_bfloat16(path: str, kernels: Any) -> None:
-    """Every rounding to bfloat16, in vectors and in the rest of a row, is torch's: to nearest, ties to even."""
+    """Every rounding to bfloat16, in vectors and in the rest of a row, is torch's: to nearest, ties to even.
+
+    The CPU's own conversion makes zero of what is below the smallest normal number.
+    """
     bits = torch.randint(-(2**31), 2**31 - 1, (3, 16389), dtype=torch.int64).to(torch.int32)
     bits[:, ::7] = (bits[:, ::7] >> 16 << 16) + 0x8000  # ties
     x = bits.view(torch.float32).nan_to_num(nan=0.0, posinf=1.0, neginf=1.0).clamp(-1e38, 1e38)
@@ -210,7 +217,10 @@ def test_rounding_to_bfloat16(path: str, kernels: Any) -> None:
     lower = (x - upper.float()).bfloat16()
     inexact = upper.float() + lower.float()
     _, total = kernels.fused_add_rms_norm(upper, lower)
-    assert torch.equal(total, inexact.bfloat16())
+    expected = inexact.bfloat16()
+    if path == "avx512_bf16":
+        expected = expected.where(inexact.abs() >= torch.finfo(torch.bfloat16).tiny, 0.0)
+    assert torch.equal(total, expected)
 
 
 def test_fp8_is_torchs(path: str, kernels: Any) -> None:
@@ -223,6 +233,29 @@ def test_fp8_is_torchs(path: str, kernels: Any) -> None:
         expected = x.float().clamp(-448, 448).to(torch.float8_e4m3fn)
         assert torch.equal(quantised.view(torch.uint8)[~x.isnan()], expected.view(torch.uint8)[~x.isnan()])
         assert quantised.float().isnan().equal(x.isnan())
+
+
+@each_dtype
+def test_results_that_no_cache_keeps(path: str, kernels: Any, dtype: torch.dtype) -> None:
+    """What is written past the caches, from 32 MiB on, is what small results are, in rows of any alignment."""
+    for width in (8192, 8191):
+        rows = 2**25 // (width * dtype.itemsize) + 2
+        x, weight = draw(rows, width, dtype=dtype), draw(width, dtype=dtype)
+        calls = {
+            "rms_norm": lambda part, weight=weight: kernels.rms_norm(part, weight),
+            "layer_norm": lambda part, weight=weight, width=width: kernels.layer_norm(part, [width], weight, weight),
+        }
+        check_in_parts(x, calls)
+    names = ("silu_and_mul", "swigluoai_and_mul", "gelu_and_mul_sparse")
+    gates = {name: lambda part, name=name: getattr(kernels, name)(part, *GATED[name]) for name in names}
+    check_in_parts(draw(2**25 // (4096 * dtype.itemsize), 8192, dtype=dtype), gates)
+
+
+def check_in_parts(x: Tensor, calls: dict[str, Any]) -> None:
+    for name, call in calls.items():
+        whole = call(x)
+        assert whole.nbytes >= 2**25
+        assert torch.equal(whole, torch.cat([call(part) for part in x.split(100)])), name
 
 
 def test_paths_and_threads_agree(path: str, kernels: Any) -> None:
