@@ -190,7 +190,7 @@ PLAIN: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:TF32 acceleration")
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:TF32 acceleration", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("situation", PLAIN)
 def test_where_the_plain_weight_is_rebuilt(situation: str) -> None:
     """What must see through the op gets the result that it has of the plain layer."""
