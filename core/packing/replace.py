@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from opgraft.binding import Binding, bind_exact
@@ -47,10 +48,10 @@ def pack(model: nn.Module) -> PackReport:
     plans = [(path, layer, _reason(path, layer, missing, homes)) for path, layer in layers]
     packed, kept = [], []
     for path, layer, reason in plans:
-        if reason is not None or not isinstance(layer, Linear):
-            kept.append(Plain(path, type(layer).__name__, reason or ""))
-            continue
-        packed.append(Packed(path, _change_over(layer)))
+        if reason is not None:
+            kept.append(Plain(path, type(layer).__name__, reason))
+        else:
+            packed.append(Packed(path, _change_over(layer)))
     return PackReport(tuple(packed), tuple(kept))
 
 
@@ -78,12 +79,12 @@ def unpack(model: nn.Module) -> None:
         layer._adopt(binding)
 
 
-def _change_over(layer: Linear) -> int:
-    """Pack a layer, and say how many bytes its plain weight takes."""
-    size = layer._packed.nbytes if isinstance(layer, PackedLinear) and layer._packed else layer.weight.nbytes
+def _change_over(layer: Any) -> int:
+    """Pack a layer that may be, and say how many bytes its plain weight takes."""
     if not isinstance(layer, PackedLinear):
         layer._adopt(_binding_for(layer))
-    layer.pack_weight()  # type: ignore[operator]  # it has become a PackedLinear
+    layer.pack_weight()
+    size: int = layer._packed.nbytes
     return size
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
-import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import opgraft
@@ -18,14 +16,23 @@ from opgraft.errors import PackError
 from opgraft.kernels import packed_only
 from opgraft.ops import Linear
 from opgraft.packing.layer import PackedLinear
-from ops.packing import DTYPES, REFERENCES, Calls, check, each_dtype, make, needs_onednn, record_calls
+from ops.packing import (
+    DTYPES,
+    REFERENCES,
+    Calls,
+    check,
+    each_dtype,
+    make,
+    needs_onednn,
+    packed,
+    record_calls,
+    same_bits,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 pytestmark = needs_onednn
-
-BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float64: torch.int64}
 
 
 @pytest.fixture(autouse=True)
@@ -34,24 +41,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 @pytest.fixture
-def rebuilt(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
+def rebuilt(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Every plain weight that was rebuilt."""
     made: list[Tensor] = []
     real = onednn.unpack
     monkeypatch.setattr(onednn, "unpack", lambda packed: made.append(real(packed)) or made[-1])
-    yield made
-
-
-def packed(size: int = 13, out: int = 7, **options: Any) -> tuple[Any, nn.Linear]:
-    """A packed layer, and a plain one of torch with the same values."""
-    op = make(size, out, **options).eval()
-    plain = copy.deepcopy(op)
-    assert [row.path for row in opgraft.pack(op).packed] == [""]
-    return op, plain
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one.view(BITS[one.dtype]), other.view(BITS[other.dtype]))
+    return made
 
 
 @each_dtype
@@ -245,6 +240,34 @@ def test_compiled_gradients() -> None:
     torch.testing.assert_close(*found)
 
 
+def test_compiled_autocast() -> None:
+    """Compiled code under autocast has the results and dtypes of the plain layer."""
+    found, x = [], torch.randn(3, 13)
+    for layer in packed():
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            found.append(torch.compile(layer, backend="aot_eager", fullgraph=True)(x))
+    assert found[0].dtype == torch.bfloat16
+    assert same_bits(*found)
+
+
+@torch.inference_mode()
+def test_in_inference_mode() -> None:
+    """Weights that are packed, read and unpacked in inference mode are ordinary outside of it."""
+    with torch.inference_mode(False):
+        op = make().eval()
+        plain = copy.deepcopy(op)
+    opgraft.pack(op)
+    read = op.weight
+    with torch.inference_mode(False):
+        x = torch.randn(3, 13, requires_grad=True)
+        one, other = (torch.autograd.grad(layer(x).square().sum(), x)[0] for layer in (op, plain))
+    opgraft.unpack(op)
+    assert torch.equal(one, other)
+    assert not read.is_inference()
+    assert not op.weight.is_inference()
+    assert same_bits(op.weight, plain.weight)
+
+
 @each_dtype
 def test_the_operators_keep_their_promises(dtype: torch.dtype) -> None:
     """torch's own checks of registered operators find nothing: schema, fake rules, dynamic shapes."""
@@ -275,109 +298,8 @@ def test_export_is_refused(strict: bool) -> None:
     ],
 )
 def test_bad_arguments(change: Callable[..., object], message: str) -> None:
-    """What does not fit is refused as by the plain layer, in compiled code too."""
+    """What does not fit is refused as by the plain layer."""
     x = torch.randn(3, 13)
     for op in packed():
         with pytest.raises(ValueError, match=message):
             change(op, x)
-
-
-def test_files_and_copies() -> None:
-    """A state_dict has the keys and bits of the plain layer; copies and files are packed with weights of their own."""
-    op, plain = packed()
-    states = op.state_dict(), plain.state_dict()
-    assert [list(state) for state in states] == [["weight", "bias"]] * 2
-    assert all(same_bits(states[0][name], states[1][name]) for name in states[1])
-    assert not any(isinstance(value, nn.Parameter) for value in states[0].values())
-    assert isinstance(op.state_dict(keep_vars=True)["weight"], nn.Parameter)
-    file = io.BytesIO()
-    torch.save(op, file)
-    file.seek(0)
-    for copied in (
-        copy.deepcopy(op),
-        copy.copy(op),
-        pickle.loads(pickle.dumps(op)),  # noqa: S301  # our own bytes
-        torch.load(file, weights_only=False),
-    ):
-        assert copied._packed is not op._packed
-        assert "weight" not in copied._parameters
-        assert same_bits(copied.weight, plain.weight)
-        opgraft.unpack(copied)
-        assert type(copied) is type(plain)
-        assert same_bits(copied.weight, plain.weight)
-    assert "weight" not in op._parameters
-
-
-@pytest.mark.parametrize("assign", [False, True])
-def test_loading(assign: bool) -> None:
-    """What is loaded is packed; missing, unexpected and misshapen entries are reported as by the plain layer."""
-    op, plain = packed()
-    given = make()
-    op.load_state_dict(given.state_dict(), assign=assign)
-    assert same_bits(op.weight, given.weight)
-    assert "weight" not in op._parameters
-    for state in (
-        {"bias": given.bias},
-        {**given.state_dict(), "other": given.bias},
-        {"weight": torch.randn(2, 2), "bias": given.bias},
-    ):
-        messages = []
-        for layer in (op, plain):
-            with pytest.raises(RuntimeError, match=r"Error\(s\) in loading state_dict") as error:
-                layer.load_state_dict(state, assign=assign)
-            messages.append(str(error.value).partition("\n")[2])
-        assert messages[0] == messages[1]
-    assert op.load_state_dict({}, strict=False).missing_keys == ["weight", "bias"]
-    assert same_bits(op.weight, given.weight)
-
-
-def test_moves() -> None:
-    """What cannot be packed is a parameter, and is packed again when it can be; values round as a plain layer's do."""
-    op, plain = packed()
-    for dtype in [torch.float16, torch.float32, torch.float64, *DTYPES, torch.float32]:
-        op.to(dtype)
-        plain.to(dtype)
-        x = torch.randn(3, 13).to(dtype)
-        assert ("weight" in op._parameters) == (dtype not in DTYPES)
-        assert list(op.state_dict()) == list(plain.state_dict())
-        assert same_bits(op.weight, plain.weight)
-        torch.testing.assert_close(op(x), plain(x))
-    op.to("meta")
-    assert op.weight.is_meta
-    op.to_empty(device="cpu").load_state_dict(plain.state_dict())
-    assert "weight" not in op._parameters
-    assert same_bits(op.weight, plain.weight)
-    op.double()
-    opgraft.unpack(op)
-    assert type(op) is type(plain)
-    assert op.weight.dtype == torch.float64
-
-
-def test_nothing_is_lost_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a conversion, or oneDNN, raises in the middle, the layer has the weight that it had."""
-    op, plain = packed()
-
-    def fail(*_: object) -> Tensor:
-        raise RuntimeError("out of memory")
-
-    with pytest.raises(RuntimeError, match="out of memory"):
-        op._apply(fail)
-    assert same_bits(op.weight, plain.weight)
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
-        patch.setattr(onednn, "pack", fail)
-        op.float()
-    assert same_bits(op.weight, plain.weight)
-    assert same_bits(op(x := torch.randn(3, 13)), plain(x))
-
-
-def test_assigning() -> None:
-    """A parameter that is assigned is packed; what is none is refused as by the plain layer, and nothing is lost."""
-    op, given = packed()[0], nn.Parameter(torch.randn(7, 13))
-    op.weight = given
-    assert "weight" not in op._parameters
-    assert same_bits(op.weight, given)
-    with pytest.raises(TypeError, match=r"cannot assign 'torch\.FloatTensor' as parameter 'weight'"):
-        op.weight = torch.randn(7, 13)
-    assert same_bits(op.weight, given)
-    opgraft.unpack(op)
-    assert op.weight.requires_grad
