@@ -47,7 +47,7 @@ class PackedLinear(Linear):
             parameter: Any = self.__getattr__("weight")
             return parameter  # type: ignore[no-any-return]  # torch says: a tensor or a module
         rebuilt = packed_only.dense(packed)
-        return rebuilt if torch.compiler.is_dynamo_compiling() else _parameter(rebuilt, False)
+        return rebuilt if torch.compiler.is_dynamo_compiling() else nn.Parameter(rebuilt, requires_grad=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
         with self.plain() if name == "weight" and self._packed is not None else nullcontext():
@@ -79,7 +79,7 @@ class PackedLinear(Linear):
 
     def _put(self, weight: Tensor) -> None:
         """Make a weight the first of the parameters, in the same dictionary, which a grafted module shares."""
-        parameter = _parameter(weight, self._beside.requires_grad)
+        parameter = nn.Parameter(weight, self._beside.requires_grad)
         vars(parameter).update(self._beside.attributes)
         others = {name: value for name, value in self._parameters.items() if name != "weight"}
         self._parameters.clear()
@@ -143,8 +143,3 @@ def obstacle(weight: nn.Parameter) -> str | None:
     if weight.grad is not None or any(getattr(weight, hooks) for hooks in _HOOKS):
         return "it has a gradient, or hooks that wait for one"
     return None
-
-
-def _parameter(weight: Tensor, requires_grad: bool) -> nn.Parameter:
-    with torch.inference_mode(False):
-        return nn.Parameter(weight, requires_grad)

@@ -69,7 +69,7 @@ def make(size: int = 13, out: int = 7, dtype: torch.dtype = torch.float32, **opt
 
 
 def packed(size: int = 13, out: int = 7, **options: Any) -> tuple[Any, nn.Linear]:
-    """A packed layer, and a plain one of torch with the same values."""
+    """A packed layer, and one with the same values that keeps its plain weight."""
     op = make(size, out, **options).eval()
     plain = copy.deepcopy(op)
     assert [row.path for row in opgraft.pack(op).packed] == [""]
