@@ -53,6 +53,9 @@ if TYPE_CHECKING:
     from opgraft.ops import (
         maybe_get_oot_by_class as maybe_get_oot_by_class,
     )
+    from opgraft.packing import PackReport as PackReport
+    from opgraft.packing import pack as pack
+    from opgraft.packing import unpack as unpack
     from opgraft.platform import (
         DeviceCapability as DeviceCapability,
     )
@@ -83,6 +86,7 @@ _HOME = {
     "opgraft.evidence": ("Device", "Evidence", "Fact"),
     "opgraft.machine": ("Machine", "TorchBuild"),
     "opgraft.ops": ("CustomOp", "PluggableLayer", "maybe_get_oot_by_class"),
+    "opgraft.packing": ("PackReport", "pack", "unpack"),
     "opgraft.platform": ("DeviceCapability", "DeviceMemory", "Platform", "PlatformSpec"),
     "opgraft.plugins.hookspecs": ("hookimpl",),
     "opgraft.plugins.host": ("load_plugins",),

@@ -47,6 +47,10 @@ class GraftError(OpgraftError):
     """A model cannot be grafted, or put back to what it was, as it stands."""
 
 
+class PackError(OpgraftError):
+    """The weights of a model cannot be packed as it stands, or something needs the plain ones that were dropped."""
+
+
 class RecompilationError(OpgraftError):
     """A program was compiled where none may be, because a shape or a value differs from those compiled for."""
 

@@ -60,6 +60,12 @@ def pack(weight: Tensor) -> Tensor:
         return packed
 
 
+def unpack(packed: Tensor) -> Tensor:
+    """The weight that was packed, bit by bit."""
+    with torch.no_grad():
+        return packed.to_dense()
+
+
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """``activation(x · weightᵀ + bias)``, rounded once. Unchecked; the bias is read as contiguous."""
     attribute, algorithm = POST_OPS[activation]

@@ -11,6 +11,7 @@ import torch
 from opgraft.adapter import LeaveAlone
 from opgraft.errors import GraftError
 from opgraft.ops.joint import JointLayer
+from opgraft.packing import unpack
 from torch import nn
 
 _KEPT = "_opgraft_original"
@@ -88,7 +89,7 @@ def original_of(module: nn.Module) -> nn.Module | None:
 
 
 def put_back(op: nn.Module) -> nn.Module:
-    """The module that an op stands for, with the op's tensors, training flag and changed settings.
+    """The module that an op stands for, with the op's tensors, training flag and changed settings; weights are plain.
 
     Any other module is returned unchanged.
 
@@ -98,6 +99,7 @@ def put_back(op: nn.Module) -> nn.Module:
     kept = op.__dict__.get(_KEPT)
     if not isinstance(kept, Original):
         return op
+    unpack(op)
     if isinstance(op, JointLayer):
         op.separate()
     original, held = kept.module, _tensors(op)

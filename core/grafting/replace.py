@@ -87,8 +87,9 @@ def ungraft(model: nn.Module) -> None:
 
     Parameters, buffers and the training flag come from the ops, and so do numbers and strings that were written to
     their attributes: a model that was trained, moved or loaded in between keeps its state. Hooks that were registered
-    on ops go with them. It may be called on a copy of a grafted model, and on a model that was never grafted, which it
-    leaves as it is. A configuration that grafted models share gets transformers' own attention back for all of them.
+    on ops go with them, and weights that ``pack`` has packed are plain again. It may be called on a copy of a grafted
+    model, and on a model that was never grafted, which it leaves as it is. A configuration that grafted models share
+    gets transformers' own attention back for all of them.
 
     Raises:
         GraftError: ``model`` itself is an op that stands for a module, or an op lost parameters that its module has;

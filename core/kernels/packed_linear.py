@@ -125,8 +125,14 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residu
         packed = _packed_for(x, weight, bias, fused, residual)
     if packed is None:
         return form.native(x, weight, bias, activation, residual)
+    return over_packed(x, packed, bias, activation, residual)
+
+
+def over_packed(x: Tensor, packed: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
+    """The form ``linear`` over a packed weight. Unchecked: for what ``fits`` it, and is not watched."""
     if residual is not None and activation == "none":
         return onednn.packed_linear_add(x, packed, bias, residual)
+    fused = "none" if activation == "relu" else activation
     y = onednn.packed_linear(x, packed, bias, fused)
     if fused != activation:
         y.relu_()
@@ -154,12 +160,16 @@ def _meet(weight: nn.Parameter) -> _Known | None:
     """Write down where packing a parameter pays, which may be nowhere; ``None`` for what never can be packed."""
     if not is_ordinary(weight):
         return None
-    pays = NEVER
-    if weight.is_contiguous() and onednn.missing(weight.dtype) is None:
-        table = _table(current_platform()).get(weight.dtype, ())
-        pays = next((row for row in table if weight.numel() >= row.size), NEVER)
+    packable = weight.is_contiguous() and onednn.missing(weight.dtype) is None
+    pays = pays_for(weight) if packable else NEVER
     least, most, fused = (rows * weight.shape[1] for rows in (pays.first, pays.last, pays.last_fused))
     return _KNOWN.meet(weight, _Known, least, most, fused)
+
+
+def pays_for(weight: Tensor) -> Pays:
+    """For which numbers of rows packing pays on this machine, for a weight of that size and dtype; maybe ``NEVER``."""
+    table = _table(current_platform()).get(weight.dtype, ())
+    return next((row for row in table if weight.numel() >= row.size), NEVER)
 
 
 @functools.lru_cache(maxsize=1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
+import opgraft
 import pytest
 import torch
 from opgraft.compat import packed_linear as onednn
@@ -22,6 +24,7 @@ REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda y: y * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (y + 0.044715 * y**3))) / 2,
 }
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float64: torch.int64}
 needs_onednn = pytest.mark.skipif(bool(onednn.missing()), reason=f"packed linear: {onednn.missing()}")
 
 
@@ -63,3 +66,15 @@ def check(actual: Tensor, x: Tensor, op: nn.Linear, activation: str = "none", re
 
 def make(size: int = 13, out: int = 7, dtype: torch.dtype = torch.float32, **options: Any) -> Linear:
     return Linear(size, out, **options).to(dtype).requires_grad_(False)
+
+
+def packed(size: int = 13, out: int = 7, **options: Any) -> tuple[Any, nn.Linear]:
+    """A packed layer, and one with the same values that keeps its plain weight."""
+    op = make(size, out, **options).eval()
+    plain = copy.deepcopy(op)
+    assert [row.path for row in opgraft.pack(op).packed] == [""]
+    return op, plain
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one.view(BITS[one.dtype]), other.view(BITS[other.dtype]))

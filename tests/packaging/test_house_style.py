@@ -63,6 +63,7 @@ LAYERS = [
     # Models.
     "opgraft.bucketing",
     "opgraft.checkpoint",
+    "opgraft.packing",
     "opgraft.grafting",
     "opgraft.runner",
     # The command line.

@@ -1,0 +1,145 @@
+"""``PackedLinear``, what a ``Linear`` op is while its weight is packed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from opgraft.compat import packed_linear as onednn
+from opgraft.dispatch import needs
+from opgraft.kernels import packed_linear, packed_only
+from opgraft.kernels.packed_only import PackedWeight
+from opgraft.kernels.weight_cache import is_ordinary
+from opgraft.ops.linear import Linear
+from torch import Tensor, nn
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a parameter has beside its values, which a packed weight has not."""
+
+    requires_grad: bool
+    attributes: Mapping[str, Any]
+
+
+class PackedLinear(Linear):
+    """A linear layer that holds its weight packed, and not as a parameter.
+
+    ``pack`` makes it of a ``Linear`` in place, and ``unpack`` makes it one again. ``weight`` rebuilds the plain weight
+    each time that it is read: what is written to that is lost, what is assigned is packed. In a ``state_dict``, copies
+    and files it is plain. What oneDNN cannot pack, as after ``.half()`` or on another device, is an ordinary parameter
+    until ``.to()``, ``load_state_dict`` or ``pack`` makes it something that oneDNN can.
+    """
+
+    _packed: PackedWeight | None = None
+    _beside: Beside
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]  # torch annotates an attribute
+        """The plain weight: a parameter of its own memory, which requires no gradient while the layer is packed."""
+        packed = self._packed
+        if packed is None:
+            parameter: Any = self.__getattr__("weight")
+            return parameter  # type: ignore[no-any-return]  # torch says: a tensor or a module
+        rebuilt = packed_only.dense(packed)
+        return rebuilt if torch.compiler.is_dynamo_compiling() else nn.Parameter(rebuilt, requires_grad=False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        with self.plain() if name == "weight" and self._packed is not None else nullcontext():
+            super().__setattr__(name, value)
+
+    @needs(packed_linear.missing)
+    def forward_cpu(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The mapped ``input``, over the packed weight wherever nothing needs the plain one."""
+        packed = self._packed
+        if packed is None:
+            return super().forward_cpu(input, residual)
+        return packed_only.linear(input, packed, self.bias, self.activation, residual)
+
+    def pack_weight(self) -> None:
+        """Hold the weight packed only, where that can be."""
+        weight = self._parameters.get("weight")
+        if weight is None or obstacle(weight) is not None:
+            return
+        beside = Beside(weight.requires_grad, dict(vars(weight)))
+        self.__dict__.update(_packed=PackedWeight(weight), _beside=beside)
+        del self._parameters["weight"]
+
+    def unpack_weight(self) -> None:
+        """Hold the weight as a parameter again, where it was among the others."""
+        if self._packed is None:
+            return
+        self._put(self._packed.dense())
+        del self._packed, self._beside
+
+    def _put(self, weight: Tensor) -> None:
+        """Make a weight the first of the parameters, in the same dictionary, which a grafted module shares."""
+        parameter = nn.Parameter(weight, self._beside.requires_grad)
+        vars(parameter).update(self._beside.attributes)
+        others = {name: value for name, value in self._parameters.items() if name != "weight"}
+        self._parameters.clear()
+        self._parameters.update(weight=parameter, **others)
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """The weight is a parameter inside, and is packed again afterwards, where that can be."""
+        self.unpack_weight()
+        try:
+            yield
+        finally:
+            self.pack_weight()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        with self.plain():
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if self._packed is not None:
+            destination[f"{prefix}weight"] = self.weight if keep_vars else self._packed.dense()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        with self.plain():
+            super()._load_from_state_dict(*args)
+
+    def __copy__(self) -> PackedLinear:
+        """A shallow copy with a dictionary of parameters of its own, as either may be unpacked without the other."""
+        make, arguments, state, *_ = self.__reduce_ex__(4)
+        copied: PackedLinear = make(*arguments)
+        copied.__setstate__({**state, "_parameters": dict(self._parameters)})
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        packed = self._packed
+        return {**self.__dict__, "_packed": None if packed is None else packed.dense()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        weight = state.pop("_packed")
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if weight is not None:
+            self._put(weight)
+            self.pack_weight()
+
+
+def obstacle(weight: nn.Parameter) -> str | None:
+    """Why a weight cannot be held packed only, or ``None``."""
+    if type(weight) is not nn.Parameter:
+        return f"it is a {type(weight).__name__}, expected a torch.nn.Parameter"
+    if weight.is_inference():
+        return "it was made in inference mode"
+    if not is_ordinary(weight):
+        return "it is no matrix in the memory of the CPU"
+    if (reason := onednn.missing(weight.dtype)) is not None:
+        return reason
+    if not weight.is_contiguous():
+        return f"it is strided, {weight.stride()}"
+    if weight.is_shared():  # type: ignore[no-untyped-call]  # torch leaves it so
+        return "processes share its memory"
+    if weight.grad is not None or any(getattr(weight, hooks) for hooks in _HOOKS):
+        return "it has a gradient, or hooks that wait for one"
+    return None

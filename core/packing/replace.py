@@ -1,0 +1,152 @@
+"""Replacing plain weights by packed ones in place, and putting them back."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from opgraft.binding import Binding, bind_exact
+from opgraft.custom_op import CustomOp
+from opgraft.definitions.checks import expect_module
+from opgraft.errors import PackError
+from opgraft.kernels import packed_linear
+from opgraft.ops.composite import served_by
+from opgraft.ops.linear import Linear
+from opgraft.packing.layer import PackedLinear, obstacle
+from opgraft.packing.report import Packed, PackReport, Plain
+from torch import Tensor, nn
+
+Homes = Mapping[int, Sequence[str]]
+"""Where a storage begins → the parameters and buffers of the model that lie in it."""
+
+
+def pack(model: nn.Module) -> PackReport:
+    """Have the ``Linear`` ops of ``model``, itself perhaps, hold their weights packed only, in place.
+
+    The plain weights take no memory then. The ops run packed for any number of rows; a call that needs the plain
+    weight rebuilds it for as long as it lasts: see ``opgraft.kernels.packed_only``. Weights are no parameters while
+    they are packed, and so they are frozen and ``parameters()`` does not list them; ``state_dict``,
+    ``load_state_dict``, ``.to()``, copies and files are as before.
+
+    Weights stay plain that share memory with another parameter or buffer of the model, that cannot be packed, or for
+    which packing never pays here, and so do those of ops with a kernel that is not opgraft's own. Where weights cannot
+    be packed at all, nothing is changed.
+
+    Returns:
+        Which layers are packed now, and which are not and why. Called again, the same.
+
+    Raises:
+        PackError: a ``Linear`` op is in training mode; nothing is changed.
+        OpgraftError: as constructing an op would; nothing is changed.
+    """
+    expect_module("pack", model)
+    _expect_evaluation(model)
+    missing, homes = packed_linear.missing(), _homes(model)
+    layers = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    plans = [(path, layer, _reason(path, layer, missing, homes)) for path, layer in layers]
+    packed, kept = [], []
+    for path, layer, reason in plans:
+        if reason is not None:
+            kept.append(Plain(path, type(layer).__name__, reason))
+        else:
+            packed.append(Packed(path, _change_over(layer)))
+    return PackReport(tuple(packed), tuple(kept))
+
+
+def unpack(model: nn.Module) -> None:
+    """Have what ``pack`` has packed below ``model`` hold plain weights again, with every bit as it was.
+
+    The weights are parameters again, new objects that require a gradient if the former did. A model without packed
+    weights stays as it is.
+
+    Raises:
+        PackError: other code derived a class from that of a packed layer; nothing is changed.
+        OpgraftError: as constructing an op would; nothing is changed.
+    """
+    expect_module("unpack", model)
+    found = [(path, module) for path, module in model.named_modules() if isinstance(module, PackedLinear)]
+    for path, layer in found:
+        if type(layer) is not layer._binding.specialisation:
+            raise PackError(
+                f"unpack: {type(layer).__name__} at {path!r} was derived from a packed layer by other code, such as a "
+                "parametrization: take that back first"
+            )
+    plans = [(layer, bind_exact(Linear, Linear, layer._binding.enforced)) for _, layer in found]
+    for layer, binding in plans:
+        layer.unpack_weight()
+        layer._adopt(binding)
+
+
+def _change_over(layer: Any) -> int:
+    """Pack a layer that may be, and say how many bytes its plain weight takes."""
+    if not isinstance(layer, PackedLinear):
+        layer._adopt(_binding_for(layer))
+    layer.pack_weight()
+    size: int = layer._packed.nbytes
+    return size
+
+
+def _binding_for(op: CustomOp) -> Binding:
+    return bind_exact(PackedLinear, PackedLinear, op._binding.enforced)
+
+
+def _expect_evaluation(model: nn.Module) -> None:
+    training = [path for path, module in model.named_modules() if isinstance(module, Linear) and module.training]
+    if training:
+        raise PackError(
+            f"pack: {len(training)} of the linear layers of {type(model).__name__} are in training mode, the first is "
+            f"{training[0]!r}, and packed weights cannot be trained: call model.eval() first"
+        )
+
+
+def _reason(path: str, layer: nn.Linear, missing: str | None, homes: Homes) -> str | None:
+    """Why a layer keeps its plain weight, or ``None``."""
+    if missing is not None:
+        return missing
+    reason = _foreign(layer)
+    if reason is not None or getattr(layer, "_packed", None) is not None:
+        return reason
+    weight = layer._parameters.get("weight")
+    if weight is None:
+        return "its weight is no parameter"
+    return obstacle(weight) or _shared(f"{path}.weight".lstrip("."), weight, homes) or _useless(weight)
+
+
+def _foreign(layer: nn.Linear) -> str | None:
+    """Why the class of a layer, or its forward, is not opgraft's own, or ``None``."""
+    if not isinstance(layer, Linear):
+        return "it is no op: opgraft.graft makes it one"
+    if type(layer) is not layer._binding.specialisation:
+        return "its class was derived from the op by other code, such as a parametrization"
+    if "forward" in vars(layer):
+        return "its forward was set on the instance"
+    if layer.op_class not in (Linear, PackedLinear):
+        return f"its class is {layer.op_class.__qualname__} of {served_by(layer)}"
+    for binding in (layer._binding, _binding_for(layer)):
+        if binding.kernel.winner.method != Linear.forward_cpu.__name__:
+            return f"its kernel is {binding.kernel.winner}"
+    return None
+
+
+def _shared(name: str, weight: nn.Parameter, homes: Homes) -> str | None:
+    others = [other for other in homes[weight.untyped_storage().data_ptr()] if other != name]
+    if others:
+        return f"it shares memory with {others[0]}"
+    return "it is part of a larger memory" if weight.untyped_storage().nbytes() > weight.nbytes else None
+
+
+def _useless(weight: nn.Parameter) -> str | None:
+    if packed_linear.pays_for(weight) is not packed_linear.NEVER:
+        return None
+    return f"packing never pays here for {weight.numel():,} elements of {weight.dtype}"
+
+
+def _homes(model: nn.Module) -> Homes:
+    homes = defaultdict(list)
+    for path, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if type(tensor) in (nn.Parameter, Tensor) and tensor.is_cpu and tensor.layout is torch.strided:
+                homes[tensor.untyped_storage().data_ptr()].append(f"{path}.{name}".lstrip("."))
+    return homes
