@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from opgraft.compat import packed_linear as onednn
+from opgraft.compat.packed_linear import version_of
+from opgraft.compat.packed_linear import watched as watched  # for kernels
 from opgraft.definitions.checks import expect_module
 from torch import Tensor, nn
 
@@ -92,7 +93,7 @@ def is_ordinary(weight: nn.Parameter) -> bool:
 def _state_of(weight: nn.Parameter) -> tuple[object, ...]:
     if weight.is_inference():
         return ()
-    return weight.data_ptr(), onednn.version_of(weight), weight.dtype, weight.shape, weight.stride()
+    return weight.data_ptr(), version_of(weight), weight.dtype, weight.shape, weight.stride()
 
 
 def fits(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:

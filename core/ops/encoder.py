@@ -24,12 +24,12 @@ Kernel = Callable[..., Tensor]
 class EpilogueLayer(Composite):
     """A layer whose linear map may be computed together with what follows it."""
 
-    def kernel_for(self, linear: nn.Module, act: nn.Module | None, *tensors: Tensor) -> Kernel | None:
+    def kernel_for(self, linear: Any, act: nn.Module | None, *tensors: Tensor) -> Kernel | None:
         """The function ``linear`` that may be called for a linear layer and an activation, ``None`` where none may."""
         if torch.compiler.is_compiling() or is_observed(linear) or (act is not None and is_observed(act)):
             return None
         kernel: Kernel | None = self.settled(_fused, linear, act)
-        if kernel is None or linear.activation != "none" or "weight" not in linear._parameters:
+        if kernel is None or linear.activation != "none" or not linear.holds_weight():
             return None
         for tensor in tensors:
             if type(tensor) is not Tensor:
@@ -70,8 +70,8 @@ class LinearAct(EpilogueLayer):
         if kernel is None:
             out: Tensor = act(linear(x))
             return out
-        parameters = linear._parameters
-        return kernel(x, parameters["weight"], parameters["bias"], epilogue)
+        mapped: Tensor = linear.map_by(kernel, x, epilogue)
+        return mapped
 
     def idle(self) -> frozenset[str]:
         linear, act = self.get_submodule(self.names[0]), self.get_submodule(self.names[1])
@@ -139,7 +139,7 @@ class LinearAddNorm(EpilogueLayer):
         alike = x.shape[:-1] == residual.shape[:-1]  # a kernel does not broadcast
         kernel = self.kernel_for(linear, None, x, residual) if alike and not drops else None
         if kernel is not None and residual.shape[-1] == linear.out_features:
-            summed = kernel(x, linear._parameters["weight"], linear._parameters["bias"], "none", residual)
+            summed = linear.map_by(kernel, x, "none", residual)
         else:
             mapped = linear(x)
             summed = (mapped if dropout is None else dropout(mapped)) + residual

@@ -25,7 +25,8 @@ class Joint:
     """One linear op over the storage of several.
 
     Attributes:
-        op: the op; its outputs are those of the parts, one after another along the last dimension.
+        op: the op; its outputs are those of the parts, one after another along the last dimension. Its parameters
+            require no gradient, as it serves where none is required.
         parameters: of the parts, each with where it lies; ``op`` keeps that memory from being used for anything else.
         versions: of the parameters, how often ``op`` has seen each written to. The counter of its own parameters does
             not move when a part is written to, and kernels keep packed copies by it.
@@ -150,11 +151,10 @@ def _join(parts: Sequence[Any], moved: dict[str, set[int | None]]) -> Joint | No
     if type(op) is not type(parts[0]):  # the parts were bound under other settings
         return None
     for name, tensors in together.items():
-        gradient = any(tensor.requires_grad for tensor in tensors)
         with torch.inference_mode(False), torch.no_grad():
             if not _adjacent(tensors):
                 moved[name] = {_move(tensors, rows)}
-            op._parameters[name] = nn.Parameter(_spanning(tensors, sum(rows)), requires_grad=gradient)
+            op._parameters[name] = nn.Parameter(_spanning(tensors, sum(rows)), requires_grad=False)
     parameters = [parameter for part in parts for parameter in part._parameters.values() if parameter is not None]
     op.eval()
     return Joint(op, [(p, p.data_ptr()) for p in parameters], [version_of(p) for p in parameters])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from opgraft.custom_op import CustomOp
@@ -51,6 +52,15 @@ class Linear(CustomOp, nn.Linear):
     def forward_cpu(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """The same over a weight that was packed once, where that is faster and no gradient is required."""
         return packed_linear.linear(input, self.weight, self.bias, self.activation, residual)
+
+    def holds_weight(self) -> bool:
+        """Whether ``map_by`` may be called: the weight is this layer's own, and is not computed for a call."""
+        return "weight" in self._parameters
+
+    def map_by(self, kernel: Callable[..., Any], x: Tensor, activation: str, residual: Tensor | None = None) -> Any:
+        """What ``kernel``, a function such as the form ``linear``, makes of ``x`` and the parameters."""
+        parameters = self._parameters
+        return kernel(x, parameters["weight"], parameters["bias"], activation, residual)
 
     def extra_repr(self) -> str:
         activation = "" if self.activation == "none" else f", activation={self.activation!r}"

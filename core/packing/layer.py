@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from opgraft.compat import packed_linear as onednn
@@ -36,6 +36,8 @@ class PackedLinear(Linear):
     until ``.to()``, ``load_state_dict`` or ``pack`` makes it something that oneDNN can.
     """
 
+    functional_cpu: ClassVar = Linear.functional_cpu
+
     _packed: PackedWeight | None = None
     _beside: Beside
 
@@ -60,6 +62,16 @@ class PackedLinear(Linear):
         if packed is None:
             return super().forward_cpu(input, residual)
         return packed_only.linear(input, packed, self.bias, self.activation, residual)
+
+    def holds_weight(self) -> bool:
+        return self._packed is not None or super().holds_weight()
+
+    def map_by(self, kernel: Callable[..., Any], x: Tensor, activation: str, residual: Tensor | None = None) -> Any:
+        """As a ``Linear`` does; while the weight is packed, over that and not by ``kernel``."""
+        packed = self._packed
+        if packed is None:
+            return super().map_by(kernel, x, activation, residual)
+        return packed_only.linear(x, packed, self.bias, activation, residual)
 
     def pack_weight(self) -> None:
         """Hold the weight packed only, where that can be."""

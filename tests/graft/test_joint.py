@@ -321,6 +321,18 @@ def test_what_shares_memory_from_before_grafting() -> None:
     assert torch.equal(former, before)
 
 
+def test_weights_frozen_after_grafting() -> None:
+    """Of weights that require no gradient any more, gate and up are computed at once, and no result requires one."""
+    model, x = grafted()
+    assert model(x).requires_grad
+    model.requires_grad_(False)
+    assert model[0].joint_op(x) is not None
+    assert not model(x).requires_grad
+    model[0].up_proj.weight.requires_grad_(True)
+    model(x).sum().backward()
+    assert model[0].up_proj.weight.grad is not None
+
+
 def test_another_parameter_over_the_same_memory() -> None:
     """Its version counts from zero: after as many writes as the old one had seen, packed copies are still renewed."""
     layer = GatedMLP(512, 1024).eval().requires_grad_(False)

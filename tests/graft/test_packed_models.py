@@ -12,6 +12,7 @@ import opgraft
 import pytest
 import torch
 from opgraft.ops import Linear
+from opgraft.ops.encoder import LinearAct
 from opgraft.packing.layer import PackedLinear
 from ops.packing import needs_onednn, record_calls
 from torch import Tensor, nn
@@ -81,6 +82,25 @@ def test_a_model_is_packed_and_comes_back(family: str) -> None:
         assert torch.equal(parameter, originals[name])
         assert parameter.requires_grad
     assert torch.equal(logits(model), before)
+
+
+def test_what_follows_is_computed_with_packed_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations and residuals that composites hand to a linear layer are part of its call when packed, too."""
+    model = build("bert", tie_word_embeddings=False)
+    before = logits(model)
+    opgraft.graft(model)
+    made = record_calls(monkeypatch)
+    logits(model)
+    plain = [call for call in made if call != "pack"]
+    opgraft.pack(model)
+    made.clear()
+    after = logits(model)
+    assert made == plain
+    assert made.count("packed_linear_add") == 2 * SMALL["num_hidden_layers"]
+    torch.testing.assert_close(after, before, atol=1e-5, rtol=0)
+    layers = [layer for layer in model.modules() if isinstance(layer, LinearAct)]
+    assert [layer.idle() for layer in layers] == [{layer.names[1]} for layer in layers]
+    assert layers
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])

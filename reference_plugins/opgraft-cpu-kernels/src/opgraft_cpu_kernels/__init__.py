@@ -1,4 +1,4 @@
-"""Native kernels for opgraft's CPU platform, in three paths: ``avx512``, ``avx2`` and ``scalar``.
+"""Native kernels for opgraft's CPU platform, in paths for ``amx``, ``avx512_bf16``, ``avx512``, ``avx2`` and any CPU.
 
 The fastest that the CPU has is in force, unless the environment variable ``CPU_KERNELS_PATH`` or ``set_path``
 names another.

@@ -7,10 +7,9 @@ kernel runs, which sees to those. Compilers see that one too.
 from __future__ import annotations
 
 import torch
-from opgraft.compat.packed_linear import watched
 from opgraft.definitions.linear import ACTIVATIONS
 from opgraft.kernels import packed_linear as opgrafts
-from opgraft.kernels.weight_cache import Known, WeightCache, fits, is_ordinary, requires_gradient
+from opgraft.kernels.weight_cache import Known, WeightCache, fits, is_ordinary, requires_gradient, watched
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
