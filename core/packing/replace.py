@@ -13,6 +13,7 @@ from opgraft.definitions.checks import expect_module
 from opgraft.errors import PackError
 from opgraft.kernels import packed_linear
 from opgraft.ops.composite import served_by
+from opgraft.ops.joint import JointLayer
 from opgraft.ops.linear import Linear
 from opgraft.packing.layer import PackedLinear, obstacle
 from opgraft.packing.report import Packed, PackReport, Plain
@@ -30,7 +31,8 @@ def pack(model: nn.Module) -> PackReport:
     they are packed, and so they are frozen and ``parameters()`` does not list them; ``state_dict``,
     ``load_state_dict``, ``.to()``, copies and files are as before.
 
-    Weights stay plain that share memory with another parameter or buffer of the model, that cannot be packed, or for
+    Layers that share one storage, so that one call computes them, are taken apart, and ``unpack`` joins them again.
+    Weights stay plain that share memory with any other parameter or buffer of the model, that cannot be packed, or for
     which packing never pays here, and so do those of ops with a kernel that is not opgraft's own. Where weights cannot
     be packed at all, nothing is changed.
 
@@ -43,7 +45,11 @@ def pack(model: nn.Module) -> PackReport:
     """
     expect_module("pack", model)
     _expect_evaluation(model)
-    missing, homes = packed_linear.missing(), _homes(model)
+    missing, joint = packed_linear.missing(), _joint_layers(model)
+    if missing is None:
+        for together in joint:
+            together.separate()
+    homes = _homes(model)
     layers = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     plans = [(path, layer, _reason(path, layer, missing, homes)) for path, layer in layers]
     packed, kept = [], []
@@ -52,6 +58,8 @@ def pack(model: nn.Module) -> PackReport:
             kept.append(Plain(path, type(layer).__name__, reason))
         else:
             packed.append(Packed(path, _change_over(layer)))
+    for together in joint:
+        together.join()
     return PackReport(tuple(packed), tuple(kept))
 
 
@@ -77,6 +85,12 @@ def unpack(model: nn.Module) -> None:
     for layer, binding in plans:
         layer.unpack_weight()
         layer._adopt(binding)
+    for together in _joint_layers(model):
+        together.join()
+
+
+def _joint_layers(model: nn.Module) -> list[JointLayer]:
+    return [module for module in model.modules() if isinstance(module, JointLayer)]
 
 
 def _change_over(layer: Any) -> int:

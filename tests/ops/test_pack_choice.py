@@ -135,21 +135,31 @@ def test_one_layer_in_several_places_is_packed() -> None:
 
 
 @torch.no_grad()
-def test_joint_storages_stay() -> None:
-    """Gate and up, which one op computes over one storage, stay that; down is packed."""
+def test_joint_storages_are_taken_apart() -> None:
+    """Gate and up, which one op computes over one storage, are packed one by one, and joined again afterwards."""
     model, x = model_of(GatedMLP(16, 24)), torch.randn(3, 16)
-    before = model(x)
-    report = opgraft.pack(model)
-    assert [row.path for row in report.packed] == ["0.down_proj"]
-    assert {row.path: row.reason for row in report.kept} == {
-        "0.gate_proj": "it shares memory with 0.up_proj.weight",
-        "0.up_proj": "it shares memory with 0.gate_proj.weight",
-    }
-    assert model[0].joint_op(x) is not None
-    assert torch.equal(model(x), before)
     model.float()
+    before, keys = model(x), list(model.state_dict())
     assert model[0].joint_op(x) is not None
+    report = opgraft.pack(model)
+    assert [row.path for row in report.packed] == ["0.gate_proj", "0.up_proj", "0.down_proj"]
+    assert model[0].joint_op(x) is None
+    for moved in (model, model.float(), model.double().float()):
+        torch.testing.assert_close(moved(x), before)
+    opgraft.unpack(model)
+    assert model[0].joint_op(x) is not None
+    assert list(model.state_dict()) == keys
     assert torch.equal(model(x), before)
+
+
+@torch.no_grad()
+def test_joint_storages_of_what_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate and up that are not packed, as packing would not pay, are computed at once as before."""
+    monkeypatch.setattr(packed_linear, "_table", lambda platform: {})
+    model, x = model_of(GatedMLP(16, 24)), torch.randn(3, 16)
+    model.float()
+    assert opgraft.pack(model).packed == ()
+    assert model[0].joint_op(x) is not None
 
 
 def test_where_packing_never_pays(monkeypatch: pytest.MonkeyPatch) -> None:
