@@ -197,4 +197,5 @@ def test_kernels_for_xpus_are_bound(site) -> None:
     assert opgraft.current_platform().device_type == "xpu"
     assert RMSNorm(4).decision.chosen == "Norm.forward_xpu"
     assert torch.equal(RMSNorm(4)(torch.ones(2, 4)), torch.full((2, 4), 3.0))
-    assert "forward_native" in SiluAndMul().decision.chosen
+    own = SiluAndMul().decision.chosen
+    assert own in ("SiluAndMul.forward_native", "SiluAndMul.forward_xpu")  # the latter where Triton is installed
