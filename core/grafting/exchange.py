@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from opgraft.adapter import LeaveAlone
-from opgraft.errors import GraftError
+from opgraft.errors import GraftError, PackError
 from opgraft.ops.joint import JointLayer
-from opgraft.packing import unpack
+from opgraft.packing.replace import restore
 from torch import nn
 
 _KEPT = "_opgraft_original"
@@ -94,12 +94,12 @@ def put_back(op: nn.Module) -> nn.Module:
     Any other module is returned unchanged.
 
     Raises:
-        GraftError: the op lacks a parameter or buffer of the module.
+        GraftError: the op lacks a parameter or buffer of the module, or its packed weights cannot be put back.
     """
     kept = op.__dict__.get(_KEPT)
     if not isinstance(kept, Original):
         return op
-    unpack(op)
+    _restore(op)
     if isinstance(op, JointLayer):
         op.separate()
     original, held = kept.module, _tensors(op)
@@ -120,6 +120,13 @@ def put_back(op: nn.Module) -> nn.Module:
     original.train(op.training)
     del op.__dict__[_KEPT]
     return original
+
+
+def _restore(op: nn.Module) -> None:
+    try:
+        restore(op)
+    except PackError as error:
+        raise GraftError(f"{type(op).__name__}: {error}") from error
 
 
 def _lend_children(op: nn.Module, module: nn.Module) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from opgraft.compat.packed_linear import version_of
-from opgraft.compat.packed_linear import watched as watched  # for kernels
+from opgraft.compat.packed_linear import watched as watched
 from opgraft.definitions.checks import expect_module
 from torch import Tensor, nn
 
@@ -46,7 +46,7 @@ class WeightCache(dict[int, Entry]):
 
     def __init__(self) -> None:
         super().__init__()
-        _CACHES.append(self)
+        _CACHES[id(self)] = self
 
     def current(self, weight: nn.Parameter) -> Entry | None:
         """What is known of a parameter and still right."""
@@ -64,7 +64,7 @@ class WeightCache(dict[int, Entry]):
         return known
 
 
-_CACHES: list[WeightCache[Any]] = []
+_CACHES: weakref.WeakValueDictionary[int, WeightCache[Any]] = weakref.WeakValueDictionary()
 
 
 def refresh(target: nn.Module | Tensor) -> None:
@@ -78,7 +78,7 @@ def refresh(target: nn.Module | Tensor) -> None:
         expect_module("refresh", target)
     parameters = target.parameters() if isinstance(target, nn.Module) else [target]
     changed = {p.untyped_storage().data_ptr() for p in parameters if p.is_cpu and p.layout is torch.strided}
-    for cache in _CACHES:
+    for cache in list(_CACHES.values()):
         for key, known in list(cache.items()):
             held = known.reference()
             if held is not None and held.untyped_storage().data_ptr() in changed:

@@ -94,6 +94,15 @@ class JointLayer(Composite):
                     parameter.data = parameter.data.clone()
         self._moved.clear()
 
+    def moved(self) -> frozenset[str]:
+        """The names of the parameters that lie in a common storage which ``join`` has made."""
+        return frozenset(
+            f"{child}.{name}"
+            for name, homes in self._moved.items()
+            for child in self.joined
+            if (parameter := self.get_submodule(child)._parameters.get(name)) is not None and _home(parameter) in homes
+        )
+
     def _homes(self, name: str) -> set[int | None]:
         """Where the storages begin that hold the children's parameters of a name."""
         parameters = [self.get_submodule(child)._parameters.get(name) for child in self.joined]

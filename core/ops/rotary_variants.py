@@ -303,24 +303,32 @@ class MRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
         Raises:
             ValueError: as ``RotaryEmbeddingBase``.
         """
-        positions = _moved(positions, offsets)
-        if self.mrope_section is None or positions.dim() == 1:
-            return super().forward_native(positions, query, key)
-        sections = {"mrope_section": self.mrope_section, "interleaved": self.mrope_interleaved}
-        return self._rotated(forms.mrope.native, positions, query, key, **sections)
+        return self._rotated_by(forms.rotary_embedding.native, forms.mrope.native, positions, query, key, offsets)
 
     @on_gpus
     def forward_cuda(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        positions = _moved(positions, offsets)
-        if self.mrope_section is None or positions.dim() == 1:
-            return self._rotated(TRITON["rotary_embedding"], positions, query, key)
-        sections = {"mrope_section": self.mrope_section, "interleaved": self.mrope_interleaved}
-        return self._rotated(TRITON["mrope"], positions, query, key, **sections)
+        return self._rotated_by(TRITON["rotary_embedding"], TRITON["mrope"], positions, query, key, offsets)
 
     forward_xpu = forward_cuda
     functional_cuda = functional_xpu = TRITON
+
+    def _rotated_by(
+        self,
+        rotary: Callable[..., _Rotated],
+        mrope: Callable[..., _Rotated],
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor | None,
+        offsets: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Query and key, rotated by one of two functions: for positions along one axis, or along three."""
+        positions = _moved(positions, offsets)
+        if self.mrope_section is None or positions.dim() == 1:
+            return self._rotated(rotary, positions, query, key)
+        sections = {"mrope_section": self.mrope_section, "interleaved": self.mrope_interleaved}
+        return self._rotated(mrope, positions, query, key, **sections)
 
 
 @CustomOp.register("dual_chunk_rotary_embedding")
@@ -376,19 +384,22 @@ class DualChunkRotaryEmbedding(CustomOp):
         Raises:
             ValueError: as ``RotaryEmbeddingBase``.
         """
-        return self._rotated(forms.dual_chunk_rotary_embedding.native, _moved(positions, offsets), query, key)
+        return self._rotated(forms.dual_chunk_rotary_embedding.native, positions, query, key, offsets)
 
     @on_gpus
     def forward_cuda(self, positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None = None) -> _Rotated:
-        return self._rotated(TRITON["dual_chunk_rotary_embedding"], _moved(positions, offsets), query, key)
+        return self._rotated(TRITON["dual_chunk_rotary_embedding"], positions, query, key, offsets)
 
     forward_xpu = forward_cuda
     functional_cuda = functional_xpu = TRITON
 
-    def _rotated(self, by: Callable[..., _Rotated], positions: Tensor, *pair: Tensor) -> _Rotated:
+    def _rotated(
+        self, by: Callable[..., _Rotated], positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None
+    ) -> _Rotated:
+        positions = _moved(positions, offsets)
         expect_in_range("dual_chunk_rotary_embedding", "positions", positions, self.max_position_embeddings)
         chunks = (self.chunk_size, self.local_size)
-        return by(positions, *pair, self.head_size, self.cos_sin_cache, *chunks, self.is_neox_style)
+        return by(positions, query, key, self.head_size, self.cos_sin_cache, *chunks, self.is_neox_style)
 
     def extra_repr(self) -> str:
         return (

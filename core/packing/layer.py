@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,9 +31,10 @@ class PackedLinear(Linear):
     """A linear layer that holds its weight packed, and not as a parameter.
 
     ``pack`` makes it of a ``Linear`` in place, and ``unpack`` makes it one again. ``weight`` rebuilds the plain weight
-    each time that it is read: what is written to that is lost, what is assigned is packed. In a ``state_dict``, copies
-    and files it is plain. What oneDNN cannot pack, as after ``.half()`` or on another device, is an ordinary parameter
-    until ``.to()``, ``load_state_dict`` or ``pack`` makes it something that oneDNN can.
+    each time that it is read: what is written to that is lost. In a ``state_dict``, copies and files it is plain. What
+    oneDNN cannot pack, as after ``.half()`` or on another device, is an ordinary parameter until ``.to()``,
+    ``load_state_dict`` or ``pack`` makes it something that oneDNN can. So is what is assigned, by ``load_state_dict``
+    with ``assign=True`` too, until the next ``pack``, which sees whom it shares memory with.
     """
 
     functional_cpu: ClassVar = Linear.functional_cpu
@@ -52,8 +53,14 @@ class PackedLinear(Linear):
         return rebuilt if torch.compiler.is_dynamo_compiling() else nn.Parameter(rebuilt, requires_grad=False)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        with self.plain() if name == "weight" and self._packed is not None else nullcontext():
+        if name != "weight" or self._packed is None:
+            return super().__setattr__(name, value)
+        self.unpack_weight()
+        try:
             super().__setattr__(name, value)
+        except TypeError:  # a plain layer refuses it, too
+            self.pack_weight()
+            raise
 
     @needs(packed_linear.missing)
     def forward_cpu(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -74,9 +81,9 @@ class PackedLinear(Linear):
         return packed_only.linear(x, packed, self.bias, activation, residual)
 
     def pack_weight(self) -> None:
-        """Hold the weight packed only, where that can be."""
+        """Hold the weight packed only, where that can be and nobody trains it."""
         weight = self._parameters.get("weight")
-        if weight is None or obstacle(weight) is not None:
+        if weight is None or self.training or obstacle(weight) is not None:
             return
         beside = Beside(weight.requires_grad, dict(vars(weight)))
         self.__dict__.update(_packed=PackedWeight(weight), _beside=beside)
@@ -115,9 +122,13 @@ class PackedLinear(Linear):
             destination[f"{prefix}weight"] = self.weight if keep_vars else self._packed.dense()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        with self.plain():
-            super()._load_from_state_dict(*args)
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            self.unpack_weight()
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        else:
+            with self.plain():
+                super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def __copy__(self) -> PackedLinear:
         """A shallow copy with a dictionary of parameters of its own, as either may be unpacked without the other."""
@@ -148,6 +159,8 @@ def obstacle(weight: nn.Parameter) -> str | None:
         return "it is no matrix in the memory of the CPU"
     if (reason := onednn.missing(weight.dtype)) is not None:
         return reason
+    if not weight.numel():
+        return "it is empty"
     if not weight.is_contiguous():
         return f"it is strided, {weight.stride()}"
     if weight.is_shared():  # type: ignore[no-untyped-call]  # torch leaves it so

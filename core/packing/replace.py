@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,35 @@ from opgraft.packing.layer import PackedLinear, obstacle
 from opgraft.packing.report import Packed, PackReport, Plain
 from torch import Tensor, nn
 
-Homes = Mapping[int, Sequence[str]]
-"""Where a storage begins → the parameters and buffers of the model that lie in it."""
+
+class _Places:
+    """In which memory the parameters and buffers of a model lie.
+
+    Attributes:
+        residents: where a storage begins → the names of those that lie in it.
+        together: the name of a parameter that a ``JointLayer`` has moved → the names of all that it moved.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.residents: dict[int, list[str]] = defaultdict(list)
+        self.together: dict[str, frozenset[str]] = {}
+        for path, module in model.named_modules():
+            prefix = f"{path}." if path else ""
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if type(tensor) in (nn.Parameter, Tensor) and tensor.is_cpu and tensor.layout is torch.strided:
+                    self.residents[tensor.untyped_storage().data_ptr()].append(prefix + name)
+            if isinstance(module, JointLayer):
+                moved = frozenset(prefix + name for name in module.moved())
+                self.together.update(dict.fromkeys(moved, moved))
+
+    def shared(self, name: str, weight: nn.Parameter) -> str | None:
+        """Whom a weight, or one that would have to be moved with it, shares memory with."""
+        own = self.together.get(name, frozenset((name,)))
+        for residents in self.residents.values():
+            if not own.isdisjoint(residents) and (others := [other for other in residents if other not in own]):
+                return f"it shares memory with {others[0]}"
+        alone = name not in self.together and weight.untyped_storage().nbytes() > weight.nbytes
+        return "it is part of a larger memory" if alone else None
 
 
 def pack(model: nn.Module) -> PackReport:
@@ -45,22 +72,22 @@ def pack(model: nn.Module) -> PackReport:
     """
     expect_module("pack", model)
     _expect_evaluation(model)
-    missing, joint = packed_linear.missing(), _joint_layers(model)
-    if missing is None:
-        for together in joint:
-            together.separate()
-    homes = _homes(model)
+    places = _Places(model)
     layers = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
-    plans = [(path, layer, _reason(path, layer, missing, homes)) for path, layer in layers]
-    packed, kept = [], []
-    for path, layer, reason in plans:
-        if reason is not None:
-            kept.append(Plain(path, type(layer).__name__, reason))
-        else:
-            packed.append(Packed(path, _change_over(layer)))
+    reasons = {path: _reason(path, layer, places) for path, layer in layers}
+    packable = [layer for path, layer in layers if reasons[path] is None]
+    joint = _joint_layers(model, packable)
     for together in joint:
-        together.join()
-    return PackReport(tuple(packed), tuple(kept))
+        together.separate()
+    try:
+        sizes = {layer: _change_over(layer) for layer in packable}
+    finally:
+        for together in joint:
+            together.join()
+    return PackReport(
+        tuple(Packed(path, sizes[layer]) for path, layer in layers if layer in sizes),
+        tuple(Plain(path, type(layer).__name__, reason) for path, layer in layers if (reason := reasons[path])),
+    )
 
 
 def unpack(model: nn.Module) -> None:
@@ -74,6 +101,12 @@ def unpack(model: nn.Module) -> None:
         OpgraftError: as constructing an op would; nothing is changed.
     """
     expect_module("unpack", model)
+    for together in _joint_layers(model, restore(model)):
+        together.join()
+
+
+def restore(model: nn.Module) -> Sequence[nn.Module]:
+    """As ``unpack``, save that layers are not joined again; returns those that were packed."""
     found = [(path, module) for path, module in model.named_modules() if isinstance(module, PackedLinear)]
     for path, layer in found:
         if type(layer) is not layer._binding.specialisation:
@@ -85,12 +118,14 @@ def unpack(model: nn.Module) -> None:
     for layer, binding in plans:
         layer.unpack_weight()
         layer._adopt(binding)
-    for together in _joint_layers(model):
-        together.join()
+    return [layer for _, layer in found]
 
 
-def _joint_layers(model: nn.Module) -> list[JointLayer]:
-    return [module for module in model.modules() if isinstance(module, JointLayer)]
+def _joint_layers(model: nn.Module, changed: Sequence[nn.Module]) -> list[JointLayer]:
+    """The layers below ``model`` that join one of the ``changed`` ones."""
+    some = set(changed)
+    joint = [module for module in model.modules() if isinstance(module, JointLayer)]
+    return [layer for layer in joint if not some.isdisjoint(map(layer.get_submodule, layer.joined))]
 
 
 def _change_over(layer: Any) -> int:
@@ -115,17 +150,17 @@ def _expect_evaluation(model: nn.Module) -> None:
         )
 
 
-def _reason(path: str, layer: nn.Linear, missing: str | None, homes: Homes) -> str | None:
+def _reason(path: str, layer: nn.Linear, places: _Places) -> str | None:
     """Why a layer keeps its plain weight, or ``None``."""
-    if missing is not None:
+    if (missing := packed_linear.missing()) is not None:
         return missing
     reason = _foreign(layer)
-    if reason is not None or getattr(layer, "_packed", None) is not None:
+    if reason is not None or (isinstance(layer, PackedLinear) and layer._packed is not None):
         return reason
     weight = layer._parameters.get("weight")
     if weight is None:
         return "its weight is no parameter"
-    return obstacle(weight) or _shared(f"{path}.weight".lstrip("."), weight, homes) or _useless(weight)
+    return obstacle(weight) or places.shared(f"{path}.weight".lstrip("."), weight) or _useless(weight)
 
 
 def _foreign(layer: nn.Linear) -> str | None:
@@ -144,23 +179,7 @@ def _foreign(layer: nn.Linear) -> str | None:
     return None
 
 
-def _shared(name: str, weight: nn.Parameter, homes: Homes) -> str | None:
-    others = [other for other in homes[weight.untyped_storage().data_ptr()] if other != name]
-    if others:
-        return f"it shares memory with {others[0]}"
-    return "it is part of a larger memory" if weight.untyped_storage().nbytes() > weight.nbytes else None
-
-
 def _useless(weight: nn.Parameter) -> str | None:
     if packed_linear.pays_for(weight) is not packed_linear.NEVER:
         return None
     return f"packing never pays here for {weight.numel():,} elements of {weight.dtype}"
-
-
-def _homes(model: nn.Module) -> Homes:
-    homes = defaultdict(list)
-    for path, module in model.named_modules():
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if type(tensor) in (nn.Parameter, Tensor) and tensor.is_cpu and tensor.layout is torch.strided:
-                homes[tensor.untyped_storage().data_ptr()].append(f"{path}.{name}".lstrip("."))
-    return homes

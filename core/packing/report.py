@@ -39,7 +39,7 @@ class PackReport:
     packed: tuple[Packed, ...] = ()
     kept: tuple[Plain, ...] = ()
 
-    def bytes(self) -> int:
+    def total_bytes(self) -> int:
         """What the plain weights of the packed layers took."""
         return sum(row.bytes for row in self.packed)
 
@@ -48,11 +48,11 @@ class PackReport:
         return {
             "packed": [asdict(row) for row in self.packed],
             "kept": [asdict(row) for row in self.kept],
-            "bytes": self.bytes(),
+            "bytes": self.total_bytes(),
         }
 
     def __str__(self) -> str:
-        size = f"{self.bytes() / 2**20:,.1f} MiB"
+        size = f"{self.total_bytes() / 2**20:,.1f} MiB"
         head = [f"{len(self.packed)} weights packed, whose plain ones took {size}; {len(self.kept)} kept plain"]
         if self.packed:
             rows = [(f"{row.bytes:,}", row.path or "the model itself") for row in self.packed]

@@ -58,7 +58,7 @@ def kernels(plugin: Path) -> Iterator[object]:
     opgraft_cpu_kernels.set_path(before)
 
 
-@pytest.fixture(params=["avx512_bf16", "avx512", "avx2", "scalar"])
+@pytest.fixture(params=["amx", "avx512_bf16", "avx512", "avx2", "scalar"])
 def path(kernels: object, request: pytest.FixtureRequest) -> str:
     """Each path, forced."""
     import opgraft_cpu_kernels

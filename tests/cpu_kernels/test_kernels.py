@@ -218,7 +218,7 @@ def test_rounding_to_bfloat16(path: str, kernels: Any) -> None:
     inexact = upper.float() + lower.float()
     _, total = kernels.fused_add_rms_norm(upper, lower)
     expected = inexact.bfloat16()
-    if path == "avx512_bf16":
+    if path in ("amx", "avx512_bf16"):
         expected = expected.where(inexact.abs() >= torch.finfo(torch.bfloat16).tiny, 0.0)
     assert torch.equal(total, expected)
 
@@ -237,7 +237,7 @@ def test_fp8_is_torchs(path: str, kernels: Any) -> None:
 
 @each_dtype
 def test_results_that_no_cache_keeps(path: str, kernels: Any, dtype: torch.dtype) -> None:
-    """What is written past the caches, from 32 MiB on, is what small results are, in rows of any alignment."""
+    """What is written past the caches, from 32 MiB on, is what small results are, in rows of any length."""
     for width in (8192, 8191):
         rows = 2**25 // (width * dtype.itemsize) + 2
         x, weight = draw(rows, width, dtype=dtype), draw(width, dtype=dtype)
@@ -249,6 +249,31 @@ def test_results_that_no_cache_keeps(path: str, kernels: Any, dtype: torch.dtype
     names = ("silu_and_mul", "swigluoai_and_mul", "gelu_and_mul_sparse")
     gates = {name: lambda part, name=name: getattr(kernels, name)(part, *GATED[name]) for name in names}
     check_in_parts(draw(2**25 // (4096 * dtype.itemsize), 8192, dtype=dtype), gates)
+
+
+@each_dtype
+def test_memory_of_the_caller_that_no_cache_keeps(path: str, kernels: Any, dtype: torch.dtype) -> None:
+    """So are results in memory of the caller, whatever its strides and alignment are, and over what is read."""
+    step = 64 // dtype.itemsize
+    width = 64 * step + 5  # the rest of a row is less than a vector
+    x, weight = draw(2**25 // (width * dtype.itemsize) + 1, width, dtype=dtype), draw(width, dtype=dtype)
+    expected = torch.cat([kernels.rms_norm(part, weight) for part in x.split(100)])
+    for offset in (0, 3):
+        memory = torch.full((x.shape[0] * 65 * step + offset,), torch.nan, dtype=dtype)
+        wide = memory[offset:].view(x.shape[0], 65 * step)
+        out = wide[:, :width]
+        kernels.rms_norm_out(x, out, weight)
+        assert torch.equal(out, expected)
+        assert wide[:, width:].isnan().all()
+        out.copy_(x)
+        kernels.rms_norm_out(out, out, weight)
+        assert torch.equal(out, expected)
+    out.copy_(x)
+    total = x.clone()
+    kernels.fused_add_rms_norm_(out, total, weight)
+    normed, summed = kernels.fused_add_rms_norm(x, x, weight)
+    assert torch.equal(out, normed)
+    assert torch.equal(total, summed)
 
 
 def check_in_parts(x: Tensor, calls: dict[str, Any]) -> None:

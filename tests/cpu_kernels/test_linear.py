@@ -209,6 +209,20 @@ def test_threads(tiles: Any) -> None:
             assert all(torch.equal(ours, theirs) for ours, theirs in zip(results[0], other, strict=True))
 
 
+def test_strided_weights_are_not_tried(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op that would refuse a weight is not called, as an exception takes longer than a small layer."""
+    from opgraft_cpu_kernels import linear
+
+    called: list[Any] = []
+    monkeypatch.setattr(linear, "_linear", lambda *arguments: called.append(arguments))
+    weight, x = torch.randn(64, 64), torch.randn(1, 64)
+    for strided in (weight.t(), nn.Parameter(weight.t()), weight[:, ::2], weight.to_sparse()):
+        with torch.no_grad():
+            result = linear.linear(x[:, : strided.shape[1]], strided)
+        torch.testing.assert_close(result, x[:, : strided.shape[1]] @ strided.to_dense().t())
+    assert called == []
+
+
 def test_bad_arguments(kernels: Any) -> None:
     """The ops refuse what does not fit before they read it."""
     x, weight, bias = draw(3, 8, 5)

@@ -11,11 +11,13 @@ from typing import Any
 import opgraft
 import pytest
 import torch
+from opgraft.errors import GraftError
 from opgraft.ops import Linear
 from opgraft.ops.encoder import LinearAct
 from opgraft.packing.layer import PackedLinear
 from ops.packing import needs_onednn, record_calls
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the import, which reads it
 transformers = pytest.importorskip("transformers")
@@ -73,7 +75,9 @@ def test_a_model_is_packed_and_comes_back(family: str) -> None:
     assert report.kept == ()
     assert [path for path in packed if memory[path]() is not None] == []
     torch.testing.assert_close(logits(model), before, atol=1e-5, rtol=0)
-    assert list(model.state_dict()) == keys
+    state = model.state_dict()
+    assert list(state) == keys
+    assert all(torch.equal(state[name], original) for name, original in originals.items())
     opgraft.ungraft(model)
     assert list(model.named_modules(remove_duplicate=False)) == structure
     assert [name for name, _ in model.named_parameters()] == list(originals)
@@ -157,3 +161,16 @@ def test_ungraft_leaves_what_graft_did_not_make() -> None:
     assert isinstance(model[0], PackedLinear)
     assert type(model[1]) is nn.Linear
     assert model[1]._parameters.keys() == {"weight", "bias"}
+
+
+def test_what_cannot_be_ungrafted() -> None:
+    """A packed layer whose class other code changed is named, and ungrafting goes on when that was taken back."""
+    model = nn.Sequential(nn.Linear(16, 16)).eval()
+    opgraft.graft(model)
+    opgraft.pack(model)
+    parametrize.register_parametrization(model[0], "bias", nn.Identity())
+    with pytest.raises(GraftError, match="derived from a packed layer by other code, such as a parametrization"):
+        opgraft.ungraft(model)
+    parametrize.remove_parametrizations(model[0], "bias")
+    opgraft.ungraft(model)
+    assert type(model[0]) is nn.Linear

@@ -152,14 +152,56 @@ def test_joint_storages_are_taken_apart() -> None:
     assert torch.equal(model(x), before)
 
 
-@torch.no_grad()
-def test_joint_storages_of_what_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gate and up that are not packed, as packing would not pay, are computed at once as before."""
+def _joined() -> tuple[GatedMLP, nn.Sequential]:
+    layer = GatedMLP(16, 24, bias=True).eval()
+    layer.join()
+    return layer, model_of(layer)
+
+
+def addresses(model: nn.Module) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("kind", ["buffer", "parameter"])
+def test_joint_storages_that_others_see(kind: str, name: str) -> None:
+    """Gate and up stay where they are when a third party lies in their memory, and sees what is written to them."""
+    layer, model = _joined()
+    other, seen = nn.Module(), getattr(layer.gate_proj, name).detach()[:2]
+    if kind == "buffer":
+        other.register_buffer("seen", seen)
+    else:
+        other.seen = nn.Parameter(seen, requires_grad=False)
+    model.append(other)
+    before = addresses(model)
+    report = opgraft.pack(model)
+    assert [row.path for row in report.packed] == ["0.down_proj"]
+    assert {row.reason for row in report.kept} == {"it shares memory with 1.seen"}
+    after = addresses(model)
+    assert all(after[key] == address for key, address in before.items() if "down_proj" not in key)
+    with torch.no_grad():
+        assert layer.joint_op(torch.randn(3, 16)) is not None
+
+
+def test_nothing_moves_where_packing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error while it is decided what to pack leaves all memory where it is; so does packing that never pays."""
+    layer, model = _joined()
+    before = addresses(model)
+
+    def fail(*_: object) -> None:
+        raise PackError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("opgraft.packing.replace._binding_for", fail)
+        with pytest.raises(PackError):
+            opgraft.pack(model)
+    assert addresses(model) == before
     monkeypatch.setattr(packed_linear, "_table", lambda platform: {})
-    model, x = model_of(GatedMLP(16, 24)), torch.randn(3, 16)
-    model.float()
-    assert opgraft.pack(model).packed == ()
-    assert model[0].joint_op(x) is not None
+    opgraft.pack(model)
+    opgraft.unpack(model)
+    assert addresses(model) == before
+    with torch.no_grad():
+        assert layer.joint_op(torch.randn(3, 16)) is not None
 
 
 def test_where_packing_never_pays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +301,7 @@ def test_the_report() -> None:
     model = model_of(make(1024, 512), make(), nn.Linear(13, 7), nn.Linear(13, 7))
     report = opgraft.pack(model)
     assert [(row.path, row.bytes) for row in report.packed] == [("0", 4 * 1024 * 512), ("1", 4 * 13 * 7)]
-    assert report.bytes() == 4 * (1024 * 512 + 13 * 7)
+    assert report.total_bytes() == 4 * (1024 * 512 + 13 * 7)
     assert str(report).splitlines() == [
         "2 weights packed, whose plain ones took 2.0 MiB; 2 kept plain",
         "",
@@ -271,7 +313,7 @@ def test_the_report() -> None:
         "2      Linear      it is no op: opgraft.graft makes it one",
     ]
     data = json.loads(json.dumps(report.to_dict()))
-    assert data["bytes"] == report.bytes()
+    assert data["bytes"] == report.total_bytes()
     assert data["kept"][0] == {"path": "2", "source": "Linear", "reason": "it is no op: opgraft.graft makes it one"}
 
 

@@ -10,7 +10,7 @@ import opgraft
 import pytest
 import torch
 from opgraft.compat import packed_linear as onednn
-from ops.packing import DTYPES, make, needs_onednn, packed, record_calls, same_bits
+from ops.packing import DTYPES, check, make, needs_onednn, packed, record_calls, same_bits
 from torch import Tensor, nn
 
 pytestmark = needs_onednn
@@ -49,12 +49,13 @@ def test_files_and_copies() -> None:
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_loading(assign: bool) -> None:
-    """What is loaded is packed; missing, unexpected and misshapen entries are reported as by the plain layer."""
+    """What is copied is packed, what is assigned stays plain; what does not fit is reported as by the plain layer."""
     op, plain = packed()
     given = make()
     op.load_state_dict(given.state_dict(), assign=assign)
     assert same_bits(op.weight, given.weight)
-    assert "weight" not in op._parameters
+    assert ("weight" in op._parameters) == assign
+    opgraft.pack(op)
     for state in (
         {"bias": given.bias},
         {**given.state_dict(), "other": given.bias},
@@ -111,13 +112,33 @@ def test_nothing_is_lost_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_assigning() -> None:
-    """A parameter that is assigned is packed; what is none is refused as by the plain layer, and nothing is lost."""
-    op, given = packed()[0], nn.Parameter(torch.randn(7, 13))
-    op.weight = given
+    """A parameter that is assigned is that very one until it is packed; what is none is refused, and nothing lost."""
+    op, embedding = packed()[0], nn.Embedding(7, 13)
+    op.weight = embedding.weight
+    with torch.no_grad():
+        embedding.weight.mul_(2)
+    assert op.weight is embedding.weight
+    check(op(x := torch.randn(3, 13)), x, op)
+    given = embedding.weight.detach().clone()
+    assert opgraft.pack(op).kept == ()
     assert "weight" not in op._parameters
-    assert same_bits(op.weight, given)
+    for size in ((7, 0), (0, 13)):
+        op.weight = nn.Parameter(torch.empty(size))
+        assert opgraft.pack(op).kept[0].reason == "it is empty"
+    op.weight = nn.Parameter(given)
+    opgraft.pack(op)
     with pytest.raises(TypeError, match=r"cannot assign 'torch\.FloatTensor' as parameter 'weight'"):
         op.weight = torch.randn(7, 13)
     assert same_bits(op.weight, given)
     opgraft.unpack(op)
     assert op.weight.requires_grad
+
+
+def test_what_is_trained_is_not_packed_again() -> None:
+    """A layer that became plain and is trained keeps the parameter that its optimizer has, whatever it is moved to."""
+    op = packed()[0].half()
+    optimizer = torch.optim.SGD(op.train().parameters(), 0.1)
+    op.float()
+    assert op.weight is optimizer.param_groups[0]["params"][0]
+    op.eval().float()
+    assert "weight" not in op._parameters

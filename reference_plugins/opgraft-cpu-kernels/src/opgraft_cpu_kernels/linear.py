@@ -49,7 +49,9 @@ def linear(
 def _mapped(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor | None:
     dtype, path = weight.dtype, path_or_none()
     limit = FEW.get((path, dtype))
-    if limit is None or weight.dim() != 2 or watched() or requires_gradient(x, weight, bias, residual):
+    if limit is None or weight.dim() != 2 or not (weight.layout is torch.strided and weight.is_contiguous()):
+        return None
+    if watched() or requires_gradient(x, weight, bias, residual):
         return None
     if x.numel() <= limit * weight.shape[1]:
         try:
@@ -67,7 +69,7 @@ def _on_tiles(
     parts = _parts()
     if min(weight.shape) < LEAST_WIDTH or x.numel() < MANY[parts] * weight.shape[1]:
         return None
-    if activation not in ACTIVATIONS or not weight.is_contiguous() or not fits(x, weight, bias, residual):
+    if activation not in ACTIVATIONS or not fits(x, weight, bias, residual):
         return None
     packed = _packed(weight, parts)
     return None if packed is None else _packed_linear(x, weight, packed, bias, activation, residual)

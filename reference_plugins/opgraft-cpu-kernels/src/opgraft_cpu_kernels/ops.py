@@ -243,11 +243,7 @@ class MRotaryEmbedding(catalogue.MRotaryEmbedding):
     def forward_cpu(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
     ) -> Any:
-        positions = positions if offsets is None else positions + offsets
-        if self.mrope_section is None or positions.dim() == 1:
-            return self._rotated(kernels.rotary_embedding, positions, query, key)
-        sections = {"mrope_section": self.mrope_section, "interleaved": self.mrope_interleaved}
-        return self._rotated(kernels.mrope, positions, query, key, **sections)
+        return self._rotated_by(kernels.rotary_embedding, kernels.mrope, positions, query, key, offsets)
 
 
 class DualChunkRotaryEmbedding(catalogue.DualChunkRotaryEmbedding):
@@ -256,8 +252,7 @@ class DualChunkRotaryEmbedding(catalogue.DualChunkRotaryEmbedding):
     @opgraft.inference_only
     @opgraft.needs(missing)
     def forward_cpu(self, positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None = None) -> Any:
-        positions = positions if offsets is None else positions + offsets
-        return self._rotated(kernels.dual_chunk_rotary_embedding, positions, query, key)
+        return self._rotated(kernels.dual_chunk_rotary_embedding, positions, query, key, offsets)
 
 
 class QuantFP8(catalogue.QuantFP8):

@@ -18,7 +18,7 @@ Tensor gated(const char* op, Gated kind, const Tensor& input, float first = 0, f
   std::vector<int64_t> sizes = input.sizes().vec();
   sizes.back() = width;
   const Tensor out = fresh(sizes, input.scalar_type());
-  GatedActivation a{x.view(), x.view(width), rows_of(out, width), width, first, second};
+  GatedActivation a{x.view(), x.view(width), result_rows(out, width), width, first, second};
   if (swapped) std::swap(a.gate, a.up);
   const GatedKernel kernel = path().gated[kind][dtype_of(op, input)];
   share(x.rows, x.width, [&](int64_t begin, int64_t end) { kernel(a, begin, end); });
@@ -138,7 +138,11 @@ TORCH_LIBRARY_FRAGMENT(opgraft_cpu_kernels, library) {
   library.def("xielu(Tensor x, Tensor alpha_p, Tensor alpha_n, float beta=0.5, float eps=-1e-06) -> Tensor");
 }
 
-#define ACTIVATIONS(apply) apply(silu_and_mul) apply(mul_and_silu) apply(gelu_and_mul) apply(gelu_and_mul_sparse) apply(fatrelu_and_mul) apply(silu_and_mul_with_clamp) apply(swiglustep_and_mul) apply(swigluoai_and_mul) apply(gelu) apply(gelu_tanh) apply(gelu_new) apply(gelu_fast) apply(quick_gelu) apply(silu) apply(silu_) apply(relu2) apply(xielu)
+#define ACTIVATIONS(apply)                                                                                      \
+  apply(silu_and_mul) apply(mul_and_silu) apply(gelu_and_mul) apply(gelu_and_mul_sparse) apply(fatrelu_and_mul) \
+      apply(silu_and_mul_with_clamp) apply(swiglustep_and_mul) apply(swigluoai_and_mul) apply(gelu)             \
+      apply(gelu_tanh) apply(gelu_new) apply(gelu_fast) apply(quick_gelu) apply(silu) apply(silu_) apply(relu2) \
+      apply(xielu)
 
 IMPLEMENT(ACTIVATIONS)
 

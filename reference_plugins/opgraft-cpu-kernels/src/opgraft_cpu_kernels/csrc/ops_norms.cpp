@@ -58,7 +58,7 @@ void run(const char* op, Table table, Norm& norm, const Matrix& x, const Optiona
     index = index_of(usable_bias);
     norm.bias = usable_bias.const_data_ptr();
   }
-  norm.out = rows_of(to.out, row_stride(to.out));
+  norm.out = result_rows(to.out, row_stride(to.out));
   if (to.sum.defined()) norm.sum = rows_of(to.sum, row_stride(to.sum));
   const NormKernel kernel = (path().*table)[dtype][index];
   share(x.rows, x.width, [&](int64_t begin, int64_t end) { kernel(norm, begin, end); });

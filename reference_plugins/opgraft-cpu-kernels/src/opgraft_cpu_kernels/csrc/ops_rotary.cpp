@@ -326,7 +326,9 @@ TORCH_LIBRARY_FRAGMENT(opgraft_cpu_kernels, library) {
       "int chunk_size, int local_size, bool is_neox_style=True) -> (Tensor, Tensor)");
 }
 
-#define ROTARY(apply) apply(apply_rotary_emb) apply(rotary_embedding) apply(rotary_embedding_) apply(mrope) apply(dual_chunk_rotary_embedding)
+#define ROTARY(apply)                                                                   \
+  apply(apply_rotary_emb) apply(rotary_embedding) apply(rotary_embedding_) apply(mrope) \
+      apply(dual_chunk_rotary_embedding)
 
 IMPLEMENT(ROTARY)
 

@@ -112,14 +112,18 @@ inline void written(const Tensor& x) {
   if (!x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
 }
 
+inline MutableRows rows_of(const Tensor& x, int64_t stride) { return {x.mutable_data_ptr(), stride}; }
+
 // Of results of so many bytes the caches keep little until they are read: written past them, their memory need not be
 // read first. Measured on CPUs with 32 MiB for a group of cores.
 constexpr size_t UNCACHED = size_t(1) << 25;
 
-inline MutableRows rows_of(const Tensor& x, int64_t stride) {
-  void* data = x.mutable_data_ptr();
-  const bool aligned = reinterpret_cast<size_t>(data) % 64 == 0 && size_t(stride) * x.element_size() % 64 == 0;
-  return {data, stride, aligned && x.nbytes() >= UNCACHED};
+// The rows of a result for a kernel that can write past the caches.
+inline MutableRows result_rows(const Tensor& x, int64_t stride) {
+  MutableRows rows = rows_of(x, stride);
+  const size_t begin = reinterpret_cast<size_t>(rows.data), step = size_t(stride) * x.element_size();
+  rows.streamed = begin % 64 == 0 && step % 64 == 0 && x.nbytes() >= UNCACHED;
+  return rows;
 }
 
 inline void expect_floating(const char* op, const Tensor& weight) {
