@@ -230,9 +230,7 @@ class RotaryEmbedding(catalogue.RotaryEmbedding):
     @opgraft.inference_only
     @opgraft.needs(missing)
     def forward_cpu(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
-        if key is None:
-            return self.forward_native(positions, query, key)
-        return kernels.rotary_embedding(positions, query, key, self.head_size, self.cos_sin_cache, self.is_neox_style)
+        return self._rotated(kernels.rotary_embedding, positions, query, key)
 
 
 class MRotaryEmbedding(catalogue.MRotaryEmbedding):
