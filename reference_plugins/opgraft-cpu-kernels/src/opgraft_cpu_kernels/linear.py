@@ -51,16 +51,17 @@ def _mapped(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, res
     limit = FEW.get((path, dtype))
     if limit is None or weight.dim() != 2 or not (weight.layout is torch.strided and weight.is_contiguous()):
         return None
+    few = x.numel() <= limit * weight.shape[1]
+    if not few and (path != "amx" or dtype is not torch.float32 or type(weight) is not nn.Parameter):
+        return None
     if watched() or requires_gradient(x, weight, bias, residual):
         return None
-    if x.numel() <= limit * weight.shape[1]:
-        try:
-            return _linear(x, weight, bias, activation, residual)  # type: ignore[no-any-return]
-        except REFUSED:  # what does not fit, of which opgraft's says what is wrong
-            return None
-    if path != "amx" or dtype is not torch.float32 or type(weight) is not nn.Parameter:
+    if not few:
+        return _on_tiles(x, weight, bias, activation, residual)
+    try:
+        return _linear(x, weight, bias, activation, residual)  # type: ignore[no-any-return]
+    except REFUSED:  # what does not fit, of which opgraft's says what is wrong
         return None
-    return _on_tiles(x, weight, bias, activation, residual)
 
 
 def _on_tiles(
