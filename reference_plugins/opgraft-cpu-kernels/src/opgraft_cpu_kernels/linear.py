@@ -52,7 +52,7 @@ def _mapped(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, res
     if limit is None or weight.dim() != 2 or not (weight.layout is torch.strided and weight.is_contiguous()):
         return None
     few = x.numel() <= limit * weight.shape[1]
-    if not few and (path != "amx" or dtype is not torch.float32 or type(weight) is not nn.Parameter):
+    if not few and (path != "amx" or dtype is not torch.float32):
         return None
     if watched() or requires_gradient(x, weight, bias, residual):
         return None
@@ -65,10 +65,10 @@ def _mapped(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, res
 
 
 def _on_tiles(
-    x: Tensor, weight: nn.Parameter, bias: Tensor | None, activation: str, residual: Tensor | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
 ) -> Tensor | None:
     parts = _parts()
-    if min(weight.shape) < LEAST_WIDTH or x.numel() < MANY[parts] * weight.shape[1]:
+    if type(weight) is not nn.Parameter or min(weight.shape) < LEAST_WIDTH or x.numel() < MANY[parts] * weight.shape[1]:
         return None
     if activation not in ACTIVATIONS or not fits(x, weight, bias, residual):
         return None
