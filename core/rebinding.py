@@ -38,12 +38,12 @@ def rebind(model: nn.Module) -> list[Rebound]:
     plans = [(path, op, bind(op._binding.replacement.target)) for path, op in ops]
     rows = []
     for path, op, new in plans:
-        before = str(op._binding.kernel.winner)
+        before, former = str(op._binding.kernel.winner), (op.op_class, op._binding.kernel.winner)
         reason = _obstacle(op, new)
         if not reason:
             op._adopt(enforced(new) if op._binding.enforced else new)
         after = str(op._binding.kernel.winner)
-        if reason or before != after:
+        if reason or former != (op.op_class, op._binding.kernel.winner):
             rows.append(Rebound(path, before, after, reason))
     return rows
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from opgraft import inventory
+from opgraft import inventory, ops
 from opgraft.binding import op_name_of
 from opgraft.definitions.form import Form
 from opgraft.op_classes import reference_method
@@ -97,8 +97,8 @@ def page(name: str, cls: type) -> str:
 def variants_of(name: str, cls: type) -> list[type]:
     """Public classes that derive from an op, in its package, and that its name switches too."""
     state = host_state()
-    targets = [target for target in state.registry.targets() if target is not cls and target.__name__[0] != "_"]
-    return [target for target in targets if op_name_of(target, state) == name]
+    targets = [target for target in state.registry.targets() if getattr(ops, target.__name__, None) is target]
+    return [target for target in targets if target is not cls and op_name_of(target, state) == name]
 
 
 def class_parts(cls: type, base: type = object) -> Iterator[str]:
@@ -124,7 +124,7 @@ def kernel_parts(name: str, cls: type) -> Iterator[str]:
     yield markdown_table(("platform", "dispatch chain", "kernel"), rows)
     for platform in platforms:
         served = platform.platform.kernel_packages if platform.platform else {}
-        for package in (package for package, ops in served.items() if name in ops):
+        for package in (package for package, names in served.items() if name in names):
             yield f"The distribution `{package}` has kernels of this op for the platform `{platform.name}`."
 
 

@@ -25,6 +25,7 @@ from opgraft.plugins.discovery import discover
 from opgraft.plugins.host import load_plugins
 from opgraft.state import host_state
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 _HOOKS = (
@@ -234,7 +235,7 @@ def _usual_dtype(model: nn.Module) -> torch.dtype | None:
     """The dtype that most of a model's parameters have, by their elements, among those that models compute in."""
     elements: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
-        if parameter.dtype in _COMPUTED:
+        if parameter.dtype in _COMPUTED and not is_lazy(parameter):
             elements[parameter.dtype] += parameter.numel()
     return max(elements, key=elements.__getitem__, default=None)
 

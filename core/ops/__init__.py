@@ -28,9 +28,9 @@ from opgraft.ops.layernorm import GemmaRMSNorm, LayerNorm, RMSNorm, RMSNormGated
 from opgraft.ops.linear import Linear
 from opgraft.ops.quantization import QuantFP8
 from opgraft.ops.rotary import ApplyRotaryEmb, RotaryEmbedding, RotaryEmbeddingBase
+from opgraft.ops.rotary_chunks import DualChunkRotaryEmbedding
 from opgraft.ops.rotary_variants import (
     DeepseekScalingRotaryEmbedding,
-    DualChunkRotaryEmbedding,
     Llama3RotaryEmbedding,
     MRotaryEmbedding,
     YaRNScalingRotaryEmbedding,

@@ -1,6 +1,6 @@
 """Rotary position embedding: the modules around the forms of ``opgraft.definitions.rotary``, which hold the maths.
 
-What is plain here has its variants in ``opgraft.ops.rotary_variants``.
+What is plain here has its variants in ``opgraft.ops.rotary_variants`` and ``opgraft.ops.rotary_chunks``.
 """
 
 from __future__ import annotations

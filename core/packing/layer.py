@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -129,6 +130,14 @@ class PackedLinear(Linear):
         else:
             with self.plain():
                 super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedLinear:
+        """A copy that is packed before the next layer is copied, so that plain weights do not add up."""
+        make, arguments, state, *_ = self.__reduce_ex__(4)
+        weight, copied = state.pop("_packed"), make(*arguments)
+        memo[id(self)] = copied
+        copied.__setstate__({**copy.deepcopy(state, memo), "_packed": weight})
+        return copied  # type: ignore[no-any-return]  # copyreg leaves it so
 
     def __copy__(self) -> PackedLinear:
         """A shallow copy with a dictionary of parameters of its own, as either may be unpacked without the other."""

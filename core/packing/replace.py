@@ -19,6 +19,8 @@ from opgraft.packing.layer import PackedLinear, obstacle
 from opgraft.packing.report import Packed, PackReport, Plain
 from torch import Tensor, nn
 
+_OWN = ": graft under OpgraftConfig(providers={'linear': 'opgraft'}) to pack it"
+
 
 class _Places:
     """In which memory the parameters and buffers of a model lie.
@@ -144,9 +146,10 @@ def _binding_for(op: CustomOp) -> Binding:
 def _expect_evaluation(model: nn.Module) -> None:
     training = [path for path, module in model.named_modules() if isinstance(module, Linear) and module.training]
     if training:
+        first = repr(training[0]) if training[0] else "the model itself"
         raise PackError(
             f"pack: {len(training)} of the linear layers of {type(model).__name__} are in training mode, the first is "
-            f"{training[0]!r}, and packed weights cannot be trained: call model.eval() first"
+            f"{first}, and packed weights cannot be trained: call model.eval() first"
         )
 
 
@@ -172,10 +175,11 @@ def _foreign(layer: nn.Linear) -> str | None:
     if "forward" in vars(layer):
         return "its forward was set on the instance"
     if layer.op_class not in (Linear, PackedLinear):
-        return f"its class is {layer.op_class.__qualname__} of {served_by(layer)}"
+        replaced = layer._binding.replacement.target is Linear
+        return f"its class is {layer.op_class.__qualname__} of {served_by(layer)}{_OWN if replaced else ''}"
     for binding in (layer._binding, _binding_for(layer)):
         if binding.kernel.winner.method != Linear.forward_cpu.__name__:
-            return f"its kernel is {binding.kernel.winner}"
+            return f"its kernel is {binding.kernel.winner} under the settings that hold here"
     return None
 
 

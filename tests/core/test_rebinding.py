@@ -28,6 +28,20 @@ def test_rebind_follows_settings_and_replacements_and_keeps_parameters(scale, fa
     assert model[0].weight is weight
 
 
+def test_a_replacement_of_the_same_name_is_a_change(scale) -> None:
+    """A class that is called as the one that it replaces, and overrides the same method, is told all the same."""
+
+    def forward_cpu(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    namesake = type("Scale", (scale,), {"__module__": __name__, "forward_cpu": forward_cpu})
+    model = nn.Sequential(scale())
+    scale.register_oot(namesake)
+    assert [(row.path, row.reason) for row in rebind(model)] == [("0", "")]
+    assert model[0].op_class is namesake
+    assert rebind(model) == []
+
+
 def test_going_back_after_the_plugin_is_gone(scale, fast_scale) -> None:
     """After a reset the declared target tells which class the op came from."""
     scale.register_oot(fast_scale)

@@ -71,9 +71,23 @@ def test_a_path_is_forced_by_the_environment(installed: Path, path: str) -> None
 @needs_compiler
 @pytest.mark.slow
 def test_a_path_that_is_none(installed: Path) -> None:
-    """A path by a wrong name is no path: the kernel is not bound, and the decision names the variable."""
+    """A path by a wrong name is an error of the plugin, which is left out, or stops the program in strict mode."""
     text = explained(installed, CPU_KERNELS_PATH="avx1024")
     assert "CPU_KERNELS_PATH: path is 'avx1024', expected one of those that this CPU has" in text
+    code = "from opgraft.ops import SiLU; SiLU()"
+    strict = python("-c", code, site=installed, CPU_KERNELS_PATH="avx1024", OPGRAFT_STRICT="1")
+    assert strict.returncode == 1
+    assert "PluginError" in strict.stderr
+    assert "path is 'avx1024'" in strict.stderr
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_path_without_a_linear_kernel(installed: Path) -> None:
+    """There opgraft's own linear layer is not replaced; norms are."""
+    code = "from opgraft.ops import Linear, SiLU; print(*(op.op_class.__module__ for op in (Linear(2, 2), SiLU())))"
+    result = python("-c", code, site=installed, CPU_KERNELS_PATH="scalar")
+    assert result.stdout.split() == ["opgraft.ops.linear", "opgraft_cpu_kernels.ops"], result.stderr
 
 
 @needs_compiler

@@ -115,6 +115,7 @@ def test_rms_norm_without_eps_in_half_types(dtype: torch.dtype) -> None:
         (nn.RMSNorm((2, 8)), "one dimension"),
         (nn.RMSNorm(8, elementwise_affine=False), "eps=None"),
         (nn.Conv1d(2, 2, 1), "no adapter recognises it"),
+        (nn.LazyLinear(2), "UninitializedParameter"),
         (nn.modules.linear.NonDynamicallyQuantizableLinear(2, 2), "no adapter recognises it"),
     ],
     ids=str,

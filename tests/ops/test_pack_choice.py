@@ -16,6 +16,7 @@ from opgraft.compat import packed_linear as onednn
 from opgraft.errors import PackError
 from opgraft.kernels import packed_linear
 from opgraft.ops import GatedMLP, Linear
+from opgraft.ops.composite import served_by
 from opgraft.packing.layer import PackedLinear
 from ops.packing import Calls, check, make, needs_onednn, record_calls
 from torch import nn
@@ -234,13 +235,15 @@ def test_what_is_no_op_stays() -> None:
     assert [row.path for row in report.packed] == ["4"]
     assert [row.reason.partition(" of ")[0] for row in report.kept] == [
         "it is no op: opgraft.graft makes it one",
-        "its kernel is Linear.forward_native",
+        "its kernel is Linear.forward_native under the settings that hold here",
         "its class is test_what_is_no_op_stays.<locals>.Narrow",
         "its class is test_what_is_no_op_stays.<locals>.Theirs",
     ]
+    assert report.kept[2].reason.endswith(f"of {served_by(model_of(Narrow(13, 7))[0])}")
+    assert report.kept[3].reason.endswith("graft under OpgraftConfig(providers={'linear': 'opgraft'}) to pack it")
     model = model_of(make())
     with switched_off():
-        assert opgraft.pack(model).kept[0].reason == "its kernel is Linear.forward_native"
+        assert opgraft.pack(model).kept[0].reason.startswith("its kernel is Linear.forward_native under")
 
 
 def test_training_is_refused() -> None:
@@ -305,12 +308,8 @@ def test_the_report() -> None:
     assert str(report).splitlines() == [
         "2 weights packed, whose plain ones took 2.0 MiB; 2 kept plain",
         "",
-        "bytes      packed",
-        "2,097,152  0",
-        "364        1",
-        "",
-        "count  kept plain  reason",
-        "2      Linear      it is no op: opgraft.graft makes it one",
+        "count  kept plain  the first  reason",
+        "2      Linear      2          it is no op: opgraft.graft makes it one",
     ]
     data = json.loads(json.dumps(report.to_dict()))
     assert data["bytes"] == report.total_bytes()

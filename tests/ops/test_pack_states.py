@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 
 import opgraft
 import pytest
@@ -142,3 +144,24 @@ def test_what_is_trained_is_not_packed_again() -> None:
     assert op.weight is optimizer.param_groups[0]["params"][0]
     op.eval().float()
     assert "weight" not in op._parameters
+
+
+def test_copying_takes_one_plain_weight_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deep copy of a model rebuilds each plain weight once, and lets go of it before the next."""
+    model = nn.Sequential(*(packed()[0] for _ in range(4)))
+    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    most = []
+    rebuild = onednn.unpack
+
+    def rebuilding(weight: Tensor) -> Tensor:
+        gc.collect()
+        most.append(len(alive))
+        alive.add(rebuilt := rebuild(weight))
+        return rebuilt
+
+    monkeypatch.setattr(onednn, "unpack", rebuilding)
+    copied = copy.deepcopy(model)
+    assert most == [0, 0, 0, 0]
+    assert copied[0]._packed is not model[0]._packed
+    shared = nn.ModuleList([model[0], model[0]])
+    assert (twice := copy.deepcopy(shared))[0] is twice[1]

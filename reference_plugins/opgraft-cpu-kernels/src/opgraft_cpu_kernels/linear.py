@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from opgraft_cpu_kernels.kernels import REFUSED, op
-from opgraft_cpu_kernels.library import path_or_none
+from opgraft_cpu_kernels.library import missing, path_or_none
 
 FEW = {
     (path, dtype): 4
@@ -30,6 +30,11 @@ LEAST_WIDTH = 64
 """Of rows and columns of a weight for the tiles."""
 
 _KNOWN: WeightCache[Known] = WeightCache()
+
+
+def has_kernel(platform: object) -> bool:
+    """Whether the path in force has a kernel for linear layers, or something is missing, which the op then tells."""
+    return bool(missing()) or any(path == path_or_none() for path, _ in FEW)
 
 
 def linear(

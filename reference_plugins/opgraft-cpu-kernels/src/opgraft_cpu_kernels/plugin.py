@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import opgraft
 
-from opgraft_cpu_kernels import ops
+from opgraft_cpu_kernels import library, linear, ops
 
 platforms = ("cpu",)
 
 
 @opgraft.hookimpl
 def opgraft_register_ops() -> None:
-    """Declare the replacements. Where the library is missing they say so, and the native definitions run."""
+    """Declare the replacements. Where the library is missing they say so, and the native definitions run.
+
+    Raises:
+        ValueError: the environment names a path that this CPU does not have.
+    """
+    missing = library.missing()
+    if missing and missing.startswith(library.VARIABLE):
+        raise ValueError(missing)
     for replacement in ops.REPLACEMENTS:
-        opgraft.CustomOp.register_oot(replacement, name=replacement.__mro__[1])
+        when = linear.has_kernel if replacement is ops.Linear else None
+        opgraft.CustomOp.register_oot(replacement, name=replacement.__mro__[1], when=when)
