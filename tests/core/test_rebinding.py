@@ -31,7 +31,7 @@ def test_rebind_follows_settings_and_replacements_and_keeps_parameters(scale, fa
 def test_a_replacement_of_the_same_name_is_a_change(scale) -> None:
     """A class that is called as the one that it replaces, and overrides the same method, is told all the same."""
 
-    def forward_cpu(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def forward_cpu(self: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return x
 
     namesake = type("Scale", (scale,), {"__module__": __name__, "forward_cpu": forward_cpu})
