@@ -48,3 +48,9 @@ def transformed() -> bool:
     both are among the guards of every graph.
     """
     return cannot_tell is not None or _transform() is not None or forward_ad._current_level >= 0
+
+
+@constant_while_tracing
+def exporting() -> bool:
+    """Whether ``torch.export`` looks on. Asked while tracing: to compilers of torch before 2.9 it always seems so."""
+    return torch.compiler.is_exporting()

@@ -65,9 +65,15 @@ def expect_same_dtype(op: str, argument: str, x: Tensor, other: str, y: Tensor) 
 def _may_mix(x: Tensor, y: Tensor) -> bool:
     """Whether autocast is on and made for both: torch casts them itself, or an op promotes them. Never float64."""
     kind = y.device.type
-    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+    if not (_has_autocast(kind) and torch.is_autocast_enabled(kind)):
         return False
     return all(t.dtype in FLOATING and t.dtype != torch.float64 for t in (x, y))
+
+
+@tracing.constant_while_tracing
+def _has_autocast(kind: str) -> bool:
+    """Whether a device type has autocast, which compilers of torch before 2.9 cannot ask."""
+    return torch.amp.is_autocast_available(kind)
 
 
 def expect_same_device(op: str, argument: str, x: Tensor, other: str, y: Tensor) -> None:

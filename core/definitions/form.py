@@ -68,9 +68,17 @@ class Form(Generic[Arguments, Result]):
         self.random = random
         self.differentiable = differentiable and not mutates
 
+        @constant_while_tracing
+        def settle() -> None:
+            self.traced = _bound(self)
+
+        # Binds the form while a compiler traces its caller, which then reads and guards the attribute. Without an
+        # argument, as compilers of torch before 2.9 take constants only.
+        self.settle = settle
+
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if torch.compiler.is_compiling():
-            _settle(self)
+            self.settle()
             return self.traced(*args, **kwargs)
         return _bound(self)(*args, **kwargs)
 
@@ -173,12 +181,6 @@ def _guarded(kernel: Callable[Arguments, Result], native: Callable[Arguments, Re
         return kernel(*args, **kwargs)
 
     return guarded
-
-
-@constant_while_tracing
-def _settle(form: Form[..., Any]) -> None:
-    """Bind a form while a compiler traces its caller, which then reads and guards the attribute."""
-    form.traced = _bound(form)
 
 
 def _register(form: Form[..., Any]) -> None:

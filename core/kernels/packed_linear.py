@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from opgraft.compat import packed_linear as onednn
+from opgraft.compat import tracing
 from opgraft.definitions.linear import expect_mappable, mapped
 from opgraft.definitions.linear import linear as form
 from opgraft.kernels.weight_cache import Known, WeightCache, fits, is_ordinary, requires_gradient
@@ -183,7 +184,7 @@ def _compiled(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, r
     plain = x.dtype not in _PACKABLE or weight.dtype != x.dtype or not (x.is_cpu and weight.is_cpu)
     if plain or torch.is_autocast_enabled("cpu") or requires_gradient(x, weight, bias, residual):
         return form.native(x, weight, bias, activation, residual)
-    if torch.compiler.is_exporting():  # what is exported must run without opgraft
+    if tracing.exporting():  # what is exported must run without opgraft
         return form.native(x, weight, bias, activation, residual)
     result: Tensor = torch.ops.opgraft.packed_linear(x, weight, bias, activation, residual)
     return result

@@ -18,7 +18,7 @@ from opgraft.errors import PackError
 from opgraft.kernels import packed_linear
 from opgraft.kernels.weight_cache import fits, requires_gradient
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling, is_exporting
+from torch.compiler import is_dynamo_compiling
 
 
 class PackedWeight:
@@ -95,14 +95,14 @@ def _run(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str, 
 def _compiled(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
     """What a compiler sees: one operator, or the definition over a weight that another operator rebuilds."""
     plain = x.dtype != weight.dtype or not x.is_cpu or torch.is_autocast_enabled("cpu") or tracing.transformed()
-    if plain or is_exporting() or requires_gradient(x, bias, residual):
+    if plain or tracing.exporting() or requires_gradient(x, bias, residual):
         return form.native(x, dense(weight), bias, activation, residual)
     result: Tensor = torch.ops.opgraft.packed_only_linear(x, weight.handle, weight.rows, bias, activation, residual)
     return result
 
 
 def _refuse_export() -> None:
-    if is_exporting():
+    if tracing.exporting():
         raise PackError(
             "torch.export met a linear layer whose weight opgraft.pack has packed, which no exported program can hold: "
             "call opgraft.unpack(model) first"
