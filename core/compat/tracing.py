@@ -52,5 +52,5 @@ def transformed() -> bool:
 
 @constant_while_tracing
 def exporting() -> bool:
-    """Whether ``torch.export`` looks on. Asked while tracing: to compilers of torch before 2.9 it always seems so."""
+    """Whether ``torch.export`` looks on. Asked while tracing: to the compiler of torch 2.8 it always seems so."""
     return torch.compiler.is_exporting()

@@ -26,18 +26,21 @@ class _Places:
     """In which memory the parameters and buffers of a model lie.
 
     Attributes:
+        homes: the name of each → where its storage begins.
         residents: where a storage begins → the names of those that lie in it.
         together: the name of a parameter that a ``JointLayer`` has moved → the names of all that it moved.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.homes: dict[str, int] = {}
         self.residents: dict[int, list[str]] = defaultdict(list)
         self.together: dict[str, frozenset[str]] = {}
         for path, module in model.named_modules():
             prefix = f"{path}." if path else ""
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if type(tensor) in (nn.Parameter, Tensor) and tensor.is_cpu and tensor.layout is torch.strided:
-                    self.residents[tensor.untyped_storage().data_ptr()].append(prefix + name)
+                    self.homes[prefix + name] = home = tensor.untyped_storage().data_ptr()
+                    self.residents[home].append(prefix + name)
             if isinstance(module, JointLayer):
                 moved = frozenset(prefix + name for name in module.moved())
                 self.together.update(dict.fromkeys(moved, moved))
@@ -45,8 +48,9 @@ class _Places:
     def shared(self, name: str, weight: nn.Parameter) -> str | None:
         """Whom a weight, or one that would have to be moved with it, shares memory with."""
         own = self.together.get(name, frozenset((name,)))
-        for residents in self.residents.values():
-            if not own.isdisjoint(residents) and (others := [other for other in residents if other not in own]):
+        # A layer that also stands elsewhere goes by the name that it has there.
+        for home in dict.fromkeys(self.homes[each] for each in sorted(own) if each in self.homes):
+            if others := [other for other in self.residents[home] if other not in own]:
                 return f"it shares memory with {others[0]}"
         alone = name not in self.together and weight.untyped_storage().nbytes() > weight.nbytes
         return "it is part of a larger memory" if alone else None

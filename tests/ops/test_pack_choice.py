@@ -184,6 +184,14 @@ def test_joint_storages_that_others_see(kind: str, name: str) -> None:
         assert layer.joint_op(torch.randn(3, 16)) is not None
 
 
+def test_a_joint_layer_that_stands_elsewhere_too() -> None:
+    """A projection that a model has under another name first stays where it is, and so does the one beside it."""
+    layer = _joined()[0]
+    report = opgraft.pack(model_of(layer.gate_proj, layer))
+    assert [row.path for row in report.packed] == ["1.down_proj"]
+    assert [row.path for row in report.kept] == ["0", "1.up_proj"]
+
+
 def test_nothing_moves_where_packing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error while it is decided what to pack leaves all memory where it is; so does packing that never pays."""
     layer, model = _joined()
