@@ -14,6 +14,7 @@ README = REPOSITORY / "README.md"
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own, where inductor starts
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_a_page_does_what_it_says(page: Path, reader) -> None:
     """Followed from top to bottom, every command succeeds, every example runs, and the output shown is what comes."""
