@@ -55,13 +55,12 @@ class Bar:
 
 def groups_of(data: Mapping[str, Any]) -> dict[str, list[Bar]]:
     """Return the bars of each model, in the order of the tables above."""
-    runs = {(run["model"], run["dtype"], run["side"]): run["speed"] for run in data["runs"]}
-    groups = {}
-    for model, heading in MODELS.items():
-        found = [(*SIDES[side], runs[*model, side]) for side in SIDES if (*model, side) in runs]
-        groups[heading] = [
-            Bar(label, style, speed["median"], speed["lowest"], speed["highest"]) for label, style, speed in found
-        ]
+    speeds = {(run["model"], run["dtype"], run["side"]): run["speed"] for run in data["runs"]}
+    groups: dict[str, list[Bar]] = {heading: [] for heading in MODELS.values()}
+    for (model, dtype), heading in MODELS.items():
+        for side, (label, style) in SIDES.items():
+            speed = speeds[model, dtype, side]
+            groups[heading].append(Bar(label, style, speed["median"], speed["lowest"], speed["highest"]))
     return groups
 
 
@@ -166,8 +165,8 @@ def grafting() -> Figure:
     """Draw what becomes of the modules of a layer."""
     figure = Figure(
         "What graft does to a layer",
-        "A decoder layer before and after graft. Its norm becomes the op of a plugin, its MLP and the linear layers and "
-        "activation in it become ops; dropout, which nothing recognises, stays. Names and parameters are the same. "
+        "A decoder layer before and after graft. Its norm becomes the op of a plugin, its MLP with the linear layers "
+        "and the activation becomes ops; dropout, which nothing recognises, stays. Names and parameters are the same. "
         "ungraft takes all of it back.",
     )
     column, top = 236, 0
