@@ -34,7 +34,7 @@ help:
 	@echo "make bench-gpu     what the Triton kernels reach on a GPU: table, and JSON in build/bench-gpu.json"
 	@echo "make bench-models  what they gain on an encoder and a causal model, whole processes"
 	@echo "make bench-ipex    the CPU kernels against Intel's extension, in its environment (8 GB)"
-	@echo "make charts  measure models as bench-models does, and draw the charts of README and documentation anew"
+	@echo "make charts  measure mechanism and models, and draw the charts of README and documentation anew"
 	@echo "make figures draw charts and diagrams from the figures that are committed"
 	@echo "make docs   the documentation, into site/"
 	@echo "make clean  remove everything that these targets made"
@@ -93,7 +93,8 @@ bench-models: .demo/installed
 
 # A limit that is exceeded on this machine is no reason to keep old charts: it shows in them.
 charts: .demo/installed
-	rm -f $(FIGURES)/models.json
+	rm -f $(FIGURES)/models.json $(FIGURES)/mechanism.json
+	-$(BIN)/python benchmarks/mechanism.py --json > $(FIGURES)/mechanism.json
 	-PYTHONPATH=$(CURDIR)/.demo $(BIN)/python benchmarks/models.py --json $(FIGURES)/models.json
 	$(MAKE) figures
 

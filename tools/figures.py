@@ -29,28 +29,44 @@ SIDES = {
 }
 """Side of the benchmark to its label, and the class of its bars."""
 
+COSTS = (
+    ("Call of a replaced op, over a plain module", "call replaced op / plain module", "call op / plain module"),
+    (
+        "Construction of a replaced op, over a plain module",
+        "construct replaced op / plain module",
+        "construct op / plain module",
+    ),
+    (
+        "Process that prints the platform, over import torch",
+        "opgraft detect / python -c 'import torch'",
+        "print the platform / python -c 'import torch'",
+    ),
+)
+"""What the mechanism costs: heading, row of opgraft's benchmark, row measured of vLLM."""
+
 LABELS, ROW, BAR = 160, 24, 14
 """Pixels: of the column of labels, of a row, of a bar."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One measured speed.
+    """One measured value.
 
     Attributes:
-        speed: the median over the rounds.
+        value: the median over the rounds.
         lowest: of any round.
         highest: of any round.
     """
 
     label: str
     style: str
-    speed: float
+    value: float
     lowest: float
     highest: float
 
     def __str__(self) -> str:
-        return f"{self.label} {self.speed:.2f} (rounds from {self.lowest:.2f} to {self.highest:.2f})"
+        spread = f" (rounds from {self.lowest:.2f} to {self.highest:.2f})" if self.lowest < self.highest else ""
+        return f"{self.label} {self.value:.2f}{spread}"
 
 
 def groups_of(data: Mapping[str, Any]) -> dict[str, list[Bar]]:
@@ -66,11 +82,45 @@ def groups_of(data: Mapping[str, Any]) -> dict[str, list[Bar]]:
 
 def gains(data: Mapping[str, Any]) -> Figure:
     """Draw how many times as fast as plain transformers each side is, model by model."""
-    groups = groups_of(data)
+    machine, rounds = data["machine"], len(data["runs"][0]["seconds"])
+    versions = f"{_torch(machine)}, transformers {machine['transformers']}"
+    return chart(
+        "Times as fast as plain transformers",
+        groups_of(data),
+        f"Median of {rounds} rounds; the thin line spans all of them. {data['date']},",
+        f"{machine['cpu']}, {machine['threads']} used, {versions}",
+    )
+
+
+def costs(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Figure:
+    """Draw what the mechanism costs beside what vLLM's does."""
+    measured = {row["name"]: row["measured"] for data in (ours, theirs) for row in data["rows"]}
+    groups = {
+        heading: [
+            Bar(label, style, measured[row], measured[row], measured[row])
+            for label, style, row in (("opgraft", "best", own), (f"vLLM {theirs['machine']['vllm']}", "other", other))
+        ]
+        for heading, own, other in COSTS
+    }
+    machine = theirs["machine"]
+    return chart(
+        "What the mechanism costs, apart from any kernel: less is better",
+        groups,
+        f"opgraft: {ours['machine']['cpu']}, {_torch(ours['machine'])}",
+        f"vLLM: {machine['cpu']}, {_torch(machine)}",
+    )
+
+
+def _torch(machine: Mapping[str, str]) -> str:
+    return f"torch {machine['torch'].partition('+')[0]}"
+
+
+def chart(title: str, groups: Mapping[str, Sequence[Bar]], *notes: str) -> Figure:
+    """Draw groups of bars from one scale, with a line where they are 1."""
     told = " ".join(f"{heading}: {'; '.join(map(str, bars))}." for heading, bars in groups.items())
-    figure = Figure("Speed over plain transformers", f"Bars of medians, with the spread of the rounds. {told}")
+    figure = Figure(title, f"Bars, in groups. {told}")
     scale = (WIDTH - LABELS - 60) / max(bar.highest for bars in groups.values() for bar in bars)
-    figure.text(0, 18, "Times as fast as plain transformers", "title")
+    figure.text(0, 18, title, "title")
     y = 26.0
     for heading, bars in groups.items():
         figure.text(0, y + 26, heading, "strong")
@@ -79,22 +129,20 @@ def gains(data: Mapping[str, Any]) -> Figure:
             draw_bar(figure, bar, y, scale)
             y += ROW
         figure.path(f"M{LABELS + scale:g} {y - ROW * len(bars):g}V{y:g}", "line")
-    machine, rounds = data["machine"], len(data["runs"][0]["seconds"])
-    figure.text(0, y + 24, f"Median of {rounds} rounds; the thin line spans all of them. {data['date']},", "muted")
-    versions = f"torch {machine['torch'].partition('+')[0]}, transformers {machine['transformers']}"
-    figure.text(0, y + 42, f"{machine['cpu']}, {versions}", "muted")
-    figure.height = y + 52
+    for index, note in enumerate(notes):
+        figure.text(0, y + 24 + 18 * index, note, "muted")
+    figure.height = y + 16 + 18 * len(notes)
     return figure
 
 
 def draw_bar(figure: Figure, bar: Bar, y: float, scale: float) -> None:
     middle = y + ROW / 2
     figure.text(LABELS - 10, middle + 5, bar.label, "best-text" if bar.style == "best" else "", "end")
-    figure.rectangle(LABELS, middle - BAR / 2, bar.speed * scale, BAR, bar.style, 2)
+    figure.rectangle(LABELS, middle - BAR / 2, bar.value * scale, BAR, bar.style, 2)
     left, right = LABELS + bar.lowest * scale, LABELS + bar.highest * scale
     if bar.lowest < bar.highest:
         figure.path(f"M{left:g} {middle - 4:g}v8m0 -4H{right:g}m0 -4v8", "whisker")
-    figure.text(right + 8, middle + 5, f"{bar.speed:.2f}", "strong" if bar.style == "best" else "")
+    figure.text(right + 8, middle + 5, f"{bar.value:.2f}", "strong" if bar.style == "best" else "")
 
 
 STEPS = (
@@ -195,8 +243,10 @@ def draw_tree(figure: Figure, x: float, y: float, tree: Sequence[tuple[int, str,
 
 def figures() -> dict[str, str]:
     """Return each file's name and text."""
-    data = json.loads((FOLDER / "models.json").read_text(encoding="utf-8"))
-    drawn = {"gains": gains(data), "dispatch": dispatch(), "grafting": grafting()}
+    models, mechanism, vllm = (
+        json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8")) for name in ("models", "mechanism", "vllm")
+    )
+    drawn = {"gains": gains(models), "costs": costs(mechanism, vllm), "dispatch": dispatch(), "grafting": grafting()}
     return {f"{name}-{theme}.svg": figure.render(theme) for name, figure in drawn.items() for theme in THEMES}
 
 
