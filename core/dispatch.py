@@ -16,6 +16,7 @@ from opgraft.errors import ConflictError, MissingKernelError
 from opgraft.op_classes import definer, kernel_methods, location_of, own_classes
 from opgraft.platform import DISPATCH_KEYS, Platform
 from opgraft.registry import ANY_PLATFORM, Replacement
+from opgraft.text import described
 
 INFERENCE_ONLY = "__opgraft_inference_only__"
 """The attribute by which ``opgraft.inference_only`` marks a kernel."""
@@ -64,8 +65,8 @@ class Kernel:
         check = getattr(vars(self.owner)[self.method], _NEEDS, None)
         try:
             return check() if check else None
-        except Exception as error:  # a plugin's code; the reason stays in the decision
-            return f"its needs() check raised {error!r}"
+        except (Exception, SystemExit) as error:  # a plugin's code; the reason stays in the decision
+            return f"its needs() check raised {described(error)}"
 
     def functional(self, form: str) -> Callable[..., Any] | None:
         """The same kernel as a function with the signature of the named form, where its class brings one."""
@@ -284,8 +285,8 @@ def _objection(replacement: Replacement, platform: Platform, wanted: str | None)
     if replacement.when is not None:
         try:
             return None if replacement.when(platform) else "its when= condition is false here"
-        except Exception as error:  # a plugin's code; the reason stays in the decision
-            return f"its when= condition raised {error!r}"
+        except (Exception, SystemExit) as error:  # a plugin's code; the reason stays in the decision
+            return f"its when= condition raised {described(error)}"
     return None
 
 

@@ -14,6 +14,7 @@ import importlib_metadata
 import opgraft
 from opgraft.decision import Provider
 from opgraft.state import host_state
+from opgraft.text import described, printable
 
 PLATFORM_GROUP = "opgraft.platforms"
 PLUGIN_GROUP = "opgraft.plugins"
@@ -114,11 +115,11 @@ def scan() -> Discovery:
                 seen.add(normalized(provider.name))
                 offered += list(_offers(distribution, provider, metadata.get_all("Requires-Dist") or []))
         except (ValueError, TypeError, AttributeError, KeyError, OSError) as error:
-            discovery.problems.append(Problem(provider, f"its plugin metadata is malformed: {error!r}"))
+            discovery.problems.append(Problem(provider, f"its plugin metadata is malformed: {described(error)}"))
     for offer in sorted(offered, key=lambda offer: not offer.built_in):  # nobody takes a built-in platform's name
         _admit(offer, discovery)
     for problem in discovery.problems:
-        logger.warning("plugin metadata of %s is ignored: %s", problem.provider, problem.reason)
+        logger.warning("plugin metadata of %s is ignored: %s", problem.provider, printable(problem.reason))
     return discovery
 
 

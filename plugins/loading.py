@@ -19,6 +19,7 @@ from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, disco
 from opgraft.plugins.requirements import asked_for, check_adjustment, check_names, objection
 from opgraft.registry import ANY_PLATFORM
 from opgraft.state import ACTIVATING, HostState, PluginRecord, PluginStatus, Transaction
+from opgraft.text import described, printable
 
 logger = logging.getLogger("opgraft")
 
@@ -161,7 +162,7 @@ class Loading:
             raise
         except BaseException as error:
             record = self.state.plugins[name]
-            self._withdraw(name, PluginStatus.FAILED, f"{when}: {type(error).__name__}: {error}")
+            self._withdraw(name, PluginStatus.FAILED, f"{when}: {described(error)}")
             record.traceback = "".join(traceback.format_exception(error))
             advice = (
                 f"Go without it by OPGRAFT_PLUGINS_DISABLE={name}; 'opgraft plugins show {name}' has the traceback."
@@ -169,7 +170,7 @@ class Loading:
             message = f"plugin {name!r} of {record.provider} failed {record.reason.rstrip('.')}. {advice}"
             if self.config.strict or any(offer.name == name for offer in self._named()):
                 raise PluginError(message) from error
-            logger.warning("%s It is left out.", message)
+            logger.warning("%s It is left out.", printable(message))
         finally:
             ACTIVATING.reset(token)
 

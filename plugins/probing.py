@@ -17,6 +17,7 @@ from opgraft.evidence import Evidence
 from opgraft.machine import RECORD, Machine
 from opgraft.platform import PlatformSpec
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer
+from opgraft.text import described
 
 TIME_LIMIT = 10.0  # seconds
 
@@ -60,7 +61,7 @@ def run_probe(offer: Offer, machine: Machine) -> Evidence:
     except (Exception, SystemExit) as error:
         if isinstance(error, ProbeFailed):
             raise
-        raise ProbeFailed(f"probe {offer.value} raised {error!r}") from error
+        raise ProbeFailed(f"probe {offer.value} raised {described(error)}") from error
     if not isinstance(evidence, Evidence):
         raise ProbeFailed(f"probe {offer.value} returned a {type(evidence).__name__}, expected opgraft.Evidence")
     return evidence

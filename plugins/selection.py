@@ -18,6 +18,7 @@ from opgraft.plugins.discovery import PLATFORM_GROUP, Offer, discover
 from opgraft.plugins.probing import ProbeFailed, ask
 from opgraft.plugins.requirements import check_adjustment, objection
 from opgraft.state import PlatformSelection, host_state, loading
+from opgraft.text import described, printable
 
 logger = logging.getLogger("opgraft")
 
@@ -158,7 +159,7 @@ def _report(failure: str) -> None:
     state = host_state()
     if failure not in state.platform_failures:
         state.platform_failures.append(failure)
-        logger.warning("%s", failure)
+        logger.warning("%s", printable(failure))
 
 
 def _raise_first_failure(asked: Sequence[_Asked]) -> None:
@@ -199,6 +200,6 @@ def _load(offer: Offer) -> tuple[Platform, OpgraftConfig]:
         check_adjustment(defaults)
     except (Exception, SystemExit) as error:
         raise PlatformError(
-            f"the class of platform {offer.name!r} ({offer.provider}, {offer.value}) cannot be used: {error!r}"
+            f"the class of platform {offer.name!r} ({offer.provider}, {offer.value}) cannot be used: {described(error)}"
         ) from error
     return platform, defaults

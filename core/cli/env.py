@@ -17,6 +17,7 @@ from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, discover
 from opgraft.plugins.selection import decide_platform
 from opgraft.recording import Scrubber
 from opgraft.state import host_state
+from opgraft.text import printable
 
 _PACKAGES = ("torch", "numpy", "transformers", "safetensors", "pluggy", "importlib-metadata", "click")
 _FURTHER_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_DEVICE_BACKEND_AUTOLOAD")
@@ -59,7 +60,7 @@ def _report() -> dict[str, dict[str, str]]:
 
 def _cell(text: str) -> str:
     """A text as one cell of a Markdown table."""
-    return " ".join(text.replace("\\", "\\\\").replace("|", "\\|").splitlines())
+    return printable(text).replace("\\", "\\\\").replace("|", "\\|")
 
 
 def _platform(scrubber: Scrubber) -> dict[str, str]:

@@ -19,8 +19,8 @@ FOLDERS = {"core": "opgraft", "platforms": "opgraft.platforms", "plugins": "opgr
 LAYERS = [
     # Ground floor: no torch, no state.
     "opgraft",  # __version__; the lazy facade names every floor and imports none
-    "opgraft.errors",
     "opgraft.text",
+    "opgraft.errors",
     "opgraft.child",
     "opgraft.environment",
     "opgraft.config",
