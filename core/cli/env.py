@@ -15,7 +15,7 @@ from opgraft.errors import OpgraftError
 from opgraft.machine import Machine
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, discover
 from opgraft.plugins.selection import decide_platform
-from opgraft.recording import Scrubber
+from opgraft.scrubbing import Scrubber
 from opgraft.state import host_state
 from opgraft.text import printable
 

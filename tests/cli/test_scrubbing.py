@@ -16,7 +16,8 @@ from machines.build import build
 from opgraft.machine import RECORD, Machine
 from opgraft.platforms.cuda.probe import probe as probe_cuda
 from opgraft.platforms.rocm.probe import probe as probe_rocm
-from opgraft.recording import RecordingMachine, Scrubber
+from opgraft.recording import RecordingMachine
+from opgraft.scrubbing import Scrubber
 
 PATHS = ("/proc/cpuinfo", "/proc/driver/nvidia/version", "/sys/a", "/sys/a/b", "/sys/c")
 

@@ -27,6 +27,7 @@ LAYERS = [
     "opgraft.evidence",
     "opgraft.decision",
     "opgraft.machine",
+    "opgraft.scrubbing",
     "opgraft.recording",
     # The contract with devices, and the devices, which nothing above imports: entry points lead to them.
     "opgraft.platform",
