@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from opgraft.evidence import Evidence
+from opgraft.machine.evidence import Evidence
 from opgraft.text import printable
 
 

@@ -12,10 +12,10 @@ from email.parser import HeaderParser
 from typing import Any
 
 import importlib_metadata
-import opgraft
 from opgraft.decision import Provider
 from opgraft.state import host_state
 from opgraft.text import described, printable
+from opgraft.version import __version__
 
 PLATFORM_GROUP = "opgraft.platforms"
 PLUGIN_GROUP = "opgraft.plugins"
@@ -76,7 +76,7 @@ class Discovery:
         """The distribution of a module, known for opgraft and for plugins; else the top-level package itself."""
         package = module.partition(".")[0]
         if package == HOST_DISTRIBUTION:
-            return Provider(HOST_DISTRIBUTION, opgraft.__version__)
+            return Provider(HOST_DISTRIBUTION, __version__)
         owners = (offer.provider for offer in self.offers if offer.module.partition(".")[0] == package)
         return next(owners, Provider(package))
 
@@ -160,7 +160,7 @@ def _own_offers(distribution: importlib_metadata.Distribution, discovery: Discov
     There may be several: beside the installed one an ``opgraft.egg-info`` of another time in the working folder, or an
     impostor. What any of them names counts if it is ours and there.
     """
-    offers = list(_offers(distribution, Provider(HOST_DISTRIBUTION, opgraft.__version__), []))
+    offers = list(_offers(distribution, Provider(HOST_DISTRIBUTION, __version__), []))
     foreign = [offer.value for offer in offers if not offer.built_in]
     if foreign:
         reason = f"it calls itself {HOST_DISTRIBUTION} and offers {', '.join(foreign)}, which is no part of opgraft"

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from opgraft.child import ask_child
 from opgraft.decision import Provider
 from opgraft.errors import ChildError, PlatformError
-from opgraft.evidence import Evidence
-from opgraft.machine import Machine
+from opgraft.machine.child import ask_child
+from opgraft.machine.evidence import Evidence
+from opgraft.machine.machine import Machine
 from opgraft.platform import PlatformSpec
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer
 from opgraft.text import described

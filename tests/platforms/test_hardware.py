@@ -9,10 +9,9 @@ import pytest
 from machines.build import Tree, machines
 from machines.google import UNASSIGNED, V4
 from opgraft.decision import Decision
-from opgraft.machine import Machine
+from opgraft.machine.machine import Machine
 from opgraft.plugins.discovery import PLATFORM_GROUP, scan
 from opgraft.plugins.hardware import unclaimed_hardware
-from opgraft.recording import RecordingMachine
 
 SPECS = [offer.load() for offer in scan().of_group(PLATFORM_GROUP) if offer.built_in]
 (sightings,) = [spec.sightings for spec in SPECS if spec.sightings]

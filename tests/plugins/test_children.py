@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from machines.build import Tree, build
-from opgraft.child import ask_child, run_child
-from opgraft.machine import RECORD, Machine
+from opgraft.machine.child import ask_child, run_child
+from opgraft.machine.machine import RECORD, Machine
 
 TELLS = (
     "import json, os; return Evidence(False, json.dumps([machine.environ.get('DEVICE'), sorted(machine.environ), "

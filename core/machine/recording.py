@@ -1,0 +1,173 @@
+"""Writing down what probes look at, as a folder that stands for the machine in a bug report or a test."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from opgraft.errors import InputError
+from opgraft.machine.machine import RECORD, Machine, without_secrets
+from opgraft.machine.scrubbing import Scrubber
+
+
+@dataclass
+class _SeenVariables(Mapping[str, str]):
+    """The environment, noting which variables were asked for."""
+
+    variables: Mapping[str, str]
+    seen: set[str] = field(default_factory=set)
+
+    def __getitem__(self, name: str) -> str:
+        self.seen.add(name)
+        return self.variables[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.variables)
+
+    def __len__(self) -> int:
+        return len(self.variables)
+
+
+@dataclass
+class Seen:
+    """What probes have asked for.
+
+    Attributes:
+        variables: the environment, which notes the names that were looked up.
+        files: path → text, ``None`` where it could not be read.
+        listed: paths that are known to exist.
+        links: path → last part of the link's target, ``None`` where there is no link.
+        denied: paths that exist and may not be opened.
+        packages: distribution → version of those that are installed.
+    """
+
+    variables: _SeenVariables
+    files: dict[str, str | None] = field(default_factory=dict)
+    listed: set[str] = field(default_factory=set)
+    links: dict[str, str | None] = field(default_factory=dict)
+    denied: set[str] = field(default_factory=set)
+    packages: dict[str, str] = field(default_factory=dict)
+
+
+class RecordingMachine(Machine):
+    """A machine that notes what probes read, so that exactly this can be written down."""
+
+    seen: Seen
+
+    def __init__(self, machine: Machine) -> None:
+        environ = _SeenVariables(machine.environ)
+        super().__init__(machine.root, environ, machine.packages, machine.torch, machine.denied)
+        object.__setattr__(self, "seen", Seen(environ))  # a machine is frozen; what was seen of it grows
+
+    def variables(self) -> dict[str, str]:
+        return without_secrets(self.seen.variables.variables)  # told to a child process, which is not recorded
+
+    def read(self, path: str) -> str | None:
+        text = self.seen.files[path] = super().read(path)
+        return text
+
+    def names(self, folder: str) -> list[str]:
+        names = super().names(folder)
+        self.seen.listed.update(f"{folder}/{name}" for name in names)
+        return names
+
+    def link(self, path: str) -> str | None:
+        target = self.seen.links[path] = super().link(path)
+        return target
+
+    def exists(self, path: str) -> bool:
+        found = super().exists(path)
+        if found:
+            self.seen.listed.add(path)
+        return found
+
+    def may_open(self, path: str) -> bool:
+        allowed = super().may_open(path)
+        if not allowed and super().exists(path):
+            self.seen.denied.add(path)
+        return allowed
+
+    def version_of(self, package: str) -> str | None:
+        version = super().version_of(package)
+        if version is not None:
+            self.seen.packages[package] = version
+        return version
+
+    def write(self, folder: Path) -> None:
+        """Write what was read to ``folder``: the tree, and ``machine.json`` with variables, packages and denied paths.
+
+        Ids of devices, serial numbers and the home folder are replaced, in variables the host's name too.
+
+        Raises:
+            InputError: the folder exists and is not empty, or cannot be written.
+        """
+        made: list[Path] = []
+        try:
+            if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+                raise InputError(f"{folder} exists and is not empty: give a new folder for the recording")
+            made += [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                self._write_tree(folder)
+            except BaseException:
+                _empty(folder)
+                raise
+        except BaseException as error:
+            for place in made:
+                with suppress(OSError):
+                    place.rmdir()
+            if isinstance(error, (OSError, ValueError)) and not isinstance(error, InputError):
+                raise InputError(f"the recording cannot be written to {folder}: {error}") from error
+            raise
+
+    def _write_tree(self, folder: Path) -> None:
+        scrubber = Scrubber()
+        build = self.torch_build()
+        files = {path: text for path, text in self.seen.files.items() if text is not None}
+        links = {path: target for path, target in self.seen.links.items() if target is not None}
+        for path, text in files.items():
+            _place(folder, path).write_text(scrubber.file(path, text), encoding="utf-8")
+        for path, target in links.items():
+            if not os.path.lexists(_place(folder, path)):  # as it is where something below the link was read
+                _place(folder, path).symlink_to(target or "./")  # "" is the last part of a target such as "x/"
+        # What was only listed becomes an empty file; backwards, so that a folder comes after what lies in it.
+        for path in sorted(self.seen.listed, reverse=True):
+            if not os.path.lexists(_place(folder, path)):
+                _place(folder, path).touch()
+        variables = self.seen.variables
+        names = sorted(name for name in variables.seen if name in variables.variables)
+        data = {  # after the files: a variable may name a device by the first digits of an id that stands there
+            "environ": {name: scrubber.value(variables.variables[name]) for name in names},
+            "packages": self.seen.packages,
+            "torch": {"version": build.version, "backends": dict(build.backends)} if build else None,
+            "denied": sorted(self.seen.denied),
+        }
+        _place(folder, RECORD).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+def _empty(folder: Path) -> None:
+    """Remove what lies in a folder, and leave the folder."""
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
+
+
+def _place(folder: Path, path: str) -> Path:
+    """Where a path of the machine is written, in a folder that is made for it.
+
+    Raises:
+        ValueError: a link that was recorded leads there, and out of the recording.
+    """
+    place, inside = folder / path.lstrip("/"), os.path.realpath(folder)
+    if os.path.commonpath((inside, os.path.realpath(place.parent))) != inside:
+        raise ValueError(f"{path} leads out of it")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    return place
