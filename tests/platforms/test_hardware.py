@@ -10,6 +10,7 @@ from machines.build import Tree, machines
 from machines.google import UNASSIGNED, V4
 from opgraft.decision import Decision
 from opgraft.machine.machine import Machine
+from opgraft.machine.recording import RecordingMachine
 from opgraft.plugins.discovery import PLATFORM_GROUP, scan
 from opgraft.plugins.hardware import unclaimed_hardware
 
