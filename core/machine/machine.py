@@ -115,11 +115,25 @@ class Machine:
                 none of theirs.
         """
         place = self._place(path)
-        if self._real_root is not None:
-            real = os.path.realpath(place)
-            if os.path.commonpath((real, self._real_root)) != self._real_root:
-                raise ValueError(f"{path} leads out of {self.root}")
+        if self._real_root is not None and self._leads_out(place):
+            raise ValueError(f"{path} leads out of {self.root}")
         return place
+
+    def _leads_out(self, place: str) -> bool:
+        """Whether a link on the way to a place ends outside of the tree. Asked for each part once, being slow."""
+        outside = self._outside.get(place)
+        if outside is None:
+            folder, _, name = place.rpartition("/")
+            outside = bool(folder) and self._leads_out(folder)
+            if not outside and (name == ".." or os.path.islink(place)):
+                outside = os.path.commonpath((os.path.realpath(place), self._real_root or os.sep)) != self._real_root
+            self._outside[place] = outside
+        return outside
+
+    @functools.cached_property
+    def _outside(self) -> dict[str, bool]:
+        """By place, whether it leads out of the tree; what lies above the root does not count."""
+        return {str(place): False for place in (self.root, *self.root.parents)}
 
     def _beside(self, path: str) -> str:
         """The place of a path whose last part is looked at without being followed. Raises as ``_inside``."""
