@@ -17,6 +17,7 @@ from opgraft.platform import Platform
 from opgraft.plugins import hookspecs
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover
 from opgraft.plugins.requirements import asked_for, check_adjustment, check_names, objection
+from opgraft.plugins.watching import watched
 from opgraft.registry.declarations import ANY_PLATFORM
 from opgraft.state import ACTIVATING, HostState, PluginRecord, PluginStatus, Transaction
 from opgraft.text import described, printable
@@ -157,7 +158,8 @@ class Loading:
         transaction = self.transactions[name]
         token = ACTIVATING.set(transaction)
         try:
-            step()
+            with watched(f"plugin {name!r} of {transaction.provider} {when}"):
+                step()
         except KeyboardInterrupt:
             raise
         except BaseException as error:

@@ -17,6 +17,7 @@ from opgraft.platform import Platform, PlatformSpec, effective_chain
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer, discover
 from opgraft.plugins.probing import ProbeFailed, ask
 from opgraft.plugins.requirements import check_adjustment, objection
+from opgraft.plugins.watching import watched
 from opgraft.state import PlatformSelection, host_state, loading
 from opgraft.text import described, printable
 
@@ -188,7 +189,8 @@ def _load(offer: Offer) -> tuple[Platform, OpgraftConfig]:
     try:
         spec: PlatformSpec = offer.load()
         module, _, name = spec.platform_class.partition(":")
-        platform = getattr(importlib.import_module(module), name)()
+        with watched(f"platform {offer.name!r} of {offer.provider} while its class was loaded"):
+            platform = getattr(importlib.import_module(module), name)()
         if not isinstance(platform, Platform):
             raise TypeError(f"it is a {type(platform).__name__}, expected an opgraft.Platform")
         if platform.name != offer.name:

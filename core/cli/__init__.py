@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import io
@@ -53,6 +54,7 @@ def cli() -> None:
 
 def main() -> NoReturn:
     """Entry point of the console script: errors of opgraft become one message on stderr and their exit code."""
+    faulthandler.enable()  # a plugin that crashes the process is named by its file
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal of another encoding must not end a command

@@ -107,7 +107,11 @@ def doctor(as_json: bool) -> None:
 def _load() -> OpgraftError | None:
     """Load the plugins with the whole catalogue known; returns what went wrong instead of raising it."""
     from opgraft.plugins.host import load_plugins
+    from opgraft.plugins.rehearsal import rehearse
 
+    crash = rehearse(("opgraft.ops",))
+    if crash is not None:
+        return PluginError(crash)
     try:
         importlib.import_module("opgraft.ops")
     except Exception as error:  # torch reads the metadata of every distribution when it is imported
