@@ -68,7 +68,7 @@ def choose_replacement(
         ConflictError: several apply at equal priority and ``providers`` does not choose, or chooses what is not there.
     """
     wanted = (settings.config.providers or {}).get(op_name or "")
-    rows = tuple((r, _objection(r, platform, wanted)) for r in active if r.target is target)
+    rows = tuple((r, objection_to(r, platform, wanted)) for r in active if r.target is target)
     eligible = [r for r, against in rows if against is None]
     best = max((r.priority for r in eligible), default=0)
     top = [r for r in eligible if r.priority == best]
@@ -90,7 +90,7 @@ def choose_replacement(
     return ReplacementChoice(target, own, op_name, rows, top[0] if top else None)
 
 
-def _objection(replacement: Replacement, platform: Platform, wanted: str | None) -> str | None:
+def objection_to(replacement: Replacement, platform: Platform, wanted: str | None) -> str | None:
     """Why a replacement does not apply here, or ``None`` if it does."""
     if ANY_PLATFORM not in replacement.platforms and platform.name not in replacement.platforms:
         return f"applies on {', '.join(replacement.platforms)} only, this is {platform.name}"
