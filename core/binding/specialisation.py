@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from opgraft.binding.kernels import OWN_FORWARD, Kernel, KernelChoice, choose_kernel, continuations
 from opgraft.binding.marks import is_inference_only
+from opgraft.caches import Caches
 from opgraft.config import Settings
 from opgraft.decision import Decision
 from opgraft.errors import ConfigError, RegistrationError, close_matches
@@ -25,7 +26,7 @@ from opgraft.registry.declarations import Replacement
 from opgraft.registry.op_classes import location_of, own_classes, qualified
 from opgraft.state import HostState, host_state
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Key = TypeVar("Key")
 
 _CACHE = "__opgraft_specialisations__"
 
@@ -65,7 +66,7 @@ def bind(cls: type) -> Binding:
             ``load_plugins``, ``choose_replacement`` and ``choose_kernel``.
     """
     load_plugins()
-    return _cached(cls, lambda: _decide(cls))
+    return _cached(lambda caches: caches.constructed, cls, lambda: _decide(cls))
 
 
 def bind_exact(target: type, cls: type, enforce: bool = False) -> Binding:
@@ -78,7 +79,7 @@ def bind_exact(target: type, cls: type, enforce: bool = False) -> Binding:
     ``enforce`` enables the op whatever the settings say.
     """
     load_plugins()
-    binding = _cached((target, cls), lambda: _decide_exact(target, cls))
+    binding = _cached(lambda caches: caches.existing, (target, cls), lambda: _decide_exact(target, cls))
     if enforce and (binding.kernel.enabled or _gone(target, cls)[1] is None):
         return enforced(binding)
     return replace(binding, enforced=enforce)
@@ -140,17 +141,17 @@ def enforced(binding: Binding) -> Binding:
     return Binding(choice, kernel, specialise(kernel), binding.background, enforced=True)
 
 
-def _cached(key: Any, decide: Callable[[], Binding]) -> Binding:
+def _cached(cache: Callable[[Caches], dict[Key, Binding]], key: Key, decide: Callable[[], Binding]) -> Binding:
     """The binding kept under ``key`` for the active scope; a new one is kept only if nothing changed meanwhile."""
     state = host_state()
     try:
-        return state.current_bindings()[key]  # type: ignore[no-any-return]
+        return cache(state.current_caches())[key]
     except KeyError:
         generation = state.generation
         binding = decide()
         with state.lock:
             if state.generation == generation:
-                state.current_bindings()[key] = binding
+                cache(state.current_caches())[key] = binding
         return binding
 
 

@@ -22,6 +22,7 @@ LAYERS = [
     "opgraft.errors",
     "opgraft.version",
     "opgraft.environment",
+    "opgraft.caches",
     "opgraft.config",
     "opgraft.machine",
     "opgraft.decision",  # quotes the evidence of opgraft.machine
