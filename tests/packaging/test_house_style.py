@@ -45,6 +45,7 @@ LAYERS = [
     # Models.
     "opgraft.bucketing",
     "opgraft.grafting",
+    "opgraft.pooling",
     "opgraft.checkpoint",
     "opgraft.runner",
     "opgraft.testing",
