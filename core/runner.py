@@ -107,8 +107,8 @@ class Runner(ABC):
             return numbers
         raise InputError(
             f"{self.checkpoint.folder} computes numbers that are no answer (NaN or infinity) for {text!r:.60} "
-            f"({label}): its weights are damaged, or {self.model.dtype} is too narrow for them. Try --dtype float32, and "
-            "--compare, which runs the model ungrafted first."
+            f"({label}): its weights are damaged, or {self.model.dtype} is too narrow for them. Try --dtype float32, "
+            "and --compare, which runs the model ungrafted first."
         )
 
     def compare(self, texts: Sequence[str], progress: Progress) -> tuple[Output, GraftReport, Comparison]:

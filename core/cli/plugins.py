@@ -58,7 +58,7 @@ def show(name: str, as_json: bool) -> None:
         for key, value in details.items():
             text = ", ".join(value) if isinstance(value, list) else str(value if value is not None else "")
             if key == "traceback":
-                print_wrapped(text.splitlines(), indent="  ")
+                print_wrapped(text.splitlines(), indent="  | ")  # which no line of it can forge
             else:
                 print_wrapped(f"{key}: {text}")
         click.echo()
