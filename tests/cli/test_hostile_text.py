@@ -60,7 +60,7 @@ def test_described(error: BaseException, words: str) -> None:
 
 
 def assert_harmless(result: subprocess.CompletedProcess[bytes]) -> str:
-    """Each line on stdout and stderr is what ``printable`` lets through, none is forged; what is wrapped is indented."""
+    """Each line on stdout and stderr is what ``printable`` lets through, none forged; wrapped ones are indented."""
     text = (result.stdout + result.stderr).decode("utf-8")
     assert [line for line in text.split("\n") if printable(line) != line] == []
     assert [line for line in text.split("\n") if line.startswith("FORGED")] == []
