@@ -21,6 +21,7 @@ LAYERS = [
     "opgraft.text",
     "opgraft.errors",
     "opgraft.version",
+    "opgraft.moved",
     "opgraft.environment",
     "opgraft.caches",
     "opgraft.config",
