@@ -13,14 +13,12 @@ from typing import Any, TypeVar
 from opgraft.config import Settings
 from opgraft.decision import Candidate, Decision, Provider
 from opgraft.errors import ConflictError, MissingKernelError
-from opgraft.op_classes import definer, kernel_methods, location_of, own_classes
+from opgraft.op_classes import NEEDS, definer, kernel_methods, location_of, own_classes
 from opgraft.platform import DISPATCH_KEYS, Platform
 from opgraft.registry import ANY_PLATFORM, Replacement
 
 INFERENCE_ONLY = "__opgraft_inference_only__"
 """The attribute by which ``opgraft.inference_only`` marks a kernel."""
-
-_NEEDS = "__opgraft_needs__"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -32,7 +30,7 @@ def needs(check: Callable[[], str | None]) -> Callable[[Function], Function]:
     """
 
     def decorate(kernel: Function) -> Function:
-        setattr(kernel, _NEEDS, check)
+        setattr(kernel, NEEDS, check)
         return kernel
 
     return decorate
@@ -61,7 +59,7 @@ class Kernel:
 
     def missing(self) -> str | None:
         """What it needs and this machine or installation lacks, or ``None``."""
-        check = getattr(vars(self.owner)[self.method], _NEEDS, None)
+        check = getattr(vars(self.owner)[self.method], NEEDS, None)
         try:
             return check() if check else None
         except Exception as error:  # a plugin's code; the reason stays in the decision
