@@ -7,6 +7,8 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from opgraft.errors import MissingKernelError
+
 _MODULES = {
     "triton_activation": (
         "silu silu_ gelu gelu_tanh gelu_new gelu_fast quick_gelu relu2 xielu silu_and_mul mul_and_silu gelu_and_mul "
@@ -23,14 +25,22 @@ _HOME = {form: module for module, forms in _MODULES.items() for form in forms.sp
 
 
 class _KernelsByForm(Mapping[str, Callable[..., Any]]):
-    """Name of a form → its kernel, with the form's signature; the kernel's module is imported when it is asked for."""
+    """Name of a form → its kernel, with the form's signature; the kernel's module is imported when it is asked for.
+
+    Where Triton cannot be imported, asking raises ``MissingKernelError``.
+    """
 
     def __init__(self) -> None:
         self._loaded: dict[str, Callable[..., Any]] = {}
 
     def __getitem__(self, form: str) -> Callable[..., Any]:
         if form not in self._loaded:
-            self._loaded[form] = getattr(importlib.import_module(f"{__package__}.{_HOME[form]}"), form)
+            home = _HOME[form]
+            try:
+                self._loaded[form] = getattr(importlib.import_module(f"{__package__}.{home}"), form)
+            except ImportError as error:
+                why = _not_installed() or f"needs Triton, whose import failed: {error}"
+                raise MissingKernelError(f"the kernel of {form} for GPUs {why}") from error
         return self._loaded[form]
 
     def __iter__(self) -> Iterator[str]:
@@ -45,11 +55,17 @@ TRITON = _KernelsByForm()
 
 def triton_missing() -> str | None:
     """For ``opgraft.needs``: why Triton kernels cannot run in this process, or ``None``."""
-    if importlib.util.find_spec("triton") is None:
-        return "needs Triton, which is not installed: pip install triton"
+    missing = _not_installed()
+    if missing:
+        return missing
     try:
         for form in TRITON:
             TRITON[form]
-    except ImportError as error:
-        return f"needs Triton, whose import failed: {error}"
+    except MissingKernelError as error:
+        return f"needs Triton, whose import failed: {error.__cause__}"
     return None
+
+
+def _not_installed() -> str | None:
+    absent = importlib.util.find_spec("triton") is None
+    return "needs Triton, which is not installed: pip install triton" if absent else None
