@@ -7,10 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from opgraft import ops
 from opgraft.binding.functional import FORMS
 from opgraft.binding.kernels import choose_kernel
 from opgraft.binding.specialisation import bind
+from opgraft.errors import MissingKernelError
 from opgraft.ops import on_triton
 from opgraft.ops.on_triton import TRITON, triton_missing
 
@@ -44,16 +46,38 @@ def test_without_triton_the_native_definition_is_chosen(method: str, monkeypatch
     assert "needs Triton, which is not installed" in passed_over[f"RMSNorm.{method}"]
 
 
+@pytest.fixture
+def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton is installed nowhere, and no kernel in it has been loaded."""
+    monkeypatch.setattr(on_triton.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(TRITON, "_loaded", {})
+    monkeypatch.setitem(sys.modules, "triton", None)
+    for name in [name for name in sys.modules if name.startswith("opgraft.ops.") and name.endswith(".triton")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.usefixtures("without_triton")
+def test_a_kernel_that_is_called_by_name_says_what_is_missing() -> None:
+    """A replacement that falls back on ``self.forward_cuda`` learns that Triton is not installed."""
+    with pytest.raises(
+        MissingKernelError, match="silu_and_mul for GPUs needs Triton, which is not installed: pip install"
+    ):
+        ops.SiluAndMul().forward_cuda(torch.ones(1, 4))
+
+
 def test_a_broken_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where importing Triton fails, the reason is the error's."""
 
-    class Broken(dict[str, object]):
-        def __getitem__(self, form: str) -> object:
-            raise ImportError("its library is for another system")
+    def broken(name: str) -> object:
+        raise ImportError("its library is for another system")
 
-    monkeypatch.setattr(on_triton, "TRITON", Broken(rms_norm=None))
-    monkeypatch.setattr(on_triton.importlib.util, "find_spec", lambda name: name)
-    assert triton_missing() == "needs Triton, whose import failed: its library is for another system"
+    with monkeypatch.context() as patch:
+        patch.setattr(on_triton.importlib, "import_module", broken)
+        patch.setattr(TRITON, "_loaded", {})
+        patch.setattr(on_triton.importlib.util, "find_spec", lambda name: name)
+        assert triton_missing() == "needs Triton, whose import failed: its library is for another system"
+        with pytest.raises(MissingKernelError, match="rms_norm for GPUs needs Triton, whose import failed: its librar"):
+            TRITON["rms_norm"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed here")

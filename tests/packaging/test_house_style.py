@@ -21,6 +21,7 @@ LAYERS = [
     "opgraft.errors",
     "opgraft.version",
     "opgraft.text",
+    "opgraft.logger",
     "opgraft.environment",
     "opgraft.config",
     "opgraft.machine",
@@ -41,6 +42,7 @@ LAYERS = [
     "opgraft.functional",
     "opgraft.packing",
     "opgraft.custom_op",
+    "opgraft.torch_library",
     # Models.
     "opgraft.bucketing",
     "opgraft.grafting",

@@ -167,29 +167,6 @@ def test_strict_mode_and_a_plugin_asked_for_by_name_raise(site, kind: str, setti
         assert host_state().active == []
 
 
-DEAD_ROW = GOOD + "    opgraft.CustomOp.register_oot(_decorated_op_cls=AcmeRMSNorm, name='RMSNormClamp')\n"
-
-
-def test_a_target_that_nobody_registers_costs_its_own_row_only(site, caplog) -> None:
-    """One dead row of a plugin's table is left out and reported; the other rows work."""
-    site.plugin("acme", DEAD_ROW)
-    with caplog.at_level(logging.WARNING, logger="opgraft"):
-        assert RMSNorm(4).op_class.__name__ == "AcmeRMSNorm"
-    assert status("acme")[0] == "activated"
-    assert [replacement.asked_for for replacement in host_state().active] == ["opgraft.ops.layernorm:RMSNorm"]
-    (message,) = [record.getMessage() for record in caplog.records]
-    assert "replaces 'RMSNormClamp', which no registered op answers to: did you mean" in message
-    assert message.endswith("It is left out; the rest of plugin 'acme' stays.")
-
-
-def test_a_target_that_nobody_registers_raises_in_strict_mode(site) -> None:
-    """Strict mode forgives no dead row."""
-    site.plugin("acme", DEAD_ROW)
-    with set_config(OpgraftConfig(strict=True)), pytest.raises(PluginError, match="RMSNormClamp"):
-        load_plugins()
-    assert host_state().active == []
-
-
 def test_an_interrupt_is_not_swallowed(site) -> None:
     """Ctrl-C while a plugin loads ends the load, and leaves nothing behind."""
     site.plugin("acme", GOOD + "    raise KeyboardInterrupt\n")
