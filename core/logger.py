@@ -28,9 +28,9 @@ class OnceLogger(logging.Logger):
 def init_logger(name: str) -> OnceLogger:
     """Return the logger of that name with ``debug_once``, ``info_once``, ``warning_once`` and ``error_once``.
 
-    It is the logger that ``logging.getLogger`` returns. The new methods take what ``debug`` and its like take, and log a
-    message once per process for equal arguments. They accept ``scope``, by which vLLM says which ranks log: here every
-    process logs for itself.
+    It is the logger that ``logging.getLogger`` returns. The new methods take what ``debug`` and its like take. They log
+    a message once per process for equal arguments, and accept ``scope``, by which vLLM says which ranks log:
+    here every process logs for itself.
     """
     plain = logging.getLogger(name)
     for method, level in _LEVELS.items():

@@ -14,6 +14,7 @@ from opgraft.ops.activation import functional as forms
 from opgraft.ops.checks import expect_choice, expect_floating, expect_not_negative
 from opgraft.ops.on_gpus import kernel_on_gpus, on_gpus
 from opgraft.ops.on_triton import TRITON
+from opgraft.registry.signatures import called_with
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -281,6 +282,7 @@ class GELU(CustomOp, nn.GELU):
         expect_choice("gelu", "approximate", approximate, forms.APPROXIMATIONS)
         super().__init__(approximate)
 
+    @called_with(by_position=["input"])
     def forward_native(self, input: Tensor) -> Tensor:
         return forms.gelu.native(input, self.approximate)
 
@@ -298,6 +300,7 @@ class SiLU(CustomOp, nn.SiLU):
     def __init__(self, inplace: bool = False) -> None:
         super().__init__(inplace)
 
+    @called_with(by_position=["input"])
     def forward_native(self, input: Tensor) -> Tensor:
         expect_floating("silu", "input", input)
         return F.silu(input, inplace=self.inplace)

@@ -11,6 +11,7 @@ from opgraft.ops.checks import expect_choice, expect_last_dim, expect_not_negati
 from opgraft.ops.layernorm import functional as forms
 from opgraft.ops.on_gpus import kernel_on_gpus, on_gpus
 from opgraft.ops.on_triton import TRITON
+from opgraft.registry.signatures import called_with
 from torch import Tensor, nn
 
 
@@ -176,6 +177,7 @@ class LayerNorm(CustomOp, nn.LayerNorm):
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device=device, dtype=dtype)
 
+    @called_with(by_position=["input"])
     def forward_native(self, input: Tensor) -> Tensor:
         """The normalised ``input``; raises ``ValueError`` where its shape, dtype or device does not fit."""
         return forms.layer_norm.native(input, self.normalized_shape, self.weight, self.bias, self.eps)
