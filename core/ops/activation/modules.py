@@ -27,6 +27,7 @@ class SiluAndMul(CustomOp):
         compile_native: taken so that classes which pass it construct; the native definition compiles with its caller.
     """
 
+    @called_with(never=["compile_native"])
     def __init__(self, *, compile_native: bool = True) -> None:
         super().__init__()
 
@@ -324,6 +325,7 @@ class ReLUSquaredActivation(CustomOp):
         compile_native: taken so that classes which pass it construct; the native definition compiles with its caller.
     """
 
+    @called_with(never=["compile_native"])
     def __init__(self, *, compile_native: bool = True) -> None:
         super().__init__()
 

@@ -208,6 +208,7 @@ class RMSNormGated(_EpsByTwoNames, CustomOp):
         ValueError: ``group_size`` does not divide ``hidden_size``, or another activation (vLLM asserts it, in forward).
     """
 
+    @called_with(never=["activation"])
     def __init__(
         self,
         hidden_size: int,

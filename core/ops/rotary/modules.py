@@ -129,6 +129,7 @@ class RotaryEmbeddingBase(CustomOp):
 
     cos_sin_cache: Tensor
 
+    @called_with(never=["init_cache"])
     def __init__(
         self,
         head_size: int,

@@ -20,6 +20,17 @@ from torch import Tensor
 
 _Rotated = tuple[Tensor, Tensor]
 
+_OF_SOME_VERSIONS = (
+    "extrapolation_factor",
+    "attn_factor",
+    "apply_yarn_scaling",
+    "mscale",
+    "mscale_all_dim",
+    "attention_factor",
+    "truncate",
+)
+"""Parameters of YaRN that constructors of plugins have or lack by the version of vLLM that they were written for."""
+
 
 def _moved(positions: Tensor, offsets: Tensor | None) -> Tensor:
     return positions if offsets is None else positions + offsets
@@ -189,6 +200,7 @@ class YaRNScalingRotaryEmbedding(_YaRNTable, RotaryEmbedding):
     The other arguments are those of ``RotaryEmbeddingBase``.
     """
 
+    @called_with(never=_OF_SOME_VERSIONS)
     def __init__(
         self,
         head_size: int,
@@ -229,6 +241,7 @@ class DeepseekScalingRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
     The other arguments are those of ``YaRNScalingRotaryEmbedding``.
     """
 
+    @called_with(never=["extrapolation_factor", "attn_factor", "init_cache"])
     def __init__(
         self,
         head_size: int,
@@ -300,6 +313,7 @@ class MRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
         ValueError: the sections do not share out the pairs of a head, or as ``RotaryEmbeddingBase``.
     """
 
+    @called_with(never=[*_OF_SOME_VERSIONS, "positions_factor"])
     def __init__(
         self,
         head_size: int,
