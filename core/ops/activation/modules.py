@@ -11,9 +11,10 @@ import math
 import torch
 from opgraft.binding.custom_op import CustomOp
 from opgraft.ops.activation import functional as forms
-from opgraft.ops.checks import expect_choice, expect_floating, expect_not_negative
+from opgraft.ops.checks import expect_choice, expect_floating, expect_not_negative, halves
 from opgraft.ops.on_gpus import kernel_on_gpus, on_gpus
 from opgraft.ops.on_triton import TRITON
+from opgraft.ops.precision import compute_dtype
 from opgraft.registry.signatures import called_with
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -174,28 +175,49 @@ class SwigluOAIAndMul(CustomOp):
 class SiluAndMulWithClamp(CustomOp):
     """SwiGLU's gate over clipped inputs, ``silu(min(gate, limit)) · clip(up, ±limit)`` (arXiv:2002.05202).
 
+    ``alpha`` multiplies the gate within ``silu``'s sigmoid and ``beta`` is added to the up: gpt-oss's with 1.702 and 1.
+    Kernels are for 1 and 0, where ``is_plain`` is true.
+
     Args:
         swiglu_limit: gates are clipped to at most it, ups to between minus and plus it.
-        compile_native: taken so that classes which pass it construct; the native definition compiles with its caller.
+        alpha: see above.
+        beta: see above.
+        compile_native: as that of ``SiluAndMul``.
 
     Raises:
         ValueError: ``swiglu_limit`` is negative.
     """
 
-    def __init__(self, swiglu_limit: float, *, compile_native: bool = True) -> None:
+    @called_with(never=["alpha", "beta", "compile_native"])
+    def __init__(
+        self, swiglu_limit: float, alpha: float = 1.0, beta: float = 0.0, *, compile_native: bool = True
+    ) -> None:
         super().__init__()
         expect_not_negative("silu_and_mul_with_clamp", "swiglu_limit", swiglu_limit)
-        self.swiglu_limit = swiglu_limit
+        self.swiglu_limit, self.alpha, self.beta = swiglu_limit, alpha, beta
+        self.is_plain = alpha == 1.0 and beta == 0.0
 
     def forward_native(self, x: Tensor) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
-        return forms.silu_and_mul_with_clamp.native(x, self.swiglu_limit)
+        if self.is_plain:
+            return forms.silu_and_mul_with_clamp.native(x, self.swiglu_limit)
+        gate, up = (t.to(compute_dtype(x.dtype)) for t in halves("silu_and_mul_with_clamp", "x", x))
+        gate, up = gate.clamp(max=self.swiglu_limit), up.clamp(-self.swiglu_limit, self.swiglu_limit)
+        return (gate * torch.sigmoid(self.alpha * gate) * (up + self.beta)).to(x.dtype)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("silu_and_mul_with_clamp", "swiglu_limit")
+    @on_gpus
+    def forward_cuda(self, x: Tensor) -> Tensor:
+        if self.is_plain:
+            return TRITON["silu_and_mul_with_clamp"](x, self.swiglu_limit)  # type: ignore[no-any-return]
+        return self.forward_native(x)
+
+    forward_xpu = forward_cuda
     functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
-        return f"swiglu_limit={self.swiglu_limit}"
+        return f"swiglu_limit={self.swiglu_limit}" + (
+            "" if self.is_plain else f", alpha={self.alpha}, beta={self.beta}"
+        )
 
 
 @CustomOp.register("swiglustep_and_mul")

@@ -125,7 +125,7 @@ class SiluAndMulWithClamp(catalogue.SiluAndMulWithClamp):
     @opgraft.inference_only
     @opgraft.needs(missing)
     def forward_cpu(self, x: Tensor) -> Any:
-        return kernels.silu_and_mul_with_clamp(x, self.swiglu_limit)
+        return kernels.silu_and_mul_with_clamp(x, self.swiglu_limit) if self.is_plain else self.forward_native(x)
 
 
 class SwigluStepAndMul(catalogue.SwigluStepAndMul):
