@@ -125,7 +125,7 @@ class Registry:
         return check_replacement(target, replacement.cls)
 
     def find_target(self, name: str) -> type | None:
-        """The op class called ``name``: an op name, a class name or ``module:Class``.
+        """The op class called ``name``: an op name, a class name or ``module:Class``, with any module that exports it.
 
         A class that derives from a registered op in the op's own package, as a variant of it, is found too.
 
@@ -135,7 +135,9 @@ class Registry:
         if name in self.ops:
             return self.ops[name].cls
         module, _, qualname = name.rpartition(":")
-        found = [cls for cls in self.targets() if cls.__qualname__ == qualname and module in ("", cls.__module__)]
+        exported = getattr(sys.modules.get(module), qualname, None)
+        named = [cls for cls in self.targets() if cls.__qualname__ == qualname]
+        found = [cls for cls in named if module in ("", cls.__module__) or cls is exported]
         if len(found) > 1:
             choices = ", ".join(repr(qualified(cls)) for cls in found)
             raise ConflictError(f"the class name {name!r} is ambiguous: name the target as one of {choices}")

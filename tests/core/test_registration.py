@@ -262,6 +262,13 @@ def test_a_variant_of_an_op_can_be_a_target_by_class() -> None:
     assert maybe_get_oot_by_class(RotaryEmbedding) is cls
 
 
+@pytest.mark.parametrize("module", ["opgraft.ops", "opgraft.ops.rotary", "opgraft.ops.rotary.modules"])
+def test_a_target_by_any_module_that_exports_it(module: str) -> None:
+    """``module:Class`` names a class by where it is imported from, which may be a package around its module."""
+    assert host_state().registry.find_target(f"{module}:RotaryEmbedding") is RotaryEmbedding
+    assert host_state().registry.find_target("opgraft.ops.layernorm:RotaryEmbedding") is None
+
+
 def test_providers_must_name_ops(scale) -> None:
     """A misspelt op in the providers setting is an error with near matches, as in custom_ops."""
     with (

@@ -175,13 +175,10 @@ class SwigluOAIAndMul(CustomOp):
 class SiluAndMulWithClamp(CustomOp):
     """SwiGLU's gate over clipped inputs, ``silu(min(gate, limit)) · clip(up, ±limit)`` (arXiv:2002.05202).
 
-    ``alpha`` multiplies the gate within ``silu``'s sigmoid and ``beta`` is added to the up: gpt-oss's with 1.702 and 1.
-    Kernels are for 1 and 0, where ``is_plain`` is true.
+    ``alpha`` multiplies the gate within ``silu``'s sigmoid, ``beta`` is added to the up; kernels are for 1 and 0.
 
     Args:
         swiglu_limit: gates are clipped to at most it, ups to between minus and plus it.
-        alpha: see above.
-        beta: see above.
         compile_native: as that of ``SiluAndMul``.
 
     Raises:
@@ -194,8 +191,7 @@ class SiluAndMulWithClamp(CustomOp):
     ) -> None:
         super().__init__()
         expect_not_negative("silu_and_mul_with_clamp", "swiglu_limit", swiglu_limit)
-        self.swiglu_limit, self.alpha, self.beta = swiglu_limit, alpha, beta
-        self.is_plain = alpha == 1.0 and beta == 0.0
+        self.swiglu_limit, self.alpha, self.beta, self.is_plain = swiglu_limit, alpha, beta, (alpha, beta) == (1.0, 0.0)
 
     def forward_native(self, x: Tensor) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
@@ -207,9 +203,7 @@ class SiluAndMulWithClamp(CustomOp):
 
     @on_gpus
     def forward_cuda(self, x: Tensor) -> Tensor:
-        if self.is_plain:
-            return TRITON["silu_and_mul_with_clamp"](x, self.swiglu_limit)  # type: ignore[no-any-return]
-        return self.forward_native(x)
+        return TRITON["silu_and_mul_with_clamp"](x, self.swiglu_limit) if self.is_plain else self.forward_native(x)
 
     forward_xpu = forward_cuda
     functional_cuda = functional_xpu = TRITON
