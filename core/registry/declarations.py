@@ -125,7 +125,7 @@ class Registry:
         return check_replacement(target, replacement.cls)
 
     def find_target(self, name: str) -> type | None:
-        """The op class called ``name``: an op name, a class name or ``module:Class``, with any module that exports it.
+        """The op class called ``name``: an op name, a class name or ``module:Class``.
 
         A class that derives from a registered op in the op's own package, as a variant of it, is found too.
 
@@ -135,9 +135,8 @@ class Registry:
         if name in self.ops:
             return self.ops[name].cls
         module, _, qualname = name.rpartition(":")
-        exported = getattr(sys.modules.get(module), qualname, None)
         named = [cls for cls in self.targets() if cls.__qualname__ == qualname]
-        found = [cls for cls in named if module in ("", cls.__module__) or cls is exported]
+        found = [cls for cls in named if module in ("", cls.__module__) or _exports(module, cls)]
         if len(found) > 1:
             choices = ", ".join(repr(qualified(cls)) for cls in found)
             raise ConflictError(f"the class name {name!r} is ambiguous: name the target as one of {choices}")
@@ -160,6 +159,11 @@ def _with_variants(cls: type, replacements: set[type]) -> Iterator[type]:
         in_package = derived.__module__.partition(".")[0] == cls.__module__.partition(".")[0]
         if in_package and derived not in replacements and not vars(derived).get("__specialisation__"):
             yield from _with_variants(derived, replacements)
+
+
+def _exports(module: str, cls: type) -> bool:
+    """Return whether an imported module has a class of another module under its own name."""
+    return getattr(sys.modules.get(module), cls.__qualname__, None) is cls
 
 
 def redefines(old: Any, new: Any) -> bool:

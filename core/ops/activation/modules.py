@@ -7,17 +7,19 @@ and dtype.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.derivation import NATIVE
 from opgraft.ops.activation import functional as forms
-from opgraft.ops.checks import expect_choice, expect_floating, expect_not_negative, halves
-from opgraft.ops.on_gpus import kernel_on_gpus, on_gpus
-from opgraft.ops.on_triton import TRITON
+from opgraft.ops.checks import expect_choice, expect_not_negative, halves
+from opgraft.ops.on_triton import on_triton
 from opgraft.ops.precision import compute_dtype
 from opgraft.registry.signatures import called_with
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+TRITON = on_triton("opgraft.ops.activation.triton")
 
 
 @CustomOp.register("silu_and_mul")
@@ -33,11 +35,10 @@ class SiluAndMul(CustomOp):
         super().__init__()
 
     @staticmethod
-    def forward_native(x: Tensor) -> Tensor:
+    def forward_native(x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
-        return forms.silu_and_mul.native(x)
+        return functional.silu_and_mul(x)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("silu_and_mul")
     functional_cuda = functional_xpu = TRITON
 
 
@@ -48,11 +49,10 @@ class MulAndSilu(CustomOp):
     ``custom_ops`` switches it on every platform; in vLLM the constructor overwrites the choice on some.
     """
 
-    def forward_native(self, x: Tensor) -> Tensor:
+    def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
-        return forms.mul_and_silu.native(x)
+        return functional.mul_and_silu(x)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("mul_and_silu")
     functional_cuda = functional_xpu = TRITON
 
 
@@ -75,11 +75,10 @@ class GeluAndMul(CustomOp):
         expect_choice("gelu_and_mul", "approximate", approximate, forms.APPROXIMATIONS)
         self.approximate = approximate
 
-    def forward_native(self, x: Tensor) -> Tensor:
+    def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
-        return forms.gelu_and_mul.native(x, self.approximate)
+        return functional.gelu_and_mul(x, self.approximate)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("gelu_and_mul", "approximate")
     functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
@@ -106,11 +105,10 @@ class GeluAndMulSparse(CustomOp):
         self.activation_sparsity = activation_sparsity
         self.approximate = approximate
 
-    def forward_native(self, x: Tensor) -> Tensor:
+    def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
-        return forms.gelu_and_mul_sparse.native(x, self.activation_sparsity, self.approximate)
+        return functional.gelu_and_mul_sparse(x, self.activation_sparsity, self.approximate)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("gelu_and_mul_sparse", "activation_sparsity", "approximate")
     functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
@@ -131,11 +129,10 @@ class FatreluAndMul(CustomOp):
         super().__init__()
         self.threshold = threshold
 
-    def forward_native(self, x: Tensor) -> Tensor:
+    def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
-        return forms.fatrelu_and_mul.native(x, self.threshold)
+        return functional.fatrelu_and_mul(x, self.threshold)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("fatrelu_and_mul", "threshold")
     functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
@@ -160,11 +157,10 @@ class SwigluOAIAndMul(CustomOp):
         self.alpha = alpha
         self.limit = limit
 
-    def forward_native(self, x: Tensor) -> Tensor:
+    def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
-        return forms.swigluoai_and_mul.native(x, self.alpha, self.limit)
+        return functional.swigluoai_and_mul(x, self.alpha, self.limit)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("swigluoai_and_mul", "alpha", "limit")
     functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
@@ -193,19 +189,14 @@ class SiluAndMulWithClamp(CustomOp):
         expect_not_negative("silu_and_mul_with_clamp", "swiglu_limit", swiglu_limit)
         self.swiglu_limit, self.alpha, self.beta, self.is_plain = swiglu_limit, alpha, beta, (alpha, beta) == (1.0, 0.0)
 
-    def forward_native(self, x: Tensor) -> Tensor:
+    def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
         if self.is_plain:
-            return forms.silu_and_mul_with_clamp.native(x, self.swiglu_limit)
+            return functional.silu_and_mul_with_clamp(x, self.swiglu_limit)
         gate, up = (t.to(compute_dtype(x.dtype)) for t in halves("silu_and_mul_with_clamp", "x", x))
         gate, up = gate.clamp(max=self.swiglu_limit), up.clamp(-self.swiglu_limit, self.swiglu_limit)
         return (gate * torch.sigmoid(self.alpha * gate) * (up + self.beta)).to(x.dtype)
 
-    @on_gpus
-    def forward_cuda(self, x: Tensor) -> Tensor:
-        return TRITON["silu_and_mul_with_clamp"](x, self.swiglu_limit) if self.is_plain else self.forward_native(x)
-
-    forward_xpu = forward_cuda
     functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
@@ -232,11 +223,10 @@ class SwigluStepAndMul(CustomOp):
         expect_not_negative("swiglustep_and_mul", "limit", limit)
         self.limit = limit
 
-    def forward_native(self, x: Tensor) -> Tensor:
+    def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
-        return forms.swiglustep_and_mul.native(x, self.limit)
+        return functional.swiglustep_and_mul(x, self.limit)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("swiglustep_and_mul", "limit")
     functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
@@ -247,10 +237,9 @@ class SwigluStepAndMul(CustomOp):
 class NewGELU(CustomOp):
     """The tanh approximation of GELU as GPT-2 writes it (Hendrycks and Gimpel, arXiv:1606.08415)."""
 
-    def forward_native(self, x: Tensor) -> Tensor:
-        return forms.gelu_new.native(x)
+    def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
+        return functional.gelu_new(x)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("gelu_new")
     functional_cuda = functional_xpu = TRITON
 
 
@@ -258,10 +247,9 @@ class NewGELU(CustomOp):
 class FastGELU(CustomOp):
     """The tanh approximation of GELU with its argument factored (Hendrycks and Gimpel, arXiv:1606.08415)."""
 
-    def forward_native(self, x: Tensor) -> Tensor:
-        return forms.gelu_fast.native(x)
+    def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
+        return functional.gelu_fast(x)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("gelu_fast")
     functional_cuda = functional_xpu = TRITON
 
 
@@ -269,10 +257,9 @@ class FastGELU(CustomOp):
 class QuickGELU(CustomOp):
     """The sigmoid approximation of GELU, ``x · sigmoid(1.702 · x)`` (Hendrycks and Gimpel, arXiv:1606.08415)."""
 
-    def forward_native(self, x: Tensor) -> Tensor:
-        return forms.quick_gelu.native(x)
+    def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
+        return functional.quick_gelu(x)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("quick_gelu")
     functional_cuda = functional_xpu = TRITON
 
 
@@ -280,10 +267,9 @@ class QuickGELU(CustomOp):
 class GELUTanh(CustomOp):
     """GELU in its tanh approximation, by torch's own function (Hendrycks and Gimpel, arXiv:1606.08415)."""
 
-    def forward_native(self, x: Tensor) -> Tensor:
-        return forms.gelu_tanh.native(x)
+    def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
+        return functional.gelu_tanh(x)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("gelu_tanh")
     functional_cuda = functional_xpu = TRITON
 
 
@@ -300,10 +286,9 @@ class GELU(CustomOp, nn.GELU):
         super().__init__(approximate)
 
     @called_with(by_position=["input"])
-    def forward_native(self, input: Tensor) -> Tensor:
-        return forms.gelu.native(input, self.approximate)
+    def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
+        return functional.gelu(input, self.approximate)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("gelu", "approximate", argument="input")
     functional_cuda = functional_xpu = TRITON
 
 
@@ -318,18 +303,12 @@ class SiLU(CustomOp, nn.SiLU):
         super().__init__(inplace)
 
     @called_with(by_position=["input"])
-    def forward_native(self, input: Tensor) -> Tensor:
-        expect_floating("silu", "input", input)
-        return F.silu(input, inplace=self.inplace)
-
-    @on_gpus
-    def forward_cuda(self, input: Tensor) -> Tensor:
+    def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
         if not self.inplace:
-            return TRITON["silu"](input)  # type: ignore[no-any-return]
-        TRITON["silu_"](input)
+            return functional.silu(input)
+        functional.silu_(input)
         return input
 
-    forward_xpu = forward_cuda
     functional_cuda = functional_xpu = TRITON
 
 
@@ -345,10 +324,9 @@ class ReLUSquaredActivation(CustomOp):
     def __init__(self, *, compile_native: bool = True) -> None:
         super().__init__()
 
-    def forward_native(self, x: Tensor) -> Tensor:
-        return forms.relu2.native(x)
+    def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
+        return functional.relu2(x)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("relu2")
     functional_cuda = functional_xpu = TRITON
 
 
@@ -384,10 +362,9 @@ class XIELU(CustomOp):
         self.eps = eps
         self.with_vector_loads = with_vector_loads
 
-    def forward_native(self, input: Tensor) -> Tensor:
-        return forms.xielu.native(input, self.alpha_p, self.alpha_n, self.beta, self.eps)
+    def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
+        return functional.xielu(input, self.alpha_p, self.alpha_n, self.beta, self.eps)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("xielu", "alpha_p", "alpha_n", "beta", "eps", argument="input")
     functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from opgraft.binding.derivation import NATIVE
 from opgraft.ops.checks import expect_positive
-from opgraft.ops.on_gpus import on_gpus
-from opgraft.ops.on_triton import TRITON
-from opgraft.ops.rotary import functional as forms
 from opgraft.ops.rotary.modules import (
+    TRITON,
     RotaryEmbedding,
     RotaryEmbeddingBase,
     cos_sin_table,
@@ -249,35 +248,23 @@ class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbeddingBase):
 
     @called_with(always=["key"], never=["offsets"])
     def forward_native(
-        self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """As that of ``RotaryEmbeddingBase``, at ``positions + offsets``."""
-        return self._rotated_at(forms.rotary_embedding.native, positions, query, key, offsets)
-
-    @on_gpus
-    def forward_cuda(
-        self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        return self._rotated_at(TRITON["rotary_embedding"], positions, query, key, offsets)
-
-    forward_xpu = forward_cuda
-    functional_cuda = functional_xpu = TRITON
-
-    def _rotated_at(
         self,
-        rotate: Callable[..., Any],
         positions: Tensor,
         query: Tensor,
-        key: Tensor | None,
-        offsets: Tensor | None,
+        key: Tensor | None = None,
+        offsets: Tensor | None = None,
+        *,
+        functional: Any = NATIVE,
     ) -> tuple[Tensor, Tensor | None]:
-        trained = self.original_max_position_embeddings
-        table = self.long_short_cos_sin_cache
+        """As that of ``RotaryEmbeddingBase``, at ``positions + offsets``."""
+        trained, table = self.original_max_position_embeddings, self.long_short_cos_sin_cache
         table = table[trained:] if self.use_long_rope else table[:trained]
         positions = positions if offsets is None else positions + offsets
         some_key = no_heads(query) if key is None else key
-        rotated = rotate(positions, query, some_key, self.head_size, table, self.is_neox_style)
+        rotated = functional.rotary_embedding(positions, query, some_key, self.head_size, table, self.is_neox_style)
         return rotated[0], None if key is None else rotated[1]
+
+    functional_cuda = functional_xpu = TRITON
 
 
 def _longrope_scale(positions: int, trained: int) -> float:

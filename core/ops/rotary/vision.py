@@ -7,10 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from opgraft.ops.on_gpus import on_gpus
-from opgraft.ops.on_triton import TRITON
-from opgraft.ops.rotary import functional as forms
-from opgraft.ops.rotary.modules import RotaryEmbeddingBase
+from opgraft.binding.derivation import NATIVE
+from opgraft.ops.rotary.modules import TRITON, RotaryEmbeddingBase
 from opgraft.registry.signatures import called_with
 from torch import Tensor
 
@@ -77,7 +75,7 @@ class Llama4VisionRotaryEmbedding(RotaryEmbeddingBase):
 
     @called_with(always=["key"])
     def forward_native(  # type: ignore[override]  # positions are those of the patches
-        self, query: Tensor, key: Tensor | None = None
+        self, query: Tensor, key: Tensor | None = None, *, functional: Any = NATIVE
     ) -> tuple[Tensor, Tensor | None]:
         """The rotated query and key; a key of ``None`` stays ``None``.
 
@@ -88,16 +86,9 @@ class Llama4VisionRotaryEmbedding(RotaryEmbeddingBase):
         Raises:
             ValueError: a shape, a dtype or a device does not fit.
         """
-        return self._turned(forms.apply_rotary_emb.native, query, key)
-
-    @on_gpus
-    def forward_cuda(self, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        return self._turned(TRITON["apply_rotary_emb"], query, key)
-
-    forward_xpu = forward_cuda
-    functional_cuda = functional_xpu = TRITON
-
-    def _turned(self, turn: Callable[..., Any], query: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor | None]:
         table = self.cos_sin_cache[:, 0]
         tables = (table.real.contiguous(), table.imag.contiguous(), False)
+        turn = functional.apply_rotary_emb
         return turn(query, *tables), None if key is None else turn(key, *tables)
+
+    functional_cuda = functional_xpu = TRITON
