@@ -7,14 +7,23 @@ from typing import Any
 
 import torch
 from opgraft.binding.custom_op import CustomOp, maybe_get_oot_by_class
-from opgraft.binding.marks import needs
 from opgraft.ops.attention import functional as forms
 from opgraft.registry.signatures import called_with
 from torch import Tensor
 
 
-def _no_flash_kernel() -> str:
-    return "needs a replacement that brings _forward_fa"
+def _by_flash_kernel(
+    op: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: Tensor | int | None = None,
+    sequence_lengths: Tensor | None = None,
+) -> Tensor:
+    """Attend by ``_forward_fa``: the ``forward_cuda`` of a class that overrides it."""
+    attended: Tensor = op._forward_fa(query, key, value, cu_seqlens, max_seqlen)
+    return attended
 
 
 @CustomOp.register("scaled_dot_product_attention")
@@ -67,6 +76,12 @@ class MMEncoderAttention(CustomOp):
     """
 
     switchable = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Give a class that overrides ``_forward_fa``, as plugins for vLLM do, a kernel that calls it."""
+        super().__init_subclass__(**kwargs)
+        if "_forward_fa" in vars(cls) and "forward_cuda" not in vars(cls):
+            setattr(cls, "forward_cuda", _by_flash_kernel)  # noqa: B010  # it has none as far as types tell
 
     @called_with(never=["multimodal_config"])
     def __init__(
@@ -179,19 +194,6 @@ class MMEncoderAttention(CustomOp):
     ) -> Tensor:
         """Attend by a flash kernel, which a replacement brings by overriding this; here as ``_forward_sdpa``."""
         return self._forward_sdpa(query, key, value, cu_seqlens)
-
-    @needs(_no_flash_kernel)
-    def forward_cuda(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: Tensor | int | None = None,
-        sequence_lengths: Tensor | None = None,
-    ) -> Tensor:
-        """Attend by ``_forward_fa``, for replacements that override it and call this."""
-        return self._forward_fa(query, key, value, cu_seqlens, max_seqlen)
 
     def forward_native(
         self,
