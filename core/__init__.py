@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from opgraft.grafting import GraftReport as GraftReport
     from opgraft.grafting import graft as graft
     from opgraft.grafting import ungraft as ungraft
+    from opgraft.kernels.weight_cache import freeze as freeze
     from opgraft.kernels.weight_cache import refresh as refresh
     from opgraft.lifecycle import reset as reset
     from opgraft.machine import Machine as Machine
@@ -81,7 +82,7 @@ _HOME = {
     "opgraft.dispatch": ("needs",),
     "opgraft.errors": ("OpgraftError",),
     "opgraft.grafting": ("GraftReport", "graft", "ungraft"),
-    "opgraft.kernels.weight_cache": ("refresh",),
+    "opgraft.kernels.weight_cache": ("freeze", "refresh"),
     "opgraft.lifecycle": ("reset",),
     "opgraft.evidence": ("Device", "Evidence", "Fact"),
     "opgraft.machine": ("Machine", "TorchBuild"),

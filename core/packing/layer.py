@@ -13,7 +13,6 @@ from opgraft.compat import packed_linear as onednn
 from opgraft.dispatch import needs
 from opgraft.kernels import packed_linear, packed_only
 from opgraft.kernels.packed_only import PackedWeight
-from opgraft.kernels.weight_cache import is_ordinary
 from opgraft.ops.linear import Linear
 from torch import Tensor, nn
 
@@ -164,7 +163,7 @@ def obstacle(weight: nn.Parameter) -> str | None:
         return f"it is a {type(weight).__name__}, expected a torch.nn.Parameter"
     if weight.is_inference():
         return "it was made in inference mode"
-    if not is_ordinary(weight):
+    if weight.layout is not torch.strided or not weight.is_cpu or weight.dim() != 2:
         return "it is no matrix in the memory of the CPU"
     if (reason := onednn.missing(weight.dtype)) is not None:
         return reason

@@ -188,6 +188,6 @@ def _foreign(layer: nn.Linear) -> str | None:
 
 
 def _useless(weight: nn.Parameter) -> str | None:
-    if packed_linear.pays_for(weight) is not packed_linear.NEVER:
+    if packed_linear.pays_packed(weight):
         return None
     return f"packing never pays here for {weight.numel():,} elements of {weight.dtype}"

@@ -35,11 +35,18 @@ class Calls(list[str]):
 def record_calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Packing made worth it everywhere, whatever the CPU, and every call of oneDNN written down."""
     made = Calls()
-    rows = (packed_linear.Pays(1, 1),)
-    monkeypatch.setattr(packed_linear, "_table", lambda platform: dict.fromkeys(DTYPES, rows))
-    for name in ("pack", "packed_linear", "packed_linear_add"):
+    rows = {feature: dict.fromkeys(DTYPES, (packed_linear.RowRange(1, 1),)) for feature in packed_linear.PACKED}
+    use_tables(monkeypatch, rows, rows)
+    for name in ("pack", "linear", "linear_add"):
         monkeypatch.setattr(onednn, name, _noting(made, name, getattr(onednn, name)))
     return made
+
+
+def use_tables(monkeypatch: pytest.MonkeyPatch, packed: packed_linear.Table, direct: packed_linear.Table) -> None:
+    """Have oneDNN compute where these say, over packed weights and over plain ones."""
+    monkeypatch.setattr(packed_linear, "PACKED", packed)
+    monkeypatch.setattr(packed_linear, "DIRECT", direct)
+    monkeypatch.setattr(packed_linear, "ranges_for", packed_linear.ranges_for.__wrapped__)
 
 
 def _noting(made: Calls, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,7 +72,10 @@ def check(actual: Tensor, x: Tensor, op: nn.Linear, activation: str = "none", re
 
 
 def make(size: int = 13, out: int = 7, dtype: torch.dtype = torch.float32, **options: Any) -> Linear:
-    return Linear(size, out, **options).to(dtype).requires_grad_(False)
+    """A layer whose weights are frozen, so that they are packed."""
+    op = Linear(size, out, **options).to(dtype)
+    opgraft.freeze(op)
+    return op
 
 
 def packed(size: int = 13, out: int = 7, **options: Any) -> tuple[Any, nn.Linear]:

@@ -83,7 +83,7 @@ def test_where_the_plain_linear_runs(calls: Calls, situation: str) -> None:
     factor = 2 if situation == "a computed weight" else 1
     reference = F.linear(x, factor * op.weight, op.bias)
     torch.testing.assert_close(y, reference.to(y.dtype), atol=2e-2 if y.dtype == torch.bfloat16 else 1e-5, rtol=1e-2)
-    assert "packed_linear" not in calls
+    assert "linear" not in calls
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own import
@@ -117,7 +117,7 @@ def test_under_compilation(calls: Calls, dtype: torch.dtype, mode: Callable[[], 
             with torch.no_grad():
                 op.weight.mul_(-1.5)
     assert len(graphs) == 1
-    assert calls.count("packed_linear") == calls.count("pack") == 3
+    assert calls.count("linear") == calls.count("pack") == 3
 
 
 def test_compiled_training(calls: Calls) -> None:
@@ -172,8 +172,8 @@ def test_the_table_decides(
     monkeypatch.setattr(type(opgraft.current_platform()), "capability", lambda self, index=0: seen)
     packed_linear._table.cache_clear()
     packed: list[int] = []
-    real = onednn.packed_linear
-    monkeypatch.setattr(onednn, "packed_linear", lambda x, *rest: packed.append(len(x)) or real(x, *rest))
+    real = onednn.linear
+    monkeypatch.setattr(onednn, "linear", lambda x, *rest: packed.append(len(x)) or real(x, *rest))
     weight = nn.Parameter(torch.randn(shape).to(dtype), requires_grad=False)
     tried = [1, 3, 4, 15, 16, 256, 257, 2048]
     for count in tried:
@@ -197,4 +197,4 @@ def test_the_form_runs_the_kernel(calls: Calls) -> None:
     """``linear`` as a function packs too."""
     op, x = make(), torch.randn(3, 13)
     check(linear(x, op.weight, op.bias, "relu"), x, op, "relu")
-    assert calls == ["pack", "packed_linear"]
+    assert calls == ["pack", "linear"]
