@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -113,3 +115,108 @@ def test_written(calls: Calls, write: str, requires_grad: bool, again: int) -> N
             check(op(x), x, op)
     assert "pack" not in calls
     assert "linear" in calls
+
+
+@pytest.mark.parametrize("write", SEEN_ALWAYS)
+def test_frozen_and_written(calls: Calls, write: str) -> None:
+    """Training a frozen layer, sharing its memory or swapping its tensors takes the declaration back."""
+    op, x = Linear(13, 7), torch.randn(3, 13)
+    opgraft.freeze(op)
+    check(op(x), x, op)
+    assert calls == ["pack", "linear"]
+    SEEN_ALWAYS[write](op)
+    check(op(x), x, op)
+    assert calls.count("pack") == 1
+
+
+@pytest.mark.parametrize("write", UNSEEN)
+def test_frozen_and_refreshed(calls: Calls, write: str) -> None:
+    """What nobody can see needs ``refresh`` in a frozen layer, or ``freeze`` once more, as the docs say."""
+    op, x = Linear(13, 7), torch.randn(3, 13)
+    for declare in (opgraft.refresh, opgraft.freeze):
+        opgraft.freeze(op)
+        op(x)
+        UNSEEN[write](op)
+        declare(op)
+        check(op(x), x, op)
+
+
+def test_training_and_evaluating_in_turns(calls: Calls) -> None:
+    """Evaluations between the steps of the Trainer's default optimizer see the weights of their time, frozen or not."""
+    model, x = nn.Sequential(nn.Linear(13, 32), nn.ReLU(), nn.Linear(32, 7)), torch.randn(9, 13)
+    opgraft.graft(model)
+    up, down = model[0], model[2]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    for turn in range(4):
+        if turn == 2:
+            opgraft.freeze(model.eval())
+        with torch.no_grad():
+            reference = torch.relu(x @ up.weight.T + up.bias) @ down.weight.T + down.bias
+            torch.testing.assert_close(model.eval()(x), reference, atol=1e-5, rtol=1e-5)
+        model.train().requires_grad_(True)
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+        model.requires_grad_(False)
+    assert "pack" in calls
+
+
+def test_requiring_a_gradient_takes_the_declaration_back(calls: Calls) -> None:
+    """A weight that was trained out of sight, and frozen by torch's own switch afterwards, is read as it is."""
+    op, x = Linear(13, 7), torch.randn(3, 13)
+    opgraft.freeze(op)
+    op(x)
+    assert not op.weight.requires_grad
+    op.requires_grad_(True)
+    with torch.no_grad():
+        op(x)
+        op.requires_grad_(False)
+        op.weight.data.mul_(3)
+    check(op(x), x, op)
+
+
+def test_what_cannot_be_declared() -> None:
+    """Weights elsewhere or made in inference mode are left without copies, and other things are refused."""
+    with torch.inference_mode():
+        weight = nn.Parameter(torch.randn(3, 3), requires_grad=False)
+    opgraft.freeze(weight)
+    opgraft.freeze(nn.Linear(3, 3, device="meta"))
+    assert weight_cache.declaration(weight) == 0
+    with pytest.raises(TypeError, match="freeze"):
+        opgraft.freeze("a model")  # type: ignore[arg-type]
+
+
+COLLECTIVES = """
+import sys
+import pytest, torch
+from opgraft.ops import Linear
+from ops.packing import check, record_calls
+from torch import distributed
+
+rank, name, store = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+    calls = record_calls(patch)
+    distributed.init_process_group("gloo", store=distributed.FileStore(store, 2), rank=rank, world_size=2)
+    torch.manual_seed(rank)
+    op, x = Linear(13, 7), torch.randn(3, 13)
+    check(op(x), x, op)
+    before = op.weight.clone()
+    if name == "all_reduce":
+        distributed.all_reduce(op.weight)
+    else:
+        distributed.broadcast(op.weight, src=1)
+    check(op(x), x, op)
+    print(torch.equal(before, op.weight), "linear" in calls, "pack" in calls)
+    distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast"])
+def test_collectives(tmp_path: Path, name: str) -> None:
+    """What two processes sum or send into a parameter is what it computes with."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OPGRAFT_PLUGINS": ""}
+    commands = [[sys.executable, "-c", COLLECTIVES, str(rank), name, str(tmp_path / "store")] for rank in range(2)]
+    ranks = [subprocess.Popen(each, env=environment, text=True, stdout=subprocess.PIPE) for each in commands]
+    said = [process.communicate(timeout=120)[0].split() for process in ranks]
+    assert said == [["False", "True", "False"], [str(name == "broadcast"), "True", "False"]]
