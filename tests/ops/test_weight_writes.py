@@ -12,8 +12,8 @@ from pathlib import Path
 import opgraft
 import pytest
 import torch
-from opgraft.kernels import weight_cache
 from opgraft.ops import Linear
+from opgraft.ops.linear import weight_cache
 from ops.packing import Calls, check, needs_onednn, record_calls
 from torch import nn
 

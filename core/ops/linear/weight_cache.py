@@ -1,0 +1,194 @@
+"""Copies of weights that kernels keep in layouts of their own, of weights that were declared frozen.
+
+Not every write to a tensor can be seen from outside of it: fused optimizers, collectives, other processes, numpy,
+DLPack and ``.data`` leave no trace. So kernels read the weight itself at each call, unless ``freeze`` has declared that
+nobody writes to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from opgraft.compat.packed_linear import version_of
+from opgraft.compat.packed_linear import watched as watched
+from opgraft.ops.checks import expect_module
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+Storage = weakref.ref[torch.UntypedStorage]
+
+
+@dataclass(slots=True)
+class CacheEntry:
+    """A copy of one weight.
+
+    Attributes:
+        storage: of the weight. Not a reference to the weight, which ``torch.utils.swap_tensors`` would refuse to swap.
+        state: what must not have changed for the copy to be right.
+        copy: in the layout of the kernel.
+    """
+
+    storage: Storage
+    state: tuple[object, ...]
+    copy: Tensor
+
+
+class WeightCache(dict[int, CacheEntry]):
+    """The copies that one kernel keeps, by the ``id`` of the weight; a copy goes with the weight's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _CACHES[id(self)] = self
+
+    def copy_of(self, weight: Tensor, make: Callable[[Tensor], Tensor], variant: object = None) -> Tensor | None:
+        """The copy that ``make`` makes of a frozen weight, made anew when the weight has changed.
+
+        Args:
+            weight: a parameter, or another tensor.
+            make: is given the weight without its autograd.
+            variant: copies made under another value are not used.
+
+        Returns:
+            The copy; ``None`` where the weight is not declared frozen, for which the kernel reads the weight itself.
+        """
+        number = declaration(weight)
+        if not number:
+            return None
+        storage = weight.untyped_storage()
+        state = (number, variant, weight.data_ptr(), version_of(weight), weight.dtype, weight.shape, weight.stride())
+        entry = self.get(id(weight))
+        if entry is None or entry.storage() is not storage or entry.state != state:
+            if weight.is_shared():  # type: ignore[no-untyped-call]  # torch leaves it so
+                return None  # processes that were not asked may write to it
+            entry = CacheEntry(weakref.ref(storage, self._forget(id(weight))), state, make(weight.detach()))
+            self[id(weight)] = entry
+        return entry.copy
+
+    def discard(self, changed: Sequence[range]) -> None:
+        """Forget the copies of what has memory in common with these addresses."""
+        for key, entry in list(self.items()):
+            storage = entry.storage()
+            if storage is None or any(_overlap(_addresses(storage), other) for other in changed):
+                self.pop(key, None)
+
+    def _forget(self, key: int) -> Callable[[Storage], None]:
+        def forget(gone: Storage) -> None:
+            entry = self.get(key)
+            if entry is not None and entry.storage is gone:
+                del self[key]
+
+        return forget
+
+
+_CACHES: weakref.WeakValueDictionary[int, WeightCache] = weakref.WeakValueDictionary()
+_FROZEN: dict[int, tuple[Storage, int]] = {}
+_DECLARATIONS = itertools.count(1)
+
+
+def freeze(target: nn.Module | Tensor) -> None:
+    """Declare that nobody writes to the weights below a module, or to one parameter, as they lie in memory now.
+
+    Kernels may then keep copies of them, in layouts in which they compute faster. The parameters require no gradient
+    afterwards. Requiring one takes the declaration back, and so does a step of an optimizer that changes them, or
+    moving them to other memory, such as by ``.to()``. Copies are made anew after ``load_state_dict`` and other writes
+    that torch counts. After any other write, such as through ``.data``, call ``refresh``.
+
+    Raises:
+        TypeError: ``target`` is neither a module nor a tensor.
+    """
+    for weight in _weights(target, "freeze"):
+        weight.requires_grad_(False)
+        if _is_plain(weight):
+            storage = weight.untyped_storage()
+            key = id(storage)
+            _FROZEN[key] = weakref.ref(storage, functools.partial(_thaw, key)), next(_DECLARATIONS)
+
+
+def declaration(weight: Tensor) -> int:
+    """The number of the ``freeze`` that holds for a weight, a new one for each call of it; 0 where none holds."""
+    if not _FROZEN or not _is_plain(weight):
+        return 0
+    storage = weight.untyped_storage()
+    declared, number = _FROZEN.get(id(storage), _NOT_FROZEN)
+    if declared is None or declared() is not storage:
+        return 0
+    if weight.requires_grad:
+        del _FROZEN[id(storage)]
+        return 0
+    return number
+
+
+_NOT_FROZEN = (None, 0)
+
+
+def refresh(target: nn.Module | Tensor) -> None:
+    """Forget the copies that kernels keep of a parameter, or of all parameters below a module.
+
+    For after a write to a frozen weight that torch does not count, such as ``weight.data.copy_(merged)``. What shares
+    memory with the parameters is forgotten too. It also frees the copies until the next call.
+    """
+    changed = [_addresses(weight.untyped_storage()) for weight in _weights(target, "refresh") if _is_plain(weight)]
+    for cache in list(_CACHES.values()):
+        cache.discard(changed)
+
+
+def _weights(target: nn.Module | Tensor, what: str) -> list[Tensor]:
+    if isinstance(target, Tensor):
+        return [target]
+    expect_module(what, target)
+    return list(target.parameters())
+
+
+def _addresses(storage: torch.UntypedStorage) -> range:
+    return range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+
+
+def _overlap(one: range, other: range) -> bool:
+    return one.start < other.stop and other.start < one.stop
+
+
+def _thaw(key: int, gone: Storage) -> None:
+    if _FROZEN.get(key, _NOT_FROZEN)[0] is gone:
+        del _FROZEN[key]
+
+
+def _thaw_trained(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """After a step of any optimizer: what it has changed is not frozen, whoever said so."""
+    for group in optimizer.param_groups if _FROZEN else ():
+        for weight in group["params"]:
+            if weight.grad is not None and _is_plain(weight):
+                _FROZEN.pop(id(weight.untyped_storage()), None)
+
+
+register_optimizer_step_post_hook(_thaw_trained)
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Whether a weight is ordinary CPU memory that counts how often torch writes to it."""
+    kind = type(weight) is nn.Parameter or type(weight) is Tensor
+    return kind and weight.is_cpu and weight.layout is torch.strided and not weight.is_inference()
+
+
+def fits(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
+    """Whether the arguments of a linear layer have shapes and dtypes that a kernel takes without a look of its own."""
+    rows, columns = weight.shape
+    shape, dtype = x.shape, weight.dtype
+    if shape[-1:] != (columns,) or (bias is not None and (bias.shape != (rows,) or not bias.is_contiguous())):
+        return False
+    if residual is not None and residual.shape != (*shape[:-1], rows):
+        return False
+    for other in (x, bias, residual):
+        if other is not None and not (other.dtype is dtype and other.is_cpu and other.layout is torch.strided):
+            return False
+    return True
+
+
+def requires_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd wants to know what is computed from these."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
