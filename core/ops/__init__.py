@@ -6,24 +6,16 @@ one has is told by its own ``__all__``.
 """
 
 from opgraft.binding.custom_op import CustomOp, PluggableLayer, maybe_get_oot_by_class
-from opgraft.ops import composites
-from opgraft.ops.activation import modules as activation
-from opgraft.ops.activation.modules import *
-from opgraft.ops.attention import modules as attention
-from opgraft.ops.attention.modules import *
+from opgraft.ops import activation, attention, composites, conv, layernorm, linear, quantization, rotary, routing
+from opgraft.ops.activation import *
+from opgraft.ops.attention import *
 from opgraft.ops.composites import *
-from opgraft.ops.conv import modules as conv
-from opgraft.ops.conv.modules import *
-from opgraft.ops.layernorm import modules as layernorm
-from opgraft.ops.layernorm.modules import *
-from opgraft.ops.linear import modules as linear
-from opgraft.ops.linear.modules import *
-from opgraft.ops.quantization import modules as quantization
-from opgraft.ops.quantization.modules import *
-from opgraft.ops.rotary import modules as rotary
-from opgraft.ops.rotary.modules import *
-from opgraft.ops.routing import modules as routing
-from opgraft.ops.routing.modules import *
+from opgraft.ops.conv import *
+from opgraft.ops.layernorm import *
+from opgraft.ops.linear import *
+from opgraft.ops.quantization import *
+from opgraft.ops.rotary import *
+from opgraft.ops.routing import *
 
 __all__ = ["CustomOp", "PluggableLayer", "maybe_get_oot_by_class"]
 __all__ += activation.__all__

@@ -40,7 +40,7 @@ LAYERS = [
     "opgraft.ops",
     "opgraft.functional",
     "opgraft.packing",
-    "opgraft.binding.custom_op",
+    "opgraft.custom_op",
     # Models.
     "opgraft.bucketing",
     "opgraft.grafting",
