@@ -26,6 +26,7 @@ REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float64: torch.int64}
 needs_onednn = pytest.mark.skipif(bool(onednn.missing()), reason=f"packed linear: {onednn.missing()}")
+_RANGES_FOR = packed_linear.ranges_for.__wrapped__
 
 
 class Calls(list[str]):
@@ -46,7 +47,7 @@ def use_tables(monkeypatch: pytest.MonkeyPatch, packed: packed_linear.Table, dir
     """Have oneDNN compute where these say, over packed weights and over plain ones."""
     monkeypatch.setattr(packed_linear, "PACKED", packed)
     monkeypatch.setattr(packed_linear, "DIRECT", direct)
-    monkeypatch.setattr(packed_linear, "ranges_for", packed_linear.ranges_for.__wrapped__)
+    monkeypatch.setattr(packed_linear, "ranges_for", _RANGES_FOR)
 
 
 def _noting(made: Calls, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,6 +83,7 @@ def packed(size: int = 13, out: int = 7, **options: Any) -> tuple[Any, nn.Linear
     """A packed layer, and one with the same values that keeps its plain weight."""
     op = make(size, out, **options).eval()
     plain = copy.deepcopy(op)
+    opgraft.freeze(plain)
     assert [row.path for row in opgraft.pack(op).packed] == [""]
     return op, plain
 

@@ -18,7 +18,7 @@ from opgraft.ops import GatedMLP, Linear
 from opgraft.ops.composites.composite import served_by
 from opgraft.ops.linear import packed as packed_linear
 from opgraft.ops.linear.packed_layer import PackedLinear
-from ops.packing import Calls, check, make, needs_onednn, record_calls
+from ops.packing import Calls, check, make, needs_onednn, record_calls, use_tables
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -205,7 +205,7 @@ def test_nothing_moves_where_packing_fails(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(PackError):
             opgraft.pack(model)
     assert addresses(model) == before
-    monkeypatch.setattr(packed_linear, "_table", lambda platform: {})
+    use_tables(monkeypatch, {}, {})
     opgraft.pack(model)
     opgraft.unpack(model)
     assert addresses(model) == before
@@ -215,8 +215,8 @@ def test_nothing_moves_where_packing_fails(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_where_packing_never_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table that decides for calls decides here too, by size and dtype."""
-    rows = (packed_linear.Pays(128, 4, 256),)
-    monkeypatch.setattr(packed_linear, "_table", lambda platform: {torch.float32: rows})
+    rows = {torch.float32: (packed_linear.RowRange(128, 4, 256),)}
+    use_tables(monkeypatch, dict.fromkeys(packed_linear.PACKED, rows), {})
     model = model_of(make(), make(16, 8), make(16, 8, dtype=torch.bfloat16))
     report = opgraft.pack(model)
     assert [row.path for row in report.packed] == ["1"]

@@ -117,7 +117,7 @@ def linear(
     """
     if is_dynamo_compiling():
         return _compiled(x, weight, bias, activation, residual)
-    if x.numel() < ranges_for(weight.dtype, weight.shape).least:
+    if type(x) is Tensor and x.numel() < ranges_for(weight.dtype, weight.shape).least:
         # The one path on which a microsecond counts: a single row in a small layer.
         if activation == "none" and residual is None:
             expect_mappable(x, weight, bias)
