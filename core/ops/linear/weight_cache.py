@@ -107,7 +107,14 @@ def freeze(target: nn.Module | Tensor) -> None:
         if _is_plain(weight):
             storage = weight.untyped_storage()
             key = id(storage)
-            _FROZEN[key] = weakref.ref(storage, functools.partial(_thaw, key)), next(_DECLARATIONS)
+            _FROZEN[key] = weakref.ref(storage, functools.partial(_forget_memory, key)), next(_DECLARATIONS)
+
+
+def thaw(target: nn.Module | Tensor) -> None:
+    """Take back what ``freeze`` has declared."""
+    for weight in _weights(target, "thaw"):
+        if _is_plain(weight):
+            _FROZEN.pop(id(weight.untyped_storage()), None)
 
 
 def declaration(weight: Tensor) -> int:
@@ -153,7 +160,7 @@ def _overlap(one: range, other: range) -> bool:
     return one.start < other.stop and other.start < one.stop
 
 
-def _thaw(key: int, gone: Storage) -> None:
+def _forget_memory(key: int, gone: Storage) -> None:
     if _FROZEN.get(key, _NOT_FROZEN)[0] is gone:
         del _FROZEN[key]
 
