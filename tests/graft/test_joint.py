@@ -10,11 +10,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import opgraft
 import pytest
 import torch
 import torch.nn.functional as F
 from opgraft import graft, inference_only, ungraft
+from opgraft.compat import packed_linear as onednn
 from opgraft.ops import CustomOp, GatedMLP, Linear
+from opgraft.ops.linear import packed as packed_linear
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -119,6 +122,10 @@ def add_hook(layer: GatedMLP) -> None:
     layer.up_proj.register_forward_hook(lambda module, args, out: torch.zeros_like(out))
 
 
+def swap_tensors(layer: GatedMLP) -> None:
+    torch.utils.swap_tensors(layer.up_proj.weight, nn.Parameter(torch.zeros(24, 16)))
+
+
 def set_forward(layer: GatedMLP) -> None:
     layer.up_proj.forward = lambda x: torch.zeros(*x.shape[:-1], 24)  # type: ignore[method-assign]
 
@@ -133,7 +140,7 @@ def parametrize_up(layer: GatedMLP) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [assign_data, assign_parameter, exchange_child, add_hook, set_forward, parametrize_up]
+    "change", [assign_data, assign_parameter, swap_tensors, exchange_child, add_hook, set_forward, parametrize_up]
 )
 def test_what_separates_them_is_seen_at_once(change: Callable[[GatedMLP], None]) -> None:
     """Assigned weights, adapters in the place of a child, hooks: the next call does what the children would."""
@@ -143,6 +150,65 @@ def test_what_separates_them_is_seen_at_once(change: Callable[[GatedMLP], None])
     assert not joint(model, x)
     with torch.no_grad():
         assert not model(x).any()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_swapping_every_tensor(frozen: bool) -> None:
+    """After inference, torch may swap the tensors of a grafted model, as ``.to()`` does where it is told to."""
+    model, x = grafted()
+    if frozen:
+        opgraft.freeze(model)
+    with torch.no_grad():
+        model(x)
+    other = Gated()
+    for mine, theirs in zip(model[0].named_parameters(), list(other.parameters()), strict=True):
+        torch.utils.swap_tensors(mine[1], theirs)
+    plain = Gated()
+    plain.load_state_dict(model[0].state_dict())
+    agrees(model, plain, x)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    agrees(model, plain.double(), x.double())
+
+
+WIDE = {"width": 512, "inner": 1024}
+
+
+def test_a_frozen_layer_packs_both_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of frozen gate and up, one copy is kept for both; it is made anew when one of them is trained or frozen again."""
+    packed: list[int] = []
+    real = onednn.pack
+    monkeypatch.setattr(onednn, "pack", lambda weight: packed.append(len(weight)) or real(weight))
+    rows = {torch.float32: (packed_linear.RowRange(1, 1),)}
+    monkeypatch.setattr(packed_linear, "PACKED", dict.fromkeys(packed_linear.PACKED, rows))
+    monkeypatch.setattr(packed_linear, "ranges_for", packed_linear.ranges_for.__wrapped__)
+    model = nn.Sequential(Gated(**WIDE)).eval()
+    graft(model)
+    x, plain = torch.randn(3, 512), Gated(**WIDE)
+
+    def check() -> None:
+        plain.load_state_dict(model[0].state_dict())
+        agrees(model, plain, x)
+
+    check()
+    assert packed == []
+    opgraft.freeze(model)
+    check()
+    check()
+    assert packed == [2048, 512]
+    model[0].up_proj.weight.requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    model(x).square().sum().backward()
+    optimizer.step()
+    model.requires_grad_(False)
+    check()
+    assert packed == [2048, 512]
+    opgraft.freeze(model)
+    check()
+    assert packed == [2048, 512, 2048, 512]
 
 
 def test_functional_call_uses_what_it_is_given() -> None:
