@@ -9,10 +9,10 @@ import opgraft
 import pytest
 import torch
 from opgraft.compat import packed_linear as onednn
-from opgraft.ops import Linear
+from opgraft.ops import GatedMLP, Linear
 from opgraft.ops.linear import packed as packed_linear
 from opgraft.ops.linear.functional import linear
-from ops.packing import DTYPES, Calls, check, each_dtype, make, needs_onednn, record_calls, use_tables
+from ops.packing import DTYPES, Calls, check, each_dtype, make, needs_onednn, packed, record_calls, use_tables
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -216,3 +216,22 @@ def test_the_form_runs_the_kernel(calls: Calls) -> None:
     op, x = make(), torch.randn(3, 13)
     check(linear(x, op.weight, op.bias, "relu"), x, op, "relu")
     assert calls == ["pack", "linear"]
+
+
+def test_where_something_else_runs_is_said(calls: Calls) -> None:
+    """The decisions of layers that do less for a compiler or an exporter name that, and it is what happens."""
+    op, x = make(), torch.randn(3, 13)
+    assert "under torch.export and torch.jit.trace torch's own linear runs" in str(op.decision)
+    assert "torch.export refuses it" in str(packed()[0].decision)
+    exported = torch.export.export(op, (x,))
+    assert "torch.ops.aten.linear.default" in exported.graph_module.code
+    layer = GatedMLP(16, 24).eval()
+    assert "while a compiler traces, gate, up and the activation are computed one after the other" in str(
+        layer.decision
+    )
+    calls.clear()
+    with torch.no_grad():
+        torch.compile(layer, backend="eager")(torch.randn(3, 16))
+        assert calls.count("linear") == 3
+        layer(torch.randn(3, 16))
+        assert calls.count("linear") == 5

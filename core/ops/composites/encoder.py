@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.marks import falls_back
 from opgraft.ops.composites.composite import Composite, epilogue_of, is_observed, may_stand_for
 from opgraft.ops.linear.modules import Linear
 from torch import Tensor, nn
 
 Kernel = Callable[..., Tensor]
+_COMPILED = "while a compiler traces, the layers are called one after another"
 
 
 class EpilogueLayer(Composite):
@@ -62,6 +64,7 @@ class LinearAct(EpilogueLayer):
         for name, layer in zip(names, (linear, act), strict=True):
             self.add_module(name, layer)
 
+    @falls_back(_COMPILED)
     def forward(self, x: Tensor) -> Tensor:
         linear: Any = self._modules[self.names[0]]
         act: Any = self._modules[self.names[1]]
@@ -98,6 +101,7 @@ class MLP(LinearAct):
         self.names = names
         self.add_module(names[2], down)
 
+    @falls_back(_COMPILED)
     def forward(self, x: Tensor) -> Tensor:
         down: Any = self._modules[self.names[2]]
         out: Tensor = down(LinearAct.forward(self, x))
@@ -130,6 +134,7 @@ class LinearAddNorm(EpilogueLayer):
         for name, layer in zip(names, (linear, norm, dropout), strict=True):
             self.add_module(name, layer)
 
+    @falls_back(_COMPILED)
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         modules = self._modules
         linear: Any = modules[self.names[0]]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from opgraft.binding.custom_op import CustomOp
-from opgraft.binding.marks import needs
+from opgraft.binding.marks import falls_back, needs
 from opgraft.ops.checks import expect_choice
 from opgraft.ops.linear import functional as forms
 from opgraft.ops.linear import packed as packed_linear
@@ -49,6 +49,7 @@ class Linear(CustomOp, nn.Linear):
         return forms.linear.native(input, self.weight, self.bias, self.activation, residual)
 
     @needs(packed_linear.missing)
+    @falls_back("under torch.export and torch.jit.trace torch's own linear runs")
     def forward_cpu(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """The same over a weight that was packed once, where that is faster and no gradient is required."""
         return packed_linear.linear(input, self.weight, self.bias, self.activation, residual)

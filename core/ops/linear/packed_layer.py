@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from opgraft.binding.marks import needs
+from opgraft.binding.marks import falls_back, needs
 from opgraft.compat import packed_linear as onednn
 from opgraft.ops.linear import packed as packed_linear
 from opgraft.ops.linear import packed_only
@@ -64,6 +64,7 @@ class PackedLinear(Linear):
             raise
 
     @needs(packed_linear.missing)
+    @falls_back("torch.export refuses it; under torch.jit.trace each call rebuilds the plain weight")
     def forward_cpu(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """The mapped ``input``, over the packed weight wherever nothing needs the plain one."""
         packed = self._packed
