@@ -199,8 +199,8 @@ def test_a_frozen_layer_packs_both_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     check()
     check()
     assert packed == [2048, 512]
-    model[0].up_proj.weight.requires_grad_(True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    model.requires_grad_(True)
+    optimizer = torch.optim.AdamW([model[0].up_proj.weight], lr=0.01, fused=True)
     model(x).square().sum().backward()
     optimizer.step()
     model.requires_grad_(False)

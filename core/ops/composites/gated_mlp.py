@@ -22,9 +22,10 @@ class GatedMLP(JointLayer):
     """``down(act(gate(x)) · up(x))`` (Shazeer, arXiv:2002.05202), with gate and up computed by one linear op.
 
     The weights of gate and up lie side by side in memory, as one ``[2 · intermediate_size, hidden_size]``; parameters,
-    their names, values and storages are those of two layers. The joint product goes to the gated activation op. Where the layers must
-    be called one by one (see ``JointLayer.joint_op``), where ``act`` has hooks, or where somebody provides a kernel for
-    ``act`` and not for the gated activation (see ``may_stand_for``), ``act`` and the product follow one by one too.
+    their names, values and storages are those of two layers. The joint product goes to the gated activation op. Where
+    the layers must be called one by one (see ``JointLayer.joint_op``), where ``act`` has hooks, or where somebody
+    provides a kernel for ``act`` and not for the gated activation (see ``may_stand_for``), ``act`` and the product
+    follow one by one too.
 
     Args:
         hidden_size: elements of the last dimension of input and output.
