@@ -370,7 +370,7 @@ def test_an_enforced_op_stays_enforced() -> None:
     with switched_off():
         assert len(opgraft.pack(model).packed) == 1
         opgraft.rebind(model)
-        assert model[0].decision.chosen == "PackedLinear.forward_cpu"
+        assert model[0].decision.chosen == "Linear.forward_cpu"
         opgraft.unpack(model)
         assert model[0].decision.chosen == "Linear.forward_cpu"
 

@@ -221,8 +221,8 @@ def test_the_form_runs_the_kernel(calls: Calls) -> None:
 def test_where_something_else_runs_is_said(calls: Calls) -> None:
     """The decisions of layers that do less for a compiler or an exporter name that, and it is what happens."""
     op, x = make(), torch.randn(3, 13)
-    assert "under torch.export and torch.jit.trace torch's own linear runs" in str(op.decision)
-    assert "torch.export refuses it" in str(packed()[0].decision)
+    for each in (op, packed()[0]):
+        assert "under torch.export and torch.jit.trace torch's own linear runs" in str(each.decision)
     exported = torch.export.export(op, (x,))
     assert "torch.ops.aten.linear.default" in exported.graph_module.code
     layer = GatedMLP(16, 24).eval()

@@ -31,7 +31,7 @@ class EpilogueLayer(Composite):
         if torch.compiler.is_compiling() or is_observed(linear) or (act is not None and is_observed(act)):
             return None
         kernel: Kernel | None = self.settled(_fused, linear, act)
-        if kernel is None or linear.activation != "none" or not linear.holds_weight():
+        if kernel is None or linear.activation != "none" or not linear.quant_method.holds_weight(linear):
             return None
         for tensor in tensors:
             if type(tensor) is not Tensor:
@@ -73,7 +73,7 @@ class LinearAct(EpilogueLayer):
         if kernel is None:
             out: Tensor = act(linear(x))
             return out
-        mapped: Tensor = linear.map_by(kernel, x, epilogue)
+        mapped: Tensor = linear.quant_method.apply(linear, x, epilogue, None, kernel)
         return mapped
 
     def idle(self) -> frozenset[str]:
@@ -144,7 +144,7 @@ class LinearAddNorm(EpilogueLayer):
         alike = x.shape[:-1] == residual.shape[:-1]  # a kernel does not broadcast
         kernel = self.kernel_for(linear, None, x, residual) if alike and not drops else None
         if kernel is not None and residual.shape[-1] == linear.out_features:
-            summed = linear.map_by(kernel, x, "none", residual)
+            summed = linear.quant_method.apply(linear, x, "none", residual, kernel)
         else:
             mapped = linear(x)
             summed = (mapped if dropout is None else dropout(mapped)) + residual

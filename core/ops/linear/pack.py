@@ -122,7 +122,7 @@ def restore(model: nn.Module) -> Sequence[nn.Module]:
             )
     plans = [(layer, bind_exact(Linear, Linear, layer._binding.enforced)) for _, layer in found]
     for layer, binding in plans:
-        layer.unpack_weight()
+        layer.release_weights()
         layer._adopt(binding)
     return [layer for _, layer in found]
 
@@ -144,7 +144,7 @@ def _change_over(layer: Any) -> int:
     """Pack a layer that may be, and say how many bytes its plain weight takes."""
     if not isinstance(layer, PackedLinear):
         layer._adopt(_binding_for(layer))
-    layer.pack_weight()
+    layer.process_weights_after_loading()
     size: int = layer._packed.nbytes
     return size
 
