@@ -1,4 +1,4 @@
-"""Linear layers over one storage, in a gated MLP: whatever is done to its weights, it computes with them."""
+"""Linear layers side by side in memory, in a gated MLP: whatever is done to its weights, it computes with them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from opgraft import graft, inference_only, ungraft
-from opgraft.compat import packed_linear as onednn
 from opgraft.ops import CustomOp, GatedMLP, Linear
-from opgraft.ops.linear import packed as packed_linear
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -172,43 +170,6 @@ def test_swapping_every_tensor(frozen: bool) -> None:
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     agrees(model, plain.double(), x.double())
-
-
-WIDE = {"width": 512, "inner": 1024}
-
-
-def test_a_frozen_layer_packs_both_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of frozen gate and up, one copy is kept for both; it is made anew when one of them is trained or frozen again."""
-    packed: list[int] = []
-    real = onednn.pack
-    monkeypatch.setattr(onednn, "pack", lambda weight: packed.append(len(weight)) or real(weight))
-    rows = {torch.float32: (packed_linear.RowRange(1, 1),)}
-    monkeypatch.setattr(packed_linear, "PACKED", dict.fromkeys(packed_linear.PACKED, rows))
-    monkeypatch.setattr(packed_linear, "ranges_for", packed_linear.ranges_for.__wrapped__)
-    model = nn.Sequential(Gated(**WIDE)).eval()
-    graft(model)
-    x, plain = torch.randn(3, 512), Gated(**WIDE)
-
-    def check() -> None:
-        plain.load_state_dict(model[0].state_dict())
-        agrees(model, plain, x)
-
-    check()
-    assert packed == []
-    opgraft.freeze(model)
-    check()
-    check()
-    assert packed == [2048, 512]
-    model.requires_grad_(True)
-    optimizer = torch.optim.AdamW([model[0].up_proj.weight], lr=0.01, fused=True)
-    model(x).square().sum().backward()
-    optimizer.step()
-    model.requires_grad_(False)
-    check()
-    assert packed == [2048, 512]
-    opgraft.freeze(model)
-    check()
-    assert packed == [2048, 512, 2048, 512]
 
 
 def test_functional_call_uses_what_it_is_given() -> None:
