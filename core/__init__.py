@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from opgraft.ops import (
         maybe_get_oot_by_class as maybe_get_oot_by_class,
     )
+    from opgraft.ops.linear.weight_cache import freeze as freeze
     from opgraft.ops.linear.weight_cache import refresh as refresh
     from opgraft.packing import PackReport as PackReport
     from opgraft.packing import pack as pack
@@ -90,7 +91,7 @@ _HOME = {
     "opgraft.errors": ("OpgraftError",),
     "opgraft.grafting": ("GraftReport", "graft", "ungraft"),
     "opgraft.logger": ("init_logger",),
-    "opgraft.ops.linear.weight_cache": ("refresh",),
+    "opgraft.ops.linear.weight_cache": ("freeze", "refresh"),
     "opgraft.state": ("reset",),
     "opgraft.machine.evidence": ("Device", "Evidence", "Fact"),
     "opgraft.machine.machine": ("Machine", "TorchBuild"),

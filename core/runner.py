@@ -15,6 +15,7 @@ from opgraft.checkpoint import Checkpoint
 from opgraft.config import OpgraftConfig, set_config
 from opgraft.errors import InputError
 from opgraft.grafting import GraftReport, graft, ungraft
+from opgraft.ops.linear.weight_cache import freeze
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.host import load_plugins
 from opgraft.plugins.selection import current_platform
@@ -111,6 +112,12 @@ class Runner(ABC):
             "and --compare, which runs the model ungrafted first."
         )
 
+    def graft(self) -> GraftReport:
+        """Graft the model, whose weights nobody writes to here."""
+        report = graft(self.model)
+        freeze(self.model)
+        return report
+
     def compare(self, texts: Sequence[str], progress: Progress) -> tuple[Output, GraftReport, Comparison]:
         """Run plain, bare and grafted in turns, in the other order every other round; the model is left grafted."""
         own = own_classes_config()
@@ -122,13 +129,13 @@ class Runner(ABC):
             for name in names[:: 1 if turn % 2 == 0 else -1]:
                 with set_config(own if name == "bare" else OpgraftConfig()):
                     if name != "plain":
-                        graft(self.model)
+                        self.graft()
                     self.run(texts[:BATCH], progress, f"{name}, warming up")  # weights may be packed on first use
                     start = time.perf_counter()
                     outputs[name] = self.run(texts, progress, f"{name}, round {turn + 1} of {ROUNDS}")
                     seconds[name].append(time.perf_counter() - start)
                 ungraft(self.model)
-        report = graft(self.model)
+        report = self.graft()
         plain = outputs["plain"]
         sides = [
             Side(

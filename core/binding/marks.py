@@ -15,6 +15,7 @@ from opgraft.text import described
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _INFERENCE_ONLY = "__opgraft_inference_only__"
+_FALLS_BACK = "__opgraft_falls_back__"
 
 
 def needs(check: Callable[[], str | None]) -> Callable[[Function], Function]:
@@ -37,6 +38,21 @@ def unmet_need(kernel: object) -> str | None:
         return check() if check else None
     except (Exception, SystemExit) as error:  # a plugin's code; the reason stays in the decision
         return f"its needs() check raised {described(error)}"
+
+
+def falls_back(when: str) -> Callable[[Function], Function]:
+    """Mark a ``forward`` or ``forward_<key>`` with what it runs instead of its kernel, and when, for the decision."""
+
+    def decorate(kernel: Function) -> Function:
+        setattr(kernel, _FALLS_BACK, when)
+        return kernel
+
+    return decorate
+
+
+def fallback_of(kernel: object) -> str | None:
+    """Return when a kernel runs something else instead, and what, as its mark says."""
+    return getattr(kernel, _FALLS_BACK, None)
 
 
 def inference_only(kernel: Function) -> Function:

@@ -13,7 +13,7 @@ import torch
 from opgraft.checkpoint import open_checkpoint
 from opgraft.cli.output import json_option, print_json, print_table, print_wrapped, with_settings
 from opgraft.errors import InputError
-from opgraft.grafting import GraftReport, graft
+from opgraft.grafting import GraftReport
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.selection import current_platform, selected_platform
 from opgraft.runner import Comparison, Output, Progress, open_runner
@@ -60,7 +60,7 @@ def command(
         if compare:
             output, report, comparison = runner.compare(texts, progress)
         else:
-            report = graft(runner.model)
+            report = runner.graft()
             output = runner.run(texts, progress, "grafted")
     if as_json:
         _print_as_json(model, texts, output, report, comparison)

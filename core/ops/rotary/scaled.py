@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from opgraft.binding.derivation import NATIVE
+from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.checks import expect_positive
 from opgraft.ops.rotary.modules import (
     TRITON,
@@ -247,6 +247,7 @@ class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbeddingBase):
         return cos_sin_table(self._compute_inv_freq(rescale_factors), max_position_embeddings, mscale)
 
     @called_with(always=["key"], never=["offsets"])
+    @calls_functional
     def forward_native(
         self,
         positions: Tensor,

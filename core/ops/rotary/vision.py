@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from opgraft.binding.derivation import NATIVE
+from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.rotary.modules import TRITON, RotaryEmbeddingBase
 from opgraft.registry.signatures import called_with
 from torch import Tensor
@@ -74,7 +74,8 @@ class Llama4VisionRotaryEmbedding(RotaryEmbeddingBase):
         return super()._apply(apart, recurse)  # type: ignore[no-untyped-call]  # torch leaves it so
 
     @called_with(always=["key"])
-    def forward_native(  # type: ignore[override]  # positions are those of the patches
+    @calls_functional
+    def forward_native(
         self, query: Tensor, key: Tensor | None = None, *, functional: Any = NATIVE
     ) -> tuple[Tensor, Tensor | None]:
         """The rotated query and key; a key of ``None`` stays ``None``.
