@@ -1,4 +1,4 @@
-"""Building an op around a module's parameters, and handing them back."""
+"""Building an op around a module's parameters, putting it in the module's place, and handing the parameters back."""
 
 from __future__ import annotations
 
@@ -61,29 +61,35 @@ class Original:
 def build_op(
     op_class: type[nn.Module], arguments: Mapping[str, Any], module: nn.Module, device: torch.device
 ) -> nn.Module:
-    """An op with the module's parameters, buffers and training flag, which remembers the module.
+    """Construct an op with the module's parameters, buffers, children, training flag and public attributes.
 
-    It is constructed without memory first, and once more if it has tensors of its own: on the device of the module's,
-    or on ``device`` where the module has none. Public attributes of the module that the op lacks are copied to it.
+    The module is not changed. The op is constructed without memory first, and once more if it has tensors of its own:
+    on the device of the module's, or on ``device`` where the module has none.
 
     Raises:
-        LeaveAlone: the op's parameters are not those of the module, which is as before then.
+        LeaveAlone: the op's parameters are not those of the module.
     """
     op = _constructed(op_class, arguments, module, torch.device("meta"))
     real = next((t.device for t in _tensors(module).values()), device)
     if real.type != "meta" and any(tensor.is_meta for tensor in _all_tensors(op)):
         op = _constructed(op_class, arguments, module, real)
-    op.train(module.training)
-    _lend_children(op, module)
-    attributes = _lend_attributes(op, module)
-    op.__dict__[_KEPT] = Original(module, tuple(_share(op, module)), attributes)
-    if isinstance(op, JointLayer):
-        op.join()
+    for part in set(op.modules()) - set(module.modules()):
+        part.training = module.training
+    _take_children(op, module)
+    _copy_attributes(op, module)
     return op
 
 
+def install(op: nn.Module, module: nn.Module) -> None:
+    """Let an op of ``build_op`` share the module's dictionaries of tensors, and remember the module."""
+    attributes = {name: getattr(op, name, value) for name, value in _public_attributes(module).items()}
+    op.__dict__[_KEPT] = Original(module, tuple(_share(op, module)), attributes)
+    if isinstance(op, JointLayer):
+        op.join()
+
+
 def original_of(module: nn.Module) -> nn.Module | None:
-    """The module that an op stands for, ``None`` for any other module."""
+    """Return the module that an op stands for, ``None`` for any other module."""
     kept = module.__dict__.get(_KEPT)
     return kept.module if isinstance(kept, Original) else None
 
@@ -129,8 +135,8 @@ def _restore(op: nn.Module) -> None:
         raise GraftError(f"{type(op).__name__}: {error}") from error
 
 
-def _lend_children(op: nn.Module, module: nn.Module) -> None:
-    """Give a composite the module's children that it lacks, and those that are what it would construct itself.
+def _take_children(op: nn.Module, module: nn.Module) -> None:
+    """Give an op the module's children that it lacks, and those that are what it would construct itself.
 
     Hooks on them, and what other code holds of them, then outlive ``graft`` and ``ungraft``. They come in the order
     that they have in the module, by which optimizers number parameters.
@@ -143,17 +149,20 @@ def _lend_children(op: nn.Module, module: nn.Module) -> None:
     op._modules.update(own)
 
 
-def _lend_attributes(op: nn.Module, module: nn.Module) -> dict[str, Any]:
-    """Give the op the module's public attributes that it lacks, for code that reads them; return them all."""
+def _copy_attributes(op: nn.Module, module: nn.Module) -> None:
+    """Give the op the module's public attributes that it lacks, for code that reads them."""
+    present = set(dir(op))
+    op.__dict__.update({name: value for name, value in _public_attributes(module).items() if name not in present})
+
+
+def _public_attributes(module: nn.Module) -> dict[str, Any]:
+    """Collect what a module and its classes define under public names, methods and properties apart."""
     values: dict[str, Any] = {}
     for cls in [cls for cls in reversed(type(module).__mro__) if cls not in nn.Module.__mro__]:
         members = vars(cls).items()
         values |= {name: value for name, value in members if not (isroutine(value) or isdatadescriptor(value))}
     values |= vars(module)
-    public = {name: value for name, value in values.items() if not name.startswith("_") and name != "training"}
-    present = set(dir(op))
-    op.__dict__.update({name: value for name, value in public.items() if name not in present})
-    return {name: getattr(op, name, value) for name, value in public.items()}
+    return {name: value for name, value in values.items() if not name.startswith("_") and name != "training"}
 
 
 def _share(op: nn.Module, module: nn.Module) -> Iterator[Shared]:

@@ -6,8 +6,13 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from opgraft.binding import kernel_of, op_name_of
+from opgraft.custom_op import CustomOp
 from opgraft.decision import Provider
+from opgraft.ops.composite import Composite, served_by
+from opgraft.state import host_state
 from opgraft.text import table
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -93,3 +98,22 @@ class GraftReport:
             rows = [(str(count), source, reason) for (source, reason), count in stayed]
             head += ["", *table([("count", "left alone", "reason"), *rows])]
         return "\n".join(head)
+
+
+def replaced_by(op: nn.Module, path: str, source: str, adapter: str, provider: Provider) -> Replaced:
+    """Describe an op in the place of a ``source``; ``provider`` answers for what is no ``CustomOp``."""
+    idle = {
+        layer.get_submodule(name) for layer in op.modules() if isinstance(layer, Composite) for name in layer.idle()
+    }
+    inside = [(name, part) for name, part in op.named_modules() if part is not op and isinstance(part, CustomOp)]
+    parts = tuple(Part(name, *_served(part)) for name, part in inside if part not in idle)
+    if not isinstance(op, CustomOp):
+        name = type(op).__name__
+        return Replaced(path, source, adapter, name, f"{type(op).__qualname__}.forward", provider, parts)
+    return Replaced(path, source, adapter, *_served(op), parts)
+
+
+def _served(op: CustomOp) -> tuple[str, str, Provider]:
+    """Give the name of an op, its kernel, and who provides that."""
+    name = op_name_of(op.op_class, host_state()) or op.op_class.__name__
+    return name, str(kernel_of(op)), served_by(op)
