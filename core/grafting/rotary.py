@@ -120,20 +120,24 @@ def _makes_tables(module: nn.Module, file: str) -> bool:
     if type(module).__module__ != file or not frequencies:
         return False
     try:
-        inspect.signature(module.forward).bind(None, None)  # as ``_tables`` calls it
+        inspect.signature(module.forward).bind(None, None, **_calls(module)[0])  # as ``_tables`` calls it
     except TypeError:
         return False
     return True
 
 
+def _calls(module: nn.Module) -> list[Mapping[str, Any]]:
+    """Give the keyword arguments of one call for each type of layer that a module has frequencies for."""
+    kinds = [kind for kind in getattr(module, "layer_types", ()) if f"{kind}_inv_freq" in module._buffers]
+    return [{"layer_type": kind} for kind in kinds] or [{}]
+
+
 def _tables(module: Any) -> Iterator[Tensor]:
     """Make the cosines and sines of the first positions, for each type of layer that the module knows."""
     twin = copy.deepcopy(module)  # it may note the positions that it has seen
-    kinds = [kind for kind in getattr(module, "layer_types", ()) if f"{kind}_inv_freq" in module._buffers]
-    calls: list[Mapping[str, Any]] = [{"layer_type": kind} for kind in kinds] or [{}]
     x = next(iter(module._buffers.values())).new_zeros(1, 4, 1)
     positions = torch.arange(4, device=x.device)[None]
-    for options in calls:
+    for options in _calls(module):
         with torch.no_grad():
             yield from twin.forward(x, positions, **options)
 
