@@ -75,7 +75,7 @@ def restore_forward(module: nn.Module, keep: tuple[Substitution, ...] = ()) -> N
     """
     if not isinstance(module, _Substituted):
         return
-    if "opgraft_substitutions" not in vars(type(module)):
+    if type(module) is not _derived_class(module):
         raise GraftError(
             f"{type(module).__name__} was derived by other code, such as fully_shard, from the class that grafting "
             "gave the instance: take that back first, or ungraft before it"
@@ -95,11 +95,15 @@ class _Substituted:
     opgraft_substitutions: tuple[Substitution, ...]
 
 
+def _derived_class(module: nn.Module) -> Any:
+    """Find the class that a substitution gave a module, from which other code may have derived its own."""
+    return next((cls for cls in type(module).__mro__ if "opgraft_substitutions" in vars(cls)), None)
+
+
 def _original_class(module: nn.Module) -> Any:
-    """The class that a module had before any substitution."""
-    mro = type(module).__mro__
-    derived = next((cls for cls in mro if "opgraft_substitutions" in vars(cls) and issubclass(cls, _Substituted)), None)
-    return mro[0] if derived is None else derived.__mro__[1]
+    """Find the class that a module had before any substitution."""
+    derived = _derived_class(module)
+    return type(module) if derived is None else derived.__mro__[1]
 
 
 @functools.lru_cache(maxsize=256)
@@ -124,12 +128,9 @@ def _derived(cls: Any, substitutions: tuple[Substitution, ...]) -> Any:
 
 def _reduce(self: Any, protocol: Any) -> Any:
     """Copies and pickles hold the class that can be found by its name, and no function of ours."""
-    original = _original_class(self)
-    reduced = super(
-        next(cls for cls in type(self).__mro__ if "opgraft_substitutions" in vars(cls)), self
-    ).__reduce_ex__(protocol)
+    reduced = super(_derived_class(self), self).__reduce_ex__(protocol)
     state = {name: value for name, value in reduced[2].items() if name != _FORWARD}
-    return (_recreate, (original, self.opgraft_substitutions), state, *reduced[3:])
+    return (_recreate, (_original_class(self), self.opgraft_substitutions), state, *reduced[3:])
 
 
 def _set_state(self: Any, state: dict[str, Any]) -> None:

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 import torch
 from opgraft.adapter import Adapter, LeaveAlone
-from opgraft.binding import kernel_of
-from opgraft.custom_op import CustomOp
+from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.specialisation import kernel_of
 from opgraft.decision import Provider
 from opgraft.errors import GraftError, OpgraftError
 from opgraft.grafting import attention, rotary
@@ -253,7 +253,7 @@ class _Planner:
         return Call(path, module, name, rotary.ADAPTER, self.own, op, rotary.substitution_of(name))
 
     @contextmanager
-    def _reporting(self, what: str, *passed: type[Exception]) -> Iterator[None]:
+    def _reporting(self, what: str, passed: type[Exception] = LeaveAlone) -> Iterator[None]:
         """Turn what the code of a plugin or of a model raises into a reason to leave the module alone.
 
         Raises:
@@ -262,7 +262,7 @@ class _Planner:
         """
         try:
             yield
-        except (LeaveAlone, *passed):
+        except (LeaveAlone, passed):
             raise
         except (Exception, SystemExit) as error:
             reason = f"{what} raised {error!r}"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from opgraft.definitions.checks import expect_module
 from opgraft.errors import GraftError
 from opgraft.grafting.exchange import install, original_of, put_back
 from opgraft.grafting.forwards import restore_forward, substitute, substitutions_of
 from opgraft.grafting.plan import Plan, plan_of
 from opgraft.grafting.report import GraftReport
+from opgraft.ops.checks import expect_module
 from opgraft.plugins.host import load_plugins
 from torch import nn
 

@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from opgraft.binding import kernel_of, op_name_of
-from opgraft.custom_op import CustomOp
+from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.specialisation import kernel_of, op_name_of
 from opgraft.decision import Provider
-from opgraft.ops.composite import Composite, served_by
+from opgraft.ops.composites.composite import Composite, served_by
 from opgraft.state import host_state
 from opgraft.text import table
 from torch import nn
