@@ -28,7 +28,7 @@ class EpilogueLayer(Composite):
         """The function ``linear`` that may be called for a linear layer and an activation, ``None`` where none may."""
         if torch.compiler.is_compiling() or is_observed(linear) or (act is not None and is_observed(act)):
             return None
-        kernel: Kernel | None = self.settled(_fused, linear, act)
+        kernel: Kernel | None = self.chosen(_fused, linear, act)
         if kernel is None or linear.activation != "none" or not linear.holds_weight():
             return None
         for tensor in tensors:

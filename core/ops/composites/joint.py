@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from opgraft.compat.packed_linear import version_of
+from opgraft.compat.hooks import hooks_on_every_module
 from opgraft.ops.composites.composite import Composite
 from opgraft.ops.linear.modules import Linear
 from torch import Tensor, nn
@@ -84,6 +85,10 @@ class JointLayer(Composite):
         self.__dict__["_joint"] = None  # frees the former memory first
         self.__dict__["_joint"] = _join([self._modules[name] for name in self.joined], self._moved)
 
+    def fits(self) -> bool:
+        """Return whether the parameters of the joined children are in one storage, or ``join`` can put them there."""
+        return _fitting([self._modules[name] for name in self.joined], self._moved) is not None
+
     def separate(self) -> None:
         """Give each joined child a storage of its own again, where ``join`` has moved it."""
         self.__dict__["_joint"] = None
@@ -117,7 +122,7 @@ class JointLayer(Composite):
         if torch.compiler.is_compiling():
             return None
         joint: Joint | None = self.__dict__["_joint"]
-        if joint is None or type(x) is not Tensor:
+        if joint is None or type(x) is not Tensor or hooks_on_every_module():
             return None
         modules = self._modules
         return joint.op if joint.serves([modules[name] for name in self.joined], x) else None  # type: ignore[misc]
@@ -143,8 +148,8 @@ def _join_loaded(layer: JointLayer, incompatible_keys: object) -> None:
     layer.join()
 
 
-def _join(parts: Sequence[Any], moved: dict[str, set[int | None]]) -> Joint | None:
-    """The joint of the parts, which writes down in ``moved`` what it moves; ``None`` where they do not fit together."""
+def _fitting(parts: Sequence[Any], moved: dict[str, set[int | None]]) -> dict[str, list[nn.Parameter]] | None:
+    """Give the parameters of the parts that make one each, by name; ``None`` where they do not fit together."""
     if not all(_joinable(part, parts[0]) for part in parts) or len({id(part.weight) for part in parts}) < len(parts):
         return None
     together = {
@@ -152,7 +157,14 @@ def _join(parts: Sequence[Any], moved: dict[str, set[int | None]]) -> Joint | No
         for name in _PARAMETERS
         if parts[0]._parameters[name] is not None
     }
-    if not all(_adjacent(tensors) or _movable(tensors, moved.get(name, set())) for name, tensors in together.items()):
+    one = all(_adjacent(tensors) or _movable(tensors, moved.get(name, set())) for name, tensors in together.items())
+    return together if one else None
+
+
+def _join(parts: Sequence[Any], moved: dict[str, set[int | None]]) -> Joint | None:
+    """Join the parts, and write down in ``moved`` what is moved; ``None`` where they do not fit together."""
+    together = _fitting(parts, moved)
+    if together is None:
         return None
     rows = [part.weight.shape[0] for part in parts]
     with torch.device("meta"):
