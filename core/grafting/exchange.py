@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 from opgraft.adapter import LeaveAlone
+from opgraft.binding.custom_op import CustomOp
 from opgraft.errors import GraftError, PackError
 from opgraft.ops.composites.joint import JointLayer
 from opgraft.ops.linear.pack import restore
 from torch import nn
+from torch.nn.utils import parametrize
 
 _KEPT = "_opgraft_original"
 _REGISTRIES = ("_parameters", "_buffers")
 _SETTING = (int, float, str, type(None))
+_PLAIN = (nn.Parameter, type(None))
 
 
 @dataclass(frozen=True)
@@ -94,10 +97,33 @@ def original_of(module: nn.Module) -> nn.Module | None:
     return kept.module if isinstance(kept, Original) else None
 
 
-def put_back(op: nn.Module) -> nn.Module:
-    """The module that an op stands for, with the op's tensors, training flag and changed settings; weights are plain.
+def check_restorable(op: nn.Module) -> None:
+    """Raise ``GraftError`` if other code has changed an op so that its module would not be what the op is now."""
+    if original_of(op) is None or parametrize.is_parametrized(op):
+        return
+    name = op.op_class.__name__ if isinstance(op, CustomOp) else type(op).__name__
+    if isinstance(op, CustomOp) and type(op) is not op._binding.specialisation:
+        raise GraftError(
+            f"{name} was given the class {type(op).__name__} by other code, such as fully_shard, which stays with the "
+            "op: take that back first, or ungraft before it"
+        )
+    foreign = [f"{key} is a {type(p).__name__}" for key, p in op._parameters.items() if type(p) not in _PLAIN]
+    if foreign and (op._forward_hooks or op._forward_pre_hooks):
+        raise GraftError(
+            f"the {foreign[0]} of {name}, whose hooks stay with the op: it was parallelized while grafted, as by "
+            "parallelize_module. Ungraft before that"
+        )
 
-    Any other module is returned unchanged.
+
+def put_back(op: nn.Module, sharing: bool = False) -> nn.Module:
+    """Return the module that an op stands for, with the op's tensors, training flag and changed settings.
+
+    Weights are plain. Any other module is returned unchanged.
+
+    Args:
+        op: the op.
+        sharing: let the module keep the dictionaries of tensors that it shares with the op, where they have the same
+            names. What shards parameters knows the op and exchanges them there.
 
     Raises:
         GraftError: the op lacks a parameter or buffer of the module, or its packed weights cannot be put back.
@@ -116,14 +142,17 @@ def put_back(op: nn.Module) -> nn.Module:
             "stands: take back what changed it, such as a parametrization, before ungrafting"
         )
     for row in kept.shared:
-        row.owner.__dict__[row.registry] = {
-            name: held[_join(row.path, name)] if present else None for name, present in row.names.items()
-        }
+        present = {name: tensor is not None for name, tensor in getattr(row.owner, row.registry).items()}
+        if not sharing or present != row.names:
+            row.owner.__dict__[row.registry] = {
+                name: held[_join(row.path, name)] if present else None for name, present in row.names.items()
+            }
     for name, before in kept.attributes.items():
         now = getattr(op, name, before)
         if isinstance(now, _SETTING) and isinstance(before, _SETTING) and now != before:
             setattr(original, name, now)
-    original.train(op.training)
+    for part in set(original.modules()) - set(op.modules()):
+        part.training = op.training
     del op.__dict__[_KEPT]
     return original
 

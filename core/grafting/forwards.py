@@ -67,19 +67,19 @@ def substitute(module: nn.Module, op: nn.Module, substitution: Substitution) -> 
     _bind_forward(module)
 
 
-def restore_forward(module: nn.Module, keep: tuple[Substitution, ...] = ()) -> None:
-    """Take every substitution but those to ``keep`` back, and with the last one the class.
-
-    Raises:
-        GraftError: other code has derived a class from that of the instance since.
-    """
-    if not isinstance(module, _Substituted):
-        return
-    if type(module) is not _derived_class(module):
+def check_restorable(module: nn.Module) -> None:
+    """Raise ``GraftError`` if other code has derived a class from the one that a substitution gave the instance."""
+    if isinstance(module, _Substituted) and type(module) is not _derived_class(module):
         raise GraftError(
             f"{type(module).__name__} was derived by other code, such as fully_shard, from the class that grafting "
             "gave the instance: take that back first, or ungraft before it"
         )
+
+
+def restore_forward(module: nn.Module, keep: tuple[Substitution, ...] = ()) -> None:
+    """Take every substitution but those to ``keep`` back, and with the last one the class."""
+    if not isinstance(module, _Substituted):
+        return
     for substitution in set(module.opgraft_substitutions) - set(keep):
         del module._modules[substitution.child]
     original = _original_class(module)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
@@ -48,3 +50,10 @@ def obstacle_of(module: nn.Module) -> str | None:
         return f"its {foreign[0]}, which kernels may not take"
     hooks = [name for name in _HOOKS if vars(module).get(name)]
     return f"it has hooks ({hooks[0].strip('_').replace('_', ' ')})" if hooks else None
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether ``fully_shard`` was applied to a model or to something below it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FSDPModule", ())
+    return any(isinstance(module, kind) for module in model.modules())

@@ -27,6 +27,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+_PASSED_OVER = (
+    "{} torch.nn.Linear became ops of a class of their own. Code that looks for that exact class, such as "
+    "torch.ao.quantization.quantize_dynamic, passes them over: run it before graft, or after ungraft."
+)
 _COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -117,7 +121,9 @@ class Plan:
             for entry in self.entries
             if not isinstance(entry, LeftAlone)
         )
-        return GraftReport(replaced, tuple(entry for entry in self.entries if isinstance(entry, LeftAlone)))
+        left_alone = tuple(entry for entry in self.entries if isinstance(entry, LeftAlone))
+        linears = sum(type(exchange.module) is nn.Linear for exchange in self.exchanges())
+        return GraftReport(replaced, left_alone, (_PASSED_OVER.format(linears),) if linears else ())
 
 
 def plan_of(model: nn.Module) -> Plan:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from opgraft.errors import GraftError
+from opgraft.grafting import exchange, forwards
 from opgraft.grafting.exchange import install, original_of, put_back
 from opgraft.grafting.forwards import restore_forward, substitute, substitutions_of
+from opgraft.grafting.obstacles import is_sharded
 from opgraft.grafting.plan import Plan, plan_of
 from opgraft.grafting.report import GraftReport
 from opgraft.ops.checks import expect_module
@@ -60,9 +62,9 @@ def _apply(plan: Plan, undo: ExitStack) -> None:
     for place in plan.places:
         undo.callback(place.parent._modules.__setitem__, place.name, place.parent._modules[place.name])
         place.parent._modules[place.name] = place.op
-    for exchange in plan.exchanges():
-        install(exchange.op, exchange.module)
-        undo.callback(put_back, exchange.op)
+    for row in plan.exchanges():
+        install(row.op, row.module)
+        undo.callback(put_back, row.op)
     for call in plan.calls():
         undo.callback(restore_forward, call.module, substitutions_of(call.module))
         substitute(call.module, call.op, call.substitution)
@@ -77,23 +79,27 @@ def ungraft(model: nn.Module) -> None:
     model, and on a model that was never grafted, which it leaves as it is.
 
     Raises:
-        GraftError: ``model`` itself is an op that stands for a module, or an op lost parameters that its module has;
-            modules before that one are back then, and calling it again goes on.
+        GraftError: ``model`` itself is an op that stands for a module, or other code has sharded or parallelized ops
+            in a way that their modules would not take over; nothing has changed then. Or an op lost parameters that its
+            module has; modules before that one are back then, and calling it again goes on.
     """
     expect_module("ungraft", model)
     if original_of(model) is not None:
         raise GraftError(
             f"ungraft was given {type(model).__name__}, itself an op in the place of a module: pass the model it is in"
         )
-    _restore_children(model, {})
+    for module in model.modules():
+        exchange.check_restorable(module)
+        forwards.check_restorable(module)
+    _restore_children(model, {}, is_sharded(model))
 
 
-def _restore_children(parent: nn.Module, restored: dict[nn.Module, nn.Module]) -> None:
+def _restore_children(parent: nn.Module, restored: dict[nn.Module, nn.Module], sharing: bool) -> None:
     restore_forward(parent)
     for name, child in list(parent._modules.items()):
         if child is None:
             continue
         if child not in restored:
-            restored[child] = put_back(child)
-            _restore_children(restored[child], restored)
+            restored[child] = put_back(child, sharing)
+            _restore_children(restored[child], restored, sharing)
         parent._modules[name] = restored[child]

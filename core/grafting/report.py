@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from opgraft.binding.specialisation import kernel_of, op_name_of
 from opgraft.decision import Provider
 from opgraft.ops.composites.composite import Composite, served_by
 from opgraft.state import host_state
-from opgraft.text import table
+from opgraft.text import WIDTH, table
 from torch import nn
 
 
@@ -69,10 +70,12 @@ class GraftReport:
             The rotary function that a forward calls has a row of its own, under its name below the module's path.
         left_alone: one row per module that stayed as it was although it has no children or has parameters of its own,
             is attention, or is known to an adapter.
+        notes: what code that works on the model afterwards may stumble over.
     """
 
     replaced: tuple[Replaced, ...] = ()
     left_alone: tuple[LeftAlone, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def counts(self) -> tuple[Count, ...]:
         """How many ops each implementation serves, those inside composites too, the most frequent first."""
@@ -86,9 +89,14 @@ class GraftReport:
             "replaced": [asdict(row) for row in self.replaced],
             "left_alone": [asdict(row) for row in self.left_alone],
             "counts": [asdict(row) for row in self.counts()],
+            "notes": list(self.notes),
         }
 
     def __str__(self) -> str:
+        return "\n".join([self.tables(), *("\n" + textwrap.fill(note, WIDTH) for note in self.notes)])
+
+    def tables(self) -> str:
+        """The report as text, without the notes."""
         head = [f"{len(self.replaced)} modules replaced, {len(self.left_alone)} left alone"]
         served = [(str(row.count), row.op, f"{row.implementation} of {row.provider}") for row in self.counts()]
         if served:

@@ -54,7 +54,8 @@ def _functions(cls: type, function: Any, seen: set[Any]) -> Iterator[FunctionTyp
         found = inspect.getattr_static(cls, name, None) if name not in vars(nn.Module) else None
         found = found if found is not None else function.__globals__.get(name)
         if getattr(found, "__module__", None) == function.__module__:
-            yield from _functions(cls, inspect.unwrap(getattr(found, "__func__", found)), seen)
+            plain: Any = getattr(found, "__func__", found)
+            yield from _functions(cls, inspect.unwrap(plain), seen)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

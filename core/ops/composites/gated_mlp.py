@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from opgraft.binding.custom_op import CustomOp
 from opgraft.ops.activation.modules import GeluAndMul, SiluAndMul
 from opgraft.ops.checks import expect_choice
@@ -11,7 +12,6 @@ from opgraft.ops.composites.composite import epilogue_of, is_observed, may_stand
 from opgraft.ops.composites.joint import JointLayer
 from opgraft.ops.linear import functional as forms
 from opgraft.ops.linear.modules import Linear
-import torch
 from torch import Tensor, nn
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
