@@ -307,7 +307,7 @@ def test_types_of_layers_without_frequencies(rotated: Shapes) -> None:
 
 
 def test_tables_for_more_tokens_than_there_are_queries(rotated: Shapes) -> None:
-    """A draft model attends to states of another model: keys have more positions than queries, which the op does not do."""
+    """A draft model attends to states of another model: keys have more positions than queries."""
     config = transformers.MuseGlimmerAssistantConfig(**SIZES, target_layer_ids=[1, 2])
     model = transformers.AutoModel.from_config(config).eval()
     x, context = torch.randn(1, 4, 64), torch.randn(1, 3, 128)
