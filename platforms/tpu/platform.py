@@ -8,9 +8,9 @@ import torch
 from opgraft.errors import PlatformError
 from opgraft.machine.machine import Machine
 from opgraft.platform import DeviceCapability, DeviceMemory, Platform
-from opgraft.platforms.tpu.runtime import Runtime
 from opgraft.platforms.tpu.packages import RuntimePackage, choose
 from opgraft.platforms.tpu.probe import VISIBILITY_VARIABLES, probe
+from opgraft.platforms.tpu.runtime import Runtime
 
 
 class TpuPlatform(Platform):
