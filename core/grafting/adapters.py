@@ -20,13 +20,11 @@ from opgraft.grafting.expressions import (
     Expression,
     NotExpressible,
     activation_form,
-    constants_of,
     expression_of,
-    norm_form,
-    result_dtype,
 )
 from opgraft.grafting.interface import check_interface
-from opgraft.ops import GELU, FastGELU, GemmaRMSNorm, LayerNorm, Linear, NewGELU, QuickGELU, RMSNorm, SiLU
+from opgraft.grafting.norms import NORMS, Norm, check_dtypes
+from opgraft.ops import GELU, FastGELU, LayerNorm, Linear, NewGELU, QuickGELU, RMSNorm, SiLU
 from torch import Tensor, nn
 
 _TANH_SCALE = math.sqrt(2.0 / math.pi)
@@ -41,16 +39,6 @@ _ACTIVATIONS: tuple[tuple[str, type[nn.Module], dict[str, Any], Callable[[Tensor
     ("SiLU", SiLU, {}, F.silu),
 )
 
-_NORMS: tuple[tuple[str, type[nn.Module], Callable[[Tensor, Tensor, float], Tensor]], ...] = (
-    ("RMS norm", RMSNorm, lambda x, weight, eps: weight * x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps)),
-    (
-        "Gemma's RMS norm",
-        GemmaRMSNorm,
-        lambda x, weight, eps: (1 + weight) * x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps),
-    ),
-)
-
-
 def builtin_adapters(dtype: torch.dtype | None = None) -> tuple[Adapter, ...]:
     """The built-in rows, in the order in which they are tried. The last one says why a module is not recognised.
 
@@ -64,7 +52,7 @@ def builtin_adapters(dtype: torch.dtype | None = None) -> tuple[Adapter, ...]:
         Adapter("torch.nn.GELU", GELU, _gelu),
         Adapter("torch.nn.SiLU", SiLU, _silu),
         *(Adapter(name, op, partial(leaves.activation, form, kwargs)) for name, op, kwargs, form in _ACTIVATIONS),
-        *(Adapter(name, op, partial(leaves.norm, form)) for name, op, form in _NORMS),
+        *(Adapter(norm.name, norm.op, partial(leaves.norm, norm)) for norm in NORMS),
         *composite_adapters(),
         Adapter("none", CustomOp, leaves.refuse),
     )
@@ -93,7 +81,7 @@ def _rms_norm(dtype: torch.dtype | None, module: nn.Module) -> Mapping[str, Any]
         return None
     if len(module.normalized_shape) != 1:
         raise LeaveAlone("RMSNorm takes the mean over one dimension, this module over several")
-    _check_dtypes(module, dtype)
+    check_dtypes(module, dtype)
     eps = module.eps
     if eps is None:
         if module.weight is None:
@@ -126,17 +114,14 @@ class _Leaves:
         check_interface(type(module))
         return kwargs
 
-    def norm(self, form: Callable[[Tensor, Tensor, float], Tensor], module: nn.Module) -> Mapping[str, Any] | None:
+    def norm(self, norm: Norm, module: nn.Module) -> Mapping[str, Any] | None:
         expression = self._expression(module)
-        if "weight" not in module._parameters or isinstance(expression, NotExpressible):
-            return None
-        shape = module.get_parameter("weight").shape
-        eps = next((c for c in constants_of(expression) if c > 0 and norm_form(form, c) == expression), None)
-        if eps is None or len(shape) != 1 or shape[0] == 1:  # one number may scale an input of any width
+        found = None if isinstance(expression, NotExpressible) else norm.settings(module, expression)
+        if found is None:
             return None
         check_interface(type(module))
-        _check_dtypes(module, self._dtype)
-        return {"hidden_size": shape[0], "eps": eps}
+        check_dtypes(module, self._dtype)
+        return found
 
     def refuse(self, module: nn.Module) -> None:
         if not module._modules or module._parameters:
@@ -150,28 +135,12 @@ class _Leaves:
         return self._seen[module]
 
 
-def _check_dtypes(module: nn.Module, dtype: torch.dtype | None) -> None:
-    """Raise ``LeaveAlone`` if a norm may round or promote otherwise than the op on input of another dtype.
-
-    The op multiplies in the weight's dtype and returns the input's. Many norms promote: with a float32 weight they
-    make float32 of bfloat16 input.
-    """
-    weight = module._parameters["weight"]
-    if weight is None or dtype in (None, weight.dtype):
-        return
-    narrower = torch.promote_types(weight.dtype, dtype) != weight.dtype
-    if narrower or result_dtype(module, dtype, weight.dtype) != dtype:
-        raise LeaveAlone(
-            f"its weight is {weight.dtype} in a model of {dtype}: the op would return another dtype, or round otherwise"
-        )
-
-
 def _attempt(module: nn.Module) -> Expression | NotExpressible:
     tensors = {name for name, value in (*module._parameters.items(), *module._buffers.items()) if value is not None}
     if type(module).__module__.startswith("torch.") or module._modules:
         return NotExpressible()
-    if tensors - {"weight"} or module._buffers:
-        return NotExpressible("it has other tensors than one weight")
+    if tensors - {"weight", "bias"} or module._buffers:
+        return NotExpressible("it has other tensors than a weight and a bias")
     try:
         return expression_of(module)
     except NotExpressible as verdict:
