@@ -8,8 +8,8 @@ import sys
 from typing import NoReturn
 
 import click
-import opgraft
 from opgraft.errors import OpgraftError
+from opgraft.version import __version__
 
 _COMMANDS = {
     "detect": ("opgraft.cli.detect", "Which platform this machine gets, and why."),
@@ -42,7 +42,7 @@ class _LazyGroup(click.Group):
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(opgraft.__version__, prog_name="opgraft")
+@click.version_option(__version__, prog_name="opgraft")
 def cli() -> None:
     """A plugin host that grafts device kernels onto PyTorch models.
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import click
-from opgraft import inventory
-from opgraft.binding import bind
+from opgraft.binding.specialisation import bind
 from opgraft.cli.output import json_option, print_json, print_table, print_wrapped, with_settings
 from opgraft.errors import ConflictError, InputError, close_matches
 from opgraft.ops import CustomOp
 from opgraft.plugins.host import load_plugins
 from opgraft.plugins.selection import current_platform
 from opgraft.state import host_state
+from opgraft.testing import inventory
 
 
 @click.group("ops")

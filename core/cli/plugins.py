@@ -120,7 +120,7 @@ def _load() -> OpgraftError | None:
 
 def _conflicts() -> list[str]:
     """Ops for which no choice can be made here, each with the error that constructing them would raise."""
-    from opgraft.binding import bind
+    from opgraft.binding.specialisation import bind
 
     found = []
     for cls in {r.target for r in host_state().active if r.target} | {
@@ -135,7 +135,7 @@ def _conflicts() -> list[str]:
 
 def _never_used() -> list[str]:
     """Active replacements that are not what constructing their target yields here, with the reason."""
-    from opgraft.binding import bind
+    from opgraft.binding.specialisation import bind
 
     found = []
     for replacement in host_state().active:
