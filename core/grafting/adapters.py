@@ -39,6 +39,7 @@ _ACTIVATIONS: tuple[tuple[str, type[nn.Module], dict[str, Any], Callable[[Tensor
     ("SiLU", SiLU, {}, F.silu),
 )
 
+
 def builtin_adapters(dtype: torch.dtype | None = None) -> tuple[Adapter, ...]:
     """The built-in rows, in the order in which they are tried. The last one says why a module is not recognised.
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from opgraft.adapter import LeaveAlone
-from opgraft.definitions.layernorm import rms_norm_gated
-from opgraft.grafting.expressions import METHODS, Expression, NotExpressible, constants_of
+from opgraft.grafting.expressions import METHODS, Expression, NotExpressible, constants_of, product_form
 from opgraft.grafting.interface import check_interface
+from opgraft.ops.layernorm.functional import rms_norm_gated
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -27,19 +27,17 @@ _ROWS = (2, 3)
 
 def gated_norm(dtype: torch.dtype | None, module: nn.Module) -> Mapping[str, Any] | None:
     """The arguments for ``RMSNormGated`` if a module computes it, in a model whose activations have the ``dtype``."""
-    gate_is_optional = _takes_a_gate(module)
-    if gate_is_optional is None:
+    arguments = _arguments(module)
+    expression = _expression(module, True) if arguments else None
+    if expression is None:
         return None
-    try:
-        expression, ungated = _expression(module, True), gate_is_optional and _expression(module, False)
-    except Exception:  # that it has no expression, or whatever code of the model's author raises when it is traced
-        return None
-    size = module.get_parameter("weight").shape[0]
+    ungated = _expression(module, False) if arguments[1].default is None else None
+    size = len(module.get_parameter("weight"))
     for eps, group_size, before, activation in _settings(expression, size):
         if _form(size, eps, group_size, before, activation, True) != expression:
             continue
-        if gate_is_optional and _form(size, eps, group_size, before, activation, False) != ungated:
-            return None
+        if ungated is not None and _form(size, eps, group_size, before, activation, False) != ungated:
+            continue
         check_interface(type(module))
         _check_dtype(module, dtype)
         settings = {"group_size": group_size, "norm_before_gate": before, "activation": activation}
@@ -47,17 +45,17 @@ def gated_norm(dtype: torch.dtype | None, module: nn.Module) -> Mapping[str, Any
     return None
 
 
-def _takes_a_gate(module: nn.Module) -> bool | None:
-    """Whether the gate may be missing, ``None`` for a module that is no candidate: one weight, an input and a gate."""
+def _arguments(module: nn.Module) -> list[inspect.Parameter]:
+    """The arguments of a forward that takes an input and a gate, if the module has one weight and nothing else."""
     weight = module._parameters.get("weight")
     tensors = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+    if weight is None or len(tensors) != 1 or module._modules or weight.dim() != 1 or len(weight) == 1:
+        return []
     arguments = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    plain = len(arguments) == 2 and all(p.kind is p.POSITIONAL_OR_KEYWORD for p in arguments)
-    if not plain or weight is None or len(tensors) != 1 or module._modules or weight.dim() != 1 or len(weight) == 1:
-        return None
-    if arguments[0].default is not arguments[0].empty or arguments[1].default not in (None, arguments[1].empty):
-        return None
-    return arguments[1].default is None
+    if len(arguments) != 2 or any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in arguments):
+        return []
+    first, second = (p.default for p in arguments)
+    return arguments if first is inspect.Parameter.empty and second in (None, inspect.Parameter.empty) else []
 
 
 def _settings(expression: Expression, size: int) -> Iterator[tuple[float, int | None, bool, str]]:
@@ -74,17 +72,17 @@ def _views(expression: Expression) -> Iterator[tuple[int, ...]]:
             yield from _views(part)
 
 
-def _expression(module: nn.Module, gated: bool) -> Expression:
-    """The expression of a forward with or without a gate, the same in training and in evaluation."""
-    size = module.get_parameter("weight").shape[0]
-    found = []
+def _expression(module: nn.Module, gated: bool) -> Expression | None:
+    """The expression of a forward with or without a gate; ``None`` if it has none, or another one in training."""
+    size, found = len(module.get_parameter("weight")), []
     for training in (False, True):
         twin = copy.copy(module)  # what tracing sets on the module stays off the model
         twin.__dict__["training"] = training
-        found.append(_traced(functools.partial(_called, twin), size, gated))
-    if found[0] != found[1]:
-        raise NotExpressible("it computes something else in training mode")
-    return found[0]
+        try:
+            found.append(_traced(functools.partial(_called, twin), size, gated))
+        except Exception:  # that it has no expression, or whatever code of the model's author raises when it is traced
+            return None
+    return found[0] if found[0] == found[1] else None
 
 
 def _called(module: nn.Module, x: Tensor, weight: Tensor, *gate: Tensor) -> Tensor:
@@ -119,15 +117,24 @@ def _value(node: fx.Node, values: dict[fx.Node, Expression]) -> Expression:
     name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
     if name in ("view", "_unsafe_view"):
-        return _view(args[0], tuple(args[1]))
+        source: Any = node.args[0]
+        return _view(args[0], tuple(source.meta["val"].shape), tuple(node.meta["val"].shape))
     if name not in METHODS:
         raise NotExpressible(f"it uses {name}")
     return METHODS[name](*args, **kwargs)
 
 
-def _view(a: Expression, shape: tuple[int, ...]) -> Expression:
-    """A view back to the former shape undoes one, elementwise operations in between being the same on both."""
-    return ("view", shape, a)
+def _view(a: Expression, former: tuple[int, ...], shape: tuple[int, ...]) -> Expression:
+    """A view of an expression. On a product of elements and what groups have in common, a view back undoes others."""
+    if shape == former:
+        return a
+    if len(shape) > len(former):
+        return ("view", shape, a)
+    factors = [a] if a[0] == "view" else [base for base, exponent in a[2] if exponent == 1 and base[0] == "view"]
+    if a[0] not in ("view", "product"):
+        return ("view", shape, a)
+    rest = METHODS["mul"](a, product_form(*(METHODS["pow"](factor, -1) for factor in factors))) if factors else a
+    return product_form(rest, *(factor[2] for factor in factors))
 
 
 def _check_dtype(module: nn.Module, dtype: torch.dtype | None) -> None:

@@ -31,7 +31,9 @@ def candidates(model: nn.Module) -> Iterator[dict[str, Any]]:
 def _required(model: nn.Module, main: str) -> dict[str, Any]:
     """What else a forward asks for without a default."""
     parameters = inspect.signature(model.forward).parameters.values()
-    names = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and p.name != main]
+    names = [
+        p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and p.name != main
+    ]
     found = {name: next(iter(_MAKERS[name](model)), None) for name in names if name in _MAKERS}
     if "bbox" in inspect.signature(model.forward).parameters:
         found["bbox"] = tokens()[..., None].expand(-1, -1, 4).clone()

@@ -59,7 +59,11 @@ class Way:
 
 
 # Tried in this order: some models ask for relations between sizes that no name tells.
-WAYS = (Way(re.compile("")), Way(re.compile(""), HEADS), Way(re.compile(r"layers?$|blocks|depth|vocab|max_|image_size")))
+WAYS = (
+    Way(re.compile("")),
+    Way(re.compile(""), HEADS),
+    Way(re.compile(r"layers?$|blocks|depth|vocab|max_|image_size")),
+)
 
 
 def tiny(cls: type[PreTrainedConfig], way: Way = WAYS[0]) -> PreTrainedConfig:
@@ -95,7 +99,7 @@ def tiny(cls: type[PreTrainedConfig], way: Way = WAYS[0]) -> PreTrainedConfig:
 def _read(config: PreTrainedConfig, name: str) -> Any:
     try:
         return getattr(config, name, None)
-    except Exception:  # noqa: BLE001  # what differs from layer to layer
+    except Exception:  # what differs from layer to layer
         return None
 
 
@@ -125,8 +129,12 @@ def _shrunk_list(name: str, values: Any) -> list[int]:
 def _token_ids(default: PreTrainedConfig, names: set[str]) -> dict[str, Any]:
     """Special tokens inside the small vocabulary, each its own number, above those of ordinary tokens."""
     special = [
-        n for n in sorted(names | set(vars(default))) if re.search(r"token_(id|index)$|_id$", n) and type(_read(default, n)) is int
+        n
+        for n in sorted(names | set(vars(default)))
+        if re.search(r"token_(id|index)$|_id$", n) and type(_read(default, n)) is int
     ]
     found = {name: getattr(default, name) for name in special}
-    number = {value: VOCABULARY - 1 - i for i, value in enumerate(sorted({v for v in found.values() if v >= VOCABULARY - 64}))}
+    number = {
+        value: VOCABULARY - 1 - i for i, value in enumerate(sorted({v for v in found.values() if v >= VOCABULARY - 64}))
+    }
     return {name: number.get(value, value) for name, value in found.items() if value in number}
