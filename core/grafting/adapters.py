@@ -22,9 +22,24 @@ from opgraft.grafting.expressions import (
     activation_form,
     expression_of,
 )
+from opgraft.grafting.gated_norms import gated_norm
 from opgraft.grafting.interface import check_interface
 from opgraft.grafting.norms import NORMS, Norm, check_dtypes
-from opgraft.ops import GELU, FastGELU, LayerNorm, Linear, NewGELU, QuickGELU, RMSNorm, SiLU
+from opgraft.grafting.transposed import transposed_linear
+from opgraft.ops import (
+    GELU,
+    FastGELU,
+    LayerNorm,
+    Linear,
+    NewGELU,
+    QuickGELU,
+    ReLU,
+    ReLUSquaredActivation,
+    RMSNorm,
+    RMSNormGated,
+    SiLU,
+    TransposedLinear,
+)
 from torch import Tensor, nn
 
 _TANH_SCALE = math.sqrt(2.0 / math.pi)
@@ -37,6 +52,8 @@ _ACTIVATIONS: tuple[tuple[str, type[nn.Module], dict[str, Any], Callable[[Tensor
     ("fast GELU", FastGELU, {}, lambda x: 0.5 * x * (1 + torch.tanh(_TANH_SCALE * x * (1 + 0.044715 * x**2)))),
     ("quick GELU", QuickGELU, {}, lambda x: x * torch.sigmoid(1.702 * x)),
     ("SiLU", SiLU, {}, F.silu),
+    ("ReLU", ReLU, {}, F.relu),
+    ("squared ReLU", ReLUSquaredActivation, {}, lambda x: F.relu(x) ** 2),
 )
 
 
@@ -51,9 +68,12 @@ def builtin_adapters(dtype: torch.dtype | None = None) -> tuple[Adapter, ...]:
         Adapter("torch.nn.LayerNorm", LayerNorm, _layer_norm),
         Adapter("torch.nn.RMSNorm", RMSNorm, partial(_rms_norm, dtype)),
         Adapter("torch.nn.GELU", GELU, _gelu),
-        Adapter("torch.nn.SiLU", SiLU, _silu),
+        Adapter("torch.nn.SiLU", SiLU, partial(_elementwise, nn.SiLU)),
+        Adapter("torch.nn.ReLU", ReLU, partial(_elementwise, nn.ReLU)),
         *(Adapter(name, op, partial(leaves.activation, form, kwargs)) for name, op, kwargs, form in _ACTIVATIONS),
         *(Adapter(norm.name, norm.op, partial(leaves.norm, norm)) for norm in NORMS),
+        Adapter("gated RMS norm", RMSNormGated, partial(gated_norm, dtype)),
+        Adapter("transposed linear", TransposedLinear, transposed_linear),
         *composite_adapters(),
         Adapter("none", CustomOp, leaves.refuse),
     )
@@ -96,8 +116,8 @@ def _gelu(module: nn.Module) -> Mapping[str, Any] | None:
     return {"approximate": module.approximate} if type(module) is nn.GELU else None
 
 
-def _silu(module: nn.Module) -> Mapping[str, Any] | None:
-    return {"inplace": module.inplace} if type(module) is nn.SiLU else None
+def _elementwise(cls: type[nn.Module], module: nn.Module) -> Mapping[str, Any] | None:
+    return {"inplace": module.inplace} if type(module) is cls else None
 
 
 class _Leaves:

@@ -42,7 +42,8 @@ def expression_of(module: nn.Module) -> Expression:
     in_eval, in_training = (_expression(_in_mode(module, training)) for training in (False, True))
     if in_eval != in_training:
         raise NotExpressible("it computes something else in training mode")
-    if result_dtype(module, torch.bfloat16, torch.bfloat16) != torch.bfloat16:
+    width = in_eval[1] if isinstance(in_eval, tuple) and in_eval[0] == "rows" else None
+    if result_dtype(module, torch.bfloat16, torch.bfloat16, width) != torch.bfloat16:
         raise NotExpressible("it returns another dtype than its input's")
     return in_eval
 
@@ -109,10 +110,15 @@ def _in_mode(module: nn.Module, training: bool) -> nn.Module:
     return twin
 
 
-def result_dtype(module: nn.Module, dtype: torch.dtype, weight_dtype: torch.dtype) -> torch.dtype | None:
-    """The dtype of the result for input and parameters of these dtypes; ``None`` if it has not the input's shape."""
+def result_dtype(
+    module: nn.Module, dtype: torch.dtype, weight_dtype: torch.dtype, width: int | None = None
+) -> torch.dtype | None:
+    """The dtype of the result for input and parameters of these dtypes; ``None`` if it has not the input's shape.
+
+    The input's rows have the size ``width``, or that of the first parameter.
+    """
     shapes = [parameter.shape for parameter in module.parameters()]
-    width = shapes[0][-1] if shapes else 8
+    width = width or (shapes[0][-1] if shapes else 8)
     x = torch.empty(2, 3, width, dtype=dtype, device="meta")
     weights = {name: torch.empty(p.shape, dtype=weight_dtype, device="meta") for name, p in module.named_parameters()}
     with torch.no_grad(), warnings.catch_warnings():
@@ -304,6 +310,12 @@ def _silu(input: Expression, inplace: bool = False) -> Expression:
     return _mul(input, ("sigmoid", input))
 
 
+def _relu(input: Expression, inplace: bool = False) -> Expression:
+    if inplace:
+        raise NotExpressible("it changes its input in place")
+    return ("relu", input)
+
+
 def _getattr(a: Expression, name: str) -> Expression:
     if name != "dtype":
         raise NotExpressible(f"it reads .{name} of a tensor")
@@ -335,6 +347,7 @@ _RULES: list[tuple[Callable[..., Expression], tuple[str, ...], tuple[Callable[..
     (_getattr, (), (getattr,)),
     (_gelu, (), (F.gelu,)),
     (_silu, ("silu",), (F.silu,)),
+    (_relu, ("relu",), (F.relu, torch.relu)),
     *(
         (_function(name), (name,), (getattr(torch, name), *more))
         for name, more in (("tanh", (F.tanh,)), ("sigmoid", (F.sigmoid,)), ("erf", (torch.special.erf,)))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from opgraft.adapter import LeaveAlone
 from opgraft.grafting.expressions import Expression, constants_of, norm_form, result_dtype
-from opgraft.ops import GemmaRMSNorm, LayerNorm, RMSNorm
+from opgraft.ops import GemmaRMSNorm, LayerNorm, RMSNorm, UnscaledRMSNorm
 from torch import Tensor, nn
 
 _Formula = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -37,6 +37,8 @@ class Norm:
             return None
         size, expression = _size_of(module, expression)
         eps = next((c for c in constants_of(expression) if c > 0 and norm_form(self.formula, c) == expression), None)
+        if eps is not None and self.op is UnscaledRMSNorm:
+            return {"eps": eps}
         if eps is None or size is None:
             return None
         if self.op is LayerNorm:
@@ -47,7 +49,7 @@ class Norm:
 
 def _size_of(module: nn.Module, expression: Expression) -> tuple[int | None, Expression]:
     """The size of the rows that a module takes, ``None`` if it takes several, and its expression without that size."""
-    if expression[0] == "rows":
+    if isinstance(expression, tuple) and expression[0] == "rows":
         return expression[1], expression[2]
     shapes = {tuple(p.shape) for p in module._parameters.values() if p is not None}
     (shape,) = shapes if len(shapes) == 1 else ((),)
@@ -66,6 +68,7 @@ def _layer(x: Tensor, eps: float) -> Tensor:
 
 NORMS = (
     Norm("RMS norm", RMSNorm, lambda x, weight, bias, eps: weight * _rms(x, eps)),
+    Norm("RMS norm without weight", UnscaledRMSNorm, lambda x, weight, bias, eps: _rms(x, eps), ()),
     Norm("Gemma's RMS norm", GemmaRMSNorm, lambda x, weight, bias, eps: (1 + weight) * _rms(x, eps)),
     Norm(
         "layer norm",

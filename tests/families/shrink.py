@@ -52,16 +52,18 @@ _WIDTHS = re.compile(r"size|dim|channel|width|embed|filters")
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A way to shrink: the names that it is for, and the number of heads of keys and values."""
+    """A way to shrink: the names that it is for, the number of heads of keys and values, and of layers."""
 
-    names: re.Pattern[str]
+    names: re.Pattern[str] = re.compile("")
     key_value_heads: int = 2
+    layers: int = 2
 
 
 # Tried in this order: some models ask for relations between sizes that no name tells.
 WAYS = (
-    Way(re.compile("")),
-    Way(re.compile(""), HEADS),
+    Way(),
+    Way(key_value_heads=HEADS),
+    Way(layers=8),
     Way(re.compile(r"layers?$|blocks|depth|vocab|max_|image_size")),
 )
 
@@ -78,10 +80,12 @@ def tiny(cls: type[PreTrainedConfig], way: Way = WAYS[0]) -> PreTrainedConfig:
             sizes[name] = way.key_value_heads if _KEY_VALUE_HEADS.search(name) else _FILLED[name]
         elif isinstance(value, PreTrainedConfig):
             sizes[name] = tiny(type(value), way)
-        elif declared is None and not isinstance(value, int):
+        elif declared is None and not isinstance(value, int) and not isinstance(value, Mapping):
             continue  # computed from others, such as the kinds of layers
         else:
             small = _shrunk(name, value) if way.names.search(name) else value
+            if small == 2 and name in ("num_hidden_layers", "num_layers", "n_layer"):
+                small = way.layers
             if small == 2 and _KEY_VALUE_HEADS.search(name):
                 small = way.key_value_heads
             if small != value or declared is not None:
