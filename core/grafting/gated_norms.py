@@ -13,7 +13,7 @@ import torch
 from opgraft.adapter import LeaveAlone
 from opgraft.grafting.expressions import Expression, constants_of
 from opgraft.grafting.interface import check_interface
-from opgraft.grafting.traced import ROWS, traced_function, traced_module
+from opgraft.grafting.traced import SHAPES, traced_function, traced_module
 from opgraft.ops.layernorm.functional import rms_norm_gated
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -25,12 +25,11 @@ def gated_norm(dtype: torch.dtype | None, module: nn.Module) -> Mapping[str, Any
     if not arguments:
         return None
     size = len(module.get_parameter("weight"))
-    expression = traced_module(module, ("weight",), *_inputs(size, True))
-    if expression is None:
-        return None
-    ungated = traced_module(module, ("weight",), *_inputs(size, False)) if arguments[1].default is None else None
-    for settings in _settings(expression, size):
-        if _form(size, True, *settings) == expression and ungated in (None, _form(size, False, *settings)):
+    calls = [(rows, gated) for rows in SHAPES for gated in (True, False) if gated or arguments[1].default is None]
+    found = {call: traced_module(module, ("weight",), *_inputs(size, *call)) for call in calls}
+    for settings in _settings(found[calls[0]], size):
+        # Where a module takes no such input the op takes more than it.
+        if all(expression in (None, _form(size, call, *settings)) for call, expression in found.items()):
             check_interface(type(module))
             _check_dtype(module, dtype)
             names = ("eps", "group_size", "norm_before_gate", "activation")
@@ -51,8 +50,8 @@ def _arguments(module: nn.Module) -> list[inspect.Parameter]:
     return arguments if first is inspect.Parameter.empty and second in (None, inspect.Parameter.empty) else []
 
 
-def _inputs(size: int, gated: bool) -> list[Tensor]:
-    return [torch.zeros(*ROWS, size) for _ in range(1 + gated)]
+def _inputs(size: int, rows: tuple[int, ...], gated: bool) -> list[Tensor]:
+    return [torch.zeros(*rows, size) for _ in range(1 + gated)]
 
 
 def _settings(expression: Expression, size: int) -> Iterator[tuple[float, int | None, bool, str]]:
@@ -71,18 +70,20 @@ def _views(expression: Expression) -> Iterator[tuple[int, ...]]:
 
 
 @functools.lru_cache(maxsize=256)
-def _form(size: int, gated: bool, eps: float, group_size: int | None, before: bool, activation: str) -> Expression:
+def _form(
+    size: int, call: tuple[tuple[int, ...], bool], eps: float, group_size: int | None, before: bool, activation: str
+) -> Expression:
     def form(parameters: Mapping[str, Tensor], x: Tensor, z: Tensor | None = None) -> Tensor:
         return rms_norm_gated.native(x, parameters["weight"], z, eps, group_size, before, activation)
 
-    return traced_function(form, {"weight": (size,)}, *_inputs(size, gated))
+    return traced_function(form, {"weight": (size,)}, *_inputs(size, *call))
 
 
 def _check_dtype(module: nn.Module, dtype: torch.dtype | None) -> None:
     """Raise ``LeaveAlone`` if the norm would return another dtype than its input's, which the op returns."""
     weight = module.get_parameter("weight")
     for given in dict.fromkeys((dtype or weight.dtype, weight.dtype)):
-        x = torch.empty(*ROWS, len(weight), dtype=given, device="meta")
+        x = torch.empty(*SHAPES[0], len(weight), dtype=given, device="meta")
         parameters = {"weight": torch.empty_like(weight, device="meta")}
         with torch.no_grad():
             returned = functional_call(copy.copy(module), parameters, (x, x)).dtype

@@ -1,8 +1,7 @@
 """What a module computes of tensors of given shapes, as an expression.
 
 Some forwards take the shape of their input apart, which symbolic tracing cannot follow. So ``make_fx`` traces them with
-tensors of one shape, down to torch's own operations, and an op that they may be is traced with the same. The sizes are
-chosen such that no two that could be mixed up are the same.
+tensors of a few shapes, down to torch's own operations, and an op that they may be is traced with the same.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
-ROWS = (2, 3)
-"""The shape of an input before its last dimension."""
+SHAPES = ((2, 3), (2, 1), (6,))
+"""Shapes of an input before its last dimension: the usual one, a single token, and no batch."""
 
 
 def traced_module(module: nn.Module, parameters: tuple[str, ...], *arguments: Tensor) -> Expression | None:

@@ -69,7 +69,7 @@ WAYS = (
 
 
 def tiny(cls: type[PreTrainedConfig], way: Way = WAYS[0]) -> PreTrainedConfig:
-    """A configuration of ``cls`` with small numbers where ``way`` finds their names, and sub-configurations likewise."""
+    """A configuration of ``cls`` with small numbers where ``way`` finds their names, in its parts too."""
     default = cls()
     names = {f.name for f in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set(vars(default))
     own = {f.name for f in dataclasses.fields(PreTrainedConfig)} - {"vocab_size"}

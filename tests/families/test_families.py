@@ -14,11 +14,11 @@ import torch
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the import, which reads it
 pytest.importorskip("transformers")
 
-from families.registry import families  # noqa: E402
-from families.sweep import NotRun, build, floats, forward, gradients  # noqa: E402
-from opgraft import CustomOp, graft, ungraft  # noqa: E402
-from opgraft.ops import ApplyRotaryEmb  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+from families.registry import families
+from families.sweep import NotRun, build, floats, forward, gradients
+from opgraft import CustomOp, graft, ungraft
+from opgraft.ops import ApplyRotaryEmb
+from torch import Tensor, nn
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
