@@ -49,7 +49,8 @@ class Rotation:
     def repeats(self, table: Tensor) -> bool:
         """Return whether a table has each number twice, where this rotation expects it."""
         half = table.shape[-1] // 2
-        first, second = (table[..., ::2], table[..., 1::2]) if self.table_in_pairs else table.split(half, -1)
+        halves = table[..., :half], table[..., half:]
+        first, second = (table[..., ::2], table[..., 1::2]) if self.table_in_pairs else halves
         return not table.is_meta and torch.equal(first, second)
 
     def apply(self, op: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -58,7 +59,7 @@ class Rotation:
         cos, sin = (table[..., ::2] if self.table_in_pairs else table[..., :half] for table in (cos, sin))
         rotated, rest = x[..., :size], x[..., size:]
         if self.to_halves:
-            rotated = rotated.unflatten(-1, (half, 2)).transpose(-1, -2).flatten(-2)
+            rotated = torch.cat((rotated[..., ::2], rotated[..., 1::2]), dim=-1)
         rotated = _by_token(op, rotated, cos, sin)
         return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 

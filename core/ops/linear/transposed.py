@@ -23,6 +23,8 @@ class TransposedLinear(PluggableLayer):
         ``[..., in_features]`` to ``[..., out_features]``; the weight is ``[in_features, out_features]``.
     """
 
+    bias: nn.Parameter | None
+
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__()
         self.in_features = in_features
