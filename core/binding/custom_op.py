@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeVar
 
 from opgraft.binding.specialisation import Binding, bind, enforced, op_name_of
 from opgraft.decision import Decision
-from opgraft.errors import MissingKernelError, RegistrationError
+from opgraft.errors import GraftError, MissingKernelError, RegistrationError
 from opgraft.platform import Platform
 from opgraft.plugins.discovery import discover
 from opgraft.registry.declarations import Replacement
@@ -99,6 +99,13 @@ class CustomOp(nn.Module):
         if type(self) is not self._binding.specialisation:
             return reduced
         return (_restore, (self._binding,), *reduced[2:])
+
+    def __prepare_scriptable__(self) -> Any:
+        """Say to ``torch.jit.script``, which asks each module, that an op is none of what it can compile."""
+        raise GraftError(
+            f"torch.jit.script cannot compile the op {self.op_class.__qualname__}, which binds its kernel in Python: "
+            "opgraft.ungraft(model) first, or use torch.jit.trace, torch.export or torch.compile"
+        )
 
     def _adopt(self, binding: Binding) -> None:
         self.__dict__["_binding"] = binding

@@ -122,6 +122,12 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
     return Binding(choice, kernel, specialise(kernel), background)
 
 
+def kernel_of(op: Any) -> Kernel:
+    """Return the kernel that an op is bound to."""
+    binding: Binding = op._binding
+    return binding.kernel.winner
+
+
 def op_name_of(cls: type, state: HostState) -> str | None:
     """The registered name that switches ``cls``: its own, or that of the nearest registered base."""
     names = {record.cls: name for name, record in state.registry.ops.items()}

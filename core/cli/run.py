@@ -109,7 +109,7 @@ def _print_as_text(
         print_wrapped(f"{text}\n  -> {answer}", indent="  ")
     click.echo()
     print_wrapped(selected_platform().decision.summary())
-    click.echo(f"\n{report}\n")
+    click.echo(f"\n{report.tables()}\n")
     if comparison:
         _print_comparison(comparison, report)
 

@@ -11,7 +11,6 @@ of an argument; ``("rows", size, argument)`` for what takes rows of that size on
 
 from __future__ import annotations
 
-import copy
 import functools
 import operator
 import warnings
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from opgraft.grafting.side_effects import changed_attribute, detached, side_effect_of
 from torch import fx, nn
 
 Expression = Any
@@ -105,7 +105,7 @@ def constants_of(expression: Expression) -> Iterator[float]:
 
 
 def _in_mode(module: nn.Module, training: bool) -> nn.Module:
-    twin = copy.copy(module)  # what tracing sets on the module stays off the model
+    twin = detached(module)  # what tracing sets on the module stays off the model
     twin.__dict__["training"] = training
     return twin
 
@@ -170,9 +170,16 @@ def _composition(module: nn.Module) -> Expression:
 
 
 def _graph(tracer: fx.Tracer, root: nn.Module | Callable[..., Any]) -> fx.Graph:
+    before = detached(root) if isinstance(root, nn.Module) else None
+    effect = side_effect_of(before) if before is not None else ""
+    if effect:
+        raise NotExpressible(effect)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return tracer.trace(root)
+        graph = tracer.trace(root)
+    if isinstance(root, nn.Module) and before is not None and changed_attribute(root, before):
+        raise NotExpressible(f"its forward changes {changed_attribute(root, before)}")
+    return graph
 
 
 def _result(graph: fx.Graph) -> Expression:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.specialisation import kernel_of, op_name_of
 from opgraft.decision import Provider
-from opgraft.text import table
+from opgraft.ops.composites.composite import Composite, served_by
+from opgraft.state import host_state
+from opgraft.text import WIDTH, table
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -64,10 +70,12 @@ class GraftReport:
             The rotary function that a forward calls has a row of its own, under its name below the module's path.
         left_alone: one row per module that stayed as it was although it has no children or has parameters of its own,
             is attention, or is known to an adapter.
+        notes: what code that works on the model afterwards may stumble over.
     """
 
     replaced: tuple[Replaced, ...] = ()
     left_alone: tuple[LeftAlone, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def counts(self) -> tuple[Count, ...]:
         """How many ops each implementation serves, those inside composites too, the most frequent first."""
@@ -81,9 +89,14 @@ class GraftReport:
             "replaced": [asdict(row) for row in self.replaced],
             "left_alone": [asdict(row) for row in self.left_alone],
             "counts": [asdict(row) for row in self.counts()],
+            "notes": list(self.notes),
         }
 
     def __str__(self) -> str:
+        return "\n".join([self.tables(), *("\n" + textwrap.fill(note, WIDTH) for note in self.notes)])
+
+    def tables(self) -> str:
+        """The report as text, without the notes."""
         head = [f"{len(self.replaced)} modules replaced, {len(self.left_alone)} left alone"]
         served = [(str(row.count), row.op, f"{row.implementation} of {row.provider}") for row in self.counts()]
         if served:
@@ -93,3 +106,22 @@ class GraftReport:
             rows = [(str(count), source, reason) for (source, reason), count in stayed]
             head += ["", *table([("count", "left alone", "reason"), *rows])]
         return "\n".join(head)
+
+
+def replaced_by(op: nn.Module, path: str, source: str, adapter: str, provider: Provider) -> Replaced:
+    """Describe an op in the place of a ``source``; ``provider`` answers for what is no ``CustomOp``."""
+    idle = {
+        layer.get_submodule(name) for layer in op.modules() if isinstance(layer, Composite) for name in layer.idle()
+    }
+    inside = [(name, part) for name, part in op.named_modules() if part is not op and isinstance(part, CustomOp)]
+    parts = tuple(Part(name, *_served(part)) for name, part in inside if part not in idle)
+    if not isinstance(op, CustomOp):
+        name = type(op).__name__
+        return Replaced(path, source, adapter, name, f"{type(op).__qualname__}.forward", provider, parts)
+    return Replaced(path, source, adapter, *_served(op), parts)
+
+
+def _served(op: CustomOp) -> tuple[str, str, Provider]:
+    """Give the name of an op, its kernel, and who provides that."""
+    name = op_name_of(op.op_class, host_state()) or op.op_class.__name__
+    return name, str(kernel_of(op)), served_by(op)

@@ -145,14 +145,16 @@ def test_a_pickle_is_read_in_another_process(tmp_path) -> None:
     """A saved model finds its class again where it is loaded, and an op that is bound there."""
     program = (
         "import sys, torch, opgraft, transformers\n"
-        "from opgraft.grafting import rotary\n"
+        "from opgraft.grafting.forwards import substitute\n"
+        "from opgraft.grafting.rotary import substitution_of\n"
         "from opgraft.ops import ApplyRotaryEmb\n"
         "config = transformers.LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, "
         "num_key_value_heads=2, intermediate_size=8, vocab_size=9)\n"
         "ids = torch.arange(6)[None]\n"
         "if sys.argv[1] == 'save':\n"
         "    model = transformers.AutoModelForCausalLM.from_config(config).eval()\n"
-        "    rotary.attach(model.model.layers[0].self_attn, 'apply_rotary_pos_emb', ApplyRotaryEmb())\n"
+        "    layer = model.model.layers[0].self_attn\n"
+        "    substitute(layer, ApplyRotaryEmb(), substitution_of('apply_rotary_pos_emb'))\n"
         "    torch.save((model, model(input_ids=ids).logits), sys.argv[2])\n"
         "else:\n"
         "    model, expected = torch.load(sys.argv[2], weights_only=False)\n"
@@ -189,7 +191,7 @@ def test_without_a_kernel_the_function_stays() -> None:
     """The native definition is no faster than what the file does, so nothing changes, and the report says so."""
     model = build()
     report = graft(model)
-    assert type(attention_of(model)) is modeling_llama.LlamaAttention
+    assert "opgraft_rotary" not in attention_of(model)._modules
     (reason,) = {row.reason for row in report.left_alone if row.source == "apply_rotary_pos_emb"}
     assert reason == "here apply_rotary_emb is its native definition, which is no faster"
 
@@ -221,7 +223,7 @@ def test_functions_that_compute_something_else_stay(function: Any, rotated: Shap
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", function)
     model = build()
     report = graft(model)
-    assert type(attention_of(model)) is modeling_llama.LlamaAttention
+    assert "opgraft_rotary" not in attention_of(model)._modules
     (reason,) = {row.reason for row in report.left_alone if "rotary" in row.source}
     assert reason == "apply_rotary_pos_emb computes something else than apply_rotary_emb on the halves of a head"
 

@@ -195,6 +195,8 @@ def expect_normalizable(
     """Raise ``ValueError`` unless ``layer_norm`` takes these."""
     sizes = tuple(normalized_shape)
     expect_floating("layer_norm", "x", x)
+    if x.is_nested:  # it does not tell its sizes
+        return
     if not sizes or x.shape[-len(sizes) :] != sizes:
         raise ValueError(f"layer_norm: x has shape {tuple(x.shape)}, expected it to end in {sizes}")
     for argument, values in (("weight", weight), ("bias", bias)):
