@@ -251,7 +251,7 @@ class _Planner:
             with self._reporting(rotary.ADAPTER):
                 rotary.check(module, name, self.model)
             with self._reporting(f"class {ApplyRotaryEmb.__name__}", OpgraftError):
-                op = ApplyRotaryEmb()
+                op = rotary.op_of(module, name)
             if kernel_of(op).method == "forward_native":
                 raise LeaveAlone("here apply_rotary_emb is its native definition, which is no faster")
         except LeaveAlone as verdict:

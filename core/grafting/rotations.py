@@ -95,8 +95,9 @@ def _computes(function: Function, rotation: Rotation, head_size: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     op = _Native(rotation.is_neox_style())
     for dtype, batch in ((torch.float32, 2), (torch.float32, 1), (torch.bfloat16, 2)):
-        query, key = (torch.randn(2, n, 5, head_size, generator=generator) for n in (4, 2))
-        angles = torch.randn(batch, 5, 4, generator=generator)
+        random = functools.partial(torch.randn, dtype=torch.float32, device="cpu", generator=generator)
+        query, key = (random(2, n, 5, head_size) for n in (4, 2))
+        angles = random(batch, 5, 4)
         angles = angles.repeat_interleave(2, -1) if rotation.table_in_pairs else angles.repeat(1, 1, 2)
         query, key, cos, sin = (t.to(dtype) for t in (query, key, angles.cos(), angles.sin()))
         try:
