@@ -24,7 +24,7 @@ from opgraft.grafting.expressions import (
 )
 from opgraft.grafting.gated_norms import gated_norm
 from opgraft.grafting.interface import check_interface
-from opgraft.grafting.norms import NORMS, Norm, check_dtypes
+from opgraft.grafting.norms import NORMS, UNKNOWN, Dtypes, Norm, check_dtypes
 from opgraft.grafting.transposed import transposed_linear
 from opgraft.ops import (
     GELU,
@@ -57,22 +57,22 @@ _ACTIVATIONS: tuple[tuple[str, type[nn.Module], dict[str, Any], Callable[[Tensor
 )
 
 
-def builtin_adapters(dtype: torch.dtype | None = None) -> tuple[Adapter, ...]:
+def builtin_adapters(dtypes: Dtypes = UNKNOWN) -> tuple[Adapter, ...]:
     """The built-in rows, in the order in which they are tried. The last one says why a module is not recognised.
 
-    The rows remember what they traced: use them for one walk over a model, whose activations have the ``dtype``.
+    The rows remember what they traced: use them for one walk over a model, whose parameters have the ``dtypes``.
     """
-    leaves = _Leaves(dtype)
+    leaves = _Leaves(dtypes)
     return (
         Adapter("torch.nn.Linear", Linear, _linear),
         Adapter("torch.nn.LayerNorm", LayerNorm, _layer_norm),
-        Adapter("torch.nn.RMSNorm", RMSNorm, partial(_rms_norm, dtype)),
+        Adapter("torch.nn.RMSNorm", RMSNorm, partial(_rms_norm, dtypes)),
         Adapter("torch.nn.GELU", GELU, _gelu),
         Adapter("torch.nn.SiLU", SiLU, partial(_elementwise, nn.SiLU)),
         Adapter("torch.nn.ReLU", ReLU, partial(_elementwise, nn.ReLU)),
         *(Adapter(name, op, partial(leaves.activation, form, kwargs)) for name, op, kwargs, form in _ACTIVATIONS),
         *(Adapter(norm.name, norm.op, partial(leaves.norm, norm)) for norm in NORMS),
-        Adapter("gated RMS norm", RMSNormGated, partial(gated_norm, dtype)),
+        Adapter("gated RMS norm", RMSNormGated, partial(gated_norm, dtypes.usual)),
         Adapter("transposed linear", TransposedLinear, transposed_linear),
         *composite_adapters(),
         Adapter("none", CustomOp, leaves.refuse),
@@ -97,12 +97,12 @@ def _layer_norm(module: nn.Module) -> Mapping[str, Any] | None:
     }
 
 
-def _rms_norm(dtype: torch.dtype | None, module: nn.Module) -> Mapping[str, Any] | None:
+def _rms_norm(dtypes: Dtypes, module: nn.Module) -> Mapping[str, Any] | None:
     if type(module) is not nn.RMSNorm:
         return None
     if len(module.normalized_shape) != 1:
         raise LeaveAlone("RMSNorm takes the mean over one dimension, this module over several")
-    check_dtypes(module, dtype)
+    check_dtypes(module, RMSNorm, dtypes)
     eps = module.eps
     if eps is None:
         if module.weight is None:
@@ -123,8 +123,8 @@ def _elementwise(cls: type[nn.Module], module: nn.Module) -> Mapping[str, Any] |
 class _Leaves:
     """Recognises modules without children by their expressions; each module is traced once."""
 
-    def __init__(self, dtype: torch.dtype | None) -> None:
-        self._dtype = dtype
+    def __init__(self, dtypes: Dtypes) -> None:
+        self._dtypes = dtypes
         self._seen: dict[nn.Module, Expression | NotExpressible] = {}
 
     def activation(
@@ -141,7 +141,7 @@ class _Leaves:
         if found is None:
             return None
         check_interface(type(module))
-        check_dtypes(module, self._dtype)
+        check_dtypes(module, norm.op, self._dtypes)
         return found
 
     def refuse(self, module: nn.Module) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from opgraft.adapter import LeaveAlone
@@ -81,17 +81,37 @@ NORMS = (
 )
 
 
-def check_dtypes(module: nn.Module, dtype: torch.dtype | None) -> None:
+class Dtypes(NamedTuple):
+    """The floating-point dtypes of a model's parameters.
+
+    Attributes:
+        usual: that of most elements, which activations are taken to have.
+        widest: that to which all promote.
+    """
+
+    usual: torch.dtype | None = None
+    widest: torch.dtype | None = None
+
+
+UNKNOWN = Dtypes()
+
+
+def check_dtypes(module: nn.Module, op: type[nn.Module], dtypes: Dtypes) -> None:
     """Raise ``LeaveAlone`` if a norm may round or promote otherwise than the op on input of another dtype.
 
     The op multiplies in the weight's dtype and returns the input's. Many norms promote: with a float32 weight they
-    make float32 of bfloat16 input.
+    make float32 of bfloat16 input. T5's makes bfloat16 of float32 input, if that is the dtype of its weight.
     """
-    weight = module._parameters.get("weight")
-    if weight is None or dtype in (None, weight.dtype):
+    weight, usual = module._parameters.get("weight"), dtypes.usual
+    if weight is None:
         return
-    narrower = torch.promote_types(weight.dtype, dtype) != weight.dtype
-    if narrower or result_dtype(module, dtype, weight.dtype) != dtype:
-        raise LeaveAlone(
-            f"its weight is {weight.dtype} in a model of {dtype}: the op would return another dtype, or round otherwise"
-        )
+    given = f"its weight is {weight.dtype} in a model of"
+    if usual not in (None, weight.dtype):
+        narrower = torch.promote_types(weight.dtype, usual) != weight.dtype
+        if narrower or result_dtype(module, usual, weight.dtype) != usual:
+            raise LeaveAlone(f"{given} {usual}: the op would return another dtype, or round otherwise")
+    widest = dtypes.widest or weight.dtype
+    if torch.promote_types(widest, weight.dtype) == weight.dtype or type(module).__module__.startswith("torch."):
+        return
+    if op is LayerNorm or result_dtype(module, widest, weight.dtype) != widest:
+        raise LeaveAlone(f"{given} {widest} too, which the op may not take, or not turn into {weight.dtype}")

@@ -271,3 +271,15 @@ def test_a_question_about_another_dtype_is_none_that_tracing_answers() -> None:
 
     (row,) = graft(nn.Sequential(AsksItsInput(WIDTH))).left_alone
     assert "TraceError" in row.reason
+
+
+@pytest.mark.parametrize("make", [T5LayerNorm, CohereLayerNorm])
+def test_a_half_norm_in_a_model_with_wider_parameters_stays(make: Callable[[int], nn.Module]) -> None:
+    """Where float32 may reach a norm in half precision, which T5's rounds and ``layer_norm`` refuses, it stays."""
+    norm = filled(make(WIDTH), torch.float16)
+    wide = nn.Sequential(norm, nn.Linear(2, 2))
+    expected = wide[0](rows(3))
+    assert not [row for row in graft(wide).replaced if row.path == "0"]
+    assert torch.equal(wide[0](rows(3)), expected)
+    ungraft(wide)
+    assert len(graft(nn.Sequential(norm)).replaced) == 1

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from opgraft import graft, ungraft
 from opgraft.grafting.rotations import Rotation, rotation_of
-from opgraft.ops import ApplyRotaryEmb
+from opgraft.ops import ApplyRotaryEmb, CustomOp
 from torch import Tensor
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the import, which reads it
@@ -93,3 +94,40 @@ def test_what_does_not_fit_is_told() -> None:
     for other in (torch.zeros(1, 5, 10), table.double(), torch.zeros(1, 4, 8), torch.zeros(5, 8), torch.zeros(3, 5, 8)):
         assert not partial.fits(heads, other)
     assert not HALVES.repeats(torch.rand(1, 5, 8))
+
+
+PAIRINGS = {
+    "glm4": ("Glm4Config", {"head_dim": 16}),
+    "cohere": ("CohereConfig", {}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 16}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+        | {"qk_nope_head_dim": 8, "first_k_dense_replace": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", PAIRINGS)
+def test_models_rotate_by_the_op(family: str) -> None:
+    """A model with such a function rotates by the op, with the same logits, and comes back."""
+
+    @CustomOp.register_oot(name="ApplyRotaryEmb")
+    class FastRotary(ApplyRotaryEmb):
+        def forward_oot(self, *args: Any, **kwargs: Any) -> Tensor:
+            return super().forward_native(*args, **kwargs)
+
+    transformers = importlib.import_module("transformers")
+    name, more = PAIRINGS[family]
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"intermediate_size": 96, "vocab_size": 99, "max_position_embeddings": 64, "pad_token_id": 0}
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**{**sizes, **more})).eval()
+    ids = torch.randint(3, 99, (2, 7))
+    before, cls = model(input_ids=ids).logits, type(model.model.layers[0].self_attn)
+    rows = [row for row in graft(model).replaced if row.op == "apply_rotary_emb"]
+    assert len(rows) == 2
+    torch.testing.assert_close(model(input_ids=ids).logits, before, atol=1e-5, rtol=0)
+    ungraft(model)
+    assert type(model.model.layers[0].self_attn) is cls
+    assert torch.equal(model(input_ids=ids).logits, before)
