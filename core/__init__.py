@@ -11,11 +11,16 @@ from typing import TYPE_CHECKING, Any
 if __name__ != "opgraft":
     raise ImportError(f"this package is opgraft, imported as {__name__!r}: run from an installed opgraft")
 
+from opgraft import moved
 from opgraft.version import __version__ as __version__
+
+moved.install()
 
 if TYPE_CHECKING:
     from opgraft.adapter import Adapter as Adapter
     from opgraft.adapter import LeaveAlone as LeaveAlone
+    from opgraft.binding.derivation import NATIVE as NATIVE
+    from opgraft.binding.derivation import FunctionalKernels as FunctionalKernels
     from opgraft.binding.marks import inference_only as inference_only
     from opgraft.binding.marks import needs as needs
     from opgraft.binding.rebinding import rebind as rebind
@@ -75,6 +80,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "opgraft.adapter": ("Adapter", "LeaveAlone"),
+    "opgraft.binding.derivation": ("NATIVE", "FunctionalKernels"),
     "opgraft.binding.marks": ("inference_only", "needs"),
     "opgraft.config": ("CompilationConfig", "CompilationMode", "OpgraftConfig", "set_config"),
     "opgraft.decision": ("Candidate", "Decision", "Provider"),

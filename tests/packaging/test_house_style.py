@@ -20,6 +20,7 @@ LAYERS = [
     # Plain data: no torch, no state.
     "opgraft.errors",
     "opgraft.version",
+    "opgraft.moved",
     "opgraft.text",
     "opgraft.environment",
     "opgraft.config",
