@@ -136,15 +136,17 @@ def test_another_implementation_is_chosen_while_grafted() -> None:
 def test_continuous_batching_takes_a_grafted_model() -> None:
     """The cache that transformers pages itself reaches transformers' own function, and its answers stay."""
     model = build()
-    config = transformers.GenerationConfig(
-        max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0, num_blocks=16, max_batch_tokens=32
-    )
-    prompts = [[5, 6, 7, 8], [9, 10, 11]]
-    expected = [row.generated_tokens for row in model.generate_batch(prompts, generation_config=config).values()]
+    config = transformers.GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    small = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=32)
+
+    def answers() -> list[list[int]]:
+        rows = model.generate_batch([[5, 6, 7, 8], [9, 10, 11]], config, small, warmup=False)
+        return [row.generated_tokens for row in rows.values()]
+
+    expected = answers()
     graft(model)
-    found = [row.generated_tokens for row in model.generate_batch(prompts, generation_config=config).values()]
-    assert expected
-    assert found == expected
+    assert answers() == expected
+    assert [len(tokens) for tokens in expected] == [4, 4]
 
 
 def test_sdpa_that_other_code_has_replaced_stays(monkeypatch) -> None:

@@ -277,3 +277,100 @@ def test_unusual_calls_reach_the_function(rotated: Shapes) -> None:
         graft(model)
         torch.testing.assert_close(logits(model), before)
     assert rotated == []
+
+
+SIZES = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "intermediate_size": 96,
+}  # fmt: skip
+
+
+def test_embeddings_of_time_are_no_tables(rotated: Shapes) -> None:
+    """Voxtral has a module with frequencies that is called with times: it says nothing about tables of positions."""
+    audio = {**SIZES, "num_key_value_heads": 4}
+    config = transformers.VoxtralRealtimeConfig(text_config={**SIZES, "vocab_size": 99}, audio_config=audio)
+    model = transformers.VoxtralRealtimeForConditionalGeneration(config)
+    rows = [row.path for row in graft(model).replaced if row.op == "apply_rotary_emb"]
+    assert rows == [
+        f"model.{part}.layers.{i}.self_attn.apply_rotary_pos_emb"
+        for part in ("audio_tower", "language_model")
+        for i in range(2)
+    ]
+
+
+def test_types_of_layers_without_frequencies(rotated: Shapes) -> None:
+    """Cohere's layers with full attention have no positions; tables are made for the others only."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    config = transformers.CohereCompassTextConfig(
+        **SIZES, vocab_size=99, eos_token_id=2, layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={"sliding_attention": rope, "full_attention": None},
+    )  # fmt: skip
+    model = transformers.AutoModel.from_config(config).eval()
+    before = model(input_ids=ids()).last_hidden_state
+    assert [row.op for row in graft(model).replaced].count("apply_rotary_emb") == 2
+    torch.testing.assert_close(model(input_ids=ids()).last_hidden_state, before, atol=1e-5, rtol=0)
+    assert rotated
+
+
+def test_tables_for_more_tokens_than_there_are_queries(rotated: Shapes) -> None:
+    """A draft model attends to states of another model: keys have more positions than queries."""
+    config = transformers.MuseGlimmerAssistantConfig(**SIZES, target_layer_ids=[1, 2])
+    model = transformers.AutoModel.from_config(config).eval()
+    x, context = torch.randn(1, 4, 64), torch.randn(1, 3, 128)
+    before = model(x, context).last_hidden_state
+    graft(model)
+    torch.testing.assert_close(model(x, context).last_hidden_state, before, atol=1e-5, rtol=0)
+
+
+class OfLength(nn.Module):
+    """Frequencies, and a forward that takes a length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inv_freq = nn.Buffer(torch.rand(4), persistent=False)
+
+    def forward(self, seq_len: int) -> torch.Tensor:
+        return torch.outer(torch.arange(seq_len), self.inv_freq)
+
+
+class Raising(OfLength):
+    """Frequencies, and a forward that cannot be called with positions."""
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        raise SystemExit("no such device")
+
+
+OfLength.__module__ = Raising.__module__ = modeling_llama.__name__
+
+
+@pytest.mark.parametrize(
+    ("embedding", "reason"),
+    [
+        (OfLength, "nothing in the model shows that both halves of its cosines and sines are the same"),
+        (Raising, "transformers rotary function raised SystemExit('no such device')"),
+    ],
+)
+def test_what_recognition_of_tables_raises(embedding: type[nn.Module], reason: str, rotated: Shapes) -> None:
+    """Code of the model that raises when it is tried leaves the function where it is, with the reason."""
+    model = build()
+    attention = nn.ModuleList([attention_of(model), embedding()])
+    report = graft(attention)
+    assert [row.reason for row in report.left_alone if "rotary" in row.source] == [reason]
+    assert "opgraft_rotary" not in attention[0]._modules
+
+
+def test_attention_and_rotary_in_two_steps(rotated: Shapes) -> None:
+    """A forward whose attention is an op already gets the rotary op beside it, and ungraft takes both."""
+    CustomOp.unregister_oot(FastRotary)
+    model = build()
+    expected = logits(model)
+    graft(model)
+    assert "opgraft_rotary" not in attention_of(model)._modules
+    CustomOp.register_oot(FastRotary, name="ApplyRotaryEmb")
+    assert [row.op for row in graft(model).replaced] == ["apply_rotary_emb"] * 2
+    assert {"opgraft_rotary", "opgraft_attention"} < attention_of(model)._modules.keys()
+    torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=0)
+    assert rotated
+    ungraft(model)
+    assert type(attention_of(model)) is modeling_llama.LlamaAttention
+    assert torch.equal(logits(model), expected)
