@@ -65,6 +65,7 @@ def _tokens(model: nn.Module) -> Iterator[Tensor]:
 
 def _images(model: Any) -> Iterator[Tensor]:
     sizes = [*_found(model.config, "image_size"), *_IMAGES]
+    sizes.sort(key=lambda size: isinstance(size, int) and size > max(_IMAGES))  # large ones last, as they take long
     for channels in dict.fromkeys([*_found(model.config, "num_channels"), *_found(model.config, "in_channels"), 3]):
         for size in dict.fromkeys(sizes):
             yield _random(2, channels, *((size, size) if isinstance(size, int) else size))
@@ -87,7 +88,7 @@ def _features(model: Any) -> Iterator[Tensor]:
     sizes = [size for name in wanted for size in _found(model.config, name) if isinstance(size, int)]
     length = next((2 * n for n in _found(model.config, "max_source_positions")), 128)
     for size in dict.fromkeys([*sizes, 80, 128]):
-        for steps in dict.fromkeys((length, 128, 3000)):
+        for steps in dict.fromkeys((128, length, 3000)):
             yield _random(2, size, steps)
             yield _random(2, steps, size)
             yield _random(2, 1, steps, size)
