@@ -6,13 +6,13 @@ tensors of a few shapes, down to torch's own operations, and an op that they may
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from opgraft.grafting.expressions import METHODS, Expression, NotExpressible, product_form
+from opgraft.grafting.side_effects import changed_attribute, detached, side_effect_of
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -22,18 +22,23 @@ SHAPES = ((2, 3), (2, 1), (6,))
 
 
 def traced_module(module: nn.Module, parameters: tuple[str, ...], *arguments: Tensor) -> Expression | None:
-    """The expression of a forward; ``None`` if it has none, or another one in training.
+    """The expression of a forward; ``None`` if it has none, another one in training, or does more than compute.
 
     The arguments are ``"argument 0"`` and so on; the parameters, taken as float32, have their names.
     """
-    found = []
+    found: list[Expression] = []
+    if side_effect_of(module):
+        return None
     for training in (False, True):
-        twin = copy.copy(module)  # what tracing sets on the module stays off the model
+        twin = detached(module)  # what tracing sets on the module stays off the model
         twin.__dict__["training"] = training
+        before = detached(twin)
         shapes = {name: module.get_parameter(name).shape for name in parameters}
         try:
             found.append(traced_function(functools.partial(_call, twin), shapes, *arguments))
         except Exception:  # that it has no expression, or whatever code of the model's author raises when it is traced
+            return None
+        if changed_attribute(twin, before):
             return None
     return found[0] if found[0] == found[1] else None
 

@@ -229,7 +229,23 @@ class InTrainingOnly(MambaRMSNormGated):
         return super().forward(hidden_states, None if self.training else gate)
 
 
-@pytest.mark.parametrize("make", [lambda: OtherGate(WIDTH, 6), GateAfterTheWeight, lambda: InTrainingOnly(WIDTH, 6)])
+class Remembers(MambaRMSNormGated):
+    """A gated norm that keeps its gate for somebody to look at."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        self.last = gate
+        return super().forward(hidden_states, gate)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: OtherGate(WIDTH, 6),
+        GateAfterTheWeight,
+        lambda: InTrainingOnly(WIDTH, 6),
+        lambda: Remembers(WIDTH, 6),
+    ],
+)
 def test_what_is_nearly_a_gated_norm_stays(make: Callable[[], nn.Module]) -> None:
     """One other operation, and the module is left alone."""
     model = Gate(make())
