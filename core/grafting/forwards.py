@@ -38,12 +38,12 @@ class Substitution:
 
 
 def plain_forward(module: nn.Module) -> Any:
-    """What the class of a module defines as its forward, before any substitution; decorators are left in place."""
+    """Return the forward that the class of a module defines, before any substitution, with its decorators."""
     return inspect.getattr_static(_original_class(module), "forward")
 
 
 def check_forward(module: nn.Module) -> str:
-    """Why the forward of an instance cannot get a namespace of its own, or ""."""
+    """Say why the forward of an instance cannot get a namespace of its own, "" if it can."""
     forward = plain_forward(module)
     if "forward" in vars(module):
         return "its forward was set on the instance"
@@ -53,7 +53,7 @@ def check_forward(module: nn.Module) -> str:
 
 
 def substitutions_of(module: nn.Module) -> tuple[Substitution, ...]:
-    """What the forward of a module finds under other names than its file says."""
+    """Return what the forward of a module finds otherwise than its file says."""
     return module.opgraft_substitutions if isinstance(module, _Substituted) else ()
 
 

@@ -1,4 +1,4 @@
-"""What grafting is going to do to a model: decided, and written down as data, without changing the model."""
+"""The plan of a graft: decided and written down as data, without changing the model."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What grafting is going to do.
+    """The changes that grafting is going to make.
 
     Attributes:
         entries: what becomes of each module, in the model's order, children before their parents.
@@ -116,13 +116,8 @@ class Plan:
 
     def report(self) -> GraftReport:
         """Put the plan in words."""
-        replaced = tuple(
-            replaced_by(entry.op, entry.path, type(entry.module).__name__, entry.adapter, entry.provider)
-            if isinstance(entry, Exchange) or not entry.function
-            else replaced_by(entry.op, _join(entry.path, entry.function), entry.function, entry.adapter, entry.provider)
-            for entry in self.entries
-            if not isinstance(entry, LeftAlone)
-        )
+        changes = sorted((e for e in self.entries if not isinstance(e, LeftAlone)), key=lambda e: isinstance(e, Call))
+        replaced = tuple(replaced_by(e.op, *_labels(e), e.adapter, e.provider) for e in changes)
         left_alone = tuple(entry for entry in self.entries if isinstance(entry, LeftAlone))
         linears = sum(type(exchange.module) is nn.Linear for exchange in self.exchanges())
         return GraftReport(replaced, left_alone, (_PASSED_OVER.format(linears),) if linears else ())
@@ -283,6 +278,13 @@ def _flat(exchanges: Iterator[Exchange]) -> Iterator[Exchange]:
     for exchange in exchanges:
         yield from _flat(iter(exchange.inside))
         yield exchange
+
+
+def _labels(change: Exchange | Call) -> tuple[str, str]:
+    """Give the path that the report shows, and what was there before."""
+    if isinstance(change, Call) and change.function:
+        return _join(change.path, change.function), change.function
+    return change.path, type(change.module).__name__
 
 
 def _join(path: str, name: str) -> str:

@@ -1,4 +1,4 @@
-"""What ``graft`` did to a model."""
+"""The report of ``graft``: rows for what was replaced and for what was left alone."""
 
 from __future__ import annotations
 
@@ -60,14 +60,15 @@ class Count:
 
 @dataclass(frozen=True)
 class GraftReport:
-    """What was replaced, by which implementation of which provider, and what was left alone, and why.
+    """The modules that were replaced, by which implementation of which provider, and those left alone, and why.
 
     Attributes:
-        replaced: one row per module that became an op, in the model's order. A module that stands in several places
-            has one row, under its first path. A composite stands for the modules that it replaced, and names the ops
-            that run when it is called without a gradient: an activation that a linear kernel computes on its way is
-            not among them, nor are ops that stand by for training.
-            The rotary function that a forward calls has a row of its own, under its name below the module's path.
+        replaced: one row per module that became an op, in the model's order, then one per function that a forward
+            leaves to an op. A module that stands in several places has one row, under its first path.
+            A composite stands for the modules that it replaced, and names the ops that run when it is called without a
+            gradient: an activation that a linear kernel computes on its way is not among them, nor are ops that stand
+            by for training.
+            Attention has the path of its module, a rotary function its name below that.
         left_alone: one row per module that stayed as it was although it has no children or has parameters of its own,
             is attention, or is known to an adapter.
         notes: what code that works on the model afterwards may stumble over.

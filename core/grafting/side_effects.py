@@ -1,4 +1,4 @@
-"""What a forward does besides returning a result, which an op in its place would not do."""
+"""Finds what a forward does besides returning a result, which an op in its place would not do."""
 
 from __future__ import annotations
 

@@ -346,7 +346,7 @@ OfLength.__module__ = Raising.__module__ = modeling_llama.__name__
 @pytest.mark.parametrize(
     ("embedding", "reason"),
     [
-        (OfLength, "nothing in the model shows that both halves of its cosines and sines are the same"),
+        (OfLength, "nothing in the model shows that its cosines and sines have each number twice"),
         (Raising, "transformers rotary function raised SystemExit('no such device')"),
     ],
 )
