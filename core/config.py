@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from opgraft.caches import Caches
 from opgraft.environment import (
     CHECK_VALUES,
     CPU_KEEP_MEMORY,
@@ -217,11 +218,11 @@ def environment_config(environment: Environment) -> tuple[tuple[str, OpgraftConf
 
 
 class Scope:
-    """An active ``set_config``: its own layers below those of the scopes inside it, and the bindings made under it."""
+    """An active ``set_config``: its own layers below those of the scopes inside it, and what was decided under it."""
 
     def __init__(self, layers: tuple[tuple[str, OpgraftConfig], ...]) -> None:
         self.layers = layers
-        self.bindings: dict[Any, Any] = {}
+        self.caches = Caches()
         self.generation = -1
 
 

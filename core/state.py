@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from opgraft.caches import Caches
 from opgraft.config import CURRENT_SCOPE, OpgraftConfig, Settings, environment_config, resolve
 from opgraft.decision import Decision, Provider
 from opgraft.environment import Environment, read_environment
@@ -84,7 +85,7 @@ class HostState:
     adjustments: list[tuple[str, OpgraftConfig]] = field(default_factory=list)
     graft_adapters: list[tuple[Provider, Any]] = field(default_factory=list)
     environment: Environment | None = None
-    bindings: dict[Any, Any] = field(default_factory=dict)
+    caches: Caches = field(default_factory=Caches)
     generation: int = 0
     discovery: Any = None
 
@@ -98,26 +99,26 @@ class HostState:
             layers.insert(0, (f"platform {self.selection.platform.name}", self.selection.defaults))
         return resolve(layers)
 
-    def current_bindings(self) -> dict[Any, Any]:
-        """The cache of what was bound in the active scope; emptied whenever something was activated."""
+    def current_caches(self) -> Caches:
+        """What was decided under the active scope; new whenever something was activated."""
         scope = CURRENT_SCOPE.get()
         if scope is None:
-            return self.bindings
+            return self.caches
         if scope.generation != self.generation:
-            scope.bindings.clear()
+            scope.caches = Caches()
             scope.generation = self.generation
-        return scope.bindings
+        return scope.caches
 
     def checks_values(self) -> bool:
         """Whether ops check values of tensors on accelerators here and now; cached, as every call may ask."""
-        bindings = self.current_bindings()
-        if "check_values" not in bindings:
-            bindings["check_values"] = self.settings().config.check_values
-        return bindings["check_values"] is True
+        caches = self.current_caches()
+        if caches.check_values is None:
+            caches.check_values = self.settings().config.check_values is True
+        return caches.check_values
 
     def invalidate(self) -> None:
-        """Forget which classes were bound, because what the choice rests on has changed."""
-        self.bindings.clear()
+        """Forget what was decided, because what the choices rest on has changed."""
+        self.caches = Caches()
         self.generation += 1
 
     def activate(self, replacement: Replacement) -> Callable[[], None]:

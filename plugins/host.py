@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import ExitStack
 
-from opgraft.config import Settings
+from opgraft.config import OpgraftConfig, Settings
 from opgraft.decision import Candidate, Decision
-from opgraft.environment import PLUGINS, PLUGINS_DISABLE
-from opgraft.errors import PluginError
+from opgraft.environment import PLATFORM, PLUGINS, PLUGINS_DISABLE
+from opgraft.errors import PlatformError, PluginError
 from opgraft.plugins.loading import Loading
-from opgraft.plugins.selection import current_platform
-from opgraft.state import HostState, PluginRecord, PluginStatus, host_state, loading
+from opgraft.plugins.selection import current_platform, selected_platform
+from opgraft.plugins.watching import watched
+from opgraft.state import HostState, PlatformSelection, PluginRecord, PluginStatus, host_state, loading
+from opgraft.text import described
 
 
 def load_plugins() -> None:
@@ -34,13 +36,32 @@ def load_plugins() -> None:
         try:
             with ExitStack() as undo_all:
                 Loading(state, current_platform(), undo_all).run()
+                config = state.settings().config
+                _prepare(selected_platform(), config)
                 undo_all.pop_all()
-            state.loaded_with = state.settings().config
-            current_platform().prepare(state.loaded_with)
+            state.loaded_with = config
             state.plugins_loaded = True
         finally:
             state.plugins_loading = False
             state.invalidate()
+
+
+def _prepare(selection: PlatformSelection, config: OpgraftConfig) -> None:
+    """Have the platform set up what holds for the whole process.
+
+    Raises:
+        PlatformError: it raised.
+    """
+    name = selection.platform.name
+    try:
+        with watched(f"platform {name!r} in its method prepare"):
+            selection.platform.prepare(config)
+    except (Exception, SystemExit) as error:  # a plugin's code
+        by = next((f" of {c.provider}" for c in selection.decision.candidates if c.accepted and c.provider), "")
+        raise PlatformError(
+            f"platform {name!r}{by} cannot be set up: its prepare() raised {described(error)}. Choose another by "
+            f"{PLATFORM}, or go without its plugin by {PLUGINS_DISABLE}."
+        ) from error
 
 
 def check_loaded_with(settings: Settings, state: HostState) -> None:

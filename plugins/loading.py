@@ -17,8 +17,10 @@ from opgraft.platform import Platform
 from opgraft.plugins import hookspecs
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover
 from opgraft.plugins.requirements import asked_for, check_adjustment, check_names, objection
+from opgraft.plugins.watching import watched
 from opgraft.registry.declarations import ANY_PLATFORM
 from opgraft.state import ACTIVATING, HostState, PluginRecord, PluginStatus, Transaction
+from opgraft.text import described, printable
 
 logger = logging.getLogger("opgraft")
 
@@ -156,12 +158,13 @@ class Loading:
         transaction = self.transactions[name]
         token = ACTIVATING.set(transaction)
         try:
-            step()
+            with watched(f"plugin {name!r} of {transaction.provider} {when}"):
+                step()
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             record = self.state.plugins[name]
-            self._withdraw(name, PluginStatus.FAILED, f"{when}: {type(error).__name__}: {error}")
+            self._withdraw(name, PluginStatus.FAILED, f"{when}: {described(error)}")
             record.traceback = "".join(traceback.format_exception(error))
             advice = (
                 f"Go without it by OPGRAFT_PLUGINS_DISABLE={name}; 'opgraft plugins show {name}' has the traceback."
@@ -169,7 +172,7 @@ class Loading:
             message = f"plugin {name!r} of {record.provider} failed {record.reason.rstrip('.')}. {advice}"
             if self.config.strict or any(offer.name == name for offer in self._named()):
                 raise PluginError(message) from error
-            logger.warning("%s It is left out.", message)
+            logger.warning("%s It is left out.", printable(message))
         finally:
             ACTIVATING.reset(token)
 

@@ -17,7 +17,9 @@ from opgraft.platform import Platform, PlatformSpec, effective_chain
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer, discover
 from opgraft.plugins.probing import ProbeFailed, ask
 from opgraft.plugins.requirements import check_adjustment, objection
+from opgraft.plugins.watching import watched
 from opgraft.state import PlatformSelection, host_state, loading
+from opgraft.text import described, printable
 
 logger = logging.getLogger("opgraft")
 
@@ -158,7 +160,7 @@ def _report(failure: str) -> None:
     state = host_state()
     if failure not in state.platform_failures:
         state.platform_failures.append(failure)
-        logger.warning("%s", failure)
+        logger.warning("%s", printable(failure))
 
 
 def _raise_first_failure(asked: Sequence[_Asked]) -> None:
@@ -187,7 +189,8 @@ def _load(offer: Offer) -> tuple[Platform, OpgraftConfig]:
     try:
         spec: PlatformSpec = offer.load()
         module, _, name = spec.platform_class.partition(":")
-        platform = getattr(importlib.import_module(module), name)()
+        with watched(f"platform {offer.name!r} of {offer.provider} while its class was loaded"):
+            platform = getattr(importlib.import_module(module), name)()
         if not isinstance(platform, Platform):
             raise TypeError(f"it is a {type(platform).__name__}, expected an opgraft.Platform")
         if platform.name != offer.name:
@@ -199,6 +202,6 @@ def _load(offer: Offer) -> tuple[Platform, OpgraftConfig]:
         check_adjustment(defaults)
     except (Exception, SystemExit) as error:
         raise PlatformError(
-            f"the class of platform {offer.name!r} ({offer.provider}, {offer.value}) cannot be used: {error!r}"
+            f"the class of platform {offer.name!r} ({offer.provider}, {offer.value}) cannot be used: {described(error)}"
         ) from error
     return platform, defaults

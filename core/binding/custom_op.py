@@ -285,7 +285,9 @@ def _declare(cls: type, target: str | type, priority: int, when: Callable[[Platf
     with state.lock:
         resolved = state.registry.find_target(target) if isinstance(target, str) else target
         provider = transaction.provider if transaction else discovery.provider_of(cls.__module__)
-        new = Replacement(cls, _asked_for(target), resolved, provider, priority=priority, when=when)
+        new = Replacement(
+            cls, _asked_for(target), resolved, provider, priority=priority, when=when, activation=transaction
+        )
         if resolved is None and state.plugins_loaded and transaction is None:
             state.registry.settle_pending(new)
         new.plugin = transaction.plugin if transaction else discovery.plugin_of(cls.__module__, provider)

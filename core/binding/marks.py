@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 from opgraft.compat.tracing import transformed
 from opgraft.errors import RegistrationError
+from opgraft.text import described
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -34,8 +35,8 @@ def unmet_need(kernel: object) -> str | None:
     check = getattr(kernel, _NEEDS, None)
     try:
         return check() if check else None
-    except Exception as error:  # a plugin's code; the reason stays in the decision
-        return f"its needs() check raised {error!r}"
+    except (Exception, SystemExit) as error:  # a plugin's code; the reason stays in the decision
+        return f"its needs() check raised {described(error)}"
 
 
 def inference_only(kernel: Function) -> Function:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
+import io
 import sys
 from typing import NoReturn
 
@@ -52,6 +54,10 @@ def cli() -> None:
 
 def main() -> NoReturn:
     """Entry point of the console script: errors of opgraft become one message on stderr and their exit code."""
+    faulthandler.enable()  # a plugin that crashes the process is named by its file
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal of another encoding must not end a command
     try:
         cli(prog_name="opgraft")
     except OpgraftError as error:

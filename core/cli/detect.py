@@ -13,6 +13,7 @@ from opgraft.plugins.discovery import discover
 from opgraft.plugins.hardware import unclaimed_hardware
 from opgraft.plugins.selection import decide_platform
 from opgraft.state import host_state
+from opgraft.text import printable
 
 
 @click.command("detect")
@@ -43,16 +44,16 @@ def command(show_all: bool, root: str | None, record: str | None, as_json: bool)
         data = {"decision": decision.to_dict(), "hardware": [other.to_dict() for other in others], "problems": problems}
         print_json("opgraft.detect/1", data)
         return
-    print_wrapped(str(decision) if show_all else _short(decision))
+    print_wrapped(decision.lines() if show_all else _short(decision))
     for other in others:
-        print_wrapped(str(other))
+        print_wrapped(other.lines())
     for problem in problems:
         print_wrapped(f"ignored: {problem['provider']}: {problem['reason']}")
     if record:
-        click.echo(f"recorded to {record}")
+        click.echo(printable(f"recorded to {record}"))
 
 
-def _short(decision: Decision) -> str:
+def _short(decision: Decision) -> list[str]:
     """The decision, the chosen devices, and what was found elsewhere but is not used."""
     lines = [decision.summary()]
     for candidate in decision.candidates:
@@ -62,7 +63,7 @@ def _short(decision: Decision) -> str:
             lines.append(f"{candidate.name}: {candidate.reason}")
             if candidate.evidence and candidate.evidence.remedy:
                 lines.append(f"  to use it: {candidate.evidence.remedy}")
-    return "\n".join([*lines, f"every candidate: opgraft detect --all; to change it: {decision.setting}"])
+    return [*lines, f"every candidate: opgraft detect --all; to change it: {decision.setting}"]
 
 
 def _worth_saying(candidate: Candidate) -> bool:

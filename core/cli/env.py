@@ -12,10 +12,11 @@ from opgraft.cli.output import json_option, print_json
 from opgraft.environment import VARIABLES
 from opgraft.errors import OpgraftError
 from opgraft.machine.machine import Machine
-from opgraft.machine.recording import Scrubber
+from opgraft.machine.scrubbing import Scrubber
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, discover
 from opgraft.plugins.selection import decide_platform
 from opgraft.state import host_state
+from opgraft.text import printable
 from opgraft.version import __version__
 
 _PACKAGES = ("torch", "numpy", "transformers", "safetensors", "pluggy", "importlib-metadata", "click")
@@ -59,7 +60,7 @@ def _report() -> dict[str, dict[str, str]]:
 
 def _cell(text: str) -> str:
     """A text as one cell of a Markdown table."""
-    return " ".join(text.replace("\\", "\\\\").replace("|", "\\|").splitlines())
+    return printable(text).replace("\\", "\\\\").replace("|", "\\|")
 
 
 def _platform(scrubber: Scrubber) -> dict[str, str]:

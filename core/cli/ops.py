@@ -66,7 +66,7 @@ def explain(name: str, as_json: bool) -> None:
         decision = binding.decision.to_dict()
         print_json("opgraft.ops.explain/1", {"decision": decision, "forms": forms, "not_installed": packages})
         return
-    print_wrapped(str(binding.decision))
+    print_wrapped(binding.decision.lines())
     for form, function in forms.items():
         print_wrapped(f"  opgraft.functional.{form} runs {function}")
     for replacement in host_state().registry.replacements:

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 from opgraft.config import FIELDS, config_from_fields, parse_text, set_config
-from opgraft.text import WIDTH, table
+from opgraft.text import WIDTH, printable, table
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON of a versioned schema instead of text.")
 
@@ -36,10 +36,10 @@ def print_json(schema: str, data: dict[str, Any]) -> None:
     click.echo(json.dumps({"schema": schema, **data}, indent=2))
 
 
-def print_wrapped(text: str, indent: str = "") -> None:
-    """Text wrapped to the terminal, or to 80 columns where there is none."""
+def print_wrapped(text: str | Iterable[str], indent: str = "") -> None:
+    """One line, or several, wrapped to the terminal or to 80 columns. A break inside of a line is shown escaped."""
     width = min(_width(), 100)
-    for line in text.splitlines():
+    for line in map(printable, [text] if isinstance(text, str) else text):
         hanging = indent + " " * (len(line) - len(line.lstrip()) + 2)
         lines = textwrap.wrap(
             line,

@@ -12,6 +12,7 @@ from opgraft.errors import InputError, OpgraftError, PluginError, close_matches
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover
 from opgraft.plugins.requirements import objection
 from opgraft.state import PluginRecord, PluginStatus, host_state
+from opgraft.text import described
 
 
 @click.group("plugins")
@@ -56,7 +57,10 @@ def show(name: str, as_json: bool) -> None:
     for details in shown if not as_json else ():
         for key, value in details.items():
             text = ", ".join(value) if isinstance(value, list) else str(value if value is not None else "")
-            print_wrapped(f"{key}: {text}" if key != "traceback" else text)
+            if key == "traceback":
+                print_wrapped(text.splitlines(), indent="  | ")  # which no line of it can forge
+            else:
+                print_wrapped(f"{key}: {text}")
         click.echo()
     if error is not None:
         raise error
@@ -103,13 +107,17 @@ def doctor(as_json: bool) -> None:
 def _load() -> OpgraftError | None:
     """Load the plugins with the whole catalogue known; returns what went wrong instead of raising it."""
     from opgraft.plugins.host import load_plugins
+    from opgraft.plugins.rehearsal import rehearse
 
+    crash = rehearse(("opgraft.ops",))
+    if crash is not None:
+        return PluginError(crash)
     try:
         importlib.import_module("opgraft.ops")
     except Exception as error:  # torch reads the metadata of every distribution when it is imported
         return PluginError(
-            f"torch cannot be imported here: {error!r}. If a device backend or malformed metadata is the cause, "
-            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 goes without backends that load themselves."
+            f"torch cannot be imported here: {described(error)}. If a device backend or malformed metadata is the "
+            "cause, TORCH_DEVICE_BACKEND_AUTOLOAD=0 goes without backends that load themselves."
         )
     try:
         load_plugins()

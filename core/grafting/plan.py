@@ -25,6 +25,7 @@ from opgraft.grafting.report import GraftReport, LeftAlone, replaced_by
 from opgraft.ops import ApplyRotaryEmb, ScaledDotProductAttention
 from opgraft.plugins.discovery import discover
 from opgraft.state import host_state
+from opgraft.text import described
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
@@ -268,7 +269,7 @@ class _Planner:
         except (LeaveAlone, passed):
             raise
         except (Exception, SystemExit) as error:
-            reason = f"{what} raised {error!r}"
+            reason = f"{what} raised {described(error)}"
             if self.strict:
                 raise GraftError(f"strict mode: {reason}. OPGRAFT_STRICT=0 leaves such modules as they are.") from error
             raise LeaveAlone(reason) from error

@@ -26,6 +26,7 @@ from opgraft.registry.choice import choose_replacement
 from opgraft.registry.declarations import Replacement
 from opgraft.state import PluginStatus, host_state
 from opgraft.testing import evidence
+from opgraft.text import described
 
 CONFLICT = "conflict"
 
@@ -75,7 +76,7 @@ def _declared(offer: Offer) -> DeclaredPlatform:
         platform = cls.__new__(cls)
         return DeclaredPlatform(offer.name, platform, effective_chain(platform))
     except (Exception, SystemExit) as error:  # a plugin's code, which was not made for a machine without its device
-        return DeclaredPlatform(offer.name, unknown=f"its class cannot be asked: {type(error).__name__}: {error}")
+        return DeclaredPlatform(offer.name, unknown=f"its class cannot be asked: {described(error)}")
 
 
 def _plugins_loaded(offer: Offer) -> bool:

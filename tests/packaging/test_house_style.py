@@ -19,11 +19,12 @@ FOLDERS = {"core": "opgraft", "platforms": "opgraft.platforms", "plugins": "opgr
 
 LAYERS = [
     # Plain data: no torch, no state.
+    "opgraft.text",
     "opgraft.errors",
     "opgraft.version",
     "opgraft.moved",
-    "opgraft.text",
     "opgraft.environment",
+    "opgraft.caches",
     "opgraft.config",
     "opgraft.machine",
     "opgraft.decision",  # quotes the evidence of opgraft.machine
@@ -46,6 +47,7 @@ LAYERS = [
     # Models.
     "opgraft.bucketing",
     "opgraft.grafting",
+    "opgraft.pooling",
     "opgraft.checkpoint",
     "opgraft.runner",
     "opgraft.testing",

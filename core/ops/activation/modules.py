@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from opgraft.binding.custom_op import CustomOp
-from opgraft.binding.derivation import NATIVE
+from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.activation import functional as forms
 from opgraft.ops.checks import expect_choice, expect_not_negative
 from opgraft.ops.on_triton import on_triton
@@ -32,6 +32,7 @@ class SiluAndMul(CustomOp):
         super().__init__()
 
     @staticmethod
+    @calls_functional
     def forward_native(x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.silu_and_mul(x)
@@ -46,6 +47,7 @@ class MulAndSilu(CustomOp):
     ``custom_ops`` switches it on every platform; in vLLM the constructor overwrites the choice on some.
     """
 
+    @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.mul_and_silu(x)
@@ -72,6 +74,7 @@ class GeluAndMul(CustomOp):
         expect_choice("gelu_and_mul", "approximate", approximate, forms.APPROXIMATIONS)
         self.approximate = approximate
 
+    @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.gelu_and_mul(x, self.approximate)
@@ -102,6 +105,7 @@ class GeluAndMulSparse(CustomOp):
         self.activation_sparsity = activation_sparsity
         self.approximate = approximate
 
+    @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.gelu_and_mul_sparse(x, self.activation_sparsity, self.approximate)
@@ -126,6 +130,7 @@ class FatreluAndMul(CustomOp):
         super().__init__()
         self.threshold = threshold
 
+    @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.fatrelu_and_mul(x, self.threshold)
@@ -154,6 +159,7 @@ class SwigluOAIAndMul(CustomOp):
         self.alpha = alpha
         self.limit = limit
 
+    @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.swigluoai_and_mul(x, self.alpha, self.limit)
@@ -181,6 +187,7 @@ class SiluAndMulWithClamp(CustomOp):
         expect_not_negative("silu_and_mul_with_clamp", "swiglu_limit", swiglu_limit)
         self.swiglu_limit = swiglu_limit
 
+    @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.silu_and_mul_with_clamp(x, self.swiglu_limit)
@@ -209,6 +216,7 @@ class SwigluStepAndMul(CustomOp):
         expect_not_negative("swiglustep_and_mul", "limit", limit)
         self.limit = limit
 
+    @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.swiglustep_and_mul(x, self.limit)
@@ -223,6 +231,7 @@ class SwigluStepAndMul(CustomOp):
 class NewGELU(CustomOp):
     """The tanh approximation of GELU as GPT-2 writes it (Hendrycks and Gimpel, arXiv:1606.08415)."""
 
+    @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.gelu_new(x)
 
@@ -233,6 +242,7 @@ class NewGELU(CustomOp):
 class FastGELU(CustomOp):
     """The tanh approximation of GELU with its argument factored (Hendrycks and Gimpel, arXiv:1606.08415)."""
 
+    @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.gelu_fast(x)
 
@@ -243,6 +253,7 @@ class FastGELU(CustomOp):
 class QuickGELU(CustomOp):
     """The sigmoid approximation of GELU, ``x · sigmoid(1.702 · x)`` (Hendrycks and Gimpel, arXiv:1606.08415)."""
 
+    @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.quick_gelu(x)
 
@@ -253,6 +264,7 @@ class QuickGELU(CustomOp):
 class GELUTanh(CustomOp):
     """GELU in its tanh approximation, by torch's own function (Hendrycks and Gimpel, arXiv:1606.08415)."""
 
+    @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.gelu_tanh(x)
 
@@ -271,6 +283,7 @@ class GELU(CustomOp, nn.GELU):
         expect_choice("gelu", "approximate", approximate, forms.APPROXIMATIONS)
         super().__init__(approximate)
 
+    @calls_functional
     def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.gelu(input, self.approximate)
 
@@ -287,6 +300,7 @@ class SiLU(CustomOp, nn.SiLU):
     def __init__(self, inplace: bool = False) -> None:
         super().__init__(inplace)
 
+    @calls_functional
     def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
         if not self.inplace:
             return functional.silu(input)
@@ -306,6 +320,7 @@ class ReLU(CustomOp, nn.ReLU):
     def __init__(self, inplace: bool = False) -> None:
         super().__init__(inplace)
 
+    @calls_functional
     def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return input.relu_() if self.inplace else functional.relu(input)
 
@@ -321,6 +336,7 @@ class ReLUSquaredActivation(CustomOp):
     def __init__(self, *, compile_native: bool = True) -> None:
         super().__init__()
 
+    @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.relu2(x)
 
@@ -359,6 +375,7 @@ class XIELU(CustomOp):
         self.eps = eps
         self.with_vector_loads = with_vector_loads
 
+    @calls_functional
     def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.xielu(input, self.alpha_p, self.alpha_n, self.beta, self.eps)
 

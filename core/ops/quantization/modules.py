@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from opgraft.binding.custom_op import CustomOp
-from opgraft.binding.derivation import NATIVE
+from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.checks import expect_choice
 from opgraft.ops.on_triton import on_triton
 from opgraft.ops.quantization import functional as forms
@@ -83,6 +83,7 @@ class QuantFP8(CustomOp):
         self.is_group_quant = self.group_shape.is_per_group()
         self.use_per_token_if_dynamic = self.group_shape.is_per_token()
 
+    @calls_functional
     def forward_native(
         self,
         x: Tensor,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from opgraft.binding.custom_op import CustomOp
-from opgraft.binding.derivation import NATIVE
+from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.checks import FLOATING, expect_choice, expect_positive
 from opgraft.ops.on_triton import on_triton
 from opgraft.ops.precision import compute_dtype
@@ -62,6 +62,7 @@ class ApplyRotaryEmb(CustomOp):
         self.is_neox_style = is_neox_style
         self.enable_fp32_compute = enable_fp32_compute
 
+    @calls_functional
     def forward_native(self, x: Tensor, cos: Tensor, sin: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """The rotated ``x``, in new memory.
 
@@ -131,6 +132,7 @@ class RotaryEmbeddingBase(CustomOp):
         """Cosines and sines of all positions: ``[max_position_embeddings, rotary_dim]``, before the cast to dtype."""
         return cos_sin_table(self._compute_inv_freq(self.base), self.max_position_embeddings)
 
+    @calls_functional
     def forward_native(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None, *, functional: Any = NATIVE
     ) -> tuple[Tensor, Tensor | None]:

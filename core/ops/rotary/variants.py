@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 import torch
-from opgraft.binding.derivation import NATIVE
+from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.checks import expect_positive
 from opgraft.ops.rotary import functional as forms
 from opgraft.ops.rotary.modules import (
@@ -221,6 +221,7 @@ class DeepseekScalingRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
         self.mscale = _yarn_scale(scaling_factor, mscale) / _yarn_scale(scaling_factor, mscale_all_dim) * attn_factor
         super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
 
+    @calls_functional
     def forward_native(
         self,
         positions: Tensor,
@@ -286,6 +287,7 @@ class MRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
     def _trained_positions(self) -> int:
         return self.cache_max_position_num
 
+    @calls_functional
     def forward_native(
         self,
         positions: Tensor,
