@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from opgraft.grafting import GraftReport as GraftReport
     from opgraft.grafting import graft as graft
     from opgraft.grafting import ungraft as ungraft
+    from opgraft.logger import init_logger as init_logger
     from opgraft.machine.evidence import Device as Device
     from opgraft.machine.evidence import Evidence as Evidence
     from opgraft.machine.evidence import Fact as Fact
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
     from opgraft.plugins.host import load_plugins as load_plugins
     from opgraft.plugins.selection import current_platform as current_platform
     from opgraft.state import reset as reset
+    from opgraft.torch_library import direct_register_custom_op as direct_register_custom_op
 
 _HOME = {
     "opgraft.adapter": ("Adapter", "LeaveAlone"),
@@ -87,6 +89,7 @@ _HOME = {
     "opgraft.decision": ("Candidate", "Decision", "Provider"),
     "opgraft.errors": ("OpgraftError",),
     "opgraft.grafting": ("GraftReport", "graft", "ungraft"),
+    "opgraft.logger": ("init_logger",),
     "opgraft.ops.linear.weight_cache": ("refresh",),
     "opgraft.state": ("reset",),
     "opgraft.machine.evidence": ("Device", "Evidence", "Fact"),
@@ -98,6 +101,7 @@ _HOME = {
     "opgraft.plugins.host": ("load_plugins",),
     "opgraft.plugins.selection": ("current_platform",),
     "opgraft.binding.rebinding": ("rebind",),
+    "opgraft.torch_library": ("direct_register_custom_op",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

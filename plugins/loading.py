@@ -12,13 +12,13 @@ from typing import Any
 import pluggy
 from opgraft.adapter import Adapter
 from opgraft.config import OpgraftConfig
-from opgraft.errors import PluginError, close_matches
+from opgraft.errors import PluginError, UnknownTargetError, close_matches
 from opgraft.platform import Platform
 from opgraft.plugins import hookspecs
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover
 from opgraft.plugins.requirements import asked_for, check_adjustment, check_names, objection
 from opgraft.plugins.watching import watched
-from opgraft.registry.declarations import ANY_PLATFORM
+from opgraft.registry.declarations import ANY_PLATFORM, Replacement
 from opgraft.state import ACTIVATING, HostState, PluginRecord, PluginStatus, Transaction
 from opgraft.text import described, printable
 
@@ -140,11 +140,22 @@ class Loading:
 
     def _settle_pending(self) -> None:
         for replacement in list(self.state.active):
-            settle = partial(self.state.registry.settle_pending, replacement)
             if replacement.plugin is None:
-                settle()
+                self.state.registry.settle_pending(replacement)
             elif replacement.plugin in self._alive():
+                settle = partial(self._settle, replacement)
                 self._attempt(replacement.plugin, "when its targets were looked up", settle)
+
+    def _settle(self, replacement: Replacement) -> None:
+        """Resolve a target. One that nobody registers costs its replacement, in strict mode the whole plugin."""
+        try:
+            self.state.registry.settle_pending(replacement)
+        except UnknownTargetError as error:
+            if self.config.strict:
+                raise
+            self.state.deactivate(replacement)
+            replacement.findings = (str(error),)
+            logger.warning("%s It is left out; the rest of plugin %r stays.", error, replacement.plugin)
 
     def _check_adjusted_names(self) -> None:
         for origin, config in list(self.state.adjustments):

@@ -9,12 +9,12 @@ from typing import Any, TypeVar, cast
 import torch
 from opgraft.compat.tracing import transformed
 from opgraft.errors import RegistrationError
+from opgraft.registry.op_classes import NEEDS
 from opgraft.text import described
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _INFERENCE_ONLY = "__opgraft_inference_only__"
-_NEEDS = "__opgraft_needs__"
 
 
 def needs(check: Callable[[], str | None]) -> Callable[[Function], Function]:
@@ -24,7 +24,7 @@ def needs(check: Callable[[], str | None]) -> Callable[[Function], Function]:
     """
 
     def decorate(kernel: Function) -> Function:
-        setattr(kernel, _NEEDS, check)
+        setattr(kernel, NEEDS, check)
         return kernel
 
     return decorate
@@ -32,7 +32,7 @@ def needs(check: Callable[[], str | None]) -> Callable[[Function], Function]:
 
 def unmet_need(kernel: object) -> str | None:
     """Return what a kernel needs and this machine or installation lacks, ``None`` where nothing is missing."""
-    check = getattr(kernel, _NEEDS, None)
+    check = getattr(kernel, NEEDS, None)
     try:
         return check() if check else None
     except (Exception, SystemExit) as error:  # a plugin's code; the reason stays in the decision

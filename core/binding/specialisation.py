@@ -24,7 +24,7 @@ from opgraft.plugins.host import check_loaded_with, load_plugins, plugins_decisi
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.choice import ReplacementChoice, choose_replacement, objection_to
 from opgraft.registry.declarations import Replacement
-from opgraft.registry.op_classes import location_of, own_classes, qualified
+from opgraft.registry.op_classes import definer, location_of, own_classes, qualified
 from opgraft.state import HostState, host_state
 
 Key = TypeVar("Key")
@@ -171,11 +171,21 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
         choice = ReplacementChoice(cls, own, name, ((only[0], None),), only[0])
     else:
         choice = choose_replacement(cls, name, own, active, selection.platform, settings)
-    always = (True, "this op is not switched by custom_ops")
-    enabled, because = settings.enabled(name) if cls.switchable else always
+    enabled, because = _enabled(choice, settings)
     kernel = choose_kernel(choice.cls, effective_chain(selection.platform), enabled, because, cls)
     background = (plugins_decision(state.plugins.values()), selection.decision)
     return Binding(choice, kernel, specialise(kernel), background)
+
+
+def _enabled(choice: ReplacementChoice, settings: Settings) -> tuple[bool, str]:
+    """Whether the op is enabled, and why: as the class says, if it has a method ``enabled`` of its own."""
+    cls: Any = choice.cls
+    owner = definer(cls, "enabled")
+    if owner is not None:
+        return bool(cls.enabled()), f"{owner.__qualname__}.enabled() says so"
+    if not choice.target.switchable:  # type: ignore[attr-defined]  # of a CustomOp
+        return True, "this op is not switched by custom_ops"
+    return settings.enabled(choice.op_name)
 
 
 def kernel_of(op: Any) -> Kernel:

@@ -72,7 +72,7 @@ def show(name: str, as_json: bool) -> None:
 def doctor(as_json: bool) -> None:
     """Load everything and report what is wrong. Exit code 1: findings, 3: no platform, 4: a plugin failed."""
     error = _load()
-    findings = [*_problems(), *host_state().platform_failures, *_unknown_names()]
+    findings = [*_problems(), *host_state().platform_failures, *_unknown_names(), *_questionable()]
     code = 1 if findings else 0
     for record in host_state().plugins.values():
         if record.status is PluginStatus.REJECTED and record.reason.startswith("it requires"):
@@ -155,6 +155,14 @@ def _never_used() -> list[str]:
             row = next(c for c in choice.decision.candidates if c.location == replacement.location)
             found.append(f"{row.name} at {row.location} ({row.provider}) is never used: {row.reason}")
     return found
+
+
+def _questionable() -> list[str]:
+    """What was found about replacements of active plugins when they were registered."""
+    plugins = host_state().plugins
+    active = [name for name, record in plugins.items() if record.status is PluginStatus.ACTIVATED]
+    declared = [r for r in host_state().registry.replacements if r.plugin in active]
+    return [f"plugin {r.plugin} of {r.provider}: {finding}" for r in declared for finding in r.findings]
 
 
 def _unknown_names() -> list[str]:

@@ -38,6 +38,7 @@ class Replacement:
         platforms: names of the platforms it applies on, or ``("any",)``.
         priority: the highest one wins among replacements of one target.
         when: narrows it further; called with the platform.
+        findings: what is questionable about it, though it stands in for its target in every call that is made.
         activation: the activation of a plugin that was under way when it was declared, or ``None``.
     """
 
@@ -49,6 +50,7 @@ class Replacement:
     platforms: tuple[str, ...] = (ANY_PLATFORM,)
     priority: int = 0
     when: Callable[[Platform], bool] | None = None
+    findings: tuple[str, ...] = ()
     activation: object = None
 
     @property
@@ -90,7 +92,7 @@ class Registry:
         """Declare a replacement and return its record: the known one if the same class is declared again.
 
         Raises:
-            RegistrationError: it is no subclass of its target, or is narrower than its target.
+            RegistrationError: it is no subclass of its target, or fails in a call that is made of its target.
         """
         for index, known in enumerate(self.replacements):
             same_target = known.target is new.target if new.target else known.asked_for == new.asked_for
@@ -100,7 +102,7 @@ class Registry:
                 del self.replacements[index]
                 break
         if new.target is not None:
-            self._check(new, new.target)
+            new.findings = self._check(new, new.target)
         self.replacements.append(new)
         return new
 
@@ -120,10 +122,10 @@ class Registry:
                     f"{close_matches(replacement.asked_for, self.target_names())} "
                     "Name it by op name, class name, 'module:Class' or the class itself."
                 )
-            self._check(replacement, target)
+            replacement.findings = self._check(replacement, target)
             replacement.target = target
 
-    def _check(self, replacement: Replacement, target: type) -> None:
+    def _check(self, replacement: Replacement, target: type) -> tuple[str, ...]:
         above = next((known for known in self.replacements if known.cls is target and known.target is not None), None)
         if above is not None and above.target is not None:
             raise RegistrationError(
@@ -131,7 +133,7 @@ class Registry:
                 f"itself a replacement of {above.target.__qualname__} and would hide it: declare it for "
                 f"{above.target.__qualname__}, with a higher priority."
             )
-        check_replacement(target, replacement.cls)
+        return check_replacement(target, replacement.cls)
 
     def find_target(self, name: str) -> type | None:
         """The op class called ``name``: an op name, a class name or ``module:Class``.

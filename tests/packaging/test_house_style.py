@@ -23,6 +23,7 @@ LAYERS = [
     "opgraft.errors",
     "opgraft.version",
     "opgraft.moved",
+    "opgraft.logger",
     "opgraft.environment",
     "opgraft.caches",
     "opgraft.config",
@@ -44,6 +45,7 @@ LAYERS = [
     "opgraft.functional",
     "opgraft.packing",
     "opgraft.custom_op",
+    "opgraft.torch_library",
     # Models.
     "opgraft.bucketing",
     "opgraft.grafting",

@@ -13,8 +13,10 @@ import torch
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.activation import functional as forms
-from opgraft.ops.checks import expect_choice, expect_not_negative
+from opgraft.ops.checks import expect_choice, expect_not_negative, halves
 from opgraft.ops.on_triton import on_triton
+from opgraft.ops.precision import compute_dtype
+from opgraft.registry.signatures import called_with
 from torch import Tensor, nn
 
 TRITON = on_triton("opgraft.ops.activation.triton")
@@ -28,6 +30,7 @@ class SiluAndMul(CustomOp):
         compile_native: taken so that classes which pass it construct; the native definition compiles with its caller.
     """
 
+    @called_with(never=["compile_native"])
     def __init__(self, *, compile_native: bool = True) -> None:
         super().__init__()
 
@@ -174,28 +177,39 @@ class SwigluOAIAndMul(CustomOp):
 class SiluAndMulWithClamp(CustomOp):
     """SwiGLU's gate over clipped inputs, ``silu(min(gate, limit)) · clip(up, ±limit)`` (arXiv:2002.05202).
 
+    ``alpha`` multiplies the gate within ``silu``'s sigmoid, ``beta`` is added to the up; kernels are for 1 and 0.
+
     Args:
         swiglu_limit: gates are clipped to at most it, ups to between minus and plus it.
-        compile_native: taken so that classes which pass it construct; the native definition compiles with its caller.
+        compile_native: as that of ``SiluAndMul``.
 
     Raises:
         ValueError: ``swiglu_limit`` is negative.
     """
 
-    def __init__(self, swiglu_limit: float, *, compile_native: bool = True) -> None:
+    @called_with(never=["alpha", "beta", "compile_native"])
+    def __init__(
+        self, swiglu_limit: float, alpha: float = 1.0, beta: float = 0.0, *, compile_native: bool = True
+    ) -> None:
         super().__init__()
         expect_not_negative("silu_and_mul_with_clamp", "swiglu_limit", swiglu_limit)
-        self.swiglu_limit = swiglu_limit
+        self.swiglu_limit, self.alpha, self.beta, self.is_plain = swiglu_limit, alpha, beta, (alpha, beta) == (1.0, 0.0)
 
     @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
-        return functional.silu_and_mul_with_clamp(x, self.swiglu_limit)
+        if self.is_plain:
+            return functional.silu_and_mul_with_clamp(x, self.swiglu_limit)
+        gate, up = (t.to(compute_dtype(x.dtype)) for t in halves("silu_and_mul_with_clamp", "x", x))
+        gate, up = gate.clamp(max=self.swiglu_limit), up.clamp(-self.swiglu_limit, self.swiglu_limit)
+        return (gate * torch.sigmoid(self.alpha * gate) * (up + self.beta)).to(x.dtype)
 
     functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
-        return f"swiglu_limit={self.swiglu_limit}"
+        return f"swiglu_limit={self.swiglu_limit}" + (
+            "" if self.is_plain else f", alpha={self.alpha}, beta={self.beta}"
+        )
 
 
 @CustomOp.register("swiglustep_and_mul")
@@ -283,6 +297,7 @@ class GELU(CustomOp, nn.GELU):
         expect_choice("gelu", "approximate", approximate, forms.APPROXIMATIONS)
         super().__init__(approximate)
 
+    @called_with(by_position=["input"])
     @calls_functional
     def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.gelu(input, self.approximate)
@@ -300,6 +315,7 @@ class SiLU(CustomOp, nn.SiLU):
     def __init__(self, inplace: bool = False) -> None:
         super().__init__(inplace)
 
+    @called_with(by_position=["input"])
     @calls_functional
     def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
         if not self.inplace:
@@ -333,6 +349,7 @@ class ReLUSquaredActivation(CustomOp):
         compile_native: taken so that classes which pass it construct; the native definition compiles with its caller.
     """
 
+    @called_with(never=["compile_native"])
     def __init__(self, *, compile_native: bool = True) -> None:
         super().__init__()
 

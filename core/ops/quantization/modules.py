@@ -13,6 +13,7 @@ from opgraft.ops.on_triton import on_triton
 from opgraft.ops.quantization import functional as forms
 from opgraft.ops.quantization.functional import GroupShape
 from opgraft.plugins.selection import current_platform
+from opgraft.registry.signatures import called_with
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -53,6 +54,7 @@ class QuantFP8(CustomOp):
         ValueError: a group shape, padding or dtype that is not supported (vLLM asserts it).
     """
 
+    @called_with(never=["compile_native", "dtype"])
     def __init__(
         self,
         static: bool,
