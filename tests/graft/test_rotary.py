@@ -347,7 +347,7 @@ OfLength.__module__ = Raising.__module__ = modeling_llama.__name__
     ("embedding", "reason"),
     [
         (OfLength, "nothing in the model shows that its cosines and sines have each number twice"),
-        (Raising, "transformers rotary function raised SystemExit('no such device')"),
+        (Raising, "transformers rotary function raised SystemExit: no such device"),
     ],
 )
 def test_what_recognition_of_tables_raises(embedding: type[nn.Module], reason: str, rotated: Shapes) -> None:
