@@ -122,13 +122,16 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend by ``op``, or by transformers' own function ``sdpa`` where one of ``features`` is asked for.
 
+    The op shares heads between key and value, so what has other numbers of them goes to that function too.
+
     Takes the attention module, query ``(batch, heads, queries, head size)``, key and value ``(batch, key-value heads,
     keys, head size)`` and a mask that broadcasts to ``(batch, heads, queries, keys)``.
 
     Returns:
         ``(batch, queries, heads, value size)``, and no weights.
     """
-    if any(kwargs.get(name) is not None and kwargs[name] is not False for name in features):
+    asked = any(kwargs.get(name) is not None and kwargs[name] is not False for name in features)
+    if asked or key.shape[1] != value.shape[1]:
         options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
         return sdpa(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
     causal: bool = getattr(module, "is_causal", True) if is_causal is None else is_causal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,11 +19,13 @@ from opgraft.grafting import attention, rotary
 from opgraft.grafting.adapters import builtin_adapters
 from opgraft.grafting.exchange import build_op
 from opgraft.grafting.forwards import Substitution
+from opgraft.grafting.norms import Dtypes
 from opgraft.grafting.obstacles import obstacle_of, read_by_parents
 from opgraft.grafting.report import GraftReport, LeftAlone, replaced_by
 from opgraft.ops import ApplyRotaryEmb, ScaledDotProductAttention
 from opgraft.plugins.discovery import discover
 from opgraft.state import host_state
+from opgraft.text import described
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
@@ -143,7 +146,7 @@ class _Planner:
         self.model = model
         self.own = discover().provider_of(__name__)
         self.adapters: list[tuple[Provider, Adapter]] = [*host_state().graft_adapters]
-        self.adapters += [(self.own, adapter) for adapter in builtin_adapters(_usual_dtype(model))]
+        self.adapters += [(self.own, adapter) for adapter in builtin_adapters(_dtypes_of(model))]
         self.strict = host_state().settings().config.strict
         self.read_by_parents = read_by_parents(model)
         self.device = next((p.device for p in model.parameters()), torch.get_default_device())
@@ -246,7 +249,7 @@ class _Planner:
             with self._reporting(rotary.ADAPTER):
                 rotary.check(module, name, self.model)
             with self._reporting(f"class {ApplyRotaryEmb.__name__}", OpgraftError):
-                op = ApplyRotaryEmb()
+                op = rotary.op_of(module, name)
             if kernel_of(op).method == "forward_native":
                 raise LeaveAlone("here apply_rotary_emb is its native definition, which is no faster")
         except LeaveAlone as verdict:
@@ -293,10 +296,12 @@ def _left_alone(path: str, module: nn.Module, reason: str) -> LeftAlone:
     return LeftAlone(path, type(module).__name__, reason)
 
 
-def _usual_dtype(model: nn.Module) -> torch.dtype | None:
-    """The dtype that most of a model's parameters have, by their elements, among those that models compute in."""
+def _dtypes_of(model: nn.Module) -> Dtypes:
+    """Find the dtypes that a model's parameters have, among those that models compute in."""
     elements: Counter[torch.dtype] = Counter()
     for parameter in model.parameters():
         if parameter.dtype in _COMPUTED and not is_lazy(parameter):
             elements[parameter.dtype] += parameter.numel()
-    return max(elements, key=elements.__getitem__, default=None)
+    if not elements:
+        return Dtypes()
+    return Dtypes(max(elements, key=elements.__getitem__), functools.reduce(torch.promote_types, elements))

@@ -19,8 +19,9 @@ from torch import nn
 def graft(model: nn.Module, *, dry_run: bool = False) -> GraftReport:
     """Replace, in place, the modules below ``model`` that adapters recognise, by ops with the same parameters.
 
-    Adapters of plugins are asked first, then the built-in ones: torch's LayerNorm, RMSNorm, GELU, SiLU and Linear, and
-    modules of any origin that compute an RMS norm, Gemma's RMS norm or one of the GELU and SiLU forms. Modules that
+    Adapters of plugins are asked first, then the built-in ones: torch's LayerNorm, RMSNorm, GELU, SiLU, ReLU and
+    Linear, and modules of any origin that compute a layer norm, an RMS norm with or without a weight or a gate, Gemma's
+    RMS norm, one of the GELU, SiLU and ReLU forms, or a linear map whose weight lies the other way round. Modules that
     combine linear layers with an activation, a gate, a residual or a norm are replaced as a whole. Attention modules
     of transformers that use ``sdpa`` get an attention op, and where ``apply_rotary_emb`` has a kernel beyond its native
     definition, an op for the rotary function that their forward calls.

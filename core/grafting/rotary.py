@@ -5,21 +5,20 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
 import torch
 from opgraft.adapter import LeaveAlone
 from opgraft.grafting.forwards import Substitution, check_forward, plain_forward
+from opgraft.grafting.rotations import Function, Rotation, rotation_of
 from opgraft.ops import ApplyRotaryEmb
 from torch import Tensor, nn
 
 CHILD = "opgraft_rotary"
 ADAPTER = "transformers rotary function"
 _HINT = "rotary"
-
-Rotation = Callable[..., tuple[Tensor, Tensor]]
 
 
 def function_of(module: nn.Module) -> str | None:
@@ -36,11 +35,18 @@ def check(module: nn.Module, name: str, model: nn.Module) -> None:
     obstacle = check_forward(module)
     if obstacle:
         raise LeaveAlone(obstacle)
-    if not _rotates_halves(plain_forward(module).__globals__[name]):
-        raise LeaveAlone(f"{name} computes something else than apply_rotary_emb on the halves of a head")
+    rotation = _rotation_of(module, name)
+    if rotation is None:
+        raise LeaveAlone(f"{name} computes something else than apply_rotary_emb on a query and a key")
     tables = [part for part in model.modules() if _makes_tables(part, type(module).__module__)]
-    if not tables or not all(_repeats(table) for part in tables for table in _tables(part)):
-        raise LeaveAlone("nothing in the model shows that both halves of its cosines and sines are the same")
+    if not tables or not all(rotation.repeats(table) for part in tables for table in _tables(part)):
+        raise LeaveAlone("nothing in the model shows that its cosines and sines have each number twice")
+
+
+def op_of(module: nn.Module, name: str) -> ApplyRotaryEmb:
+    """Construct the op that does the work of the function ``name``, which ``check`` has passed."""
+    rotation = _rotation_of(module, name)
+    return ApplyRotaryEmb(is_neox_style=rotation is None or rotation.is_neox_style())
 
 
 def substitution_of(name: str) -> Substitution:
@@ -48,70 +54,31 @@ def substitution_of(name: str) -> Substitution:
     return Substitution(name, CHILD, _with_op)
 
 
-def _with_op(op: nn.Module, function: Rotation) -> Rotation:
-    return functools.partial(_rotate, op, function)
+def _rotation_of(module: nn.Module, name: str) -> Rotation | None:
+    return rotation_of(plain_forward(module).__globals__[name])
+
+
+def _with_op(op: nn.Module, function: Function) -> Function:
+    rotation = rotation_of(function)  # ``None`` for a model that was unpickled beside another version of its file
+    return function if rotation is None else functools.partial(_rotate, op, function, rotation)
 
 
 def _rotate(
-    op: nn.Module, function: Rotation, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
+    op: nn.Module,
+    function: Function,
+    rotation: Rotation,
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Do what the file's function does, by the op where the shapes are those that it takes.
-
-    Query and key are ``[batch, heads, sequence, head_size]``; cos and sin ``[batch or 1, sequence, head_size]`` with
-    two equal halves.
-    """
-    if args or kwargs or not (_fits(query, cos) and _fits(key, cos)) or cos.shape != sin.shape:
+    """Do what the file's function does, by the op where the shapes are those that it takes."""
+    fits = rotation.fits(query, cos) and rotation.fits(key, cos) and cos.shape == sin.shape
+    if args or kwargs or not fits:
         return function(query, key, cos, sin, *args, **kwargs)
-    half = query.shape[-1] // 2
-    cos, sin = cos[..., :half], sin[..., :half]
-    return _rotate_one(op, query, cos, sin), _rotate_one(op, key, cos, sin)
-
-
-def _fits(x: Tensor, cos: Tensor) -> bool:
-    """Return whether there is one row of the table for each token of ``x``, in its dtype."""
-    if (x.dim(), cos.dim(), cos.dtype) != (4, 3, x.dtype):
-        return False
-    return cos.shape[0] in (1, x.shape[0]) and cos.shape[1] == x.shape[2] and cos.shape[2] == x.shape[3]
-
-
-def _rotate_one(op: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    tokens = x.transpose(1, 2)
-    if cos.shape[0] == 1:
-        turned: Tensor = op(tokens, cos[0], sin[0])
-    else:  # each row has positions of its own
-        turned = op(tokens.flatten(0, 1), cos.flatten(0, 1), sin.flatten(0, 1)).view(tokens.shape)
-    return turned.transpose(1, 2)
-
-
-@functools.lru_cache(maxsize=256)
-def _rotates_halves(function: Rotation) -> bool:
-    """Return whether a function computes on random heads what the op computes, in two precisions."""
-    generator = torch.Generator().manual_seed(0)
-    for dtype, batch in ((torch.float64, 2), (torch.float64, 1), (torch.bfloat16, 2)):
-        query, key = (torch.randn(2, heads, 5, 8, dtype=torch.float64, generator=generator) for heads in (4, 2))
-        angles = torch.randn(batch, 5, 4, dtype=torch.float64, generator=generator).repeat(1, 1, 2)
-        arguments = [t.to(dtype) for t in (query, key, angles.cos(), angles.sin())]
-        op = _Native()
-        try:
-            found, wanted = function(*arguments), _rotate(op, function, *arguments)
-        except Exception:  # whatever a function of another kind raises
-            return False
-        tolerance = 1e-12 if dtype is torch.float64 else 0.1
-        if not all(_agree(a, b, tolerance) for a, b in zip(found, wanted, strict=True)):
-            return False
-    return True
-
-
-class _Native(nn.Module):
-    """The definition, whatever kernels are bound here."""
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return ApplyRotaryEmb.forward_native(ApplyRotaryEmb(), x, cos, sin)
-
-
-def _agree(found: Any, wanted: Tensor, tolerance: float) -> bool:
-    alike = isinstance(found, Tensor) and (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
-    return alike and bool(torch.allclose(found, wanted, atol=tolerance, rtol=tolerance))
+    return rotation.apply(op, query, cos, sin), rotation.apply(op, key, cos, sin)
 
 
 def _makes_tables(module: nn.Module, file: str) -> bool:
@@ -140,8 +107,3 @@ def _tables(module: Any) -> Iterator[Tensor]:
     for options in _calls(module):
         with torch.no_grad():
             yield from twin.forward(x, positions, **options)
-
-
-def _repeats(table: Tensor) -> bool:
-    half = table.shape[-1] // 2
-    return not table.is_meta and torch.equal(table[..., :half], table[..., half:])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from opgraft import graft, ungraft
+from opgraft.grafting import attention
 from opgraft.grafting.attention import SUBSTITUTION
 from opgraft.ops import ScaledDotProductAttention
 from torch import nn
@@ -270,3 +271,18 @@ def test_attention_with_parameters_of_its_own_has_one_row() -> None:
     report = graft(build("GptOssConfig", num_local_experts=4))
     rows = [row.reason for row in report.left_alone if row.path == "model.layers.0.self_attn"]
     assert rows == ["its attention implementation is 'eager', not 'sdpa'"]
+
+
+def test_keys_and_values_with_other_numbers_of_heads() -> None:
+    """The op, which shares heads between the two, leaves such a call to transformers' own function."""
+    module = nn.Module()
+    query, key, value = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 4, 5, 8)
+    called = []
+
+    def sdpa(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        called.append(query)
+        return query, None
+
+    found, _ = attention.attention(ScaledDotProductAttention(), sdpa, (), module, query, key, value, None)
+    assert called == [query]
+    assert found is query

@@ -26,6 +26,7 @@ __all__ = [
     "gelu_tanh",
     "mul_and_silu",
     "quick_gelu",
+    "relu",
     "relu2",
     "silu",
     "silu_",
@@ -248,6 +249,17 @@ def quick_gelu(x: Tensor) -> Tensor:
     expect_floating("quick_gelu", "x", x)
     t = x.to(compute_dtype(x.dtype))
     return (t * torch.sigmoid(1.702 * t)).to(x.dtype)
+
+
+@form("relu", like)
+def relu(x: Tensor) -> Tensor:
+    """Rectified linear unit, ``max(x, 0)`` (Nair and Hinton, ICML 2010). Elementwise.
+
+    Raises:
+        ValueError: the dtype of ``x`` is not a floating-point one.
+    """
+    expect_floating("relu", "x", x)
+    return F.relu(x)
 
 
 @form("relu2", like)

@@ -326,6 +326,21 @@ class SiLU(CustomOp, nn.SiLU):
     functional_cuda = functional_xpu = TRITON
 
 
+@CustomOp.register("relu")
+class ReLU(CustomOp, nn.ReLU):
+    """Rectified linear unit, ``max(x, 0)``, a drop-in for ``torch.nn.ReLU``, of which it is a subclass.
+
+    From Nair and Hinton, ICML 2010. With ``inplace=True`` it writes to its input, as torch's does.
+    """
+
+    def __init__(self, inplace: bool = False) -> None:
+        super().__init__(inplace)
+
+    @calls_functional
+    def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
+        return input.relu_() if self.inplace else functional.relu(input)
+
+
 @CustomOp.register("relu2")
 class ReLUSquaredActivation(CustomOp):
     """Squared ReLU, ``max(x, 0)²`` (So et al., Primer, arXiv:2109.08668).
