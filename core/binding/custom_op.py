@@ -226,7 +226,7 @@ class CustomOp(nn.Module):
             state.drop_superseded()
             state.invalidate()
 
-    def _go_on(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_next(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         further = self.__continuations__[method]
         if further is None:
             raise MissingKernelError(
@@ -237,35 +237,35 @@ class CustomOp(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What ``super().forward(...)`` of a replacement reaches: the most derived kernel of the platform's chain."""
-        return self._go_on("forward", args, kwargs)
+        return self._call_next("forward", args, kwargs)
 
     def forward_native(self, *args: Any, **kwargs: Any) -> Any:
         """The definition in plain PyTorch, which every platform can run."""
-        return self._go_on("forward_native", args, kwargs)
+        return self._call_next("forward_native", args, kwargs)
 
     def forward_cpu(self, *args: Any, **kwargs: Any) -> Any:
         """The kernel for CPUs."""
-        return self._go_on("forward_cpu", args, kwargs)
+        return self._call_next("forward_cpu", args, kwargs)
 
     def forward_cuda(self, *args: Any, **kwargs: Any) -> Any:
         """The kernel for CUDA devices, and for those whose platform has ``cuda`` in its chain."""
-        return self._go_on("forward_cuda", args, kwargs)
+        return self._call_next("forward_cuda", args, kwargs)
 
     def forward_hip(self, *args: Any, **kwargs: Any) -> Any:
         """The kernel for ROCm devices."""
-        return self._go_on("forward_hip", args, kwargs)
+        return self._call_next("forward_hip", args, kwargs)
 
     def forward_xpu(self, *args: Any, **kwargs: Any) -> Any:
         """The kernel for Intel GPUs."""
-        return self._go_on("forward_xpu", args, kwargs)
+        return self._call_next("forward_xpu", args, kwargs)
 
     def forward_tpu(self, *args: Any, **kwargs: Any) -> Any:
         """The kernel for TPUs."""
-        return self._go_on("forward_tpu", args, kwargs)
+        return self._call_next("forward_tpu", args, kwargs)
 
     def forward_oot(self, *args: Any, **kwargs: Any) -> Any:
         """The kernel that a replacement brings; it stands first in every chain."""
-        return self._go_on("forward_oot", args, kwargs)
+        return self._call_next("forward_oot", args, kwargs)
 
 
 class PluggableLayer(CustomOp):
@@ -308,7 +308,7 @@ def _declare(cls: type, target: str | type, priority: int, when: Callable[[Platf
             cls, _asked_for(target), resolved, provider, priority=priority, when=when, activation=transaction
         )
         if resolved is None and state.plugins_loaded and transaction is None:
-            state.registry.settle_pending(new)
+            state.registry.resolve_pending(new)
         new.plugin = transaction.plugin if transaction else discovery.plugin_of(cls.__module__, provider)
         record = state.plugins.get(new.plugin or "")
         new.platforms = record.platforms if record else new.platforms

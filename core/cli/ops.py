@@ -78,7 +78,7 @@ def explain(name: str, as_json: bool) -> None:
 
 def _row(name: str, platforms: list[inventory.DeclaredPlatform]) -> dict[str, Any]:
     cls = CustomOp.op_registry[name]
-    forms = inventory.forms_of(cls)
+    forms = inventory.functionals_of(cls)
     return {
         "op": name,
         "class": cls.__name__,

@@ -14,7 +14,7 @@ from typing import Any
 
 from opgraft import functional as _functional  # noqa: F401  # registers every form
 from opgraft.binding.custom_op import PluggableLayer
-from opgraft.binding.functional import FORMS, Form
+from opgraft.binding.functional import FUNCTIONALS, Functional
 from opgraft.binding.kernels import Kernel, declared_kernels
 from opgraft.binding.specialisation import op_name_of
 from opgraft.errors import ConflictError
@@ -128,11 +128,11 @@ def _key(cls: type, platform: Platform, chain: tuple[str, ...], replacements: Se
     return kernels[0].key if kernels else None
 
 
-def forms_of(cls: type) -> list[Form[..., Any]]:
+def functionals_of(cls: type) -> list[Functional[..., Any]]:
     """The functional forms of an op and of its variants, those without a spec of opgraft's own included."""
     state = host_state()
     name = op_name_of(cls, state)
-    targets = ((form, state.registry.find_target(form.op)) for form in FORMS.values())
+    targets = ((form, state.registry.find_target(form.op)) for form in FUNCTIONALS.values())
     return [form for form, target in targets if target and op_name_of(target, state) == name]
 
 
@@ -144,24 +144,24 @@ def find_op(name: str) -> type | None:
     """
     registry = host_state().registry
     target = registry.find_target(name)
-    return registry.find_target(FORMS[name].op) if target is None and name in FORMS else target
+    return registry.find_target(FUNCTIONALS[name].op) if target is None and name in FUNCTIONALS else target
 
 
 def known_names() -> set[str]:
     """Every name by which ``find_op`` finds something."""
-    return host_state().registry.target_names() | set(FORMS)
+    return host_state().registry.target_names() | set(FUNCTIONALS)
 
 
 def functions_of(cls: type, kernel: Kernel) -> dict[str, str]:
     """By form of the op, the dotted path of the function that an eager call of it runs where ``kernel`` is bound."""
-    return {form.name: _place(kernel.functional(form.name) or form.native) for form in forms_of(cls)}
+    return {form.name: _place(kernel.functional(form.name) or form.native) for form in functionals_of(cls)}
 
 
 def _place(function: Any) -> str:
     return f"{function.__module__}.{function.__qualname__}"
 
 
-def evidence_of(forms: Sequence[Form[..., Any]]) -> dict[str, dict[str, Any]]:
+def evidence_of(forms: Sequence[Functional[..., Any]]) -> dict[str, dict[str, Any]]:
     """By form, what was proved of it and whether that is about what is installed."""
     records = evidence.recorded()
     proved = {form.name: dataclasses.asdict(records[form.name]) if form.name in records else {} for form in forms}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from opgraft.binding.functional import form
+from opgraft.binding.functional import register_functional
 from opgraft.ops.checks import (
     FLOATING,
     expect_alike,
@@ -36,7 +36,7 @@ def mapped(
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-@form("linear", mapped)
+@register_functional("linear", mapped)
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
 ) -> Tensor:
