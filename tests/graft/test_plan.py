@@ -190,7 +190,7 @@ def test_notes_for_code_that_looks_for_exact_classes() -> None:
     model = gated()
     report = graft(model, dry_run=True)
     assert report.notes == (
-        "4 torch.nn.Linear became ops: quantize_dynamic, which looks for that exact class, must run before graft.",
+        "4 torch.nn.Linear became ops: quantize_dynamic, which looks for that class, must run before graft.",
     )
     assert "quantize_dynamic" in str(report)
     assert report.to_dict()["notes"] == [*report.notes]
