@@ -8,6 +8,7 @@ compiled code has seen is ever mutated.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -27,6 +28,7 @@ from opgraft.dispatch import (
     continuations,
 )
 from opgraft.errors import ConfigError, RegistrationError, close_matches
+from opgraft.log import logger
 from opgraft.op_classes import location_of, own_classes
 from opgraft.platform import effective_chain
 from opgraft.plugins.discovery import discover
@@ -36,6 +38,8 @@ from opgraft.registry import Replacement
 from opgraft.state import HostState, host_state
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+NEEDS_GRADIENT = "a gradient is required, and it has no backward"
 
 _CACHE = "__opgraft_specialisations__"
 
@@ -114,6 +118,8 @@ def inference_only(kernel: Function) -> Function:
         if transformed() or (
             torch.is_grad_enabled() and any(t.requires_grad for t in _tensors((args, kwargs, list(self.parameters()))))
         ):
+            if not torch.compiler.is_compiling():
+                host_state().log_fallback(f"{self.op_class.__qualname__}.{kernel.__name__}", NEEDS_GRADIENT)
             return self.forward_native(*args, **kwargs)
         return kernel(self, *args, **kwargs)
 
@@ -164,7 +170,10 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
     enabled, because = settings.enabled(name) if cls.switchable else always
     kernel = choose_kernel(choice.cls, effective_chain(selection.platform), enabled, because, cls)
     background = (plugins_decision(state.plugins.values()), selection.decision)
-    return Binding(choice, kernel, specialise(kernel), background)
+    binding = Binding(choice, kernel, specialise(kernel), background)
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("%s", binding.decision.summary())
+    return binding
 
 
 def op_name_of(cls: type, state: HostState) -> str | None:

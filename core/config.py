@@ -24,9 +24,11 @@ from opgraft.environment import (
     PLATFORM,
     PLUGINS,
     PLUGINS_DISABLE,
+    PROVIDERS,
     STRICT,
     Environment,
     parse_flag,
+    parse_providers,
 )
 from opgraft.errors import ConfigError, close_matches
 
@@ -204,6 +206,7 @@ def environment_config(environment: Environment) -> tuple[tuple[str, OpgraftConf
         STRICT: ("strict", environment.strict),
         CHECK_VALUES: ("check_values", environment.check_values),
         CPU_KEEP_MEMORY: ("cpu_keep_memory", environment.cpu_keep_memory),
+        PROVIDERS: ("providers", environment.providers),
         CUSTOM_OPS: ("compilation_config.custom_ops", environment.custom_ops),
     }
     layers = []
@@ -275,7 +278,7 @@ FIELDS: Mapping[str, Callable[[str], Any]] = {
     "plugins": _text_list,
     "plugins_disable": _text_list,
     **{name: _text_flag(name) for name in FLAGS},
-    "providers": json.loads,
+    "providers": functools.partial(parse_providers, "--providers"),
     "compilation_config.custom_ops": _text_list,
     "compilation_config.backend": str,
     "compilation_config.mode": str,

@@ -61,6 +61,10 @@ class PlatformError(OpgraftError):
     exit_code = 3
 
 
+class PlatformConflictError(PlatformError, ConflictError):
+    """Two out-of-tree platforms can be used here, and no setting chooses between them."""
+
+
 class ChildError(OpgraftError):
     """A child process that was asked something gave no usable answer."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,6 +15,7 @@ from opgraft.config import CURRENT_SCOPE, OpgraftConfig, Settings, environment_c
 from opgraft.decision import Decision, Provider
 from opgraft.environment import Environment, read_environment
 from opgraft.errors import PluginError
+from opgraft.log import logger, set_level
 from opgraft.platform import Platform
 from opgraft.registry import Registry, Replacement
 
@@ -84,6 +86,8 @@ class HostState:
     graft_adapters: list[tuple[Provider, Any]] = field(default_factory=list)
     environment: Environment | None = None
     bindings: dict[Any, Any] = field(default_factory=dict)
+    fallbacks: set[tuple[str, str]] = field(default_factory=set)
+    """Kernels that gave way to the native definition at a call, each with the reason, as they were logged."""
     generation: int = 0
     discovery: Any = None
 
@@ -91,6 +95,7 @@ class HostState:
         """The settings that hold here and now: all layers, from the platform's defaults to the active scope."""
         if self.environment is None:
             self.environment = read_environment()
+            set_level(self.environment.log)
         scope = CURRENT_SCOPE.get()
         layers = [*self.adjustments, *environment_config(self.environment), *(scope.layers if scope else ())]
         if self.selection is not None:
@@ -113,6 +118,12 @@ class HostState:
         if "check_values" not in bindings:
             bindings["check_values"] = self.settings().config.check_values
         return bindings["check_values"] is True
+
+    def log_fallback(self, kernel: str, reason: str) -> None:
+        """Log at the level debug that a call ran the native definition instead of ``kernel``, once for each reason."""
+        if logger.isEnabledFor(logging.DEBUG) and (kernel, reason) not in self.fallbacks:
+            self.fallbacks.add((kernel, reason))
+            logger.debug("%s gives way to the native definition for the first time: %s", kernel, reason)
 
     def invalidate(self) -> None:
         """Forget which classes were bound, because what the choice rests on has changed."""

@@ -9,6 +9,7 @@ from opgraft.config import Settings
 from opgraft.decision import Candidate, Decision
 from opgraft.environment import PLUGINS, PLUGINS_DISABLE
 from opgraft.errors import PluginError
+from opgraft.log import logger
 from opgraft.plugins.loading import Loading
 from opgraft.plugins.selection import current_platform
 from opgraft.state import HostState, PluginRecord, PluginStatus, host_state, loading
@@ -38,6 +39,10 @@ def load_plugins() -> None:
             state.loaded_with = state.settings().config
             current_platform().prepare(state.loaded_with)
             state.plugins_loaded = True
+            decision = plugins_decision(state.plugins.values())
+            logger.info("%s", decision.summary())
+            for row in decision.candidates:
+                logger.info("plugin %s of %s: %s", row.name, row.provider, row.reason)
         finally:
             state.plugins_loading = False
             state.invalidate()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from opgraft.config import OpgraftConfig, Settings
 from opgraft.decision import Candidate, Decision
 from opgraft.environment import PLATFORM
-from opgraft.errors import ConflictError, PlatformError, close_matches
+from opgraft.errors import PlatformConflictError, PlatformError, close_matches
 from opgraft.evidence import Evidence
 from opgraft.machine import Machine
 from opgraft.platform import Platform, PlatformSpec, effective_chain
@@ -47,7 +47,7 @@ def current_platform() -> Platform:
     Raises:
         PlatformError: the platform asked for does not exist, is unavailable or cannot be loaded, or a ``set_config``
             scope asks for another one than the process already uses.
-        ConflictError: two out-of-tree platforms are available and no setting chooses.
+        PlatformConflictError: two out-of-tree platforms are available and no setting chooses.
     """
     return selected_platform().platform
 
@@ -59,6 +59,7 @@ def selected_platform() -> PlatformSelection:
         with loading(state):
             if state.selection is None:
                 state.selection = _select(state.settings(), Machine())
+                logger.info("%s", state.selection.decision.summary())
                 state.invalidate()
     settings, selection = state.settings(), state.selection
     wanted = settings.config.platform
@@ -80,7 +81,7 @@ def decide_platform(
 
     Raises:
         PlatformError: the platform asked for does not exist or is not available, or none is available.
-        ConflictError: two out-of-tree platforms are available and no setting chooses.
+        PlatformConflictError: two out-of-tree platforms are available and no setting chooses.
     """
     config = settings.config
     offers = discover().of_group(PLATFORM_GROUP)
@@ -131,7 +132,9 @@ def _winner(asked: Sequence[_Asked], settings: Settings) -> tuple[_Asked, str]:
     out_of_tree = [a for a in available if not a.offer.built_in]
     if len(out_of_tree) > 1:
         names = " and ".join(f"{a.offer.name} ({a.offer.provider}: {a.reason})" for a in out_of_tree)
-        raise ConflictError(f"{len(out_of_tree)} out-of-tree platforms are available: {names}. Choose with {_SETTING}.")
+        raise PlatformConflictError(
+            f"{len(out_of_tree)} out-of-tree platforms are available: {names}. Choose with {_SETTING}."
+        )
     if out_of_tree:
         return out_of_tree[0], f"the one out-of-tree platform available; {out_of_tree[0].reason}"
     if not available:

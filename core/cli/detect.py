@@ -47,7 +47,7 @@ def command(show_all: bool, root: str | None, record: str | None, as_json: bool)
     for problem in problems:
         print_wrapped(f"ignored: {problem['provider']}: {problem['reason']}")
     if record:
-        click.echo(f"recorded to {record}")
+        echo(f"recorded to {record}")
 
 
 def _short(decision: Decision) -> str:

@@ -35,10 +35,10 @@ def command(as_json: bool) -> None:
         print_json("opgraft.env/1", {"sections": report})
         return
     for title, rows in report.items():
-        click.echo(f"### {title}\n\n| | |\n|---|---|")
+        echo(f"### {title}\n\n| | |\n|---|---|")
         for name, value in rows.items():
-            click.echo(f"| {_cell(name)} | {_cell(value)} |")
-        click.echo()
+            echo(f"| {_cell(name)} | {_cell(value)} |")
+        echo()
 
 
 def _report() -> dict[str, dict[str, str]]:

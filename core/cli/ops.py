@@ -37,7 +37,7 @@ def list_ops(as_json: bool) -> None:
     if as_json:
         print_json("opgraft.ops.list/1", {"platform": current_platform().name, "ops": rows, "unknown": unknown})
     else:
-        click.echo(f"platform: {current_platform().name}")
+        echo(f"platform: {current_platform().name}")
         header = ("op", "kernel here; kernels per platform; evidence of the native definition")
         print_table(header, (line for row in rows for line in _in_words(row)))
         for name, reason in unknown.items():

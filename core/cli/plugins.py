@@ -57,7 +57,7 @@ def show(name: str, as_json: bool) -> None:
         for key, value in details.items():
             text = ", ".join(value) if isinstance(value, list) else str(value if value is not None else "")
             print_wrapped(f"{key}: {text}" if key != "traceback" else text)
-        click.echo()
+        echo()
     if error is not None:
         raise error
 
@@ -96,7 +96,7 @@ def doctor(as_json: bool) -> None:
             print_wrapped(f"finding: {finding}")
         if not findings:
             active = sum(row["status"] == PluginStatus.ACTIVATED.value for row in rows)
-            click.echo(f"{active} of {len(rows)} plugins active, nothing wrong")
+            echo(f"{active} of {len(rows)} plugins active, nothing wrong")
     sys.exit(code)
 
 

@@ -104,12 +104,12 @@ def _print_as_json(
 def _print_as_text(
     model: str, texts: list[str], output: Output, report: GraftReport, comparison: Comparison | None
 ) -> None:
-    click.echo(f"{model}: {len(texts)} lines of text; the first answers:")
+    echo(f"{model}: {len(texts)} lines of text; the first answers:")
     for text, answer in list(zip(texts, output.answers, strict=True))[:_SHOWN]:
         print_wrapped(f"{text}\n  -> {answer}", indent="  ")
-    click.echo()
+    echo()
     print_wrapped(selected_platform().decision.summary())
-    click.echo(f"\n{report}\n")
+    echo(f"\n{report}\n")
     if comparison:
         _print_comparison(comparison, report)
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
-from opgraft.binding import Binding, bind
+from opgraft.binding import NEEDS_GRADIENT, Binding, bind
 from opgraft.compat.registration import on_gradients
 from opgraft.compat.tracing import constant_while_tracing, transformed
 from opgraft.errors import ConflictError
@@ -177,6 +177,8 @@ def _guarded(kernel: Callable[Arguments, Result], native: Callable[Arguments, Re
             torch.is_grad_enabled()
             and any(isinstance(value, Tensor) and value.requires_grad for value in (*args, *kwargs.values()))
         ):
+            if not torch.compiler.is_compiling():
+                host_state().log_fallback(f"{kernel.__module__}.{kernel.__qualname__}", NEEDS_GRADIENT)
             return native(*args, **kwargs)
         return kernel(*args, **kwargs)
 
