@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from opgraft.evidence import Device as Device
     from opgraft.evidence import Evidence as Evidence
     from opgraft.evidence import Fact as Fact
+    from opgraft.explaining import Explanation as Explanation
+    from opgraft.explaining import explain as explain
     from opgraft.grafting import GraftReport as GraftReport
     from opgraft.grafting import graft as graft
     from opgraft.grafting import ungraft as ungraft
@@ -80,6 +82,7 @@ _HOME = {
     "opgraft.decision": ("Candidate", "Decision", "Provider"),
     "opgraft.dispatch": ("needs",),
     "opgraft.errors": ("OpgraftError",),
+    "opgraft.explaining": ("Explanation", "explain"),
     "opgraft.grafting": ("GraftReport", "graft", "ungraft"),
     "opgraft.kernels.weight_cache": ("refresh",),
     "opgraft.lifecycle": ("reset",),

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 from opgraft.compat.tracing import transformed
 from opgraft.config import Settings
-from opgraft.decision import Decision
+from opgraft.decision import Decision, Provider
 from opgraft.dispatch import (
     INFERENCE_ONLY,
     OWN_FORWARD,
@@ -60,6 +60,13 @@ class Binding:
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickle holds the class and is bound anew where it is loaded, on another platform perhaps."""
         return bind_exact, (self.replacement.target, self.replacement.cls, self.enforced)
+
+    @property
+    def provider(self) -> Provider:
+        """Who provides the kernel: where a replacement inherits it, whoever provides the class that defines it."""
+        owner = self.kernel.winner.owner
+        inherited = owner in self.replacement.target.__mro__
+        return discover().provider_of(owner.__module__) if inherited else self.replacement.provider
 
     @property
     def decision(self) -> Decision:

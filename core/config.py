@@ -154,6 +154,14 @@ class Settings:
     config: OpgraftConfig
     origins: Mapping[str, str]
 
+    def rows(self) -> Iterator[tuple[str, str, str]]:
+        """Every setting by its dotted name, its value as the command line takes it, and the layer that set it."""
+        for name, value in _flat(self.config):
+            text = (
+                value.name if isinstance(value, enum.Enum) else value if isinstance(value, str) else json.dumps(value)
+            )
+            yield name, "" if value is None else text, self.origins[name]
+
     def enabled(self, op_name: str | None) -> tuple[bool, str]:
         """Whether the custom op of that registered name is enabled, and the reason in words."""
         compilation = self.config.compilation_config

@@ -14,7 +14,7 @@ def table(rows: Sequence[Sequence[object]], width: int | None = WIDTH) -> list[s
 
     Without a ``width`` every row is one line.
     """
-    texts = [[" ".join(str(cell).split()) for cell in row] for row in rows]
+    texts = [[" ".join(str(cell).splitlines()) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(*texts, strict=True)]
     gaps = 2 * (len(widths) - 1)
     while width is not None and sum(widths) + gaps > width and max(widths) > 1:

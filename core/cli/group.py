@@ -56,4 +56,3 @@ class LazyGroup(click.Group):
         commands = [(name, summary) for name, (_, summary) in self.table.items() if name.startswith(incomplete)]
         options = click.Command.shell_complete(self, ctx, incomplete)
         return [*(CompletionItem(name, help=summary) for name, summary in commands), *options]
-

@@ -18,6 +18,9 @@ from opgraft.text import WIDTH, table
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON of a versioned schema instead of text.")
 
+COMMAND_LINE = "the command line"
+"""The origin of settings that are given as options."""
+
 _TEXT_WIDTH = 100
 """Columns that sentences fill at most, however wide the terminal is."""
 
@@ -29,7 +32,7 @@ def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
     def run(**options: Any) -> Any:
         given = {name: options.pop(_parameter(name)) for name in FIELDS}
         values = {name: parse_text(name, text) for name, text in given.items() if text is not None}
-        with set_config(config_from_fields(values), origin="the command line"):
+        with set_config(config_from_fields(values), origin=COMMAND_LINE):
             return command(**options)
 
     for name in reversed(list(FIELDS)):

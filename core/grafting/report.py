@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from opgraft.decision import Provider
-from opgraft.text import table
+from opgraft.text import WIDTH, table
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,16 @@ class GraftReport:
         }
 
     def __str__(self) -> str:
+        return self.in_words()
+
+    def in_words(self, width: int | None = WIDTH) -> str:
+        """Counts of what was replaced and of what stayed, in tables that fit ``width``; ``None``: a line per row."""
         head = [f"{len(self.replaced)} modules replaced, {len(self.left_alone)} left alone"]
         served = [(str(row.count), row.op, f"{row.implementation} of {row.provider}") for row in self.counts()]
         if served:
-            head += ["", *table([("count", "op", "implementation"), *served])]
+            head += ["", *table([("count", "op", "implementation"), *served], width)]
         stayed = Counter((row.source, row.reason) for row in self.left_alone).most_common()
         if stayed:
             rows = [(str(count), source, reason) for (source, reason), count in stayed]
-            head += ["", *table([("count", "left alone", "reason"), *rows])]
+            head += ["", *table([("count", "left alone", "reason"), *rows], width)]
         return "\n".join(head)

@@ -21,11 +21,13 @@ LAYERS = [
     "opgraft",  # __version__; the lazy facade names every floor and imports none
     "opgraft.errors",
     "opgraft.text",
+    "opgraft.log",
     "opgraft.child",
     "opgraft.environment",
     "opgraft.config",
     "opgraft.evidence",
     "opgraft.decision",
+    "opgraft.finding",
     "opgraft.machine",
     "opgraft.recording",
     # The contract with devices, and the devices, which nothing above imports: entry points lead to them.
@@ -54,12 +56,14 @@ LAYERS = [
     "opgraft.binding",
     "opgraft.custom_op",
     "opgraft.rebinding",
+    "opgraft.explaining",
     "opgraft.definitions",
     "opgraft.kernels",
     "opgraft.ops",
     "opgraft.functional",
     "opgraft.specs",
     "opgraft.inventory",
+    "opgraft.diagnosis",
     # Models.
     "opgraft.bucketing",
     "opgraft.checkpoint",
