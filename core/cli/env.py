@@ -29,8 +29,9 @@ _FURTHER_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_DEVICE_BACKEN
 def command(as_json: bool) -> None:
     """Print versions, hardware, plugins and settings for a bug report.
 
-    The settings are those in effect before the platform and plugins add their defaults, as none is imported. Only variables that concern opgraft are shown; ids of devices, the host's name and the home folder are replaced as
-    in a recording.
+    The settings are those in effect before the platform and plugins add their defaults, as none is imported. Only
+    variables that concern opgraft are shown; ids of devices, the host's name and the home folder are replaced as in a
+    recording.
     """
     report = _report()
     if as_json:
