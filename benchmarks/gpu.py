@@ -21,9 +21,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from opgraft.kernels.on_triton import TRITON, triton_missing
-from opgraft.specs.catalogue import SPECS
-from opgraft.specs.spec import tensors
+from opgraft.ops.on_triton import TRITON, triton_missing
+from opgraft.ops.spec import tensors
+from opgraft.testing.catalogue import SPECS
 from torch import Tensor
 
 TOKENS = (4096, 16384)

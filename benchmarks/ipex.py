@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from intel_extension_for_pytorch.llm import functional as ipex
 from opgraft import functional
-from opgraft.definitions.form import binding_of
+from opgraft.binding.functional import binding_of
 from timing import Row, ratio, report
 
 TOKENS = (1, 16, 512, 2048)

@@ -20,9 +20,9 @@ from typing import Any
 import opgraft
 import torch
 from opgraft import functional
-from opgraft.definitions.form import binding_of
-from opgraft.specs.catalogue import SPECS
-from opgraft.specs.spec import Draw, OpSpec
+from opgraft.binding.functional import binding_of
+from opgraft.ops.spec import Draw, OpSpec
+from opgraft.testing.catalogue import SPECS
 from timing import Row, machine, print_table, ratio
 
 NORMS = ("rms_norm", "fused_add_rms_norm", "gemma_rms_norm", "layer_norm")

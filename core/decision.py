@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from opgraft.evidence import Evidence
+from opgraft.machine.evidence import Evidence
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from opgraft.config import OpgraftConfig
 from opgraft.errors import PlatformError
-from opgraft.evidence import Evidence
-from opgraft.machine import Machine
+from opgraft.machine.evidence import Evidence
+from opgraft.machine.machine import Machine
 
 if TYPE_CHECKING:
     import torch

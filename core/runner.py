@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from opgraft.binding import op_name_of
+from opgraft.binding.specialisation import op_name_of
 from opgraft.checkpoint import Checkpoint
 from opgraft.config import OpgraftConfig, set_config
 from opgraft.grafting import GraftReport, graft, ungraft

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,7 +18,7 @@ from opgraft.environment import Environment, read_environment
 from opgraft.errors import PluginError
 from opgraft.log import logger, set_level
 from opgraft.platform import Platform
-from opgraft.registry import Registry, Replacement
+from opgraft.registry.declarations import Registry, Replacement
 
 
 @dataclass(frozen=True)
@@ -181,8 +182,14 @@ def host_state() -> HostState:
     return _STATE
 
 
-def renew_state() -> None:
-    """Forget selections, loaded plugins and activations; keep the declarations."""
+def reset() -> None:
+    """Forget the selected platform, the loaded plugins and every activation; keep what was declared.
+
+    Op classes stay registered. A plugin's replacements apply again when the plugin is activated again; one that was
+    registered outside of plugins applies again when it is registered again. Existing ops keep their kernels; compiled
+    code is dropped. Scopes of ``set_config`` that are open stay open.
+    """
     global _STATE  # the one place that replaces the one object
-    generation = _STATE.generation + 1
-    _STATE = HostState(registry=_STATE.registry, generation=generation)
+    _STATE = HostState(registry=_STATE.registry, generation=_STATE.generation + 1)
+    if "torch" in sys.modules:
+        sys.modules["torch"].compiler.reset()

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from opgraft.evidence import Sighting
-from opgraft.machine import Machine
+from opgraft.machine.evidence import Sighting
+from opgraft.machine.machine import Machine
 from opgraft.platforms.pci import FOLDER, PciFunction, pci_functions
 
 DISPLAY, PROCESSOR, ACCELERATOR = 0x03, 0x0B, 0x12

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from opgraft.evidence import Device, Evidence, Fact
-from opgraft.machine import Machine
+from opgraft.machine.evidence import Device, Evidence, Fact
+from opgraft.machine.machine import Machine
 
 
 @dataclass(frozen=True)

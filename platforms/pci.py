@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from opgraft.machine import Machine
+from opgraft.machine.machine import Machine
 
 FOLDER = "/sys/bus/pci/devices"
 

@@ -11,9 +11,9 @@ from email.parser import HeaderParser
 from typing import Any
 
 import importlib_metadata
-import opgraft
 from opgraft.decision import Provider
 from opgraft.state import host_state
+from opgraft.version import __version__
 
 PLATFORM_GROUP = "opgraft.platforms"
 PLUGIN_GROUP = "opgraft.plugins"
@@ -68,7 +68,7 @@ class Discovery:
         """The distribution of a module, known for opgraft and for plugins; else the top-level package itself."""
         package = module.partition(".")[0]
         if package == HOST_DISTRIBUTION:
-            return Provider(HOST_DISTRIBUTION, opgraft.__version__)
+            return Provider(HOST_DISTRIBUTION, __version__)
         owners = (offer.provider for offer in self.offers if re.split(r"[.:]", offer.value)[0] == package)
         return next(owners, Provider(package))
 

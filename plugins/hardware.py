@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from opgraft.decision import Candidate, Decision
-from opgraft.evidence import Sighting
-from opgraft.machine import Machine
+from opgraft.machine.evidence import Sighting
+from opgraft.machine.machine import Machine
 from opgraft.plugins.discovery import HARDWARE_GROUP, HOST_DISTRIBUTION, discover
 
 

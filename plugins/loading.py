@@ -17,7 +17,7 @@ from opgraft.platform import Platform
 from opgraft.plugins import hookspecs
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover
 from opgraft.plugins.requirements import asked_for, check_adjustment, check_names, objection
-from opgraft.registry import ANY_PLATFORM
+from opgraft.registry.declarations import ANY_PLATFORM
 from opgraft.state import ACTIVATING, HostState, PluginRecord, PluginStatus, Transaction
 
 logger = logging.getLogger("opgraft")

@@ -10,11 +10,11 @@ import json
 import threading
 from pathlib import Path
 
-from opgraft.child import ask_child
 from opgraft.decision import Provider
 from opgraft.errors import ChildError, PlatformError
-from opgraft.evidence import Evidence
-from opgraft.machine import RECORD, Machine
+from opgraft.machine.child import ask_child
+from opgraft.machine.evidence import Evidence
+from opgraft.machine.machine import RECORD, Machine
 from opgraft.platform import PlatformSpec
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import opgraft
 from opgraft.config import OpgraftConfig
 from opgraft.errors import PluginError, close_matches
 from opgraft.plugins.discovery import Offer
+from opgraft.version import __version__
 
 
 def objection(offer: Offer, config: OpgraftConfig) -> str | None:
@@ -61,6 +61,6 @@ def _unmet_requirement(offer: Offer) -> str | None:
         except InvalidRequirement as error:
             return f"its requirement {line!r} is malformed: {error}"
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if applies and not requirement.specifier.contains(opgraft.__version__, prereleases=True):
-            return f"it requires {line!r}, this is opgraft {opgraft.__version__}: install one of them that fits"
+        if applies and not requirement.specifier.contains(__version__, prereleases=True):
+            return f"it requires {line!r}, this is opgraft {__version__}: install one of them that fits"
     return None

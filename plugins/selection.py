@@ -11,8 +11,8 @@ from opgraft.config import OpgraftConfig, Settings
 from opgraft.decision import Candidate, Decision
 from opgraft.environment import PLATFORM
 from opgraft.errors import PlatformConflictError, PlatformError, close_matches
-from opgraft.evidence import Evidence
-from opgraft.machine import Machine
+from opgraft.machine.evidence import Evidence
+from opgraft.machine.machine import Machine
 from opgraft.platform import Platform, PlatformSpec, effective_chain
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer, discover
 from opgraft.plugins.probing import ProbeFailed, ask

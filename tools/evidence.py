@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 
 from opgraft.config import OpgraftConfig, set_config
-from opgraft.specs import evidence
-from opgraft.specs.catalogue import FAMILIES
-from opgraft.specs.proof import prove
+from opgraft.testing import evidence
+from opgraft.testing.catalogue import FAMILIES
+from opgraft.testing.proof import prove
 
 
 def main(names: list[str]) -> None:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from opgraft import inventory, ops
-from opgraft.definitions.form import Form
-from opgraft.op_classes import reference_method
+from opgraft import ops
+from opgraft.binding.functional import Form
 from opgraft.ops import CustomOp
-from opgraft.specs import evidence
-from opgraft.specs.catalogue import SPECS
-from opgraft.specs.spec import OpSpec
+from opgraft.ops.spec import OpSpec
+from opgraft.registry.op_classes import reference_method
+from opgraft.testing import evidence, inventory
+from opgraft.testing.catalogue import SPECS
 from torch import Tensor
 
 REPOSITORY = Path(__file__).parents[1]

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import click
-import opgraft
 from opgraft.cli.group import LazyGroup
 from opgraft.cli.output import discard_stdout, print_error
 from opgraft.errors import OpgraftError
+from opgraft.version import __version__
 
 _COMMANDS = {
     "detect": ("opgraft.cli.detect", "Show which platform this machine gets, and why."),
@@ -22,7 +22,7 @@ _COMMANDS = {
 
 
 @click.group(cls=LazyGroup, table=_COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(opgraft.__version__, prog_name="opgraft")
+@click.version_option(__version__, prog_name="opgraft")
 def cli() -> None:
     """Host plugins that graft device kernels onto PyTorch models.
 

@@ -33,7 +33,7 @@ def _of_group(*groups: str) -> list[str]:
 
 
 def _ops() -> list[str]:
-    from opgraft import inventory  # imports torch, which no other completion needs
+    from opgraft.testing import inventory  # imports torch, which no other completion needs
 
     return list(inventory.known_names())
 

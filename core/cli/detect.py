@@ -9,7 +9,7 @@ import click
 from opgraft.cli.offers import problem_lines, problems
 from opgraft.cli.output import echo, json_option, print_json, print_wrapped, with_settings
 from opgraft.decision import Candidate, Decision
-from opgraft.machine import Machine
+from opgraft.machine.machine import Machine
 from opgraft.plugins.hardware import unclaimed_hardware
 from opgraft.plugins.selection import decide_platform
 from opgraft.state import host_state
@@ -31,7 +31,9 @@ def command(show_all: bool, root: str | None, record: str | None, as_json: bool)
     machine = Machine.recorded(Path(root)) if root else Machine()
     finish = None
     if record:
-        from opgraft.recording import RecordingMachine  # costs start-up time that plain detection should not pay
+        from opgraft.machine.recording import (
+            RecordingMachine,  # costs start-up time that plain detection should not pay
+        )
 
         machine = recording = RecordingMachine(machine)
         finish = partial(recording.write, Path(record))

@@ -8,17 +8,17 @@ import sys
 
 import click
 import importlib_metadata
-import opgraft
 from opgraft.cli.offers import KINDS, admission, shown_offers
 from opgraft.cli.output import echo, json_option, print_json
 from opgraft.config import OpgraftConfig
 from opgraft.environment import VARIABLES
 from opgraft.errors import ConfigError, OpgraftError
-from opgraft.machine import Machine
+from opgraft.machine.machine import Machine
+from opgraft.machine.recording import Scrubber
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.selection import decide_platform
-from opgraft.recording import Scrubber
 from opgraft.state import host_state
+from opgraft.version import __version__
 
 _PACKAGES = ("torch", "numpy", "transformers", "safetensors", "pluggy", "importlib-metadata", "click")
 _FURTHER_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_DEVICE_BACKEND_AUTOLOAD")
@@ -45,7 +45,7 @@ def command(as_json: bool) -> None:
 
 
 def _report() -> dict[str, dict[str, str]]:
-    versions = {"opgraft": opgraft.__version__, "Python": sys.version.split()[0], "system": host.platform()}
+    versions = {"opgraft": __version__, "Python": sys.version.split()[0], "system": host.platform()}
     versions.update({name: _version(name) for name in _PACKAGES})
     names = [name for name in (*VARIABLES, *_FURTHER_VARIABLES) if name in os.environ]
     scrubber = Scrubber()

@@ -6,15 +6,15 @@ import dataclasses
 from typing import Any
 
 import click
-from opgraft import inventory
-from opgraft.binding import bind, op_name_of
+from opgraft.binding.specialisation import bind, op_name_of
 from opgraft.cli.completion import op_names
 from opgraft.cli.output import json_option, print_json, print_wrapped, with_settings
 from opgraft.errors import InputError, close_matches
 from opgraft.ops import CustomOp
 from opgraft.plugins.host import load_plugins
-from opgraft.registry import Replacement
+from opgraft.registry.declarations import Replacement
 from opgraft.state import host_state
+from opgraft.testing import inventory
 
 
 @click.command("explain")

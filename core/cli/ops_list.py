@@ -6,12 +6,12 @@ import sys
 from typing import Any
 
 import click
-from opgraft import inventory
 from opgraft.cli.output import echo, json_option, print_json, print_table, print_wrapped, with_settings
-from opgraft.inventory import DeclaredPlatform, KernelHere
 from opgraft.ops import CustomOp
 from opgraft.plugins.host import load_plugins
 from opgraft.plugins.selection import current_platform
+from opgraft.testing import inventory
+from opgraft.testing.inventory import DeclaredPlatform, KernelHere
 
 
 @click.command("list")

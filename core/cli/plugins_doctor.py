@@ -12,7 +12,6 @@ from typing import Any
 
 import click
 import importlib_metadata
-from opgraft.child import ask_child
 from opgraft.cli.loading import load_all
 from opgraft.cli.offers import shown_offers
 from opgraft.cli.output import COMMAND_LINE, echo, json_option, print_json, print_wrapped, with_settings
@@ -20,6 +19,7 @@ from opgraft.config import config_from_fields, parse_text, set_config
 from opgraft.decision import Provider
 from opgraft.errors import ChildError, close_matches
 from opgraft.finding import Finding
+from opgraft.machine.child import ask_child
 from opgraft.plugins.discovery import HARDWARE_GROUP, PLATFORM_GROUP, PLUGIN_GROUP, discover
 from opgraft.plugins.requirements import objection
 from opgraft.state import PluginRecord, PluginStatus, host_state
@@ -103,7 +103,7 @@ def examine() -> dict[str, Any]:
     if error is not None:
         findings.append(Finding(str(error), exit_code=error.exit_code))
     else:
-        findings += importlib.import_module("opgraft.diagnosis").diagnose()
+        findings += importlib.import_module("opgraft.testing.diagnosis").diagnose()
     plugins = [_as_dict(record) for record in host_state().plugins.values()]
     return {"plugins": plugins, "findings": [finding.to_dict() for finding in dict.fromkeys(findings)]}
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from opgraft.adapter import Adapter, LeaveAlone
-from opgraft.custom_op import CustomOp
+from opgraft.binding.custom_op import CustomOp
 from opgraft.grafting.composites import composite_adapters
 from opgraft.grafting.expressions import (
     Expression,

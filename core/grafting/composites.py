@@ -12,7 +12,7 @@ from itertools import permutations, product
 from typing import Any
 
 from opgraft.adapter import Adapter, LeaveAlone
-from opgraft.custom_op import CustomOp
+from opgraft.binding.custom_op import CustomOp
 from opgraft.grafting.expressions import (
     Expression,
     activated_form,
@@ -23,7 +23,7 @@ from opgraft.grafting.expressions import (
 )
 from opgraft.grafting.interface import check_interface
 from opgraft.ops import MLP, GatedMLP, Linear, LinearAct, LinearAddNorm
-from opgraft.ops.composite import epilogue_of
+from opgraft.ops.composites.composite import epilogue_of
 from torch import nn
 
 _MOST_CHILDREN = 6

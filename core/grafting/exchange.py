@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from opgraft.adapter import LeaveAlone
 from opgraft.errors import GraftError, PackError
-from opgraft.ops.joint import JointLayer
-from opgraft.packing.replace import restore
+from opgraft.ops.composites.joint import JointLayer
+from opgraft.ops.linear.pack import restore
 from torch import nn
 
 _KEPT = "_opgraft_original"

@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 from opgraft.adapter import Adapter, LeaveAlone
-from opgraft.binding import op_name_of
-from opgraft.custom_op import CustomOp
+from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.specialisation import op_name_of
 from opgraft.decision import Provider
-from opgraft.definitions.checks import expect_module
 from opgraft.errors import GraftError, OpgraftError
 from opgraft.grafting import attention, rotary
 from opgraft.grafting.adapters import builtin_adapters
 from opgraft.grafting.exchange import build_op, original_of, put_back
 from opgraft.grafting.report import GraftReport, LeftAlone, Part, Replaced
 from opgraft.ops import ApplyRotaryEmb, ScaledDotProductAttention
-from opgraft.ops.composite import Composite, served_by
+from opgraft.ops.checks import expect_module
+from opgraft.ops.composites.composite import Composite, served_by
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.host import load_plugins
 from opgraft.state import host_state

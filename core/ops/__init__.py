@@ -1,84 +1,29 @@
-"""The catalogue of ops."""
+"""The catalogue of ops, a family per folder.
 
-from opgraft.custom_op import CustomOp, PluggableLayer, maybe_get_oot_by_class
-from opgraft.definitions.quantization import GroupShape
-from opgraft.ops.activation import (
-    GELU,
-    XIELU,
-    FastGELU,
-    FatreluAndMul,
-    GeluAndMul,
-    GeluAndMulSparse,
-    GELUTanh,
-    MulAndSilu,
-    NewGELU,
-    QuickGELU,
-    ReLUSquaredActivation,
-    SiLU,
-    SiluAndMul,
-    SiluAndMulWithClamp,
-    SwigluOAIAndMul,
-    SwigluStepAndMul,
-)
-from opgraft.ops.attention import MMEncoderAttention, ScaledDotProductAttention
-from opgraft.ops.conv import Conv2dLayer, Conv3dLayer
-from opgraft.ops.encoder import MLP, LinearAct, LinearAddNorm
-from opgraft.ops.gated_mlp import GatedMLP
-from opgraft.ops.layernorm import GemmaRMSNorm, LayerNorm, RMSNorm, RMSNormGated
-from opgraft.ops.linear import Linear
-from opgraft.ops.quantization import QuantFP8
-from opgraft.ops.rotary import ApplyRotaryEmb, RotaryEmbedding, RotaryEmbeddingBase
-from opgraft.ops.rotary_chunks import DualChunkRotaryEmbedding
-from opgraft.ops.rotary_variants import (
-    DeepseekScalingRotaryEmbedding,
-    Llama3RotaryEmbedding,
-    MRotaryEmbedding,
-    YaRNScalingRotaryEmbedding,
-)
-from opgraft.ops.routing import GroupedTopk
+A family's folder holds its functional forms with their native definitions (``functional``), its modules (``modules``),
+its kernels in Triton where there are some (``triton``), and its proof (``spec``). Here stand the families; which ops
+one has is told by its own ``__all__``.
+"""
 
-__all__ = [
-    "CustomOp",
-    "PluggableLayer",
-    "maybe_get_oot_by_class",
-    "ApplyRotaryEmb",
-    "Conv2dLayer",
-    "Conv3dLayer",
-    "DeepseekScalingRotaryEmbedding",
-    "DualChunkRotaryEmbedding",
-    "FastGELU",
-    "FatreluAndMul",
-    "GELU",
-    "GELUTanh",
-    "GatedMLP",
-    "GeluAndMul",
-    "GeluAndMulSparse",
-    "GemmaRMSNorm",
-    "GroupShape",
-    "GroupedTopk",
-    "LayerNorm",
-    "Linear",
-    "LinearAct",
-    "LinearAddNorm",
-    "Llama3RotaryEmbedding",
-    "MLP",
-    "MMEncoderAttention",
-    "MRotaryEmbedding",
-    "MulAndSilu",
-    "NewGELU",
-    "QuantFP8",
-    "QuickGELU",
-    "RMSNorm",
-    "RMSNormGated",
-    "ReLUSquaredActivation",
-    "RotaryEmbedding",
-    "RotaryEmbeddingBase",
-    "ScaledDotProductAttention",
-    "SiLU",
-    "SiluAndMul",
-    "SiluAndMulWithClamp",
-    "SwigluOAIAndMul",
-    "SwigluStepAndMul",
-    "XIELU",
-    "YaRNScalingRotaryEmbedding",
-]
+from opgraft.binding.custom_op import CustomOp, PluggableLayer, maybe_get_oot_by_class
+from opgraft.ops import activation, attention, composites, conv, layernorm, linear, quantization, rotary, routing
+from opgraft.ops.activation import *
+from opgraft.ops.attention import *
+from opgraft.ops.composites import *
+from opgraft.ops.conv import *
+from opgraft.ops.layernorm import *
+from opgraft.ops.linear import *
+from opgraft.ops.quantization import *
+from opgraft.ops.rotary import *
+from opgraft.ops.routing import *
+
+__all__ = ["CustomOp", "PluggableLayer", "maybe_get_oot_by_class"]
+__all__ += activation.__all__
+__all__ += attention.__all__
+__all__ += conv.__all__
+__all__ += layernorm.__all__
+__all__ += linear.__all__
+__all__ += quantization.__all__
+__all__ += rotary.__all__
+__all__ += routing.__all__
+__all__ += composites.__all__

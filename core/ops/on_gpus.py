@@ -10,9 +10,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from opgraft.binding import inference_only
-from opgraft.dispatch import needs
-from opgraft.kernels.on_triton import TRITON, triton_missing
+from opgraft.binding.marks import inference_only, needs
+from opgraft.ops.on_triton import TRITON, triton_missing
 
 
 def on_gpus(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from opgraft.evidence import Device, Evidence, Fact
-from opgraft.machine import Machine
+from opgraft.machine.evidence import Device, Evidence, Fact
+from opgraft.machine.machine import Machine
 
 CPUINFO = "/proc/cpuinfo"
 MEMINFO = "/proc/meminfo"

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from opgraft.evidence import Device
-from opgraft.machine import Machine
+from opgraft.machine.evidence import Device
+from opgraft.machine.machine import Machine
 from opgraft.platforms.cuda.chips import chip
 from opgraft.platforms.obstacles import Found, Obstacle
 from opgraft.platforms.pci import FOLDER, PciFunction, pci_functions

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from opgraft.evidence import Device
-from opgraft.machine import Machine
+from opgraft.machine.evidence import Device
+from opgraft.machine.machine import Machine
 from opgraft.platforms.cuda.chips import TEGRA
 from opgraft.platforms.cuda.gpus import node_obstacle
 from opgraft.platforms.obstacles import Found, Obstacle

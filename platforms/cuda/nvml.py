@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from opgraft.child import ask_child
 from opgraft.errors import ChildError
-from opgraft.evidence import Device, Fact
-from opgraft.machine import Machine
+from opgraft.machine.child import ask_child
+from opgraft.machine.evidence import Device, Fact
+from opgraft.machine.machine import Machine
 
 PACKAGE = "nvidia-ml-py"
 TIME_LIMIT = 3.0  # seconds

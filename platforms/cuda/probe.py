@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from opgraft.evidence import Evidence, Fact
-from opgraft.machine import Machine
+from opgraft.machine.evidence import Evidence, Fact
+from opgraft.machine.machine import Machine
 from opgraft.platforms.cuda import gpus
 from opgraft.platforms.cuda.integrated import RELEASE, jetson, under_wsl
 from opgraft.platforms.cuda.nvml import with_detail

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from opgraft.machine import Machine
+from opgraft.machine.machine import Machine
 from opgraft.platforms.pci import FOLDER, PciFunction, pci_functions
 
 VENDOR = 0x1002

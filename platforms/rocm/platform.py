@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from opgraft.machine import Machine
+from opgraft.machine.machine import Machine
 from opgraft.platform import DeviceCapability
 from opgraft.platforms.rocm.probe import UPPER_VARIABLES, probe, visible_count
 from opgraft.platforms.torch_cuda import TorchCudaPlatform

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from opgraft.evidence import Device, Evidence, Fact
-from opgraft.machine import Machine
+from opgraft.machine.evidence import Device, Evidence, Fact
+from opgraft.machine.machine import Machine
 from opgraft.platforms.obstacles import Found, Obstacle, counted, hide, torch_obstacle, usable, verdict
 from opgraft.platforms.pci import FOLDER, PciFunction
 from opgraft.platforms.rocm.kfd import NODES, Node, gpu_functions, gpu_nodes, model, refused

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from opgraft.evidence import Fact
-from opgraft.machine import Machine
+from opgraft.machine.evidence import Fact
+from opgraft.machine.machine import Machine
 
 Release = tuple[int, ...]
 

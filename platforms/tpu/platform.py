@@ -6,7 +6,7 @@ import importlib
 
 import torch
 from opgraft.errors import PlatformError
-from opgraft.machine import Machine
+from opgraft.machine.machine import Machine
 from opgraft.platform import DeviceCapability, DeviceMemory, Platform
 from opgraft.platforms.tpu.adapter import Adapter
 from opgraft.platforms.tpu.packages import RuntimePackage, choose

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from opgraft.evidence import Device, Evidence, Fact
-from opgraft.machine import Machine
+from opgraft.machine.evidence import Device, Evidence, Fact
+from opgraft.machine.machine import Machine
 from opgraft.platforms.obstacles import Found, Obstacle, counted, hide, usable, verdict
 from opgraft.platforms.pci import FOLDER, PciFunction, pci_functions
 from opgraft.platforms.tpu.packages import Choice, choose

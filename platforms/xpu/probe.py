@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from opgraft.evidence import Device, Evidence, Fact
-from opgraft.machine import Machine
+from opgraft.machine.evidence import Device, Evidence, Fact
+from opgraft.machine.machine import Machine
 from opgraft.platforms.obstacles import Found, Obstacle, counted, hide, torch_obstacle, usable, verdict
 from opgraft.platforms.pci import FOLDER, PciFunction, pci_functions
 from opgraft.platforms.xpu.cards import CARDS, Card

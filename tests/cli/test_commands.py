@@ -153,10 +153,10 @@ def test_ops_explain_tells_what_a_functional_form_runs_and_what_is_not_installed
     """The name of a form will do; each form of the op is listed with its function, missing packages with a remedy."""
     answer = json.loads(cli("ops", "explain", "fused_add_rms_norm", "--json").stdout)
     assert answer["decision"]["subject"] == "op rms_norm"
-    assert answer["forms"]["rms_norm"] == "opgraft.definitions.layernorm.rms_norm"
+    assert answer["forms"]["rms_norm"] == "opgraft.ops.layernorm.functional.rms_norm"
     assert answer["not_installed"] == ["opgraft-cpu-kernels"]
     text = " ".join(cli("ops", "explain", "rms_norm").stdout.split())
-    assert "opgraft.functional.rms_norm runs opgraft.definitions.layernorm.rms_norm" in text
+    assert "opgraft.functional.rms_norm runs opgraft.ops.layernorm.functional.rms_norm" in text
     assert "not installed: opgraft-cpu-kernels has kernels for this op on this platform" in text
 
 

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from machines.build import Tree, build, machines
 from opgraft.cli import cli as command_line
 from opgraft.errors import InputError, OpgraftError
-from opgraft.machine import RECORD, Machine
-from opgraft.recording import RecordingMachine, Scrubber
+from opgraft.machine.machine import RECORD, Machine
+from opgraft.machine.recording import RecordingMachine, Scrubber
 
 CARD = str(uuid.uuid4())
 SERIAL = "SN1324099876"

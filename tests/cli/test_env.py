@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from opgraft.cli import cli as command_line
 from opgraft.cli import env
 from opgraft.decision import Candidate, Decision
-from opgraft.evidence import Evidence, Fact
+from opgraft.machine.evidence import Evidence, Fact
 
 ID = "7f524f0a-4d1c-4f6e-9a2b-3c5d7e9f0a1b"
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from machines.build import build
-from opgraft.machine import RECORD, Machine
+from opgraft.machine.machine import RECORD, Machine
+from opgraft.machine.recording import RecordingMachine, Scrubber
 from opgraft.platforms.cuda.probe import probe as probe_cuda
 from opgraft.platforms.rocm.probe import probe as probe_rocm
-from opgraft.recording import RecordingMachine, Scrubber
 
 PATHS = ("/proc/cpuinfo", "/proc/driver/nvidia/version", "/sys/a", "/sys/a/b", "/sys/c")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from opgraft import CompilationConfig, CustomOp, OpgraftConfig, PluggableLayer, set_config
-from opgraft.dispatch import choose_kernel
+from opgraft.binding.kernels import choose_kernel
 from opgraft.errors import ConfigError, MissingKernelError, PlatformError
 from opgraft.platform import effective_chain
 from opgraft.platforms.cpu.platform import CpuPlatform

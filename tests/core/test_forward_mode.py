@@ -8,7 +8,7 @@ import opgraft
 import pytest
 import torch
 from opgraft import CustomOp
-from opgraft.definitions.form import _guarded
+from opgraft.binding.functional import _guarded
 from torch import Tensor
 from torch.autograd import forward_ad
 

@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
-from opgraft.child import ask_child
 from opgraft.errors import ChildError, InputError
-from opgraft.machine import RECORD, Machine
+from opgraft.machine.child import ask_child
+from opgraft.machine.machine import RECORD, Machine
 
 GOOD = {"environ": {"A": "1"}, "packages": {}, "torch": None, "denied": []}
 

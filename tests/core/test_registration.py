@@ -8,7 +8,8 @@ from collections.abc import Callable
 import opgraft
 import pytest
 import torch
-from opgraft import CustomOp, OpgraftConfig, PluggableLayer, binding, maybe_get_oot_by_class, set_config
+from opgraft import CustomOp, OpgraftConfig, PluggableLayer, maybe_get_oot_by_class, set_config
+from opgraft.binding import specialisation as binding
 from opgraft.errors import ConfigError, ConflictError, RegistrationError, UnknownTargetError
 from opgraft.ops import RotaryEmbedding
 from opgraft.state import host_state

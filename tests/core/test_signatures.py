@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 
 import pytest
-from opgraft.signatures import method_signature, rejected_call
+from opgraft.registry.signatures import method_signature, rejected_call
 
 
 def base(x, residual=None): ...

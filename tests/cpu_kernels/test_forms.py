@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from opgraft import functional
-from opgraft.specs import checks
-from opgraft.specs.catalogue import SPECS
-from opgraft.specs.spec import OpSpec
+from opgraft.ops.spec import OpSpec
+from opgraft.testing import checks
+from opgraft.testing.catalogue import SPECS
 
 NAMES = [
     "rms_norm",

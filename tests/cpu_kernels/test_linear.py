@@ -10,9 +10,9 @@ import opgraft
 import pytest
 import torch
 from opgraft import functional, ops
-from opgraft.specs import checks
-from opgraft.specs.catalogue import SPECS
-from opgraft.specs.linear import ACTIVATIONS
+from opgraft.ops.linear.spec import ACTIVATIONS
+from opgraft.testing import checks
+from opgraft.testing.catalogue import SPECS
 from torch import Tensor, nn
 from torch.nn import functional as F
 

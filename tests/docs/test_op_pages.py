@@ -9,10 +9,10 @@ from types import ModuleType
 
 import pytest
 from opgraft import functional
-from opgraft.definitions.form import FORMS
+from opgraft.binding.functional import FORMS
 from opgraft.ops import CustomOp
 from opgraft.plugins.host import load_plugins
-from opgraft.specs.catalogue import SPECS
+from opgraft.testing.catalogue import SPECS
 
 REPOSITORY = Path(__file__).parents[2]
 FOLDER = REPOSITORY / "docs/reference/ops"

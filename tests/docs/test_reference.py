@@ -15,8 +15,8 @@ from opgraft import errors, ops
 from opgraft.cli import cli as root
 from opgraft.config import FIELDS
 from opgraft.environment import VARIABLES
-from opgraft.op_classes import reference_method
 from opgraft.plugins import hookspecs
+from opgraft.registry.op_classes import reference_method
 
 REPOSITORY = Path(__file__).parents[2]
 REFERENCE = REPOSITORY / "docs/reference"

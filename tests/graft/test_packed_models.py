@@ -13,8 +13,8 @@ import pytest
 import torch
 from opgraft.errors import GraftError
 from opgraft.ops import Linear
-from opgraft.ops.encoder import LinearAct
-from opgraft.packing.layer import PackedLinear
+from opgraft.ops.composites.encoder import LinearAct
+from opgraft.ops.linear.packed_layer import PackedLinear
 from ops.packing import needs_onednn, record_calls
 from torch import Tensor, nn
 from torch.nn.utils import parametrize

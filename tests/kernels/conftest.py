@@ -63,7 +63,10 @@ def _type(value: object) -> str:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """Record launches instead of making them. Tensors on the device ``meta`` stand for those of a GPU."""
-    from opgraft.kernels import triton_activation, triton_norm, triton_quant, triton_rotary
+    from opgraft.ops.activation import triton as triton_activation
+    from opgraft.ops.layernorm import triton as triton_norm
+    from opgraft.ops.quantization import triton as triton_quant
+    from opgraft.ops.rotary import triton as triton_rotary
 
     recorded: list[Launch] = []
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from opgraft.kernels.on_triton import TRITON, triton_missing
-from opgraft.specs.catalogue import SPECS
-from opgraft.specs.spec import OpSpec
+from opgraft.ops.on_triton import TRITON, triton_missing
+from opgraft.ops.spec import OpSpec
+from opgraft.testing.catalogue import SPECS
 from packaging.version import Version
 
 triton = pytest.importorskip("triton", reason="Triton is not installed here; make test-triton runs these tests")
@@ -86,7 +86,8 @@ def test_offsets_have_64_bits_where_tensors_need_them(launches) -> None:
 @pytest.fixture
 def traceable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo traces launches as where there is a GPU."""
-    from opgraft.kernels import triton_launch, triton_quant
+    from opgraft.ops import triton_launch
+    from opgraft.ops.quantization import triton as triton_quant
     from torch.utils import _triton
 
     assert triton_missing() is None

@@ -8,10 +8,10 @@ import opgraft
 import pytest
 import torch
 from opgraft import functional, ops
-from opgraft.kernels.on_triton import TRITON
-from opgraft.specs import checks
-from opgraft.specs.catalogue import SPECS
-from opgraft.specs.spec import OpSpec
+from opgraft.ops.on_triton import TRITON
+from opgraft.ops.spec import OpSpec
+from opgraft.testing import checks
+from opgraft.testing.catalogue import SPECS
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed here")

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 from opgraft import ops
-from opgraft.definitions.form import FORMS
-from opgraft.kernels.on_triton import TRITON
-from opgraft.specs import checks
-from opgraft.specs.catalogue import SPECS
-from opgraft.specs.spec import OpSpec
+from opgraft.binding.functional import FORMS
+from opgraft.ops.on_triton import TRITON
+from opgraft.ops.spec import OpSpec
+from opgraft.testing import checks
+from opgraft.testing.catalogue import SPECS
 from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="Triton is not installed here; make test-triton runs these tests")
@@ -29,8 +29,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import numpy as np  # noqa: E402  # Triton's interpreter needs it, opgraft does not
 import triton.language as tl  # noqa: E402
-from opgraft.kernels import triton_rotary  # noqa: E402
-from opgraft.kernels.triton_activation import tile_at  # noqa: E402
+from opgraft.ops.activation.triton import tile_at  # noqa: E402
+from opgraft.ops.rotary import triton as triton_rotary  # noqa: E402
 
 CASES = [(spec, variant) for name, spec in SPECS.items() if name in TRITON for variant in spec.variants]
 CHUNKS = "dual_chunk_rotary_embedding"

@@ -10,8 +10,8 @@ import opgraft
 import pytest
 import torch
 from opgraft.compat import packed_linear as onednn
-from opgraft.kernels import packed_linear
 from opgraft.ops import Linear
+from opgraft.ops.linear import packed as packed_linear
 from torch import Tensor, nn
 
 DTYPES = [torch.float32, *([torch.bfloat16] if onednn.missing(torch.bfloat16) is None else [])]

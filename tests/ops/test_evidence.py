@@ -10,13 +10,13 @@ import opgraft
 import pytest
 import torch
 from opgraft.ops import SiluAndMul
-from opgraft.specs import evidence, sources
-from opgraft.specs.catalogue import FAMILIES, SPECS
-from opgraft.specs.evidence import Record, State
-from opgraft.specs.proof import CHECKS, SETTINGS, checks_of, expect_native, prove
-from opgraft.specs.spec import Outside
+from opgraft.ops.spec import Outside
+from opgraft.testing import evidence, sources
+from opgraft.testing.catalogue import FAMILIES, SPECS
+from opgraft.testing.evidence import Record, State
+from opgraft.testing.proof import CHECKS, SETTINGS, checks_of, expect_native, prove
 
-RECORD = Record(("opgraft.specs.spec",), "0" * 16, ("values",), 1, ("float32",), ())
+RECORD = Record(("opgraft.ops.spec",), "0" * 16, ("values",), 1, ("float32",), ())
 
 
 @pytest.fixture
@@ -77,16 +77,16 @@ def test_the_digest_is_of_the_source_without_its_line_ends(tmp_path: Path, monke
     ("module", "counts"),
     [
         ("opgraft.ops.layernorm", True),
-        ("opgraft.definitions.layernorm", True),
-        ("opgraft.definitions.precision", True),
-        ("opgraft.definitions.form", True),
-        ("opgraft.specs.layernorm", True),
-        ("opgraft.specs.spec", True),
-        ("opgraft.specs.checks", True),
-        ("opgraft.specs.proof", True),
+        ("opgraft.ops.layernorm.functional", True),
+        ("opgraft.ops.precision", True),
+        ("opgraft.binding.functional", True),
+        ("opgraft.ops.layernorm.spec", True),
+        ("opgraft.ops.spec", True),
+        ("opgraft.testing.checks", True),
+        ("opgraft.testing.proof", True),
         ("opgraft.ops.conv", False),
-        ("opgraft.definitions.rotary", False),
-        ("opgraft.specs.rotary", False),
+        ("opgraft.ops.rotary.functional", False),
+        ("opgraft.ops.rotary.spec", False),
         ("opgraft.ops", False),
         ("opgraft.functional", False),
     ],
@@ -126,7 +126,7 @@ def test_only_native_definitions_are_proved() -> None:
 
 def test_proving_a_form_yields_its_record() -> None:
     """What is proved here and now is what the file says."""
-    record = prove(SPECS["silu_and_mul"], "opgraft.specs.activation")
+    record = prove(SPECS["silu_and_mul"], "opgraft.ops.activation.spec")
     assert record.checks == (*CHECKS, "outside")
     assert record == evidence.recorded()["silu_and_mul"]
 
@@ -136,11 +136,11 @@ def test_a_wrong_form_is_not_proved() -> None:
     spec = SPECS["relu2"]
     wrong = dataclasses.replace(spec, reference=lambda x: torch.relu(x) ** 2 + 0.1)
     with pytest.raises(AssertionError, match="not close"):
-        prove(wrong, "opgraft.specs.activation")
+        prove(wrong, "opgraft.ops.activation.spec")
 
 
 def test_outside_implementations_that_never_compare_are_no_evidence() -> None:
     """One that steps aside in every variant fails the proof."""
     idle = dataclasses.replace(SPECS["relu2"], outside=(Outside("torch.idle", lambda x: None),))
     with pytest.raises(AssertionError, match=r"never compared with \['torch.idle'\]"):
-        prove(idle, "opgraft.specs.activation")
+        prove(idle, "opgraft.ops.activation.spec")

@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from opgraft import functional
-from opgraft.binding import bind
-from opgraft.definitions.activation import like
-from opgraft.definitions.checks import expect_in_range, values_are_known
-from opgraft.definitions.form import FORMS, form, unregister
+from opgraft.binding.functional import FORMS, form, unregister
+from opgraft.binding.specialisation import bind
 from opgraft.errors import ConflictError
 from opgraft.ops import SiluAndMul
+from opgraft.ops.activation.functional import like
+from opgraft.ops.checks import expect_in_range, values_are_known
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
@@ -223,8 +223,8 @@ def test_a_second_form_of_a_name_is_refused() -> None:
 def test_a_reloaded_form_takes_the_place_of_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reloading a module registers its forms anew."""
     (tmp_path / "module_with_a_form.py").write_text(
-        "from opgraft.definitions.activation import like\n"
-        "from opgraft.definitions.form import form\n"
+        "from opgraft.ops.activation.functional import like\n"
+        "from opgraft.binding.functional import form\n"
         "from torch import Tensor\n\n\n"
         "@form('silu', like)\n"
         "def reloaded_form(x: Tensor) -> Tensor:\n"

@@ -10,14 +10,14 @@ from typing import ClassVar
 import opgraft
 import pytest
 import torch
-from opgraft import CustomOp, inventory, ops
-from opgraft.binding import op_name_of
+from opgraft import CustomOp, ops
+from opgraft.binding.specialisation import op_name_of
 from opgraft.errors import ConflictError
-from opgraft.inventory import DeclaredPlatform
 from opgraft.ops import GatedMLP, RMSNorm, SiluAndMul
 from opgraft.plugins.host import load_plugins
-from opgraft.specs import evidence
 from opgraft.state import host_state
+from opgraft.testing import evidence, inventory
+from opgraft.testing.inventory import DeclaredPlatform
 
 REPOSITORY = Path(__file__).parents[2]
 BUILT_IN = ["cpu", "cuda", "rocm", "tpu", "xpu"]
@@ -161,7 +161,7 @@ def test_functions_of_a_kernel() -> None:
             return x
 
     native = inventory.functions_of(SiluAndMul, SiluAndMul()._binding.kernel.winner)
-    assert native == {"silu_and_mul": "opgraft.definitions.activation.silu_and_mul"}
+    assert native == {"silu_and_mul": "opgraft.ops.activation.functional.silu_and_mul"}
     SiluAndMul.register_oot(Fast)
     (function,) = inventory.functions_of(SiluAndMul, SiluAndMul()._binding.kernel.winner).values()
     assert function.endswith("test_functions_of_a_kernel.<locals>.fast")

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from opgraft.definitions.activation import nothing
-from opgraft.definitions.form import FORMS, form, unregister
-from opgraft.specs import checks
-from opgraft.specs.spec import Arguments, Draw, OpSpec, Outside
+from opgraft.binding.functional import FORMS, form, unregister
+from opgraft.ops.activation.functional import nothing
+from opgraft.ops.spec import Arguments, Draw, OpSpec, Outside
+from opgraft.testing import checks
 from torch import Tensor
 from torch.nn import functional as F
 

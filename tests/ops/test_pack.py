@@ -13,9 +13,9 @@ import pytest
 import torch
 from opgraft.compat import packed_linear as onednn
 from opgraft.errors import PackError
-from opgraft.kernels import packed_only
 from opgraft.ops import Linear
-from opgraft.packing.layer import PackedLinear
+from opgraft.ops.linear import packed_only
+from opgraft.ops.linear.packed_layer import PackedLinear
 from ops.packing import (
     DTYPES,
     REFERENCES,
@@ -117,8 +117,8 @@ def test_values(calls: Calls, rebuilt: list[Tensor], dtype: torch.dtype, activat
 
 def test_few_rows_run_packed(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the plain linear would win, the packed one runs all the same."""
-    rows = opgraft.kernels.packed_linear.Pays(1, 1000)
-    monkeypatch.setattr("opgraft.kernels.packed_linear._table", lambda platform: dict.fromkeys(DTYPES, (rows,)))
+    rows = opgraft.ops.linear.packed.Pays(1, 1000)
+    monkeypatch.setattr("opgraft.ops.linear.packed._table", lambda platform: dict.fromkeys(DTYPES, (rows,)))
     op, _ = packed()
     calls.clear()
     op(torch.randn(1, 13))

@@ -11,13 +11,13 @@ from typing import Any
 import opgraft
 import pytest
 import torch
-from opgraft.binding import enforced
+from opgraft.binding.specialisation import enforced
 from opgraft.compat import packed_linear as onednn
 from opgraft.errors import PackError
-from opgraft.kernels import packed_linear
 from opgraft.ops import GatedMLP, Linear
-from opgraft.ops.composite import served_by
-from opgraft.packing.layer import PackedLinear
+from opgraft.ops.composites.composite import served_by
+from opgraft.ops.linear import packed as packed_linear
+from opgraft.ops.linear.packed_layer import PackedLinear
 from ops.packing import Calls, check, make, needs_onednn, record_calls
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
@@ -201,7 +201,7 @@ def test_nothing_moves_where_packing_fails(monkeypatch: pytest.MonkeyPatch) -> N
         raise PackError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr("opgraft.packing.replace._binding_for", fail)
+        patch.setattr("opgraft.ops.linear.pack._binding_for", fail)
         with pytest.raises(PackError):
             opgraft.pack(model)
     assert addresses(model) == before

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import opgraft
 import pytest
 import torch
-from opgraft.definitions.linear import linear as form
-from opgraft.kernels import packed_linear
 from opgraft.ops import Linear
+from opgraft.ops.linear import packed as packed_linear
+from opgraft.ops.linear.functional import linear as form
 from ops.packing import DTYPES, REFERENCES, TOLERANCES, Calls, check, each_dtype, make, needs_onednn, record_calls
 from torch import nn
 from torch.nn import functional as F

@@ -9,9 +9,9 @@ import opgraft
 import pytest
 import torch
 from opgraft.compat import packed_linear as onednn
-from opgraft.definitions.linear import linear
-from opgraft.kernels import packed_linear
 from opgraft.ops import Linear
+from opgraft.ops.linear import packed as packed_linear
+from opgraft.ops.linear.functional import linear
 from ops.packing import DTYPES, Calls, check, each_dtype, make, needs_onednn, record_calls
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from opgraft import current_platform, functional, maybe_get_oot_by_class
-from opgraft.definitions.quantization import FP8_MAX, smallest_scale
 from opgraft.ops import GroupShape, QuantFP8
-from opgraft.specs.catalogue import SPECS
-from opgraft.specs.quantization import FORMATS, decoded, nearest
+from opgraft.ops.quantization.functional import FP8_MAX, smallest_scale
+from opgraft.ops.quantization.spec import FORMATS, decoded, nearest
+from opgraft.testing.catalogue import SPECS
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn

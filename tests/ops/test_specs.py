@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from opgraft import functional, ops
-from opgraft.definitions.form import FORMS
-from opgraft.specs import checks
-from opgraft.specs.catalogue import SPECS
-from opgraft.specs.proof import implementations
-from opgraft.specs.spec import OpSpec
+from opgraft.binding.functional import FORMS
+from opgraft.ops.spec import OpSpec
+from opgraft.testing import checks
+from opgraft.testing.catalogue import SPECS
+from opgraft.testing.proof import implementations
 
 CASES = [(spec, variant) for spec in SPECS.values() for variant in spec.variants]
 PURE = [case for case in CASES if not case[0].form.mutates]

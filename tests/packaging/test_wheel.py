@@ -65,7 +65,7 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
         for path in (REPOSITORY / folder).rglob("*.py")
     }
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert names == {*expected, "opgraft/py.typed", "opgraft/specs/evidence.json"}
+    assert names == {*expected, "opgraft/py.typed", "opgraft/testing/evidence.json"}
 
 
 def test_the_wheel_carries_its_licence(wheel: Path) -> None:

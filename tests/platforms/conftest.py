@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from machines.build import build
-from opgraft.evidence import Evidence
-from opgraft.machine import Machine
+from opgraft.machine.evidence import Evidence
+from opgraft.machine.machine import Machine
 from opgraft.plugins.discovery import PLATFORM_GROUP, scan
 
 Probe = Callable[[Machine], Evidence]

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from machines.build import machines
-from opgraft.evidence import Evidence
-from opgraft.machine import Machine
-from opgraft.recording import RecordingMachine
+from opgraft.machine.evidence import Evidence
+from opgraft.machine.machine import Machine
+from opgraft.machine.recording import RecordingMachine
 
 DEADLINE = 1.0  # seconds
 LARGE = 10 << 20  # bytes

@@ -9,8 +9,8 @@ import pytest
 import torch
 from machines.build import Tree
 from machines.nvidia import H100, add_driver, add_gpus, add_mig, h100, uuid
-from opgraft.evidence import Device
-from opgraft.machine import Machine
+from opgraft.machine.evidence import Device
+from opgraft.machine.machine import Machine
 from opgraft.platforms.cuda import nvml
 from opgraft.platforms.cuda.chips import BLOCKS, chip
 from opgraft.platforms.cuda.platform import CudaPlatform

@@ -9,10 +9,10 @@ import pytest
 from machines.build import Tree, machines
 from machines.google import UNASSIGNED, V4
 from opgraft.decision import Decision
-from opgraft.machine import Machine
+from opgraft.machine.machine import Machine
+from opgraft.machine.recording import RecordingMachine
 from opgraft.plugins.discovery import HARDWARE_GROUP, scan
 from opgraft.plugins.hardware import unclaimed_hardware
-from opgraft.recording import RecordingMachine
 
 (sightings,) = [offer.load() for offer in scan().of_group(HARDWARE_GROUP) if offer.built_in]
 

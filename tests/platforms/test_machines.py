@@ -17,9 +17,9 @@ import pytest
 from click.testing import CliRunner
 from machines.build import build, machines
 from opgraft.cli import cli as command_line
-from opgraft.evidence import Evidence
-from opgraft.machine import Machine
-from opgraft.recording import RecordingMachine
+from opgraft.machine.evidence import Evidence
+from opgraft.machine.machine import Machine
+from opgraft.machine.recording import RecordingMachine
 
 SNAPSHOTS = Path(__file__).parents[1] / "machines" / "snapshots"
 UPDATE = os.environ.get("UPDATE_SNAPSHOTS") == "1"

@@ -9,8 +9,8 @@ import pytest
 import torch
 from machines.amd import GIB, MI300X, add_card, add_gpu_node, mi300x
 from machines.build import Tree
-from opgraft.evidence import Device
-from opgraft.machine import Machine
+from opgraft.machine.evidence import Device
+from opgraft.machine.machine import Machine
 from opgraft.platforms.rocm.kfd import Node
 from opgraft.platforms.rocm.platform import RocmPlatform
 from opgraft.platforms.rocm.probe import probe, visible_count

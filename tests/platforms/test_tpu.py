@@ -17,7 +17,7 @@ import torch
 from machines.build import Tree
 from machines.google import UNASSIGNED, V2_OR_V3, V4, V6E, V7X, add_vfio_chips, add_vm
 from opgraft.errors import PlatformError
-from opgraft.machine import Machine, TorchBuild
+from opgraft.machine.machine import Machine, TorchBuild
 from opgraft.platform import DeviceMemory, effective_chain
 from opgraft.platforms.tpu import packages
 from opgraft.platforms.tpu.platform import TpuPlatform

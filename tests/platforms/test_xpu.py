@@ -10,7 +10,7 @@ import pytest
 import torch
 from machines.build import Tree
 from machines.intel import ALDER_LAKE, ARC_A770, ARC_B580, MAX_1550, OTHER_DISPLAY, add_gpu
-from opgraft.machine import Machine, TorchBuild
+from opgraft.machine.machine import Machine, TorchBuild
 from opgraft.ops import RMSNorm, SiluAndMul
 from opgraft.platform import DeviceMemory, effective_chain
 from opgraft.platforms.xpu.cards import CARDS

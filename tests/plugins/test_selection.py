@@ -10,7 +10,7 @@ import opgraft
 import pytest
 from opgraft import OpgraftConfig, current_platform, set_config
 from opgraft.errors import ConflictError, PlatformError
-from opgraft.machine import Machine
+from opgraft.machine.machine import Machine
 from opgraft.platforms.cpu.probe import probe
 from opgraft.plugins.discovery import PLATFORM_GROUP, discover
 from opgraft.plugins.probing import ProbeFailed, ask

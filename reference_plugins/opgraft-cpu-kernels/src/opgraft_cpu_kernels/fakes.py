@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
-from opgraft.definitions.rotary import VERSIONS_OF_QUERY
+from opgraft.ops.rotary.functional import VERSIONS_OF_QUERY
 from torch import Tensor
 
 from opgraft_cpu_kernels.arguments import refusal

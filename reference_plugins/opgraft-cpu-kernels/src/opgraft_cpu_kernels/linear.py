@@ -7,9 +7,9 @@ kernel runs, which sees to those. Compilers see that one too.
 from __future__ import annotations
 
 import torch
-from opgraft.definitions.linear import ACTIVATIONS
-from opgraft.kernels import packed_linear as opgrafts
-from opgraft.kernels.weight_cache import Known, WeightCache, fits, is_ordinary, requires_gradient, watched
+from opgraft.ops.linear import packed as opgrafts
+from opgraft.ops.linear.functional import ACTIVATIONS
+from opgraft.ops.linear.weight_cache import Known, WeightCache, fits, is_ordinary, requires_gradient, watched
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 

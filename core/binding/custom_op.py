@@ -1,0 +1,294 @@
+"""``CustomOp``, the base of all ops, and ``PluggableLayer``, an op made of other ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, TypeVar
+
+from opgraft.binding.specialisation import Binding, bind, enforced, op_name_of
+from opgraft.decision import Decision
+from opgraft.errors import MissingKernelError, RegistrationError
+from opgraft.platform import Platform
+from opgraft.plugins.discovery import discover
+from opgraft.registry.declarations import Replacement
+from opgraft.registry.op_classes import location_of, reference_method
+from opgraft.state import ACTIVATING, PluginStatus, host_state
+from torch import nn
+
+OpClass = TypeVar("OpClass", bound=type)
+
+
+class _ReplacementsByName(Mapping[str, type]):
+    """Target class name → the active replacement of highest priority, whether or not it applies on this platform."""
+
+    def _by_name(self) -> dict[str, type]:
+        rows = sorted(host_state().active, key=lambda replacement: replacement.priority)
+        return {(r.target.__name__ if r.target else r.asked_for): r.cls for r in rows}
+
+    def __getitem__(self, name: str) -> type:
+        return self._by_name()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_name())
+
+    def __len__(self) -> int:
+        return len(self._by_name())
+
+    def __repr__(self) -> str:
+        return repr(self._by_name())
+
+
+class _OpsByName(Mapping[str, type]):
+    """Registered op name → op class."""
+
+    def __getitem__(self, name: str) -> type:
+        return host_state().registry.ops[name].cls
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(host_state().registry.ops)
+
+    def __len__(self) -> int:
+        return len(host_state().registry.ops)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+class CustomOp(nn.Module):
+    """An op with one ``forward_<key>`` method per dispatch key, of which construction binds the best as ``forward``.
+
+    A subclass defines ``forward_native`` in plain PyTorch and any of ``forward_cpu``, ``forward_cuda``,
+    ``forward_hip``, ``forward_xpu``, ``forward_tpu`` and, in replacements, ``forward_oot``. Where a key is not defined,
+    calling its method goes on along the platform's dispatch chain.
+
+    Constructing a class that an active plugin replaces returns an instance of the replacement.
+    """
+
+    __op_base__ = True
+    __specialisation__ = False
+    op_class: ClassVar[type]
+    """The class of an instance without its specialisation; use it where the exact class matters."""
+    switchable: ClassVar[bool] = True
+    """Whether ``custom_ops`` switches this op; ``False``: it is always enabled."""
+    op_registry: ClassVar[Mapping[str, type]] = _OpsByName()
+    op_registry_oot: ClassVar[Mapping[str, type]] = _ReplacementsByName()
+    __continuations__: ClassVar[Mapping[str, str | None]] = {}
+    _binding: Binding
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "op_class" not in vars(cls) and not cls.__specialisation__:
+            cls.op_class = cls
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls.__specialisation__:  # replicas, copies and classes that torch derives from a specialisation
+            return super().__new__(cls)
+        binding = bind(cls)
+        op: CustomOp = super().__new__(binding.specialisation)
+        op.__dict__["_binding"] = binding
+        return op
+
+    def __init__(self, *args: Any, enforce_enable: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if enforce_enable:
+            self._adopt(enforced(self._binding))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies keep their binding; an op that is unpickled is bound anew, as the same class."""
+        reduced = super().__reduce_ex__(protocol)
+        if type(self) is not self._binding.specialisation:
+            return reduced
+        return (_restore, (self._binding,), *reduced[2:])
+
+    def _adopt(self, binding: Binding) -> None:
+        self.__dict__["_binding"] = binding
+        self.__class__ = binding.specialisation
+
+    @property
+    def decision(self) -> Decision:
+        """Which kernel this op runs and why: candidates, providers, and the settings that would change it."""
+        return self._binding.decision
+
+    @classmethod
+    def enabled(cls) -> bool:
+        """Whether an instance constructed now would be enabled by ``custom_ops``."""
+        state = host_state()
+        return not cls.switchable or state.settings().enabled(op_name_of(cls, state))[0]
+
+    @classmethod
+    def register(cls, name: str) -> Callable[[OpClass], OpClass]:
+        """Class decorator: make an op known under ``name``, by which settings and plugins call it.
+
+        Raises:
+            RegistrationError: not a ``CustomOp``, or without ``forward_native`` and ``forward``.
+            ConflictError: another class holds the name.
+        """
+
+        if not isinstance(name, str) or not name.isidentifier():
+            raise RegistrationError(
+                f"an op is registered by a name such as 'rms_norm', @CustomOp.register('name'): {name!r}"
+            )
+
+        def decorate(op_class: OpClass) -> OpClass:
+            if not (isinstance(op_class, type) and issubclass(op_class, CustomOp)):
+                raise RegistrationError(
+                    f"{op_class!r} is registered as op {name!r} but is no subclass of opgraft.CustomOp"
+                )
+            if reference_method(op_class) is None:
+                raise RegistrationError(
+                    f"op {name!r}, {op_class.__qualname__} at {location_of(op_class)}, defines neither forward_native "
+                    "nor forward: without one it could not run where no plugin serves it"
+                )
+            state, provider = host_state(), discover().provider_of(op_class.__module__)
+            with state.lock:
+                state.registry.add_op(name, op_class, provider)
+                state.invalidate()
+            return op_class
+
+        return decorate
+
+    @classmethod
+    def register_oot(
+        cls,
+        _decorated_op_cls: type | str | None = None,
+        name: str | type | None = None,
+        *,
+        priority: int = 0,
+        when: Callable[[Platform], bool] | None = None,
+    ) -> Any:
+        """Declare a replacement for an op class, as a decorator or by a call.
+
+        All of these are valid: ``@CustomOp.register_oot("RMSNorm")``, ``@CustomOp.register_oot(name="RMSNorm")``,
+        ``@CustomOp.register_oot(RMSNorm)``, ``@RMSNorm.register_oot``, ``@RMSNorm.register_oot()`` and
+        ``CustomOp.register_oot(_decorated_op_cls=C, name="RMSNorm")``.
+
+        Args:
+            name: the target: an op name, a class name, ``module:Class`` or the class. A name that is not known yet is
+                looked up again when all plugins have been loaded.
+            priority: the highest wins among replacements of one target.
+            when: called with the platform; the replacement applies only where it returns true.
+
+        Returns:
+            The replacement class, or a decorator that returns it.
+
+        Raises:
+            RegistrationError: it is no subclass of its target, or accepts fewer calls than the target.
+            UnknownTargetError: plugins are loaded and nothing answers to ``name``.
+        """
+        first = _decorated_op_cls
+        target: str | type | None = name if name is not None else None if cls in (CustomOp, PluggableLayer) else cls
+        if isinstance(first, str) or (
+            target is None and isinstance(first, type) and first in host_state().registry.targets()
+        ):
+            target, first = first, None
+
+        def decorate(replacement: type) -> type:
+            _declare(replacement, target if target is not None else replacement.__name__, priority, when)
+            return replacement
+
+        return decorate if first is None else decorate(first)
+
+    @classmethod
+    def unregister_oot(cls, replacement: type) -> None:
+        """Take back every registration of a replacement class; ops that exist keep it until ``rebind``."""
+        state = host_state()
+        with state.lock:
+            registry = state.registry
+            registry.replacements = [known for known in registry.replacements if known.cls is not replacement]
+            state.drop_superseded()
+            state.invalidate()
+
+    def _go_on(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        further = self.__continuations__[method]
+        if further is None:
+            raise MissingKernelError(
+                f"{self.op_class.__qualname__} at {location_of(self.op_class)} has no {method}, nor a kernel further "
+                f"along the dispatch chain {self._binding.kernel.chain}: define {method} or forward_native"
+            )
+        return getattr(self, further)(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What ``super().forward(...)`` of a replacement reaches: the most derived kernel of the platform's chain."""
+        return self._go_on("forward", args, kwargs)
+
+    def forward_native(self, *args: Any, **kwargs: Any) -> Any:
+        """The definition in plain PyTorch, which every platform can run."""
+        return self._go_on("forward_native", args, kwargs)
+
+    def forward_cpu(self, *args: Any, **kwargs: Any) -> Any:
+        """The kernel for CPUs."""
+        return self._go_on("forward_cpu", args, kwargs)
+
+    def forward_cuda(self, *args: Any, **kwargs: Any) -> Any:
+        """The kernel for CUDA devices, and for those whose platform has ``cuda`` in its chain."""
+        return self._go_on("forward_cuda", args, kwargs)
+
+    def forward_hip(self, *args: Any, **kwargs: Any) -> Any:
+        """The kernel for ROCm devices."""
+        return self._go_on("forward_hip", args, kwargs)
+
+    def forward_xpu(self, *args: Any, **kwargs: Any) -> Any:
+        """The kernel for Intel GPUs."""
+        return self._go_on("forward_xpu", args, kwargs)
+
+    def forward_tpu(self, *args: Any, **kwargs: Any) -> Any:
+        """The kernel for TPUs."""
+        return self._go_on("forward_tpu", args, kwargs)
+
+    def forward_oot(self, *args: Any, **kwargs: Any) -> Any:
+        """The kernel that a replacement brings; it stands first in every chain."""
+        return self._go_on("forward_oot", args, kwargs)
+
+
+class PluggableLayer(CustomOp):
+    """An op made of other ops: it defines ``forward`` itself, which is not switched, and is replaced as a whole.
+
+    A replacement may add ``forward_<key>`` methods, which then count like anyone's; ``custom_ops`` switches those.
+    """
+
+    @classmethod
+    def register_oot(
+        cls,
+        _decorated_op_cls: type | str | None = None,
+        name: str | type | None = None,
+        *,
+        priority: int = 0,
+        when: Callable[[Platform], bool] | None = None,
+        _decorated_layer_cls: type | None = None,
+    ) -> Any:
+        """As ``CustomOp.register_oot``; ``_decorated_layer_cls`` is what vLLM calls the class here."""
+        return super().register_oot(_decorated_layer_cls or _decorated_op_cls, name, priority=priority, when=when)
+
+
+def maybe_get_oot_by_class(cls: type) -> type:
+    """The class that constructing ``cls`` here and now yields: its active replacement, or ``cls`` itself."""
+    return bind(cls).replacement.cls if issubclass(cls, CustomOp) else cls
+
+
+def _restore(binding: Binding) -> CustomOp:
+    op: CustomOp = nn.Module.__new__(binding.specialisation)
+    op.__dict__["_binding"] = binding
+    return op
+
+
+def _declare(cls: type, target: str | type, priority: int, when: Callable[[Platform], bool] | None) -> None:
+    state, discovery, transaction = host_state(), discover(), ACTIVATING.get()
+    with state.lock:
+        resolved = state.registry.find_target(target) if isinstance(target, str) else target
+        provider = transaction.provider if transaction else discovery.provider_of(cls.__module__)
+        new = Replacement(cls, _asked_for(target), resolved, provider, priority=priority, when=when)
+        if resolved is None and state.plugins_loaded and transaction is None:
+            state.registry.settle_pending(new)
+        new.plugin = transaction.plugin if transaction else discovery.plugin_of(cls.__module__, provider)
+        record = state.plugins.get(new.plugin or "")
+        new.platforms = record.platforms if record else new.platforms
+        known = state.registry.add_replacement(new)
+        state.drop_superseded()
+        if transaction is not None:
+            transaction.undos.callback(state.activate(known))
+        elif not discovery.has_plugin(provider) or (record and record.status is PluginStatus.ACTIVATED):
+            state.activate(known)
+
+
+def _asked_for(target: str | type) -> str:
+    return target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"

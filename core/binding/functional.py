@@ -1,0 +1,279 @@
+"""``Form``, an op as a function of tensors and settings.
+
+A form is called like the function that it was made from and runs the kernel that the op is bound to here and now. The
+same function is registered as ``torch.ops.opgraft.<name>``, for graphs that must show it as one node.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
+from itertools import zip_longest
+from types import MappingProxyType
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from opgraft.binding.marks import NEEDS_GRADIENT, gradient_required
+from opgraft.binding.specialisation import Binding, bind
+from opgraft.compat.registration import on_gradients
+from opgraft.compat.tracing import constant_while_tracing
+from opgraft.errors import ConflictError
+from opgraft.plugins.discovery import discover
+from opgraft.plugins.host import load_plugins
+from opgraft.registry.declarations import redefines
+from opgraft.registry.op_classes import location_of, qualified
+from opgraft.state import host_state
+from torch import Tensor
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+_forms: dict[str, Form[..., Any]] = {}
+
+FORMS: Mapping[str, Form[..., Any]] = MappingProxyType(_forms)
+"""Every form by its name, as ``form`` registers them."""
+
+
+class Form(Generic[Arguments, Result]):
+    """A functional form of an op.
+
+    Attributes:
+        name: its name in ``opgraft.functional`` and in ``torch.ops.opgraft``.
+        op: the op class, by op name or class name, whose bound kernel it runs.
+        native: the definition in plain PyTorch, which never writes to its arguments unless they are in ``mutates``.
+        fake: the same signature; returns tensors of the right shape, dtype and device without values.
+        mutates: the arguments that it writes to; empty but for the in-place variants, whose names end in ``_``.
+        random: the argument that makes the result random unless it is zero, if there is one.
+        differentiable: whether the registered op has gradients. That of an in-place variant has none.
+    """
+
+    traced: Callable[Arguments, Result]
+
+    def __init__(
+        self,
+        native: Callable[Arguments, Result],
+        op: str,
+        fake: Callable[..., Any],
+        mutates: tuple[str, ...],
+        random: str | None,
+        differentiable: bool,
+    ) -> None:
+        functools.update_wrapper(self, native)
+        self.name = native.__name__
+        self.op = op
+        self.native = native
+        self.fake = fake
+        self.mutates = mutates
+        self.random = random
+        self.differentiable = differentiable and not mutates
+
+        @constant_while_tracing
+        def settle() -> None:
+            self.traced = _bound(self)
+
+        # Binds the form while a compiler traces its caller, which then reads and guards the attribute. Without an
+        # argument, as compilers of torch before 2.9 take constants only.
+        self.settle = settle
+
+    def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if torch.compiler.is_compiling():
+            self.settle()
+            return self.traced(*args, **kwargs)
+        return _bound(self)(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<form {self.name} of op {self.op}>"
+
+    def __reduce__(self) -> str:
+        """A form is pickled as functions are, by module and name, and is its own copy."""
+        return self.native.__qualname__
+
+
+def form(
+    op: str,
+    fake: Callable[..., Any],
+    mutates: tuple[str, ...] = (),
+    random: str | None = None,
+    differentiable: bool = True,
+) -> Callable[[Callable[Arguments, Result]], Form[Arguments, Result]]:
+    """Decorator: make a native definition the form of an op, and register it as ``torch.ops.opgraft.<name>``.
+
+    The registered op returns contiguous tensors, of which ``fake`` says the shapes. Its backward, however often it is
+    differentiated, is that of the native definition, which it runs again. Results of one that is not ``differentiable``
+    never require a gradient. One that writes to its arguments refuses those that do, while gradients are recorded.
+
+    The registered op runs without autocast, so that the dtypes of its results follow from those of its arguments, as a
+    graph that shows it as one node must be told. The form itself is under autocast what its PyTorch code is.
+
+    Raises:
+        ConflictError: another form has the name. A reloaded definition of the same takes its place.
+    """
+
+    def decorate(native: Callable[Arguments, Result]) -> Form[Arguments, Result]:
+        made = Form(native, op, fake, mutates, random, differentiable)
+        known = _forms.get(made.name)
+        if known is not None and not redefines(known, made):
+            raise ConflictError(
+                f"the form {made.name!r} is registered twice: by {_whence(known)} and by {_whence(made)}. "
+                "Rename one of them."
+            )
+        _register(made)
+        _forms[made.name] = made
+        return made
+
+    return decorate
+
+
+def unregister(form: Form[..., Any]) -> None:
+    """Forget a form. What torch has registered stays until another form takes the name."""
+    if _forms.get(form.name) is form:
+        del _forms[form.name]
+
+
+def _whence(form: Form[..., Any]) -> str:
+    return f"{qualified(form)} at {location_of(form.native)} ({discover().provider_of(form.__module__)})"
+
+
+def binding_of(form: Form[..., Any]) -> Binding:
+    """The choice of class and kernel that decides what a form runs.
+
+    Raises:
+        OpgraftError: as constructing the op would.
+    """
+    load_plugins()
+    target: Any = host_state().registry.find_target(form.op)
+    return bind(target)
+
+
+def _bound(form: Form[Arguments, Result]) -> Callable[Arguments, Result]:
+    """The function that a form runs, from the cache of bound classes; the path that every eager call takes."""
+    bindings = host_state().current_bindings()
+    try:
+        return bindings[form]  # type: ignore[no-any-return]
+    except KeyError:
+        return _bind_form(form)
+
+
+def _bind_form(form: Form[Arguments, Result]) -> Callable[Arguments, Result]:
+    generation = host_state().generation
+    kernel = binding_of(form).kernel.winner
+    function = kernel.functional(form.name) or form.native
+    if kernel.inference_only and function is not form.native:
+        function = _guarded(function, form.native)
+    state = host_state()
+    with state.lock:
+        if state.generation == generation:
+            state.current_bindings()[form] = function
+    return function
+
+
+def _guarded(kernel: Callable[Arguments, Result], native: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """``kernel`` where no gradient is required, else ``native``."""
+
+    @functools.wraps(kernel)
+    def guarded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if gradient_required(args, kwargs):
+            if not torch.compiler.is_compiling():
+                host_state().log_fallback(f"{kernel.__module__}.{kernel.__qualname__}", NEEDS_GRADIENT)
+            return native(*args, **kwargs)
+        return kernel(*args, **kwargs)
+
+    return guarded
+
+
+def _register(form: Form[..., Any]) -> None:
+    @functools.wraps(form.native)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _without_autocast((*args, *kwargs.values())):
+            return _contiguous(form(*args, **kwargs))
+
+    op = f"opgraft::{form.name}"
+    registered = torch.library.custom_op(op, run, mutates_args=form.mutates)
+    registered.register_fake(functools.partial(_faked, form))
+    if form.mutates:
+        on_gradients(op, functools.partial(_refuse, form))
+    elif form.differentiable:
+        registered.register_autograd(
+            functools.partial(_backward, form.native), setup_context=functools.partial(_save, form)
+        )
+    else:
+        registered.register_autograd(_no_backward, setup_context=_mark_constant)
+
+
+def _faked(form: Form[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What the fake rule tells, unless one argument without values made torch ask for it and the result has some."""
+    result = form.fake(*args, **kwargs)
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    made = [result] if isinstance(result, Tensor) else result or given
+    if any(x.is_meta for x in given) and not all(y.is_meta for y in made):
+        devices = ", ".join(str(x.device) for x in given)
+        raise ValueError(f"{form.name}: the tensors are on {devices}, expected one device")
+    return result
+
+
+def _without_autocast(values: Iterable[Any]) -> AbstractContextManager[Any]:
+    """A context without autocast for the device of the first tensor among ``values``."""
+    device = next((value.device.type for value in values if isinstance(value, Tensor)), "cpu")
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
+
+
+def _contiguous(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return result.contiguous()
+    return tuple(value.contiguous() for value in result) if isinstance(result, tuple) else result
+
+
+def _refuse(form: Form[..., Any], argument: str) -> None:
+    raise ValueError(
+        f"{form.name}: {argument} requires a gradient, and {' and '.join(form.mutates)} would be written to in place "
+        f"where a gradient is required: use torch.ops.opgraft.{form.name.removesuffix('_')}, or torch.no_grad()"
+    )
+
+
+def _mark_constant(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.mark_non_differentiable(*((output,) if isinstance(output, Tensor) else output))
+
+
+def _no_backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+    return (None,) * len(ctx.needs_input_grad)
+
+
+def _save(form: Form[..., Any], ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    if form.random and (value := dict(zip(signature(form.native).parameters, inputs, strict=False)).get(form.random)):
+        raise ValueError(
+            f"{form.name}: {form.random} is {value}, expected 0 where torch.ops.opgraft.{form.name} is differentiated: "
+            "its backward computes the result again"
+        )
+    ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)))
+    ctx.settings = [None if isinstance(value, Tensor) else (value,) for value in inputs]
+
+
+def _backward(native: Callable[..., Any], ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients by all arguments, from running the native definition again under autograd."""
+    saved = iter(ctx.saved_tensors)
+    needed = ctx.needs_input_grad  # shorter than the arguments where defaults were left out
+    with _without_autocast(ctx.saved_tensors):
+        with torch.enable_grad():
+            # Views, as one tensor in the place of two arguments has two gradients, and theirs lead back to it.
+            arguments = [_view(next(saved)) if setting is None else setting[0] for setting in ctx.settings]
+            result = native(*arguments)
+        outputs = [result] if isinstance(result, Tensor) else list(result)
+        pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if g is not None and y.requires_grad]
+        variables = [x for x, needs in zip_longest(arguments, needed) if needs]
+        found = iter(_gradients(pairs, variables))
+    return tuple(next(found) if needs else None for needs in needed)
+
+
+def _view(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+def _gradients(pairs: Sequence[tuple[Tensor, Tensor]], variables: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    if not pairs:
+        return [None] * len(variables)
+    outputs, upstream = zip(*pairs, strict=True)
+    return torch.autograd.grad(outputs, variables, upstream, allow_unused=True, create_graph=torch.is_grad_enabled())

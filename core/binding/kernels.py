@@ -1,0 +1,170 @@
+"""Choose which method of an op class becomes ``forward``: a function of the class, a dispatch chain and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from opgraft.binding.marks import is_inference_only, unmet_need
+from opgraft.decision import Candidate, Decision
+from opgraft.errors import MissingKernelError
+from opgraft.platform import DISPATCH_KEYS
+from opgraft.registry.op_classes import definer, kernel_methods, location_of, own_classes
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The method that an op is bound to: ``method`` as ``owner``, a class in the op's MRO, defines it."""
+
+    owner: type
+    method: str
+
+    @property
+    def key(self) -> str:
+        """The dispatch key, or ``forward`` where the class defines ``forward`` itself."""
+        return self.method.removeprefix("forward_")
+
+    @property
+    def location(self) -> str:
+        return location_of(vars(self.owner)[self.method])
+
+    @property
+    def inference_only(self) -> bool:
+        """Whether it has no backward, so that the native definition runs where a gradient is required."""
+        return is_inference_only(vars(self.owner)[self.method])
+
+    def missing(self) -> str | None:
+        """What it needs and this machine or installation lacks, or ``None``."""
+        return unmet_need(vars(self.owner)[self.method])
+
+    def functional(self, form: str) -> Callable[..., Any] | None:
+        """The same kernel as a function with the signature of the named form, where its class brings one."""
+        return (self.functions or {}).get(form)
+
+    @property
+    def functions(self) -> Mapping[str, Callable[..., Any]] | None:
+        """By form, the functions that are this kernel. The table of a base class is that of another kernel."""
+        return vars(self.owner).get(f"functional_{self.key}")
+
+    def __str__(self) -> str:
+        return f"{self.owner.__qualname__}.{self.method}"
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """Which method of ``cls`` becomes ``forward``.
+
+    ``found`` holds every definition that can run, the winner first; ``missing`` those that cannot, and why.
+    """
+
+    cls: type
+    chain: tuple[str, ...]
+    found: tuple[Kernel, ...]
+    missing: tuple[tuple[Kernel, str], ...]
+    enabled: bool
+    enabled_because: str
+
+    @property
+    def winner(self) -> Kernel:
+        return self.found[0]
+
+    @property
+    def decision(self) -> Decision:
+        candidates = tuple(
+            Candidate(str(kernel), kernel is self.winner, self._verdict(kernel), location=kernel.location)
+            for kernel in self.found
+        ) + tuple(Candidate(str(kernel), False, why, location=kernel.location) for kernel, why in self.missing)
+        state = "enabled" if self.enabled else "disabled"
+        reason = f"{state}: {self.enabled_because}; dispatch chain {' > '.join(self.chain)}"
+        switchable = getattr(self.cls, "switchable", True)
+        setting = "OPGRAFT_CUSTOM_OPS or compilation_config.custom_ops (+op, -op)" if switchable else ""
+        return Decision(f"kernel of {self.cls.__qualname__}", str(self.winner), reason, candidates, setting)
+
+    def _verdict(self, kernel: Kernel) -> str:
+        if not self.enabled:
+            return (
+                "the op is disabled, so its native definition runs" if kernel is self.winner else "the op is disabled"
+            )
+        if kernel is self.winner:
+            notes = ["the most derived definition for this chain"]
+            if kernel.inference_only:
+                notes.append("without a backward, so forward_native runs where a gradient is required")
+            if kernel.key != "native" and kernel.functions is None and definer(self.cls, "forward_native"):
+                notes.append(
+                    f"its class brings no functional_{kernel.key}, so functional forms, if the op has any, run their "
+                    "native definition"
+                )
+            return "; ".join(notes)
+        if kernel.owner is self.winner.owner:
+            return f"later in the chain than {self.winner.method}"
+        return f"{self.winner.owner.__qualname__} is more derived"
+
+
+def choose_kernel(
+    cls: type, chain: tuple[str, ...], enabled: bool, enabled_because: str, target: type | None = None
+) -> KernelChoice:
+    """Which method of ``cls`` becomes ``forward``: the most derived definition wins.
+
+    The MRO is walked from ``cls`` up to the base of all ops. The first class that itself defines ``forward``, or a
+    ``forward_<key>`` for a key of ``chain`` (in the chain's order within that class), settles it. Where the op is
+    disabled only ``forward_native`` and ``forward`` count, and of the classes that replace ``target`` only
+    ``forward_native``: a layer's own ``forward`` stays, a replacement's is switched off.
+
+    Raises:
+        MissingKernelError: no class defines any of them.
+    """
+    defined = declared_kernels(cls, chain)
+    missing = [(kernel, reason) for kernel in defined if (reason := kernel.missing())]
+    found = [kernel for kernel in defined if kernel not in dict(missing)]
+    if not enabled:
+        found.sort(key=lambda kernel: not _runs_disabled(kernel, target or cls))  # stable: the class order stays
+    if not found:
+        lacking = "".join(f" {kernel} cannot run here: {why}." for kernel, why in missing)
+        raise MissingKernelError(
+            f"{cls.__qualname__} at {location_of(cls)} defines neither forward nor a kernel for any key of the "
+            f"dispatch chain {chain} that can run here.{lacking} Define forward_native, which every platform can run"
+        )
+    return KernelChoice(cls, chain, tuple(found), tuple(missing), enabled, enabled_because)
+
+
+def declared_kernels(cls: type, chain: tuple[str, ...]) -> list[Kernel]:
+    """Every definition that counts for a chain, the most derived first, whether or not it can run here."""
+    wanted = ["forward", *(f"forward_{key}" for key in chain)]
+    return [kernel for base in own_classes(cls) for kernel in _kernels(base, wanted)]
+
+
+def _kernels(base: type, methods: Iterable[str]) -> list[Kernel]:
+    return [Kernel(base, method) for method in methods if method in vars(base)]
+
+
+def _runs_disabled(kernel: Kernel, target: type) -> bool:
+    if kernel.method == "forward_native":
+        return True
+    native_beside = "forward_native" in vars(kernel.owner)
+    return kernel.method == "forward" and kernel.owner in target.__mro__ and not native_beside
+
+
+OWN_FORWARD = "_own_forward"
+"""Where a specialisation keeps the ``forward`` that its op class defines."""
+
+
+def continuations(cls: type, chain: tuple[str, ...], enabled: bool) -> dict[str, str | None]:
+    """What the methods of the base class stand for: for each, the method to call instead, ``None`` where there is none.
+
+    ``forward_<key>`` goes on along the chain after ``key`` (a key that is not in the chain goes on with ``native``) and
+    ends, where there is no native definition, with the class's own ``forward``. ``forward`` is the most derived kernel,
+    of a disabled op the native one.
+    """
+    defined = [{k.method for k in _kernels(base, kernel_methods()) if not k.missing()} for base in own_classes(cls)]
+    methods = [f"forward_{key}" for key in chain]
+
+    def first(names: Sequence[str], scopes: Sequence[set[str]]) -> str | None:
+        return next((name for scope in scopes for name in names if name in scope), None)
+
+    last = OWN_FORWARD if any("forward" in scope for scope in defined) else None
+    further = {"forward": first(methods if enabled else ["forward_native"], defined)}
+    for key in DISPATCH_KEYS:
+        rest = methods[chain.index(key) + 1 :] if key in chain else ["forward_native"]
+        further[f"forward_{key}"] = first(rest, [set().union(*defined)]) or last
+    return further

@@ -1,0 +1,92 @@
+"""Marks that kernels carry: what they need, and that they have no backward; with the test for gradients behind it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
+
+import torch
+from opgraft.compat.tracing import transformed
+from opgraft.errors import RegistrationError
+from opgraft.state import host_state
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+NEEDS_GRADIENT = "a gradient is required, and it has no backward"
+"""Why a call of a kernel that is marked ``inference_only`` runs the native definition."""
+
+_INFERENCE_ONLY = "__opgraft_inference_only__"
+_NEEDS = "__opgraft_needs__"
+
+
+def needs(check: Callable[[], str | None]) -> Callable[[Function], Function]:
+    """Mark a ``forward_<key>`` that cannot run everywhere: ``check()`` says what is missing here, or returns ``None``.
+
+    It is asked whenever an op is bound. A kernel that misses something is not chosen, and the decision shows why.
+    """
+
+    def decorate(kernel: Function) -> Function:
+        setattr(kernel, _NEEDS, check)
+        return kernel
+
+    return decorate
+
+
+def unmet_need(kernel: object) -> str | None:
+    """Return what a kernel needs and this machine or installation lacks, ``None`` where nothing is missing."""
+    check = getattr(kernel, _NEEDS, None)
+    try:
+        return check() if check else None
+    except Exception as error:  # a plugin's code; the reason stays in the decision
+        return f"its needs() check raised {error!r}"
+
+
+def inference_only(kernel: Function) -> Function:
+    """Mark a ``forward_<key>`` that has no backward: where a gradient is required, the native definition runs instead.
+
+    A gradient is required if grad mode is on and a parameter of the op, or a tensor among the arguments (in lists,
+    tuples and dictionaries too), requires one; and, in any grad mode, under forward-mode differentiation and
+    ``torch.func``.
+
+    Raises:
+        RegistrationError: it marks a static or class method, which does not know the op that it runs for.
+    """
+    if isinstance(kernel, (staticmethod, classmethod)):
+        raise RegistrationError(f"inference_only marks a method that takes self, not a {type(kernel).__name__}")
+
+    @functools.wraps(kernel)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if gradient_required(args, kwargs, self):
+            if not torch.compiler.is_compiling():
+                host_state().log_fallback(f"{self.op_class.__qualname__}.{kernel.__name__}", NEEDS_GRADIENT)
+            return self.forward_native(*args, **kwargs)
+        return kernel(self, *args, **kwargs)
+
+    setattr(guarded, _INFERENCE_ONLY, True)
+    return cast(Function, guarded)
+
+
+def is_inference_only(kernel: object) -> bool:
+    """Return whether a kernel has no backward, so that the native definition runs where a gradient is required."""
+    return bool(getattr(kernel, _INFERENCE_ONLY, False))
+
+
+def gradient_required(args: Any, kwargs: Any, op: torch.nn.Module | None = None) -> bool:
+    """Return whether a call must be differentiable: with these arguments, and with the parameters of ``op``."""
+    if transformed():
+        return True
+    if not torch.is_grad_enabled():
+        return False
+    parameters = [] if op is None else list(op.parameters())
+    return any(tensor.requires_grad for tensor in _tensors((args, kwargs, parameters)))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))

@@ -1,0 +1,78 @@
+"""Deciding anew for the ops of an existing model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.specialisation import Binding, bind, enforced
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Rebound:
+    """What became of one op: its path in the model, its kernel before and after, and why if it could not change."""
+
+    path: str
+    before: str
+    after: str
+    reason: str = ""
+
+
+def rebind(model: nn.Module) -> list[Rebound]:
+    """Decide again for every op of ``model``, after the configuration or the plugins changed.
+
+    An op changes over by assigning its ``__class__``: its parameters, buffers and hooks stay the same objects. It can
+    take the class of a replacement, or go back from one, only where their constructors are one; where a replacement has
+    a constructor of its own the op stays as it is and the reason says so. If any choice raises, no op has changed.
+
+    Returns:
+        One row per op whose kernel changed or could not change.
+
+    Raises:
+        OpgraftError: as constructing one of the ops anew would.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"rebind was given {model!r}, expected a torch.nn.Module")
+    ops = [(path, module) for path, module in model.named_modules() if isinstance(module, CustomOp)]
+    plans = [(path, op, bind(op._binding.replacement.target)) for path, op in ops]
+    rows = []
+    for path, op, new in plans:
+        before, former = str(op._binding.kernel.winner), (op.op_class, op._binding.kernel.winner)
+        reason = _obstacle(op, new)
+        if not reason:
+            op._adopt(enforced(new) if op._binding.enforced else new)
+        after = str(op._binding.kernel.winner)
+        if reason or former != (op.op_class, op._binding.kernel.winner):
+            rows.append(Rebound(path, before, after, reason))
+    return rows
+
+
+def _obstacle(op: CustomOp, new: Binding) -> str:
+    """Why an op cannot take the class that it would be constructed with now, or ""."""
+    hidden = hidden_by(op)
+    if hidden:
+        return hidden
+    old, target = op.op_class, new.replacement.target
+    if old is not new.replacement.cls:
+        for side in (old, new.replacement.cls):
+            constructor = _own_constructor(side, target)
+            if constructor:
+                return f"{side.__qualname__} defines {constructor}, which an existing op never ran: construct it anew"
+    return ""
+
+
+def hidden_by(op: CustomOp) -> str:
+    """What stands before the kernel that the op is bound to, or ""."""
+    if type(op) is not op._binding.specialisation:
+        return f"{type(op).__name__} was derived from the op by other code, such as a parametrization"
+    if "forward" in vars(op):
+        return "its forward was replaced on the instance, which hides whatever its class binds"
+    return ""
+
+
+def _own_constructor(cls: type, target: type) -> str | None:
+    """A method that sets up instances and that a class between ``cls`` and ``target`` defines."""
+    between = cls.__mro__[: cls.__mro__.index(target)] if target in cls.__mro__ else ()
+    names = ("__init__", "__new__", "__setstate__")
+    return next((name for base in between for name in names if name in vars(base)), None)

@@ -1,0 +1,191 @@
+"""Binding: from an op class to the class whose instances run the chosen kernel.
+
+An instance belongs to a *specialisation*: a subclass per (op class, kernel) whose ``forward`` is that kernel, with the
+op's own name, module and qualname. Nothing is stored on instances that would keep them alive, and nothing that
+compiled code has seen is ever mutated.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from opgraft.binding.kernels import OWN_FORWARD, Kernel, KernelChoice, choose_kernel, continuations
+from opgraft.binding.marks import is_inference_only
+from opgraft.config import Settings
+from opgraft.decision import Decision, Provider
+from opgraft.errors import ConfigError, RegistrationError, close_matches
+from opgraft.log import logger
+from opgraft.platform import effective_chain
+from opgraft.plugins.discovery import discover
+from opgraft.plugins.host import check_loaded_with, load_plugins, plugins_decision
+from opgraft.plugins.selection import selected_platform
+from opgraft.registry.choice import ReplacementChoice, choose_replacement
+from opgraft.registry.declarations import Replacement
+from opgraft.registry.op_classes import location_of, own_classes
+from opgraft.state import HostState, host_state
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+NEEDS_GRADIENT = "a gradient is required, and it has no backward"
+
+_CACHE = "__opgraft_specialisations__"
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What was chosen for one class: the class to construct, the kernel, and the specialisation that joins them."""
+
+    replacement: ReplacementChoice
+    kernel: KernelChoice
+    specialisation: type
+    background: tuple[Decision, ...] = ()
+    enforced: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickle holds the class and is bound anew where it is loaded, on another platform perhaps."""
+        return bind_exact, (self.replacement.target, self.replacement.cls, self.enforced)
+
+    @property
+    def provider(self) -> Provider:
+        """Who provides the kernel: where a replacement inherits it, whoever provides the class that defines it."""
+        owner = self.kernel.winner.owner
+        inherited = owner in self.replacement.target.__mro__
+        return discover().provider_of(owner.__module__) if inherited else self.replacement.provider
+
+    @property
+    def decision(self) -> Decision:
+        """The whole story: the kernel, resting on the choice of the class, of the plugins and of the platform."""
+        kernel = self.kernel.decision
+        parts = (self.replacement.decision, *self.background)
+        name = self.replacement.op_name or self.replacement.target.__qualname__
+        reason = f"{kernel.reason}; class {self.replacement.decision.reason}"
+        return Decision(f"op {name}", kernel.chosen, reason, kernel.candidates, kernel.setting, parts)
+
+
+def bind(cls: type) -> Binding:
+    """The binding for constructing ``cls`` here and now: replacement, enabling and platform taken into account.
+
+    Raises:
+        OpgraftError: the platform, a plugin asked for by name, a conflict or a setting prevents a choice; see
+            ``load_plugins``, ``choose_replacement`` and ``choose_kernel``.
+    """
+    load_plugins()
+    return _cached(cls, lambda: _decide(cls))
+
+
+def bind_exact(target: type, cls: type, enforce: bool = False) -> Binding:
+    """The binding of ``cls`` itself, which was constructed for ``target``; never of another replacement.
+
+    ``enforce`` enables the op whatever the settings say.
+    """
+    load_plugins()
+    declared = [r for r in host_state().registry.replacements if r.cls is cls and r.target is target]
+    binding = _cached((target, cls), lambda: _decide(target if declared else cls, only=declared))
+    return enforced(binding) if enforce else binding
+
+
+def enforced(binding: Binding) -> Binding:
+    """The same choice of class, with the op enabled whatever the settings say."""
+    choice = binding.replacement
+    kernel = choose_kernel(choice.cls, binding.kernel.chain, True, "enforce_enable=True", choice.target)
+    return Binding(choice, kernel, specialise(kernel), binding.background, enforced=True)
+
+
+def _cached(key: Any, decide: Callable[[], Binding]) -> Binding:
+    """The binding kept under ``key`` for the active scope; a new one is kept only if nothing changed meanwhile."""
+    state = host_state()
+    try:
+        return state.current_bindings()[key]  # type: ignore[no-any-return]
+    except KeyError:
+        generation = state.generation
+        binding = decide()
+        with state.lock:
+            if state.generation == generation:
+                state.current_bindings()[key] = binding
+        return binding
+
+
+def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
+    """Decide for constructing ``cls``, among all active replacements or ``only`` the given ones."""
+    selection = selected_platform()
+    state = host_state()
+    with state.lock:
+        settings = state.settings()
+        active = list(state.active if only is None else only)
+        name, known = op_name_of(cls, state), list(state.registry.ops)
+    _check_names(settings, known)
+    check_loaded_with(settings, state)
+    own = discover().provider_of(cls.__module__)
+    if only:
+        choice = ReplacementChoice(cls, own, name, ((only[0], None),), only[0])
+    else:
+        choice = choose_replacement(cls, name, own, active, selection.platform, settings)
+    always = (True, "this op is not switched by custom_ops")
+    enabled, because = settings.enabled(name) if cls.switchable else always
+    kernel = choose_kernel(choice.cls, effective_chain(selection.platform), enabled, because, cls)
+    background = (plugins_decision(state.plugins.values()), selection.decision)
+    binding = Binding(choice, kernel, specialise(kernel), background)
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("%s", binding.decision.summary())
+    return binding
+
+
+def op_name_of(cls: type, state: HostState) -> str | None:
+    """The registered name that switches ``cls``: its own, or that of the nearest registered base."""
+    names = {record.cls: name for name, record in state.registry.ops.items()}
+    return next((names[base] for base in cls.__mro__ if base in names), None)
+
+
+def _check_names(settings: Settings, known: Collection[str]) -> None:
+    for field, names in settings.config.op_names().items():
+        for name in names:
+            if name not in known:
+                raise ConfigError(
+                    f"{field} names the op {name!r} ({settings.origins[field]}), but no op has that name: "
+                    f"{close_matches(name, known)} 'opgraft ops list' shows all; import the package that registers "
+                    "an op before it is named."
+                )
+
+
+def specialise(choice: KernelChoice) -> Any:
+    """The subclass of the op class whose ``forward`` is the chosen kernel; one per choice, kept with the op class."""
+    op_class, kernel = choice.cls, choice.winner
+    key = (kernel, choice.chain, choice.enabled)
+    with host_state().lock:
+        cache = vars(op_class).get(_CACHE)
+        if cache is None:
+            cache = {}
+            setattr(op_class, _CACHE, cache)
+        if key not in cache:
+            cache[key] = _specialisation(op_class, kernel, continuations(op_class, choice.chain, choice.enabled))
+        return cache[key]
+
+
+def _specialisation(op_class: type, kernel: Kernel, further: dict[str, str | None]) -> type:
+    raw = vars(kernel.owner)[kernel.method]
+    if isinstance(raw, staticmethod) and is_inference_only(raw.__func__):
+        raise RegistrationError(f"{kernel} at {kernel.location} is inference_only and static: let it take self")
+    own_forward = next((vars(base)["forward"] for base in own_classes(op_class) if "forward" in vars(base)), None)
+    namespace = {
+        "forward": raw,
+        OWN_FORWARD: own_forward,
+        "op_class": op_class,
+        "__module__": op_class.__module__,
+        "__qualname__": op_class.__qualname__,
+        "__doc__": op_class.__doc__,
+        "__specialisation__": True,
+        "__continuations__": further,
+    }
+    try:
+        return type(op_class)(op_class.__name__, (op_class,), namespace)
+    except TypeError as error:
+        raise RegistrationError(
+            f"{op_class.__qualname__} at {location_of(op_class)} cannot be subclassed, which binding its kernel needs: "
+            f"{error}. Give the arguments of its __init_subclass__ or metaclass defaults."
+        ) from error

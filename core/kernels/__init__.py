@@ -1,1 +1,0 @@
-"""Kernels of our own for the ops' functional forms, a family and a way of writing kernels per file."""

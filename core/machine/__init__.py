@@ -1,0 +1,1 @@
+"""The machine as probes see it."""

@@ -1,0 +1,317 @@
+"""Activations, plain and gated.
+
+A gated activation takes ``[..., 2·d]`` and returns ``[..., d]``: the first half of the last dimension is the gate, to
+which the activation applies, the second half is what it multiplies (Shazeer, arXiv:2002.05202), unless it says
+otherwise. All take any floating-point dtype. Half types are computed in float32 and rounded once, unless stated.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from opgraft.binding.functional import form
+from opgraft.ops.checks import expect_choice, expect_floating, expect_not_negative, expect_same_device, halves
+from opgraft.ops.precision import compute_dtype
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = [
+    "fatrelu_and_mul",
+    "gelu",
+    "gelu_and_mul",
+    "gelu_and_mul_sparse",
+    "gelu_fast",
+    "gelu_new",
+    "gelu_tanh",
+    "mul_and_silu",
+    "quick_gelu",
+    "relu2",
+    "silu",
+    "silu_",
+    "silu_and_mul",
+    "silu_and_mul_with_clamp",
+    "swigluoai_and_mul",
+    "swiglustep_and_mul",
+    "xielu",
+]
+
+APPROXIMATIONS = ("none", "tanh")
+
+
+def like(x: Tensor, *others: object, **settings: object) -> Tensor:
+    """Fake rule: one contiguous tensor like ``x``."""
+    return x.new_empty(x.shape)
+
+
+def half_of(x: Tensor, *others: object, **settings: object) -> Tensor:
+    """Fake rule: one contiguous tensor with half the last dimension of ``x``."""
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+def expect_sparsity(activation_sparsity: float) -> None:
+    """Raise ``ValueError`` unless the sparsity of ``gelu_and_mul_sparse`` is between 0 and 1."""
+    if not 0.0 < activation_sparsity < 1.0:
+        raise ValueError(
+            f"gelu_and_mul_sparse: activation_sparsity is {activation_sparsity}, expected a number between 0 and 1"
+        )
+
+
+def normal_quantile(probability: float) -> Tensor:
+    """``Φ⁻¹``: what a standard normal variable stays below with that probability, a number in float64 on the host."""
+    quantile: Tensor = torch.special.ndtri(torch.full((), probability, dtype=torch.float64, device="cpu"))
+    return quantile
+
+
+@form("silu_and_mul", half_of)
+def silu_and_mul(x: Tensor) -> Tensor:
+    """SwiGLU's gate, ``silu(gate) · up`` with ``silu(t) = t · sigmoid(t)`` (arXiv:2002.05202).
+
+    ``[..., 2·d]`` to ``[..., d]``. ``silu(gate)`` is rounded to the dtype of ``x`` before it is multiplied.
+
+    Raises:
+        ValueError: the last dimension of ``x`` is odd, or its dtype not a floating-point one.
+    """
+    gate, up = halves("silu_and_mul", "x", x)
+    return F.silu(gate) * up
+
+
+@form("mul_and_silu", half_of)
+def mul_and_silu(x: Tensor) -> Tensor:
+    """SwiGLU's gate with the roles swapped, ``first half · silu(second half)`` (arXiv:2002.05202).
+
+    ``[..., 2·d]`` to ``[..., d]``. The activated half is rounded to the dtype of ``x`` before it is multiplied.
+
+    Raises:
+        ValueError: the last dimension of ``x`` is odd, or its dtype not a floating-point one.
+    """
+    plain, gate = halves("mul_and_silu", "x", x)
+    return plain * F.silu(gate)
+
+
+@form("gelu_and_mul", half_of)
+def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
+    """GeGLU's gate, ``gelu(gate) · up`` (arXiv:2002.05202), GELU exact or, for ``"tanh"``, in its tanh approximation.
+
+    ``[..., 2·d]`` to ``[..., d]``. ``gelu(gate)`` is rounded to the dtype of ``x`` before it is multiplied.
+
+    Raises:
+        ValueError: the last dimension of ``x`` is odd, or another ``approximate``.
+    """
+    expect_choice("gelu_and_mul", "approximate", approximate, APPROXIMATIONS)
+    gate, up = halves("gelu_and_mul", "x", x)
+    return F.gelu(gate, approximate=approximate) * up
+
+
+@form("gelu_and_mul_sparse", half_of)
+def gelu_and_mul_sparse(x: Tensor, activation_sparsity: float, approximate: str = "none") -> Tensor:
+    """GeGLU's gate with the smaller gates of each row cut to zero (Gemma 3n; arXiv:2002.05202).
+
+    ``gelu(relu(gate - c)) · up`` with ``c = mean(gate) + std(gate) · Φ⁻¹(activation_sparsity)`` over the row, the
+    standard deviation biased, so that of normally distributed gates the fraction ``activation_sparsity`` becomes zero.
+    ``[..., 2·d]`` to ``[..., d]``.
+
+    Raises:
+        ValueError: the last dimension is odd, ``activation_sparsity`` is not inside (0, 1), or another ``approximate``.
+    """
+    expect_choice("gelu_and_mul_sparse", "approximate", approximate, APPROXIMATIONS)
+    expect_sparsity(activation_sparsity)
+    gate, up = (t.to(compute_dtype(x.dtype)) for t in halves("gelu_and_mul_sparse", "x", x))
+    centred = gate - gate.mean(-1, keepdim=True)
+    variance = centred.square().mean(-1, keepdim=True)
+    constant = variance == 0.0
+    # The slope of the root at zero is infinite, which times zero would make the gradients of such rows NaN.
+    deviation = variance.masked_fill(constant, 1.0).sqrt().masked_fill(constant, 0.0)
+    cut = normal_quantile(activation_sparsity) * deviation
+    return (F.gelu(F.relu(centred - cut), approximate=approximate) * up).to(x.dtype)
+
+
+@form("fatrelu_and_mul", half_of)
+def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
+    """A thresholded gate, ``(0 if gate <= threshold else gate) · up`` (arXiv:2402.10517), so that NaN stays NaN.
+
+    ``[..., 2·d]`` to ``[..., d]``.
+
+    Raises:
+        ValueError: the last dimension of ``x`` is odd, or its dtype not a floating-point one.
+    """
+    gate, up = halves("fatrelu_and_mul", "x", x)
+    return F.threshold(gate, threshold, 0.0) * up
+
+
+@form("swigluoai_and_mul", half_of)
+def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    """The clipped gate of gpt-oss, over *interleaved* gates and ups (arXiv:2508.10925).
+
+    ``gate = min(x[..., 0::2], limit)``, ``up = clip(x[..., 1::2], ±limit)``; the result is
+    ``(up + 1) · gate · sigmoid(alpha · gate)``. ``[..., 2·d]`` to ``[..., d]``.
+
+    Raises:
+        ValueError: the last dimension of ``x`` is odd, its dtype not a floating-point one, or ``limit`` is negative.
+    """
+    expect_not_negative("swigluoai_and_mul", "limit", limit)
+    halves("swigluoai_and_mul", "x", x)
+    dtype = compute_dtype(x.dtype)
+    gate = x[..., 0::2].to(dtype).clamp(max=limit)
+    up = x[..., 1::2].to(dtype).clamp(-limit, limit)
+    return ((up + 1.0) * gate * torch.sigmoid(alpha * gate)).to(x.dtype)
+
+
+@form("silu_and_mul_with_clamp", half_of)
+def silu_and_mul_with_clamp(x: Tensor, limit: float) -> Tensor:
+    """SwiGLU's gate over clipped inputs, ``silu(min(gate, limit)) · clip(up, ±limit)`` (arXiv:2002.05202).
+
+    ``[..., 2·d]`` to ``[..., d]``.
+
+    Raises:
+        ValueError: the last dimension of ``x`` is odd, its dtype not a floating-point one, or ``limit`` is negative.
+    """
+    expect_not_negative("silu_and_mul_with_clamp", "limit", limit)
+    gate, up = (t.to(compute_dtype(x.dtype)) for t in halves("silu_and_mul_with_clamp", "x", x))
+    return (F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)).to(x.dtype)
+
+
+@form("swiglustep_and_mul", half_of)
+def swiglustep_and_mul(x: Tensor, limit: float = 7.0) -> Tensor:
+    """SwiGLU's gate, clipped after the activation: ``min(silu(gate), limit) · clip(up, ±limit)``.
+
+    The clipped SwiGLU of the model Step-3.5; the gate that it clips is that of arXiv:2002.05202. ``[..., 2·d]`` to
+    ``[..., d]``.
+
+    Raises:
+        ValueError: the last dimension of ``x`` is odd, its dtype not a floating-point one, or ``limit`` is negative.
+    """
+    expect_not_negative("swiglustep_and_mul", "limit", limit)
+    gate, up = (t.to(compute_dtype(x.dtype)) for t in halves("swiglustep_and_mul", "x", x))
+    return (F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)).to(x.dtype)
+
+
+@form("gelu", like)
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """GELU, ``x · Φ(x)`` with Φ the standard normal distribution function, or its tanh approximation
+    (arXiv:1606.08415). Elementwise.
+
+    Raises:
+        ValueError: another ``approximate``.
+    """
+    expect_choice("gelu", "approximate", approximate, APPROXIMATIONS)
+    expect_floating("gelu", "x", x)
+    return F.gelu(x, approximate=approximate)
+
+
+@form("gelu_tanh", like)
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU in its tanh approximation (arXiv:1606.08415). Elementwise.
+
+    Raises:
+        ValueError: the dtype of ``x`` is not a floating-point one.
+    """
+    expect_floating("gelu_tanh", "x", x)
+    return F.gelu(x, approximate="tanh")
+
+
+@form("gelu_new", like)
+def gelu_new(x: Tensor) -> Tensor:
+    """The tanh approximation of GELU as GPT-2 writes it, ``0.5 · x · (1 + tanh(sqrt(2/π) · (x + 0.044715 · x³)))``
+    (arXiv:1606.08415). Elementwise.
+
+    Raises:
+        ValueError: the dtype of ``x`` is not a floating-point one.
+    """
+    expect_floating("gelu_new", "x", x)
+    t = x.to(compute_dtype(x.dtype))
+    inner = math.sqrt(2.0 / math.pi) * (t + 0.044715 * t**3)
+    return (0.5 * t * (1.0 + torch.tanh(inner))).to(x.dtype)
+
+
+@form("gelu_fast", like)
+def gelu_fast(x: Tensor) -> Tensor:
+    """The tanh approximation of GELU with its argument factored,
+    ``0.5 · x · (1 + tanh(0.7978845608 · x · (1 + 0.044715 · x²)))`` (arXiv:1606.08415). Elementwise.
+
+    Raises:
+        ValueError: the dtype of ``x`` is not a floating-point one.
+    """
+    expect_floating("gelu_fast", "x", x)
+    t = x.to(compute_dtype(x.dtype))
+    inner = t * 0.7978845608 * (1.0 + 0.044715 * t * t)
+    return (0.5 * t * (1.0 + torch.tanh(inner))).to(x.dtype)
+
+
+@form("quick_gelu", like)
+def quick_gelu(x: Tensor) -> Tensor:
+    """The sigmoid approximation of GELU, ``x · sigmoid(1.702 · x)`` (arXiv:1606.08415). Elementwise.
+
+    Raises:
+        ValueError: the dtype of ``x`` is not a floating-point one.
+    """
+    expect_floating("quick_gelu", "x", x)
+    t = x.to(compute_dtype(x.dtype))
+    return (t * torch.sigmoid(1.702 * t)).to(x.dtype)
+
+
+@form("relu2", like)
+def relu2(x: Tensor) -> Tensor:
+    """Squared ReLU, ``max(x, 0)²`` (So et al., Primer, arXiv:2109.08668). Elementwise.
+
+    Raises:
+        ValueError: the dtype of ``x`` is not a floating-point one.
+    """
+    expect_floating("relu2", "x", x)
+    return F.relu(x).square()
+
+
+@form("silu", like)
+def silu(x: Tensor) -> Tensor:
+    """SiLU or swish, ``x · sigmoid(x)`` (arXiv:1702.03118). Elementwise.
+
+    Raises:
+        ValueError: the dtype of ``x`` is not a floating-point one.
+    """
+    expect_floating("silu", "x", x)
+    return F.silu(x)
+
+
+def nothing(*arguments: object, **settings: object) -> None:
+    """Fake rule of the in-place variants, which return nothing."""
+
+
+@form("silu", nothing, mutates=("x",))
+def silu_(x: Tensor) -> None:
+    """``silu``, written over ``x``."""
+    expect_floating("silu_", "x", x)
+    F.silu(x, inplace=True)
+
+
+def expect_parameters_of_xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> None:
+    """Raise ``ValueError`` unless the parameters are one number each, on the device of ``x``."""
+    expect_floating("xielu", "x", x)
+    for argument, alpha in (("alpha_p", alpha_p), ("alpha_n", alpha_n)):
+        expect_floating("xielu", argument, alpha)
+        if alpha.numel() != 1:
+            raise ValueError(f"xielu: {argument} has shape {tuple(alpha.shape)}, expected one element")
+        expect_same_device("xielu", argument, alpha, "x", x)
+
+
+@form("xielu", like)
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, eps: float = -1e-6) -> Tensor:
+    """The expanded integral of the exponential linear unit (Huang and Schlag, arXiv:2411.13010). Elementwise.
+
+    With ``p = softplus(alpha_p)`` and ``n = beta + softplus(alpha_n)``: ``p · x² + beta · x`` where ``x > 0``, else
+    ``(expm1(min(x, eps)) - x) · n + beta · x``.
+
+    Args:
+        x: any shape.
+        alpha_p: one element, what the parameter is stored as.
+        alpha_n: likewise.
+        beta: the slope at zero.
+        eps: upper bound of the argument of the exponential, a small negative number.
+
+    Raises:
+        ValueError: a dtype is not a floating-point one, or a parameter has more than one element or another device.
+    """
+    expect_parameters_of_xielu(x, alpha_p, alpha_n)
+    t = x.to(compute_dtype(x.dtype))
+    positive, negative = F.softplus(alpha_p.to(t.dtype)), beta + F.softplus(alpha_n.to(t.dtype))
+    below = (torch.expm1(torch.clamp(t, max=eps)) - t) * negative + beta * t
+    return torch.where(t > 0, positive * t * t + beta * t, below).to(x.dtype)

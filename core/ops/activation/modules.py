@@ -1,0 +1,379 @@
+"""Activations, plain and gated: modules around the forms of ``functional``, which hold the maths.
+
+A gated activation takes ``[..., 2·d]`` and returns ``[..., d]`` in any floating-point dtype; a plain one keeps shape
+and dtype.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from opgraft.binding.custom_op import CustomOp
+from opgraft.ops.activation import functional as forms
+from opgraft.ops.checks import expect_choice, expect_floating, expect_not_negative
+from opgraft.ops.on_gpus import kernel_on_gpus, on_gpus
+from opgraft.ops.on_triton import TRITON
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@CustomOp.register("silu_and_mul")
+class SiluAndMul(CustomOp):
+    """SwiGLU's gate, ``silu(gate) · up`` (arXiv:2002.05202).
+
+    Args:
+        compile_native: taken so that classes which pass it construct; the native definition compiles with its caller.
+    """
+
+    def __init__(self, *, compile_native: bool = True) -> None:
+        super().__init__()
+
+    @staticmethod
+    def forward_native(x: Tensor) -> Tensor:
+        """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
+        return forms.silu_and_mul.native(x)
+
+    forward_cuda = forward_xpu = kernel_on_gpus("silu_and_mul")
+    functional_cuda = functional_xpu = TRITON
+
+
+@CustomOp.register("mul_and_silu")
+class MulAndSilu(CustomOp):
+    """SwiGLU's gate with the roles swapped, ``first half · silu(second half)`` (arXiv:2002.05202).
+
+    ``custom_ops`` switches it on every platform; in vLLM the constructor overwrites the choice on some.
+    """
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
+        return forms.mul_and_silu.native(x)
+
+    forward_cuda = forward_xpu = kernel_on_gpus("mul_and_silu")
+    functional_cuda = functional_xpu = TRITON
+
+
+@CustomOp.register("gelu_and_mul")
+class GeluAndMul(CustomOp):
+    """GeGLU's gate, ``gelu(gate) · up`` (arXiv:2002.05202).
+
+    ``approximate`` is honoured on every platform; in vLLM the native definition takes the exact form for ``"tanh"`` on
+    one of them.
+
+    Args:
+        approximate: ``"none"`` for the exact GELU, ``"tanh"`` for its tanh approximation.
+
+    Raises:
+        ValueError: another ``approximate``.
+    """
+
+    def __init__(self, approximate: str = "none") -> None:
+        super().__init__()
+        expect_choice("gelu_and_mul", "approximate", approximate, forms.APPROXIMATIONS)
+        self.approximate = approximate
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
+        return forms.gelu_and_mul.native(x, self.approximate)
+
+    forward_cuda = forward_xpu = kernel_on_gpus("gelu_and_mul", "approximate")
+    functional_cuda = functional_xpu = TRITON
+
+    def extra_repr(self) -> str:
+        return f"approximate={self.approximate!r}"
+
+
+@CustomOp.register("gelu_and_mul_sparse")
+class GeluAndMulSparse(CustomOp):
+    """GeGLU's gate with the smaller gates of each row cut to zero (Gemma 3n; arXiv:2002.05202).
+
+    Args:
+        activation_sparsity: the fraction of normally distributed gates that becomes zero, between 0 and 1.
+        approximate: ``"none"`` for the exact GELU, ``"tanh"`` for its tanh approximation.
+
+    Raises:
+        ValueError: ``activation_sparsity`` is not between 0 and 1 (at 0 it is ``GeluAndMul``), or another
+            ``approximate``.
+    """
+
+    def __init__(self, activation_sparsity: float, approximate: str = "none") -> None:
+        super().__init__()
+        expect_choice("gelu_and_mul_sparse", "approximate", approximate, forms.APPROXIMATIONS)
+        forms.expect_sparsity(activation_sparsity)
+        self.activation_sparsity = activation_sparsity
+        self.approximate = approximate
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
+        return forms.gelu_and_mul_sparse.native(x, self.activation_sparsity, self.approximate)
+
+    forward_cuda = forward_xpu = kernel_on_gpus("gelu_and_mul_sparse", "activation_sparsity", "approximate")
+    functional_cuda = functional_xpu = TRITON
+
+    def extra_repr(self) -> str:
+        return f"activation_sparsity={self.activation_sparsity}, approximate={self.approximate!r}"
+
+
+@CustomOp.register("fatrelu_and_mul")
+class FatreluAndMul(CustomOp):
+    """A thresholded gate, ``(0 if gate <= threshold else gate) · up`` (arXiv:2402.10517), so that NaN stays NaN.
+
+    ``custom_ops`` switches it on every platform; in vLLM the constructor overwrites the choice on some.
+
+    Args:
+        threshold: gates up to it become zero.
+    """
+
+    def __init__(self, threshold: float = 0.0) -> None:
+        super().__init__()
+        self.threshold = threshold
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
+        return forms.fatrelu_and_mul.native(x, self.threshold)
+
+    forward_cuda = forward_xpu = kernel_on_gpus("fatrelu_and_mul", "threshold")
+    functional_cuda = functional_xpu = TRITON
+
+    def extra_repr(self) -> str:
+        return f"threshold={self.threshold}"
+
+
+@CustomOp.register("swigluoai_and_mul")
+class SwigluOAIAndMul(CustomOp):
+    """The clipped gate of gpt-oss, over interleaved gates and ups (arXiv:2508.10925).
+
+    Args:
+        alpha: steepness of the sigmoid.
+        limit: gates are clipped to at most it, ups to between minus and plus it.
+
+    Raises:
+        ValueError: ``limit`` is negative.
+    """
+
+    def __init__(self, alpha: float = 1.702, limit: float = 7.0) -> None:
+        super().__init__()
+        expect_not_negative("swigluoai_and_mul", "limit", limit)
+        self.alpha = alpha
+        self.limit = limit
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
+        return forms.swigluoai_and_mul.native(x, self.alpha, self.limit)
+
+    forward_cuda = forward_xpu = kernel_on_gpus("swigluoai_and_mul", "alpha", "limit")
+    functional_cuda = functional_xpu = TRITON
+
+    def extra_repr(self) -> str:
+        return f"alpha={self.alpha}, limit={self.limit}"
+
+
+@CustomOp.register("silu_and_mul_with_clamp")
+class SiluAndMulWithClamp(CustomOp):
+    """SwiGLU's gate over clipped inputs, ``silu(min(gate, limit)) · clip(up, ±limit)`` (arXiv:2002.05202).
+
+    Args:
+        swiglu_limit: gates are clipped to at most it, ups to between minus and plus it.
+        compile_native: taken so that classes which pass it construct; the native definition compiles with its caller.
+
+    Raises:
+        ValueError: ``swiglu_limit`` is negative.
+    """
+
+    def __init__(self, swiglu_limit: float, *, compile_native: bool = True) -> None:
+        super().__init__()
+        expect_not_negative("silu_and_mul_with_clamp", "swiglu_limit", swiglu_limit)
+        self.swiglu_limit = swiglu_limit
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
+        return forms.silu_and_mul_with_clamp.native(x, self.swiglu_limit)
+
+    forward_cuda = forward_xpu = kernel_on_gpus("silu_and_mul_with_clamp", "swiglu_limit")
+    functional_cuda = functional_xpu = TRITON
+
+    def extra_repr(self) -> str:
+        return f"swiglu_limit={self.swiglu_limit}"
+
+
+@CustomOp.register("swiglustep_and_mul")
+class SwigluStepAndMul(CustomOp):
+    """SwiGLU's gate, clipped after the activation: ``min(silu(gate), limit) · clip(up, ±limit)``.
+
+    The clipped SwiGLU of the model Step-3.5; the gate that it clips is that of arXiv:2002.05202.
+
+    Args:
+        limit: activated gates are clipped to at most it, ups to between minus and plus it.
+
+    Raises:
+        ValueError: ``limit`` is negative.
+    """
+
+    def __init__(self, limit: float = 7.0) -> None:
+        super().__init__()
+        expect_not_negative("swiglustep_and_mul", "limit", limit)
+        self.limit = limit
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
+        return forms.swiglustep_and_mul.native(x, self.limit)
+
+    forward_cuda = forward_xpu = kernel_on_gpus("swiglustep_and_mul", "limit")
+    functional_cuda = functional_xpu = TRITON
+
+    def extra_repr(self) -> str:
+        return f"limit={self.limit}"
+
+
+@CustomOp.register("gelu_new")
+class NewGELU(CustomOp):
+    """The tanh approximation of GELU as GPT-2 writes it (Hendrycks and Gimpel, arXiv:1606.08415)."""
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        return forms.gelu_new.native(x)
+
+    forward_cuda = forward_xpu = kernel_on_gpus("gelu_new")
+    functional_cuda = functional_xpu = TRITON
+
+
+@CustomOp.register("gelu_fast")
+class FastGELU(CustomOp):
+    """The tanh approximation of GELU with its argument factored (Hendrycks and Gimpel, arXiv:1606.08415)."""
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        return forms.gelu_fast.native(x)
+
+    forward_cuda = forward_xpu = kernel_on_gpus("gelu_fast")
+    functional_cuda = functional_xpu = TRITON
+
+
+@CustomOp.register("quick_gelu")
+class QuickGELU(CustomOp):
+    """The sigmoid approximation of GELU, ``x · sigmoid(1.702 · x)`` (Hendrycks and Gimpel, arXiv:1606.08415)."""
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        return forms.quick_gelu.native(x)
+
+    forward_cuda = forward_xpu = kernel_on_gpus("quick_gelu")
+    functional_cuda = functional_xpu = TRITON
+
+
+@CustomOp.register("gelu_tanh")
+class GELUTanh(CustomOp):
+    """GELU in its tanh approximation, by torch's own function (Hendrycks and Gimpel, arXiv:1606.08415)."""
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        return forms.gelu_tanh.native(x)
+
+    forward_cuda = forward_xpu = kernel_on_gpus("gelu_tanh")
+    functional_cuda = functional_xpu = TRITON
+
+
+@CustomOp.register("gelu")
+class GELU(CustomOp, nn.GELU):
+    """GELU, a drop-in for ``torch.nn.GELU``, of which it is a subclass (arXiv:1606.08415).
+
+    Raises:
+        ValueError: ``approximate`` is neither ``"none"`` nor ``"tanh"``.
+    """
+
+    def __init__(self, approximate: str = "none") -> None:
+        expect_choice("gelu", "approximate", approximate, forms.APPROXIMATIONS)
+        super().__init__(approximate)
+
+    def forward_native(self, input: Tensor) -> Tensor:
+        return forms.gelu.native(input, self.approximate)
+
+    forward_cuda = forward_xpu = kernel_on_gpus("gelu", "approximate", argument="input")
+    functional_cuda = functional_xpu = TRITON
+
+
+@CustomOp.register("silu")
+class SiLU(CustomOp, nn.SiLU):
+    """SiLU or swish, ``x · sigmoid(x)``, a drop-in for ``torch.nn.SiLU``, of which it is a subclass (arXiv:1702.03118).
+
+    With ``inplace=True`` it writes to its input, as torch's does.
+    """
+
+    def __init__(self, inplace: bool = False) -> None:
+        super().__init__(inplace)
+
+    def forward_native(self, input: Tensor) -> Tensor:
+        expect_floating("silu", "input", input)
+        return F.silu(input, inplace=self.inplace)
+
+    @on_gpus
+    def forward_cuda(self, input: Tensor) -> Tensor:
+        if not self.inplace:
+            return TRITON["silu"](input)  # type: ignore[no-any-return]
+        TRITON["silu_"](input)
+        return input
+
+    forward_xpu = forward_cuda
+    functional_cuda = functional_xpu = TRITON
+
+
+@CustomOp.register("relu2")
+class ReLUSquaredActivation(CustomOp):
+    """Squared ReLU, ``max(x, 0)²`` (So et al., Primer, arXiv:2109.08668).
+
+    Args:
+        compile_native: taken so that classes which pass it construct; the native definition compiles with its caller.
+    """
+
+    def __init__(self, *, compile_native: bool = True) -> None:
+        super().__init__()
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        return forms.relu2.native(x)
+
+    forward_cuda = forward_xpu = kernel_on_gpus("relu2")
+    functional_cuda = functional_xpu = TRITON
+
+
+@CustomOp.register("xielu")
+class XIELU(CustomOp):
+    """The expanded integral of the exponential linear unit (Huang and Schlag, arXiv:2411.13010).
+
+    Args:
+        alpha_p_init: the quadratic coefficient of positive inputs; stored in ``alpha_p`` by the inverse of softplus.
+        alpha_n_init: that of negative inputs plus ``beta``; stored in ``alpha_n`` likewise.
+        beta: the slope at zero.
+        eps: upper bound of the argument of the exponential, a small negative number.
+        dtype: dtype of the parameters.
+        with_vector_loads: for kernels that load several elements at once; not read here.
+
+    Raises:
+        ValueError: ``alpha_p_init`` is not positive, or ``alpha_n_init`` not above ``beta``.
+    """
+
+    def __init__(
+        self,
+        alpha_p_init: float = 0.8,
+        alpha_n_init: float = 0.8,
+        beta: float = 0.5,
+        eps: float = -1e-6,
+        dtype: torch.dtype = torch.bfloat16,
+        with_vector_loads: bool = False,
+    ) -> None:
+        super().__init__()
+        self.alpha_p = nn.Parameter(_inverse_softplus("alpha_p_init", alpha_p_init, dtype))
+        self.alpha_n = nn.Parameter(_inverse_softplus("alpha_n_init - beta", alpha_n_init - beta, dtype))
+        self.beta = beta
+        self.eps = eps
+        self.with_vector_loads = with_vector_loads
+
+    def forward_native(self, input: Tensor) -> Tensor:
+        return forms.xielu.native(input, self.alpha_p, self.alpha_n, self.beta, self.eps)
+
+    forward_cuda = forward_xpu = kernel_on_gpus("xielu", "alpha_p", "alpha_n", "beta", "eps", argument="input")
+    functional_cuda = functional_xpu = TRITON
+
+    def extra_repr(self) -> str:
+        return f"beta={self.beta}, eps={self.eps}"
+
+
+def _inverse_softplus(argument: str, value: float, dtype: torch.dtype) -> Tensor:
+    if value <= 0:
+        raise ValueError(f"xielu: {argument} is {value}, expected a positive number")
+    return torch.tensor([math.log(math.expm1(value))], dtype=dtype)

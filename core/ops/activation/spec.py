@@ -1,0 +1,265 @@
+"""Specs of the activations, each told once more from its formula."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from opgraft import ops
+from opgraft.ops.activation import functional
+from opgraft.ops.spec import Arguments, Draw, OpSpec, Outside, of_transformers, with_parameters
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+SQRT_2_OVER_PI = math.sqrt(2 / math.pi)
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    if approximate == "none":
+        below: Tensor = torch.special.ndtr(x)
+        return x * below
+    return x / (1 + torch.exp(-2 * SQRT_2_OVER_PI * (x + 0.044715 * x * x * x)))
+
+
+def _plain(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+    return {"x": draw(*lead, size)}
+
+
+def _gated(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+    return {"x": draw(*lead, 2 * size)}
+
+
+def _wide(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+    """Values that reach beyond the limits of the clipped gates."""
+    return {"x": draw(*lead, 2 * size) * 4}
+
+
+def _split(x: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = x.reshape(*x.shape[:-1], 2, x.shape[-1] // 2).unbind(-2)
+    return first, second
+
+
+def _sparse(x: Tensor, activation_sparsity: float, approximate: str = "none") -> Tensor:
+    gate, up = _split(x)
+    mean = gate.sum(-1, keepdim=True) / gate.shape[-1]
+    variance = ((gate - mean) ** 2).sum(-1, keepdim=True) / gate.shape[-1]
+    cut = mean + torch.sqrt(variance) * torch.special.ndtri(torch.tensor(activation_sparsity, dtype=torch.float64))
+    return gelu(torch.where(gate > cut, gate - cut, torch.zeros_like(gate)), approximate) * up
+
+
+def _swigluoai(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    gate, up = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2).unbind(-1)
+    gate = torch.minimum(gate, torch.tensor(limit, dtype=x.dtype))
+    up = torch.maximum(torch.minimum(up, torch.tensor(limit, dtype=x.dtype)), torch.tensor(-limit, dtype=x.dtype))
+    return (up + 1) * silu(alpha * gate) / alpha
+
+
+def _clamp(x: Tensor, limit: float) -> Tensor:
+    gate, up = _split(x)
+    return silu(torch.where(gate > limit, limit, gate)) * torch.where(up.abs() > limit, limit * up.sign(), up)
+
+
+def _step(x: Tensor, limit: float = 7.0) -> Tensor:
+    gate, up = _split(x)
+    activated = silu(gate)
+    return torch.where(activated > limit, limit, activated) * torch.where(up.abs() > limit, limit * up.sign(), up)
+
+
+def _fatrelu(x: Tensor, threshold: float = 0.0) -> Tensor:
+    gate, up = _split(x)
+    return (gate > threshold) * gate * up
+
+
+def _xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, eps: float = -1e-6) -> Tensor:
+    positive, negative = torch.log1p(torch.exp(alpha_p)), beta + torch.log1p(torch.exp(alpha_n))
+    below = negative * (torch.exp(torch.where(x < eps, x, eps)) - 1 - x) + beta * x
+    return torch.where(x > 0, positive * x**2 + beta * x, below)
+
+
+def _xielu_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+    return {"x": draw(*lead, size), "alpha_p": draw(1), "alpha_n": draw(1)}
+
+
+def _op(build: Callable[..., nn.Module]) -> Callable[..., tuple[nn.Module, tuple[Any, ...]]]:
+    """The module of an activation: settings go to its constructor, ``x`` to its call."""
+    return lambda x, **settings: (build(**settings), (x,))
+
+
+def _xielu_op(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> tuple[nn.Module, tuple[Any, ...]]:
+    return with_parameters(ops.XIELU(), alpha_p=alpha_p, alpha_n=alpha_n), (x,)
+
+
+def _torch_gated(activation: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def call(x: Tensor, **settings: Any) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return activation(gate, **settings) * up
+
+    return call
+
+
+def _mul_and_silu(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return first * F.silu(second)
+
+
+def _gemma3n(mlp: Any, x: Tensor, activation_sparsity: float, approximate: str = "none") -> Tensor:
+    gate, up = x.chunk(2, -1)
+    kept = mlp._gaussian_topk(SimpleNamespace(activation_sparsity=activation_sparsity), gate)
+    return F.gelu(kept, approximate=approximate) * up
+
+
+def _gate_of_experts(experts: Any, x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Any:
+    return experts._apply_gate(SimpleNamespace(alpha=alpha, limit=limit, act_fn=F.silu), x)
+
+
+def _transformers_xielu(activation: Any, x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> Any:
+    parameters = {"alpha_p": alpha_p, "alpha_n": alpha_n}
+    return torch.func.functional_call(activation(dtype=x.dtype), parameters, (x,))
+
+
+def _per_element(count: int) -> Callable[..., int]:
+    return lambda x, **others: count * x.numel()
+
+
+APPROXIMATE: dict[str, Arguments] = {"": {}, "tanh": {"approximate": "tanh"}}
+SPARSE: dict[str, Arguments] = {
+    "": {"activation_sparsity": 0.7},
+    "tanh": {"activation_sparsity": 0.95, "approximate": "tanh"},
+}
+GATED: dict[str, Any] = {"inputs": _gated, "flops": _per_element(3), "large": (((83,), 512), ((7,), 13824))}
+PLAIN: dict[str, Any] = {"inputs": _plain, "flops": _per_element(8)}
+F_SILU = Outside("torch.nn.functional.silu", _torch_gated(F.silu))
+F_GELU = Outside("torch.nn.functional.gelu", _torch_gated(F.gelu))
+F_GELU_TANH = Outside("torch.nn.functional.gelu", lambda x: F.gelu(x, approximate="tanh"))
+
+SPECS = (
+    OpSpec(
+        functional.silu_and_mul,
+        reference=lambda x: silu(_split(x)[0]) * _split(x)[1],
+        module=_op(ops.SiluAndMul),
+        outside=(F_SILU,),
+        **GATED,
+    ),
+    OpSpec(
+        functional.mul_and_silu,
+        reference=lambda x: _split(x)[0] * silu(_split(x)[1]),
+        module=_op(ops.MulAndSilu),
+        outside=(Outside("torch.nn.functional.silu", _mul_and_silu),),
+        **GATED,
+    ),
+    OpSpec(
+        functional.gelu_and_mul,
+        reference=lambda x, approximate="none": gelu(_split(x)[0], approximate) * _split(x)[1],
+        module=_op(ops.GeluAndMul),
+        variants=APPROXIMATE,
+        outside=(F_GELU,),
+        **GATED,
+    ),
+    OpSpec(
+        functional.gelu_and_mul_sparse,
+        reference=_sparse,
+        module=_op(ops.GeluAndMulSparse),
+        variants=SPARSE,
+        outside=(of_transformers("models.gemma3n.modeling_gemma3n.Gemma3nTextMLP", _gemma3n),),
+        **GATED,
+    ),
+    OpSpec(
+        functional.fatrelu_and_mul,
+        reference=_fatrelu,
+        module=_op(ops.FatreluAndMul),
+        variants={"": {}, "threshold": {"threshold": 0.25}},
+        **GATED,
+    ),
+    OpSpec(
+        functional.swigluoai_and_mul,
+        reference=_swigluoai,
+        module=_op(ops.SwigluOAIAndMul),
+        variants={"": {}, "other limits": {"alpha": 1.3, "limit": 2.5}},
+        outside=(of_transformers("models.gpt_oss.modeling_gpt_oss.GptOssExperts", _gate_of_experts),),
+        **{**GATED, "inputs": _wide},
+    ),
+    OpSpec(
+        functional.silu_and_mul_with_clamp,
+        reference=_clamp,
+        module=lambda x, limit: (ops.SiluAndMulWithClamp(limit), (x,)),
+        variants={"": {"limit": 3.0}},
+        outside=(of_transformers("models.deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts", _gate_of_experts),),
+        **{**GATED, "inputs": _wide},
+    ),
+    OpSpec(
+        functional.swiglustep_and_mul,
+        reference=_step,
+        module=_op(ops.SwigluStepAndMul),
+        variants={"": {}, "other limit": {"limit": 2.5}},
+        outside=(of_transformers("models.step3p7.modeling_step3p7.Step3p7Experts", _gate_of_experts),),
+        **{**GATED, "inputs": _wide},
+    ),
+    OpSpec(
+        functional.gelu,
+        reference=gelu,
+        module=_op(ops.GELU),
+        variants=APPROXIMATE,
+        outside=(
+            Outside("torch.nn.functional.gelu", lambda x, approximate="none": F.gelu(x, approximate=approximate)),
+        ),
+        **PLAIN,
+    ),
+    OpSpec(
+        functional.gelu_tanh,
+        reference=lambda x: gelu(x, "tanh"),
+        module=_op(ops.GELUTanh),
+        outside=(F_GELU_TANH,),
+        **PLAIN,
+    ),
+    OpSpec(
+        functional.gelu_new,
+        reference=lambda x: gelu(x, "tanh"),
+        module=_op(ops.NewGELU),
+        outside=(F_GELU_TANH,),
+        **PLAIN,
+    ),
+    OpSpec(
+        functional.gelu_fast,
+        reference=lambda x: gelu(x, "tanh"),
+        module=_op(ops.FastGELU),
+        outside=(F_GELU_TANH,),
+        **PLAIN,
+    ),
+    OpSpec(
+        functional.quick_gelu,
+        reference=lambda x: silu(1.702 * x) / 1.702,
+        module=_op(ops.QuickGELU),
+        outside=(of_transformers("activations.QuickGELUActivation", lambda activation, x: activation()(x)),),
+        **PLAIN,
+    ),
+    OpSpec(
+        functional.silu,
+        reference=silu,
+        module=_op(ops.SiLU),
+        outside=(Outside("torch.nn.functional.silu", lambda x: F.silu(x)),),
+        **PLAIN,
+    ),
+    OpSpec(functional.silu_, reference=silu, module=lambda x: (ops.SiLU(inplace=True), (x,)), **PLAIN),
+    OpSpec(
+        functional.relu2,
+        reference=lambda x: (x > 0) * x * x,
+        module=_op(ops.ReLUSquaredActivation),
+        outside=(of_transformers("activations.ReLUSquaredActivation", lambda activation, x: activation()(x)),),
+        **PLAIN,
+    ),
+    OpSpec(
+        functional.xielu,
+        inputs=_xielu_inputs,
+        reference=_xielu,
+        flops=_per_element(8),
+        module=_xielu_op,
+        outside=(of_transformers("activations.XIELUActivation", _transformers_xielu),),
+    ),
+)

@@ -1,0 +1,375 @@
+"""Triton kernels for activations, plain and gated. Their maths and arguments are in ``functional``.
+
+Both tanh forms of GELU are computed as ``t · sigmoid(2u)``, which equals ``0.5 · t · (1 + tanh(u))`` without its
+cancellation. Comparisons stand where a NaN must pass: ``where(t > a, a, t)`` keeps it, ``minimum`` would not.
+"""
+
+# The types of jitted functions are those of Triton's language, which annotations do not tell.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from opgraft.ops.activation import functional as definitions
+from opgraft.ops.checks import expect_choice, expect_floating, expect_not_negative, halves
+from opgraft.ops.triton_launch import WIDEST, Tile, as_rows, launch, replaces, tile_of, writable
+from torch import Tensor
+
+_SLOPE = tl.constexpr(1.5957691216057308)  # 2 · sqrt(2/π)
+_CUBIC = tl.constexpr(0.044715)
+_HALF_ROOT = tl.constexpr(0.7071067811865476)  # sqrt(1/2)
+
+
+@triton.jit
+def activated(t, function: tl.constexpr, threshold):
+    """One of the activations of a float32 tile; ``threshold`` is that of ``fatrelu``."""
+    if function == "silu":
+        result = t * tl.sigmoid(t)
+    elif function == "gelu":
+        result = 0.5 * t * (1.0 + tl.erf(t * _HALF_ROOT))
+    elif function == "gelu_tanh":
+        result = t * tl.sigmoid((t + t * t * t * _CUBIC) * _SLOPE)
+    elif function == "quick_gelu":
+        result = t * tl.sigmoid(1.702 * t)
+    elif function == "relu2":
+        positive = tl.where(t < 0.0, 0.0, t)
+        result = positive * positive
+    else:
+        tl.static_assert(function == "fatrelu")
+        result = tl.where(t <= threshold, 0.0, t)
+    return result
+
+
+@triton.jit
+def clipped(t, limit):
+    return tl.where(t > limit, limit, tl.where(t < -limit, -limit, t))
+
+
+@triton.jit
+def gated(gate, up, function: tl.constexpr, first, limit, dtype: tl.constexpr):
+    """The product of an activated gate and ``up``; ``first`` is ``alpha`` of ``swigluoai``, the threshold of others."""
+    if function == "swigluoai":
+        low = tl.where(gate > limit, limit, gate)
+        result = (clipped(up, limit) + 1.0) * low * tl.sigmoid(first * low)
+    elif function == "silu_with_clamp":
+        result = activated(tl.where(gate > limit, limit, gate), "silu", first) * clipped(up, limit)
+    elif function == "swiglustep":
+        act = activated(gate, "silu", first)
+        result = tl.where(act > limit, limit, act) * clipped(up, limit)
+    else:
+        # Rounded before the product, as by an activation that is followed by one.
+        result = activated(gate, function, first).to(dtype).to(tl.float32) * up
+    return result
+
+
+@triton.jit
+def expm1(t):
+    """``exp(t) - 1`` for ``t <= 0``: near zero the series, whose terms do not cancel."""
+    series = 1.0 + t / 6.0 * (1.0 + t / 7.0 * (1.0 + t / 8.0))
+    series = 1.0 + t / 2.0 * (1.0 + t / 3.0 * (1.0 + t / 4.0 * (1.0 + t / 5.0 * series)))
+    return tl.where(t > -0.5, t * series, tl.exp(t) - 1.0)
+
+
+@triton.jit
+def tile_at(index, rows, width, tile_rows: tl.constexpr, tile_columns: tl.constexpr):
+    """Rows, columns and mask of the tile number ``index``; a row index has 64 bits, as offsets need.
+
+    Widths up to the last of 32 bits: nothing here exceeds the width but columns that the mask leaves out.
+    """
+    blocks = (width - 1) // tile_columns + 1
+    start = (index % blocks) * tile_columns
+    row = (index // blocks).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
+    column = tl.arange(0, tile_columns)[None, :]
+    return row, start + column, (row < rows) & (column < width - start)
+
+
+@triton.jit
+def plain_kernel(
+    x, out, rows, width, stride, out_stride, function: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr
+):
+    row, column, inside = tile_at(tl.program_id(0), rows, width, tile_rows, tile_columns)
+    t = tl.load(x + row * stride + column, inside, 0.0).to(tl.float32)
+    tl.store(out + row * out_stride + column, activated(t, function, 0.0).to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def xielu_kernel(
+    x,
+    out,
+    alpha_p,
+    alpha_n,
+    beta,
+    eps,
+    rows,
+    width,
+    stride,
+    out_stride,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
+):
+    row, column, inside = tile_at(tl.program_id(0), rows, width, tile_rows, tile_columns)
+    t = tl.load(x + row * stride + column, inside, 0.0).to(tl.float32)
+    positive = _softplus(tl.load(alpha_p).to(tl.float32))
+    negative = beta + _softplus(tl.load(alpha_n).to(tl.float32))
+    below = (expm1(tl.where(t > eps, eps, t)) - t) * negative
+    result = tl.where(t > 0.0, positive * t * t, below) + beta * t
+    tl.store(out + row * out_stride + column, result.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _softplus(t):
+    """``log(1 + exp(t))``, whose logarithm near one is corrected for the rounding of the sum (Goldberg, 1991)."""
+    small = tl.exp(-tl.abs(t))
+    total = 1.0 + small
+    logarithm = tl.where(total == 1.0, small, tl.log(total) * small / tl.where(total == 1.0, 1.0, total - 1.0))
+    return tl.where(t > 0.0, t, 0.0) + logarithm
+
+
+@triton.jit
+def gated_kernel(
+    x,
+    out,
+    rows,
+    width,
+    stride,
+    gate_at,
+    up_at,
+    first,
+    limit,
+    function: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
+):
+    row, column, inside = tile_at(tl.program_id(0), rows, width, tile_rows, tile_columns)
+    gate = tl.load(x + row * stride + gate_at + column, inside, 0.0).to(tl.float32)
+    up = tl.load(x + row * stride + up_at + column, inside, 0.0).to(tl.float32)
+    result = gated(gate, up, function, first, limit, x.dtype.element_ty)
+    tl.store(out + row * width + column, result.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def interleaved_kernel(
+    x,
+    out,
+    rows,
+    width,
+    stride,
+    first,
+    limit,
+    function: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
+):
+    """As ``gated_kernel``, gates at even and ups at odd elements: read as they lie, then taken apart."""
+    row, both, inside = tile_at(tl.program_id(0), rows, 2 * width, tile_rows, 2 * tile_columns)
+    pairs = tl.load(x + row * stride + both, inside, 0.0).to(tl.float32)
+    gate, up = tl.split(tl.reshape(pairs, (tile_rows, tile_columns, 2)))
+    row, column, inside = tile_at(tl.program_id(0), rows, width, tile_rows, tile_columns)
+    result = gated(gate, up, function, first, limit, x.dtype.element_ty)
+    tl.store(out + row * width + column, result.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def sparse_kernel(
+    x,
+    out,
+    rows,
+    width,
+    stride,
+    quantile,
+    function: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_columns: tl.constexpr,
+):
+    """Whole rows: their statistics block by block, merged as by Chan et al., then the gate with the smaller cut."""
+    row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
+    mean = tl.zeros((tile_rows, 1), tl.float32)
+    squares = tl.zeros((tile_rows, 1), tl.float32)
+    for start in range(0, width, tile_columns):
+        column = start + tl.arange(0, tile_columns)[None, :]
+        inside = (row < rows) & (column < width)
+        gate = tl.load(x + row * stride + column, inside, 0.0).to(tl.float32)
+        mean, squares = merged(mean, squares, start, gate, inside, tl.minimum(tile_columns, width - start))
+    cut = mean + quantile * tl.sqrt(squares / width)
+    for start in range(0, width, tile_columns):
+        column = start + tl.arange(0, tile_columns)[None, :]
+        inside = (row < rows) & (column < width)
+        gate = tl.load(x + row * stride + column, inside, 0.0).to(tl.float32) - cut
+        up = tl.load(x + row * stride + width + column, inside, 0.0).to(tl.float32)
+        result = activated(tl.where(gate < 0.0, 0.0, gate), function, 0.0) * up
+        tl.store(out + row * width + column, result.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def merged(mean, squares, count, block, inside, block_count):
+    """Mean and sum of squared deviations of ``count`` elements per row, with those of a block added."""
+    block_mean = tl.sum(tl.where(inside, block, 0.0), 1, keep_dims=True) / block_count
+    deviation = tl.where(inside, block - block_mean, 0.0)
+    block_squares = tl.sum(deviation * deviation, 1, keep_dims=True)
+    share = block_count / (count + block_count + 0.0)
+    change = block_mean - mean
+    return mean + change * share, squares + block_squares + change * change * count * share
+
+
+def _elementwise(kernel: Any, x: Tensor, out: Tensor, *others: Any, **constants: Any) -> None:
+    """Launch a kernel that takes ``x``, ``out``, ``others``, rows, width and both row strides, on all elements."""
+    if x.is_contiguous() and out.is_contiguous():
+        x, out, tile = x.view(1, -1), out.view(1, -1), Tile(1, 2048, 4)
+    else:
+        tile = tile_of(x.shape[-1], 2048, 2048)
+        x, out = as_rows(x, x.shape[-1]), as_rows(out, x.shape[-1])
+    rows, width = x.shape
+    programs = triton.cdiv(rows, tile.rows) * triton.cdiv(width, tile.columns)
+    sizes = (rows, width, x.stride(0), out.stride(0))
+    launch(kernel, programs, tile, x, out, *others, *sizes, **constants)
+
+
+def _plain(op: str, x: Tensor, function: str) -> Tensor:
+    expect_floating(op, "x", x)
+    out = x.new_empty(x.shape)
+    if x.numel():
+        _elementwise(plain_kernel, x, out, function=function)
+    return out
+
+
+@replaces(definitions.silu)
+def silu(x: Tensor) -> Tensor:
+    return _plain("silu", x, "silu")
+
+
+@replaces(definitions.silu_)
+def silu_(x: Tensor) -> None:
+    expect_floating("silu_", "x", x)
+    if not x.numel():
+        return
+    if writable(x):
+        _elementwise(plain_kernel, x, x, function="silu")
+    else:
+        x.copy_(_plain("silu_", x, "silu"))
+
+
+@replaces(definitions.gelu)
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    return _plain("gelu", x, _gelu("gelu", approximate))
+
+
+@replaces(definitions.gelu_tanh)
+def gelu_tanh(x: Tensor) -> Tensor:
+    return _plain("gelu_tanh", x, "gelu_tanh")
+
+
+@replaces(definitions.gelu_new)
+def gelu_new(x: Tensor) -> Tensor:
+    return _plain("gelu_new", x, "gelu_tanh")
+
+
+@replaces(definitions.gelu_fast)
+def gelu_fast(x: Tensor) -> Tensor:
+    return _plain("gelu_fast", x, "gelu_tanh")
+
+
+@replaces(definitions.quick_gelu)
+def quick_gelu(x: Tensor) -> Tensor:
+    return _plain("quick_gelu", x, "quick_gelu")
+
+
+@replaces(definitions.relu2)
+def relu2(x: Tensor) -> Tensor:
+    return _plain("relu2", x, "relu2")
+
+
+@replaces(definitions.xielu)
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, eps: float = -1e-6) -> Tensor:
+    definitions.expect_parameters_of_xielu(x, alpha_p, alpha_n)
+    out = x.new_empty(x.shape)
+    if x.numel():
+        _elementwise(xielu_kernel, x, out, alpha_p, alpha_n, beta, eps)
+    return out
+
+
+def _gated(
+    x: Tensor, op: str, function: str, first: float = 0.0, limit: float = 0.0, activated_half: int = 0
+) -> Tensor:
+    """The gated activation of ``x``, whose half number ``activated_half`` is the gate."""
+    halves(op, "x", x)
+    width = x.shape[-1] // 2
+    out = x.new_empty((*x.shape[:-1], width))
+    if out.numel():
+        at = (activated_half * width, (1 - activated_half) * width)
+        _row_tiles(gated_kernel, x, out, *at, first, limit, function=function)
+    return out
+
+
+def _row_tiles(kernel: Any, x: Tensor, out: Tensor, *others: Any, **constants: Any) -> None:
+    """Launch a kernel that takes ``x``, ``out``, rows, width, the row stride of ``x``, and ``others``."""
+    width = out.shape[-1]
+    rows = as_rows(x, x.shape[-1])
+    tile_rows, tile_columns, _ = tile_of(width, 1024, 1024)
+    tile = Tile(tile_rows, tile_columns, warps=4)  # twice as many as for one operand
+    programs = triton.cdiv(rows.shape[0], tile.rows) * triton.cdiv(width, tile.columns)
+    launch(kernel, programs, tile, rows, out, rows.shape[0], width, rows.stride(0), *others, **constants)
+
+
+def _gelu(op: str, approximate: str) -> str:
+    expect_choice(op, "approximate", approximate, definitions.APPROXIMATIONS)
+    return "gelu_tanh" if approximate == "tanh" else "gelu"
+
+
+@replaces(definitions.silu_and_mul)
+def silu_and_mul(x: Tensor) -> Tensor:
+    return _gated(x, "silu_and_mul", "silu")
+
+
+@replaces(definitions.mul_and_silu)
+def mul_and_silu(x: Tensor) -> Tensor:
+    return _gated(x, "mul_and_silu", "silu", activated_half=1)
+
+
+@replaces(definitions.gelu_and_mul)
+def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
+    return _gated(x, "gelu_and_mul", _gelu("gelu_and_mul", approximate))
+
+
+@replaces(definitions.fatrelu_and_mul)
+def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
+    return _gated(x, "fatrelu_and_mul", "fatrelu", threshold)
+
+
+@replaces(definitions.silu_and_mul_with_clamp)
+def silu_and_mul_with_clamp(x: Tensor, limit: float) -> Tensor:
+    expect_not_negative("silu_and_mul_with_clamp", "limit", limit)
+    return _gated(x, "silu_and_mul_with_clamp", "silu_with_clamp", limit=limit)
+
+
+@replaces(definitions.swiglustep_and_mul)
+def swiglustep_and_mul(x: Tensor, limit: float = 7.0) -> Tensor:
+    expect_not_negative("swiglustep_and_mul", "limit", limit)
+    return _gated(x, "swiglustep_and_mul", "swiglustep", limit=limit)
+
+
+@replaces(definitions.swigluoai_and_mul)
+def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    expect_not_negative("swigluoai_and_mul", "limit", limit)
+    halves("swigluoai_and_mul", "x", x)
+    out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+    if out.numel():
+        _row_tiles(interleaved_kernel, x, out, alpha, limit, function="swigluoai")
+    return out
+
+
+@replaces(definitions.gelu_and_mul_sparse)
+def gelu_and_mul_sparse(x: Tensor, activation_sparsity: float, approximate: str = "none") -> Tensor:
+    definitions.expect_sparsity(activation_sparsity)
+    function = _gelu("gelu_and_mul_sparse", approximate)
+    halves("gelu_and_mul_sparse", "x", x)
+    out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+    if out.numel():
+        rows, width = as_rows(x, x.shape[-1]), out.shape[-1]
+        tile = tile_of(width, 2048, WIDEST)
+        quantile = definitions.normal_quantile(activation_sparsity).item()
+        sizes, programs = (rows.shape[0], width, rows.stride(0)), triton.cdiv(rows.shape[0], tile.rows)
+        launch(sparse_kernel, programs, tile, rows, out, *sizes, quantile, function=function)
+    return out

@@ -1,0 +1,165 @@
+"""Attention without a key-value cache: the modules around the forms of ``opgraft.ops.attention.functional``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from opgraft.binding.custom_op import CustomOp, maybe_get_oot_by_class
+from opgraft.ops.attention import functional as forms
+from torch import Tensor
+
+
+@CustomOp.register("scaled_dot_product_attention")
+class ScaledDotProductAttention(CustomOp):
+    """``softmax(Q · Kᵀ · scale + mask) · V``, called as ``torch.nn.functional.scaled_dot_product_attention``.
+
+    Vaswani et al., arXiv:1706.03762. As with torch's function, dropout applies in evaluation mode too: pass 0 there.
+
+    Shapes:
+        query ``[..., query_heads, L, E]``, key ``[..., heads, S, E]``, value ``[..., heads, S, Ev]``, result
+        ``[..., query_heads, L, Ev]``. Without ``enable_gqa`` there are as many heads as query heads.
+    """
+
+    def forward_native(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """The attended values; arguments and errors as of ``opgraft.functional.scaled_dot_product_attention``."""
+        return forms.scaled_dot_product_attention.native(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
+
+
+@CustomOp.register("mm_encoder_attn")
+class MMEncoderAttention(CustomOp):
+    """Bidirectional attention of a vision or audio encoder over sequences packed one after another.
+
+    ``softmax(Q · Kᵀ · scale) · V`` (arXiv:1706.03762) within each sequence; each key head serves
+    ``num_heads / num_kv_heads`` query heads (arXiv:2305.13245). It is always enabled, whatever ``custom_ops`` says.
+
+    Args:
+        num_heads: query heads.
+        head_size: elements of a head, the same for query, key and value.
+        scale: multiplies the scores; ``1/√head_size`` if not given.
+        num_kv_heads: key and value heads, a divisor of ``num_heads``; ``num_heads`` if not given.
+        prefix: the layer's path in its model, for kernels that keep tables by layer.
+        multimodal_config: an engine's settings, for kernels that read them.
+
+    Raises:
+        ValueError: ``num_heads`` or ``head_size`` is not positive, or ``num_kv_heads`` does not divide ``num_heads``
+            (vLLM asserts it).
+    """
+
+    switchable = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float | None = None,
+        num_kv_heads: int | None = None,
+        prefix: str = "",
+        multimodal_config: object = None,
+    ) -> None:
+        super().__init__()
+        forms.expect_kv_heads(num_heads, num_heads if num_kv_heads is None else num_kv_heads)
+        if head_size < 1:
+            raise ValueError(f"mm_encoder_attn: head_size is {head_size}, expected a positive number")
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = head_size**-0.5 if scale is None else scale
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.prefix = prefix
+        self.multimodal_config = multimodal_config
+
+    @classmethod
+    def maybe_compute_seq_lens(cls, attn_backend: object, cu_seqlens: Any, device: torch.device | str) -> Tensor | None:
+        """What an encoder passes as ``sequence_lengths``, for all its layers at once.
+
+        The active replacement answers, if there is one; without one it is nothing, as the native definition reads the
+        lengths from ``cu_seqlens``.
+
+        Args:
+            attn_backend: which kernel an engine has chosen, for replacements that ask.
+            cu_seqlens: where sequences begin and end: an array or a sequence of integers on the host.
+            device: where the result is needed.
+        """
+        replacement: Any = maybe_get_oot_by_class(cls.op_class)
+        if replacement is cls.op_class:
+            return None
+        lengths: Tensor | None = replacement.maybe_compute_seq_lens(attn_backend, cu_seqlens, device)
+        return lengths
+
+    @classmethod
+    def maybe_recompute_cu_seqlens(
+        cls,
+        attn_backend: object,
+        cu_seqlens: Any,
+        hidden_size: int,
+        tp_size: int,
+        device: torch.device | str,
+        fp8_padded_hidden_size: int | None = None,
+    ) -> Tensor:
+        """What an encoder passes as ``cu_seqlens``, for all its layers at once.
+
+        The active replacement answers, if there is one; without one they are the given ones on ``device``.
+
+        Args:
+            attn_backend: which kernel an engine has chosen, for replacements that ask.
+            cu_seqlens: where sequences begin and end: an array or a sequence of integers on the host.
+            hidden_size: elements of a token, for kernels that count elements.
+            tp_size: over how many devices they are spread, for the same.
+            device: where the result is needed.
+            fp8_padded_hidden_size: elements of a token after quantization, for the same.
+        """
+        replacement: Any = maybe_get_oot_by_class(cls.op_class)
+        if replacement is cls.op_class:
+            return torch.as_tensor(cu_seqlens, device=device)
+        bounds: Tensor = replacement.maybe_recompute_cu_seqlens(
+            attn_backend, cu_seqlens, hidden_size, tp_size, device, fp8_padded_hidden_size=fp8_padded_hidden_size
+        )
+        return bounds
+
+    def forward_native(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: Tensor | int | None = None,
+        sequence_lengths: Tensor | None = None,
+    ) -> Tensor:
+        """The attended values, in the shape of ``query``.
+
+        Args:
+            query: ``[batch, tokens, num_heads · head_size]`` or ``[batch, tokens, num_heads, head_size]``.
+            key: the same with ``num_kv_heads``; without ``cu_seqlens`` its number of tokens is its own.
+            value: as ``key``.
+            cu_seqlens: where packed sequences begin and end: integers ``[sequences + 1]``, ascending from 0 to
+                ``batch · tokens``. Tokens of all batch rows count through; a token sees those of its own sequence.
+            max_seqlen: a bound on the packed lengths, for kernels that need one; not read here.
+            sequence_lengths: without ``cu_seqlens``, the true lengths ``[batch]`` of rows padded on the right: keys
+                beyond them are not seen and the result there is zero. Beside ``cu_seqlens``, which says it all, it is
+                for kernels that need the lengths apart; not read here.
+
+        Raises:
+            ValueError: a shape, a dtype or a device does not fit, ``cu_seqlens`` does not ascend from 0 to the number
+                of tokens, or ``sequence_lengths`` are not from 0 to that of keys.
+        """
+        heads = forms.as_heads("query", query, self.num_heads, self.head_size)
+        attended = forms.mm_encoder_attn.native(
+            heads, key, value, self.num_heads, self.num_kv_heads, self.scale, cu_seqlens, sequence_lengths
+        )
+        return attended.reshape(query.shape)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_heads}, {self.head_size}, scale={self.scale}, num_kv_heads={self.num_kv_heads}"

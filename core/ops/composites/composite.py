@@ -1,0 +1,63 @@
+"""What layers made of other ops have in common: when one kernel may do the work of several of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from opgraft.binding.custom_op import CustomOp, PluggableLayer
+from opgraft.decision import Provider
+from opgraft.ops.activation.modules import GELU, GELUTanh, SiLU
+from opgraft.plugins.discovery import discover
+from torch import nn
+
+
+class Composite(PluggableLayer):
+    """A layer that may compute several of its children at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__dict__["_settled"] = None
+
+    def idle(self) -> frozenset[str]:
+        """The names of the children that a call does not run as things are, if no gradient is required."""
+        return frozenset()
+
+    def settled(self, choose: Callable[..., Any], first: Any, second: Any) -> Any:
+        """``choose(first, second)`` for two children, looked up again when one of them has another kernel."""
+        known, kinds = self.__dict__["_settled"], (type(first), type(second))
+        if known is None or known[0] != kinds:
+            known = self.__dict__["_settled"] = kinds, choose(first, second)
+        return known[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_settled": None}
+
+
+def epilogue_of(activation: nn.Module | None) -> str | None:
+    """What a linear op calls an activation, ``None`` if it cannot be its epilogue."""
+    if isinstance(activation, GELU):
+        return "gelu" if activation.approximate == "none" else "gelu_tanh"
+    if isinstance(activation, SiLU) and not activation.inplace:
+        return "silu"
+    return "gelu_tanh" if isinstance(activation, GELUTanh) else None
+
+
+def is_observed(layer: nn.Module) -> bool:
+    """Whether somebody waits for a layer to be called, or has changed what calling it does."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__)
+
+
+def served_by(op: CustomOp) -> Provider:
+    """Who provides the kernel that an op is bound to."""
+    choice, kernel = op._binding.replacement, op._binding.kernel.winner
+    return choice.own if kernel.owner in choice.target.__mro__ else choice.provider
+
+
+def may_stand_for(kernel: CustomOp, other: CustomOp) -> bool:
+    """Whether the kernel of one op may do the work of another op too.
+
+    That is where the other has no more than opgraft's own definition, or where both kernels come from one
+    distribution, which then answers for both. What someone else provides for an op is never passed over.
+    """
+    return served_by(other) in (discover().provider_of(__name__), served_by(kernel))

@@ -1,0 +1,5 @@
+"""Norms."""
+
+from opgraft.ops.layernorm.modules import GemmaRMSNorm, LayerNorm, RMSNorm, RMSNormGated
+
+__all__ = ["GemmaRMSNorm", "LayerNorm", "RMSNorm", "RMSNormGated"]

@@ -1,0 +1,251 @@
+"""Normalisation ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from opgraft.binding.custom_op import CustomOp
+from opgraft.ops.checks import expect_choice, expect_last_dim, expect_not_negative, expect_size
+from opgraft.ops.layernorm import functional as forms
+from opgraft.ops.on_gpus import kernel_on_gpus, on_gpus
+from opgraft.ops.on_triton import TRITON
+from torch import Tensor, nn
+
+
+class _EpsByTwoNames:
+    """For norms whose epsilon plugins call ``variance_epsilon`` and torch's norms ``eps``."""
+
+    variance_epsilon: float
+
+    @property
+    def eps(self) -> float:
+        """``variance_epsilon`` under the name that it has in torch's norms."""
+        return self.variance_epsilon
+
+    @eps.setter
+    def eps(self, eps: float) -> None:
+        self.variance_epsilon = eps
+
+
+@CustomOp.register("rms_norm")
+class RMSNorm(_EpsByTwoNames, CustomOp):
+    """Root mean square norm, after adding a residual where one is given (Zhang and Sennrich, arXiv:1910.07467).
+
+    ``y = x / sqrt(mean(x²) + eps) · weight`` over the last dimension, computed in float32 (float64 for float64 input).
+    The normalised value is rounded to the weight's dtype, multiplied, and rounded to the input's dtype, which for a
+    weight and an input of one dtype is bit for bit what Llama's norm in transformers computes.
+
+    With a residual, ``s = x + residual`` is summed unrounded; the norm is that of ``s`` and ``new_residual`` is ``s``
+    rounded to the input's dtype. This definition writes to neither argument and returns new memory; a kernel of a
+    platform may reuse the memory of both.
+
+    Without a weight, ``weight`` is a buffer of ones, so that kernels which always multiply stay right; unlike a plain
+    tensor it moves with the module.
+
+    Args:
+        hidden_size: elements of the last dimension.
+        eps: added to the mean square.
+        var_hidden_size: take the mean over the first ``var_hidden_size`` elements only.
+        has_weight: whether there is a learnt weight.
+        dtype: dtype of the weight; the default dtype if not given.
+
+    Shapes:
+        ``x`` and ``residual`` are ``[..., hidden_size]`` in any floating-point dtype; so are the results.
+    """
+
+    weight: Tensor
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        var_hidden_size: int | None = None,
+        has_weight: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        expect_size("rms_norm", "hidden_size", hidden_size)
+        expect_not_negative("rms_norm", "eps", eps)
+        if var_hidden_size is not None and not 0 < var_hidden_size <= hidden_size:
+            raise ValueError(f"rms_norm: var_hidden_size is {var_hidden_size}, expected 1 to hidden_size={hidden_size}")
+        self.hidden_size = hidden_size
+        self.variance_epsilon = eps
+        self.variance_size_override = None if var_hidden_size == hidden_size else var_hidden_size
+        self.has_weight = has_weight
+        weight = torch.ones(hidden_size, dtype=dtype)
+        if has_weight:
+            self.weight = nn.Parameter(weight)
+        else:
+            self.register_buffer("weight", weight, persistent=False)
+
+    def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """The norm of ``x``, or ``(norm, new_residual)`` of ``x + residual``.
+
+        Raises:
+            ValueError: ``x`` does not end in ``hidden_size``, or ``residual`` has another shape, dtype or device.
+        """
+        expect_last_dim("rms_norm", "x", x, self.hidden_size)
+        weight = self.weight if self.has_weight else None
+        if residual is None:
+            return forms.rms_norm.native(x, weight, self.variance_epsilon, self.variance_size_override)
+        return forms.fused_add_rms_norm.native(x, residual, weight, self.variance_epsilon, self.variance_size_override)
+
+    @on_gpus
+    def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        weight = self.weight if self.has_weight else None
+        settings = (weight, self.variance_epsilon, self.variance_size_override)
+        if residual is None:
+            return TRITON["rms_norm"](x, *settings)
+        return TRITON["fused_add_rms_norm"](x, residual, *settings)
+
+    forward_xpu = forward_cuda
+    functional_cuda = functional_xpu = TRITON
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.variance_epsilon}, has_weight={self.has_weight}"
+
+
+@CustomOp.register("gemma_rms_norm")
+class GemmaRMSNorm(_EpsByTwoNames, CustomOp):
+    """Gemma's root mean square norm, whose stored weight is the distance from one (arXiv:2403.08295).
+
+    ``y = x / sqrt(mean(x²) + eps) · (1 + weight)``, computed in float32 (float64 for float64 input) with the weight
+    applied before rounding, bit for bit as Gemma's norm in transformers. A residual is added as by ``RMSNorm``.
+
+    Args:
+        hidden_size: elements of the last dimension; the weight starts as zeros.
+        eps: added to the mean square.
+
+    Shapes:
+        ``x`` and ``residual`` are ``[..., hidden_size]`` in any floating-point dtype; so are the results.
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        expect_size("gemma_rms_norm", "hidden_size", hidden_size)
+        expect_not_negative("gemma_rms_norm", "eps", eps)
+        self.hidden_size = hidden_size
+        self.variance_epsilon = eps
+        self.weight = nn.Parameter(torch.zeros(hidden_size))
+
+    def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """The norm of ``x``, or ``(norm, new_residual)`` of ``x + residual``.
+
+        Raises:
+            ValueError: ``x`` does not end in ``hidden_size``, or ``residual`` has another shape, dtype or device.
+        """
+        expect_last_dim("gemma_rms_norm", "x", x, self.hidden_size)
+        if residual is None:
+            return forms.gemma_rms_norm.native(x, self.weight, self.variance_epsilon)
+        return forms.fused_add_gemma_rms_norm.native(x, residual, self.weight, self.variance_epsilon)
+
+    @on_gpus
+    def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        if residual is None:
+            return TRITON["gemma_rms_norm"](x, self.weight, self.variance_epsilon)
+        return TRITON["fused_add_gemma_rms_norm"](x, residual, self.weight, self.variance_epsilon)
+
+    forward_xpu = forward_cuda
+    functional_cuda = functional_xpu = TRITON
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.variance_epsilon}"
+
+
+@CustomOp.register("layer_norm")
+class LayerNorm(CustomOp, nn.LayerNorm):
+    """Layer norm, a drop-in for ``torch.nn.LayerNorm`` (Ba et al., arXiv:1607.06450).
+
+    ``y = (x - mean) / sqrt(variance + eps) · weight + bias`` over the trailing ``normalized_shape``, with the biased
+    variance. Arguments, attributes and state are those of ``torch.nn.LayerNorm``, of which it is a subclass.
+
+    Shapes:
+        ``input`` is ``[..., *normalized_shape]``, and so is the result.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device=device, dtype=dtype)
+
+    def forward_native(self, input: Tensor) -> Tensor:
+        """The normalised ``input``; raises ``ValueError`` where its shape, dtype or device does not fit."""
+        return forms.layer_norm.native(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+    forward_cuda = forward_xpu = kernel_on_gpus(
+        "layer_norm", "normalized_shape", "weight", "bias", "eps", argument="input"
+    )
+    functional_cuda = functional_xpu = TRITON
+
+
+@CustomOp.register("rms_norm_gated")
+class RMSNormGated(_EpsByTwoNames, CustomOp):
+    """Root mean square norm with a gate, as state-space models have it (Dao and Gu, arXiv:2405.21060).
+
+    Args:
+        hidden_size: elements of the last dimension.
+        eps: added to the mean square.
+        group_size: take the mean square within groups of that many elements; the whole row if not given.
+        norm_before_gate: gate after the norm instead of before it.
+        device: device of the weight, which starts as ones.
+        dtype: dtype of the weight; the default dtype if not given.
+        activation: ``"silu"``, which is also ``"swish"``, or ``"sigmoid"``.
+
+    Shapes:
+        ``x`` and ``z`` are ``[..., hidden_size]`` in any floating-point dtype; so is the result.
+
+    Raises:
+        ValueError: ``group_size`` does not divide ``hidden_size``, or another activation (vLLM asserts it, in forward).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        activation: str = "swish",
+    ) -> None:
+        super().__init__()
+        expect_choice("rms_norm_gated", "activation", activation, forms.GATES)
+        expect_size("rms_norm_gated", "hidden_size", hidden_size)
+        expect_not_negative("rms_norm_gated", "eps", eps)
+        forms.expect_group_size(group_size, hidden_size)
+        self.hidden_size = hidden_size
+        self.variance_epsilon = eps
+        self.group_size = group_size
+        self.norm_before_gate = norm_before_gate
+        self.activation = activation
+        self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+
+    def forward_native(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        """The norm of ``x``, gated by ``z`` where it is given.
+
+        Raises:
+            ValueError: ``x`` does not end in ``hidden_size``, or ``z`` has another shape, dtype or device.
+        """
+        expect_last_dim("rms_norm_gated", "x", x, self.hidden_size)
+        return forms.rms_norm_gated.native(
+            x, self.weight, z, self.variance_epsilon, self.group_size, self.norm_before_gate, self.activation
+        )
+
+    @on_gpus
+    def forward_cuda(self, x: Tensor, z: Tensor | None = None) -> Any:
+        settings = (self.variance_epsilon, self.group_size, self.norm_before_gate, self.activation)
+        return TRITON["rms_norm_gated"](x, self.weight, z, *settings)
+
+    forward_xpu = forward_cuda
+    functional_cuda = functional_xpu = TRITON
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.variance_epsilon}, group_size={self.group_size}"

@@ -1,0 +1,196 @@
+"""Specs of the norms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from opgraft import ops
+from opgraft.ops.activation.spec import silu
+from opgraft.ops.layernorm import functional
+from opgraft.ops.spec import HALF_NORM, Arguments, Draw, OpSpec, Outside, of_transformers, with_parameters
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Module = tuple[nn.Module, tuple[Any, ...]]
+
+
+def _weighted(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+    return {"x": draw(*lead, size), "weight": draw(size)}
+
+
+def _residual(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+    return {"x": draw(*lead, size), "residual": draw(*lead, size), "weight": draw(size)}
+
+
+def _gated(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+    return {"x": draw(*lead, size), "weight": draw(size), "z": draw(*lead, size)}
+
+
+def _affine(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+    return {"x": draw(*lead, size), "normalized_shape": [size], "weight": draw(size), "bias": draw(size)}
+
+
+def _root_mean_square(x: Tensor, eps: float, size: int | None = None) -> Tensor:
+    x = x[..., :size]
+    return torch.sqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps)
+
+
+def _rms(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, variance_size: int | None = None) -> Tensor:
+    normed = x / _root_mean_square(x, eps, variance_size)
+    return normed if weight is None else normed * weight
+
+
+def _gemma(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
+    normed = x / _root_mean_square(x, eps)
+    return normed + normed * weight
+
+
+def _after_sum(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    return lambda x, residual, **others: (norm(x + residual, **others), x + residual)
+
+
+def _rms_gated(
+    x: Tensor,
+    weight: Tensor,
+    z: Tensor | None = None,
+    eps: float = 1e-5,
+    group_size: int | None = None,
+    norm_before_gate: bool = False,
+    activation: str = "swish",
+) -> Tensor:
+    gate = torch.ones_like(x) if z is None else 1 / (1 + torch.exp(-z)) if activation == "sigmoid" else silu(z)
+    y = x if norm_before_gate else x * gate
+    groups = y.reshape(-1, group_size or y.shape[-1])
+    return (groups / _root_mean_square(groups, eps)).reshape(x.shape) * weight * (gate if norm_before_gate else 1)
+
+
+def _layer_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    flat = x.reshape(*x.shape[: x.dim() - len(normalized_shape)], math.prod(normalized_shape))
+    centred = flat - flat.sum(-1, keepdim=True) / flat.shape[-1]
+    normed = (centred / _root_mean_square(centred, eps)).reshape(x.shape)
+    return normed * (1 if weight is None else weight) + (0 if bias is None else bias)
+
+
+def _rms_op(
+    x: Tensor,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    variance_size: int | None = None,
+) -> Module:
+    op = ops.RMSNorm(x.shape[-1], eps, variance_size, has_weight=weight is not None)
+    return with_parameters(op, weight=weight), (x,) if residual is None else (x, residual)
+
+
+def _gemma_op(x: Tensor, weight: Tensor, residual: Tensor | None = None, eps: float = 1e-6) -> Module:
+    op = with_parameters(ops.GemmaRMSNorm(x.shape[-1], eps), weight=weight)
+    return op, (x,) if residual is None else (x, residual)
+
+
+def _gated_op(x: Tensor, weight: Tensor, z: Tensor | None = None, **settings: Any) -> Module:
+    return with_parameters(ops.RMSNormGated(x.shape[-1], **settings), weight=weight), (x, z)
+
+
+def _layer_norm_op(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None
+) -> Module:
+    op = ops.LayerNorm(normalized_shape, elementwise_affine=weight is not None, bias=bias is not None)
+    return with_parameters(op, weight=weight, bias=bias), (x,)
+
+
+def _torch_rms(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, variance_size: int | None = None) -> Any:
+    return None if variance_size else F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def _gated_by_transformers(
+    norm: Any,
+    x: Tensor,
+    weight: Tensor,
+    z: Tensor | None = None,
+    eps: float = 1e-5,
+    group_size: int | None = None,
+    norm_before_gate: bool = False,
+    activation: str = "swish",
+) -> Any:
+    if norm_before_gate is not norm.__name__.startswith("Qwen") or activation == "sigmoid":
+        return None
+    theirs = norm(x.shape[-1], group_size=group_size or x.shape[-1], eps=eps)
+    return torch.func.functional_call(theirs, {"weight": weight}, (x, z))
+
+
+def _flops(x: Tensor, **others: Any) -> int:
+    return 5 * x.numel()
+
+
+RMS: dict[str, Arguments] = {
+    "": {},
+    "eps": {"eps": 1e-2},
+    "no weight": {"weight": None},
+    "part of a row": {"variance_size": 1},
+}
+GROUPED: dict[str, Arguments] = {
+    "": {},
+    "no gate": {"z": None},
+    "groups": {"group_size": 1},
+    "before the gate": {"norm_before_gate": True, "activation": "silu"},
+    "sigmoid": {"activation": "sigmoid", "eps": 1e-2},
+}
+LAYER: dict[str, Arguments] = {"": {}, "no bias": {"bias": None}, "no weight": {"weight": None, "bias": None}}
+NORM: dict[str, Any] = {"flops": _flops, "tolerances": HALF_NORM}
+TORCH_RMS = Outside("torch.nn.functional.rms_norm", _torch_rms)
+
+SPECS = (
+    OpSpec(
+        functional.rms_norm,
+        _weighted,
+        _rms,
+        module=_rms_op,
+        variants=RMS,
+        outside=(TORCH_RMS,),
+        large=(((83,), 5125), ((7,), 8192), ((4096,), 8)),
+        **NORM,
+    ),
+    OpSpec(functional.fused_add_rms_norm, _residual, _after_sum(_rms), module=_rms_op, variants=RMS, **NORM),
+    OpSpec(functional.fused_add_rms_norm_, _residual, _after_sum(_rms), variants=RMS, **NORM),
+    OpSpec(
+        functional.gemma_rms_norm,
+        _weighted,
+        _gemma,
+        module=_gemma_op,
+        variants={"": {}, "eps": {"eps": 1e-2}},
+        outside=(Outside("torch.nn.functional.rms_norm", lambda x, weight, eps=1e-6: _torch_rms(x, 1 + weight, eps)),),
+        **NORM,
+    ),
+    OpSpec(functional.fused_add_gemma_rms_norm, _residual, _after_sum(_gemma), module=_gemma_op, **NORM),
+    OpSpec(functional.fused_add_gemma_rms_norm_, _residual, _after_sum(_gemma), **NORM),
+    OpSpec(
+        functional.rms_norm_gated,
+        _gated,
+        _rms_gated,
+        module=_gated_op,
+        variants=GROUPED,
+        outside=(
+            of_transformers("models.mamba2.modeling_mamba2.MambaRMSNormGated", _gated_by_transformers),
+            of_transformers("models.qwen3_next.modeling_qwen3_next.Qwen3NextRMSNormGated", _gated_by_transformers),
+        ),
+        **NORM,
+    ),
+    OpSpec(
+        functional.layer_norm,
+        _affine,
+        _layer_norm,
+        module=_layer_norm_op,
+        variants=LAYER,
+        outside=(Outside("torch.nn.functional.layer_norm", lambda x, **others: F.layer_norm(input=x, **others)),),
+        **NORM,
+    ),
+)

@@ -1,0 +1,97 @@
+"""Linear layers."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from opgraft.binding.functional import form
+from opgraft.ops.checks import (
+    FLOATING,
+    expect_alike,
+    expect_choice,
+    expect_floating,
+    expect_last_dim,
+    expect_same_device,
+    expect_same_dtype,
+)
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["linear"]
+
+ACTIVATIONS = {
+    "none": None,
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+"""What may follow the affine map, by name."""
+
+
+def mapped(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
+) -> Tensor:
+    """Fake rule: one contiguous tensor with a row per row of ``x``."""
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@form("linear", mapped)
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
+) -> Tensor:
+    """``activation(x · weightᵀ + bias) + residual``, the affine map of ``torch.nn.functional.linear`` and what follows
+    it in a transformer's layers (Vaswani et al., arXiv:1706.03762, sections 3.1 and 3.3).
+
+    This definition rounds after each of the three steps. A kernel may round once, at the end.
+
+    Args:
+        x: ``[..., in_features]`` in any floating-point dtype.
+        weight: ``[out_features, in_features]``, of the same dtype.
+        bias: ``[out_features]``.
+        activation: one of ``ACTIVATIONS``.
+        residual: ``[..., out_features]``, what a residual stream held before.
+
+    Returns:
+        ``[..., out_features]``.
+
+    Raises:
+        ValueError: another activation, or a shape, a dtype or a device does not fit.
+    """
+    expect_choice("linear", "activation", activation, tuple(ACTIVATIONS))
+    expect_mappable(x, weight, bias)
+    y = F.linear(x, weight, bias)
+    activate = ACTIVATIONS[activation]
+    if activate is not None:
+        y = activate(y)
+    if residual is None:
+        return y
+    if isinstance(y, Tensor):
+        expect_alike("linear", "residual", residual, "the result", y)
+    return y + residual
+
+
+def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether nothing is wrong, in a fraction of the time that it takes to say what is."""
+    dtype, device, sizes = x.dtype, x.device, weight.shape
+    if dtype is not weight.dtype or dtype not in FLOATING or weight.device != device or x.shape[-1:] != sizes[1:]:
+        return False
+    return bias is None or (bias.dtype is dtype and bias.device == device and bias.shape == sizes[:1])
+
+
+def expect_mappable(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise ``ValueError`` unless ``linear`` takes these; what stands in for ``x`` as ``torch.fx`` traces passes."""
+    if not isinstance(x, Tensor) or _fits(x, weight, bias):
+        return
+    expect_floating("linear", "x", x)
+    if weight.dim() != 2:
+        raise ValueError(f"linear: weight has shape {tuple(weight.shape)}, expected [out_features, in_features]")
+    expect_last_dim("linear", "x", x, weight.shape[1])
+    expect_same_dtype("linear", "weight", weight, "x", x)
+    expect_same_device("linear", "weight", weight, "x", x)
+    if bias is None:
+        return
+    if bias.shape != weight.shape[:1]:
+        raise ValueError(f"linear: bias has shape {tuple(bias.shape)}, expected {tuple(weight.shape[:1])}")
+    expect_same_dtype("linear", "bias", bias, "x", x)
+    expect_same_device("linear", "bias", bias, "x", x)

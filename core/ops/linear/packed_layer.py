@@ -1,0 +1,180 @@
+"""``PackedLinear``, what a ``Linear`` op is while its weight is packed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from opgraft.binding.marks import needs
+from opgraft.compat import packed_linear as onednn
+from opgraft.ops.linear import packed as packed_linear
+from opgraft.ops.linear import packed_only
+from opgraft.ops.linear.modules import Linear
+from opgraft.ops.linear.packed_only import PackedWeight
+from opgraft.ops.linear.weight_cache import is_ordinary
+from torch import Tensor, nn
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a parameter has beside its values, which a packed weight has not."""
+
+    requires_grad: bool
+    attributes: Mapping[str, Any]
+
+
+class PackedLinear(Linear):
+    """A linear layer that holds its weight packed, and not as a parameter.
+
+    ``pack`` makes it of a ``Linear`` in place, and ``unpack`` makes it one again. ``weight`` rebuilds the plain weight
+    each time that it is read: what is written to that is lost. In a ``state_dict``, copies and files it is plain. What
+    oneDNN cannot pack, as after ``.half()`` or on another device, is an ordinary parameter until ``.to()``,
+    ``load_state_dict`` or ``pack`` makes it something that oneDNN can. So is what is assigned, by ``load_state_dict``
+    with ``assign=True`` too, until the next ``pack``, which sees whom it shares memory with.
+    """
+
+    functional_cpu: ClassVar = Linear.functional_cpu
+
+    _packed: PackedWeight | None = None
+    _beside: Beside
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]  # torch annotates an attribute
+        """The plain weight: a parameter of its own memory, which requires no gradient while the layer is packed."""
+        packed = self._packed
+        if packed is None:
+            parameter: Any = self.__getattr__("weight")
+            return parameter  # type: ignore[no-any-return]  # torch says: a tensor or a module
+        rebuilt = packed_only.dense(packed)
+        return rebuilt if torch.compiler.is_dynamo_compiling() else nn.Parameter(rebuilt, requires_grad=False)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "weight" or self._packed is None:
+            return super().__setattr__(name, value)
+        self.unpack_weight()
+        try:
+            super().__setattr__(name, value)
+        except TypeError:  # a plain layer refuses it, too
+            self.pack_weight()
+            raise
+
+    @needs(packed_linear.missing)
+    def forward_cpu(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The mapped ``input``, over the packed weight wherever nothing needs the plain one."""
+        packed = self._packed
+        if packed is None:
+            return super().forward_cpu(input, residual)
+        return packed_only.linear(input, packed, self.bias, self.activation, residual)
+
+    def holds_weight(self) -> bool:
+        return self._packed is not None or super().holds_weight()
+
+    def map_by(self, kernel: Callable[..., Any], x: Tensor, activation: str, residual: Tensor | None = None) -> Any:
+        """As a ``Linear`` does; while the weight is packed, over that and not by ``kernel``."""
+        packed = self._packed
+        if packed is None:
+            return super().map_by(kernel, x, activation, residual)
+        return packed_only.linear(x, packed, self.bias, activation, residual)
+
+    def pack_weight(self) -> None:
+        """Hold the weight packed only, where that can be and nobody trains it."""
+        weight = self._parameters.get("weight")
+        if weight is None or self.training or obstacle(weight) is not None:
+            return
+        beside = Beside(weight.requires_grad, dict(vars(weight)))
+        self.__dict__.update(_packed=PackedWeight(weight), _beside=beside)
+        del self._parameters["weight"]
+
+    def unpack_weight(self) -> None:
+        """Hold the weight as a parameter again, where it was among the others."""
+        if self._packed is None:
+            return
+        self._put(self._packed.dense())
+        del self._packed, self._beside
+
+    def _put(self, weight: Tensor) -> None:
+        """Make a weight the first of the parameters, in the same dictionary, which a grafted module shares."""
+        parameter = nn.Parameter(weight, self._beside.requires_grad)
+        vars(parameter).update(self._beside.attributes)
+        others = {name: value for name, value in self._parameters.items() if name != "weight"}
+        self._parameters.clear()
+        self._parameters.update(weight=parameter, **others)
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """The weight is a parameter inside, and is packed again afterwards, where that can be."""
+        self.unpack_weight()
+        try:
+            yield
+        finally:
+            self.pack_weight()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        with self.plain():
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if self._packed is not None:
+            destination[f"{prefix}weight"] = self.weight if keep_vars else self._packed.dense()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        if local_metadata.get("assign_to_params_buffers"):
+            self.unpack_weight()
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        else:
+            with self.plain():
+                super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedLinear:
+        """A copy that is packed before the next layer is copied, so that plain weights do not add up."""
+        make, arguments, state, *_ = self.__reduce_ex__(4)
+        weight, copied = state.pop("_packed"), make(*arguments)
+        memo[id(self)] = copied
+        copied.__setstate__({**copy.deepcopy(state, memo), "_packed": weight})
+        return copied  # type: ignore[no-any-return]  # copyreg leaves it so
+
+    def __copy__(self) -> PackedLinear:
+        """A shallow copy with a dictionary of parameters of its own, as either may be unpacked without the other."""
+        make, arguments, state, *_ = self.__reduce_ex__(4)
+        copied: PackedLinear = make(*arguments)
+        copied.__setstate__({**state, "_parameters": dict(self._parameters)})
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        packed = self._packed
+        return {**self.__dict__, "_packed": None if packed is None else packed.dense()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        weight = state.pop("_packed")
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if weight is not None:
+            self._put(weight)
+            self.pack_weight()
+
+
+def obstacle(weight: nn.Parameter) -> str | None:
+    """Why a weight cannot be held packed only, or ``None``."""
+    if type(weight) is not nn.Parameter:
+        return f"it is a {type(weight).__name__}, expected a torch.nn.Parameter"
+    if weight.is_inference():
+        return "it was made in inference mode"
+    if not is_ordinary(weight):
+        return "it is no matrix in the memory of the CPU"
+    if (reason := onednn.missing(weight.dtype)) is not None:
+        return reason
+    if not weight.numel():
+        return "it is empty"
+    if not weight.is_contiguous():
+        return f"it is strided, {weight.stride()}"
+    if weight.is_shared():  # type: ignore[no-untyped-call]  # torch leaves it so
+        return "processes share its memory"
+    if weight.grad is not None or any(getattr(weight, hooks) for hooks in _HOOKS):
+        return "it has a gradient, or hooks that wait for one"
+    return None

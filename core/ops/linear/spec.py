@@ -1,0 +1,78 @@
+"""Spec of the linear layer with its epilogues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from opgraft import ops
+from opgraft.ops.activation.spec import gelu, silu
+from opgraft.ops.linear import functional
+from opgraft.ops.spec import HALF_NORM, Arguments, Draw, OpSpec, Outside, with_parameters
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+OUT_FEATURES = 5
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda y: y,
+    "relu": lambda y: (y > 0) * y,
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": lambda y: gelu(y, "tanh"),
+}
+
+
+def _inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+    """Weights scaled as layers initialise them, so that the tolerances of single numbers hold for sums."""
+    return {"x": draw(*lead, size), "weight": draw(OUT_FEATURES, size) / size**0.5, "bias": draw(OUT_FEATURES)}
+
+
+def _residual(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
+    return draw(*lead, OUT_FEATURES)
+
+
+def _reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
+) -> Tensor:
+    y = torch.einsum("...i,oi->...o", x, weight)
+    y = ACTIVATIONS[activation](y if bias is None else y + bias)
+    return y if residual is None else y + residual
+
+
+def _op(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
+) -> tuple[nn.Module, tuple[Any, ...]]:
+    op = ops.Linear(x.shape[-1], OUT_FEATURES, bias is not None, activation=activation)
+    return with_parameters(op, weight=weight, bias=bias), (x,) if residual is None else (x, residual)
+
+
+def _torch(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
+) -> Tensor | None:
+    return None if activation != "none" or residual is not None else F.linear(x, weight, bias)
+
+
+def _flops(x: Tensor, weight: Tensor, **others: Any) -> int:
+    return 2 * x.numel() * weight.shape[0]
+
+
+SPECS = (
+    OpSpec(
+        functional.linear,
+        _inputs,
+        _reference,
+        _flops,
+        module=_op,
+        variants={
+            "": {},
+            "no bias": {"bias": None},
+            "residual": {"residual": _residual},
+            **{name: {"activation": name} for name in ACTIVATIONS if name != "none"},
+            "gelu and residual": {"activation": "gelu", "residual": _residual},
+        },
+        tolerances=HALF_NORM,
+        outside=(Outside("torch.nn.functional.linear", _torch),),
+    ),
+)

@@ -1,0 +1,152 @@
+"""Quantisation ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from opgraft.binding.custom_op import CustomOp
+from opgraft.ops.checks import expect_choice
+from opgraft.ops.on_gpus import on_gpus
+from opgraft.ops.on_triton import TRITON
+from opgraft.ops.quantization import functional as forms
+from opgraft.ops.quantization.functional import GroupShape
+from opgraft.plugins.selection import current_platform
+from torch import Tensor
+from torch.nn import functional as F
+
+TMA_BYTES = 16
+"""What the stride of a column of scales is a multiple of, for units that copy blocks of memory by descriptor."""
+
+
+@CustomOp.register("quant_fp8")
+class QuantFP8(CustomOp):
+    """Quantises to 8-bit floating point, with scales that are given or computed (arXiv:2209.05433).
+
+    Computed scales are ``max(amax / FP8_MAX, 1 / (512 · FP8_MAX))`` per group, the quotient ``x / scale`` is clipped to
+    ``±FP8_MAX`` and rounded to the nearest, ties to even. ``FP8_MAX`` is 448, and 224 for e4m3fnuz.
+
+    Where vLLM's definition differs: ``use_ue8m0`` holds for all computed scales and gives powers of two always, the
+    lower bound being applied first; scales are computed per channel too; quotients are divided, never multiplied by a
+    reciprocal.
+
+    Args:
+        static: whether calls give the scale.
+        group_shape: rows and columns that share a scale. Computed: ``GroupShape.PER_TENSOR``, ``PER_TOKEN``,
+            ``PER_CHANNEL`` or ``GroupShape(1, G)``; given: these and blocks.
+        num_token_padding: append rows of zeros to the quantised ``[tokens, hidden]`` up to that many.
+        column_major_scales: lay the scales of ``GroupShape(1, G)`` out so that those of neighbouring tokens adjoin.
+        tma_aligned_scales: with ``column_major_scales``, let each column of scales start at a multiple of 16 bytes.
+        use_ue8m0: round computed scales up to powers of two; ``None`` means no.
+        compile_native: taken so that classes which pass it construct; the native definition compiles with its caller.
+        dtype: an fp8 dtype; that of the platform if not given, and e4m3fn where it has none.
+
+    Shapes:
+        ``x`` is ``[..., hidden]`` in float32, bfloat16, float16 or float64, the first result likewise in fp8. Scales
+        are float32: ``[1]`` per tensor, ``[..., 1]`` per token, ``[1, hidden]`` per channel and
+        ``[..., ceil(hidden / G)]`` per group; given ones come back as they are.
+
+    Raises:
+        ValueError: a group shape, padding or dtype that is not supported (vLLM asserts it).
+    """
+
+    def __init__(
+        self,
+        static: bool,
+        group_shape: Sequence[int],
+        num_token_padding: int | None = None,
+        column_major_scales: bool = False,
+        tma_aligned_scales: bool = False,
+        use_ue8m0: bool | None = None,
+        compile_native: bool = True,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_group_shape = forms.expect_group_shape if static else forms.expect_dynamic_group_shape
+        check_group_shape("quant_fp8", group_shape)
+        if num_token_padding is not None and num_token_padding < 0:
+            raise ValueError(f"quant_fp8: num_token_padding is {num_token_padding}, expected 0 or more")
+        if dtype is None:
+            dtype = current_platform().capability().fp8_dtype or torch.float8_e4m3fn
+        expect_choice("quant_fp8", "dtype", dtype, tuple(forms.FP8_MAX))
+        self.static = static
+        self.group_shape = GroupShape(*group_shape)
+        self.num_token_padding = num_token_padding
+        self.column_major_scales = column_major_scales
+        self.tma_aligned_scales = tma_aligned_scales
+        self.use_ue8m0 = bool(use_ue8m0)
+        self.dtype = dtype
+        self.is_group_quant = self.group_shape.is_per_group()
+        self.use_per_token_if_dynamic = self.group_shape.is_per_token()
+
+    def forward_native(
+        self, x: Tensor, scale: Tensor | None = None, scale_ub: Tensor | None = None, use_triton: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The quantised ``x`` and its scale.
+
+        Args:
+            x: ``[..., hidden]``.
+            scale: what an op with ``static=True`` quantises by.
+            scale_ub: one number that the largest magnitude of a token is at most, for computed scales per token.
+            use_triton: for kernels that come in several languages; not read here.
+
+        Raises:
+            ValueError: a scale is missing, not asked for or does not fit; ``scale_ub`` where it has no meaning; padding
+                for ``x`` of other than two dimensions.
+        """
+        return self._quantised(forms.quant_fp8_static.native, forms.quant_fp8_dynamic.native, x, scale, scale_ub)
+
+    @on_gpus
+    def forward_cuda(
+        self, x: Tensor, scale: Tensor | None = None, scale_ub: Tensor | None = None, use_triton: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        return self._quantised(TRITON["quant_fp8_static"], TRITON["quant_fp8_dynamic"], x, scale, scale_ub)
+
+    forward_xpu = forward_cuda
+    functional_cuda = functional_xpu = TRITON
+
+    def _quantised(
+        self,
+        by_given: Callable[..., Tensor],
+        by_computed: Callable[..., tuple[Tensor, Tensor]],
+        x: Tensor,
+        scale: Tensor | None,
+        scale_ub: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        if (scale is not None) != self.static:
+            got = "is given, expected none" if scale is not None else "is None, expected a tensor"
+            raise ValueError(f"quant_fp8: scale {got} with static={self.static}")
+        if scale is not None:
+            forms.expect_scale_ub("quant_fp8", scale_ub, (-1, -1))
+            quantised = by_given(x, scale, self.group_shape, self.dtype)
+            return self.pad_tokens(quantised), scale
+        quantised, computed = by_computed(x, self.group_shape, scale_ub, self.use_ue8m0, self.dtype)
+        return self.pad_tokens(quantised), self.lay_out_scales(computed)
+
+    def pad_tokens(self, quantised: Tensor) -> Tensor:
+        """``[tokens, hidden]`` with rows of zeros up to ``num_token_padding``; for kernels too.
+
+        Raises:
+            ValueError: other than two dimensions where there is padding.
+        """
+        if self.num_token_padding is None:
+            return quantised
+        if quantised.dim() != 2:
+            raise ValueError(
+                f"quant_fp8: x has shape {tuple(quantised.shape)}, expected [tokens, hidden] with num_token_padding"
+            )
+        missing = max(self.num_token_padding - quantised.shape[0], 0)
+        return torch.cat([quantised, quantised.new_zeros(missing, quantised.shape[1])])
+
+    def lay_out_scales(self, scale: Tensor) -> Tensor:
+        """Scales of groups in the memory layout that the constructor was asked for; for kernels too."""
+        if not (self.column_major_scales and self.is_group_quant and scale.dim() > 1):
+            return scale
+        columns, tokens = scale.mT, scale.shape[-2]
+        if self.tma_aligned_scales:
+            columns = F.pad(columns, (0, -tokens % (TMA_BYTES // scale.element_size())))
+        return columns.contiguous().mT[..., :tokens, :]
+
+    def extra_repr(self) -> str:
+        return f"static={self.static}, group_shape={tuple(self.group_shape)}, dtype={self.dtype}"

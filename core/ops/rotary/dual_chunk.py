@@ -1,0 +1,93 @@
+"""The rotary embedding with positions in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from opgraft.binding.custom_op import CustomOp
+from opgraft.ops.checks import expect_in_range
+from opgraft.ops.on_gpus import on_gpus
+from opgraft.ops.on_triton import TRITON
+from opgraft.ops.rotary import functional as forms
+from opgraft.ops.rotary.modules import cos_sin_table, expect_rotation, inverse_frequencies
+from torch import Tensor
+
+_Rotated = tuple[Tensor, Tensor]
+
+
+@CustomOp.register("dual_chunk_rotary_embedding")
+class DualChunkRotaryEmbedding(CustomOp):
+    """Rotary embedding by places in chunks, of which the query gets five (An et al., arXiv:2402.17463).
+
+    Which ones, ``opgraft.functional.dual_chunk_rotary_embedding`` says. All are rows of one table, which has
+    ``2 · chunk_size - local_size`` of them, on the device that is the default when the op is constructed; vLLM keeps a
+    table for each, on a device that it does not ask about.
+
+    Args:
+        max_position_embeddings: bound of the positions.
+        chunk_size: positions of a chunk.
+        local_size: how many of them a chunk shares with the next.
+
+    The other arguments are those of ``RotaryEmbeddingBase``.
+
+    Raises:
+        ValueError: ``local_size`` is not from 0 to below ``chunk_size``, or ``rotary_dim`` does not fit the head.
+    """
+
+    cos_sin_cache: Tensor
+
+    def __init__(
+        self,
+        head_size: int,
+        rotary_dim: int,
+        max_position_embeddings: int,
+        base: float,
+        is_neox_style: bool,
+        dtype: torch.dtype,
+        chunk_size: int,
+        local_size: int,
+    ) -> None:
+        super().__init__()
+        expect_rotation("dual_chunk_rotary_embedding", rotary_dim, head_size, base, dtype)
+        rows = forms.chunk_length(chunk_size, local_size) + chunk_size
+        self.head_size, self.rotary_dim, self.is_neox_style = head_size, rotary_dim, is_neox_style
+        self.max_position_embeddings, self.base, self.dtype = max_position_embeddings, base, dtype
+        self.chunk_size, self.local_size = chunk_size, local_size
+        table = cos_sin_table(inverse_frequencies(base, rotary_dim, dtype), rows)
+        self.register_buffer("cos_sin_cache", table.to(dtype), persistent=False)
+
+    def forward_native(self, positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None = None) -> _Rotated:
+        """The five queries, concatenated along the last dimension, and the key in the shape it came in.
+
+        Args:
+            positions: integers ``[num_tokens]`` or ``[batch, sequence]``.
+            query: as that of ``RotaryEmbeddingBase``.
+            key: likewise.
+            offsets: are added to ``positions``, for all five queries; in vLLM for the first only.
+
+        Raises:
+            ValueError: as ``RotaryEmbeddingBase``.
+        """
+        return self._rotated(forms.dual_chunk_rotary_embedding.native, positions, query, key, offsets)
+
+    @on_gpus
+    def forward_cuda(self, positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None = None) -> _Rotated:
+        return self._rotated(TRITON["dual_chunk_rotary_embedding"], positions, query, key, offsets)
+
+    forward_xpu = forward_cuda
+    functional_cuda = functional_xpu = TRITON
+
+    def _rotated(
+        self, by: Callable[..., _Rotated], positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None
+    ) -> _Rotated:
+        positions = positions if offsets is None else positions + offsets
+        expect_in_range("dual_chunk_rotary_embedding", "positions", positions, self.max_position_embeddings)
+        chunks = (self.chunk_size, self.local_size)
+        return by(positions, query, key, self.head_size, self.cos_sin_cache, *chunks, self.is_neox_style)
+
+    def extra_repr(self) -> str:
+        return (
+            f"head_size={self.head_size}, rotary_dim={self.rotary_dim}, base={self.base}, "
+            f"chunk_size={self.chunk_size}, local_size={self.local_size}, is_neox_style={self.is_neox_style}"
+        )

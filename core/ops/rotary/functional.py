@@ -1,0 +1,311 @@
+"""Rotary position embedding (Su et al., RoFormer, arXiv:2104.09864).
+
+Elements of a head are rotated in pairs, pair ``i`` at position ``p`` by the angle ``p · θ_i``. In the GPT-NeoX style
+the two halves of the rotated part are paired with each other, in the GPT-J style its even elements with the odd ones.
+
+A table ``cos_sin_cache`` of ``[positions, rotary_dim]`` has a row for each position: the cosines of its ``rotary_dim /
+2`` angles, then the sines, times whatever scale a variant has. The first ``rotary_dim`` elements of each head are
+rotated, the rest passes. Half types are rotated in float32 and rounded once; table and heads need not share a dtype.
+
+Query and key have for each position ``heads · head_size`` elements or ``[heads, head_size]``, each with a number of
+heads of its own; their tokens are in the shape of the positions or flattened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from opgraft.binding.functional import form
+from opgraft.ops.activation.functional import like, nothing
+from opgraft.ops.checks import (
+    expect_floating,
+    expect_in_range,
+    expect_integers,
+    expect_positive,
+    expect_same_device,
+    expect_same_dtype,
+)
+from opgraft.ops.precision import compute_dtype
+from torch import Tensor
+
+__all__ = ["apply_rotary_emb", "dual_chunk_rotary_embedding", "mrope", "rotary_embedding", "rotary_embedding_"]
+
+VERSIONS_OF_QUERY = 5
+"""How often ``dual_chunk_rotary_embedding`` rotates the query."""
+
+
+def like_query_and_key(
+    positions: Tensor, query: Tensor, key: Tensor, *others: object, **settings: object
+) -> tuple[Tensor, Tensor]:
+    """Fake rule: contiguous tensors like query and key."""
+    return like(query), like(key)
+
+
+def like_queries_and_key(
+    positions: Tensor, query: Tensor, key: Tensor, *others: object, **settings: object
+) -> tuple[Tensor, Tensor]:
+    """Fake rule: five queries side by side, and the key, contiguous."""
+    return query.new_empty((*query.shape[:-1], VERSIONS_OF_QUERY * query.shape[-1])), like(key)
+
+
+@form("apply_rotary_emb", like)
+def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool = True) -> Tensor:
+    """Heads rotated by given cosines and sines (arXiv:2104.09864).
+
+    The pair ``(x1, x2)`` becomes ``(x1 · cos - x2 · sin, x2 · cos + x1 · sin)``.
+
+    Args:
+        x: ``[..., sequence, heads, head_size]``.
+        cos: ``[sequence, head_size / 2]``.
+        sin: likewise.
+        is_neox_style: pair the halves of a head; otherwise even elements with odd ones.
+
+    Raises:
+        ValueError: ``x`` has fewer than three dimensions, or ``cos`` or ``sin`` does not fit it.
+    """
+    expect_floating("apply_rotary_emb", "x", x)
+    if x.dim() < 3 or x.shape[-1] % 2:
+        raise ValueError(
+            f"apply_rotary_emb: x has shape {tuple(x.shape)}, expected [..., sequence, heads, head_size] with an even "
+            "head_size"
+        )
+    expected = (x.shape[-3], x.shape[-1] // 2)
+    for argument, table in (("cos", cos), ("sin", sin)):
+        if tuple(table.shape) != expected:
+            raise ValueError(
+                f"apply_rotary_emb: {argument} has shape {tuple(table.shape)}, expected {expected} for x of shape "
+                f"{tuple(x.shape)}"
+            )
+        expect_floating("apply_rotary_emb", argument, table)
+        expect_same_device("apply_rotary_emb", argument, table, "x", x)
+    return _turned(x, cos.unsqueeze(-2), sin.unsqueeze(-2), is_neox_style)
+
+
+@form("RotaryEmbedding", like_query_and_key)
+def rotary_embedding(
+    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Query and key rotated by their positions, from a table of cosines and sines (arXiv:2104.09864).
+
+    Args:
+        positions: integers ``[num_tokens]`` or ``[batch, sequence]``, rows of the table.
+        query: what to rotate, as the module says.
+        key: likewise; not ``None``, which the module takes.
+        head_size: elements of a head.
+        cos_sin_cache: ``[positions, rotary_dim]``.
+        is_neox_style: pair the halves of the rotated part; otherwise even elements with odd ones.
+
+    Raises:
+        ValueError: positions outside the table, tokens that are not those of ``positions``, a last dimension that is
+            no multiple of ``head_size``, or dtypes or devices that do not fit.
+    """
+    cos_sin = _rows("rotary_embedding", positions, cos_sin_cache)
+    return _rotated_pair("rotary_embedding", query, key, cos_sin, head_size, is_neox_style)
+
+
+@form("RotaryEmbedding", nothing, mutates=("query", "key"))
+def rotary_embedding_(
+    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool = True
+) -> None:
+    """``rotary_embedding`` in place: the rotated heads are written over ``query`` and ``key``."""
+    rotated = rotary_embedding.native(positions, query, key, head_size, cos_sin_cache, is_neox_style)
+    for target, value in zip((query, key), rotated, strict=True):
+        target.copy_(value)
+
+
+@form("MRotaryEmbedding", like_query_and_key)
+def mrope(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    mrope_section: Sequence[int],
+    is_neox_style: bool = True,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Query and key rotated by positions in time, height and width, each of which turns some of the pairs (Qwen2-VL,
+    arXiv:2409.12191).
+
+    Args:
+        positions: integers ``[3, num_tokens]`` or ``[3, batch, sequence]``, rows of the table.
+        query: what to rotate, as the module says.
+        key: likewise.
+        head_size: elements of a head.
+        cos_sin_cache: ``[positions, rotary_dim]``.
+        mrope_section: how many pairs turn by time, height and width; together ``rotary_dim / 2``.
+        is_neox_style: pair the halves of the rotated part; otherwise even elements with odd ones.
+        interleaved: pairs take turns, time, height, width, time and so on, until height and width have theirs, as in
+            Qwen3-VL; otherwise those of time come first, then height, then width.
+
+    Raises:
+        ValueError: as ``rotary_embedding``, or sections that do not fit the table.
+    """
+    if positions.dim() < 2 or positions.shape[0] != 3:
+        raise ValueError(f"mrope: positions have shape {tuple(positions.shape)}, expected [3, num_tokens]")
+    rows = _rows("mrope", positions, cos_sin_cache)
+    expect_sections(mrope_section, cos_sin_cache.shape[1], interleaved)
+    return _rotated_pair("mrope", query, key, _by_section(rows, mrope_section, interleaved), head_size, is_neox_style)
+
+
+def expect_sections(mrope_section: Sequence[int], rotary_dim: int, interleaved: bool) -> None:
+    """Raise ``ValueError`` unless the sections of ``mrope`` share out the pairs of a head."""
+    pairs = rotary_dim // 2
+    if len(mrope_section) != 3 or min(mrope_section) < 0 or sum(mrope_section) != pairs:
+        raise ValueError(
+            f"mrope: mrope_section is {list(mrope_section)}, expected three counts with sum {pairs}, half of "
+            f"rotary_dim={rotary_dim}"
+        )
+    if interleaved and (mrope_section[1] > (pairs + 1) // 3 or mrope_section[2] > pairs // 3):
+        raise ValueError(
+            f"mrope: mrope_section is {list(mrope_section)}, expected at most {(pairs + 1) // 3} pairs for height and "
+            f"{pairs // 3} for width, so that they can take turns"
+        )
+
+
+@form("dual_chunk_rotary_embedding", like_queries_and_key)
+def dual_chunk_rotary_embedding(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    chunk_size: int,
+    local_size: int,
+    is_neox_style: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Query and key rotated by their places in chunks, so that distances stay small (An et al., arXiv:2402.17463).
+
+    With ``L = chunk_size - local_size`` the key at position ``p`` is rotated by ``p mod L``. The query is rotated five
+    times, by the places from which it looks at keys
+
+    1. of its own chunk: ``p mod L``
+    2. of the chunk before: ``min(p mod L + L, chunk_size)``
+    3. of chunks further back: ``min(2·L - 1, chunk_size)``, the same for all
+    4. of the chunk before, without a bound: ``p mod L + L``
+    5. of chunks further back, each from its own place: ``p mod L + chunk_size``
+
+    and the five are concatenated along the last dimension.
+
+    Args:
+        positions: integers ``[num_tokens]`` or ``[batch, sequence]``, not negative.
+        query: what to rotate, as the module says, likewise ``key``.
+        head_size: elements of a head.
+        cos_sin_cache: ``[positions, rotary_dim]``, at least ``L + chunk_size`` rows.
+        chunk_size: positions of a chunk.
+        local_size: how many of them a chunk shares with the next.
+        is_neox_style: pair the halves of the rotated part; otherwise even elements with odd ones.
+
+    Raises:
+        ValueError: as ``rotary_embedding``, a table too short, or ``local_size`` not from 0 to below ``chunk_size``.
+    """
+    op = "dual_chunk_rotary_embedding"
+    length = chunk_length(chunk_size, local_size)
+    if cos_sin_cache.shape[0] < length + chunk_size:
+        raise ValueError(
+            f"{op}: cos_sin_cache has {cos_sin_cache.shape[0]} rows, expected at least {length + chunk_size} for "
+            f"chunk_size={chunk_size} and local_size={local_size}"
+        )
+    expect_in_range(op, "positions", positions, torch.iinfo(torch.int64).max)
+    place = positions % length
+    before, further = place + length, torch.full_like(place, min(2 * length - 1, chunk_size))
+    places = (place, before.clamp(max=chunk_size), further, before, place + chunk_size)
+    own, *others = (_rows(op, rows, cos_sin_cache) for rows in places)
+    first, turned_key = _rotated_pair(op, query, key, own, head_size, is_neox_style)
+    queries = (_rotated_heads(op, "query", query, rows, head_size, is_neox_style) for rows in others)
+    return torch.cat((first, *queries), dim=-1), turned_key
+
+
+def chunk_length(chunk_size: int, local_size: int) -> int:
+    """``chunk_size - local_size``; raises ``ValueError`` where that is no proper chunk."""
+    if not 0 <= local_size < chunk_size:
+        raise ValueError(
+            f"dual_chunk_rotary_embedding: local_size is {local_size}, expected 0 to below chunk_size={chunk_size}"
+        )
+    return chunk_size - local_size
+
+
+def _rows(op: str, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
+    """The table's rows at ``positions``, ``[*positions.shape, rotary_dim]``."""
+    expect_integers(op, "positions", positions)
+    expect_floating(op, "cos_sin_cache", cos_sin_cache)
+    if cos_sin_cache.dim() != 2 or cos_sin_cache.shape[1] % 2:
+        raise ValueError(
+            f"{op}: cos_sin_cache has shape {tuple(cos_sin_cache.shape)}, expected [positions, rotary_dim], the latter "
+            "even"
+        )
+    expect_same_device(op, "positions", positions, "cos_sin_cache", cos_sin_cache)
+    expect_in_range(op, "positions", positions, cos_sin_cache.shape[0])
+    return cos_sin_cache[positions]
+
+
+def _by_section(rows: Tensor, mrope_section: Sequence[int], interleaved: bool) -> Tensor:
+    """``[3, *tokens, rotary_dim]`` to ``[*tokens, rotary_dim]``: each pair's cosine and sine from its own axis."""
+    angles = rows.reshape(*rows.shape[:-1], 2, rows.shape[-1] // 2)
+    if not interleaved:
+        sections = torch.split_with_sizes(angles, list(mrope_section), dim=-1)
+        return torch.cat([section[axis] for axis, section in enumerate(sections)], dim=-1).flatten(-2)
+    chosen = angles[0].clone()
+    for axis in (1, 2):
+        turns = slice(axis, 3 * mrope_section[axis], 3)
+        chosen[..., turns] = angles[axis, ..., turns]
+    return chosen.flatten(-2)
+
+
+def _rotated_pair(
+    op: str, query: Tensor, key: Tensor, cos_sin: Tensor, head_size: int, is_neox_style: bool
+) -> tuple[Tensor, Tensor]:
+    expect_floating(op, "query", query)
+    expect_floating(op, "key", key)
+    expect_same_dtype(op, "key", key, "query", query)
+    expect_same_device(op, "key", key, "query", query)
+    return (
+        _rotated_heads(op, "query", query, cos_sin, head_size, is_neox_style),
+        _rotated_heads(op, "key", key, cos_sin, head_size, is_neox_style),
+    )
+
+
+def _rotated_heads(op: str, argument: str, x: Tensor, cos_sin: Tensor, head_size: int, is_neox_style: bool) -> Tensor:
+    """``x`` with its heads rotated; ``cos_sin`` is ``[*tokens, rotary_dim]``."""
+    rotary_dim = cos_sin.shape[-1]
+    expect_positive(op, "head_size", head_size)
+    if rotary_dim > head_size:
+        raise ValueError(f"{op}: cos_sin_cache has rotary_dim {rotary_dim}, expected at most head_size={head_size}")
+    expect_same_device(op, argument, x, "cos_sin_cache", cos_sin)
+    cos_sin = _per_token(op, argument, x, cos_sin)
+    if x.dim() < 2 or x.shape[-1] % head_size:
+        raise ValueError(
+            f"{op}: {argument} has shape {tuple(x.shape)}, expected a last dimension that is a multiple of "
+            f"head_size={head_size}"
+        )
+    heads = x.reshape(*x.shape[:-1], x.shape[-1] // head_size, head_size)
+    tokens = cos_sin.shape[:-1]
+    cos, sin = cos_sin.reshape(*tokens, *(1,) * (heads.dim() - cos_sin.dim()), rotary_dim).chunk(2, dim=-1)
+    turned = _turned(heads[..., :rotary_dim], cos, sin, is_neox_style)
+    if rotary_dim < head_size:
+        turned = torch.cat((turned, heads[..., rotary_dim:]), dim=-1)
+    return turned.reshape(x.shape)
+
+
+def _per_token(op: str, argument: str, x: Tensor, cos_sin: Tensor) -> Tensor:
+    """``cos_sin`` with its tokens in the shape that they have in ``x``: as they are, or flattened."""
+    tokens = cos_sin.shape[:-1]
+    if x.dim() > len(tokens) and x.shape[: len(tokens)] == tokens:
+        return cos_sin
+    if x.dim() < 2 or x.shape[0] != tokens.numel():
+        raise ValueError(
+            f"{op}: {argument} has shape {tuple(x.shape)}, expected it to begin with {tuple(tokens)} as positions do, "
+            f"or with {tokens.numel()}"
+        )
+    return cos_sin.flatten(0, -2)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool) -> Tensor:
+    """``x`` with its pairs rotated; ``cos`` and ``sin`` broadcast to ``[..., pairs]``."""
+    dtype = compute_dtype(x.dtype)
+    first, second = x.to(dtype).chunk(2, dim=-1) if is_neox_style else (x[..., 0::2].to(dtype), x[..., 1::2].to(dtype))
+    cos, sin = cos.to(dtype), sin.to(dtype)
+    pair = (first * cos - second * sin, second * cos + first * sin)
+    turned = torch.cat(pair, dim=-1) if is_neox_style else torch.stack(pair, dim=-1).flatten(-2)
+    return turned.to(x.dtype)

@@ -1,0 +1,187 @@
+"""Rotary position embedding: the modules around the forms of ``opgraft.ops.rotary.functional``, which hold the maths.
+
+What is plain here has its variants in ``opgraft.ops.rotary.variants`` and ``opgraft.ops.rotary.dual_chunk``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from opgraft.binding.custom_op import CustomOp
+from opgraft.ops.checks import FLOATING, expect_choice, expect_positive
+from opgraft.ops.on_gpus import on_gpus
+from opgraft.ops.on_triton import TRITON
+from opgraft.ops.precision import compute_dtype
+from opgraft.ops.rotary import functional as forms
+from torch import Tensor
+
+
+def inverse_frequencies(base: float, rotary_dim: int, dtype: torch.dtype) -> Tensor:
+    """``θ_i = base^(-2i / rotary_dim)``, in radians per position: ``[rotary_dim / 2]``, float32 or more precise."""
+    exponents = torch.arange(0, rotary_dim, 2, dtype=compute_dtype(dtype)) / rotary_dim
+    return 1.0 / torch.pow(base, exponents)
+
+
+def cos_sin_table(inv_freq: Tensor, rows: int, scale: float = 1.0) -> Tensor:
+    """Cosines, then sines, of the first ``rows`` positions, times ``scale``: ``[rows, rotary_dim]``."""
+    angles = torch.outer(torch.arange(rows, dtype=inv_freq.dtype), inv_freq)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
+
+
+def expect_rotation(op: str, rotary_dim: int, head_size: int, base: float, dtype: torch.dtype) -> None:
+    """Raise ``ValueError`` unless ``rotary_dim`` elements of a head make whole pairs, and a table of them can be."""
+    expect_positive(op, "base", base)
+    expect_choice(op, "dtype", dtype, FLOATING)
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_size:
+        raise ValueError(f"{op}: rotary_dim is {rotary_dim}, expected an even number from 2 to head_size={head_size}")
+
+
+@CustomOp.register("apply_rotary_emb")
+class ApplyRotaryEmb(CustomOp):
+    """Rotates heads by given cosines and sines (arXiv:2104.09864).
+
+    ``(x1, x2)`` becomes ``(x1 · cos - x2 · sin, x2 · cos + x1 · sin)``. This definition computes half types in float32
+    and rounds once, whatever ``enable_fp32_compute`` says.
+
+    Args:
+        enforce_enable: enable this instance whatever ``custom_ops`` says.
+        is_neox_style: pair the halves of a head; otherwise even elements with odd ones.
+        enable_fp32_compute: a kernel must compute in float32 instead of the input's dtype.
+
+    Shapes:
+        ``x`` is ``[sequence, heads, head_size]`` or ``[batch, sequence, heads, head_size]``, and so is the result;
+        ``cos`` and ``sin`` are ``[sequence, head_size / 2]``.
+    """
+
+    def __init__(
+        self, enforce_enable: bool = False, is_neox_style: bool = True, enable_fp32_compute: bool = False
+    ) -> None:
+        super().__init__(enforce_enable=enforce_enable)
+        self.is_neox_style = is_neox_style
+        self.enable_fp32_compute = enable_fp32_compute
+
+    def forward_native(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The rotated ``x``, in new memory.
+
+        Raises:
+            ValueError: ``x`` has fewer than three dimensions, or ``cos`` or ``sin`` does not fit it.
+        """
+        return forms.apply_rotary_emb.native(x, cos, sin, self.is_neox_style)
+
+    @on_gpus
+    def forward_cuda(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return TRITON["apply_rotary_emb"](x, cos, sin, self.is_neox_style)  # type: ignore[no-any-return]
+
+    forward_xpu = forward_cuda
+    functional_cuda = functional_xpu = TRITON
+
+
+@CustomOp.register("rotary_embedding")
+class RotaryEmbeddingBase(CustomOp):
+    """Rotates query and key by their positions, from a table of cosines and sines (arXiv:2104.09864).
+
+    ``θ_i = base^(-2i / rotary_dim)``. The first ``rotary_dim`` elements of each head are rotated, the rest passes. The
+    table is computed in float32 (float64 if ``dtype`` is) and kept in ``dtype`` as the buffer ``cos_sin_cache``,
+    ``[max_position_embeddings, rotary_dim]``: cosines, then sines. It moves with the module and is not saved with it.
+    Half types are rotated in float32 and rounded once.
+
+    This definition writes to neither query nor key and returns new memory; a kernel may rotate both in place. A variant
+    with other frequencies or scaling overrides ``_compute_inv_freq`` or ``_compute_cos_sin_cache``.
+
+    Args:
+        head_size: elements of a head.
+        rotary_dim: how many of them are rotated, an even number.
+        max_position_embeddings: number of positions in the table.
+        base: the base of the frequencies, 10000 in the paper.
+        is_neox_style: pair the halves of the rotated part; otherwise even elements with odd ones.
+        dtype: dtype of the table.
+        init_cache: compute the table now; otherwise the subclass does, before the first call.
+
+    Raises:
+        ValueError: ``rotary_dim`` is odd, not positive, or greater than ``head_size``; ``base`` or
+            ``max_position_embeddings`` is not positive; ``dtype`` is not a floating-point one that ops compute with.
+    """
+
+    cos_sin_cache: Tensor
+
+    def __init__(
+        self,
+        head_size: int,
+        rotary_dim: int,
+        max_position_embeddings: int,
+        base: float,
+        is_neox_style: bool,
+        dtype: torch.dtype,
+        init_cache: bool = True,
+    ) -> None:
+        super().__init__()
+        expect_rotation("rotary_embedding", rotary_dim, head_size, base, dtype)
+        expect_positive("rotary_embedding", "max_position_embeddings", max_position_embeddings)
+        self.head_size = head_size
+        self.rotary_dim = rotary_dim
+        self.max_position_embeddings = max_position_embeddings
+        self.base = base
+        self.is_neox_style = is_neox_style
+        self.dtype = dtype
+        if init_cache:
+            self.register_buffer("cos_sin_cache", self._compute_cos_sin_cache().to(dtype), persistent=False)
+
+    def _compute_inv_freq(self, base: float) -> Tensor:
+        """``θ``, in radians per position: ``[rotary_dim / 2]``."""
+        return inverse_frequencies(base, self.rotary_dim, self.dtype)
+
+    def _compute_cos_sin_cache(self) -> Tensor:
+        """Cosines and sines of all positions: ``[max_position_embeddings, rotary_dim]``, before the cast to dtype."""
+        return cos_sin_table(self._compute_inv_freq(self.base), self.max_position_embeddings)
+
+    def forward_native(
+        self, positions: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The rotated query and key, each in the shape it came in; a key of ``None`` stays ``None``.
+
+        Args:
+            positions: integers ``[num_tokens]`` or ``[batch, sequence]``, rows of the table.
+            query: for each position ``heads · head_size`` elements, or ``[heads, head_size]``; the tokens are in the
+                shape of ``positions`` or flattened.
+            key: the same, with a number of heads of its own.
+
+        Raises:
+            ValueError: positions outside the table, tokens of query or key that are not those of ``positions``, a last
+                dimension that is no multiple of ``head_size``, or dtypes or devices that do not fit.
+        """
+        return self._rotated(forms.rotary_embedding.native, positions, query, key)
+
+    @on_gpus
+    def forward_cuda(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return self._rotated(TRITON["rotary_embedding"], positions, query, key)
+
+    forward_xpu = forward_cuda
+    functional_cuda = functional_xpu = TRITON
+
+    def _rotated(
+        self, rotate: Callable[..., Any], positions: Tensor, query: Tensor, key: Tensor | None, **settings: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        some_key = no_heads(query) if key is None else key
+        tables = {"cos_sin_cache": self.cos_sin_cache, "is_neox_style": self.is_neox_style}
+        rotated = rotate(positions, query, some_key, self.head_size, **tables, **settings)
+        return rotated[0], None if key is None else rotated[1]
+
+    def extra_repr(self) -> str:
+        return (
+            f"head_size={self.head_size}, rotary_dim={self.rotary_dim}, base={self.base}, "
+            f"max_position_embeddings={self.max_position_embeddings}, is_neox_style={self.is_neox_style}"
+        )
+
+
+class RotaryEmbedding(RotaryEmbeddingBase):
+    """The rotary embedding with plain frequencies, which ``rotary_embedding`` switches too.
+
+    A class of its own so that a replacement of it leaves the variants with other frequencies alone.
+    """
+
+
+def no_heads(query: Tensor) -> Tensor:
+    """What stands in for a key that there is none of: the tokens of ``query`` without heads."""
+    return query.new_empty((*query.shape[:-1], 0))

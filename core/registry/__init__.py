@@ -1,0 +1,1 @@
+"""Declarations of ops and replacements, and the choice between replacements."""

@@ -1,0 +1,166 @@
+"""What has been declared: op classes by name, and replacements by target.
+
+Declarations outlive ``reset()``. Which replacements are active in this process is the state's concern.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from opgraft.decision import Provider
+from opgraft.errors import ConflictError, RegistrationError, UnknownTargetError, close_matches
+from opgraft.platform import Platform
+from opgraft.registry.op_classes import check_replacement, location_of, qualified
+
+ANY_PLATFORM = "any"
+
+
+@dataclass(frozen=True)
+class OpRecord:
+    """An op class under its registered name."""
+
+    name: str
+    cls: type
+    provider: Provider
+
+
+@dataclass(eq=False)
+class Replacement:
+    """A class declared to be constructed in place of ``target``.
+
+    Attributes:
+        asked_for: the target as the plugin named it; ``target`` is ``None`` while that name is pending.
+        provider: who declares it.
+        plugin: entry-point name of the plugin that declared it, ``None`` outside of plugins.
+        platforms: names of the platforms it applies on, or ``("any",)``.
+        priority: the highest one wins among replacements of one target.
+        when: narrows it further; called with the platform.
+    """
+
+    cls: type
+    asked_for: str
+    target: type | None
+    provider: Provider
+    plugin: str | None = None
+    platforms: tuple[str, ...] = (ANY_PLATFORM,)
+    priority: int = 0
+    when: Callable[[Platform], bool] | None = None
+
+    @property
+    def location(self) -> str:
+        return location_of(self.cls)
+
+
+@dataclass
+class Registry:
+    """All declarations of the process."""
+
+    ops: dict[str, OpRecord] = field(default_factory=dict)
+    replacements: list[Replacement] = field(default_factory=list)
+
+    def add_op(self, name: str, cls: type, provider: Provider) -> None:
+        """Declare an op class. The same class again is a no-op, a reloaded definition of it takes its place.
+
+        Raises:
+            ConflictError: another class holds the name.
+        """
+        known = self.ops.get(name)
+        if known is not None and not redefines(known.cls, cls):
+            raise ConflictError(
+                f"op name {name!r} is registered twice: by {qualified(known.cls)} at {location_of(known.cls)} "
+                f"({known.provider}) and by {qualified(cls)} at {location_of(cls)} ({provider}). Rename one of them."
+            )
+        self.ops[name] = OpRecord(name, cls, provider)
+
+    def add_replacement(self, new: Replacement) -> Replacement:
+        """Declare a replacement and return its record: the known one if the same class is declared again.
+
+        Raises:
+            RegistrationError: it is no subclass of its target, or is narrower than its target.
+        """
+        for index, known in enumerate(self.replacements):
+            same_target = known.target is new.target if new.target else known.asked_for == new.asked_for
+            if known.cls is new.cls and same_target:
+                return known
+            if same_target and redefines(known.cls, new.cls):
+                del self.replacements[index]
+                break
+        if new.target is not None:
+            self._check(new, new.target)
+        self.replacements.append(new)
+        return new
+
+    def settle_pending(self, replacement: Replacement) -> None:
+        """Resolve the target of a pending replacement.
+
+        Raises:
+            UnknownTargetError: nothing answers to the name that it asked for.
+            RegistrationError: the replacement does not fit its target.
+        """
+        if replacement.target is None:
+            target = self.find_target(replacement.asked_for)
+            if target is None:
+                raise UnknownTargetError(
+                    f"{qualified(replacement.cls)} at {replacement.location} ({replacement.provider}) replaces "
+                    f"{replacement.asked_for!r}, which no registered op answers to: "
+                    f"{close_matches(replacement.asked_for, self.target_names())} "
+                    "Name it by op name, class name, 'module:Class' or the class itself."
+                )
+            self._check(replacement, target)
+            replacement.target = target
+
+    def _check(self, replacement: Replacement, target: type) -> None:
+        above = next((known for known in self.replacements if known.cls is target and known.target is not None), None)
+        if above is not None and above.target is not None:
+            raise RegistrationError(
+                f"{qualified(replacement.cls)} at {replacement.location} is declared for {qualified(target)}, which is "
+                f"itself a replacement of {above.target.__qualname__} and would hide it: declare it for "
+                f"{above.target.__qualname__}, with a higher priority."
+            )
+        check_replacement(target, replacement.cls)
+
+    def find_target(self, name: str) -> type | None:
+        """The op class called ``name``: an op name, a class name or ``module:Class``.
+
+        A class that derives from a registered op in the op's own package, as a variant of it, is found too.
+
+        Raises:
+            ConflictError: several op classes have that bare class name.
+        """
+        if name in self.ops:
+            return self.ops[name].cls
+        module, _, qualname = name.rpartition(":")
+        found = [cls for cls in self.targets() if cls.__qualname__ == qualname and module in ("", cls.__module__)]
+        if len(found) > 1:
+            choices = ", ".join(repr(qualified(cls)) for cls in found)
+            raise ConflictError(f"the class name {name!r} is ambiguous: name the target as one of {choices}")
+        return next(iter(found), None)
+
+    def target_names(self) -> set[str]:
+        return set(self.ops) | {cls.__qualname__ for cls in self.targets()}
+
+    def targets(self) -> list[type]:
+        """The registered op classes and their variants, each once."""
+        replacements = {replacement.cls for replacement in self.replacements}
+        return list(dict.fromkeys(cls for op in self.ops.values() for cls in _with_variants(op.cls, replacements)))
+
+
+def _with_variants(cls: type, replacements: set[type]) -> Iterator[type]:
+    """``cls`` and, in its package, what derives from it; neither replacements nor the classes that binding makes."""
+    yield cls
+    derived: type
+    for derived in cls.__subclasses__():
+        in_package = derived.__module__.partition(".")[0] == cls.__module__.partition(".")[0]
+        if in_package and derived not in replacements and not vars(derived).get("__specialisation__"):
+            yield from _with_variants(derived, replacements)
+
+
+def redefines(old: Any, new: Any) -> bool:
+    """Whether ``new`` is ``old``, or what a reloaded module or a notebook cell puts in its place."""
+    if old is new:
+        return True
+    bound = getattr(sys.modules.get(old.__module__), old.__qualname__, None)
+    return qualified(old) == qualified(new) and bound in (old, new)

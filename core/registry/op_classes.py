@@ -1,0 +1,124 @@
+"""What op classes define, where, and whether one may replace another."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import linecache
+import re
+from typing import Any
+
+from opgraft.errors import RegistrationError, close_matches
+from opgraft.platform import DISPATCH_KEYS
+from opgraft.registry.signatures import method_signature, rejected_call
+
+
+def check_replacement(target: type, cls: type) -> None:
+    """Reject a replacement that could not stand in for ``target``.
+
+    Raises:
+        RegistrationError: not a subclass, or its constructor, ``forward`` or a kernel is narrower than the target's.
+    """
+    if cls is target:
+        raise RegistrationError(
+            f"{qualified(cls)} at {location_of(cls)} is declared to replace itself: name the op class it stands in for"
+        )
+    if not (isinstance(target, type) and any("__op_base__" in vars(base) for base in target.__mro__)):
+        raise RegistrationError(
+            f"{qualified(cls)} at {location_of(cls)} is declared for {target!r}, which is no opgraft.CustomOp: only "
+            "ops have their class chosen at construction. graft() turns a model's modules into ops first."
+        )
+    if not issubclass(cls, target):
+        raise RegistrationError(
+            f"{qualified(cls)} at {location_of(cls)} cannot replace {qualified(target)}: it is not a subclass of it, "
+            f"so isinstance checks and inherited state would break. Derive it from {target.__name__}."
+        )
+    _check_effect(target, cls)
+    forward = reference_method(target)
+    for name, counterpart in [("__init__", "__init__"), *((method, forward) for method in kernel_methods())]:
+        owner = definer(cls, name, above=target)
+        if owner is None or counterpart is None:
+            continue
+        reference = name if definer(target, name) is not None else counterpart
+        problem = rejected_call(method_signature(target, reference), method_signature(cls, name))
+        if problem:
+            raise RegistrationError(
+                f"{owner.__qualname__}.{name} at {location_of(vars(owner)[name])} is narrower than "
+                f"{target.__qualname__}.{reference} at {location_of(target)}: {problem}. "
+                f"Accept every call that {target.__name__} accepts; further parameters must be optional."
+            )
+
+
+def _check_effect(target: type, cls: type) -> None:
+    """Reject a replacement that overrides nothing: it would be constructed and change nothing, without a word."""
+    between = [base for base in own_classes(cls) if base not in target.__mro__]
+    defined = {name for base in between for name in vars(base) if name != "op_class"}
+    plain = {name for name in defined if not name.startswith("__")}
+    if defined & {"__init__", "__new__", "__call__", *kernel_methods()} or any(hasattr(target, name) for name in plain):
+        return
+    near = {name: close_matches(name, kernel_methods()) for name in sorted(plain) if name.startswith("forward_")}
+    hint = "".join(f" It defines {name}: {match}" for name, match in near.items())
+    raise RegistrationError(
+        f"{qualified(cls)} at {location_of(cls)} overrides nothing of {target.__qualname__}, so replacing would change "
+        f"nothing.{hint} Define forward_oot, or another forward_<key>; a mixin that brings it stands before "
+        f"{target.__name__} in the bases."
+    )
+
+
+def kernel_methods() -> tuple[str, ...]:
+    """The names of the methods that can be bound as an op's ``forward``."""
+    return ("forward", *(f"forward_{key}" for key in DISPATCH_KEYS))
+
+
+def reference_method(target: type) -> str | None:
+    """The method whose signature states how the op is called: the native definition, else ``forward``."""
+    return next((name for name in ("forward_native", "forward") if definer(target, name)), None)
+
+
+def own_classes(cls: type) -> list[type]:
+    """The classes of the MRO that may define kernels: from ``cls`` down to the base of all ops, which is left out."""
+    mro = cls.__mro__
+    ends = [index for index, base in enumerate(mro) if "__op_base__" in vars(base)]
+    return list(mro[: min(ends)]) if ends else list(mro)
+
+
+def location_of(thing: object) -> str:
+    """``file:line`` of a class or function, below its decorators, or its module where there is no source."""
+    source: Any = thing
+    return _location(source)
+
+
+@functools.lru_cache(maxsize=1024)  # finding a class parses its whole file
+def _location(thing: Any) -> str:
+    if isinstance(thing, (staticmethod, classmethod)):
+        thing = thing.__func__
+    code = getattr(inspect.unwrap(thing) if callable(thing) else thing, "__code__", None)
+    if code is not None:
+        return f"{code.co_filename}:{_line_of_name(code.co_filename, code.co_firstlineno, code.co_name)}"
+    try:
+        file = inspect.getsourcefile(thing) or ""
+        return f"{file}:{_line_of_name(file, inspect.getsourcelines(thing)[1], thing.__name__)}"
+    except (OSError, TypeError):
+        return str(getattr(thing, "__module__", "unknown"))
+
+
+def _line_of_name(file: str, first: int, name: str) -> int:
+    """The line of the ``def`` or ``class`` of ``name``, whose decorators may begin at the line ``first``."""
+    statement = re.compile(rf"\s*(async\s+def|def|class)\s+{re.escape(name)}\b")
+    lines = linecache.getlines(file)[first - 1 :]
+    return next((first + index for index, line in enumerate(lines) if statement.match(line)), first)
+
+
+def definer(cls: type, name: str, above: type | None = None) -> type | None:
+    """The class that defines ``name`` for ``cls``, looking only above ``above`` in the MRO."""
+    for base in own_classes(cls):
+        if base is above:
+            return None
+        if name in vars(base):
+            return base
+    return None
+
+
+def qualified(cls: Any) -> str:
+    """``module:Class``, as settings and plugins name a class, or ``module:function``."""
+    return f"{cls.__module__}:{cls.__qualname__}"

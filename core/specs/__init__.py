@@ -1,1 +1,0 @@
-"""The proof that each op carries: one ``OpSpec`` per functional form, a family per file."""

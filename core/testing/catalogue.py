@@ -1,0 +1,22 @@
+"""All specs, by the name of their form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from opgraft.ops.activation import spec as activation
+from opgraft.ops.attention import spec as attention
+from opgraft.ops.conv import spec as conv
+from opgraft.ops.layernorm import spec as layernorm
+from opgraft.ops.linear import spec as linear
+from opgraft.ops.quantization import spec as quantization
+from opgraft.ops.rotary import spec as rotary
+from opgraft.ops.routing import spec as routing
+from opgraft.ops.spec import OpSpec
+
+FAMILIES = (activation, attention, conv, layernorm, linear, quantization, rotary, routing)
+"""The modules that hold the specs, each a family."""
+
+SPECS: Mapping[str, OpSpec] = MappingProxyType({spec.form.name: spec for family in FAMILIES for spec in family.SPECS})
+"""Each functional form's spec, by the form's name."""

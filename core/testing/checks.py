@@ -1,0 +1,225 @@
+"""What is proved of an op: each check takes a spec and an implementation, and raises ``AssertionError`` where it fails.
+
+An implementation is anything that is called like the form, by keyword: the form itself, its native definition, the
+registered torch op, a module, a plugin's kernel.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from opgraft.ops.spec import Arguments, Layout, OpSpec, in_float64, tensors
+from torch import Tensor
+
+Implementation = Callable[..., Any]
+
+
+def registered(spec: OpSpec) -> Any:
+    """The form as ``torch.ops.opgraft.<name>``."""
+    return getattr(torch.ops.opgraft, spec.form.name)
+
+
+def by_module(spec: OpSpec) -> Implementation:
+    """A module built for each call, bound to whatever kernel its class gets here and now."""
+    build = spec.module
+    if build is None:
+        raise ValueError(f"{spec.form.name}: no module stands for this form")
+
+    def call(**arguments: Any) -> Any:
+        op, inputs = build(**arguments)
+        return op(**inputs) if isinstance(inputs, dict) else op(*inputs)
+
+    return call
+
+
+def check_values(spec: OpSpec, variant: str, dtype: torch.dtype, call: Implementation, *, brief: bool = False) -> None:
+    """Results are those of the reference in float64, in number, shape and dtype too: small inputs, empty, realistic.
+
+    ``brief``: on one small and one empty input only, for implementations that share their arithmetic with another.
+    """
+    cases = [(lead, size) for lead in spec.leads for size in spec.sizes] + list(spec.large)
+    if brief:
+        cases = [(lead, spec.sizes[-1]) for lead in (spec.leads[1], spec.leads[-1])]
+    for lead, size in cases:
+        arguments = spec.arguments(variant, dtype, lead, size)
+        with torch.no_grad():
+            expected = tensors(spec.reference(**in_float64(arguments)))
+            _compare(spec, dtype, _results(spec, call, arguments), expected)
+
+
+def check_strides(spec: OpSpec, variant: str, call: Implementation) -> None:
+    """Views of every layout give what contiguous tensors give."""
+    size = max(spec.sizes[:2])
+    square = next(lead for lead in spec.leads if len(lead) > 1 and min(lead) > 1)
+    leads = {Layout.ELEMENTS: spec.leads[1], Layout.ROWS: spec.leads[1], Layout.SWAPPED: square}
+    for layout, lead in leads.items():
+        views = spec.arguments(variant, torch.float32, lead, size, layout)
+        packed = {name: value.contiguous() if isinstance(value, Tensor) else value for name, value in views.items()}
+        with torch.no_grad():
+            expected = tensors(spec.reference(**in_float64(packed)))
+            _compare(spec, torch.float32, _results(spec, call, views), expected)
+
+
+def check_effects(spec: OpSpec, variant: str, dtype: torch.dtype, call: Implementation) -> None:
+    """Only arguments that the form declares are written to, and no result shares memory with anything else."""
+    arguments = spec.arguments(variant, dtype, spec.leads[1], max(spec.sizes[:2]))
+    taken = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    before = {name: value.clone() for name, value in taken.items()}
+    with torch.no_grad():
+        made = tensors(call(**arguments)) if not spec.form.mutates else (call(**arguments), [])[1]
+    written = {name for name, value in taken.items() if not torch.equal(value, before[name])}
+    if written != set(spec.form.mutates):
+        raise AssertionError(f"{spec.form.name} wrote to {sorted(written)}, declared are {sorted(spec.form.mutates)}")
+    memory = [value.untyped_storage().data_ptr() for value in (*taken.values(), *made) if value.numel()]
+    if len(set(memory)) != len(memory):
+        raise AssertionError(f"{spec.form.name} returned memory of an argument, or the same memory twice")
+
+
+def check_registration(spec: OpSpec, variant: str) -> None:
+    """``torch.library.opcheck`` accepts the registered op: schema, fake rule, autograd, tracing with dynamic sizes."""
+    arguments = spec.arguments(variant, torch.float32, spec.leads[1], max(spec.sizes[:2]))
+    if spec.differentiable and not spec.form.mutates:
+        arguments = _with_gradients(arguments)
+    signature = inspect.signature(spec.form.native)
+    ordered = signature.bind(**arguments)
+    torch.library.opcheck(registered(spec), ordered.args, ordered.kwargs)
+
+
+def check_refusal(spec: OpSpec, variant: str, call: Implementation) -> None:
+    """Gradients are never lost in silence: what has none refuses tensors that require one, or makes none that do.
+
+    The former is an op that writes to its arguments: it raises for each of them alone, and writes nothing.
+    """
+    drawn = spec.arguments(variant, torch.float32, spec.leads[1], max(spec.sizes[:2]))
+    required = _with_gradients(drawn)
+    if not spec.form.mutates:
+        if any(result.requires_grad for result in tensors(call(**required))):
+            raise AssertionError(f"{spec.form.name} has no gradient, and its results require one")
+        return
+    for name in (name for name, value in required.items() if isinstance(value, Tensor) and value.requires_grad):
+        once = required[name] * 1  # torch itself refuses to write to leaves
+        try:
+            call(**{**drawn, name: once})
+        except ValueError as error:
+            if not torch.equal(once, drawn[name]) or f"{spec.form.name}: {name} requires a gradient" not in str(error):
+                raise AssertionError(f"{spec.form.name} refused {name} too late, or in other words: {error}") from error
+        else:
+            raise AssertionError(f"{spec.form.name} takes {name}, which requires a gradient, and loses it")
+
+
+def check_fake(spec: OpSpec, variant: str, dtype: torch.dtype) -> None:
+    """The fake rule tells shape, dtype and layout of the registered op's results, empty ones too."""
+    for lead in spec.leads:
+        arguments = spec.arguments(variant, dtype, lead, spec.sizes[0])
+        on_meta = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in arguments.items()}
+        with torch.no_grad():
+            told, made = tensors(spec.form.fake(**on_meta)), tensors(registered(spec)(**arguments))
+        for fake, real in zip(told, made, strict=True):
+            strides = (fake.stride(), real.stride()) if real.numel() else ((), ())  # of empty tensors they mean nothing
+            if (fake.shape, fake.dtype, strides[0]) != (real.shape, real.dtype, strides[1]):
+                raise AssertionError(
+                    f"{spec.form.name}: the fake rule tells {tuple(fake.shape)} {fake.dtype} {fake.stride()}, the op "
+                    f"made {tuple(real.shape)} {real.dtype} {real.stride()}"
+                )
+
+
+def check_compilation(spec: OpSpec, variant: str, call: Implementation) -> None:
+    """It compiles without a graph break, once for all sizes, to what it computes without compiling."""
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(call, backend=backend, fullgraph=True, dynamic=True)
+    lead, size = next(lead for lead in spec.leads if min(lead) > 1), max(spec.sizes[:2])
+    with torch.no_grad():
+        for factor in (1, 2, 3):
+            arguments = spec.arguments(variant, torch.float32, tuple(n * factor for n in lead), size)
+            got, expected = _results(spec, compiled, arguments), _results(spec, call, arguments)
+            for ours, theirs in zip(got, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, equal_nan=True)
+    if len(graphs) != 1:
+        raise AssertionError(f"{spec.form.name} was compiled {len(graphs)} times for three sizes")
+
+
+def check_gradients(spec: OpSpec, variant: str, call: Implementation) -> None:
+    """In float64 the gradients by all tensors are those of finite differences."""
+    size = min((size for size in spec.sizes if size > 1), default=1)
+    lead = min((lead for lead in spec.leads if min(lead) > 0), key=lambda lead: (len(lead), max(lead)))
+    arguments = spec.arguments(variant, torch.float64, lead, min(size, 4))
+    names = [name for name, value in arguments.items() if isinstance(value, Tensor) and value.is_floating_point()]
+
+    def by_tensors(*values: Tensor) -> Any:
+        return tuple(tensors(call(**{**arguments, **dict(zip(names, values, strict=True))})))
+
+    if not torch.autograd.gradcheck(by_tensors, [arguments[name].requires_grad_() for name in names]):
+        raise AssertionError(f"{spec.form.name}: gradients differ from finite differences")
+
+
+def check_outside(spec: OpSpec, variant: str, call: Implementation) -> list[str]:
+    """In float32, results are those of others, and gradients where they are defined; who was compared, by name."""
+    compared = []
+    for outside in spec.outside:
+        sides = []
+        for side in (call, outside.call):
+            arguments = spec.arguments(variant, torch.float32, spec.leads[1], max(spec.sizes[:2]))
+            arguments = _with_gradients(arguments) if spec.differentiable else arguments
+            results = tensors(side(**arguments))
+            sides.append((results, list(_gradients(arguments, results))))
+        (ours, our_gradients), (theirs, their_gradients) = sides
+        if theirs:
+            _compare(spec, torch.float32, ours, theirs)
+            torch.testing.assert_close(our_gradients, their_gradients, atol=1e-4, rtol=1e-4)
+            compared.append(outside.name)
+    return compared
+
+
+def _results(spec: OpSpec, call: Implementation, arguments: Arguments) -> list[Tensor]:
+    """What a call returns, or what it leaves in the arguments that it mutates, which are copied first."""
+    if not spec.form.mutates:
+        return tensors(call(**arguments))
+    own = {name: _copy(value) if name in spec.form.mutates else value for name, value in arguments.items()}
+    call(**own)
+    return [own[name] for name in spec.form.mutates]
+
+
+def _copy(x: Tensor) -> Tensor:
+    """A copy of a tensor with all that lies between its elements, which ``clone`` would leave out."""
+    whole = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
+    return whole.clone().as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def _compare(spec: OpSpec, dtype: torch.dtype, got: list[Tensor], expected: list[Tensor]) -> None:
+    if len(got) != len(expected):
+        raise AssertionError(f"{spec.form.name} made {len(got)} tensors, expected {len(expected)}")
+    for ours, theirs in zip(got, expected, strict=True):
+        wanted = dtype if theirs.dtype == torch.float64 else theirs.dtype
+        if ours.dtype != wanted:
+            raise AssertionError(f"{spec.form.name} returned {ours.dtype} for {dtype}, expected {wanted}")
+        atol, rtol = spec.tolerance(dtype)
+        if not theirs.is_floating_point():
+            atol = rtol = 0.0
+        elif theirs.itemsize == 1:
+            atol, rtol = spec.tolerance(theirs.dtype)
+            theirs = theirs.double()
+        torch.testing.assert_close(ours.to(theirs.dtype), theirs, atol=atol, rtol=rtol)
+
+
+def _with_gradients(arguments: Arguments) -> Arguments:
+    floating = {n: v for n, v in arguments.items() if isinstance(v, Tensor) and v.is_floating_point()}
+    return {**arguments, **{name: value.clone().requires_grad_() for name, value in floating.items()}}
+
+
+def _gradients(arguments: Arguments, results: list[Tensor]) -> Iterator[Tensor | None]:
+    leaves = [value for value in arguments.values() if isinstance(value, Tensor) and value.requires_grad]
+    made = [result for result in results if result.requires_grad]
+    if not made:
+        return iter(())
+    generator = torch.Generator().manual_seed(0)
+    upstream = [torch.randn(result.shape, generator=generator) for result in made]
+    return iter(torch.autograd.grad(made, leaves, upstream, allow_unused=True))

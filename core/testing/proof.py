@@ -1,0 +1,128 @@
+"""The whole proof of a form: every check, of every implementation that goes by its name, in every variant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import ModuleType
+
+import torch
+from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.functional import binding_of
+from opgraft.config import CompilationConfig, OpgraftConfig, set_config
+from opgraft.ops.spec import OpSpec
+from opgraft.testing import checks
+from opgraft.testing.evidence import Record
+from opgraft.testing.sources import digest_of
+
+Check = Callable[[OpSpec, str], None]
+
+SETTINGS = OpgraftConfig(platform="cpu", compilation_config=CompilationConfig(custom_ops=("none",)))
+"""Under these, form, registered op and module run the native definition, whatever this machine has kernels for."""
+
+
+def implementations(spec: OpSpec) -> list[checks.Implementation]:
+    """The native definition, the form, the registered op, and the module where there is one."""
+    modules = [checks.by_module(spec)] if spec.module and not spec.form.mutates else []
+    return [spec.form.native, spec.form, checks.registered(spec), *modules]
+
+
+def _values(spec: OpSpec, variant: str) -> None:
+    thorough, *others = implementations(spec)
+    for dtype in spec.dtypes:
+        checks.check_values(spec, variant, dtype, thorough)
+        for call in others:
+            checks.check_values(spec, variant, dtype, call, brief=True)
+
+
+def _strides(spec: OpSpec, variant: str) -> None:
+    for call in implementations(spec):
+        checks.check_strides(spec, variant, call)
+
+
+def _effects(spec: OpSpec, variant: str) -> None:
+    for dtype in {torch.float32, torch.bfloat16} & set(spec.dtypes):
+        for call in implementations(spec):
+            checks.check_effects(spec, variant, dtype, call)
+
+
+def _registration(spec: OpSpec, variant: str) -> None:
+    checks.check_registration(spec, variant)
+    if not spec.form.differentiable:
+        checks.check_refusal(spec, variant, checks.registered(spec))
+
+
+def _fake(spec: OpSpec, variant: str) -> None:
+    for dtype in spec.dtypes:
+        checks.check_fake(spec, variant, dtype)
+
+
+def _compilation(spec: OpSpec, variant: str) -> None:
+    for call in (spec.form, checks.registered(spec)):
+        checks.check_compilation(spec, variant, call)
+
+
+def _gradients(spec: OpSpec, variant: str) -> None:
+    for call in (spec.form, checks.registered(spec)):
+        checks.check_gradients(spec, variant, call)
+
+
+CHECKS: Mapping[str, Check] = {
+    "values": _values,
+    "strides": _strides,
+    "effects": _effects,
+    "registration": _registration,
+    "fake": _fake,
+    "compilation": _compilation,
+    "gradients": _gradients,
+}
+"""By name: what is checked of a form in one of its variants. Comparing with ``outside`` comes on top."""
+
+
+def checks_of(spec: OpSpec) -> list[str]:
+    """The names of the checks that apply: gradients only where they are defined."""
+    differentiable = spec.differentiable and not spec.form.mutates
+    return [name for name in CHECKS if name != "gradients" or differentiable]
+
+
+def prove(spec: OpSpec, family: ModuleType | str) -> Record:
+    """Run every check of a form that ``family``, a module or its name, has the spec of, on its native definition.
+
+    Raises:
+        AssertionError: a check fails, an outside implementation was compared in no variant, or something else than the
+            native definition would run.
+    """
+    with set_config(SETTINGS):
+        expect_native(spec)
+        names = checks_of(spec)
+        for name in names:
+            for variant in spec.variants:
+                CHECKS[name](spec, variant)
+        compared = {name for variant in spec.variants for name in checks.check_outside(spec, variant, spec.form)}
+    outside = tuple(dict.fromkeys(other.name for other in spec.outside))
+    if compared != set(outside):
+        raise AssertionError(f"{spec.form.name}: never compared with {sorted(set(outside) - compared)}")
+    sources = (spec.form.native.__module__, family if isinstance(family, str) else family.__name__)
+    return Record(
+        sources=sources,
+        digest=digest_of(sources) or "",
+        checks=(*names, *(["outside"] if outside else [])),
+        variants=len(spec.variants),
+        dtypes=tuple(str(dtype).removeprefix("torch.") for dtype in spec.dtypes),
+        outside=outside,
+    )
+
+
+def expect_native(spec: OpSpec) -> None:
+    """That the form, and the modules that stand for it, are bound to native definitions.
+
+    Raises:
+        AssertionError: one is not.
+    """
+    bindings = [binding_of(spec.form)]
+    if spec.module:
+        for variant in spec.variants:
+            op, _ = spec.module(**spec.arguments(variant, spec.dtypes[0], spec.leads[0], spec.sizes[0]))
+            bindings += [part._binding for part in op.modules() if isinstance(part, CustomOp)]
+    others = {str(b.kernel.winner): None for b in bindings if b.kernel.winner.key != "native"}
+    if others:
+        raise AssertionError(f"{spec.form.name} runs {', '.join(others)} here, not only the native definition")

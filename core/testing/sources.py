@@ -1,0 +1,120 @@
+"""Which modules of opgraft a form's proof is made of, as their imports tell, and the digest of their source."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.util
+from collections.abc import Iterable
+from typing import Any
+
+PROOF = "opgraft.testing.proof"
+PACKAGES = ("opgraft.binding.functional", "opgraft.ops", "opgraft.testing")
+"""Where definitions, modules and what proves them live; platforms and plugins do not change what these compute."""
+
+
+def digest_of(sources: Iterable[str]) -> str | None:
+    """Digest the code of modules and of all that they are made of; ``None`` without the source of one.
+
+    Comments, documentation and layout are no part of it. What proves forms is.
+    """
+    digest = hashlib.sha256()
+    for module in made_of((*sources, PROOF)):
+        source = source_of(module)
+        if source is None:
+            return None
+        digest.update(_code(ast.parse(source)).encode())
+    return digest.hexdigest()[:16]
+
+
+def made_of(modules: Iterable[str]) -> list[str]:
+    """``modules`` and those that they import, directly or not, of ``PACKAGES``; in the order of their names."""
+    found: set[str] = set()
+    left = list(modules)
+    while left:
+        module = left.pop()
+        if module not in found:
+            found.add(module)
+            left += imports_of(source_of(module) or "")
+    return sorted(found)
+
+
+@functools.cache
+def source_of(module: str) -> str | None:
+    """The source of a module, with the line ends of Unix."""
+    try:
+        found = importlib.util.find_spec(module)
+        source: str | None = getattr(found.loader, "get_source", lambda _: None)(module) if found else None
+    except (ImportError, ValueError):  # gone, or a session, which has no file
+        return None
+    return source
+
+
+def _code(node: ast.AST) -> str:
+    """Write a syntax tree down without documentation, and without fields that are empty or only some Pythons have."""
+    fields = [(name, value) for name, value in ast.iter_fields(node) if value not in (None, []) and name != "ctx"]
+    return f"{type(node).__name__}({', '.join(f'{name}={_value(value)}' for name, value in fields)})"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(_value(item) for item in value if not _is_documentation(item))}]"
+    return _code(value) if isinstance(value, ast.AST) else repr(value)
+
+
+def _is_documentation(node: object) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+@functools.cache
+def imports_of(source: str) -> tuple[str, ...]:
+    """The modules of ``PACKAGES`` that a module with that source imports itself."""
+    tree = ast.parse(source)
+    imported = _imported(tree)
+    facades = {local: name for local, name in imported.items() if _is_facade(name)}
+    used = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    names = [f"{facades[x.value.id]}.{x.attr}" for x in used if isinstance(x.value, ast.Name) and x.value.id in facades]
+    modules = (_module_of(name) for name in (*names, *imported.values()))
+    return tuple(sorted({module for module in modules if module}))
+
+
+def _imported(tree: ast.Module) -> dict[str, str]:
+    """By local name, the dotted name that is imported; of ``from module import *``, what the module passes on."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            found |= _passed_on(source_of(node.module or "") or "")
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def _module_of(name: str) -> str | None:
+    """The module of ``PACKAGES`` that a dotted name stands for, or is defined in."""
+    owner, _, attribute = name.rpartition(".")
+    if _is_facade(owner):
+        name = _passed_on(source_of(owner) or "").get(attribute, name)
+        owner = name.rpartition(".")[0]
+    if _is_facade(name) or not f"{name}.".startswith(tuple(f"{package}." for package in PACKAGES)):
+        return None
+    return name if source_of(name) is not None else owner
+
+
+@functools.cache
+def _is_facade(module: str) -> bool:
+    """Return whether a module only passes on what others define: of it, the modules with the names in use count."""
+    return module.startswith("opgraft.ops") and _is_package(module)
+
+
+def _is_package(module: str) -> bool:
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return False
+    return found is not None and found.submodule_search_locations is not None
+
+
+@functools.cache
+def _passed_on(source: str) -> dict[str, str]:
+    return _imported(ast.parse(source))
