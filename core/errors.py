@@ -82,3 +82,11 @@ def close_matches(name: str, known: Iterable[str]) -> str:
     if near:
         return "did you mean " + " or ".join(repr(match) for match in near) + "?"
     return f"known: {', '.join(names) or 'none'}."
+
+
+def raised_at(error: BaseException) -> str:
+    """``file:line`` of the code that raised a caught ``error``, for messages about other people's code."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}" if frame else "an unknown place"

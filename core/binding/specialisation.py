@@ -8,7 +8,7 @@ compiled code has seen is ever mutated.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -125,7 +125,7 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
     if only:
         choice = ReplacementChoice(cls, own, name, ((only[0], None),), only[0])
     else:
-        choice = choose_replacement(cls, name, own, active, selection.platform, settings)
+        choice = choose_replacement(cls, name, own, active, selection.platform, settings, kin_of(cls, active))
     always = (True, "this op is not switched by custom_ops")
     enabled, because = settings.enabled(name) if cls.switchable else always
     kernel = choose_kernel(choice.cls, effective_chain(selection.platform), enabled, because, cls)
@@ -140,6 +140,13 @@ def op_name_of(cls: type, state: HostState) -> str | None:
     """The registered name that switches ``cls``: its own, or that of the nearest registered base."""
     names = {record.cls: name for name, record in state.registry.ops.items()}
     return next((names[base] for base in cls.__mro__ if base in names), None)
+
+
+def kin_of(cls: type, replacements: Sequence[Replacement]) -> list[Replacement]:
+    """The replacements of other classes that the op name of ``cls`` switches too."""
+    state = host_state()
+    name = op_name_of(cls, state)
+    return [r for r in replacements if r.target and r.target is not cls and op_name_of(r.target, state) == name]
 
 
 def _check_names(settings: Settings, known: Collection[str]) -> None:

@@ -16,7 +16,7 @@ from opgraft import functional
 from opgraft.binding.custom_op import PluggableLayer
 from opgraft.binding.functional import FORMS, Form, binding_of
 from opgraft.binding.kernels import declared_kernels
-from opgraft.binding.specialisation import bind, op_name_of
+from opgraft.binding.specialisation import bind, kin_of, op_name_of
 from opgraft.decision import Provider
 from opgraft.errors import ConflictError
 from opgraft.platform import Platform, PlatformSpec, effective_chain
@@ -122,7 +122,9 @@ def _key(cls: type, platform: Platform, chain: tuple[str, ...], replacements: Se
     state = host_state()
     own = discover().provider_of(cls.__module__)
     try:
-        choice = choose_replacement(cls, op_name_of(cls, state), own, replacements, platform, state.settings())
+        choice = choose_replacement(
+            cls, op_name_of(cls, state), own, replacements, platform, state.settings(), kin_of(cls, replacements)
+        )
     except ConflictError:
         return CONFLICT
     kernels = declared_kernels(choice.cls, chain)

@@ -114,8 +114,13 @@ def linear(
 def missing() -> str | None:
     """Why nothing is packed on this machine, or ``None``."""
     absent = onednn.missing()
-    if absent is None and not _table(current_platform()):
-        absent = f"it was measured on CPUs with {', '.join(TABLE)} only, and this one has none of them"
+    platform = current_platform()
+    if absent is None and not _table(platform):
+        stated = ", ".join(platform.capability().features) or "none"
+        absent = (
+            f"it was measured with the instruction sets {', '.join(TABLE)} only, and Platform.capability().features of "
+            f"{platform.name}, which is what is asked for them, states {stated}"
+        )
     return f"packed linear unavailable: {absent}" if absent else None
 
 
