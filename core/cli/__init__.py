@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 from opgraft.cli.group import LazyGroup
-from opgraft.cli.output import discard_stdout, print_error
 from opgraft.errors import OpgraftError
 from opgraft.version import __version__
 
@@ -40,14 +40,14 @@ def _run(arguments: Sequence[str]) -> int:
     try:
         code = cli.main(arguments, prog_name="opgraft", standalone_mode=False)
     except BrokenPipeError:  # help whose reader has gone
-        discard_stdout()
+        _output().discard_stdout()
         return 0
     except click.Abort:
         click.echo("aborted", err=True)
         return 1
     except Exception as error:
         if "--json" in arguments:
-            print_error(error)
+            _output().print_error(error)
         if isinstance(error, OpgraftError):
             click.echo(f"error: {error}", err=True)
             return error.exit_code
@@ -56,3 +56,8 @@ def _run(arguments: Sequence[str]) -> int:
             return error.exit_code
         raise
     return code if isinstance(code, int) else 0
+
+
+def _output() -> Any:
+    """What commands print with, which a command that goes well has imported while the garbage collector was off."""
+    return importlib.import_module("opgraft.cli.output")

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import click
-from opgraft.cli.completion import COMPLETIONS
 from opgraft.config import FIELDS, config_from_fields, parse_text, set_config
 from opgraft.text import WIDTH, table
 
@@ -37,9 +36,17 @@ def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
 
     for name in reversed(list(FIELDS)):
         help = f"Set {name} for this command."
-        complete = COMPLETIONS.get(name)
+        complete = functools.partial(_complete, name)
         run = click.option(f"--{name}", _parameter(name), metavar="VALUE", help=help, shell_complete=complete)(run)
     return run
+
+
+def _complete(name: str, context: click.Context, parameter: click.Parameter, incomplete: str) -> list[Any]:
+    """What a shell offers for the value of a setting."""
+    from opgraft.cli.completion import COMPLETIONS  # which nothing else needs
+
+    complete = COMPLETIONS.get(name)
+    return complete(context, parameter, incomplete) if complete else []
 
 
 def echo(text: str = "") -> None:

@@ -163,7 +163,9 @@ def test_details_are_there_on_request(cli) -> None:
     assert "native definition proved" not in cli("ops", "list").stdout
     text = cli("ops", "list", "--details").stdout
     assert "  kernels of RotaryEmbedding: cpu=native cuda=cuda" in text
-    assert "native definition proved: " in text
+    for name, cls in CustomOp.op_registry.items():
+        words = inventory.evidence_in_words(cls, inventory.evidence_of(inventory.forms_of(cls)))
+        assert f"  {words}\n" in text, name
 
 
 def test_rotary_embedding_itself_is_a_variant() -> None:

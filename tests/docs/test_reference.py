@@ -99,7 +99,9 @@ def test_schemas_are_those_that_commands_print() -> None:
     """The names of JSON schemas on the page are those in the source of the commands."""
     source = "".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "core/cli").glob("*.py"))
     printed = set(re.findall(r'print_json\("([^"]+)"', source))
-    published = {json.loads(path.read_text())["properties"]["schema"]["const"] for path in SCHEMAS.glob("opgraft.*.json")}
+    published = {
+        json.loads(path.read_text())["properties"]["schema"]["const"] for path in SCHEMAS.glob("opgraft.*.json")
+    }
     assert published == printed
     assert set(re.findall(r"`(opgraft\.[a-z.]+/\d+)`", text_of("cli"))) == printed
 
