@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from opgraft.ops.on_triton import TRITON, triton_missing
+from opgraft.ops.on_triton import triton_kernels, triton_missing
 from opgraft.ops.spec import tensors
 from opgraft.testing.catalogue import SPECS
 from torch import Tensor
@@ -120,7 +120,7 @@ def seconds(call: Callable[..., Any], inputs: list[tuple[Any, ...]], calls: int 
 
 def moved(name: str, arguments: tuple[Any, ...]) -> int:
     """Bytes that a call must move: each tensor read once, each result written once."""
-    made = tensors(TRITON[name](*arguments))
+    made = tensors(triton_kernels()[name](*arguments))
     used = [value for value in arguments if isinstance(value, Tensor)]
     if name == "rotary_embedding":
         used = used[:-1]  # of the table only some rows, which stay in the cache
@@ -149,7 +149,7 @@ def _cell(label: str, tokens: int, width: int, dtype: torch.dtype) -> Cell:
 
     size = moved(name, arguments())
     inputs = [arguments() for _ in range(max(2, CACHE // size))]
-    ours = seconds(TRITON[name], inputs)
+    ours = seconds(triton_kernels()[name], inputs)
     compiled = seconds(torch.compile(SPECS[name].form.native, dynamic=False), inputs)
     liger = _liger(label)
     return Cell(

@@ -16,6 +16,8 @@ from opgraft.version import __version__ as __version__
 if TYPE_CHECKING:
     from opgraft.adapter import Adapter as Adapter
     from opgraft.adapter import LeaveAlone as LeaveAlone
+    from opgraft.binding.derivation import NATIVE as NATIVE
+    from opgraft.binding.derivation import FunctionalKernels as FunctionalKernels
     from opgraft.binding.explaining import Explanation as Explanation
     from opgraft.binding.explaining import explain as explain
     from opgraft.binding.marks import inference_only as inference_only
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "opgraft.adapter": ("Adapter", "LeaveAlone"),
+    "opgraft.binding.derivation": ("NATIVE", "FunctionalKernels"),
     "opgraft.binding.marks": ("inference_only", "needs"),
     "opgraft.config": ("CompilationConfig", "CompilationMode", "OpgraftConfig", "set_config"),
     "opgraft.decision": ("Candidate", "Decision", "Provider"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
+from opgraft.binding.derivation import derive_kernels
 from opgraft.binding.specialisation import Binding, bind, enforced, op_name_of
 from opgraft.decision import Decision
 from opgraft.errors import MissingKernelError, RegistrationError
@@ -77,6 +78,7 @@ class CustomOp(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        derive_kernels(cls)
         if "op_class" not in vars(cls) and not cls.__specialisation__:
             cls.op_class = cls
 

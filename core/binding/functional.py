@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
+from opgraft.binding.derivation import NATIVE
 from opgraft.binding.marks import NEEDS_GRADIENT, gradient_required
 from opgraft.binding.specialisation import Binding, bind
 from opgraft.compat.registration import on_gradients
@@ -121,6 +122,7 @@ def form(
             )
         _register(made)
         _forms[made.name] = made
+        setattr(NATIVE, made.name, native)
         return made
 
     return decorate

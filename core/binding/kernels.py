@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from opgraft.binding.derivation import is_derived
 from opgraft.binding.marks import is_inference_only, unmet_need
 from opgraft.decision import Candidate, Decision
 from opgraft.errors import MissingKernelError
@@ -27,7 +28,8 @@ class Kernel:
 
     @property
     def location(self) -> str:
-        return location_of(vars(self.owner)[self.method])
+        method = vars(self.owner)[self.method]
+        return location_of(self.owner if is_derived(method) else method)
 
     @property
     def inference_only(self) -> bool:

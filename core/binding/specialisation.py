@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from opgraft.binding.derivation import prepare
 from opgraft.binding.kernels import OWN_FORWARD, Kernel, KernelChoice, choose_kernel, continuations
 from opgraft.binding.marks import is_inference_only
 from opgraft.config import Settings
@@ -176,6 +177,7 @@ def specialise(choice: KernelChoice) -> Any:
 
 def _specialisation(op_class: type, kernel: Kernel, further: dict[str, str | None]) -> type:
     raw = vars(kernel.owner)[kernel.method]
+    prepare(raw)
     if isinstance(raw, staticmethod) and is_inference_only(raw.__func__):
         raise RegistrationError(f"{kernel} at {kernel.location} is inference_only and static: let it take self")
     own_forward = next((vars(base)["forward"] for base in own_classes(op_class) if "forward" in vars(base)), None)

@@ -133,7 +133,8 @@ class Registry:
         if name in self.ops:
             return self.ops[name].cls
         module, _, qualname = name.rpartition(":")
-        found = [cls for cls in self.targets() if cls.__qualname__ == qualname and module in ("", cls.__module__)]
+        named = [cls for cls in self.targets() if cls.__qualname__ == qualname]
+        found = [cls for cls in named if module in ("", cls.__module__) or _exports(module, cls)]
         if len(found) > 1:
             choices = ", ".join(repr(qualified(cls)) for cls in found)
             raise ConflictError(f"the class name {name!r} is ambiguous: name the target as one of {choices}")
@@ -156,6 +157,11 @@ def _with_variants(cls: type, replacements: set[type]) -> Iterator[type]:
         in_package = derived.__module__.partition(".")[0] == cls.__module__.partition(".")[0]
         if in_package and derived not in replacements and not vars(derived).get("__specialisation__"):
             yield from _with_variants(derived, replacements)
+
+
+def _exports(module: str, cls: type) -> bool:
+    """Return whether an imported module has a class of another module under its own name."""
+    return getattr(sys.modules.get(module), cls.__qualname__, None) is cls
 
 
 def redefines(old: Any, new: Any) -> bool:

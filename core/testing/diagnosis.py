@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -114,7 +115,9 @@ def wrong_functions() -> Iterator[Finding]:
             if base in target.__mro__:
                 break
             for attribute, functions in vars(base).items():
-                if attribute.startswith(_TABLE):
+                if not attribute.startswith(_TABLE):
+                    continue
+                with suppress(ImportError):  # of functions that are imported when they are needed: needs() tells
                     for message in _wrong_in_table(target, attribute, functions):
                         yield Finding(f"{base.__qualname__}.{message}", replacement.provider, location_of(base))
 

@@ -2,28 +2,53 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from opgraft import ops
+from opgraft.binding.derivation import is_derived
 from opgraft.binding.functional import FORMS
 from opgraft.binding.kernels import choose_kernel
-from opgraft.binding.specialisation import bind
 from opgraft.ops import on_triton
-from opgraft.ops.on_triton import TRITON, triton_missing
+from opgraft.ops.on_triton import triton_kernels, triton_missing
 
 GPU_CHAINS = {"forward_cuda": ("oot", "hip", "cuda", "native"), "forward_xpu": ("oot", "xpu", "native")}
 
 
-def test_every_kernel_serves_a_form_of_an_op() -> None:
-    """Each name in the table is a form, whose op class has the table and the methods."""
-    for name in TRITON:
-        op_class = bind(ops.CustomOp.op_registry.get(FORMS[name].op) or getattr(ops, FORMS[name].op)).kernel.cls
-        holder = next(base for base in op_class.__mro__ if "functional_cuda" in vars(base))
-        assert vars(holder)["functional_cuda"] is vars(holder)["functional_xpu"] is TRITON
-        assert {"forward_cuda", "forward_xpu"} <= set(vars(holder))
+def test_every_declared_module_exists_and_names_its_kernels() -> None:
+    """Each family's kernels are those that its Triton module names, and each is a functional form of an op."""
+    for module in on_triton._BY_MODULE:
+        found = importlib.util.find_spec(module)
+        assert found is not None
+        assert found.origin is not None
+        tree = ast.parse(Path(found.origin).read_text(encoding="utf-8"))
+        names = next(ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign) and _is_all(n))
+        defined = {n.name for n in tree.body if isinstance(n, ast.FunctionDef)} | {
+            target.id
+            for n in tree.body
+            if isinstance(n, ast.Assign)
+            for target in n.targets
+            if isinstance(target, ast.Name)
+        }
+        assert set(names) <= defined & set(FORMS)
+
+
+def _is_all(node: ast.Assign) -> bool:
+    return isinstance(node.targets[0], ast.Name) and node.targets[0].id == "__all__"
+
+
+@pytest.mark.parametrize("op", [ops.SiluAndMul, ops.RMSNorm, ops.LayerNorm, ops.RotaryEmbedding, ops.QuantFP8])
+def test_methods_are_derived_from_the_declared_kernels(op: type) -> None:
+    """Where a class declares kernels for GPUs of a vendor it has the method for their key."""
+    holder = next(base for base in op.__mro__ if "functional_cuda" in vars(base))
+    assert vars(holder)["functional_cuda"] is vars(holder)["functional_xpu"]
+    assert is_derived(vars(holder)["forward_cuda"])
+    assert is_derived(vars(holder)["forward_xpu"])
 
 
 def test_importing_the_table_leaves_triton_alone() -> None:
@@ -47,13 +72,14 @@ def test_without_triton_the_native_definition_is_chosen(method: str, monkeypatch
 def test_a_broken_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where importing Triton fails, the reason is the error's."""
 
-    class Broken(dict[str, object]):
-        def __getitem__(self, form: str) -> object:
-            raise ImportError("its library is for another system")
-
-    monkeypatch.setattr(on_triton, "TRITON", Broken(rms_norm=None))
+    broken = SimpleNamespace(util=importlib.util, import_module=_refuse_to_import)
+    monkeypatch.setattr(on_triton, "importlib", broken)
     monkeypatch.setattr(on_triton.importlib.util, "find_spec", lambda name: name)
     assert triton_missing() == "needs Triton, whose import failed: its library is for another system"
+
+
+def _refuse_to_import(module: str) -> None:
+    raise ImportError("its library is for another system")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed here")
@@ -63,4 +89,4 @@ def test_with_triton_the_kernel_is_chosen(method: str) -> None:
     winner = choose_kernel(ops.RMSNorm, GPU_CHAINS[method], True, "for this test").winner
     assert str(winner) == f"RMSNorm.{method}"
     assert winner.inference_only
-    assert winner.functional("fused_add_rms_norm") is TRITON["fused_add_rms_norm"]
+    assert winner.functional("fused_add_rms_norm") is triton_kernels()["fused_add_rms_norm"]

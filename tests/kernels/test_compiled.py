@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from opgraft.ops.on_triton import TRITON, triton_missing
+from opgraft.ops.on_triton import triton_kernels, triton_missing
 from opgraft.ops.spec import OpSpec
 from opgraft.testing.catalogue import SPECS
 from packaging.version import Version
@@ -27,6 +27,7 @@ if Version(triton.__version__) < Version("3.7"):
     pytest.skip("needs Triton 3.7, which brings a linker for AMD; make test-triton has it", allow_module_level=True)
 
 TARGETS = {"cubin": GPUTarget("cuda", 90, 32), "hsaco": GPUTarget("hip", "gfx942", 64)}
+TRITON = triton_kernels()
 CASES = [(SPECS[name], variant) for name in TRITON for variant in SPECS[name].variants]
 WIDE = 20_000
 """Wider than what a program holds in registers."""

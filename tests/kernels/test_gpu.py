@@ -8,7 +8,7 @@ import opgraft
 import pytest
 import torch
 from opgraft import functional, ops
-from opgraft.ops.on_triton import TRITON
+from opgraft.ops.on_triton import triton_kernels
 from opgraft.ops.spec import OpSpec
 from opgraft.testing import checks
 from opgraft.testing.catalogue import SPECS
@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 
 pytestmark = pytest.mark.gpu
 
+TRITON = triton_kernels()
 CASES = [(SPECS[name], variant) for name in TRITON for variant in SPECS[name].variants]
 
 each_case = pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 import torch
 from opgraft import ops
 from opgraft.binding.functional import FORMS
-from opgraft.ops.on_triton import TRITON
+from opgraft.ops.on_triton import triton_kernels
 from opgraft.ops.spec import OpSpec
 from opgraft.testing import checks
 from opgraft.testing.catalogue import SPECS
@@ -32,6 +32,7 @@ import triton.language as tl  # noqa: E402
 from opgraft.ops.activation.triton import tile_at  # noqa: E402
 from opgraft.ops.rotary import triton as triton_rotary  # noqa: E402
 
+TRITON = triton_kernels()
 CASES = [(spec, variant) for name, spec in SPECS.items() if name in TRITON for variant in spec.variants]
 CHUNKS = "dual_chunk_rotary_embedding"
 PRECISION = (torch.bfloat16, torch.float16, torch.float32)

@@ -7,15 +7,17 @@ and dtype.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.derivation import NATIVE
 from opgraft.ops.activation import functional as forms
-from opgraft.ops.checks import expect_choice, expect_floating, expect_not_negative
-from opgraft.ops.on_gpus import kernel_on_gpus, on_gpus
-from opgraft.ops.on_triton import TRITON
+from opgraft.ops.checks import expect_choice, expect_not_negative
+from opgraft.ops.on_triton import on_triton
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+TRITON = on_triton("opgraft.ops.activation.triton")
 
 
 @CustomOp.register("silu_and_mul")
@@ -30,11 +32,10 @@ class SiluAndMul(CustomOp):
         super().__init__()
 
     @staticmethod
-    def forward_native(x: Tensor) -> Tensor:
+    def forward_native(x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
-        return forms.silu_and_mul.native(x)
+        return functional.silu_and_mul(x)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("silu_and_mul")
     functional_cuda = functional_xpu = TRITON
 
 
@@ -45,11 +46,10 @@ class MulAndSilu(CustomOp):
     ``custom_ops`` switches it on every platform; in vLLM the constructor overwrites the choice on some.
     """
 
-    def forward_native(self, x: Tensor) -> Tensor:
+    def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
-        return forms.mul_and_silu.native(x)
+        return functional.mul_and_silu(x)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("mul_and_silu")
     functional_cuda = functional_xpu = TRITON
 
 
@@ -72,11 +72,10 @@ class GeluAndMul(CustomOp):
         expect_choice("gelu_and_mul", "approximate", approximate, forms.APPROXIMATIONS)
         self.approximate = approximate
 
-    def forward_native(self, x: Tensor) -> Tensor:
+    def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
-        return forms.gelu_and_mul.native(x, self.approximate)
+        return functional.gelu_and_mul(x, self.approximate)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("gelu_and_mul", "approximate")
     functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
@@ -103,11 +102,10 @@ class GeluAndMulSparse(CustomOp):
         self.activation_sparsity = activation_sparsity
         self.approximate = approximate
 
-    def forward_native(self, x: Tensor) -> Tensor:
+    def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
-        return forms.gelu_and_mul_sparse.native(x, self.activation_sparsity, self.approximate)
+        return functional.gelu_and_mul_sparse(x, self.activation_sparsity, self.approximate)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("gelu_and_mul_sparse", "activation_sparsity", "approximate")
     functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
@@ -128,11 +126,10 @@ class FatreluAndMul(CustomOp):
         super().__init__()
         self.threshold = threshold
 
-    def forward_native(self, x: Tensor) -> Tensor:
+    def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
-        return forms.fatrelu_and_mul.native(x, self.threshold)
+        return functional.fatrelu_and_mul(x, self.threshold)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("fatrelu_and_mul", "threshold")
     functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
@@ -157,11 +154,10 @@ class SwigluOAIAndMul(CustomOp):
         self.alpha = alpha
         self.limit = limit
 
-    def forward_native(self, x: Tensor) -> Tensor:
+    def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
-        return forms.swigluoai_and_mul.native(x, self.alpha, self.limit)
+        return functional.swigluoai_and_mul(x, self.alpha, self.limit)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("swigluoai_and_mul", "alpha", "limit")
     functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
@@ -185,11 +181,10 @@ class SiluAndMulWithClamp(CustomOp):
         expect_not_negative("silu_and_mul_with_clamp", "swiglu_limit", swiglu_limit)
         self.swiglu_limit = swiglu_limit
 
-    def forward_native(self, x: Tensor) -> Tensor:
+    def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
-        return forms.silu_and_mul_with_clamp.native(x, self.swiglu_limit)
+        return functional.silu_and_mul_with_clamp(x, self.swiglu_limit)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("silu_and_mul_with_clamp", "swiglu_limit")
     functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
@@ -214,11 +209,10 @@ class SwigluStepAndMul(CustomOp):
         expect_not_negative("swiglustep_and_mul", "limit", limit)
         self.limit = limit
 
-    def forward_native(self, x: Tensor) -> Tensor:
+    def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
-        return forms.swiglustep_and_mul.native(x, self.limit)
+        return functional.swiglustep_and_mul(x, self.limit)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("swiglustep_and_mul", "limit")
     functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
@@ -229,10 +223,9 @@ class SwigluStepAndMul(CustomOp):
 class NewGELU(CustomOp):
     """The tanh approximation of GELU as GPT-2 writes it (Hendrycks and Gimpel, arXiv:1606.08415)."""
 
-    def forward_native(self, x: Tensor) -> Tensor:
-        return forms.gelu_new.native(x)
+    def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
+        return functional.gelu_new(x)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("gelu_new")
     functional_cuda = functional_xpu = TRITON
 
 
@@ -240,10 +233,9 @@ class NewGELU(CustomOp):
 class FastGELU(CustomOp):
     """The tanh approximation of GELU with its argument factored (Hendrycks and Gimpel, arXiv:1606.08415)."""
 
-    def forward_native(self, x: Tensor) -> Tensor:
-        return forms.gelu_fast.native(x)
+    def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
+        return functional.gelu_fast(x)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("gelu_fast")
     functional_cuda = functional_xpu = TRITON
 
 
@@ -251,10 +243,9 @@ class FastGELU(CustomOp):
 class QuickGELU(CustomOp):
     """The sigmoid approximation of GELU, ``x · sigmoid(1.702 · x)`` (Hendrycks and Gimpel, arXiv:1606.08415)."""
 
-    def forward_native(self, x: Tensor) -> Tensor:
-        return forms.quick_gelu.native(x)
+    def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
+        return functional.quick_gelu(x)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("quick_gelu")
     functional_cuda = functional_xpu = TRITON
 
 
@@ -262,10 +253,9 @@ class QuickGELU(CustomOp):
 class GELUTanh(CustomOp):
     """GELU in its tanh approximation, by torch's own function (Hendrycks and Gimpel, arXiv:1606.08415)."""
 
-    def forward_native(self, x: Tensor) -> Tensor:
-        return forms.gelu_tanh.native(x)
+    def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
+        return functional.gelu_tanh(x)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("gelu_tanh")
     functional_cuda = functional_xpu = TRITON
 
 
@@ -281,10 +271,9 @@ class GELU(CustomOp, nn.GELU):
         expect_choice("gelu", "approximate", approximate, forms.APPROXIMATIONS)
         super().__init__(approximate)
 
-    def forward_native(self, input: Tensor) -> Tensor:
-        return forms.gelu.native(input, self.approximate)
+    def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
+        return functional.gelu(input, self.approximate)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("gelu", "approximate", argument="input")
     functional_cuda = functional_xpu = TRITON
 
 
@@ -298,18 +287,12 @@ class SiLU(CustomOp, nn.SiLU):
     def __init__(self, inplace: bool = False) -> None:
         super().__init__(inplace)
 
-    def forward_native(self, input: Tensor) -> Tensor:
-        expect_floating("silu", "input", input)
-        return F.silu(input, inplace=self.inplace)
-
-    @on_gpus
-    def forward_cuda(self, input: Tensor) -> Tensor:
+    def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
         if not self.inplace:
-            return TRITON["silu"](input)  # type: ignore[no-any-return]
-        TRITON["silu_"](input)
+            return functional.silu(input)
+        functional.silu_(input)
         return input
 
-    forward_xpu = forward_cuda
     functional_cuda = functional_xpu = TRITON
 
 
@@ -324,10 +307,9 @@ class ReLUSquaredActivation(CustomOp):
     def __init__(self, *, compile_native: bool = True) -> None:
         super().__init__()
 
-    def forward_native(self, x: Tensor) -> Tensor:
-        return forms.relu2.native(x)
+    def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
+        return functional.relu2(x)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("relu2")
     functional_cuda = functional_xpu = TRITON
 
 
@@ -363,10 +345,9 @@ class XIELU(CustomOp):
         self.eps = eps
         self.with_vector_loads = with_vector_loads
 
-    def forward_native(self, input: Tensor) -> Tensor:
-        return forms.xielu.native(input, self.alpha_p, self.alpha_n, self.beta, self.eps)
+    def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
+        return functional.xielu(input, self.alpha_p, self.alpha_n, self.beta, self.eps)
 
-    forward_cuda = forward_xpu = kernel_on_gpus("xielu", "alpha_p", "alpha_n", "beta", "eps", argument="input")
     functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:

@@ -18,6 +18,26 @@ from opgraft.ops.checks import expect_choice, expect_floating, expect_not_negati
 from opgraft.ops.triton_launch import WIDEST, Tile, as_rows, launch, replaces, tile_of, writable
 from torch import Tensor
 
+__all__ = [
+    "silu",
+    "silu_",
+    "gelu",
+    "gelu_tanh",
+    "gelu_new",
+    "gelu_fast",
+    "quick_gelu",
+    "relu2",
+    "xielu",
+    "silu_and_mul",
+    "mul_and_silu",
+    "gelu_and_mul",
+    "gelu_and_mul_sparse",
+    "fatrelu_and_mul",
+    "swigluoai_and_mul",
+    "silu_and_mul_with_clamp",
+    "swiglustep_and_mul",
+]
+
 _SLOPE = tl.constexpr(1.5957691216057308)  # 2 · sqrt(2/π)
 _CUBIC = tl.constexpr(0.044715)
 _HALF_ROOT = tl.constexpr(0.7071067811865476)  # sqrt(1/2)

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.derivation import NATIVE
 from opgraft.ops.checks import expect_choice, expect_last_dim, expect_not_negative, expect_size
 from opgraft.ops.layernorm import functional as forms
-from opgraft.ops.on_gpus import kernel_on_gpus, on_gpus
-from opgraft.ops.on_triton import TRITON
+from opgraft.ops.on_triton import on_triton
 from torch import Tensor, nn
+
+TRITON = on_triton("opgraft.ops.layernorm.triton")
 
 
 class _EpsByTwoNames:
@@ -80,7 +82,9 @@ class RMSNorm(_EpsByTwoNames, CustomOp):
         else:
             self.register_buffer("weight", weight, persistent=False)
 
-    def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward_native(
+        self, x: Tensor, residual: Tensor | None = None, *, functional: Any = NATIVE
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """The norm of ``x``, or ``(norm, new_residual)`` of ``x + residual``.
 
         Raises:
@@ -89,18 +93,9 @@ class RMSNorm(_EpsByTwoNames, CustomOp):
         expect_last_dim("rms_norm", "x", x, self.hidden_size)
         weight = self.weight if self.has_weight else None
         if residual is None:
-            return forms.rms_norm.native(x, weight, self.variance_epsilon, self.variance_size_override)
-        return forms.fused_add_rms_norm.native(x, residual, weight, self.variance_epsilon, self.variance_size_override)
+            return functional.rms_norm(x, weight, self.variance_epsilon, self.variance_size_override)
+        return functional.fused_add_rms_norm(x, residual, weight, self.variance_epsilon, self.variance_size_override)
 
-    @on_gpus
-    def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        weight = self.weight if self.has_weight else None
-        settings = (weight, self.variance_epsilon, self.variance_size_override)
-        if residual is None:
-            return TRITON["rms_norm"](x, *settings)
-        return TRITON["fused_add_rms_norm"](x, residual, *settings)
-
-    forward_xpu = forward_cuda
     functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
@@ -130,7 +125,9 @@ class GemmaRMSNorm(_EpsByTwoNames, CustomOp):
         self.variance_epsilon = eps
         self.weight = nn.Parameter(torch.zeros(hidden_size))
 
-    def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward_native(
+        self, x: Tensor, residual: Tensor | None = None, *, functional: Any = NATIVE
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """The norm of ``x``, or ``(norm, new_residual)`` of ``x + residual``.
 
         Raises:
@@ -138,16 +135,9 @@ class GemmaRMSNorm(_EpsByTwoNames, CustomOp):
         """
         expect_last_dim("gemma_rms_norm", "x", x, self.hidden_size)
         if residual is None:
-            return forms.gemma_rms_norm.native(x, self.weight, self.variance_epsilon)
-        return forms.fused_add_gemma_rms_norm.native(x, residual, self.weight, self.variance_epsilon)
+            return functional.gemma_rms_norm(x, self.weight, self.variance_epsilon)
+        return functional.fused_add_gemma_rms_norm(x, residual, self.weight, self.variance_epsilon)
 
-    @on_gpus
-    def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        if residual is None:
-            return TRITON["gemma_rms_norm"](x, self.weight, self.variance_epsilon)
-        return TRITON["fused_add_gemma_rms_norm"](x, residual, self.weight, self.variance_epsilon)
-
-    forward_xpu = forward_cuda
     functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
@@ -176,13 +166,10 @@ class LayerNorm(CustomOp, nn.LayerNorm):
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device=device, dtype=dtype)
 
-    def forward_native(self, input: Tensor) -> Tensor:
+    def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """The normalised ``input``; raises ``ValueError`` where its shape, dtype or device does not fit."""
-        return forms.layer_norm.native(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
-    forward_cuda = forward_xpu = kernel_on_gpus(
-        "layer_norm", "normalized_shape", "weight", "bias", "eps", argument="input"
-    )
     functional_cuda = functional_xpu = TRITON
 
 
@@ -228,23 +215,17 @@ class RMSNormGated(_EpsByTwoNames, CustomOp):
         self.activation = activation
         self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
 
-    def forward_native(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+    def forward_native(self, x: Tensor, z: Tensor | None = None, *, functional: Any = NATIVE) -> Tensor:
         """The norm of ``x``, gated by ``z`` where it is given.
 
         Raises:
             ValueError: ``x`` does not end in ``hidden_size``, or ``z`` has another shape, dtype or device.
         """
         expect_last_dim("rms_norm_gated", "x", x, self.hidden_size)
-        return forms.rms_norm_gated.native(
+        return functional.rms_norm_gated(
             x, self.weight, z, self.variance_epsilon, self.group_size, self.norm_before_gate, self.activation
         )
 
-    @on_gpus
-    def forward_cuda(self, x: Tensor, z: Tensor | None = None) -> Any:
-        settings = (self.variance_epsilon, self.group_size, self.norm_before_gate, self.activation)
-        return TRITON["rms_norm_gated"](x, self.weight, z, *settings)
-
-    forward_xpu = forward_cuda
     functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:

@@ -21,6 +21,17 @@ from opgraft.ops.layernorm import functional as definitions
 from opgraft.ops.triton_launch import WIDEST, as_rows, launch, replaces, tile_of, writable
 from torch import Tensor
 
+__all__ = [
+    "rms_norm",
+    "fused_add_rms_norm",
+    "fused_add_rms_norm_",
+    "gemma_rms_norm",
+    "fused_add_gemma_rms_norm",
+    "fused_add_gemma_rms_norm_",
+    "rms_norm_gated",
+    "layer_norm",
+]
+
 
 @triton.jit
 def _summed(x, residual, inside, fused: tl.constexpr):

@@ -50,7 +50,7 @@ class PackedLinear(Linear):
         packed = self._packed
         if packed is None:
             parameter: Any = self.__getattr__("weight")
-            return parameter  # type: ignore[no-any-return]  # torch says: a tensor or a module
+            return parameter  # torch says: a tensor or a module
         rebuilt = packed_only.dense(packed)
         return rebuilt if torch.compiler.is_dynamo_compiling() else nn.Parameter(rebuilt, requires_grad=False)
 
@@ -138,7 +138,7 @@ class PackedLinear(Linear):
         weight, copied = state.pop("_packed"), make(*arguments)
         memo[id(self)] = copied
         copied.__setstate__({**copy.deepcopy(state, memo), "_packed": weight})
-        return copied  # type: ignore[no-any-return]  # copyreg leaves it so
+        return copied  # copyreg leaves it so
 
     def __copy__(self) -> PackedLinear:
         """A shallow copy with a dictionary of parameters of its own, as either may be unpacked without the other."""

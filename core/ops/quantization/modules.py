@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.derivation import NATIVE
 from opgraft.ops.checks import expect_choice
-from opgraft.ops.on_gpus import on_gpus
-from opgraft.ops.on_triton import TRITON
+from opgraft.ops.on_triton import on_triton
 from opgraft.ops.quantization import functional as forms
 from opgraft.ops.quantization.functional import GroupShape
 from opgraft.plugins.selection import current_platform
@@ -17,6 +18,8 @@ from torch.nn import functional as F
 
 TMA_BYTES = 16
 """What the stride of a column of scales is a multiple of, for units that copy blocks of memory by descriptor."""
+
+TRITON = on_triton("opgraft.ops.quantization.triton")
 
 
 @CustomOp.register("quant_fp8")
@@ -81,7 +84,13 @@ class QuantFP8(CustomOp):
         self.use_per_token_if_dynamic = self.group_shape.is_per_token()
 
     def forward_native(
-        self, x: Tensor, scale: Tensor | None = None, scale_ub: Tensor | None = None, use_triton: bool = False
+        self,
+        x: Tensor,
+        scale: Tensor | None = None,
+        scale_ub: Tensor | None = None,
+        use_triton: bool = False,
+        *,
+        functional: Any = NATIVE,
     ) -> tuple[Tensor, Tensor]:
         """The quantised ``x`` and its scale.
 
@@ -95,34 +104,18 @@ class QuantFP8(CustomOp):
             ValueError: a scale is missing, not asked for or does not fit; ``scale_ub`` where it has no meaning; padding
                 for ``x`` of other than two dimensions.
         """
-        return self._quantised(forms.quant_fp8_static.native, forms.quant_fp8_dynamic.native, x, scale, scale_ub)
-
-    @on_gpus
-    def forward_cuda(
-        self, x: Tensor, scale: Tensor | None = None, scale_ub: Tensor | None = None, use_triton: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        return self._quantised(TRITON["quant_fp8_static"], TRITON["quant_fp8_dynamic"], x, scale, scale_ub)
-
-    forward_xpu = forward_cuda
-    functional_cuda = functional_xpu = TRITON
-
-    def _quantised(
-        self,
-        by_given: Callable[..., Tensor],
-        by_computed: Callable[..., tuple[Tensor, Tensor]],
-        x: Tensor,
-        scale: Tensor | None,
-        scale_ub: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
         if (scale is not None) != self.static:
             got = "is given, expected none" if scale is not None else "is None, expected a tensor"
             raise ValueError(f"quant_fp8: scale {got} with static={self.static}")
         if scale is not None:
             forms.expect_scale_ub("quant_fp8", scale_ub, (-1, -1))
-            quantised = by_given(x, scale, self.group_shape, self.dtype)
+            quantised = functional.quant_fp8_static(x, scale, self.group_shape, self.dtype)
             return self.pad_tokens(quantised), scale
-        quantised, computed = by_computed(x, self.group_shape, scale_ub, self.use_ue8m0, self.dtype)
+        settings = (self.group_shape, scale_ub, self.use_ue8m0, self.dtype)
+        quantised, computed = functional.quant_fp8_dynamic(x, *settings)
         return self.pad_tokens(quantised), self.lay_out_scales(computed)
+
+    functional_cuda = functional_xpu = TRITON
 
     def pad_tokens(self, quantised: Tensor) -> Tensor:
         """``[tokens, hidden]`` with rows of zeros up to ``num_token_padding``; for kernels too.

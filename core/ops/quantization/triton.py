@@ -25,6 +25,8 @@ from torch import Tensor
 from triton.compiler import make_backend
 from triton.runtime import driver
 
+__all__ = ["quant_fp8_static", "quant_fp8_dynamic"]
+
 NAMES = {
     torch.float8_e4m3fn: "fp8e4nv",
     torch.float8_e4m3fnuz: "fp8e4b8",

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.derivation import NATIVE
 from opgraft.ops.checks import expect_in_range
-from opgraft.ops.on_gpus import on_gpus
-from opgraft.ops.on_triton import TRITON
 from opgraft.ops.rotary import functional as forms
-from opgraft.ops.rotary.modules import cos_sin_table, expect_rotation, inverse_frequencies
+from opgraft.ops.rotary.modules import TRITON, cos_sin_table, expect_rotation, inverse_frequencies
 from torch import Tensor
-
-_Rotated = tuple[Tensor, Tensor]
 
 
 @CustomOp.register("dual_chunk_rotary_embedding")
@@ -57,7 +54,9 @@ class DualChunkRotaryEmbedding(CustomOp):
         table = cos_sin_table(inverse_frequencies(base, rotary_dim, dtype), rows)
         self.register_buffer("cos_sin_cache", table.to(dtype), persistent=False)
 
-    def forward_native(self, positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None = None) -> _Rotated:
+    def forward_native(
+        self, positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None = None, *, functional: Any = NATIVE
+    ) -> tuple[Tensor, Tensor]:
         """The five queries, concatenated along the last dimension, and the key in the shape it came in.
 
         Args:
@@ -69,22 +68,14 @@ class DualChunkRotaryEmbedding(CustomOp):
         Raises:
             ValueError: as ``RotaryEmbeddingBase``.
         """
-        return self._rotated(forms.dual_chunk_rotary_embedding.native, positions, query, key, offsets)
-
-    @on_gpus
-    def forward_cuda(self, positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None = None) -> _Rotated:
-        return self._rotated(TRITON["dual_chunk_rotary_embedding"], positions, query, key, offsets)
-
-    forward_xpu = forward_cuda
-    functional_cuda = functional_xpu = TRITON
-
-    def _rotated(
-        self, by: Callable[..., _Rotated], positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None
-    ) -> _Rotated:
         positions = positions if offsets is None else positions + offsets
         expect_in_range("dual_chunk_rotary_embedding", "positions", positions, self.max_position_embeddings)
         chunks = (self.chunk_size, self.local_size)
-        return by(positions, query, key, self.head_size, self.cos_sin_cache, *chunks, self.is_neox_style)
+        return functional.dual_chunk_rotary_embedding(
+            positions, query, key, self.head_size, self.cos_sin_cache, *chunks, self.is_neox_style
+        )
+
+    functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
         return (

@@ -5,17 +5,17 @@ What is plain here has its variants in ``opgraft.ops.rotary.variants`` and ``opg
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.derivation import NATIVE
 from opgraft.ops.checks import FLOATING, expect_choice, expect_positive
-from opgraft.ops.on_gpus import on_gpus
-from opgraft.ops.on_triton import TRITON
+from opgraft.ops.on_triton import on_triton
 from opgraft.ops.precision import compute_dtype
-from opgraft.ops.rotary import functional as forms
 from torch import Tensor
+
+TRITON = on_triton("opgraft.ops.rotary.triton")
 
 
 def inverse_frequencies(base: float, rotary_dim: int, dtype: torch.dtype) -> Tensor:
@@ -62,19 +62,14 @@ class ApplyRotaryEmb(CustomOp):
         self.is_neox_style = is_neox_style
         self.enable_fp32_compute = enable_fp32_compute
 
-    def forward_native(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward_native(self, x: Tensor, cos: Tensor, sin: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """The rotated ``x``, in new memory.
 
         Raises:
             ValueError: ``x`` has fewer than three dimensions, or ``cos`` or ``sin`` does not fit it.
         """
-        return forms.apply_rotary_emb.native(x, cos, sin, self.is_neox_style)
+        return functional.apply_rotary_emb(x, cos, sin, self.is_neox_style)
 
-    @on_gpus
-    def forward_cuda(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return TRITON["apply_rotary_emb"](x, cos, sin, self.is_neox_style)  # type: ignore[no-any-return]
-
-    forward_xpu = forward_cuda
     functional_cuda = functional_xpu = TRITON
 
 
@@ -137,7 +132,7 @@ class RotaryEmbeddingBase(CustomOp):
         return cos_sin_table(self._compute_inv_freq(self.base), self.max_position_embeddings)
 
     def forward_native(
-        self, positions: Tensor, query: Tensor, key: Tensor | None = None
+        self, positions: Tensor, query: Tensor, key: Tensor | None = None, *, functional: Any = NATIVE
     ) -> tuple[Tensor, Tensor | None]:
         """The rotated query and key, each in the shape it came in; a key of ``None`` stays ``None``.
 
@@ -151,22 +146,13 @@ class RotaryEmbeddingBase(CustomOp):
             ValueError: positions outside the table, tokens of query or key that are not those of ``positions``, a last
                 dimension that is no multiple of ``head_size``, or dtypes or devices that do not fit.
         """
-        return self._rotated(forms.rotary_embedding.native, positions, query, key)
-
-    @on_gpus
-    def forward_cuda(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        return self._rotated(TRITON["rotary_embedding"], positions, query, key)
-
-    forward_xpu = forward_cuda
-    functional_cuda = functional_xpu = TRITON
-
-    def _rotated(
-        self, rotate: Callable[..., Any], positions: Tensor, query: Tensor, key: Tensor | None, **settings: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        some_key = no_heads(query) if key is None else key
-        tables = {"cos_sin_cache": self.cos_sin_cache, "is_neox_style": self.is_neox_style}
-        rotated = rotate(positions, query, some_key, self.head_size, **tables, **settings)
+        pair = (query, no_heads(query) if key is None else key)
+        rotated = functional.rotary_embedding(
+            positions, *pair, self.head_size, self.cos_sin_cache, is_neox_style=self.is_neox_style
+        )
         return rotated[0], None if key is None else rotated[1]
+
+    functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
         return (

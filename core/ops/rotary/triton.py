@@ -20,6 +20,8 @@ from opgraft.ops.rotary import functional as definitions
 from opgraft.ops.triton_launch import Tile, apart, as_rows, launch, power_of_two, replaces, writable
 from torch import Tensor
 
+__all__ = ["apply_rotary_emb", "rotary_embedding", "rotary_embedding_", "mrope", "dual_chunk_rotary_embedding"]
+
 PAIRS = 1024
 """Pairs of elements that a program rotates: eight for each thread of four warps."""
 

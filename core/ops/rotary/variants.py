@@ -7,17 +7,21 @@ Where a variant takes ``offsets``, integers that broadcast to ``positions``, the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from typing import Any
 
 import torch
+from opgraft.binding.derivation import NATIVE
 from opgraft.ops.checks import expect_positive
-from opgraft.ops.on_gpus import on_gpus
-from opgraft.ops.on_triton import TRITON
 from opgraft.ops.rotary import functional as forms
-from opgraft.ops.rotary.modules import RotaryEmbedding, RotaryEmbeddingBase, cos_sin_table, inverse_frequencies
+from opgraft.ops.rotary.modules import (
+    TRITON,
+    RotaryEmbedding,
+    RotaryEmbeddingBase,
+    cos_sin_table,
+    inverse_frequencies,
+    no_heads,
+)
 from torch import Tensor
-
-_Rotated = tuple[Tensor, Tensor]
 
 
 def _moved(positions: Tensor, offsets: Tensor | None) -> Tensor:
@@ -218,18 +222,18 @@ class DeepseekScalingRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
         super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
 
     def forward_native(
-        self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
+        self,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor | None = None,
+        offsets: Tensor | None = None,
+        *,
+        functional: Any = NATIVE,
     ) -> tuple[Tensor, Tensor | None]:
         """As that of ``RotaryEmbeddingBase``, at ``positions + offsets``."""
-        return super().forward_native(_moved(positions, offsets), query, key)
+        return super().forward_native(_moved(positions, offsets), query, key, functional=functional)
 
-    @on_gpus
-    def forward_cuda(
-        self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        return self._rotated(TRITON["rotary_embedding"], _moved(positions, offsets), query, key)
-
-    forward_xpu = forward_cuda
+    functional_cuda = functional_xpu = TRITON
 
 
 class MRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
@@ -283,7 +287,13 @@ class MRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
         return self.cache_max_position_num
 
     def forward_native(
-        self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
+        self,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor | None = None,
+        offsets: Tensor | None = None,
+        *,
+        functional: Any = NATIVE,
     ) -> tuple[Tensor, Tensor | None]:
         """The rotated query and key, each in the shape it came in; a key of ``None`` stays ``None``.
 
@@ -296,29 +306,14 @@ class MRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
         Raises:
             ValueError: as ``RotaryEmbeddingBase``.
         """
-        return self._rotated_by(forms.rotary_embedding.native, forms.mrope.native, positions, query, key, offsets)
-
-    @on_gpus
-    def forward_cuda(
-        self, positions: Tensor, query: Tensor, key: Tensor | None = None, offsets: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        return self._rotated_by(TRITON["rotary_embedding"], TRITON["mrope"], positions, query, key, offsets)
-
-    forward_xpu = forward_cuda
-    functional_cuda = functional_xpu = TRITON
-
-    def _rotated_by(
-        self,
-        rotary: Callable[..., _Rotated],
-        mrope: Callable[..., _Rotated],
-        positions: Tensor,
-        query: Tensor,
-        key: Tensor | None,
-        offsets: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Query and key, rotated by one of two functions: for positions along one axis, or along three."""
         positions = _moved(positions, offsets)
         if self.mrope_section is None or positions.dim() == 1:
-            return self._rotated(rotary, positions, query, key)
+            return super().forward_native(positions, query, key, functional=functional)
+        pair = (query, no_heads(query) if key is None else key)
         sections = {"mrope_section": self.mrope_section, "interleaved": self.mrope_interleaved}
-        return self._rotated(mrope, positions, query, key, **sections)
+        rotated = functional.mrope(
+            positions, *pair, self.head_size, self.cos_sin_cache, is_neox_style=self.is_neox_style, **sections
+        )
+        return rotated[0], None if key is None else rotated[1]
+
+    functional_cuda = functional_xpu = TRITON
