@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 if __name__ != "opgraft":
     raise ImportError(f"this package is opgraft, imported as {__name__!r}: run from an installed opgraft")
 
+from opgraft import moved
 from opgraft.version import __version__ as __version__
+
+moved.install()
 
 if TYPE_CHECKING:
     from opgraft.adapter import Adapter as Adapter

@@ -1,32 +1,38 @@
 """Prove functional forms and write down what was proved: ``python tools/evidence.py [FORM ...]``, all without names.
 
-Nothing is written if a check fails. Only native definitions are proved, and no plugin is loaded, so that the file is
-the same on every machine.
+Nothing is written of a family if a check fails. Only native definitions are proved, and no plugin is loaded, so that
+the files are the same on every machine.
 """
 
 from __future__ import annotations
 
 import sys
+from types import ModuleType
 
 from opgraft.config import OpgraftConfig, set_config
 from opgraft.testing import evidence
-from opgraft.testing.catalogue import FAMILIES
+from opgraft.testing.catalogue import FAMILIES, SPECS
 from opgraft.testing.proof import prove
 
 
 def main(names: list[str]) -> None:
-    specs = {spec.form.name: (spec, family) for family in FAMILIES for spec in family.SPECS}
-    unknown = sorted(set(names) - set(specs))
+    unknown = sorted(set(names) - set(SPECS))
     if unknown:
-        sys.exit(f"no functional form is called {', '.join(unknown)}; there are: {', '.join(sorted(specs))}")
-    known = evidence.read(evidence.FILE.read_text(encoding="utf-8")) if names else {}
-    records = {name: record for name, record in known.items() if name in specs}
+        sys.exit(f"no functional form is called {', '.join(unknown)}; there are: {', '.join(sorted(SPECS))}")
     with set_config(OpgraftConfig(plugins=())):
-        for name in names or specs:
-            print(name, flush=True)
-            records[name] = prove(*specs[name])
-    evidence.FILE.write_text(evidence.written(records), encoding="utf-8")
-    print(f"{len(names or specs)} of {len(specs)} forms proved, written to {evidence.FILE}")
+        for family in FAMILIES:
+            renew(family, set(names or SPECS))
+    print(f"{len(names or SPECS)} of {len(SPECS)} forms proved, written to {evidence.FILE} beside their specs")
+
+
+def renew(family: ModuleType, names: set[str]) -> None:
+    """Prove the forms of a family that are among ``names``, and write its file anew."""
+    file, specs = evidence.file_of(family.__name__), {spec.form.name: spec for spec in family.SPECS}
+    records = {name: record for name, record in evidence.read(file).items() if name in specs}
+    for name in sorted(names & set(specs)):
+        print(name, flush=True)
+        records[name] = prove(specs[name], family.__name__)
+    file.write_text(evidence.written(records), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What was proved of each functional form, as a file that is part of the package.
+"""What was proved of each functional form, as a file in the folder of its family.
 
-The file has no dates and no names of machines. Each record holds a digest of the source that was proved, so that
+A file has no dates and no names of machines. Each record holds a digest of the source that was proved, so that
 anybody can tell whether it is about what is installed. ``make evidence`` renews it.
 """
 
@@ -9,16 +9,20 @@ from __future__ import annotations
 import enum
 import functools
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from opgraft import functional as _functional  # noqa: F401  # registers every form
+from opgraft.binding.functional import FORMS
 from opgraft.testing.sources import digest_of
 
 PROVIDER = "opgraft"
 SCHEMA = "opgraft.evidence/1"
-FILE = Path(__file__).with_suffix(".json")
+FILE = "proof.json"
+"""What each family's folder calls the file that holds the records of its forms."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,9 @@ class State(enum.Enum):
     MISSING = "not checked"
 
 
-def read(text: str) -> dict[str, Record]:
-    """The records in the text of the file, by the name of the form."""
+def read(file: Path) -> dict[str, Record]:
+    """The records in a file, by the name of the form; none where there is no file."""
+    text = file.read_text(encoding="utf-8") if file.is_file() else '{"forms": {}}'
     return {name: _record(row) for name, row in json.loads(text)["forms"].items()}
 
 
@@ -65,7 +70,14 @@ def written(records: Mapping[str, Record]) -> str:
 @functools.cache
 def recorded() -> Mapping[str, Record]:
     """The records of this installation."""
-    return read(FILE.read_text(encoding="utf-8"))
+    modules = {form.native.__module__ for form in FORMS.values()}
+    files = {file_of(module) for module in modules if module.startswith("opgraft.")}
+    return {name: record for file in files for name, record in read(file).items()}
+
+
+def file_of(module: str) -> Path:
+    """Return the file with the records of the forms that a module defines, or whose specs it holds."""
+    return Path(str(sys.modules[module].__file__)).with_name(FILE)
 
 
 def state_of(form: str) -> State:

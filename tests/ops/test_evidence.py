@@ -48,27 +48,38 @@ def test_the_evidence_says_what_the_specs_say() -> None:
 
 def test_the_file_is_what_its_writer_writes() -> None:
     """Byte for byte, so that renewing one form changes one line."""
-    text = evidence.FILE.read_bytes().decode()
-    assert evidence.written(evidence.read(text)) == text
-    assert str(Path.home()) not in text
+    for family in FAMILIES:
+        file = evidence.file_of(family.__name__)
+        text = file.read_bytes().decode()
+        assert evidence.written(evidence.read(file)) == text
+        assert str(Path.home()) not in text
 
 
-def test_writing_and_reading() -> None:
+def test_writing_and_reading(tmp_path: Path) -> None:
     """What was written is read back, whatever the order in which it was proved."""
     records = {"b_form": RECORD, "a_form": dataclasses.replace(RECORD, outside=("torch.nn.functional.silu",))}
-    text = evidence.written(records)
-    assert evidence.read(text) == records
-    assert list(json.loads(text)["forms"]) == ["a_form", "b_form"]
+    file = tmp_path / evidence.FILE
+    file.write_text(evidence.written(records), encoding="utf-8")
+    assert evidence.read(file) == records
+    assert list(json.loads(file.read_text(encoding="utf-8"))["forms"]) == ["a_form", "b_form"]
+    assert evidence.read(tmp_path / "nowhere") == {}
 
 
-def test_the_digest_is_of_the_source_without_its_line_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another ending of lines gives the same digest, another text another one; no source gives none."""
+def test_the_digest_is_of_the_code_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Line ends, comments, layout and documentation do not change the digest, code does; no source gives none."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    digests = []
-    for name, text in {"opg_unix": b"a = 1\n", "opg_dos": b"a = 1\r\n", "opg_other": b"a = 2\n"}.items():
+    texts = {
+        "opg_unix": b"a = 1\n",
+        "opg_dos": b"a = 1\r\n",
+        "opg_commented": b'"""Documentation."""\n\n# why\na = (\n    1\n)\n',
+        "opg_other": b"a = 2\n",
+        "opg_renamed": b"b = 1\n",
+    }
+    for name, text in texts.items():
         (tmp_path / f"{name}.py").write_bytes(text)
-        digests.append(sources.digest_of((name,)))
-    assert digests[0] == digests[1] != digests[2]
+    unix, dos, commented, other, renamed = (sources.digest_of((name,)) for name in texts)
+    assert unix == dos == commented
+    assert len({unix, other, renamed}) == 3
     assert sources.digest_of(("sys",)) is None
     assert sources.digest_of(("opg_nowhere",)) is None
 
@@ -76,7 +87,7 @@ def test_the_digest_is_of_the_source_without_its_line_ends(tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("module", "counts"),
     [
-        ("opgraft.ops.layernorm", True),
+        ("opgraft.ops.layernorm.modules", True),
         ("opgraft.ops.layernorm.functional", True),
         ("opgraft.ops.precision", True),
         ("opgraft.binding.functional", True),
@@ -84,7 +95,7 @@ def test_the_digest_is_of_the_source_without_its_line_ends(tmp_path: Path, monke
         ("opgraft.ops.spec", True),
         ("opgraft.testing.checks", True),
         ("opgraft.testing.proof", True),
-        ("opgraft.ops.conv", False),
+        ("opgraft.ops.conv.modules", False),
         ("opgraft.ops.rotary.functional", False),
         ("opgraft.ops.rotary.spec", False),
         ("opgraft.ops", False),
@@ -96,7 +107,7 @@ def test_the_digest_is_of_all_that_a_proof_is_made_of(
 ) -> None:
     """A change of the module, of the spec, of a check or of what they import makes a proof one of something else."""
     known, before = sources.source_of, sources.digest_of(evidence.recorded()["rms_norm"].sources)
-    monkeypatch.setattr(sources, "source_of", lambda name: (known(name) or "") + "\n# other" * (name == module))
+    monkeypatch.setattr(sources, "source_of", lambda name: (known(name) or "") + "\nother = 1" * (name == module))
     changed = sources.digest_of(evidence.recorded()["rms_norm"].sources) != before
     assert changed is counts
 

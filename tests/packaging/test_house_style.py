@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -20,6 +21,7 @@ LAYERS = [
     # Plain data: no torch, no state.
     "opgraft.errors",
     "opgraft.version",
+    "opgraft.moved",
     "opgraft.text",
     "opgraft.log",
     "opgraft.environment",
@@ -87,13 +89,8 @@ OURS = [
     for path in sorted((REPOSITORY / folder).rglob("*.py"))
 ]
 
-each_module = pytest.mark.parametrize("module", MODULES)
 
-
-def each_file(paths: list[Path]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("path", paths, ids=lambda path: str(path.relative_to(REPOSITORY)))
-
-
+@functools.cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
@@ -170,12 +167,14 @@ def test_every_module_has_a_layer() -> None:
     assert facade_only == [], "give these modules a line in LAYERS"
 
 
-@each_module
-def test_imports_point_one_way(module: str) -> None:
+def test_imports_point_one_way() -> None:
     """A module imports from its own layer and from those above it in the list only."""
-    own = LAYERS.index(layer_of(module))
-    imports = first_party_imports(tree_of(MODULES[module]))
-    wrong = [f"line {line}: {name}" for line, name in imports if LAYERS.index(layer_of(name)) > own]
+    wrong = [
+        f"{module}, line {line}: {name}"
+        for module, path in MODULES.items()
+        for line, name in first_party_imports(tree_of(path))
+        if LAYERS.index(layer_of(name)) > LAYERS.index(layer_of(module))
+    ]
     assert wrong == []
 
 
@@ -189,76 +188,85 @@ def test_imports_form_no_cycle() -> None:
     assert len(list(TopologicalSorter(graph).static_order())) >= len(graph)
 
 
-@each_module
-def test_built_in_platforms_are_reached_by_entry_point(module: str) -> None:
+def test_built_in_platforms_are_reached_by_entry_point() -> None:
     """Nothing imports a built-in platform: each is found through its entry point, like anyone's."""
-    if layer_of(module) == "opgraft.platforms":
-        return
-    imports = first_party_imports(tree_of(MODULES[module]))
-    assert [line for line, name in imports if layer_of(name) == "opgraft.platforms"] == []
+    found = [
+        f"{module}, line {line}: {name}"
+        for module, path in MODULES.items()
+        for line, name in first_party_imports(tree_of(path))
+        if layer_of(name) == "opgraft.platforms" != layer_of(module)
+    ]
+    assert found == []
 
 
-@each_module
-def test_imports_stand_at_the_top(module: str) -> None:
+def test_imports_stand_at_the_top() -> None:
     """No function imports from opgraft, save in the command line: a late import hides a cycle."""
-    if module.startswith(IMPORTS_LATE):
-        return
     late = [
-        f"{function.name}: {name}"
-        for function in functions(tree_of(MODULES[module]))
+        f"{module}, {function.name}: {name}"
+        for module, path in MODULES.items()
+        if not module.startswith(IMPORTS_LATE)
+        for function in functions(tree_of(path))
         for _, name in first_party_imports(function)
     ]
     assert late == []
 
 
-@each_file(SHIPPED)
-def test_no_assert_statements(path: Path) -> None:
+def test_no_assert_statements() -> None:
     """No assert outside tests: it disappears under -O, and says nothing to the user."""
-    assert [node.lineno for node in ast.walk(tree_of(path)) if isinstance(node, ast.Assert)] == []
+    found = [
+        f"{path}:{node.lineno}" for path in SHIPPED for node in ast.walk(tree_of(path)) if isinstance(node, ast.Assert)
+    ]
+    assert found == []
 
 
-@each_file([*SHIPPED, *OURS])
-def test_files_and_functions_fit_a_reader(path: Path) -> None:
+def test_files_and_functions_fit_a_reader() -> None:
     """A file has at most 400 lines, a function at most 50."""
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
-    lengths = {f.name: (f.end_lineno or f.lineno) - f.lineno + 1 for f in functions(tree_of(path))}
+    files = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in (*SHIPPED, *OURS)}
+    assert {str(path): lines for path, lines in files.items() if lines > 400} == {}
+    lengths = {
+        f"{path}: {f.name}": (f.end_lineno or f.lineno) - f.lineno + 1
+        for path in files
+        for f in functions(tree_of(path))
+    }
     assert {name: length for name, length in lengths.items() if length > 50} == {}
 
 
-@each_module
-def test_vendor_names_stay_with_the_platforms(module: str) -> None:
+def test_vendor_names_stay_with_the_platforms() -> None:
     """Outside platforms/, vendors appear as dispatch keys only: in names of kernels, and where the keys are listed."""
-    if layer_of(module) == "opgraft.platforms":
-        return
-    tree = tree_of(MODULES[module])
-    keys = DISPATCH_KEYS if module == "opgraft.platform" else ()
-    found = [*identifiers(tree), *((line, text) for line, text in texts(tree) if text not in keys)]
-    without_keys = ((line, re.sub(r"(forward|functional)_\w+", "", text)) for line, text in found)
-    named = [f"line {line}: {text}" for line, text in without_keys if words(text) & VENDOR_WORDS]
+    named = []
+    for module, path in MODULES.items():
+        if layer_of(module) == "opgraft.platforms":
+            continue
+        tree = tree_of(path)
+        keys = DISPATCH_KEYS if module == "opgraft.platform" else ()
+        found = [*identifiers(tree), *((line, text) for line, text in texts(tree) if text not in keys)]
+        without_keys = ((line, re.sub(r"(forward|functional)_\w+", "", text)) for line, text in found)
+        named += [f"{module}, line {line}: {text}" for line, text in without_keys if words(text) & VENDOR_WORDS]
     assert named == []
 
 
-@each_module
-def test_private_names_of_torch_stay_in_one_place(module: str) -> None:
+def test_private_names_of_torch_stay_in_one_place() -> None:
     """Private names of torch occur in opgraft.compat only, where each has a fallback."""
-    if f"{module}.".startswith(f"{PRIVATE_TORCH}."):
-        return
-    assert list(private_torch_names(tree_of(MODULES[module]))) == []
+    found = {
+        module: names
+        for module, path in MODULES.items()
+        if not f"{module}.".startswith(f"{PRIVATE_TORCH}.") and (names := list(private_torch_names(tree_of(path))))
+    }
+    assert found == {}
 
 
-@each_module
-def test_errors_live_in_one_module(module: str) -> None:
+def test_errors_live_in_one_module() -> None:
     """Every error is defined in opgraft.errors."""
-    if module == "opgraft.errors":
-        return
     known = {name for name, value in vars(builtins).items() if _is_exception(value)}
     known |= {node.name for node in ast.walk(tree_of(MODULES["opgraft.errors"])) if isinstance(node, ast.ClassDef)}
     defined = [
-        node.name
-        for node in ast.walk(tree_of(MODULES[module]))
+        (module, node.name)
+        for module, path in MODULES.items()
+        if module != "opgraft.errors"
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.ClassDef) and known & {dotted(base).split(".")[-1] for base in node.bases}
     ]
-    assert [name for name in defined if name != CONTROL_FLOW.get(module)] == []
+    assert [place for place in defined if place not in CONTROL_FLOW.items()] == []
 
 
 def _is_exception(value: object) -> bool:

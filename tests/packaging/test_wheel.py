@@ -64,8 +64,10 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
         for folder, package in FOLDERS.items()
         for path in (REPOSITORY / folder).rglob("*.py")
     }
+    proofs = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "core").rglob("proof.json")}
+    proofs = {name.replace("core/", "opgraft/", 1) for name in proofs}
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert names == {*expected, "opgraft/py.typed", "opgraft/testing/evidence.json"}
+    assert names == {*expected, *proofs, "opgraft/py.typed"}
 
 
 def test_the_wheel_carries_its_licence(wheel: Path) -> None:

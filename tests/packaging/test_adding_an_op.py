@@ -1,0 +1,104 @@
+"""An op is added by touching the folder of its family, and its page follows."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+FOLDERS = {"core": "opgraft", "platforms": "opgraft/platforms", "plugins": "opgraft/plugins"}
+FAMILY = "opgraft/ops/activation"
+
+FUNCTIONAL = '''
+
+@form("softsign", like)
+def softsign(x: Tensor) -> Tensor:
+    """``x / (1 + |x|)``, elementwise."""
+    return x / (1 + x.abs())
+'''
+
+MODULE = '''
+
+@CustomOp.register("softsign")
+class Softsign(CustomOp):
+    """``x / (1 + |x|)``, elementwise."""
+
+    def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
+        return functional.softsign(x)
+'''
+
+SPEC = """
+SPECS = (
+    *SPECS,
+    OpSpec(
+        functional.softsign,
+        reference=lambda x: torch.where(x < 0, x / (1 - x), x / (1 + x)),
+        module=_op(ops.Softsign),
+        outside=(Outside("torch.nn.functional.softsign", lambda x: F.softsign(x)),),
+        **PLAIN,
+    ),
+)
+"""
+
+USE = """
+import sys
+from pathlib import Path
+import torch
+import opgraft
+from opgraft import functional, ops
+from opgraft.testing.catalogue import SPECS
+from opgraft.testing.proof import prove
+
+assert Path(opgraft.__file__).parent == Path(sys.argv[1]) / "opgraft", opgraft.__file__
+x = torch.randn(3, 5)
+assert torch.equal(ops.Softsign()(x), functional.softsign(x))
+assert torch.equal(torch.ops.opgraft.softsign(x), functional.softsign(x))
+record = prove(SPECS["softsign"], "opgraft.ops.activation.spec")
+assert record.outside == ("torch.nn.functional.softsign",), record
+import op_pages
+assert "softsign" in op_pages.own_ops()
+text = op_pages.page("softsign", ops.Softsign)
+assert "opgraft.functional.softsign" in text, text
+"""
+
+
+def append(path: Path, text: str) -> None:
+    path.write_text(path.read_text(encoding="utf-8") + text, encoding="utf-8")
+
+
+def insert(path: Path, mark: str, text: str) -> None:
+    source = path.read_text(encoding="utf-8")
+    assert mark in source
+    path.write_text(source.replace(mark, mark + text, 1), encoding="utf-8")
+
+
+def python(package: Path, *arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(package), str(REPOSITORY / "tools")])}
+    command = [sys.executable, "-W", "error", *arguments]
+    child = subprocess.run(command, cwd=package, env=environment, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stdout + child.stderr
+    return child.stdout
+
+
+@pytest.mark.slow
+def test_an_op_is_added_in_the_folder_of_its_family(tmp_path: Path) -> None:
+    """What is written in one folder is known to functions, modules, proof, pages and commands."""
+    for folder, place in FOLDERS.items():
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(REPOSITORY / folder, tmp_path / place, ignore=ignored, dirs_exist_ok=True)
+    family = tmp_path / FAMILY
+    append(family / "functional.py", FUNCTIONAL)
+    insert(family / "functional.py", "__all__ = [", '"softsign", ')
+    append(family / "modules.py", MODULE)
+    insert(family / "__init__.py", "from opgraft.ops.activation.modules import (", "Softsign, ")
+    insert(family / "__init__.py", "__all__ = [", '"Softsign", ')
+    append(family / "spec.py", SPEC)
+    python(tmp_path, "-c", USE, str(tmp_path))
+    listed = python(tmp_path, "-m", "opgraft", "ops", "list")
+    assert "softsign" in listed
+    assert "softsign" in python(tmp_path, "-m", "opgraft", "ops", "explain", "softsign")
