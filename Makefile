@@ -9,6 +9,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 
 TOY_NPU := reference_plugins/opgraft-toy-npu
 CPU_KERNELS := reference_plugins/opgraft-cpu-kernels
+FIGURES := docs/figures
 SOURCES := $(sort $(shell find core platforms plugins -name '*.py' -o -name py.typed -o -name proof.json))
 PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -o -path '*/src/*' -type f \
 	-not -name '*.pyc' -not -name '*.so' -not -path '*.egg-info/*') $(wildcard $(CPU_KERNELS)/setup.py))
@@ -17,7 +18,7 @@ PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -
 OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-xla test-ipex test-triton check evidence op-pages bench bench-ops bench-gpu bench-models bench-ipex docs clean FORCE
+.PHONY: help run test test-xla test-ipex test-triton check evidence op-pages bench bench-ops bench-gpu bench-models bench-ipex charts figures docs clean FORCE
 
 help:
 	@echo "make run    the demonstration: a real sentence encoder on the CPU, then on a simulated NPU from a plugin"
@@ -33,6 +34,8 @@ help:
 	@echo "make bench-gpu     what the Triton kernels reach on a GPU: table, and JSON in build/bench-gpu.json"
 	@echo "make bench-models  what they gain on an encoder and a causal model, whole processes"
 	@echo "make bench-ipex    the CPU kernels against Intel's extension, in its environment (8 GB)"
+	@echo "make charts  measure mechanism and models, and draw the charts of README and documentation anew"
+	@echo "make figures draw charts and diagrams from the figures that are committed"
 	@echo "make docs   the documentation, into site/"
 	@echo "make clean  remove everything that these targets made"
 
@@ -87,6 +90,16 @@ bench-ipex:
 
 bench-models: .demo/installed
 	PYTHONPATH=$(CURDIR)/.demo $(BIN)/python benchmarks/models.py
+
+# A limit that is exceeded on this machine is no reason to keep old charts: it shows in them.
+charts: .demo/installed
+	rm -f $(FIGURES)/models.json $(FIGURES)/mechanism.json
+	-$(BIN)/python benchmarks/mechanism.py --json > $(FIGURES)/mechanism.json
+	-PYTHONPATH=$(CURDIR)/.demo $(BIN)/python benchmarks/models.py --json $(FIGURES)/models.json
+	$(MAKE) figures
+
+figures: .venv/base
+	$(BIN)/python tools/figures.py
 
 docs: .venv/docs
 	$(BIN)/mkdocs build --strict

@@ -3,24 +3,30 @@
 Each side is a process of its own, which loads the model once and then runs it whenever it is told to; the sides take
 turns, so that all meet the same clock speed and the same neighbours. The encoder is the real MiniLM on 512 sentences,
 the causal model a Llama-shaped one with random weights that generates 64 tokens for one prompt.
+
+With ``--json FILE`` the figures of every round go to a file, from which ``tools/figures.py`` draws charts.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from timing import Row, report
+from timing import Row, machine, print_table
 
 ROUNDS = 7
 SENTENCES = Path(__file__).parents[1] / "examples" / "sentences.txt"
@@ -33,12 +39,14 @@ class Side:
 
     Attributes:
         graft: whether the model is grafted.
+        freeze: whether its weights are declared frozen after that.
         compile: whether it goes through ``torch.compile``.
         precision: as of ``torch.set_float32_matmul_precision``; torch's own linear on CPUs takes no notice of it.
         environment: variables beside those of this process.
     """
 
     graft: bool = False
+    freeze: bool = True
     compile: bool = False
     precision: str = "highest"
     environment: Mapping[str, str] | None = None
@@ -49,6 +57,7 @@ SIDES = {
     "plain, high": Side(precision="high"),
     "compiled": Side(compile=True),
     "bare": Side(graft=True, environment={"OPGRAFT_PLUGINS": ""}),
+    "bare, not frozen": Side(graft=True, freeze=False, environment={"OPGRAFT_PLUGINS": ""}),
     "kernels": Side(graft=True, environment={"OPGRAFT_PLUGINS": PLUGIN}),
     "kernels, memory kept": Side(graft=True, environment={"OPGRAFT_PLUGINS": PLUGIN, "OPGRAFT_CPU_KEEP_MEMORY": "1"}),
     "kernels, high": Side(graft=True, precision="high", environment={"OPGRAFT_PLUGINS": PLUGIN}),
@@ -65,18 +74,19 @@ LIMITS: dict[tuple[str, str], dict[str, float | None]] = {
         "kernels, high": None,
         "kernels, high, memory kept": None,
         "bare": None,
+        "bare, not frozen": None,
         "compiled": None,
         "plain, high": None,
     },
-    ("causal", "float32"): {"kernels": 0.45, "bare": None},
-    ("causal", "bfloat16"): {"kernels": 0.55, "bare": None},
+    ("causal", "float32"): {"kernels": 0.45, "bare": None, "bare, not frozen": None, "compiled": None},
+    ("causal", "bfloat16"): {"kernels": 0.55, "bare": None, "bare, not frozen": None, "compiled": None},
 }
 LARGEST_DIFFERENCE = {"float32": 1e-4, "bfloat16": 5e-2}
 
 
 def encoder(dtype: torch.dtype, side: Side) -> Callable[[], torch.Tensor]:
+    from opgraft import freeze, graft
     from opgraft.checkpoint import open_checkpoint
-    from opgraft.grafting import graft
     from opgraft.runner import open_runner
 
     lines = [line for line in SENTENCES.read_text(encoding="utf-8").splitlines() if line]
@@ -84,6 +94,8 @@ def encoder(dtype: torch.dtype, side: Side) -> Callable[[], torch.Tensor]:
     runner = open_runner(open_checkpoint("minilm"), dtype)
     if side.graft:
         graft(runner.model)
+    if side.graft and side.freeze:
+        freeze(runner.model)
     if side.compile:
         model: Any = runner.model  # a method takes no assignment in the eyes of a type checker
         model.forward = torch.compile(model.forward)
@@ -92,7 +104,7 @@ def encoder(dtype: torch.dtype, side: Side) -> Callable[[], torch.Tensor]:
 
 def causal(dtype: torch.dtype, side: Side) -> Callable[[], torch.Tensor]:
     import transformers
-    from opgraft.grafting import graft
+    from opgraft import freeze, graft
 
     config = transformers.LlamaConfig(
         hidden_size=512,
@@ -108,6 +120,8 @@ def causal(dtype: torch.dtype, side: Side) -> Callable[[], torch.Tensor]:
     model = model.to(dtype).eval()
     if side.graft:
         graft(model)
+    if side.graft and side.freeze:
+        freeze(model)
     prompt = torch.arange(1, 17)[None]
     options: dict[str, Any] = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False}
 
@@ -138,12 +152,59 @@ def worker(model: str, dtype: str, side: str, output: str) -> None:
     torch.save(numbers, output)
 
 
-def compare(model: str, dtype: str) -> list[Row]:
-    limits = LIMITS[model, dtype]
+@dataclass(frozen=True)
+class Comparison:
+    """One model in one dtype, run by all sides in turn.
+
+    Attributes:
+        seconds: of each round, by side.
+        numbers: what each side computed in its last round.
+    """
+
+    model: str
+    dtype: str
+    seconds: Mapping[str, list[float]]
+    numbers: Mapping[str, torch.Tensor]
+
+    def ratios(self, side: str, baseline: str = "plain") -> list[float]:
+        """Return the time of ``side`` over that of ``baseline``, round by round."""
+        return [a / b for a, b in zip(self.seconds[side], self.seconds[baseline], strict=True)]
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the measured values of every side but plain, with their limits."""
+        for side, limit in LIMITS[self.model, self.dtype].items():
+            name = f"{self.model} {self.dtype}, {side}"
+            medians = [statistics.median(self.seconds[each]) for each in (side, "plain")]
+            detail = f"{medians[0]:.3g} s over {medians[1]:.3g} s, {ROUNDS} rounds"
+            yield Row(f"{name} / plain", round(statistics.median(self.ratios(side)), 4), limit, detail)
+            difference = (self.numbers[side] - self.numbers["plain"]).abs().max().item()
+            yield Row(f"{name}: largest difference", difference, LARGEST_DIFFERENCE[self.dtype], "from plain")
+            if "compiled" in self.seconds and side.startswith("kernels"):
+                over_compiled = statistics.median(self.ratios(side, "compiled"))
+                yield Row(f"{name} / compiled", round(over_compiled, 4), 1.0, "torch.compile of the plain model")
+
+    def runs(self) -> Iterator[dict[str, object]]:
+        """Yield for JSON, per side, the seconds of each round, and its speed over plain's: median and spread."""
+        for side, seconds in self.seconds.items():
+            speeds = [1 / ratio for ratio in self.ratios(side)]
+            yield {
+                "model": self.model,
+                "dtype": self.dtype,
+                "side": side,
+                "seconds": [round(value, 4) for value in seconds],
+                "speed": {
+                    "median": round(statistics.median(speeds), 4),
+                    "lowest": round(min(speeds), 4),
+                    "highest": round(max(speeds), 4),
+                },
+            }
+
+
+def compare(model: str, dtype: str) -> Comparison:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         processes = {}
-        for index, side in enumerate(("plain", *limits)):
+        for index, side in enumerate(("plain", *LIMITS[model, dtype])):
             processes[side] = stack.enter_context(_started(model, dtype, side, str(folder / f"{index}.pt")))
         seconds: dict[str, list[float]] = {side: [] for side in processes}
         for turn in range(ROUNDS):
@@ -152,25 +213,7 @@ def compare(model: str, dtype: str) -> list[Row]:
         for process in processes.values():
             process.communicate()
         numbers = {side: torch.load(folder / f"{index}.pt") for index, side in enumerate(processes)}
-    return [row for side in limits for row in _rows(model, dtype, side, seconds, numbers)]
-
-
-def _rows(
-    model: str, dtype: str, side: str, seconds: dict[str, list[float]], numbers: dict[str, torch.Tensor]
-) -> list[Row]:
-    measured = statistics.median(a / b for a, b in zip(seconds[side], seconds["plain"], strict=True))
-    medians = [statistics.median(seconds[name]) for name in (side, "plain")]
-    detail = f"{medians[0]:.3g} s over {medians[1]:.3g} s, {ROUNDS} rounds"
-    difference = (numbers[side] - numbers["plain"]).abs().max().item()
-    name = f"{model} {dtype}, {side}"
-    rows = [
-        Row(f"{name} / plain", round(measured, 4), LIMITS[model, dtype][side], detail),
-        Row(f"{name}: largest difference", difference, LARGEST_DIFFERENCE[dtype], "from plain"),
-    ]
-    if "compiled" in seconds and side.startswith("kernels"):
-        over_compiled = statistics.median(a / b for a, b in zip(seconds[side], seconds["compiled"], strict=True))
-        rows.append(Row(f"{name} / compiled", round(over_compiled, 4), 1.0, "torch.compile of the plain model"))
-    return rows
+    return Comparison(model, dtype, seconds, numbers)
 
 
 def _started(model: str, dtype: str, side: str, output: str) -> subprocess.Popen[str]:
@@ -193,12 +236,32 @@ def _line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip() if process.stdout else ""
 
 
-def measure() -> list[Row]:
-    return [row for model, dtype in LIMITS for row in compare(model, dtype)]
+def write_json(file: Path, comparisons: list[Comparison]) -> None:
+    """Write what was measured, when, where and with which versions."""
+    versions = {name: version(name) for name in ("opgraft", "transformers")}
+    data = {
+        "schema": 1,
+        "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
+        "machine": {**machine(), **versions, "threads": str(torch.get_num_threads())},
+        "runs": [run for comparison in comparisons for run in comparison.runs()],
+    }
+    file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What grafting gains on whole models.")
+    parser.add_argument("--json", type=Path, help="a file for the figures of every round")
+    arguments = parser.parse_args()
+    comparisons = [compare(model, dtype) for model, dtype in LIMITS]
+    if arguments.json:
+        write_json(arguments.json, comparisons)
+    rows = [row for comparison in comparisons for row in comparison.rows()]
+    print_table(rows)
+    raise SystemExit(0 if all(row.ok for row in rows) else 1)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         worker(*sys.argv[2:])
     else:
-        report("What grafting gains on whole models.", measure)
+        main()

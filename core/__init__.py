@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from opgraft.adapter import LeaveAlone as LeaveAlone
     from opgraft.binding.derivation import NATIVE as NATIVE
     from opgraft.binding.derivation import FunctionalKernels as FunctionalKernels
+    from opgraft.binding.derivation import calls_functional as calls_functional
     from opgraft.binding.explaining import Explanation as Explanation
     from opgraft.binding.explaining import explain as explain
     from opgraft.binding.marks import inference_only as inference_only
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from opgraft.grafting import GraftReport as GraftReport
     from opgraft.grafting import graft as graft
     from opgraft.grafting import ungraft as ungraft
+    from opgraft.logger import init_logger as init_logger
     from opgraft.machine.evidence import Device as Device
     from opgraft.machine.evidence import Evidence as Evidence
     from opgraft.machine.evidence import Fact as Fact
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from opgraft.ops import (
         maybe_get_oot_by_class as maybe_get_oot_by_class,
     )
+    from opgraft.ops.linear.weight_cache import freeze as freeze
     from opgraft.ops.linear.weight_cache import refresh as refresh
     from opgraft.packing import PackReport as PackReport
     from opgraft.packing import pack as pack
@@ -79,17 +82,19 @@ if TYPE_CHECKING:
     from opgraft.plugins.host import load_plugins as load_plugins
     from opgraft.plugins.selection import current_platform as current_platform
     from opgraft.state import reset as reset
+    from opgraft.torch_library import direct_register_custom_op as direct_register_custom_op
 
 _HOME = {
     "opgraft.adapter": ("Adapter", "LeaveAlone"),
-    "opgraft.binding.derivation": ("NATIVE", "FunctionalKernels"),
+    "opgraft.binding.derivation": ("NATIVE", "FunctionalKernels", "calls_functional"),
     "opgraft.binding.marks": ("inference_only", "needs"),
     "opgraft.config": ("CompilationConfig", "CompilationMode", "OpgraftConfig", "set_config"),
     "opgraft.decision": ("Candidate", "Decision", "Provider"),
     "opgraft.errors": ("OpgraftError",),
     "opgraft.binding.explaining": ("Explanation", "explain"),
     "opgraft.grafting": ("GraftReport", "graft", "ungraft"),
-    "opgraft.ops.linear.weight_cache": ("refresh",),
+    "opgraft.logger": ("init_logger",),
+    "opgraft.ops.linear.weight_cache": ("freeze", "refresh"),
     "opgraft.state": ("reset",),
     "opgraft.machine.evidence": ("Device", "Evidence", "Fact"),
     "opgraft.machine.machine": ("Machine", "TorchBuild"),
@@ -100,6 +105,7 @@ _HOME = {
     "opgraft.plugins.host": ("load_plugins",),
     "opgraft.plugins.selection": ("current_platform",),
     "opgraft.binding.rebinding": ("rebind",),
+    "opgraft.torch_library": ("direct_register_custom_op",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

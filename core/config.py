@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from opgraft.caches import Caches
 from opgraft.environment import (
     CHECK_VALUES,
     CPU_KEEP_MEMORY,
@@ -34,10 +35,20 @@ from opgraft.errors import ConfigError, close_matches
 
 
 class CompilationMode(enum.IntEnum):
-    """How a model built under this config is meant to be compiled."""
+    """How a model built under this config is meant to be compiled; vLLM's names and numbers.
+
+    ``NONE``: not at all. ``STOCK_TORCH_COMPILE``: by ``torch.compile``. ``DYNAMO_TRACE_ONCE``: by one trace of Dynamo,
+    without its guards. ``FULL``, which vLLM calls ``VLLM_COMPILE``: by the host's own passes and pieces.
+    ``TORCH_COMPILE`` is the older name of ``STOCK_TORCH_COMPILE``. Today only ``NONE`` differs from the others: they
+    let custom ops default to ``none`` where ``backend`` is ``inductor``.
+    """
 
     NONE = 0
+    STOCK_TORCH_COMPILE = 1
+    DYNAMO_TRACE_ONCE = 2
+    FULL = 3
     TORCH_COMPILE = 1
+    VLLM_COMPILE = 3
 
 
 @dataclass(frozen=True)
@@ -228,11 +239,11 @@ def environment_config(environment: Environment) -> tuple[tuple[str, OpgraftConf
 
 
 class Scope:
-    """An active ``set_config``: its own layers below those of the scopes inside it, and the bindings made under it."""
+    """An active ``set_config``: its own layers below those of the scopes inside it, and what was decided under it."""
 
     def __init__(self, layers: tuple[tuple[str, OpgraftConfig], ...]) -> None:
         self.layers = layers
-        self.bindings: dict[Any, Any] = {}
+        self.caches = Caches()
         self.generation = -1
 
 
@@ -313,13 +324,13 @@ def _names(name: str, value: object) -> tuple[str, ...]:
 def _mode(value: object) -> CompilationMode | None:
     if value is None or isinstance(value, CompilationMode):
         return value
-    names = [mode.name for mode in CompilationMode]
+    names = CompilationMode.__members__
     text = str(value)
     if text.upper() in names:
-        return CompilationMode[text.upper()]
+        return names[text.upper()]
     if re.fullmatch("[0-9]", text) and int(text) in tuple(CompilationMode):
         return CompilationMode(int(text))
-    raise ConfigError(f"compilation_config.mode is {value!r}: use one of {', '.join(names)} or their numbers 0, 1")
+    raise ConfigError(f"compilation_config.mode is {value!r}: use one of {', '.join(names)} or a number from 0 to 3")
 
 
 BUILT_IN_DEFAULTS = OpgraftConfig(

@@ -7,10 +7,12 @@ API, the text of errors, the ``--json`` output and the bug report.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from opgraft.machine.evidence import Evidence
+from opgraft.text import printable
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Provider:
         return {"name": self.name, "version": self.version}
 
     def __str__(self) -> str:
-        return f"{self.name} {self.version}" if self.version else self.name
+        return printable(f"{self.name} {self.version}" if self.version else self.name)
 
 
 @dataclass(frozen=True)
@@ -77,18 +79,21 @@ class Decision:
 
     def summary(self) -> str:
         """The decision in one line."""
-        return f"{self.subject}: {self.chosen or 'none'} ({self.reason})"
+        return printable(f"{self.subject}: {self.chosen or 'none'} ({self.reason})")
 
-    def __str__(self) -> str:
-        lines = [self.summary()]
+    def lines(self) -> Iterator[str]:
+        """The decision in words, a line per candidate and per observation."""
+        yield self.summary()
         for candidate in self.candidates:
             mark = "+" if candidate.accepted else "-"
             by = f" [{candidate.provider}]" if candidate.provider else ""
             at = f" at {candidate.location}" if candidate.location else ""
-            lines.append(f"  {mark} {candidate.name}{by}{at}: {candidate.reason}")
-            lines += [f"      {line}" for line in (candidate.evidence.lines() if candidate.evidence else ())]
+            yield printable(f"  {mark} {candidate.name}{by}{at}: {candidate.reason}")
+            yield from (f"      {line}" for line in (candidate.evidence.lines() if candidate.evidence else ()))
         if self.setting:
-            lines.append(f"  to change it: {self.setting}")
+            yield printable(f"  to change it: {self.setting}")
         for part in self.parts:
-            lines += ["  " + line for line in str(part).splitlines()]
-        return "\n".join(lines)
+            yield from (f"  {line}" for line in part.lines())
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())

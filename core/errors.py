@@ -8,11 +8,19 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from opgraft.text import printable
+
 
 class OpgraftError(Exception):
-    """Base of all errors of opgraft. ``exit_code`` is what the command line ends with."""
+    """Base of all errors of opgraft. ``exit_code`` is what the command line ends with.
+
+    Messages quote plugins, packages and files, so they are printed as one harmless line.
+    """
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ConfigError(OpgraftError, ValueError):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from opgraft.config import OpgraftConfig
 from opgraft.errors import PlatformError
-from opgraft.machine.evidence import Evidence
+from opgraft.machine.evidence import Evidence, Sighting
 from opgraft.machine.machine import Machine
 
 if TYPE_CHECKING:
@@ -27,11 +27,13 @@ class PlatformSpec:
         probe: tells from a machine's files and environment whether the platform can be used there. Never raises.
         platform_class: dotted path ``package.module:Class`` of the ``Platform``, imported once it is selected.
         priority: among built-in platforms the highest available one wins.
+        sightings: of a built-in platform, recognises hardware that is another platform's and may have no plugin here.
     """
 
     probe: Callable[[Machine], Evidence]
     platform_class: str
     priority: int = 0
+    sightings: Callable[[Machine], Iterable[Sighting]] | None = None
 
 
 @dataclass(frozen=True)

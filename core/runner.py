@@ -13,10 +13,13 @@ import torch
 from opgraft.binding.specialisation import op_name_of
 from opgraft.checkpoint import Checkpoint
 from opgraft.config import OpgraftConfig, set_config
+from opgraft.errors import InputError
 from opgraft.grafting import GraftReport, graft, ungraft
+from opgraft.ops.linear.weight_cache import freeze
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.host import load_plugins
 from opgraft.plugins.selection import current_platform
+from opgraft.pooling import pooled
 from opgraft.state import host_state
 from torch import nn
 from torch.nn import functional as F
@@ -28,6 +31,8 @@ NEW_TOKENS = 24
 ROUNDS = 5
 """Rounds of a comparison; plain and grafted take turns and the medians count."""
 
+_MOST_SIMILARITIES = 1 << 24
+"""Similarities held at a time, 64 MiB of them; those of 40,000 sentences would be 6 GiB."""
 _USUAL_LIMIT = 512
 _NO_LIMIT = 10**9  # transformers writes 10**30 where a tokenizer knows no limit
 
@@ -93,6 +98,26 @@ class Runner(ABC):
     def run(self, texts: Sequence[str], progress: Progress, label: str) -> Output:
         """Compute the answers for all texts."""
 
+    def _checked(self, numbers: torch.Tensor, text: str, label: str) -> torch.Tensor:
+        """The numbers of one text, -inf among them perhaps, where a model rules a token out.
+
+        Raises:
+            InputError: they are no answer.
+        """
+        if bool((numbers < torch.inf).all()) and bool(numbers.isfinite().any()):
+            return numbers
+        raise InputError(
+            f"{self.checkpoint.folder} computes numbers that are no answer (NaN or infinity) for {text!r:.60} "
+            f"({label}): its weights are damaged, or {self.model.dtype} is too narrow for them. Try --dtype float32, "
+            "and --compare, which runs the model ungrafted first."
+        )
+
+    def graft(self) -> GraftReport:
+        """Graft the model, whose weights nobody writes to here."""
+        report = graft(self.model)
+        freeze(self.model)
+        return report
+
     def compare(self, texts: Sequence[str], progress: Progress) -> tuple[Output, GraftReport, Comparison]:
         """Run plain, bare and grafted in turns, in the other order every other round; the model is left grafted."""
         own = own_classes_config()
@@ -104,19 +129,19 @@ class Runner(ABC):
             for name in names[:: 1 if turn % 2 == 0 else -1]:
                 with set_config(own if name == "bare" else OpgraftConfig()):
                     if name != "plain":
-                        graft(self.model)
+                        self.graft()
                     self.run(texts[:BATCH], progress, f"{name}, warming up")  # weights may be packed on first use
                     start = time.perf_counter()
                     outputs[name] = self.run(texts, progress, f"{name}, round {turn + 1} of {ROUNDS}")
                     seconds[name].append(time.perf_counter() - start)
                 ungraft(self.model)
-        report = graft(self.model)
+        report = self.graft()
         plain = outputs["plain"]
         sides = [
             Side(
                 name,
                 statistics.median(seconds[name]),
-                (plain.numbers - output.numbers).abs().max().item(),
+                _largest_difference(plain.numbers, output.numbers),
                 plain.answers == output.answers,
             )
             for name, output in ((name, outputs[name]) for name in names)
@@ -135,7 +160,7 @@ class Encoder(Runner):
             progress(label, start, len(order))
             batch = order[start : start + BATCH]
             for index, embedding in zip(batch, self._embed([texts[index] for index in batch]), strict=True):
-                rows[index] = embedding
+                rows[index] = self._checked(embedding, texts[index], label)
         progress(label, len(order), len(order))
         embeddings = torch.stack(rows)
         return Output(embeddings, [texts[index] for index in nearest(embeddings)])
@@ -144,12 +169,7 @@ class Encoder(Runner):
         options: dict[str, Any] = {"padding": True, "truncation": True, "max_length": self.limit}
         tokens = self.tokenizer(texts, return_tensors="pt", **options).to(self.device)
         states = self.model(**tokens).last_hidden_state
-        if self.checkpoint.pools_first_token:
-            pooled = states[:, 0].float()
-        else:
-            mask = tokens["attention_mask"].unsqueeze(-1).float()
-            pooled = (states.float() * mask).sum(1) / mask.sum(1)
-        return F.normalize(pooled, dim=-1).cpu()
+        return F.normalize(pooled(states, tokens["attention_mask"], self.checkpoint.pooling), dim=-1).cpu()
 
 
 class Generator(Runner):
@@ -165,7 +185,7 @@ class Generator(Runner):
         for done, text in enumerate(texts):
             progress(label, done, len(texts))
             tokens = self.tokenizer(text, return_tensors="pt", **options).to(self.device)
-            logits.append(model(**tokens).logits[0, -1].float().cpu())
+            logits.append(self._checked(model(**tokens).logits[0, -1].float().cpu(), text, label))
             generated = model.generate(**tokens, max_new_tokens=new, do_sample=False)
             answers.append(
                 self.tokenizer.decode(generated[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -209,7 +229,15 @@ def longest_input(model: nn.Module, tokenizer: Any) -> int:
 
 def nearest(embeddings: torch.Tensor) -> list[int]:
     """For each row of unit vectors ``[n, d]``, the index of the other row nearest by cosine; its own where n is 1."""
-    similarity = embeddings @ embeddings.T
-    if len(embeddings) > 1:
-        similarity.fill_diagonal_(-torch.inf)
-    return similarity.argmax(dim=1).tolist()
+    found: list[int] = []
+    rows = max(1, _MOST_SIMILARITIES // max(1, len(embeddings)))
+    for start in range(0, len(embeddings), rows):
+        similarity = embeddings[start : start + rows] @ embeddings.T
+        if len(embeddings) > 1:
+            similarity.diagonal(start).fill_(-torch.inf)
+        found += similarity.argmax(dim=1).tolist()
+    return found
+
+
+def _largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    return torch.where(one == other, 0, (one - other).abs()).max().item()  # infinite numbers may be equal

@@ -12,13 +12,15 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from opgraft.caches import Caches
 from opgraft.config import CURRENT_SCOPE, OpgraftConfig, Settings, environment_config, resolve
 from opgraft.decision import Decision, Provider
 from opgraft.environment import Environment, read_environment
 from opgraft.errors import PluginError
-from opgraft.log import logger, set_level
+from opgraft.logger import logger, set_level
 from opgraft.platform import Platform
 from opgraft.registry.declarations import Registry, Replacement
+from opgraft.text import printable
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class HostState:
     adjustments: list[tuple[str, OpgraftConfig]] = field(default_factory=list)
     graft_adapters: list[tuple[Provider, Any]] = field(default_factory=list)
     environment: Environment | None = None
-    bindings: dict[Any, Any] = field(default_factory=dict)
+    caches: Caches = field(default_factory=Caches)
     fallbacks: set[tuple[str, str]] = field(default_factory=set)
     """Kernels that gave way to the native definition at a call, each with the reason, as they were logged."""
     generation: int = 0
@@ -96,39 +98,40 @@ class HostState:
         """The settings that hold here and now: all layers, from the platform's defaults to the active scope."""
         if self.environment is None:
             self.environment = read_environment()
-            set_level(self.environment.log)
+            if self.environment.log:
+                set_level(self.environment.log)
         scope = CURRENT_SCOPE.get()
         layers = [*self.adjustments, *environment_config(self.environment), *(scope.layers if scope else ())]
         if self.selection is not None:
             layers.insert(0, (f"platform {self.selection.platform.name}", self.selection.defaults))
         return resolve(layers)
 
-    def current_bindings(self) -> dict[Any, Any]:
-        """The cache of what was bound in the active scope; emptied whenever something was activated."""
+    def current_caches(self) -> Caches:
+        """What was decided under the active scope; new whenever something was activated."""
         scope = CURRENT_SCOPE.get()
         if scope is None:
-            return self.bindings
+            return self.caches
         if scope.generation != self.generation:
-            scope.bindings.clear()
+            scope.caches = Caches()
             scope.generation = self.generation
-        return scope.bindings
+        return scope.caches
 
     def checks_values(self) -> bool:
         """Whether ops check values of tensors on accelerators here and now; cached, as every call may ask."""
-        bindings = self.current_bindings()
-        if "check_values" not in bindings:
-            bindings["check_values"] = self.settings().config.check_values
-        return bindings["check_values"] is True
+        caches = self.current_caches()
+        if caches.check_values is None:
+            caches.check_values = self.settings().config.check_values is True
+        return caches.check_values
 
     def log_fallback(self, kernel: str, reason: str) -> None:
         """Log at the level debug that a call ran the native definition instead of ``kernel``, once for each reason."""
         if logger.isEnabledFor(logging.DEBUG) and (kernel, reason) not in self.fallbacks:
             self.fallbacks.add((kernel, reason))
-            logger.debug("%s gives way to the native definition for the first time: %s", kernel, reason)
+            logger.debug("%s gives way to the native definition for the first time: %s", printable(kernel), reason)
 
     def invalidate(self) -> None:
-        """Forget which classes were bound, because what the choice rests on has changed."""
-        self.bindings.clear()
+        """Forget what was decided, because what the choices rest on has changed."""
+        self.caches = Caches()
         self.generation += 1
 
     def activate(self, replacement: Replacement) -> Callable[[], None]:
@@ -190,6 +193,8 @@ def reset() -> None:
     code is dropped. Scopes of ``set_config`` that are open stay open.
     """
     global _STATE  # the one place that replaces the one object
+    if _STATE.environment is not None and _STATE.environment.log:
+        set_level(None)
     _STATE = HostState(registry=_STATE.registry, generation=_STATE.generation + 1)
     if "torch" in sys.modules:
         sys.modules["torch"].compiler.reset()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,15 +12,15 @@ from typing import Any
 
 import importlib_metadata
 from opgraft.decision import Provider
+from opgraft.logger import logger
 from opgraft.state import host_state
+from opgraft.text import described, printable
 from opgraft.version import __version__
 
 PLATFORM_GROUP = "opgraft.platforms"
 PLUGIN_GROUP = "opgraft.plugins"
-HARDWARE_GROUP = "opgraft.hardware"
 HOST_DISTRIBUTION = "opgraft"
-
-logger = logging.getLogger("opgraft")
+_BUILT_IN = "opgraft.platforms"  # where the built-in platforms lie; nobody else's modules can, as imports find ours
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,14 @@ class Offer:
     requires: tuple[str, ...] = ()
 
     @property
+    def module(self) -> str:
+        """The module that the entry point names."""
+        return self.value.partition(":")[0].strip()
+
+    @property
     def built_in(self) -> bool:
-        return self.provider.name == HOST_DISTRIBUTION
+        """Whether it is one of opgraft's own platforms, which its module tells: anyone may take a name."""
+        return self.group == PLATFORM_GROUP and f"{self.module}.".startswith(f"{_BUILT_IN}.")
 
     def load(self) -> Any:
         """Import what the entry point names."""
@@ -69,7 +75,7 @@ class Discovery:
         package = module.partition(".")[0]
         if package == HOST_DISTRIBUTION:
             return Provider(HOST_DISTRIBUTION, __version__)
-        owners = (offer.provider for offer in self.offers if re.split(r"[.:]", offer.value)[0] == package)
+        owners = (offer.provider for offer in self.offers if offer.module.partition(".")[0] == package)
         return next(owners, Provider(package))
 
     def has_plugin(self, provider: Provider) -> bool:
@@ -82,9 +88,9 @@ class Discovery:
         ``None`` where its distribution has several and no name decides.
         """
         offers = [offer for offer in self.of_group(PLUGIN_GROUP) if offer.provider == provider]
-        above = [o for o in offers if f"{module}.".startswith(o.value.partition(":")[0].strip() + ".")]
+        above = [offer for offer in offers if f"{module}.".startswith(f"{offer.module}.")]
         if above:
-            return max(above, key=lambda offer: len(offer.value.partition(":")[0])).name
+            return max(above, key=lambda offer: len(offer.module)).name
         return offers[0].name if len(offers) == 1 else None
 
 
@@ -110,15 +116,19 @@ def scan() -> Discovery:
                 continue
             metadata = _headers(distribution)
             provider = Provider(metadata["Name"], metadata["Version"])
-            if normalized(provider.name) not in seen:
+            if _is_host(provider.name):
+                own = _own_offers(distribution, discovery)
+                installed = distribution.read_text("METADATA") is not None  # an egg-info may be of another time
+                offered = own + offered if installed else offered + own
+            elif normalized(provider.name) not in seen:
                 seen.add(normalized(provider.name))
                 offered += list(_offers(distribution, provider, metadata.get_all("Requires-Dist") or []))
         except (ValueError, TypeError, AttributeError, KeyError, OSError) as error:
-            discovery.problems.append(Problem(provider, f"its plugin metadata is malformed: {error!r}"))
-    for offer in sorted(offered, key=lambda offer: not offer.built_in):  # nobody takes a built-in platform's name
+            discovery.problems.append(Problem(provider, f"its plugin metadata is malformed: {described(error)}"))
+    for offer in sorted(offered, key=lambda offer: not offer.built_in):  # ours keep their names
         _admit(offer, discovery)
     for problem in discovery.problems:
-        logger.warning("plugin metadata of %s is ignored: %s", problem.provider, problem.reason)
+        logger.warning("plugin metadata of %s is ignored: %s", problem.provider, printable(problem.reason))
     return discovery
 
 
@@ -132,9 +142,9 @@ def _headers(distribution: importlib_metadata.Distribution) -> Message:
 
 
 def _offers(distribution: importlib_metadata.Distribution, provider: Provider, requires: list[str]) -> Iterator[Offer]:
-    on_host = tuple(line for line in requires if re.match(r"opgraft\s*([\[<>=!~;(@]|$)", line))
+    on_host = tuple(line for line in requires if _is_host((re.match(r"\s*([\w.-]*\w)", line) or [""])[0]))
     for point in distribution.entry_points:
-        if point.group in (PLATFORM_GROUP, PLUGIN_GROUP, HARDWARE_GROUP):
+        if point.group in (PLATFORM_GROUP, PLUGIN_GROUP):
             if not re.fullmatch(r"[A-Za-z0-9_.-]+", point.name) or not point.module:
                 raise ValueError(
                     f"{point.name!r} = {point.value!r} in {point.group}, expected 'name = package.module:object'"
@@ -142,11 +152,37 @@ def _offers(distribution: importlib_metadata.Distribution, provider: Provider, r
             yield Offer(point.group, point.name, point.value, provider, on_host)
 
 
+def _own_offers(distribution: importlib_metadata.Distribution, discovery: Discovery) -> list[Offer]:
+    """What a distribution of opgraft's own name offers, as far as it is opgraft's.
+
+    There may be several: beside the installed one an ``opgraft.egg-info`` of another time in the working folder, or an
+    impostor. What any of them names counts if it is ours and there.
+    """
+    offers = list(_offers(distribution, Provider(HOST_DISTRIBUTION, __version__), []))
+    foreign = [offer.value for offer in offers if not offer.built_in]
+    if foreign:
+        reason = f"it calls itself {HOST_DISTRIBUTION} and offers {', '.join(foreign)}, which is no part of opgraft"
+        place = Provider(str(distribution.locate_file("")))
+        discovery.problems.append(Problem(place, f"{reason}: uninstall it, or give it a name of its own"))
+    return [offer for offer in offers if offer.built_in and _exists(offer.module)]
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False
+
+
+def _is_host(name: str) -> bool:
+    return normalized(name.strip()) == HOST_DISTRIBUTION
+
+
 def _admit(offer: Offer, discovery: Discovery) -> None:
     rival = next((known for known in discovery.of_group(offer.group) if known.name == offer.name), None)
     if rival is None:
         discovery.offers.append(offer)
-    else:
+    elif not (rival.built_in and offer.built_in):
         reason = f"its entry point {offer.name!r} in {offer.group} is already provided by {rival.provider}"
         discovery.problems.append(Problem(offer.provider, f"{reason}: uninstall one of the two distributions"))
 

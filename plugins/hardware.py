@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from opgraft.decision import Candidate, Decision
 from opgraft.machine.evidence import Sighting
 from opgraft.machine.machine import Machine
-from opgraft.plugins.discovery import HARDWARE_GROUP, HOST_DISTRIBUTION, discover
+from opgraft.platform import PlatformSpec
+from opgraft.plugins.discovery import HOST_DISTRIBUTION, PLATFORM_GROUP, discover
 
 
 def unclaimed_hardware(machine: Machine, decision: Decision) -> list[Sighting]:
@@ -28,6 +29,10 @@ def _may_claim_all(candidate: Candidate) -> bool:
     return evidence is None or any(device.pci_address is None for device in evidence.devices)
 
 
-def _tables() -> Iterable[Callable[[Machine], Iterable[Sighting]]]:
-    """The tables that opgraft itself ships; a vendor's plugin brings a probe instead."""
-    return [offer.load() for offer in discover().of_group(HARDWARE_GROUP) if offer.built_in]
+def _tables() -> Iterator[Callable[[Machine], Iterable[Sighting]]]:
+    """The tables of the built-in platforms; a vendor's plugin brings a probe instead."""
+    for offer in discover().of_group(PLATFORM_GROUP):
+        if offer.built_in:
+            spec: PlatformSpec = offer.load()
+            if spec.sightings is not None:
+                yield spec.sightings

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import ExitStack
 
-from opgraft.config import Settings
+from opgraft.config import OpgraftConfig, Settings
 from opgraft.decision import Candidate, Decision
-from opgraft.environment import PLUGINS, PLUGINS_DISABLE
-from opgraft.errors import PluginError
-from opgraft.log import logger
+from opgraft.environment import PLATFORM, PLUGINS, PLUGINS_DISABLE
+from opgraft.errors import PlatformError, PluginError
+from opgraft.logger import logger
 from opgraft.plugins.loading import Loading
-from opgraft.plugins.selection import current_platform
-from opgraft.state import HostState, PluginRecord, PluginStatus, host_state, loading
+from opgraft.plugins.selection import current_platform, selected_platform
+from opgraft.plugins.watching import watched
+from opgraft.state import HostState, PlatformSelection, PluginRecord, PluginStatus, host_state, loading
+from opgraft.text import described, printable
 
 
 def load_plugins() -> None:
@@ -35,17 +37,37 @@ def load_plugins() -> None:
         try:
             with ExitStack() as undo_all:
                 Loading(state, current_platform(), undo_all).run()
+                config = state.settings().config
+                _prepare(selected_platform(), config)
                 undo_all.pop_all()
-            state.loaded_with = state.settings().config
-            current_platform().prepare(state.loaded_with)
+            state.loaded_with = config
             state.plugins_loaded = True
             decision = plugins_decision(state.plugins.values())
             logger.info("%s", decision.summary())
             for row in decision.candidates:
-                logger.info("plugin %s of %s: %s", row.name, row.provider, row.reason)
+                logger.info("%s", printable(f"plugin {row.name} of {row.provider}: {row.reason}"))
         finally:
             state.plugins_loading = False
             state.invalidate()
+
+
+def _prepare(selection: PlatformSelection, config: OpgraftConfig) -> None:
+    """Have the platform set up what holds for the whole process.
+
+    Raises:
+        PlatformError: it raised.
+    """
+    name = selection.platform.name
+    provider = next((c.provider for c in selection.decision.candidates if c.accepted), None)
+    by = f" of {provider}" if provider else ""
+    try:
+        with watched(f"platform {name!r}{by} in its method prepare", provider):
+            selection.platform.prepare(config)
+    except (Exception, SystemExit) as error:  # a plugin's code
+        raise PlatformError(
+            f"platform {name!r}{by} cannot be set up: its prepare() raised {described(error)}. Choose another by "
+            f"{PLATFORM}, or go without its plugin by {PLUGINS_DISABLE}."
+        ) from error
 
 
 def check_loaded_with(settings: Settings, state: HostState) -> None:

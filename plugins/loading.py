@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -12,15 +11,16 @@ from typing import Any
 import pluggy
 from opgraft.adapter import Adapter
 from opgraft.config import OpgraftConfig
-from opgraft.errors import PluginError, close_matches
+from opgraft.errors import PluginError, UnknownTargetError, close_matches
+from opgraft.logger import logger
 from opgraft.platform import Platform
 from opgraft.plugins import hookspecs
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover
 from opgraft.plugins.requirements import asked_for, check_adjustment, check_names, objection
-from opgraft.registry.declarations import ANY_PLATFORM
+from opgraft.plugins.watching import watched
+from opgraft.registry.declarations import ANY_PLATFORM, Replacement
 from opgraft.state import ACTIVATING, HostState, PluginRecord, PluginStatus, Transaction
-
-logger = logging.getLogger("opgraft")
+from opgraft.text import described, printable
 
 
 class Loading:
@@ -138,11 +138,22 @@ class Loading:
 
     def _settle_pending(self) -> None:
         for replacement in list(self.state.active):
-            settle = partial(self.state.registry.settle_pending, replacement)
             if replacement.plugin is None:
-                settle()
+                self.state.registry.settle_pending(replacement)
             elif replacement.plugin in self._alive():
+                settle = partial(self._settle, replacement)
                 self._attempt(replacement.plugin, "when its targets were looked up", settle)
+
+    def _settle(self, replacement: Replacement) -> None:
+        """Resolve a target. One that nobody registers costs its replacement, in strict mode the whole plugin."""
+        try:
+            self.state.registry.settle_pending(replacement)
+        except UnknownTargetError as error:
+            if self.config.strict:
+                raise
+            self.state.deactivate(replacement)
+            replacement.findings = (str(error),)
+            logger.warning("%s It is left out; the rest of plugin %r stays.", error, replacement.plugin)
 
     def _check_adjusted_names(self) -> None:
         for origin, config in list(self.state.adjustments):
@@ -156,12 +167,13 @@ class Loading:
         transaction = self.transactions[name]
         token = ACTIVATING.set(transaction)
         try:
-            step()
+            with watched(f"plugin {name!r} of {transaction.provider} {when}", transaction.provider):
+                step()
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             record = self.state.plugins[name]
-            self._withdraw(name, PluginStatus.FAILED, f"{when}: {type(error).__name__}: {error}")
+            self._withdraw(name, PluginStatus.FAILED, f"{when}: {described(error)}")
             record.traceback = "".join(traceback.format_exception(error))
             advice = (
                 f"Go without it by OPGRAFT_PLUGINS_DISABLE={name}; 'opgraft plugins show {name}' has the traceback."
@@ -169,7 +181,7 @@ class Loading:
             message = f"plugin {name!r} of {record.provider} failed {record.reason.rstrip('.')}. {advice}"
             if self.config.strict or any(offer.name == name for offer in self._named()):
                 raise PluginError(message) from error
-            logger.warning("%s It is left out.", message)
+            logger.warning("%s It is left out.", printable(message))
         finally:
             ACTIVATING.reset(token)
 

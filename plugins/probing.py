@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from opgraft.decision import Provider
 from opgraft.errors import ChildError, PlatformError, raised_at
 from opgraft.machine.child import ask_child
 from opgraft.machine.evidence import Evidence
-from opgraft.machine.machine import RECORD, Machine
+from opgraft.machine.machine import Machine
 from opgraft.platform import PlatformSpec
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer
+from opgraft.text import described
 
 TIME_LIMIT = 10.0  # seconds
 
-_CHILD = "from opgraft.plugins.probing import answer; answer(reply_to, *sys.argv[3:])"
+_CHILD = "from opgraft.plugins.probing import answer; answer(reply_to, data, *sys.argv[3:])"
 
 _ANSWERING = threading.Event()
 """Set in a child process that runs a probe, which must not start children of its own."""
@@ -60,16 +63,15 @@ def run_probe(offer: Offer, machine: Machine) -> Evidence:
     except (Exception, SystemExit) as error:
         if isinstance(error, ProbeFailed):
             raise
-        raise ProbeFailed(f"probe {offer.value} raised {error!r} at {raised_at(error)}") from error
+        raise ProbeFailed(f"probe {offer.value} raised {described(error)} at {raised_at(error)}") from error
     if not isinstance(evidence, Evidence):
         raise ProbeFailed(f"probe {offer.value} returned a {type(evidence).__name__}, expected opgraft.Evidence")
     return evidence
 
 
 def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:
-    environ = {**machine.variables(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     try:
-        reply = ask_child(_CHILD, (offer.name, offer.value, str(machine.root)), environ, time_limit)
+        reply = ask_child(_CHILD, (offer.name, offer.value, str(machine.root)), machine.to_dict(), time_limit)
         if "failure" in reply:
             raise ProbeFailed(reply["failure"])
         return Evidence.from_dict(reply)
@@ -77,14 +79,13 @@ def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:
         raise ProbeFailed(f"probe {offer.value}: {error}") from error
 
 
-def answer(reply_to: str, name: str, value: str, root: str) -> None:
-    """The child's side: run the probe and write its evidence to the file ``reply_to``."""
+def answer(reply_to: int, machine: Mapping[str, Any], name: str, value: str, root: str) -> None:
+    """The child's side: run the probe and write its evidence to the file descriptor ``reply_to``."""
     _ANSWERING.set()
     offer = Offer(PLATFORM_GROUP, name, value, Provider(name))
-    folder = Path(root)
-    machine = Machine.recorded(folder) if (folder / RECORD).is_file() else Machine(folder)
     try:
-        reply = run_probe(offer, machine).to_dict()
+        reply = run_probe(offer, Machine.from_dict(Path(root), machine)).to_dict()
     except ProbeFailed as failure:
         reply = {"failure": str(failure)}
-    Path(reply_to).write_text(json.dumps(reply), encoding="utf-8")
+    with open(reply_to, "w", encoding="utf-8") as pipe:
+        json.dump(reply, pipe)

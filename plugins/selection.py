@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,15 +10,16 @@ from opgraft.config import OpgraftConfig, Settings
 from opgraft.decision import Candidate, Decision
 from opgraft.environment import PLATFORM
 from opgraft.errors import PlatformConflictError, PlatformError, close_matches
+from opgraft.logger import logger
 from opgraft.machine.evidence import Evidence
 from opgraft.machine.machine import Machine
 from opgraft.platform import Platform, PlatformSpec, effective_chain
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer, discover
 from opgraft.plugins.probing import ProbeFailed, ask
 from opgraft.plugins.requirements import check_adjustment, objection
+from opgraft.plugins.watching import watched
 from opgraft.state import PlatformSelection, host_state, loading
-
-logger = logging.getLogger("opgraft")
+from opgraft.text import described, printable
 
 _SETTING = f"{PLATFORM}=<name> or OpgraftConfig(platform=<name>)"
 
@@ -161,7 +161,7 @@ def _report(failure: str) -> None:
     state = host_state()
     if failure not in state.platform_failures:
         state.platform_failures.append(failure)
-        logger.warning("%s", failure)
+        logger.warning("%s", printable(failure))
 
 
 def _raise_first_failure(asked: Sequence[_Asked]) -> None:
@@ -190,7 +190,8 @@ def _load(offer: Offer) -> tuple[Platform, OpgraftConfig]:
     try:
         spec: PlatformSpec = offer.load()
         module, _, name = spec.platform_class.partition(":")
-        platform = getattr(importlib.import_module(module), name)()
+        with watched(f"platform {offer.name!r} of {offer.provider} while its class was loaded", offer.provider):
+            platform = getattr(importlib.import_module(module), name)()
         if not isinstance(platform, Platform):
             raise TypeError(f"it is a {type(platform).__name__}, expected an opgraft.Platform")
         if platform.name != offer.name:
@@ -202,6 +203,6 @@ def _load(offer: Offer) -> tuple[Platform, OpgraftConfig]:
         check_adjustment(defaults)
     except (Exception, SystemExit) as error:
         raise PlatformError(
-            f"the class of platform {offer.name!r} ({offer.provider}, {offer.value}) cannot be used: {error!r}"
+            f"the class of platform {offer.name!r} ({offer.provider}, {offer.value}) cannot be used: {described(error)}"
         ) from error
     return platform, defaults

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from opgraft.binding.derivation import derive_kernels
@@ -90,7 +90,15 @@ class CustomOp(nn.Module):
         op.__dict__["_binding"] = binding
         return op
 
-    def __init__(self, *args: Any, enforce_enable: bool = False, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, enforce_enable: bool = False, compile_native: bool = False, **kwargs: Any) -> None:
+        """Bind the op.
+
+        Args:
+            *args: of the module that an op stands in for, such as ``torch.nn.Linear``.
+            enforce_enable: enable this instance whatever ``custom_ops`` says.
+            compile_native: not read; vLLM's own compiler does.
+            **kwargs: as ``args``.
+        """
         super().__init__(*args, **kwargs)
         if enforce_enable:
             self._adopt(enforced(self._binding))
@@ -117,9 +125,20 @@ class CustomOp(nn.Module):
         state = host_state()
         return not cls.switchable or state.settings().enabled(op_name_of(cls, state))[0]
 
+    @staticmethod
+    def default_on() -> bool:
+        """Whether an op that ``custom_ops`` does not name would be enabled here and now."""
+        return host_state().settings().enabled(None)[0]
+
     @classmethod
-    def register(cls, name: str) -> Callable[[OpClass], OpClass]:
+    def register(
+        cls, name: str, dynamic_arg_dims: Mapping[str, int | Sequence[int]] | None = None
+    ) -> Callable[[OpClass], OpClass]:
         """Class decorator: make an op known under ``name``, by which settings and plugins call it.
+
+        Args:
+            name: the op's name.
+            dynamic_arg_dims: not read; vLLM's own compiler does, to keep the other dimensions of arguments constant.
 
         Raises:
             RegistrationError: not a ``CustomOp``, or without ``forward_native`` and ``forward``.
@@ -278,7 +297,9 @@ def _declare(cls: type, target: str | type, priority: int, when: Callable[[Platf
     with state.lock:
         resolved = state.registry.find_target(target) if isinstance(target, str) else target
         provider = transaction.provider if transaction else discovery.provider_of(cls.__module__)
-        new = Replacement(cls, _asked_for(target), resolved, provider, priority=priority, when=when)
+        new = Replacement(
+            cls, _asked_for(target), resolved, provider, priority=priority, when=when, activation=transaction
+        )
         if resolved is None and state.plugins_loaded and transaction is None:
             state.registry.settle_pending(new)
         new.plugin = transaction.plugin if transaction else discovery.plugin_of(cls.__module__, provider)

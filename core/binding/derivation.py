@@ -1,8 +1,9 @@
 """Derive a class's ``forward_<key>`` from the functional forms that it declares as ``functional_<key>``.
 
-An op's ``forward_native`` says, in terms of functional forms, how the op calls them: it takes a keyword argument
-``functional``, of which ``functional.rms_norm`` is that form. Its default holds the native definitions. A kernel is the
-same method with another default, so that it costs no call in between, and compilers see one plain function.
+An op's ``forward_native`` says how the op calls its functional forms. Decorated by ``calls_functional``, it takes a
+keyword argument ``functional``, of which ``functional.rms_norm`` is that form. Its default holds the native
+definitions. A kernel is the same method with another default, so that it costs no call in between, and compilers see
+one plain function.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from types import FunctionType, SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from opgraft.binding.marks import inference_only as mark_inference_only
 from opgraft.binding.marks import needs as mark_needs
 from opgraft.errors import MissingKernelError, RegistrationError
 from opgraft.registry.op_classes import location_of
+
+Result = TypeVar("Result")
 
 NATIVE = SimpleNamespace()
 """Every functional form's native definition, by its name."""
@@ -82,13 +85,23 @@ class _Overlay(SimpleNamespace):
         self.__dict__.update({**vars(NATIVE), **self.__dict__["__kernels__"]})
 
 
+def calls_functional(native: Callable[..., Result]) -> Callable[..., Result]:
+    """Decorate a ``forward_native`` that takes ``functional``, which is no part of how the op is called.
+
+    Neither its signature nor its type shows the argument, so that a replacement need not take it.
+    """
+    signature = inspect.signature(native)
+    shown = [parameter for name, parameter in signature.parameters.items() if name != _PARAMETER]
+    vars(native)["__signature__"] = signature.replace(parameters=shown)
+    return native
+
+
 def derive_kernels(cls: type) -> None:
     """Give a class a ``forward_<key>`` for each ``functional_<key>`` that it declares, unless it defines one itself.
 
     Raises:
         RegistrationError: its ``forward_native`` does not take ``functional``, so that nothing can be derived from it.
     """
-    _hide_parameter(vars(cls).get("forward_native"))
     for name in [name for name in vars(cls) if name.startswith(_DECLARED)]:
         method = f"forward_{name.removeprefix(_DECLARED)}"
         if method not in vars(cls):
@@ -146,12 +159,3 @@ def _as_method(function: Any) -> Any:
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     vars(method)["__signature__"] = signature.replace(parameters=[own, *signature.parameters.values()])
     return method
-
-
-def _hide_parameter(raw: object) -> None:
-    """Leave ``functional`` out of a native method's signature: it is no part of how the op is called."""
-    native = raw.__func__ if isinstance(raw, staticmethod) else raw
-    if _PARAMETER in (getattr(native, "__kwdefaults__", None) or {}):
-        signature = inspect.signature(native)  # type: ignore[arg-type]
-        shown = [parameter for name, parameter in signature.parameters.items() if name != _PARAMETER]
-        vars(native)["__signature__"] = signature.replace(parameters=shown)

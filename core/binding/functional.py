@@ -151,9 +151,9 @@ def binding_of(form: Form[..., Any]) -> Binding:
 
 def _bound(form: Form[Arguments, Result]) -> Callable[Arguments, Result]:
     """The function that a form runs, from the cache of bound classes; the path that every eager call takes."""
-    bindings = host_state().current_bindings()
+    functions = host_state().current_caches().functions
     try:
-        return bindings[form]  # type: ignore[no-any-return]
+        return functions[form]
     except KeyError:
         return _bind_form(form)
 
@@ -167,7 +167,7 @@ def _bind_form(form: Form[Arguments, Result]) -> Callable[Arguments, Result]:
     state = host_state()
     with state.lock:
         if state.generation == generation:
-            state.current_bindings()[form] = function
+            state.current_caches().functions[form] = function
     return function
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from opgraft.binding.derivation import is_derived
-from opgraft.binding.marks import is_inference_only, unmet_need
+from opgraft.binding.marks import fallback_of, is_inference_only, unmet_need
 from opgraft.decision import Candidate, Decision
 from opgraft.errors import MissingKernelError
 from opgraft.platform import DISPATCH_KEYS
@@ -35,6 +35,11 @@ class Kernel:
     def inference_only(self) -> bool:
         """Whether it has no backward, so that the native definition runs where a gradient is required."""
         return is_inference_only(vars(self.owner)[self.method])
+
+    @property
+    def fallback(self) -> str | None:
+        """When it runs something else instead, and what, as far as it says so."""
+        return fallback_of(vars(self.owner)[self.method])
 
     def missing(self) -> str | None:
         """What it needs and this machine or installation lacks, or ``None``."""
@@ -92,6 +97,8 @@ class KernelChoice:
             notes = ["the most derived definition for this chain"]
             if kernel.inference_only:
                 notes.append("without a backward, so forward_native runs where a gradient is required")
+            if kernel.fallback:
+                notes.append(kernel.fallback)
             if kernel.key != "native" and kernel.functions is None and definer(self.cls, "forward_native"):
                 notes.append(
                     f"its class brings no functional_{kernel.key}, so functional forms, if the op has any, run their "

@@ -9,7 +9,9 @@ from typing import Any, TypeVar, cast
 import torch
 from opgraft.compat.tracing import transformed
 from opgraft.errors import RegistrationError
+from opgraft.registry.op_classes import NEEDS
 from opgraft.state import host_state
+from opgraft.text import described
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -17,7 +19,7 @@ NEEDS_GRADIENT = "a gradient is required, and it has no backward"
 """Why a call of a kernel that is marked ``inference_only`` runs the native definition."""
 
 _INFERENCE_ONLY = "__opgraft_inference_only__"
-_NEEDS = "__opgraft_needs__"
+_FALLS_BACK = "__opgraft_falls_back__"
 
 
 def needs(check: Callable[[], str | None]) -> Callable[[Function], Function]:
@@ -27,7 +29,7 @@ def needs(check: Callable[[], str | None]) -> Callable[[Function], Function]:
     """
 
     def decorate(kernel: Function) -> Function:
-        setattr(kernel, _NEEDS, check)
+        setattr(kernel, NEEDS, check)
         return kernel
 
     return decorate
@@ -35,11 +37,26 @@ def needs(check: Callable[[], str | None]) -> Callable[[Function], Function]:
 
 def unmet_need(kernel: object) -> str | None:
     """Return what a kernel needs and this machine or installation lacks, ``None`` where nothing is missing."""
-    check = getattr(kernel, _NEEDS, None)
+    check = getattr(kernel, NEEDS, None)
     try:
         return check() if check else None
-    except Exception as error:  # a plugin's code; the reason stays in the decision
-        return f"its needs() check raised {error!r}"
+    except (Exception, SystemExit) as error:  # a plugin's code; the reason stays in the decision
+        return f"its needs() check raised {described(error)}"
+
+
+def falls_back(when: str) -> Callable[[Function], Function]:
+    """Mark a ``forward`` or ``forward_<key>`` with what it runs instead of its kernel, and when, for the decision."""
+
+    def decorate(kernel: Function) -> Function:
+        setattr(kernel, _FALLS_BACK, when)
+        return kernel
+
+    return decorate
+
+
+def fallback_of(kernel: object) -> str | None:
+    """Return when a kernel runs something else instead, and what, as its mark says."""
+    return getattr(kernel, _FALLS_BACK, None)
 
 
 def inference_only(kernel: Function) -> Function:

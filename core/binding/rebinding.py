@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from opgraft.binding.custom_op import CustomOp
-from opgraft.binding.specialisation import Binding, bind, enforced
+from opgraft.binding.specialisation import Binding, bind, enforced, own_constructor
 from torch import nn
 
 
@@ -56,7 +56,7 @@ def _obstacle(op: CustomOp, new: Binding) -> str:
     old, target = op.op_class, new.replacement.target
     if old is not new.replacement.cls:
         for side in (old, new.replacement.cls):
-            constructor = _own_constructor(side, target)
+            constructor = own_constructor(side, target)
             if constructor:
                 return f"{side.__qualname__} defines {constructor}, which an existing op never ran: construct it anew"
     return ""
@@ -69,10 +69,3 @@ def hidden_by(op: CustomOp) -> str:
     if "forward" in vars(op):
         return "its forward was replaced on the instance, which hides whatever its class binds"
     return ""
-
-
-def _own_constructor(cls: type, target: type) -> str | None:
-    """A method that sets up instances and that a class between ``cls`` and ``target`` defines."""
-    between = cls.__mro__[: cls.__mro__.index(target)] if target in cls.__mro__ else ()
-    names = ("__init__", "__new__", "__setstate__")
-    return next((name for base in between for name in names if name in vars(base)), None)

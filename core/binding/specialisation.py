@@ -9,28 +9,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from opgraft.binding.derivation import prepare
 from opgraft.binding.kernels import OWN_FORWARD, Kernel, KernelChoice, choose_kernel, continuations
 from opgraft.binding.marks import is_inference_only
+from opgraft.caches import Caches
 from opgraft.config import Settings
 from opgraft.decision import Decision, Provider
 from opgraft.errors import ConfigError, RegistrationError, close_matches
-from opgraft.log import logger
+from opgraft.logger import logger
 from opgraft.platform import effective_chain
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.host import check_loaded_with, load_plugins, plugins_decision
 from opgraft.plugins.selection import selected_platform
-from opgraft.registry.choice import ReplacementChoice, choose_replacement
+from opgraft.registry.choice import ReplacementChoice, choose_replacement, objection_to
 from opgraft.registry.declarations import Replacement
-from opgraft.registry.op_classes import location_of, own_classes
+from opgraft.registry.op_classes import definer, location_of, own_classes, qualified
 from opgraft.state import HostState, host_state
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-NEEDS_GRADIENT = "a gradient is required, and it has no backward"
+Key = TypeVar("Key")
 
 _CACHE = "__opgraft_specialisations__"
 
@@ -77,18 +76,72 @@ def bind(cls: type) -> Binding:
             ``load_plugins``, ``choose_replacement`` and ``choose_kernel``.
     """
     load_plugins()
-    return _cached(cls, lambda: _decide(cls))
+    return _cached(lambda caches: caches.constructed, cls, lambda: _decide(cls))
 
 
 def bind_exact(target: type, cls: type, enforce: bool = False) -> Binding:
-    """The binding of ``cls`` itself, which was constructed for ``target``; never of another replacement.
+    """The binding of an existing op of class ``cls``, which was constructed for ``target``.
+
+    It keeps its class. Where that is a replacement which does not apply here any more, as its plugin is disabled or its
+    device gone, the op takes what would be constructed now. Where constructors forbid that, it keeps its class and runs
+    the native definition. The decision says why.
 
     ``enforce`` enables the op whatever the settings say.
     """
     load_plugins()
-    declared = [r for r in host_state().registry.replacements if r.cls is cls and r.target is target]
-    binding = _cached((target, cls), lambda: _decide(target if declared else cls, only=declared))
-    return enforced(binding) if enforce else binding
+    binding = _cached(lambda caches: caches.existing, (target, cls), lambda: _decide_exact(target, cls))
+    if enforce and (binding.kernel.enabled or _gone(target, cls)[1] is None):
+        return enforced(binding)
+    return replace(binding, enforced=enforce)
+
+
+def _decide_exact(target: type, cls: type) -> Binding:
+    if cls is target:
+        return _decide(cls, only=[])
+    declared, why = _gone(target, cls)
+    if why is None:
+        return _decide(target, only=[declared])
+    now = _decide(target)
+    choice = now.replacement
+    others = tuple((r, against) for r, against in choice.rows if r.cls is not cls)
+    constructor = own_constructor(cls, target) or own_constructor(choice.cls, target)
+    if constructor is None:
+        return replace(now, replacement=replace(choice, rows=(*others, (declared, why))))
+    kept = replace(choice, rows=(*others, (declared, None)), winner=declared)
+    because = f"{why}; {constructor} keeps it from becoming a {choice.cls.__qualname__}"
+    kernel = choose_kernel(cls, now.kernel.chain, False, because, target)
+    return replace(now, replacement=kept, kernel=kernel, specialisation=specialise(kernel))
+
+
+def _gone(target: type, cls: type) -> tuple[Replacement, str | None]:
+    """The declaration by which ``cls`` replaces ``target``, and why it does not apply here, or ``None``.
+
+    A class of no plugin needs none: it may be registered in the process that saved the op alone.
+    """
+    state, platform = host_state(), selected_platform().platform
+    known = [r for r in state.registry.replacements if r.cls is cls and r.target is target]
+    if not known:
+        provider = discover().provider_of(cls.__module__)
+        why = f"this op was saved as {cls.__qualname__}, which nothing registers here"
+        undeclared = Replacement(cls, qualified(target), target, provider)
+        return undeclared, why if discover().has_plugin(provider) else None
+    wanted = (state.settings().config.providers or {}).get(op_name_of(target, state) or "")
+    against = objection_to(known[-1], platform, wanted) if known[-1] in state.active else _inactive(known[-1], state)
+    return known[-1], against and f"this op was saved as {cls.__qualname__}, and {against}"
+
+
+def _inactive(replacement: Replacement, state: HostState) -> str:
+    record = state.plugins.get(replacement.plugin or "")
+    if record is None:
+        return f"nothing of {replacement.provider} activates it here"
+    return f"plugin {record.name} of {record.provider} is {record.status.value}: {record.reason}"
+
+
+def own_constructor(cls: type, target: type) -> str | None:
+    """The method, if any, that sets up instances and that a class between ``cls`` and ``target`` defines."""
+    between = cls.__mro__[: cls.__mro__.index(target)] if target in cls.__mro__ else ()
+    names = ("__init__", "__new__", "__setstate__")
+    return next((name for base in between for name in names if name in vars(base)), None)
 
 
 def enforced(binding: Binding) -> Binding:
@@ -98,17 +151,17 @@ def enforced(binding: Binding) -> Binding:
     return Binding(choice, kernel, specialise(kernel), binding.background, enforced=True)
 
 
-def _cached(key: Any, decide: Callable[[], Binding]) -> Binding:
+def _cached(cache: Callable[[Caches], dict[Key, Binding]], key: Key, decide: Callable[[], Binding]) -> Binding:
     """The binding kept under ``key`` for the active scope; a new one is kept only if nothing changed meanwhile."""
     state = host_state()
     try:
-        return state.current_bindings()[key]  # type: ignore[no-any-return]
+        return cache(state.current_caches())[key]
     except KeyError:
         generation = state.generation
         binding = decide()
         with state.lock:
             if state.generation == generation:
-                state.current_bindings()[key] = binding
+                cache(state.current_caches())[key] = binding
         return binding
 
 
@@ -127,14 +180,24 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
         choice = ReplacementChoice(cls, own, name, ((only[0], None),), only[0])
     else:
         choice = choose_replacement(cls, name, own, active, selection.platform, settings, kin_of(cls, active))
-    always = (True, "this op is not switched by custom_ops")
-    enabled, because = settings.enabled(name) if cls.switchable else always
+    enabled, because = _enabled(choice, settings)
     kernel = choose_kernel(choice.cls, effective_chain(selection.platform), enabled, because, cls)
     background = (plugins_decision(state.plugins.values()), selection.decision)
     binding = Binding(choice, kernel, specialise(kernel), background)
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug("%s", binding.decision.summary())
     return binding
+
+
+def _enabled(choice: ReplacementChoice, settings: Settings) -> tuple[bool, str]:
+    """Whether the op is enabled, and why: as the class says, if it has a method ``enabled`` of its own."""
+    cls: Any = choice.cls
+    owner = definer(cls, "enabled")
+    if owner is not None:
+        return bool(cls.enabled()), f"{owner.__qualname__}.enabled() says so"
+    if not choice.target.switchable:  # type: ignore[attr-defined]  # of a CustomOp
+        return True, "this op is not switched by custom_ops"
+    return settings.enabled(choice.op_name)
 
 
 def op_name_of(cls: type, state: HostState) -> str | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -32,6 +34,10 @@ def cli() -> None:
 
 def main() -> NoReturn:
     """Entry point of the console script: an error becomes one message on stderr and its exit code."""
+    faulthandler.enable()  # a plugin that crashes the process is named by its file
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal of another encoding must not end a command
     sys.exit(_run(sys.argv[1:]))
 
 

@@ -13,6 +13,7 @@ from opgraft.machine.machine import Machine
 from opgraft.plugins.hardware import unclaimed_hardware
 from opgraft.plugins.selection import decide_platform
 from opgraft.state import host_state
+from opgraft.text import printable
 
 _FOLDER = click.Path(file_okay=False)  # which shells complete
 
@@ -51,16 +52,16 @@ def command(show_all: bool, root: str | None, record: str | None, as_json: bool)
         }
         print_json("opgraft.detect/2", data)
         return
-    print_wrapped(str(decision) if show_all else _short(decision))
+    print_wrapped(decision.lines() if show_all else _short(decision))
     for other in others:
-        print_wrapped(str(other))
+        print_wrapped(other.lines())
     for problem in problem_lines():
         print_wrapped(f"ignored: {problem}")
     if record:
-        echo(f"recorded to {record}")
+        echo(printable(f"recorded to {record}"))
 
 
-def _short(decision: Decision) -> str:
+def _short(decision: Decision) -> list[str]:
     """The decision, the chosen devices, and what was found elsewhere but is not used."""
     lines = [decision.summary()]
     for candidate in decision.candidates:
@@ -70,7 +71,7 @@ def _short(decision: Decision) -> str:
             lines.append(f"{candidate.name}: {candidate.reason}")
             if candidate.evidence and candidate.evidence.remedy:
                 lines.append(f"  to use it: {candidate.evidence.remedy}")
-    return "\n".join([*lines, f"every candidate: opgraft detect --all; to change it: {decision.setting}"])
+    return [*lines, f"every candidate: opgraft detect --all; to change it: {decision.setting}"]
 
 
 def _worth_saying(candidate: Candidate) -> bool:

@@ -14,10 +14,11 @@ from opgraft.config import OpgraftConfig
 from opgraft.environment import VARIABLES
 from opgraft.errors import ConfigError, OpgraftError
 from opgraft.machine.machine import Machine
-from opgraft.machine.recording import Scrubber
+from opgraft.machine.scrubbing import Scrubber
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.selection import decide_platform
 from opgraft.state import host_state
+from opgraft.text import printable
 from opgraft.version import __version__
 
 _PACKAGES = ("torch", "numpy", "transformers", "safetensors", "pluggy", "importlib-metadata", "click")
@@ -82,7 +83,7 @@ def _settings() -> dict[str, str]:
 
 def _cell(text: str) -> str:
     """A text as one cell of a Markdown table."""
-    return " ".join(text.replace("\\", "\\\\").replace("|", "\\|").splitlines())
+    return printable(text).replace("\\", "\\\\").replace("|", "\\|")
 
 
 def _platform(scrubber: Scrubber) -> dict[str, str]:

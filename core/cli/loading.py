@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 
 from opgraft.errors import OpgraftError, PluginError
+from opgraft.text import described
 
 
 def load_all() -> OpgraftError | None:
@@ -15,7 +16,7 @@ def load_all() -> OpgraftError | None:
         importlib.import_module("opgraft.ops")
     except Exception as error:  # torch reads the metadata of every distribution when it is imported
         return PluginError(
-            f"torch cannot be imported here: {error!r}. If a device backend or malformed metadata is the cause, "
+            f"torch cannot be imported here: {described(error)}. If a device backend or malformed metadata is the cause, "
             "TORCH_DEVICE_BACKEND_AUTOLOAD=0 goes without backends that load themselves."
         )
     try:
@@ -23,5 +24,5 @@ def load_all() -> OpgraftError | None:
     except OpgraftError as error:
         return error
     except (Exception, SystemExit) as error:  # of a platform that prepares the process
-        return PluginError(f"loading the plugins ended with {error!r}")
+        return PluginError(f"loading the plugins ended with {described(error)}")
     return None

@@ -48,7 +48,7 @@ def command(name: str, as_json: bool) -> None:
         }
         print_json("opgraft.ops.explain/2", data)
         return
-    print_wrapped(str(decision))
+    print_wrapped(decision.lines())
     for variant, row in here.items():
         runs = row.error or f"{row.kernel} of {row.provider}{'' if row.enabled else ', disabled'}"
         print_wrapped(f"  the variant {variant} gets {runs}")

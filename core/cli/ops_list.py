@@ -29,7 +29,7 @@ def command(details: bool, as_json: bool) -> None:
     if as_json:
         _print_as_json(ops, here)
     else:
-        echo(f"platform: {current_platform().name}")
+        print_wrapped(f"platform: {current_platform().name}")
         rows = [_cells(name, cls, here) for name, op in ops.items() for cls in (op, *inventory.variants_of(op))]
         print_table(("op", "class", "kernel", "provider"), rows)
         if details:
@@ -53,7 +53,8 @@ def _print_details(ops: dict[str, type]) -> None:
     platforms = inventory.declared_platforms()
     for name, cls in ops.items():
         proof = inventory.evidence_of(inventory.forms_of(cls))
-        print_wrapped(f"\n{name}")
+        echo()
+        print_wrapped(name)
         for each in (cls, *inventory.variants_of(cls)):
             keys = inventory.keys_in_words(inventory.kernel_keys(each, platforms))
             print_wrapped(f"  kernels of {each.__qualname__}: {keys}")

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 from opgraft.config import FIELDS, config_from_fields, parse_text, set_config
-from opgraft.text import WIDTH, table
+from opgraft.text import WIDTH, printable, table
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON of a versioned schema instead of text.")
 
@@ -74,10 +74,13 @@ def print_error(error: Exception) -> None:
     print_json("opgraft.error/1", {"error": fault})
 
 
-def print_wrapped(text: str, indent: str = "") -> None:
-    """Text wrapped to the terminal; whole lines where stdout is none."""
+def print_wrapped(text: str | Iterable[str], indent: str = "") -> None:
+    """One line, or several, wrapped to the terminal; whole lines where stdout is none.
+
+    A break inside of a line is shown escaped.
+    """
     columns = width()
-    for line in text.splitlines():
+    for line in map(printable, [text] if isinstance(text, str) else text):
         if columns is None:
             echo(f"{indent}{line}" if line.strip() else "")
             continue

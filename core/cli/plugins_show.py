@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import click
 from opgraft.cli.completion import offer_names
+from opgraft.cli.isolation import isolated
 from opgraft.cli.loading import load_all
 from opgraft.cli.offers import as_dict, shown_offers
 from opgraft.cli.output import echo, json_option, print_json, print_wrapped, with_settings
 from opgraft.errors import InputError, close_matches
+from opgraft.finding import Finding
 from opgraft.plugins.discovery import PLUGIN_GROUP, Offer
 from opgraft.state import host_state
+from opgraft.text import printable
 
 
 @click.command("show")
@@ -28,21 +32,37 @@ def command(name: str, as_json: bool) -> None:
     if not offers:
         known = {offer.name for offer in shown_offers()}
         raise InputError(f"no installed plugin or platform is called {name!r}: {close_matches(name, known)}")
-    error = load_all()
-    shown = [_details(offer) for offer in offers]
+    outcome = isolated(__name__, "examine", name)
+    report = outcome.result
+    if outcome.crash:
+        report = {"offers": [_installed(offer) for offer in offers], **_failure(outcome.crash)}
+    exit_code = report.pop("exit_code")
     if as_json:
-        print_json("opgraft.plugins.show/2", {"offers": shown, "error": str(error) if error else None})
+        print_json("opgraft.plugins.show/2", report)
     else:
-        for details in shown:
+        for details in report["offers"]:
             _print_details(details)
-    if error is not None:
-        raise error
+    if report["error"]:
+        click.echo(f"error: {printable(report['error'])}", err=True)
+    sys.exit(exit_code)
+
+
+def examine(name: str) -> dict[str, Any]:
+    """Load everything in this process; returns what is installed under a name, and an error, as plain data."""
+    error = load_all()
+    offers = [offer for offer in shown_offers() if offer.answers_to(name)]
+    failure = _failure(Finding(str(error), exit_code=error.exit_code) if error else None)
+    return {"offers": [_details(offer) for offer in offers], **failure}
+
+
+def _failure(finding: Finding | None) -> dict[str, Any]:
+    return {"error": finding and finding.message, "exit_code": finding.exit_code if finding else 0}
 
 
 def _print_details(details: dict[str, Any]) -> None:
     for key, value in details.items():
         if key == "traceback" and value:
-            print_wrapped(value)
+            print_wrapped(value.splitlines(), indent="  | ")  # which no line of it can forge
         else:
             print_wrapped(f"{key.replace('_', ' ')}: {_in_words(value)}")
     echo()
@@ -60,8 +80,12 @@ def _replacement(row: dict[str, Any]) -> str:
     return f"{row['target']} -> {row['class']} at {row['location']}"
 
 
+def _installed(offer: Offer) -> dict[str, Any]:
+    return {**as_dict(offer), "requires": list(offer.requires)}
+
+
 def _details(offer: Offer) -> dict[str, Any]:
-    details = {**as_dict(offer), "requires": list(offer.requires)}
+    details = _installed(offer)
     record = host_state().plugins.get(offer.name) if offer.group == PLUGIN_GROUP else None
     if record is None:
         return details

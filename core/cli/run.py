@@ -13,7 +13,7 @@ import torch
 from opgraft.checkpoint import open_checkpoint
 from opgraft.cli.output import echo, json_option, print_json, print_table, print_wrapped, width, with_settings
 from opgraft.errors import InputError
-from opgraft.grafting import GraftReport, graft
+from opgraft.grafting import GraftReport
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.selection import current_platform, selected_platform
 from opgraft.runner import Comparison, Output, Progress, open_runner
@@ -60,7 +60,7 @@ def command(
         if compare:
             output, report, comparison = runner.compare(texts, progress)
         else:
-            report = graft(runner.model)
+            report = runner.graft()
             output = runner.run(texts, progress, "grafted")
     if as_json:
         _print_as_json(model, texts, output, report, comparison)
@@ -105,9 +105,9 @@ def _print_as_json(
 def _print_as_text(
     model: str, texts: list[str], output: Output, report: GraftReport, comparison: Comparison | None
 ) -> None:
-    echo(f"{model}: {len(texts)} lines of text; the first answers:")
+    print_wrapped(f"{model}: {len(texts)} lines of text; the first answers:")
     for text, answer in list(zip(texts, output.answers, strict=True))[:_SHOWN]:
-        print_wrapped(f"{text}\n  -> {answer}", indent="  ")
+        print_wrapped([text, f"  -> {answer}"], indent="  ")
     echo()
     print_wrapped(selected_platform().decision.summary())
     echo(f"\n{report.in_words(width())}\n")

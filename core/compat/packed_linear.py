@@ -1,4 +1,4 @@
-"""oneDNN's linear layer over a weight that it has packed once.
+"""oneDNN's linear layer, over a plain weight or one that it has packed once.
 
 torch has these operators for its compiler, which packs the weights of frozen models; there is no public name for them.
 Where torch lacks one, or was built without oneDNN, ``missing`` says so, and callers run torch's own linear.
@@ -66,16 +66,19 @@ def unpack(packed: Tensor) -> Tensor:
         return packed.to_dense()
 
 
-def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """``activation(x · weightᵀ + bias)``, rounded once. Unchecked; the bias is read as contiguous."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """``activation(x · weightᵀ + bias)``, rounded once, over a weight that is packed, or plain and contiguous.
+
+    Unchecked; the bias is read as contiguous.
+    """
     attribute, algorithm = POST_OPS[activation]
-    result: Tensor = _linear(x, packed, bias, attribute, [], algorithm)
+    result: Tensor = _linear(x, weight, bias, attribute, [], algorithm)
     return result
 
 
-def packed_linear_add(x: Tensor, packed: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
     """``x · weightᵀ + bias + residual``, rounded once. As unchecked."""
-    result: Tensor = _linear_add(x, residual, packed, bias, "add")
+    result: Tensor = _linear_add(x, residual, weight, bias, "add")
     return result
 
 

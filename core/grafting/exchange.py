@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from opgraft.adapter import LeaveAlone
 from opgraft.errors import GraftError, PackError
-from opgraft.ops.composites.joint import JointLayer
+from opgraft.ops.composites.composite import Composite
 from opgraft.ops.linear.pack import restore
 from torch import nn
 
@@ -77,8 +77,8 @@ def build_op(
     _lend_children(op, module)
     attributes = _lend_attributes(op, module)
     op.__dict__[_KEPT] = Original(module, tuple(_share(op, module)), attributes)
-    if isinstance(op, JointLayer):
-        op.join()
+    if isinstance(op, Composite):
+        op.process_weights_after_loading()
     return op
 
 
@@ -100,8 +100,8 @@ def put_back(op: nn.Module) -> nn.Module:
     if not isinstance(kept, Original):
         return op
     _restore(op)
-    if isinstance(op, JointLayer):
-        op.separate()
+    if isinstance(op, Composite):
+        op.release_weights()
     original, held = kept.module, _tensors(op)
     lost = sorted({name for row in kept.shared for name in row.tensors()} - held.keys())
     if lost:

@@ -24,6 +24,7 @@ from opgraft.ops.composites.composite import Composite, served_by
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.host import load_plugins
 from opgraft.state import host_state
+from opgraft.text import described
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
@@ -222,7 +223,7 @@ class _Run:
         except (LeaveAlone, OpgraftError):
             raise
         except Exception as error:  # whatever a plugin's code raises
-            reason = f"{what} raised {error!r}"
+            reason = f"{what} raised {described(error)}"
             if self.strict:
                 raise GraftError(f"strict mode: {reason}. OPGRAFT_STRICT=0 leaves such modules as they are.") from error
             raise LeaveAlone(reason) from error

@@ -1,73 +1,190 @@
-"""Running Python code in a child process that cannot hold this one up, whatever it or its own children do."""
+"""Running Python code in a child process that cannot hold this one up, whatever it or its own children do.
+
+The child gets an environment of its own: what an interpreter needs to start, and nothing secret. It is reached through
+pipes alone, so that it can be asked where no folder can be written to.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any
 
 from opgraft.errors import ChildError
 
 if TYPE_CHECKING:
     import subprocess
 
-_PREFACE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); reply_to = sys.argv[2]\n"
+_NEEDED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "LD_LIBRARY_PATH")
+_PREFACE = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+reply_to = int(sys.argv[2])
+data = json.load(sys.stdin)
+"""
+_LARGEST_REPLY = 1 << 24  # bytes
+_KEPT_OUTPUT = 1 << 14  # bytes, of which the last line is quoted
+_LOOK_AGAIN = 0.05  # seconds; a child may have ended although its own children hold its pipes open
+_PIECE = 1 << 16
 
 
-def ask_child(
-    code: str, arguments: Sequence[str] = (), environ: Mapping[str, str] | None = None, time_limit: float = 10.0
-) -> Any:
-    """Run ``code`` in a new interpreter with this one's ``sys.path``; returns what it writes to ``reply_to`` as JSON.
+@dataclass(frozen=True)
+class Ended:
+    """What a child left: its exit status, ``None`` where it was stopped, its answer, and the end of what it printed."""
 
-    The code finds the name of that file in ``reply_to`` and its arguments in ``sys.argv[3:]``. The answer goes through
-    a file, because a pipe stays open as long as any process that the child started has it.
+    status: int | None
+    reply: str
+    output: str
+
+    def complaint(self) -> str:
+        """Say how it ended, with the last line that it printed."""
+        if self.status is None:
+            return "it was stopped"
+        lines = self.output.strip().splitlines()
+        return f"its process ended with status {self.status}{f': {lines[-1]}' if lines else ''}"
+
+
+def ask_child(code: str, arguments: Sequence[str] = (), data: Any = None, time_limit: float = 10.0) -> Any:
+    """Run ``code`` in a new interpreter; returns what it writes to ``reply_to`` as JSON. See ``run_child``.
 
     Raises:
         ChildError: the child could not be started, ran past ``time_limit`` seconds, failed, or wrote no JSON; the
-            message says which, with the last line that it wrote to stderr.
+            message says which, with the last line that it printed.
     """
-    import subprocess  # these two cost 10 ms, which detection should not pay where no child is asked
-    import tempfile
-
-    with tempfile.TemporaryDirectory(prefix="opgraft-") as folder:
-        reply, complaints = Path(folder, "reply.json"), Path(folder, "stderr")
-        path = json.dumps([str(entry) for entry in sys.path])
-        command = [sys.executable, "-I", "-c", _PREFACE + code, path, str(reply), *arguments]
-        try:
-            with complaints.open("wb") as stderr:
-                child = subprocess.Popen(  # noqa: S603  # our own interpreter
-                    command,
-                    env=None if environ is None else dict(environ),
-                    stdin=subprocess.DEVNULL,
-                    stdout=stderr,
-                    stderr=stderr,
-                    start_new_session=True,
-                )
-        except (OSError, ValueError, TypeError) as error:
-            raise ChildError(f"no child process could be started: {error}") from error
-        status = _wait(child, time_limit)
-        if status != 0:
-            lines = complaints.read_text(errors="replace").strip().splitlines()
-            raise ChildError(f"its process ended with status {status}{f': {lines[-1]}' if lines else ''}")
-        try:
-            return json.loads(reply.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise ChildError(f"its answer cannot be read: {error}") from error
+    ended = run_child(code, arguments, data, time_limit)
+    if ended.status is None:
+        raise ChildError(f"it gave no answer within {time_limit:g} s and was stopped")
+    if ended.status != 0:
+        raise ChildError(ended.complaint())
+    try:
+        return json.loads(ended.reply)
+    except (ValueError, RecursionError) as error:
+        raise ChildError(f"its answer cannot be read: {error}") from error
 
 
-def _wait(child: subprocess.Popen[bytes], time_limit: float) -> int:
+def run_child(
+    code: str,
+    arguments: Sequence[str] = (),
+    data: Any = None,
+    time_limit: float = 10.0,
+    environ: Mapping[str, str] | None = None,
+) -> Ended:
+    """Run ``code`` in a new interpreter with this one's ``sys.path`` and wait until it ends or its time is over.
+
+    The code finds a file descriptor to write to in ``reply_to``, its arguments in ``sys.argv[3:]``, and in ``data``
+    what was handed over, which must be ready for ``json.dumps``. It runs in a minimal environment, or in ``environ``,
+    which must be this process's own: what a file says is handed over as data.
+
+    Raises:
+        ChildError: it could not be started.
+    """
+    import subprocess  # costs 10 ms, which detection should not pay where no child is asked
+
+    read_end, write_end = os.pipe()
+    path = json.dumps([str(entry) for entry in sys.path])
+    command = [sys.executable, "-I", "-c", _PREFACE + code, path, str(write_end), *arguments]
+    try:
+        child = subprocess.Popen(  # noqa: S603  # our own interpreter
+            command,
+            env=_minimal_environment() if environ is None else dict(environ),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=(write_end,),
+            start_new_session=True,
+        )
+    except (OSError, ValueError, TypeError) as error:
+        os.close(read_end)
+        raise ChildError(f"no child process could be started: {error}") from error
+    finally:
+        os.close(write_end)
+    deadline = time.monotonic() + time_limit
+    with open(read_end, "rb", buffering=0) as reply, _stream(child.stdout) as output, _stream(child.stdin) as question:
+        answer, printed = _exchange(child, reply, output, question, json.dumps(data).encode(), deadline)
+    return Ended(_wait(child, deadline), answer.decode(errors="replace"), printed.decode(errors="replace"))
+
+
+def _minimal_environment() -> dict[str, str]:
+    """What an interpreter needs, from this process's own environment; torch must load no device backend in it."""
+    return {name: os.environ[name] for name in _NEEDED if name in os.environ} | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+
+
+def _stream(stream: IO[bytes] | None) -> IO[bytes]:
+    if stream is None:
+        raise ChildError("its pipes could not be opened")
+    return stream
+
+
+def _exchange(
+    child: subprocess.Popen[bytes],
+    reply: IO[bytes],
+    output: IO[bytes],
+    question: IO[bytes],
+    data: bytes,
+    deadline: float,
+) -> tuple[bytes, bytes]:
+    """Hand over ``data`` and collect the reply and the end of the output, until the child has ended or time is over."""
+    import selectors
+
+    received = {reply: bytearray(), output: bytearray()}
+    left = memoryview(data)
+    with selectors.DefaultSelector() as selector:
+        for stream in received:
+            selector.register(stream, selectors.EVENT_READ)
+        os.set_blocking(question.fileno(), False)
+        selector.register(question, selectors.EVENT_WRITE)
+        open_streams = set(received)
+        while open_streams and (now := time.monotonic()) < deadline:
+            ended = child.poll() is not None
+            ready = [key.fileobj for key, _ in selector.select(0 if ended else min(_LOOK_AGAIN, deadline - now))]
+            if question in ready:
+                left = left[_written(question, left) :]
+                if not left:
+                    selector.unregister(question)
+                    question.close()
+            for stream in open_streams.intersection(ready):
+                if not _read_into(received[stream], stream, stream is reply):
+                    selector.unregister(stream)
+                    open_streams.discard(stream)
+            if ended and not ready:
+                break
+    return bytes(received[reply]), bytes(received[output])
+
+
+def _written(stream: IO[bytes], data: memoryview) -> int:
+    """Write what the pipe takes now; where nobody reads it any more, the rest counts as written."""
+    try:
+        return os.write(stream.fileno(), data[:_PIECE])
+    except BrokenPipeError:
+        return len(data)
+
+
+def _read_into(buffer: bytearray, stream: IO[bytes], from_start: bool) -> bool:
+    """Read a piece and say whether more may come; of what is too long the start is kept, or the end."""
+    piece = os.read(stream.fileno(), _PIECE)
+    buffer += piece
+    if from_start:
+        del buffer[_LARGEST_REPLY:]
+    else:
+        del buffer[:-_KEPT_OUTPUT]
+    return bool(piece)
+
+
+def _wait(child: subprocess.Popen[bytes], deadline: float) -> int | None:
+    """The exit status of the child, which is killed at the deadline."""
     import signal
     import subprocess
 
     try:
-        return child.wait(time_limit)
+        return child.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)  # with what it has started itself
-        try:
+        with suppress(subprocess.TimeoutExpired):  # stuck in the kernel, where no signal reaches it
             child.wait(1.0)
-        except subprocess.TimeoutExpired:  # stuck in the kernel, where no signal reaches it
-            child.returncode = -signal.SIGKILL
-        raise ChildError(f"it gave no answer within {time_limit:g} s and was stopped") from None
+        child.returncode = -signal.SIGKILL
+        return None

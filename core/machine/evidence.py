@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from opgraft.text import printable
+
 
 @dataclass(frozen=True)
 class Fact:
@@ -48,7 +50,7 @@ class Device:
     def __str__(self) -> str:
         memory = _size(self.memory) if self.memory else None
         parts = [self.name, self.capability, memory, self.driver, "hidden" if self.hidden else None]
-        return ", ".join(part for part in parts if part)
+        return printable(", ".join(part for part in parts if part))
 
 
 def _size(memory: int) -> str:
@@ -83,9 +85,9 @@ class Evidence:
     def lines(self) -> Iterator[str]:
         """The evidence in words: devices, facts, and the remedy."""
         yield from self.device_lines()
-        yield from (f"{fact.source}: {fact.value}" for fact in self.facts)
+        yield from (printable(f"{fact.source}: {fact.value}") for fact in self.facts)
         if self.remedy:
-            yield f"to use it: {self.remedy}"
+            yield printable(f"to use it: {self.remedy}")
 
     def to_dict(self) -> dict[str, Any]:
         """The evidence as plain data, ready for ``json.dumps``."""
@@ -121,9 +123,13 @@ class Sighting:
     addresses: tuple[str, ...]
     remedy: str
 
+    def lines(self) -> Iterator[str]:
+        """What was found and what serves it, in words."""
+        yield printable(f"hardware found, no plugin installed: {self.count} x {self.kind} ({self.source})")
+        yield printable(f"  to use it: {self.remedy}")
+
     def __str__(self) -> str:
-        found = f"{self.count} x {self.kind} ({self.source})"
-        return f"hardware found, no plugin installed: {found}\n  to use it: {self.remedy}"
+        return "\n".join(self.lines())
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

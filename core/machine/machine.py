@@ -21,6 +21,7 @@ import importlib_metadata
 from opgraft.errors import InputError
 
 _LARGEST_FILE = 1 << 20  # bytes; the files of /proc and /sys that probes read are far smaller
+_SECRET = re.compile(r"(?i)secret|token|passw|credential|_key")
 RECORD = "machine.json"
 """The file of a recorded machine that holds what is not in its tree: environment, packages, denied paths."""
 
@@ -68,16 +69,35 @@ class Machine:
             if text is None:
                 raise ValueError("it cannot be read")
             data = json.loads(text)
-            build = data.get("torch")
-            return cls(
-                root,
-                environ=_texts(data["environ"]),
-                packages=_texts(data["packages"]),
-                torch=TorchBuild(str(build["version"]), _texts(build["backends"])) if build else None,
-                denied=frozenset(data.get("denied", ())),
-            )
+            return cls.from_dict(root, {**data, "packages": _texts(data["packages"])})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(f"{root} is no recorded machine: {RECORD} cannot be used ({error!r})") from error
+
+    @classmethod
+    def from_dict(cls, root: Path, data: Mapping[str, Any]) -> Machine:
+        """The inverse of ``to_dict``, for the tree below ``root``.
+
+        Raises:
+            ValueError, KeyError, TypeError, AttributeError: the data is of another form.
+        """
+        build = data.get("torch")
+        return cls(
+            root,
+            environ=_texts(data["environ"]),
+            packages=None if data["packages"] is None else _texts(data["packages"]),
+            torch=TorchBuild(str(build["version"]), _texts(build["backends"])) if build else None,
+            denied=frozenset(data.get("denied", ())),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is not in the tree, as plain data for a child process."""
+        build = self.torch
+        return {
+            "environ": self.variables(),
+            "packages": None if self.packages is None else dict(self.packages),
+            "torch": {"version": build.version, "backends": dict(build.backends)} if build else None,
+            "denied": sorted(self.denied),
+        }
 
     def path(self, path: str) -> Path:
         """Where an absolute path such as ``/proc/cpuinfo`` lies below the root."""
@@ -87,10 +107,49 @@ class Machine:
         """``path`` as a string: a probe asks for hundreds of files, and a Path costs as much as reading one."""
         return os.path.join(self.root, path.lstrip("/"))
 
+    def _inside(self, path: str) -> str:
+        """The place of a path that will be followed.
+
+        Raises:
+            ValueError: a symbolic link leads out of the tree, which somebody else may have made. What lies outside is
+                none of theirs.
+        """
+        place = self._place(path)
+        if self._real_root is not None and self._leads_out(place):
+            raise ValueError(f"{path} leads out of {self.root}")
+        return place
+
+    def _leads_out(self, place: str) -> bool:
+        """Whether a link on the way to a place ends outside of the tree. Asked for each part once, being slow."""
+        outside = self._outside.get(place)
+        if outside is None:
+            folder, _, name = place.rpartition("/")
+            outside = bool(folder) and self._leads_out(folder)
+            if not outside and (name == ".." or os.path.islink(place)):
+                outside = os.path.commonpath((os.path.realpath(place), self._real_root or os.sep)) != self._real_root
+            self._outside[place] = outside
+        return outside
+
+    @functools.cached_property
+    def _outside(self) -> dict[str, bool]:
+        """By place, whether it leads out of the tree; what lies above the root does not count."""
+        return {str(place): False for place in (self.root, *self.root.parents)}
+
+    def _beside(self, path: str) -> str:
+        """The place of a path whose last part is looked at without being followed. Raises as ``_inside``."""
+        folder, name = os.path.split(path.rstrip("/"))
+        return os.path.join(self._inside(folder), name)
+
+    @functools.cached_property
+    def _real_root(self) -> str | None:
+        """The root without symbolic links, ``None`` where it is that of the whole file system."""
+        real = os.path.realpath(self.root)
+        return real if real != os.sep else None
+
     def read(self, path: str) -> str | None:
         """The text of a file, at most 1 MiB of it, or ``None`` where it cannot be read."""
         try:
-            handle = os.open(self._place(path), os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not block the probe
+            handle = os.open(self._inside(path), os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not block the probe
         except (OSError, ValueError):
             return None
         try:
@@ -103,28 +162,28 @@ class Machine:
     def names(self, folder: str) -> list[str]:
         """The sorted names in a folder; none where it cannot be listed."""
         try:
-            return sorted(os.listdir(self._place(folder)))
+            return sorted(os.listdir(self._inside(folder)))
         except (OSError, ValueError):
             return []
 
     def link(self, path: str) -> str | None:
         """The last part of a symbolic link's target, such as the name of a driver, or ``None``."""
         try:
-            return os.path.basename(os.readlink(self._place(path)))
+            return os.path.basename(os.readlink(self._beside(path)))
         except (OSError, ValueError):
             return None
 
     def exists(self, path: str) -> bool:
         """Whether there is something at a path."""
         try:
-            return os.path.lexists(self._place(path))
+            return os.path.lexists(self._beside(path))
         except ValueError:
             return False
 
     def may_open(self, path: str) -> bool:
         """Whether this user may read and write a device node."""
         try:
-            return path not in self.denied and os.access(self._place(path), os.R_OK | os.W_OK)
+            return path not in self.denied and os.access(self._inside(path), os.R_OK | os.W_OK)
         except ValueError:
             return False
 
@@ -138,12 +197,17 @@ class Machine:
             return None
 
     def variables(self) -> dict[str, str]:
-        """All environment variables, for a child process; a probe looks up those that concern it in ``environ``."""
-        return dict(self.environ)
+        """The environment variables that a child process is told: all but those whose names speak of secrets."""
+        return without_secrets(self.environ)
 
     def torch_build(self) -> TorchBuild | None:
         """The installed torch, or ``None`` where there is none."""
         return self.torch if self.packages is not None else _installed_torch()
+
+
+def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables whose names do not speak of secrets."""
+    return {name: value for name, value in environ.items() if not _SECRET.search(name)}
 
 
 def _texts(value: Any) -> dict[str, str]:

@@ -11,6 +11,7 @@ from opgraft.errors import ConflictError
 from opgraft.platform import Platform
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
 from opgraft.registry.op_classes import location_of
+from opgraft.text import described
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def choose_replacement(
         ConflictError: several apply at equal priority and ``providers`` does not choose, or chooses what is not there.
     """
     wanted = (settings.config.providers or {}).get(op_name or "")
-    rows = tuple((r, _objection(r, platform, wanted)) for r in active if r.target is target)
+    rows = tuple((r, objection_to(r, platform, wanted)) for r in active if r.target is target)
     eligible = [r for r, against in rows if against is None]
     best = max((r.priority for r in eligible), default=0)
     top = [r for r in eligible if r.priority == best]
@@ -93,7 +94,7 @@ def choose_replacement(
     return ReplacementChoice(target, own, op_name, rows, top[0] if top else None)
 
 
-def _objection(replacement: Replacement, platform: Platform, wanted: str | None) -> str | None:
+def objection_to(replacement: Replacement, platform: Platform, wanted: str | None) -> str | None:
     """Why a replacement does not apply here, or ``None`` if it does."""
     if ANY_PLATFORM not in replacement.platforms and platform.name not in replacement.platforms:
         return f"applies on {', '.join(replacement.platforms)} only, this is {platform.name}"
@@ -102,8 +103,8 @@ def _objection(replacement: Replacement, platform: Platform, wanted: str | None)
     if replacement.when is not None:
         try:
             return None if replacement.when(platform) else "its when= condition is false here"
-        except Exception as error:  # a plugin's code; the reason stays in the decision
-            return f"its when= condition raised {error!r}"
+        except (Exception, SystemExit) as error:  # a plugin's code; the reason stays in the decision
+            return f"its when= condition raised {described(error)}"
     return None
 
 

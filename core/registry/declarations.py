@@ -38,6 +38,8 @@ class Replacement:
         platforms: names of the platforms it applies on, or ``("any",)``.
         priority: the highest one wins among replacements of one target.
         when: narrows it further; called with the platform.
+        findings: what is questionable about it, though it stands in for its target in every call that is made.
+        activation: the activation of a plugin that was under way when it was declared, or ``None``.
     """
 
     cls: type
@@ -48,10 +50,21 @@ class Replacement:
     platforms: tuple[str, ...] = (ANY_PLATFORM,)
     priority: int = 0
     when: Callable[[Platform], bool] | None = None
+    findings: tuple[str, ...] = ()
+    activation: object = None
 
     @property
     def location(self) -> str:
         return location_of(self.cls)
+
+    def takes_over(self, known: Replacement) -> bool:
+        """Whether ``known``, for the same target, is an earlier definition of this one.
+
+        Of classes that a function defines, a hook perhaps, only those of an earlier activation are: within one the same
+        statement may define several, each with a condition of its own.
+        """
+        again = self.activation is not None and known.activation is not self.activation
+        return redefines(known.cls, self.cls) and (again or not _is_local(self.cls))
 
 
 @dataclass
@@ -68,7 +81,7 @@ class Registry:
             ConflictError: another class holds the name.
         """
         known = self.ops.get(name)
-        if known is not None and not redefines(known.cls, cls):
+        if known is not None and not (redefines(known.cls, cls) and known.provider == provider):
             raise ConflictError(
                 f"op name {name!r} is registered twice: by {qualified(known.cls)} at {location_of(known.cls)} "
                 f"({known.provider}) and by {qualified(cls)} at {location_of(cls)} ({provider}). Rename one of them."
@@ -79,17 +92,17 @@ class Registry:
         """Declare a replacement and return its record: the known one if the same class is declared again.
 
         Raises:
-            RegistrationError: it is no subclass of its target, or is narrower than its target.
+            RegistrationError: it is no subclass of its target, or fails in a call that is made of its target.
         """
         for index, known in enumerate(self.replacements):
             same_target = known.target is new.target if new.target else known.asked_for == new.asked_for
             if known.cls is new.cls and same_target:
                 return known
-            if same_target and redefines(known.cls, new.cls):
+            if same_target and new.takes_over(known):
                 del self.replacements[index]
                 break
         if new.target is not None:
-            self._check(new, new.target)
+            new.findings = self._check(new, new.target)
         self.replacements.append(new)
         return new
 
@@ -109,10 +122,10 @@ class Registry:
                     f"{close_matches(replacement.asked_for, self.target_names())} "
                     "Name it by op name, class name, 'module:Class' or the class itself."
                 )
-            self._check(replacement, target)
+            replacement.findings = self._check(replacement, target)
             replacement.target = target
 
-    def _check(self, replacement: Replacement, target: type) -> None:
+    def _check(self, replacement: Replacement, target: type) -> tuple[str, ...]:
         above = next((known for known in self.replacements if known.cls is target and known.target is not None), None)
         if above is not None and above.target is not None:
             raise RegistrationError(
@@ -120,7 +133,7 @@ class Registry:
                 f"itself a replacement of {above.target.__qualname__} and would hide it: declare it for "
                 f"{above.target.__qualname__}, with a higher priority."
             )
-        check_replacement(target, replacement.cls)
+        return check_replacement(target, replacement.cls)
 
     def find_target(self, name: str) -> type | None:
         """The op class called ``name``: an op name, a class name or ``module:Class``.
@@ -165,8 +178,13 @@ def _exports(module: str, cls: type) -> bool:
 
 
 def redefines(old: Any, new: Any) -> bool:
-    """Whether ``new`` is ``old``, or what a reloaded module or a notebook cell puts in its place."""
+    """Whether ``new`` is ``old``, or what a reloaded module, a notebook cell or a repeated call puts in its place."""
     if old is new:
         return True
     bound = getattr(sys.modules.get(old.__module__), old.__qualname__, None)
-    return qualified(old) == qualified(new) and bound in (old, new)
+    same_statement = _is_local(old) and location_of(old) == location_of(new)
+    return qualified(old) == qualified(new) and (bound in (old, new) or same_statement)
+
+
+def _is_local(thing: Any) -> bool:
+    return "<locals>" in thing.__qualname__

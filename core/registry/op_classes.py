@@ -10,14 +10,21 @@ from typing import Any
 
 from opgraft.errors import RegistrationError, close_matches
 from opgraft.platform import DISPATCH_KEYS
-from opgraft.registry.signatures import method_signature, rejected_call
+from opgraft.registry.signatures import calls_of, method_signature, rejected_call
+
+NEEDS = "__opgraft_needs__"
+"""The attribute by which ``opgraft.needs`` marks a kernel that cannot run everywhere."""
 
 
-def check_replacement(target: type, cls: type) -> None:
+def check_replacement(target: type, cls: type) -> tuple[str, ...]:
     """Reject a replacement that could not stand in for ``target``.
 
+    Returns:
+        What is questionable about it, though no call that the target's own callers make would fail.
+
     Raises:
-        RegistrationError: not a subclass, or its constructor, ``forward`` or a kernel is narrower than the target's.
+        RegistrationError: not a subclass, overriding nothing, or a call that the target's own callers make would fail
+            in its constructor, its ``forward`` or a kernel that may be bound.
     """
     if cls is target:
         raise RegistrationError(
@@ -33,36 +40,75 @@ def check_replacement(target: type, cls: type) -> None:
             f"{qualified(cls)} at {location_of(cls)} cannot replace {qualified(target)}: it is not a subclass of it, "
             f"so isinstance checks and inherited state would break. Derive it from {target.__name__}."
         )
-    _check_effect(target, cls)
-    forward = reference_method(target)
-    for name, counterpart in [("__init__", "__init__"), *((method, forward) for method in kernel_methods())]:
-        owner = definer(cls, name, above=target)
-        if owner is None or counterpart is None:
-            continue
-        reference = name if definer(target, name) is not None else counterpart
-        problem = rejected_call(method_signature(target, reference), method_signature(cls, name))
-        if problem:
-            raise RegistrationError(
-                f"{owner.__qualname__}.{name} at {location_of(vars(owner)[name])} is narrower than "
-                f"{target.__qualname__}.{reference} at {location_of(target)}: {problem}. "
-                f"Accept every call that {target.__name__} accepts; further parameters must be optional."
-            )
+    narrower = [_narrowness(target, cls, method) for method in ("__init__", *kernel_methods())]
+    return tuple(finding for finding in (_without_effect(target, cls), *narrower) if finding)
 
 
-def _check_effect(target: type, cls: type) -> None:
-    """Reject a replacement that overrides nothing: it would be constructed and change nothing, without a word."""
+def _narrowness(target: type, cls: type, method: str) -> str | None:
+    """Words about the first call that ``target`` accepts and ``cls.method`` does not, if that call is never made.
+
+    Raises:
+        RegistrationError: the target's callers make the call.
+    """
+    owner = definer(cls, method, above=target)
+    native = method if method == "__init__" else reference_method(target)
+    if owner is None or native is None:
+        return None
+    reference = method if definer(target, method) is not None else native
+    accepted, offered = method_signature(target, reference), method_signature(cls, method)
+    made = calls_of(target, native).narrowed(accepted)
+    fails = _may_be_bound(cls, owner, method) and rejected_call(made, offered)
+    problem = fails or rejected_call(accepted, offered)
+    if not problem:
+        return None
+    text = (
+        f"{owner.__qualname__}.{method} at {location_of(vars(owner)[method])} is narrower than "
+        f"{target.__qualname__}.{reference} at {location_of(target)}: {problem}. "
+        f"Accept every call that {target.__name__} accepts; further parameters must be optional."
+    )
+    if fails:
+        raise RegistrationError(text)
+    return text
+
+
+def _may_be_bound(cls: type, owner: type, method: str) -> bool:
+    """Whether a call of the op can reach ``method`` as ``owner`` defines it.
+
+    A definition of ``forward``, and one of ``forward_oot`` that can run everywhere, hides other kernels of its class
+    and of the classes above it. A disabled op runs ``forward_native``, whatever hides it.
+    """
+    if method in ("__init__", "forward_native", "forward"):
+        return True
+    between = own_classes(cls)
+    for base in between[: between.index(owner) + 1]:
+        if "forward" in vars(base):
+            return False
+        if method != "forward_oot" and "forward_oot" in vars(base):
+            return hasattr(vars(base)["forward_oot"], NEEDS)
+    return True
+
+
+def _without_effect(target: type, cls: type) -> str | None:
+    """Words about a replacement that overrides nothing of ``target`` and would change nothing.
+
+    Raises:
+        RegistrationError: it is empty, or has what looks like a misspelt kernel.
+    """
     between = [base for base in own_classes(cls) if base not in target.__mro__]
     defined = {name for base in between for name in vars(base) if name != "op_class"}
     plain = {name for name in defined if not name.startswith("__")}
     if defined & {"__init__", "__new__", "__call__", *kernel_methods()} or any(hasattr(target, name) for name in plain):
-        return
+        return None
     near = {name: close_matches(name, kernel_methods()) for name in sorted(plain) if name.startswith("forward_")}
     hint = "".join(f" It defines {name}: {match}" for name, match in near.items())
-    raise RegistrationError(
+    text = (
         f"{qualified(cls)} at {location_of(cls)} overrides nothing of {target.__qualname__}, so replacing would change "
         f"nothing.{hint} Define forward_oot, or another forward_<key>; a mixin that brings it stands before "
         f"{target.__name__} in the bases."
     )
+    if near or not plain:
+        raise RegistrationError(text)
+    return f"{text} No op calls {', '.join(sorted(plain))}."
 
 
 def kernel_methods() -> tuple[str, ...]:

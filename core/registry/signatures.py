@@ -1,4 +1,4 @@
-"""Whether one callable accepts every call that another accepts.
+"""Compare signatures: does one callable accept every call that another accepts, or every call that is ever made?
 
 Decided by binding real calls (``inspect.Signature.bind``) instead of by rules on parameter kinds: for each count of
 positional arguments, once with as few and once with as many keywords as the target takes. The same value must land
@@ -8,11 +8,67 @@ under the same name, so a renamed or reordered parameter is found too.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from inspect import Parameter, Signature
-from typing import Any
+from typing import Any, TypeVar
 
 _EXTRA_KEYWORD = "any_other_keyword"
+_CALLS = "__opgraft_calls__"
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Calls:
+    """How the callers of a method call it, where its signature allows more than they make use of."""
+
+    always: Sequence[str] = ()
+    never: Sequence[str] = ()
+    by_position: Sequence[str] = ()
+
+    def narrowed(self, signature: Signature) -> Signature:
+        """The signature that accepts exactly the calls that are made."""
+        parameters = [self._narrowed(p) for name, p in signature.parameters.items() if name not in self.never]
+        return signature.replace(parameters=parameters)
+
+    def _narrowed(self, parameter: Parameter) -> Parameter:
+        if parameter.name in self.always:
+            parameter = parameter.replace(default=Parameter.empty)
+        if parameter.name in self.by_position:
+            parameter = parameter.replace(kind=Parameter.POSITIONAL_ONLY)
+        return parameter
+
+
+EVERY_CALL = Calls()
+"""Nothing is known of the callers: they may make every call that the signature accepts."""
+
+
+def called_with(
+    *, always: Sequence[str] = (), never: Sequence[str] = (), by_position: Sequence[str] = ()
+) -> Callable[[Function], Function]:
+    """Mark a constructor or a native definition with the calls that its callers make.
+
+    A replacement has to accept those. What else the signature accepts and the replacement does not is a finding.
+
+    Args:
+        always: parameters with a default that every caller gives all the same.
+        never: optional parameters that no caller gives.
+        by_position: parameters, the first ones, that no caller gives by name.
+    """
+
+    def decorate(function: Function) -> Function:
+        setattr(function, _CALLS, Calls(always, never, by_position))
+        return function
+
+    return decorate
+
+
+def calls_of(cls: type, name: str) -> Calls:
+    """How callers call ``cls.name``: as ``called_with`` says, else in every way that the signature accepts."""
+    raw = inspect.getattr_static(cls, name)
+    calls: Calls = getattr(getattr(raw, "__func__", raw), _CALLS, EVERY_CALL)
+    return calls
 
 
 def method_signature(cls: type, name: str) -> Signature:

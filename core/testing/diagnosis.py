@@ -18,12 +18,14 @@ from opgraft.platform import DISPATCH_KEYS, effective_chain
 from opgraft.plugins import hookspecs
 from opgraft.plugins.discovery import PLUGIN_GROUP, discover
 from opgraft.plugins.selection import selected_platform
+from opgraft.plugins.watching import watched
 from opgraft.registry.declarations import Replacement
 from opgraft.registry.op_classes import location_of, own_classes
 from opgraft.registry.signatures import rejected_call
 from opgraft.state import PluginStatus, host_state
 from opgraft.testing import checks, inventory
 from opgraft.testing.catalogue import SPECS
+from opgraft.text import described
 from torch import Tensor
 
 _HOOKS = [name for name in vars(hookspecs) if name.startswith("opgraft_")]
@@ -37,7 +39,7 @@ def diagnose() -> list[Finding]:
         try:
             found += list(check())
         except (Exception, SystemExit) as error:  # code of plugins, which these checks call
-            found.append(Finding(f"the check '{_words(check)}' ended with {error!r}", exit_code=4))
+            found.append(Finding(f"the check '{_words(check)}' ended with {described(error)}", exit_code=4))
     return list(dict.fromkeys(found))
 
 
@@ -81,9 +83,19 @@ def conflicts() -> Iterator[Finding]:
     """Find ops for which no choice can be made here, each with the error that constructing them would raise."""
     for cls in _op_classes():
         try:
-            bind(cls)
+            _bind(cls)
         except OpgraftError as error:
             yield Finding(str(error))
+
+
+def questionable() -> Iterator[Finding]:
+    """Find replacements of active plugins that were taken, or left out, with a complaint when they were registered."""
+    for replacement in host_state().registry.replacements:
+        record = host_state().plugins.get(replacement.plugin or "")
+        if record is not None and record.status is PluginStatus.ACTIVATED:
+            for finding in replacement.findings:
+                message = f"plugin {record.name} of {replacement.provider}: {finding}"
+                yield Finding(message, replacement.provider, replacement.location)
 
 
 def never_used() -> Iterator[Finding]:
@@ -159,8 +171,9 @@ def lost_gradients() -> Iterator[Finding]:
         for form in inventory.forms_of(_target(replacement)):
             spec = SPECS.get(form.name)
             if spec and spec.differentiable and not form.mutates and _serves(form, replacement):
-                for reason in dict.fromkeys(_lost(spec, kernel)):
-                    yield Finding(f"{kernel} {reason}", replacement.provider, kernel.location)
+                with watched(f"{kernel} of {replacement.provider}", replacement.provider):
+                    reasons = list(dict.fromkeys(_lost(spec, kernel)))
+                yield from (Finding(f"{kernel} {reason}", replacement.provider, kernel.location) for reason in reasons)
 
 
 def _serves(form: Form[..., Any], replacement: Replacement) -> bool:
@@ -180,7 +193,7 @@ def _lost(spec: OpSpec, kernel: Kernel) -> Iterator[str]:
             try:
                 got = tensors(call(**arguments))
             except Exception as error:  # the kernel's own
-                yield f"raised {error!r} for float32 inputs of {spec.form.name} that require a gradient"
+                yield f"raised {described(error)} for float32 inputs of {spec.form.name} that require a gradient"
                 continue
         if any(theirs.requires_grad and not ours.requires_grad for ours, theirs in zip(got, expected, strict=False)):
             yield "loses gradients: its results require none where the inputs do. Mark it with @opgraft.inference_only"
@@ -208,9 +221,17 @@ def _bound() -> Iterator[tuple[Replacement, Binding]]:
     """The active replacements with what constructing their target binds; not those with a conflict."""
     for replacement in _settled():
         try:
-            yield replacement, bind(_target(replacement))
+            yield replacement, _bind(_target(replacement))
         except ConflictError:
             continue
+
+
+def _bind(cls: type) -> Binding:
+    """What constructing the class binds, which asks the conditions and checks of those who replace it."""
+    providers = list(dict.fromkeys(r.provider for r in host_state().active if r.target is cls))
+    names = " and ".join(map(str, providers)) or "opgraft"
+    with watched(f"a check of {names} for {cls.__qualname__}", providers[0] if len(providers) == 1 else None):
+        return bind(cls)
 
 
 def _target(replacement: Replacement) -> Any:
@@ -220,6 +241,7 @@ def _target(replacement: Replacement) -> Any:
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     forgotten_marks,
     unknown_device_type,
+    questionable,
     conflicts,
     never_used,
     broken_needs,

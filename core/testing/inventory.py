@@ -28,6 +28,7 @@ from opgraft.registry.declarations import Replacement
 from opgraft.registry.op_classes import location_of
 from opgraft.state import PluginStatus, host_state
 from opgraft.testing import evidence
+from opgraft.text import described
 
 CONFLICT = "conflict"
 
@@ -77,7 +78,7 @@ def _declared(offer: Offer) -> DeclaredPlatform:
         platform = cls.__new__(cls)
         return DeclaredPlatform(offer.name, platform, effective_chain(platform))
     except (Exception, SystemExit) as error:  # a plugin's code, which was not made for a machine without its device
-        return DeclaredPlatform(offer.name, unknown=f"its class cannot be asked: {type(error).__name__}: {error}")
+        return DeclaredPlatform(offer.name, unknown=f"its class cannot be asked: {described(error)}")
 
 
 def _plugins_loaded(offer: Offer) -> bool:

@@ -215,6 +215,11 @@ def test_plugins_show_has_the_traceback(cli, site) -> None:
             1,
             "(acme 1.0) is never used: priority 0 is below 1",
         ),
+        (
+            {"acme": PLUGIN + "    opgraft.CustomOp.register_oot('RMSNrm')(AcmeRMSNorm)\n"},
+            1,
+            "finding: plugin acme of acme 1.0: acme:AcmeRMSNorm at",
+        ),
     ],
 )
 def test_doctor_reports_findings_by_exit_code(cli, site, sources: dict[str, str], code: int, finding: str) -> None:

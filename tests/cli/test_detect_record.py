@@ -16,7 +16,8 @@ from machines.build import Tree, build, machines
 from opgraft.cli import cli as command_line
 from opgraft.errors import InputError, OpgraftError
 from opgraft.machine.machine import RECORD, Machine
-from opgraft.machine.recording import RecordingMachine, Scrubber
+from opgraft.machine.recording import RecordingMachine
+from opgraft.machine.scrubbing import Scrubber
 
 CARD = str(uuid.uuid4())
 SERIAL = "SN1324099876"
@@ -188,7 +189,7 @@ def test_an_empty_folder_of_the_user_stays(
     """Whatever goes wrong, a folder that was there is empty again, and those that were not are gone."""
     recording = RecordingMachine(Machine.recorded(build("cpu-avx2", tmp_path / "machine")))
     recording.read("/proc/cpuinfo")
-    monkeypatch.setitem(recording.memo["variables"].variables, "CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setitem(recording.seen.variables.variables, "CUDA_VISIBLE_DEVICES", "0")
     assert recording.environ["CUDA_VISIBLE_DEVICES"] == "0"
     (tmp_path / "mine").mkdir()
 

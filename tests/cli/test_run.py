@@ -365,10 +365,10 @@ def test_a_bad_input_file_is_a_clear_error(tmp_path: Path, content: bytes | None
 
 def test_first_token_pooling_is_read_from_the_folder(broken: Path) -> None:
     """A sentence-transformers folder says how tokens become a sentence."""
-    assert not open_checkpoint(str(broken)).pools_first_token
+    assert open_checkpoint(str(broken)).pooling == ("mean",)
     (broken / "1_Pooling").mkdir()
     (broken / "1_Pooling/config.json").write_text('{"pooling_mode_cls_token": true}')
-    assert open_checkpoint(str(broken)).pools_first_token
+    assert open_checkpoint(str(broken)).pooling == ("cls",)
 
 
 def test_the_order_of_the_texts_does_not_change_embeddings() -> None:

@@ -41,7 +41,9 @@ def test_contradictory_or_malformed_custom_ops_are_rejected(tokens: object, mess
     ("backend", "mode", "expected"),
     [
         ("inductor", CompilationMode.NONE, True),
-        ("inductor", CompilationMode.TORCH_COMPILE, False),
+        ("inductor", CompilationMode.STOCK_TORCH_COMPILE, False),
+        ("inductor", CompilationMode.DYNAMO_TRACE_ONCE, False),
+        ("inductor", CompilationMode.VLLM_COMPILE, False),
         ("eager", CompilationMode.TORCH_COMPILE, True),
         ("eager", CompilationMode.NONE, True),
     ],
@@ -52,6 +54,24 @@ def test_the_default_of_custom_ops_depends_on_backend_and_mode(
     """Ops are disabled by default only where inductor compiles the native forms."""
     layer = OpgraftConfig(compilation_config=CompilationConfig(backend=backend, mode=mode))
     assert resolve([("test", layer)]).enabled("rms_norm")[0] is expected
+
+
+@pytest.mark.parametrize(
+    ("given", "mode"),
+    [
+        (0, CompilationMode.NONE),
+        ("1", CompilationMode.STOCK_TORCH_COMPILE),
+        ("torch_compile", CompilationMode.STOCK_TORCH_COMPILE),
+        (2, CompilationMode.DYNAMO_TRACE_ONCE),
+        ("3", CompilationMode.FULL),
+        ("VLLM_COMPILE", CompilationMode.FULL),
+    ],
+)
+def test_modes_have_the_numbers_of_vllm(given: object, mode: CompilationMode) -> None:
+    """A mode is given by name, by an older or vLLM's name, or by its number from 0 to 3."""
+    assert CompilationConfig(mode=given).mode is mode  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a number from 0 to 3"):
+        CompilationConfig(mode=4)  # type: ignore[arg-type]
 
 
 def test_an_inner_layer_wins_field_by_field() -> None:

@@ -201,3 +201,19 @@ def test_a_platform_must_declare_known_keys_once(chain: tuple[str, ...]) -> None
     platform = type("P", (CpuPlatform,), {"dispatch_chain": chain})()
     with pytest.raises(PlatformError, match="declares the dispatch chain"):
         effective_chain(platform)
+
+
+def test_default_on_is_what_holds_for_ops_that_no_setting_names() -> None:
+    """default_on tells the default of custom_ops here and now, as plugins ask it."""
+    assert CustomOp.default_on()
+    with set_config(OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["none", "+scale"]))):
+        assert not CustomOp.default_on()
+
+
+def test_a_replacement_may_say_itself_whether_it_is_enabled(scale, fast_scale) -> None:
+    """A class method ``enabled`` of a replacement counts before custom_ops, and the decision names it."""
+    picky = type("Picky", (fast_scale,), {"enabled": classmethod(lambda cls: False)})
+    scale.register_oot(picky)
+    op = scale()
+    assert op.decision.chosen == "Scale.forward_native"
+    assert "disabled: Picky.enabled() says so" in str(op.decision)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable
 
 import opgraft
 import pytest
 import torch
-from opgraft import CustomOp, OpgraftConfig, PluggableLayer, maybe_get_oot_by_class, set_config
+from opgraft import CustomOp, OpgraftConfig, PluggableLayer, maybe_get_oot_by_class, needs, set_config
 from opgraft.binding import specialisation as binding
 from opgraft.errors import ConfigError, ConflictError, RegistrationError, UnknownTargetError
 from opgraft.ops import RotaryEmbedding
+from opgraft.registry.signatures import called_with
 from opgraft.state import host_state
 
 
@@ -94,6 +96,66 @@ def test_a_narrower_method_is_rejected(scale, method: str, function: Callable, m
         scale.register_oot(replacement)
 
 
+def native(self, positions, query, key=None, offsets=None):
+    """A kernel that takes every call."""
+    return query
+
+
+class Turn(CustomOp):
+    """An op that says how it is called."""
+
+    @called_with(never=["config"])
+    def __init__(self, size: int = 4, config: object = None) -> None:
+        super().__init__()
+
+    @called_with(always=["key"], never=["offsets"], by_position=["positions"])
+    def forward_native(self, positions, query, key=None, offsets=None):
+        return query
+
+
+ACCEPTED_WITH_FINDINGS: list[tuple[dict[str, object], str]] = [
+    ({"forward_oot": lambda self, positions, query, key, offsets=None: query}, "missing a required argument: 'key'"),
+    ({"forward_oot": lambda self, positions, query, key=None: query}, "too many positional|offsets"),
+    ({"forward_oot": lambda self, p, query, key=None, offsets=None: query}, "'positions'|'p'"),
+    ({"forward_oot": native, "__init__": lambda self, size=4: CustomOp.__init__(self)}, "config"),
+    ({"forward_oot": native, "forward_xpu": staticmethod(lambda x: x)}, "forward_xpu .* narrower"),
+    ({"forward": native, "forward_oot": staticmethod(lambda x: x)}, "forward_oot .* narrower"),
+    ({"_split_heads": kernel}, "No op calls _split_heads"),
+]
+
+
+@pytest.mark.parametrize(("members", "finding"), ACCEPTED_WITH_FINDINGS)
+def test_a_narrower_method_that_no_caller_notices_is_a_finding(members: dict, finding: str) -> None:
+    """Calls that are never made may fail: the replacement is used, and its record says what it does not take."""
+    CustomOp.register("turn")(Turn)
+    cls = Turn.register_oot(type("Narrow", (Turn,), members))
+    assert Turn().op_class is cls
+    (record,) = host_state().active
+    (found,) = record.findings
+    assert re.search(finding, found)
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"forward_oot": lambda self, positions, query: query},
+        {"forward_oot": lambda self, positions, query, key, mask: query},
+        {"forward_native": native, "forward_xpu": staticmethod(lambda x: x)},
+        {
+            "forward_oot": needs(lambda: "a device")(lambda self, positions, query, key=None, offsets=None: query),
+            "forward_xpu": staticmethod(lambda x: x),
+        },
+        {"forward_oot": native, "forward_native": lambda self, x: x},
+        {"forward_oot": native, "__init__": lambda self, size: None},
+    ],
+)
+def test_a_narrower_method_that_a_caller_would_notice_is_an_error(members: dict) -> None:
+    """A key that every caller gives, and a kernel that may be bound after all, are checked whatever is marked."""
+    CustomOp.register("turn")(Turn)
+    with pytest.raises(RegistrationError, match="is narrower than Turn"):
+        Turn.register_oot(type("Narrow", (Turn,), members))
+
+
 def test_an_unknown_target_is_pending_until_loading_ends_then_an_error(scale, fast_scale) -> None:
     """A name may be declared before its target; when plugins are loaded it must exist, with near matches shown."""
     CustomOp.register_oot("Scael")(fast_scale)
@@ -163,7 +225,7 @@ def test_classes_of_one_factory_are_different(scale) -> None:
 
 @pytest.mark.parametrize(
     ("names", "hint"),
-    [([], "overrides nothing"), (["forward_ooot"], "did you mean 'forward_oot'"), (["helper"], "Define forward_oot")],
+    [([], "Define forward_oot"), (["forward_ooot"], "did you mean 'forward_oot'")],
 )
 def test_a_replacement_that_changes_nothing_is_rejected(scale, names: list[str], hint: str) -> None:
     """A misspelt kernel, or none at all, would be constructed in silence and never run."""
@@ -198,6 +260,13 @@ def test_a_variant_of_an_op_can_be_a_target_by_class() -> None:
     cls = type("Fast", (RotaryEmbedding,), {"forward_oot": lambda self, positions, query, key=None: (query, key)})
     CustomOp.register_oot(RotaryEmbedding)(cls)
     assert maybe_get_oot_by_class(RotaryEmbedding) is cls
+
+
+@pytest.mark.parametrize("module", ["opgraft.ops", "opgraft.ops.rotary", "opgraft.ops.rotary.modules"])
+def test_a_target_by_any_module_that_exports_it(module: str) -> None:
+    """``module:Class`` names a class by where it is imported from, which may be a package around its module."""
+    assert host_state().registry.find_target(f"{module}:RotaryEmbedding") is RotaryEmbedding
+    assert host_state().registry.find_target("opgraft.ops.layernorm:RotaryEmbedding") is None
 
 
 def test_providers_must_name_ops(scale) -> None:

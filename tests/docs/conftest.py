@@ -28,6 +28,7 @@ REPOSITORY = Path(__file__).parents[2]
 FOREIGN = {offer.provider.name for offer in discovery.scan().offers if not offer.built_in}
 
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```[^\S\n]*$", re.M | re.S)
+_HEADING = re.compile(r"^#+ (.+)$", re.M)
 _INCLUDED = re.compile(r'^--8<-- "(?P<path>[^"]+)"$', re.M)
 _OPGRAFT_ITSELF = r"(.* )?['\"]?\.(\[\w+\])?['\"]?"
 
@@ -42,12 +43,13 @@ VOLATILE = {
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: its language, the file name in its title, its text, and its line on the page."""
+    """One fenced block: language, file name in its title, text, line on the page, and the heading that it is below."""
 
     language: str
     title: str | None
     text: str
     line: int
+    section: str
 
 
 def read_blocks(page: Path) -> list[Block]:
@@ -60,8 +62,14 @@ def read_blocks(page: Path) -> list[Block]:
         body = textwrap.dedent(fence["body"])
         body = _INCLUDED.sub(lambda line: (REPOSITORY / line["path"]).read_text(encoding="utf-8").rstrip(), body)
         line = text.count("\n", 0, fence.start()) + 2
-        blocks.append(Block(language, title and title[1], body, line))
+        section = [heading[1] for heading in _HEADING.finditer(_FENCE.sub("", text[: fence.start()]))][-1]
+        blocks.append(Block(language, title and title[1], body, line, section))
     return blocks
+
+
+def output_in(block: Block) -> str | None:
+    """The text of a block that shows output, ``None`` of any other."""
+    return block.text if block.language == "text" else None
 
 
 def normalized(text: str) -> str:
@@ -88,15 +96,16 @@ class Reader:
     session: ModuleType = field(default_factory=lambda: ModuleType("__main__"))
     status: int = 0
 
-    def follow(self, page: Path) -> None:
-        blocks = read_blocks(page)
-        for block, following in pairwise([*blocks, Block("end", None, "", 0)]):
+    def follow(self, page: Path, section: str | None = None) -> None:
+        blocks = [block for block in read_blocks(page) if section in (None, block.section)]
+        for block, following in pairwise([*blocks, Block("end", None, "", 0, "")]):
             place = f"{page.relative_to(REPOSITORY)}:{block.line}"
             if block.title:
                 self._write(block)
             elif block.language == "python":
-                shown = following.text if following.language == "text" else None
-                self._execute(block.text, page, block.line, shown)
+                self._execute(block.text, page, block.line, output_in(following))
+            elif block.language == "sh":
+                self._paste(block.text, output_in(following), place)
             elif block.language in ("console", "bash"):
                 self._type(block.text, place)
             else:
@@ -121,16 +130,26 @@ class Reader:
         assert commands, f"{place} shows no '$ command'"
         for command, following in pairwise([*commands, ""]):
             line, _, shown = command.partition("\n")
-            if line.startswith("make "):
-                check_make_target(line, place)
-                continue
-            stdout, stderr = self._run(line)
             handled = following.startswith("echo $?")
-            assert self.status == 0 or handled, f"{place}: {line} ended with {self.status}:\n{stdout}{stderr}"
-            assert not re.match("pip ", line) or "WARNING" not in stderr, f"{place}: {stderr}"
+            stdout, stderr = self._enter(line, place, handled=handled)
             if shown.strip():
                 terminal = stderr + stdout if handled else stdout
                 assert matches(shown, terminal), f"{place}: {line} printed:\n{stdout}{stderr}"
+
+    def _paste(self, text: str, shown: str | None, place: str) -> None:
+        """Run the lines of a block without prompts; what is shown is the output of all of them."""
+        printed = "".join(self._enter(line, place)[0] for line in text.splitlines() if line)
+        assert shown is None or matches(shown, printed), f"{place} printed:\n{printed}"
+
+    def _enter(self, line: str, place: str, *, handled: bool = False) -> tuple[str, str]:
+        """Run one line, which must succeed unless its failure is ``handled`` by the next."""
+        if line.startswith("make "):
+            check_make_target(line, place)
+            return "", ""
+        stdout, stderr = self._run(line)
+        assert self.status == 0 or handled, f"{place}: {line} ended with {self.status}:\n{stdout}{stderr}"
+        assert not re.match("pip ", line) or "WARNING" not in stderr, f"{place}: {stderr}"
+        return stdout, stderr
 
     def _run(self, line: str) -> tuple[str, str]:
         """One line in a shell that goes on where the last one ended: folder, variables and status."""

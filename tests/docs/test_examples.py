@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,24 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 GENERATED = REPOSITORY / "docs/reference/ops"  # which show signatures, and nothing to follow
 WRITTEN = sorted(page for page in (REPOSITORY / "docs").rglob("*.md") if page.parent != GENERATED)
-PAGES = [REPOSITORY / "README.md", *WRITTEN]
+README = REPOSITORY / "README.md"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own, where inductor starts
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_a_page_does_what_it_says(page: Path, reader) -> None:
     """Followed from top to bottom, every command succeeds, every example runs, and the output shown is what comes."""
     reader.follow(page)
+
+
+def sections() -> list[str]:
+    """The headings of the README, each of which claims one thing and is read alone."""
+    return re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", README.read_text("utf-8"), flags=re.M | re.S), re.M)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("section", sections())
+def test_a_claim_of_the_readme_holds(section: str, reader) -> None:
+    """Each section holds for who starts with it: commands succeed, examples run, and the output shown is what comes."""
+    reader.follow(README, section)

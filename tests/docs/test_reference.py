@@ -130,6 +130,12 @@ def test_every_hook_is_a_row_with_its_arguments() -> None:
     assert set(names("hooks", "hook")) == specified
 
 
+def test_every_hook_has_an_example() -> None:
+    """The plugin on the page of hooks implements each of them, and what is typed there is checked with the guides."""
+    implemented = re.findall(r"^@opgraft\.hookimpl\ndef (\w+)\(", text_of("hooks"), re.M)
+    assert sorted(implemented) == sorted(name for name in vars(hookspecs) if name.startswith("opgraft_"))
+
+
 def parameters_of(thing: object) -> list[str] | None:
     """The names of the parameters, with ``*`` before those that only keywords reach; ``None`` where nothing tells."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,13 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-GUIDES = ["implement-an-op", "replace-an-op", "device-plugin"]
+GUIDES = [
+    "how-to/build-a-model",
+    "how-to/implement-an-op",
+    "how-to/replace-an-op",
+    "how-to/device-plugin",
+    "reference/hooks",
+]
 
 
 @pytest.fixture
@@ -31,15 +38,15 @@ def test_the_examples_of_the_guides_are_typed(tmp_path: Path, importable: Path, 
     examples.mkdir()
     for guide in GUIDES:
         module: list[str] = []
-        for block in blocks_of(REPOSITORY / "docs" / "how-to" / f"{guide}.md"):
+        for block in blocks_of(REPOSITORY / "docs" / f"{guide}.md"):
             if block.language == "python" and block.title:
                 target = examples / Path(block.title.removeprefix("reference_plugins/"))
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_text(block.text, encoding="utf-8")
             elif block.language == "python":
                 module.append(block.text)
-        (examples / f"{guide.replace('-', '_')}.py").write_text("\n\n".join(module), encoding="utf-8")
-    roots = [examples / "acme-ops", examples / "opgraft-toy-npu" / "src"]
+        (examples / f"{re.sub('[-/]', '_', guide)}.py").write_text("\n\n".join(module), encoding="utf-8")
+    roots = [examples / "acme-ops", examples / "acme-kit", examples / "opgraft-toy-npu" / "src"]
     variables = {**os.environ, "MYPYPATH": os.pathsep.join(map(str, [importable, *roots]))}
     options = ["--strict", "--follow-imports=silent", "--explicit-package-bases"]
     cache = ["--cache-dir", str(REPOSITORY / ".mypy_cache" / "docs")]

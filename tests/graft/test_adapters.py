@@ -166,10 +166,10 @@ class FailingOp(Linear):
 @pytest.mark.parametrize(
     ("adapter", "reason"),
     [
-        (Adapter("acme", Linear, failing_recogniser), "adapter 'acme' of acme-npu 2.0 raised KeyError('acme')"),
+        (Adapter("acme", Linear, failing_recogniser), "adapter 'acme' of acme-npu 2.0 raised KeyError: 'acme'"),
         (
             Adapter("acme", FailingOp, lambda module: {}),
-            "class FailingOp for adapter 'acme' of acme-npu 2.0 raised OSError('no device')",
+            "class FailingOp for adapter 'acme' of acme-npu 2.0 raised OSError: no device",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Linear layers over one storage, in a gated MLP: whatever is done to its weights, it computes with them."""
+"""Linear layers side by side in memory, in a gated MLP: whatever is done to its weights, it computes with them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import opgraft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -119,6 +120,10 @@ def add_hook(layer: GatedMLP) -> None:
     layer.up_proj.register_forward_hook(lambda module, args, out: torch.zeros_like(out))
 
 
+def swap_tensors(layer: GatedMLP) -> None:
+    torch.utils.swap_tensors(layer.up_proj.weight, nn.Parameter(torch.zeros(24, 16)))
+
+
 def set_forward(layer: GatedMLP) -> None:
     layer.up_proj.forward = lambda x: torch.zeros(*x.shape[:-1], 24)  # type: ignore[method-assign]
 
@@ -133,7 +138,7 @@ def parametrize_up(layer: GatedMLP) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [assign_data, assign_parameter, exchange_child, add_hook, set_forward, parametrize_up]
+    "change", [assign_data, assign_parameter, swap_tensors, exchange_child, add_hook, set_forward, parametrize_up]
 )
 def test_what_separates_them_is_seen_at_once(change: Callable[[GatedMLP], None]) -> None:
     """Assigned weights, adapters in the place of a child, hooks: the next call does what the children would."""
@@ -143,6 +148,28 @@ def test_what_separates_them_is_seen_at_once(change: Callable[[GatedMLP], None])
     assert not joint(model, x)
     with torch.no_grad():
         assert not model(x).any()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_swapping_every_tensor(frozen: bool) -> None:
+    """After inference, torch may swap the tensors of a grafted model, as ``.to()`` does where it is told to."""
+    model, x = grafted()
+    if frozen:
+        opgraft.freeze(model)
+    with torch.no_grad():
+        model(x)
+    other = Gated()
+    for mine, theirs in zip(model[0].named_parameters(), list(other.parameters()), strict=True):
+        torch.utils.swap_tensors(mine[1], theirs)
+    plain = Gated()
+    plain.load_state_dict(model[0].state_dict())
+    agrees(model, plain, x)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    agrees(model, plain.double(), x.double())
 
 
 def test_functional_call_uses_what_it_is_given() -> None:

@@ -10,10 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from opgraft import ops
 from opgraft.binding.derivation import is_derived
 from opgraft.binding.functional import FORMS
 from opgraft.binding.kernels import choose_kernel
+from opgraft.errors import MissingKernelError
 from opgraft.ops import on_triton
 from opgraft.ops.on_triton import triton_kernels, triton_missing
 
@@ -67,6 +69,14 @@ def test_without_triton_the_native_definition_is_chosen(method: str, monkeypatch
     assert str(choice.winner) == "RMSNorm.forward_native"
     passed_over = {c.name: c.reason for c in choice.decision.candidates if not c.accepted}
     assert "needs Triton, which is not installed" in passed_over[f"RMSNorm.{method}"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed here")
+def test_a_kernel_that_is_called_by_name_says_what_is_missing() -> None:
+    """A replacement that falls back on ``self.forward_cuda`` learns that Triton is not installed."""
+    acme = type("Acme", (ops.SiluAndMul,), {"forward_oot": lambda self, x: self.forward_cuda(x)})
+    with pytest.raises(MissingKernelError, match="needs Triton, which is not installed: pip install triton"):
+        acme().forward_oot(torch.ones(1, 4))
 
 
 def test_a_broken_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float64: torch.int64}
 needs_onednn = pytest.mark.skipif(bool(onednn.missing()), reason=f"packed linear: {onednn.missing()}")
+_RANGES_FOR = packed_linear.ranges_for.__wrapped__
 
 
 class Calls(list[str]):
@@ -35,11 +36,18 @@ class Calls(list[str]):
 def record_calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Packing made worth it everywhere, whatever the CPU, and every call of oneDNN written down."""
     made = Calls()
-    rows = (packed_linear.Pays(1, 1),)
-    monkeypatch.setattr(packed_linear, "_table", lambda platform: dict.fromkeys(DTYPES, rows))
-    for name in ("pack", "packed_linear", "packed_linear_add"):
+    rows = {feature: dict.fromkeys(DTYPES, (packed_linear.RowRange(1, 1),)) for feature in packed_linear.PACKED}
+    use_tables(monkeypatch, rows, rows)
+    for name in ("pack", "linear", "linear_add"):
         monkeypatch.setattr(onednn, name, _noting(made, name, getattr(onednn, name)))
     return made
+
+
+def use_tables(monkeypatch: pytest.MonkeyPatch, packed: packed_linear.Table, direct: packed_linear.Table) -> None:
+    """Have oneDNN compute where these say, over packed weights and over plain ones."""
+    monkeypatch.setattr(packed_linear, "PACKED", packed)
+    monkeypatch.setattr(packed_linear, "DIRECT", direct)
+    monkeypatch.setattr(packed_linear, "ranges_for", _RANGES_FOR)
 
 
 def _noting(made: Calls, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,13 +73,17 @@ def check(actual: Tensor, x: Tensor, op: nn.Linear, activation: str = "none", re
 
 
 def make(size: int = 13, out: int = 7, dtype: torch.dtype = torch.float32, **options: Any) -> Linear:
-    return Linear(size, out, **options).to(dtype).requires_grad_(False)
+    """A layer whose weights are frozen, so that they are packed."""
+    op = Linear(size, out, **options).to(dtype)
+    opgraft.freeze(op)
+    return op
 
 
 def packed(size: int = 13, out: int = 7, **options: Any) -> tuple[Any, nn.Linear]:
     """A packed layer, and one with the same values that keeps its plain weight."""
     op = make(size, out, **options).eval()
     plain = copy.deepcopy(op)
+    opgraft.freeze(plain)
     assert [row.path for row in opgraft.pack(op).packed] == [""]
     return op, plain
 

@@ -113,3 +113,13 @@ def test_gated_native_is_a_static_method() -> None:
     op = ops.SiluAndMul(compile_native=False)
     assert torch.equal(ops.SiluAndMul.forward_native(x), op(x))
     assert torch.equal(op.forward_native(x), op(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_clipped_gate_with_a_scale_and_a_shift(dtype: torch.dtype) -> None:
+    """With alpha 1.702 and beta 1 the clipped gate is that of gpt-oss, whose gates and ups alternate."""
+    x = (10 * torch.randn(5, 8)).to(dtype)
+    op = ops.SiluAndMulWithClamp(7.0, 1.702, 1.0)
+    alternating = torch.stack(x.chunk(2, -1), -1).flatten(-2)
+    torch.testing.assert_close(op(x), ops.SwigluOAIAndMul()(alternating))
+    assert repr(op) == "SiluAndMulWithClamp(swiglu_limit=7.0, alpha=1.702, beta=1.0)"

@@ -15,6 +15,7 @@ from opgraft.compat import packed_linear as onednn
 from opgraft.errors import PackError
 from opgraft.ops import Linear
 from opgraft.ops.linear import packed_only
+from opgraft.ops.linear.packed import PACKED, RowRange
 from opgraft.ops.linear.packed_layer import PackedLinear
 from ops.packing import (
     DTYPES,
@@ -27,6 +28,7 @@ from ops.packing import (
     packed,
     record_calls,
     same_bits,
+    use_tables,
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -117,12 +119,12 @@ def test_values(calls: Calls, rebuilt: list[Tensor], dtype: torch.dtype, activat
 
 def test_few_rows_run_packed(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the plain linear would win, the packed one runs all the same."""
-    rows = opgraft.ops.linear.packed.Pays(1, 1000)
-    monkeypatch.setattr("opgraft.ops.linear.packed._table", lambda platform: dict.fromkeys(DTYPES, (rows,)))
+    rows = dict.fromkeys(DTYPES, (RowRange(1, 1000),))
+    use_tables(monkeypatch, dict.fromkeys(PACKED, rows), {})
     op, _ = packed()
     calls.clear()
     op(torch.randn(1, 13))
-    assert calls == ["packed_linear"]
+    assert calls == ["linear"]
 
 
 @pytest.mark.parametrize("wanted", ["input", "bias", "residual"])
@@ -214,7 +216,7 @@ def test_under_compilation(calls: Calls, dtype: torch.dtype, mode: Callable[[], 
             x, residual = torch.randn(rows, 13).to(dtype), torch.randn(rows, 7).to(dtype)
             assert same_bits(compiled(op, x, residual), plain(x, residual))
     assert len(graphs) == 1
-    assert calls.count("packed_linear") == 6
+    assert calls.count("linear") == 6
 
 
 def test_a_weight_that_was_loaded_after_compilation() -> None:

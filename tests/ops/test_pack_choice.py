@@ -18,7 +18,7 @@ from opgraft.ops import GatedMLP, Linear
 from opgraft.ops.composites.composite import served_by
 from opgraft.ops.linear import packed as packed_linear
 from opgraft.ops.linear.packed_layer import PackedLinear
-from ops.packing import Calls, check, make, needs_onednn, record_calls
+from ops.packing import Calls, check, make, needs_onednn, record_calls, use_tables
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -185,11 +185,13 @@ def test_joint_storages_that_others_see(kind: str, name: str) -> None:
 
 
 def test_a_joint_layer_that_stands_elsewhere_too() -> None:
-    """A projection that a model has under another name first stays where it is, and so does the one beside it."""
+    """A projection that a model has under another name first is packed under that, and so is the one beside it."""
     layer = _joined()[0]
+    x = torch.randn(3, 16)
+    before = layer(x)
     report = opgraft.pack(model_of(layer.gate_proj, layer))
-    assert [row.path for row in report.packed] == ["1.down_proj"]
-    assert [row.path for row in report.kept] == ["0", "1.up_proj"]
+    assert [row.path for row in report.packed] == ["0", "1.up_proj", "1.down_proj"]
+    torch.testing.assert_close(layer(x), before)
 
 
 def test_nothing_moves_where_packing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +207,7 @@ def test_nothing_moves_where_packing_fails(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(PackError):
             opgraft.pack(model)
     assert addresses(model) == before
-    monkeypatch.setattr(packed_linear, "_table", lambda platform: {})
+    use_tables(monkeypatch, {}, {})
     opgraft.pack(model)
     opgraft.unpack(model)
     assert addresses(model) == before
@@ -215,8 +217,8 @@ def test_nothing_moves_where_packing_fails(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_where_packing_never_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table that decides for calls decides here too, by size and dtype."""
-    rows = (packed_linear.Pays(128, 4, 256),)
-    monkeypatch.setattr(packed_linear, "_table", lambda platform: {torch.float32: rows})
+    rows = {torch.float32: (packed_linear.RowRange(128, 4, 256),)}
+    use_tables(monkeypatch, dict.fromkeys(packed_linear.PACKED, rows), {})
     model = model_of(make(), make(16, 8), make(16, 8, dtype=torch.bfloat16))
     report = opgraft.pack(model)
     assert [row.path for row in report.packed] == ["1"]
@@ -339,7 +341,7 @@ def test_rebind_and_refresh(calls: Calls) -> None:
     assert model[0]._packed is not None
     calls.clear()
     assert torch.equal(model(x), before)
-    assert calls == ["packed_linear"]
+    assert calls == ["linear"]
 
 
 def test_a_plugin_that_comes_later() -> None:
@@ -368,7 +370,7 @@ def test_an_enforced_op_stays_enforced() -> None:
     with switched_off():
         assert len(opgraft.pack(model).packed) == 1
         opgraft.rebind(model)
-        assert model[0].decision.chosen == "PackedLinear.forward_cpu"
+        assert model[0].decision.chosen == "Linear.forward_cpu"
         opgraft.unpack(model)
         assert model[0].decision.chosen == "Linear.forward_cpu"
 

@@ -9,10 +9,10 @@ import opgraft
 import pytest
 import torch
 from opgraft.compat import packed_linear as onednn
-from opgraft.ops import Linear
+from opgraft.ops import GatedMLP, Linear
 from opgraft.ops.linear import packed as packed_linear
 from opgraft.ops.linear.functional import linear
-from ops.packing import DTYPES, Calls, check, each_dtype, make, needs_onednn, record_calls
+from ops.packing import DTYPES, Calls, check, each_dtype, make, needs_onednn, packed, record_calls, use_tables
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -64,8 +64,6 @@ PLAIN: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
     "a FLOP counter": _with_a_counter,
     "oneDNN switched off": _without_onednn,
     "a strided weight": _strided_weight,
-    "a computed weight": _computed_weight,
-    "a weight made in inference mode": _created_for_inference,
     "a parameter as input": lambda op, x: op(nn.Parameter(x, requires_grad=False)),
     "torch.export": lambda op, x: torch.export.export(op, (x,)).module()(x),
     "torch.fx": lambda op, x: torch.fx.symbolic_trace(nn.Sequential(op))(x),
@@ -75,15 +73,26 @@ PLAIN: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated", "ignore:TF32 acceleration")
 @pytest.mark.parametrize("situation", PLAIN)
 def test_where_the_plain_linear_runs(calls: Calls, situation: str) -> None:
-    """What must see through the op, or cannot be packed, gets torch's linear with its result."""
+    """What must see through the op, or oneDNN cannot read, gets torch's linear with its result."""
     op, x = make(), torch.randn(3, 13)
     op(x)
     calls.clear()
     y = PLAIN[situation](op, x)
-    factor = 2 if situation == "a computed weight" else 1
-    reference = F.linear(x, factor * op.weight, op.bias)
+    reference = F.linear(x, op.weight, op.bias)
     torch.testing.assert_close(y, reference.to(y.dtype), atol=2e-2 if y.dtype == torch.bfloat16 else 1e-5, rtol=1e-2)
-    assert "packed_linear" not in calls
+    assert "linear" not in calls
+
+
+@pytest.mark.parametrize("made", [_computed_weight, _created_for_inference])
+def test_weights_that_are_no_frozen_parameters(calls: Calls, made: Callable[[nn.Linear, Tensor], Tensor]) -> None:
+    """A weight that is computed for a call, or of which torch counts no writes, is read as it is."""
+    op, x = make(), torch.randn(3, 13)
+    op(x)
+    calls.clear()
+    weight = op.weight * 2
+    y = made(op, x)
+    torch.testing.assert_close(y, F.linear(x, weight if made is _computed_weight else op.weight, op.bias))
+    assert calls == ["linear"]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own import
@@ -117,7 +126,7 @@ def test_under_compilation(calls: Calls, dtype: torch.dtype, mode: Callable[[], 
             with torch.no_grad():
                 op.weight.mul_(-1.5)
     assert len(graphs) == 1
-    assert calls.count("packed_linear") == calls.count("pack") == 3
+    assert calls.count("linear") == calls.count("pack") == 3
 
 
 def test_compiled_training(calls: Calls) -> None:
@@ -166,20 +175,29 @@ def test_the_table_decides(
     activation: str,
     rows: tuple[int, int] | None,
 ) -> None:
-    """By instruction set, size, dtype, rows and activation: packed from the first to the last number of rows only."""
+    """By instruction set, size, dtype, rows and activation: packed from the first to the last number of rows only.
+
+    A weight that is not frozen is never packed, and read by oneDNN only on the CPUs for which that was measured.
+    """
     capability = opgraft.current_platform().capability()
     seen = opgraft.DeviceCapability(capability.name, capability.dtypes, features=features)
     monkeypatch.setattr(type(opgraft.current_platform()), "capability", lambda self, index=0: seen)
-    packed_linear._table.cache_clear()
-    packed: list[int] = []
-    real = onednn.packed_linear
-    monkeypatch.setattr(onednn, "packed_linear", lambda x, *rest: packed.append(len(x)) or real(x, *rest))
+    use_tables(monkeypatch, packed_linear.PACKED, packed_linear.DIRECT)
+    seen_by_onednn: list[tuple[int, bool]] = []
+    real = onednn.linear
+    monkeypatch.setattr(
+        onednn, "linear", lambda x, w, *rest: seen_by_onednn.append((len(x), w.is_mkldnn)) or real(x, w, *rest)
+    )
     weight = nn.Parameter(torch.randn(shape).to(dtype), requires_grad=False)
     tried = [1, 3, 4, 15, 16, 256, 257, 2048]
-    for count in tried:
-        packed_linear.linear(torch.randn(count, shape[1]).to(dtype), weight, None, activation)
-    packed_linear._table.cache_clear()
-    assert packed == [count for count in tried if rows and rows[0] <= count <= rows[1]]
+    expected = [count for count in tried if rows and rows[0] <= count <= rows[1]]
+    direct = expected if features == BF16 and dtype == torch.float32 else []
+    for frozen, counts in ((False, direct), (True, expected)):
+        seen_by_onednn.clear()
+        for count in tried:
+            packed_linear.linear(torch.randn(count, shape[1]).to(dtype), weight, None, activation)
+        assert seen_by_onednn == [(count, frozen) for count in counts]
+        opgraft.freeze(weight)
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,4 +215,21 @@ def test_the_form_runs_the_kernel(calls: Calls) -> None:
     """``linear`` as a function packs too."""
     op, x = make(), torch.randn(3, 13)
     check(linear(x, op.weight, op.bias, "relu"), x, op, "relu")
-    assert calls == ["pack", "packed_linear"]
+    assert calls == ["pack", "linear"]
+
+
+def test_where_something_else_runs_is_said(calls: Calls) -> None:
+    """The decisions of layers that do less for a compiler or an exporter name that, and it is what happens."""
+    op, x = make(), torch.randn(3, 13)
+    for each in (op, packed()[0]):
+        assert "under torch.export and torch.jit.trace torch's own linear runs" in str(each.decision)
+    exported = torch.export.export(op, (x,))
+    assert "torch.ops.aten.linear.default" in exported.graph_module.code
+    layer = GatedMLP(16, 24).eval()
+    assert "while a compiler traces, gate, up and the activation are computed one" in str(layer.decision)
+    calls.clear()
+    with torch.no_grad():
+        torch.compile(layer, backend="eager")(torch.randn(3, 16))
+        assert calls.count("linear") == 3
+        layer(torch.randn(3, 16))
+        assert calls.count("linear") == 5

@@ -113,3 +113,31 @@ def test_half_types_rotate_in_float32(enable_fp32_compute: bool) -> None:
     x, (cos, sin) = torch.randn(9, HEADS, HEAD_SIZE).bfloat16(), torch.randn(2, 9, HEAD_SIZE // 2)
     assert torch.equal(op(x, cos, sin), op(x.float(), cos, sin).bfloat16())
     assert op.enable_fp32_compute is enable_fp32_compute
+
+
+def test_helpers_for_kernels() -> None:
+    """A kernel gets the table in its query's dtype, which stays so, and cosines and sines of a sequence."""
+    op = RotaryEmbedding(16, 8, 32, 1e4, True, torch.float32)
+    exact = op.cos_sin_cache
+    assert op._match_cos_sin_cache_dtype(torch.ones(1)) is exact
+    cast = op._match_cos_sin_cache_dtype(torch.ones(1, dtype=torch.bfloat16))
+    assert cast is op.cos_sin_cache
+    assert torch.equal(cast, exact.bfloat16())
+    assert not op.state_dict()
+    cos, sin = op.get_cos_sin(5)
+    assert torch.equal(torch.cat((cos, sin), dim=-1), cast[:5])
+    positions, query = torch.arange(5), torch.randn(5, 32)
+    settings = (op.head_size, op.rotary_dim, exact, op.is_neox_style)
+    plain = RotaryEmbedding(16, 8, 32, 1e4, True, torch.float32)
+    for key in (None, query):
+        expected = plain(positions, query, key)
+        for got, wanted in zip(RotaryEmbedding.forward_static(positions, query, key, *settings), expected, strict=True):
+            assert got is wanted is None or torch.equal(got, wanted)
+
+
+def test_matching_a_table_while_compiling_keeps_the_table() -> None:
+    """Under a compiler the table is converted for the call only, so that no graph writes to the module."""
+    op = RotaryEmbedding(16, 8, 32, 1e4, True, torch.float32)
+    match = torch.compile(op._match_cos_sin_cache_dtype, fullgraph=True, backend="eager")
+    assert match(torch.ones(1, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert op.cos_sin_cache.dtype == torch.float32

@@ -43,7 +43,11 @@ def table(frequencies: Tensor, rows: int, scale: float = 1.0) -> Tensor:
 
 def assert_table(op: Any, frequencies: Tensor, rows: int, scale: float = 1.0) -> None:
     """The op has these frequencies and this table, up to float32's rounding of angles."""
-    torch.testing.assert_close(op._compute_inv_freq(op.base), frequencies, rtol=2e-6, atol=0)
+    of_factor = isinstance(
+        op, (ops.YaRNScalingRotaryEmbedding, ops.DeepseekScalingRotaryEmbedding, ops.MRotaryEmbedding)
+    )
+    given = op.scaling_factor if of_factor else op.base
+    torch.testing.assert_close(op._compute_inv_freq(given), frequencies, rtol=2e-6, atol=0)
     assert op.cos_sin_cache.shape == (rows, HEAD_SIZE)
     torch.testing.assert_close(op.cos_sin_cache.double(), table(frequencies, rows, scale), rtol=0, atol=rows * 1e-6)
 
@@ -85,7 +89,12 @@ def test_yarn_scales() -> None:
     assert variant(ops.YaRNScalingRotaryEmbedding, 4.0, attn_factor=2.0, apply_yarn_scaling=False).mscale == 2.0
     slow = variant(ops.YaRNScalingRotaryEmbedding, 4.0, extrapolation_factor=0.0)
     plain = variant(ops.RotaryEmbedding)
-    torch.testing.assert_close(slow._compute_inv_freq(BASE), plain._compute_inv_freq(BASE) / 4.0)
+    torch.testing.assert_close(slow._compute_inv_freq(4.0), plain._compute_inv_freq(BASE) / 4.0)
+    for own in ({"attention_factor": 1.5}, {"mscale": 1.0, "mscale_all_dim": 0.5}):
+        for cls, arguments in ((ops.YaRNScalingRotaryEmbedding, [4.0]), (ops.MRotaryEmbedding, [])):
+            options = {} if arguments else {"scaling_factor": 4.0}
+            op = variant(cls, *arguments, **options, **own)
+            assert op.mscale == pytest.approx(outside("yarn", factor=4.0, **own)[1], rel=1e-12)
 
 
 @pytest.mark.parametrize("scales", [(0.707, 0.707), (1.0, 0.5)])
@@ -112,6 +121,30 @@ def test_multimodal_table(factor: float | None) -> None:
     else:
         frequencies, scale = outside("yarn", factor=factor)
         assert_table(op, frequencies, 16 * TRAINED, scale)
+        short = variant(ops.MRotaryEmbedding, [8, 8, 8], scaling_factor=factor, positions_factor=1)
+        assert torch.equal(short.cos_sin_cache, op.cos_sin_cache[: 4 * TRAINED])
+
+
+def test_interleaved_cosines() -> None:
+    """apply_interleaved_rope puts the cosines of three axes together as the op does."""
+    section = [10, 8, 6]
+    op = variant(ops.MRotaryEmbedding, section, True)
+    positions, query = torch.randint(0, TRAINED, (3, 7)), torch.randn(7, 2, HEAD_SIZE)
+    cos, sin = (ops.apply_interleaved_rope(half, section) for half in op.cos_sin_cache[positions].chunk(2, -1))
+    assert cos.shape == (7, HEAD_SIZE // 2)
+    torch.testing.assert_close(op.apply_rotary_emb(query, cos, sin), op(positions, query)[0])
+
+
+def test_a_constructor_that_skips_the_variants_own() -> None:
+    """``super(DeepseekScalingRotaryEmbedding, self).__init__`` works with the attributes that vLLM's op reads."""
+
+    class Acme(ops.DeepseekScalingRotaryEmbedding):
+        def __init__(self, *arguments: Any) -> None:
+            self.scaling_factor, self.beta_fast, self.beta_slow, self.mscale = 4.0, 32, 1, 1.25
+            super(ops.DeepseekScalingRotaryEmbedding, self).__init__(*arguments)
+
+    frequencies, _ = outside("yarn", factor=4.0)
+    assert_table(Acme(HEAD_SIZE, HEAD_SIZE, TRAINED, BASE, True, torch.float32), frequencies, 4 * TRAINED, 1.25)
 
 
 @pytest.mark.parametrize("section", [[12, 6, 6], [9, 8, 7]])

@@ -28,6 +28,7 @@ MODULE = '''
 class Softsign(CustomOp):
     """``x / (1 + |x|)``, elementwise."""
 
+    @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.softsign(x)
 '''

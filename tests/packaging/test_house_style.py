@@ -19,12 +19,13 @@ FOLDERS = {"core": "opgraft", "platforms": "opgraft.platforms", "plugins": "opgr
 
 LAYERS = [
     # Plain data: no torch, no state.
+    "opgraft.text",
     "opgraft.errors",
     "opgraft.version",
     "opgraft.moved",
-    "opgraft.text",
-    "opgraft.log",
+    "opgraft.logger",
     "opgraft.environment",
+    "opgraft.caches",
     "opgraft.config",
     "opgraft.machine",
     "opgraft.decision",  # quotes the evidence of opgraft.machine
@@ -45,9 +46,11 @@ LAYERS = [
     "opgraft.functional",
     "opgraft.packing",
     "opgraft.custom_op",
+    "opgraft.torch_library",
     # Models.
     "opgraft.bucketing",
     "opgraft.grafting",
+    "opgraft.pooling",
     "opgraft.checkpoint",
     "opgraft.runner",
     "opgraft.testing",

@@ -44,8 +44,8 @@ def read_paths(machine_folder, built_in_probes):
         recording = RecordingMachine(Machine.recorded(machine_folder(name)))
         for probe in built_in_probes.values():
             probe(recording)
-        memo = recording.memo
-        paths = {path.lstrip("/") for key in ("files", "folders", "links") for path in memo[key]}
+        seen = recording.seen
+        paths = {path.lstrip("/") for path in (*seen.files, *seen.listed, *seen.links)}
         parents = {str(parent) for path in paths for parent in Path(path).parents if str(parent) != "."}
         present = (path for path in paths | parents if os.path.lexists(machine_folder(name) / path))
         return sorted(present)

@@ -11,10 +11,11 @@ from machines.google import UNASSIGNED, V4
 from opgraft.decision import Decision
 from opgraft.machine.machine import Machine
 from opgraft.machine.recording import RecordingMachine
-from opgraft.plugins.discovery import HARDWARE_GROUP, scan
+from opgraft.plugins.discovery import PLATFORM_GROUP, scan
 from opgraft.plugins.hardware import unclaimed_hardware
 
-(sightings,) = [offer.load() for offer in scan().of_group(HARDWARE_GROUP) if offer.built_in]
+SPECS = [offer.load() for offer in scan().of_group(PLATFORM_GROUP) if offer.built_in]
+(sightings,) = [spec.sightings for spec in SPECS if spec.sightings]
 
 SEEN = {
     "other-ascend-910b": ("Huawei Ascend 910B", 8),

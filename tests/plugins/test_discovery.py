@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
+from pathlib import Path
 
 import opgraft
 import pytest
+from opgraft.config import OpgraftConfig
 from opgraft.decision import Provider
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, discover
+from opgraft.plugins.requirements import objection
 
 
 def test_nothing_is_imported_by_discovery(site) -> None:
@@ -97,3 +101,58 @@ def test_providers_of_modules(site) -> None:
     assert discover().provider_of("acme_ops.kernels") == Provider("acme-ops", "1.0")
     assert discover().provider_of("opgraft.ops.layernorm") == Provider("opgraft", opgraft.__version__)
     assert str(discover().provider_of("elsewhere.module")) == "elsewhere"
+
+
+def stale_metadata(folder: Path, platforms: str) -> None:
+    """What an old build of opgraft leaves in a working folder."""
+    info = folder / "opgraft.egg-info"
+    info.mkdir(parents=True)
+    (info / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: opgraft\nVersion: 0.0.1\n")
+    (info / "entry_points.txt").write_text(f"[opgraft.platforms]\n{platforms}")
+
+
+def test_stale_metadata_in_the_working_folder_hides_nothing(cli, tmp_path: Path) -> None:
+    """An egg-info of another time neither takes platforms away nor brings back those that are gone."""
+    stale_metadata(tmp_path, "cpu = opgraft.platforms.cpu:OLD\ngone = opgraft.platforms.gone:SPEC\n")
+    result = cli("detect", "--json")
+    assert result.returncode == 0, result.stderr
+    data = json.loads(result.stdout)
+    assert sorted(c["name"] for c in data["decision"]["candidates"]) == ["cpu", "cuda", "rocm", "tpu", "xpu"]
+    assert data["problems"] == []
+    assert {c["provider"]["version"] for c in data["decision"]["candidates"]} == {opgraft.__version__}
+
+
+@pytest.mark.parametrize("name", ["opgraft", "OpGraft"])
+@pytest.mark.parametrize("point", ["cpu = evil:SPEC", "evil = evil:SPEC", "evil = opgraft_platforms_evil:SPEC"])
+def test_an_impostor_is_not_built_in(site, cli, tmp_path: Path, name: str, point: str) -> None:
+    """Whoever calls itself opgraft gets no probe run, neither here nor in a child, and is reported."""
+    trace = tmp_path / "ran"
+    source = f"open({str(trace)!r}, 'w').close()\nSPEC = None\n"
+    modules = {"evil.py": source, "opgraft_platforms_evil.py": source}
+    site.install(name, modules, {"opgraft.platforms": [point], "opgraft.plugins": ["evil = evil"]}, version="9.0")
+    result = cli("detect", "--json")
+    assert result.returncode == 0, result.stderr
+    data = json.loads(result.stdout)
+    assert sorted(c["name"] for c in data["decision"]["candidates"]) == ["cpu", "cuda", "rocm", "tpu", "xpu"]
+    (problem,) = data["problems"]
+    assert str(site.folder) in problem["provider"]
+    assert "calls itself opgraft" in problem["reason"]
+    assert cli("plugins", "doctor").returncode == 1
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    "line", ["Opgraft>=9", "OPGRAFT >= 9", "opgraft (>=9)", "opgraft[demo]>=9", "opgraft>=9; python_version>'3'"]
+)
+def test_a_requirement_counts_however_it_is_spelled(site, line: str) -> None:
+    """Names of distributions have many spellings, and a version that does not fit is a reason in each."""
+    site.plugin("acme", "raise RuntimeError('imported')", requires=["torch", line])
+    (offer,) = discover().of_group(PLUGIN_GROUP)
+    assert offer.requires == (line,)
+    assert "it requires" in (objection(offer, OpgraftConfig()) or "")
+
+
+def test_other_distributions_names_begin_alike(site) -> None:
+    """A requirement on opgraft-something says nothing about opgraft."""
+    site.plugin("acme", "", requires=["opgraft-toy-npu>=9", "opgraft_cpu_kernels", "opgraft.x>=9"])
+    assert discover().of_group(PLUGIN_GROUP)[0].requires == ()

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from opgraft.binding.custom_op import CustomOp
-from opgraft.binding.derivation import NATIVE
+from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.activation import functional as forms
-from opgraft.ops.checks import expect_choice, expect_not_negative
+from opgraft.ops.checks import expect_choice, expect_not_negative, halves
 from opgraft.ops.on_triton import on_triton
+from opgraft.ops.precision import compute_dtype
+from opgraft.registry.signatures import called_with
 from torch import Tensor, nn
 
 TRITON = on_triton("opgraft.ops.activation.triton")
@@ -28,10 +30,12 @@ class SiluAndMul(CustomOp):
         compile_native: taken so that classes which pass it construct; the native definition compiles with its caller.
     """
 
+    @called_with(never=["compile_native"])
     def __init__(self, *, compile_native: bool = True) -> None:
         super().__init__()
 
     @staticmethod
+    @calls_functional
     def forward_native(x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.silu_and_mul(x)
@@ -46,6 +50,7 @@ class MulAndSilu(CustomOp):
     ``custom_ops`` switches it on every platform; in vLLM the constructor overwrites the choice on some.
     """
 
+    @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.mul_and_silu(x)
@@ -72,6 +77,7 @@ class GeluAndMul(CustomOp):
         expect_choice("gelu_and_mul", "approximate", approximate, forms.APPROXIMATIONS)
         self.approximate = approximate
 
+    @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.gelu_and_mul(x, self.approximate)
@@ -102,6 +108,7 @@ class GeluAndMulSparse(CustomOp):
         self.activation_sparsity = activation_sparsity
         self.approximate = approximate
 
+    @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.gelu_and_mul_sparse(x, self.activation_sparsity, self.approximate)
@@ -126,6 +133,7 @@ class FatreluAndMul(CustomOp):
         super().__init__()
         self.threshold = threshold
 
+    @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.fatrelu_and_mul(x, self.threshold)
@@ -154,6 +162,7 @@ class SwigluOAIAndMul(CustomOp):
         self.alpha = alpha
         self.limit = limit
 
+    @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.swigluoai_and_mul(x, self.alpha, self.limit)
@@ -168,27 +177,39 @@ class SwigluOAIAndMul(CustomOp):
 class SiluAndMulWithClamp(CustomOp):
     """SwiGLU's gate over clipped inputs, ``silu(min(gate, limit)) · clip(up, ±limit)`` (arXiv:2002.05202).
 
+    ``alpha`` multiplies the gate within ``silu``'s sigmoid, ``beta`` is added to the up; kernels are for 1 and 0.
+
     Args:
         swiglu_limit: gates are clipped to at most it, ups to between minus and plus it.
-        compile_native: taken so that classes which pass it construct; the native definition compiles with its caller.
+        compile_native: as that of ``SiluAndMul``.
 
     Raises:
         ValueError: ``swiglu_limit`` is negative.
     """
 
-    def __init__(self, swiglu_limit: float, *, compile_native: bool = True) -> None:
+    @called_with(never=["alpha", "beta", "compile_native"])
+    def __init__(
+        self, swiglu_limit: float, alpha: float = 1.0, beta: float = 0.0, *, compile_native: bool = True
+    ) -> None:
         super().__init__()
         expect_not_negative("silu_and_mul_with_clamp", "swiglu_limit", swiglu_limit)
-        self.swiglu_limit = swiglu_limit
+        self.swiglu_limit, self.alpha, self.beta, self.is_plain = swiglu_limit, alpha, beta, (alpha, beta) == (1.0, 0.0)
 
+    @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
-        return functional.silu_and_mul_with_clamp(x, self.swiglu_limit)
+        if self.is_plain:
+            return functional.silu_and_mul_with_clamp(x, self.swiglu_limit)
+        gate, up = (t.to(compute_dtype(x.dtype)) for t in halves("silu_and_mul_with_clamp", "x", x))
+        gate, up = gate.clamp(max=self.swiglu_limit), up.clamp(-self.swiglu_limit, self.swiglu_limit)
+        return (gate * torch.sigmoid(self.alpha * gate) * (up + self.beta)).to(x.dtype)
 
     functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
-        return f"swiglu_limit={self.swiglu_limit}"
+        return f"swiglu_limit={self.swiglu_limit}" + (
+            "" if self.is_plain else f", alpha={self.alpha}, beta={self.beta}"
+        )
 
 
 @CustomOp.register("swiglustep_and_mul")
@@ -209,6 +230,7 @@ class SwigluStepAndMul(CustomOp):
         expect_not_negative("swiglustep_and_mul", "limit", limit)
         self.limit = limit
 
+    @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.swiglustep_and_mul(x, self.limit)
@@ -223,6 +245,7 @@ class SwigluStepAndMul(CustomOp):
 class NewGELU(CustomOp):
     """The tanh approximation of GELU as GPT-2 writes it (Hendrycks and Gimpel, arXiv:1606.08415)."""
 
+    @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.gelu_new(x)
 
@@ -233,6 +256,7 @@ class NewGELU(CustomOp):
 class FastGELU(CustomOp):
     """The tanh approximation of GELU with its argument factored (Hendrycks and Gimpel, arXiv:1606.08415)."""
 
+    @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.gelu_fast(x)
 
@@ -243,6 +267,7 @@ class FastGELU(CustomOp):
 class QuickGELU(CustomOp):
     """The sigmoid approximation of GELU, ``x · sigmoid(1.702 · x)`` (Hendrycks and Gimpel, arXiv:1606.08415)."""
 
+    @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.quick_gelu(x)
 
@@ -253,6 +278,7 @@ class QuickGELU(CustomOp):
 class GELUTanh(CustomOp):
     """GELU in its tanh approximation, by torch's own function (Hendrycks and Gimpel, arXiv:1606.08415)."""
 
+    @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.gelu_tanh(x)
 
@@ -271,6 +297,8 @@ class GELU(CustomOp, nn.GELU):
         expect_choice("gelu", "approximate", approximate, forms.APPROXIMATIONS)
         super().__init__(approximate)
 
+    @called_with(by_position=["input"])
+    @calls_functional
     def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.gelu(input, self.approximate)
 
@@ -287,6 +315,8 @@ class SiLU(CustomOp, nn.SiLU):
     def __init__(self, inplace: bool = False) -> None:
         super().__init__(inplace)
 
+    @called_with(by_position=["input"])
+    @calls_functional
     def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
         if not self.inplace:
             return functional.silu(input)
@@ -304,9 +334,11 @@ class ReLUSquaredActivation(CustomOp):
         compile_native: taken so that classes which pass it construct; the native definition compiles with its caller.
     """
 
+    @called_with(never=["compile_native"])
     def __init__(self, *, compile_native: bool = True) -> None:
         super().__init__()
 
+    @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.relu2(x)
 
@@ -345,6 +377,7 @@ class XIELU(CustomOp):
         self.eps = eps
         self.with_vector_loads = with_vector_loads
 
+    @calls_functional
     def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
         return functional.xielu(input, self.alpha_p, self.alpha_n, self.beta, self.eps)
 

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from opgraft.binding.custom_op import CustomOp, maybe_get_oot_by_class
 from opgraft.ops.attention import functional as forms
+from opgraft.registry.signatures import called_with
 from torch import Tensor
+
+
+def _by_flash_kernel(
+    op: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: Tensor | int | None = None,
+    sequence_lengths: Tensor | None = None,
+) -> Tensor:
+    """Attend by ``_forward_fa``: the ``forward_cuda`` of a class that overrides it."""
+    attended: Tensor = op._forward_fa(query, key, value, cu_seqlens, max_seqlen)
+    return attended
 
 
 @CustomOp.register("scaled_dot_product_attention")
@@ -52,7 +68,7 @@ class MMEncoderAttention(CustomOp):
         scale: multiplies the scores; ``1/√head_size`` if not given.
         num_kv_heads: key and value heads, a divisor of ``num_heads``; ``num_heads`` if not given.
         prefix: the layer's path in its model, for kernels that keep tables by layer.
-        multimodal_config: an engine's settings, for kernels that read them.
+        multimodal_config: an engine's settings, for kernels that read them; older versions of vLLM give it.
 
     Raises:
         ValueError: ``num_heads`` or ``head_size`` is not positive, or ``num_kv_heads`` does not divide ``num_heads``
@@ -61,6 +77,13 @@ class MMEncoderAttention(CustomOp):
 
     switchable = False
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Give a class that overrides ``_forward_fa``, as plugins for vLLM do, a kernel that calls it."""
+        super().__init_subclass__(**kwargs)
+        if "_forward_fa" in vars(cls) and "forward_cuda" not in vars(cls):
+            setattr(cls, "forward_cuda", _by_flash_kernel)  # noqa: B010  # it has none as far as types tell
+
+    @called_with(never=["multimodal_config"])
     def __init__(
         self,
         num_heads: int,
@@ -78,8 +101,25 @@ class MMEncoderAttention(CustomOp):
         self.head_size = head_size
         self.scale = head_size**-0.5 if scale is None else scale
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.prefix = prefix
+        self.num_queries_per_kv = self.num_heads // self.num_kv_heads
+        self.prefix = self.layer_name = prefix
         self.multimodal_config = multimodal_config
+        self.dtype = torch.get_default_dtype()
+
+    @classmethod
+    def compute_max_seqlen(cls, attn_backend: object, cu_seqlens: Any) -> int:
+        """Return what an encoder passes as ``max_seqlen``, for all its layers at once: the longest of the sequences.
+
+        The active replacement answers, if it has a method of its own for it.
+
+        Args:
+            attn_backend: which kernel an engine has chosen, for replacements that ask.
+            cu_seqlens: where sequences begin and end: an array or a sequence of integers on the host.
+        """
+        replacement: Any = maybe_get_oot_by_class(cls.op_class)
+        if replacement is not cls.op_class:
+            return int(replacement.compute_max_seqlen(attn_backend, cu_seqlens))
+        return max((int(end) - int(start) for start, end in pairwise(cu_seqlens)), default=0)
 
     @classmethod
     def maybe_compute_seq_lens(cls, attn_backend: object, cu_seqlens: Any, device: torch.device | str) -> Tensor | None:
@@ -129,6 +169,32 @@ class MMEncoderAttention(CustomOp):
         )
         return bounds
 
+    def view_qkv_to_4d(
+        self, query: Tensor, key: Tensor, value: Tensor, bsz: int, q_len: int, kv_len: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value with their heads apart: ``[batch, tokens, heads, head_size]``."""
+        q = query.view(bsz, q_len, self.num_heads, self.head_size)
+        k, v = (x.view(bsz, kv_len, self.num_kv_heads, self.head_size) for x in (key, value))
+        return q, k, v
+
+    maybe_reshape_qkv_to_4d = view_qkv_to_4d
+    """What older versions of vLLM call ``view_qkv_to_4d``."""
+
+    def _forward_sdpa(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Attend by torch's own attention; the native definition calls it, so that a replacement may override it."""
+        return self._attended(query, key, value, cu_seqlens, None)
+
+    def _forward_fa(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: Tensor | int | None = None,
+    ) -> Tensor:
+        """Attend by a flash kernel, which a replacement brings by overriding this; here as ``_forward_sdpa``."""
+        return self._forward_sdpa(query, key, value, cu_seqlens)
+
     def forward_native(
         self,
         query: Tensor,
@@ -155,6 +221,18 @@ class MMEncoderAttention(CustomOp):
             ValueError: a shape, a dtype or a device does not fit, ``cu_seqlens`` does not ascend from 0 to the number
                 of tokens, or ``sequence_lengths`` are not from 0 to that of keys.
         """
+        if cu_seqlens is None and sequence_lengths is not None:
+            return self._attended(query, key, value, None, sequence_lengths)
+        return self._forward_sdpa(query, key, value, cu_seqlens)
+
+    def _attended(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seqlens: Tensor | None,
+        sequence_lengths: Tensor | None,
+    ) -> Tensor:
         heads = forms.as_heads("query", query, self.num_heads, self.head_size)
         attended = forms.mm_encoder_attn.native(
             heads, key, value, self.num_heads, self.num_kv_heads, self.scale, cu_seqlens, sequence_lengths

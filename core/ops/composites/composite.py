@@ -23,6 +23,16 @@ class Composite(PluggableLayer):
         """The names of the children that a call does not run as things are, if no gradient is required."""
         return frozenset()
 
+    def release_weights(self) -> None:
+        """Give up what this layer has done to the memory of its children's weights, for its own kernels."""
+
+    def process_weights_after_loading(self) -> None:
+        """Arrange the memory of the children's weights, once it is known; again after ``release_weights``."""
+
+    def weights_in_common(self) -> frozenset[str]:
+        """The names of the parameters that ``release_weights`` would move."""
+        return frozenset()
+
     def settled(self, choose: Callable[..., Any], first: Any, second: Any) -> Any:
         """``choose(first, second)`` for two children, looked up again when one of them has another kernel."""
         known, kinds = self.__dict__["_settled"], (type(first), type(second))

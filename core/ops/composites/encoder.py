@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.marks import falls_back
 from opgraft.ops.composites.composite import Composite, epilogue_of, is_observed, may_stand_for
 from opgraft.ops.linear.modules import Linear
 from torch import Tensor, nn
 
 Kernel = Callable[..., Tensor]
+_COMPILED = "while a compiler traces, the layers are called one after another"
 
 
 class EpilogueLayer(Composite):
@@ -29,7 +31,7 @@ class EpilogueLayer(Composite):
         if torch.compiler.is_compiling() or is_observed(linear) or (act is not None and is_observed(act)):
             return None
         kernel: Kernel | None = self.settled(_fused, linear, act)
-        if kernel is None or linear.activation != "none" or not linear.holds_weight():
+        if kernel is None or linear.activation != "none" or not linear.quant_method.holds_weight(linear):
             return None
         for tensor in tensors:
             if type(tensor) is not Tensor:
@@ -62,6 +64,7 @@ class LinearAct(EpilogueLayer):
         for name, layer in zip(names, (linear, act), strict=True):
             self.add_module(name, layer)
 
+    @falls_back(_COMPILED)
     def forward(self, x: Tensor) -> Tensor:
         linear: Any = self._modules[self.names[0]]
         act: Any = self._modules[self.names[1]]
@@ -70,7 +73,7 @@ class LinearAct(EpilogueLayer):
         if kernel is None:
             out: Tensor = act(linear(x))
             return out
-        mapped: Tensor = linear.map_by(kernel, x, epilogue)
+        mapped: Tensor = linear.quant_method.apply(linear, x, epilogue, None, kernel)
         return mapped
 
     def idle(self) -> frozenset[str]:
@@ -98,6 +101,7 @@ class MLP(LinearAct):
         self.names = names
         self.add_module(names[2], down)
 
+    @falls_back(_COMPILED)
     def forward(self, x: Tensor) -> Tensor:
         down: Any = self._modules[self.names[2]]
         out: Tensor = down(LinearAct.forward(self, x))
@@ -130,6 +134,7 @@ class LinearAddNorm(EpilogueLayer):
         for name, layer in zip(names, (linear, norm, dropout), strict=True):
             self.add_module(name, layer)
 
+    @falls_back(_COMPILED)
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         modules = self._modules
         linear: Any = modules[self.names[0]]
@@ -139,7 +144,7 @@ class LinearAddNorm(EpilogueLayer):
         alike = x.shape[:-1] == residual.shape[:-1]  # a kernel does not broadcast
         kernel = self.kernel_for(linear, None, x, residual) if alike and not drops else None
         if kernel is not None and residual.shape[-1] == linear.out_features:
-            summed = linear.map_by(kernel, x, "none", residual)
+            summed = linear.quant_method.apply(linear, x, "none", residual, kernel)
         else:
             mapped = linear(x)
             summed = (mapped if dropout is None else dropout(mapped)) + residual

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.marks import falls_back
 from opgraft.ops.activation.modules import GeluAndMul, SiluAndMul
 from opgraft.ops.checks import expect_choice
 from opgraft.ops.composites.composite import epilogue_of, is_observed, may_stand_for
@@ -20,10 +21,11 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 class GatedMLP(JointLayer):
     """``down(act(gate(x)) · up(x))`` (Shazeer, arXiv:2002.05202), with gate and up computed by one linear op.
 
-    The weights of gate and up are views of one tensor ``[2 · intermediate_size, hidden_size]``, the parameters, their
-    names and their values those of two layers. The joint product goes to the gated activation op. Where the layers must
-    be called one by one (see ``JointLayer.joint_op``), where ``act`` has hooks, or where somebody provides a kernel for
-    ``act`` and not for the gated activation (see ``may_stand_for``), ``act`` and the product follow one by one too.
+    The weights of gate and up lie side by side in memory, as one ``[2 · intermediate_size, hidden_size]``; parameters,
+    their names, values and storages are those of two layers. The joint product goes to the gated activation op. Where
+    the layers must be called one by one (see ``JointLayer.joint_op``), where ``act`` has hooks, or where somebody
+    provides a kernel for ``act`` and not for the gated activation (see ``may_stand_for``), ``act`` and the product
+    follow one by one too.
 
     Args:
         hidden_size: elements of the last dimension of input and output.
@@ -67,6 +69,7 @@ class GatedMLP(JointLayer):
             self.add_module(names[3], act)
         self.join()
 
+    @falls_back("while a compiler traces, gate, up and the activation are computed one after the other")
     def forward(self, x: Tensor) -> Tensor:
         modules: dict[str, Any] = self._modules
         gate, up, down = (modules[name] for name in self.names[:3])

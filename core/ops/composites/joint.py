@@ -1,12 +1,12 @@
-"""Linear layers that share one storage, so that one kernel call computes them all.
+"""Linear layers whose weights lie one after another in memory, so that one kernel call computes them all.
 
-The layers stay what they are: each keeps its own parameter objects, which become views of one tensor. Whoever reads,
-trains, saves or ties them sees no difference.
+The layers stay what they are: each keeps its own parameter objects, in storages of their own. Whoever reads, trains,
+saves or ties them sees no difference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,31 +14,38 @@ import torch
 from opgraft.compat.packed_linear import version_of
 from opgraft.ops.composites.composite import Composite
 from opgraft.ops.linear.modules import Linear
+from opgraft.ops.linear.weight_cache import declaration, freeze, thaw
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.utils.dlpack import from_dlpack
 
 _PARAMETERS = ("weight", "bias")
 
 
 @dataclass
 class Joint:
-    """One linear op over the storage of several.
+    """One linear op over the memory of several.
 
     Attributes:
         op: the op; its outputs are those of the parts, one after another along the last dimension. Its parameters
             require no gradient, as it serves where none is required.
+        blocks: name of the parameter → the memory that a join has made for those of the parts.
         parameters: of the parts, each with where it lies; ``op`` keeps that memory from being used for anything else.
         versions: of the parameters, how often ``op`` has seen each written to. The counter of its own parameters does
-            not move when a part is written to, and kernels keep packed copies by it.
+            not move when a part is written to, and kernels keep copies by it.
+        declarations: of the parameters, by which ``freeze`` each was declared frozen, as far as ``op`` knows.
     """
 
     op: Linear
+    blocks: dict[str, Tensor]
     parameters: list[tuple[nn.Parameter, int]]
     versions: list[int]
+    declarations: list[int]
 
     def serves(self, parts: Sequence[nn.Module], x: Tensor) -> bool:
         """Whether one call of ``op`` on ``x`` is what calling the parts would be; it takes a microsecond or two."""
-        expected, versions, gradient, kind = iter(self.parameters), [], x.requires_grad, type(self.op)
+        expected, versions, declarations = iter(self.parameters), [], []
+        gradient, kind = x.requires_grad, type(self.op)
         for part in parts:
             if type(part) is not kind or part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__:
                 return False
@@ -48,17 +55,22 @@ class Joint:
                     if parameter is not known or parameter.data_ptr() != address:
                         return False
                     versions.append(version_of(parameter))
+                    declarations.append(declaration(parameter))
                     gradient = gradient or parameter.requires_grad
         if next(expected, None) is not None or (gradient and torch.is_grad_enabled()):
             return False
         if versions != self.versions:
             increment_version(list(self.op.parameters()))
             self.versions = versions
+        if declarations != self.declarations:
+            for block in self.blocks.values():
+                (freeze if all(declarations) else thaw)(block)
+            self.declarations = declarations
         return True
 
 
 class JointLayer(Composite):
-    """A layer of which some linear children share one storage.
+    """A layer of which some linear children have their weights one after another in memory.
 
     They are put there by ``join``: on construction by ``graft``, after ``.to()``, loading, copying and unpickling.
     Anything else that separates them, such as assigning a parameter, makes the layer call them one by one. Parameters
@@ -66,47 +78,51 @@ class JointLayer(Composite):
     """
 
     joined: tuple[str, ...] = ()
-    """The names of the children that share one storage."""
-
-    _moved: dict[str, set[int | None]]
-    """Name of the parameter → where the storages begin into which this layer has moved those of its children."""
+    """The names of the children that are computed at once."""
 
     def __init__(self) -> None:
         super().__init__()
         self.__dict__["_joint"] = None
-        self.__dict__["_moved"] = {}
         self.register_load_state_dict_post_hook(_join_loaded)  # type: ignore[no-untyped-call]
 
     def join(self) -> None:
-        """Put the parameters of the joined children into one storage, where they fit together."""
-        for name, homes in self._moved.items():
-            homes &= self._homes(name)
+        """Put the parameters of the joined children one after another, where they fit together."""
+        former = {name: block for name, block in self._blocks().items() if any(self._residents(name, block))}
         self.__dict__["_joint"] = None  # frees the former memory first
-        self.__dict__["_joint"] = _join([self._modules[name] for name in self.joined], self._moved)
+        joint = self.__dict__["_joint"] = _join([self._modules[name] for name in self.joined], former)
+        kept = joint.blocks if joint is not None else {}
+        self._leave({name: block for name, block in former.items() if kept.get(name) is not block})
 
-    def separate(self) -> None:
-        """Give each joined child a storage of its own again, where ``join`` has moved it."""
+    def release_weights(self) -> None:
+        """Give each joined child memory of its own again, where ``join`` has moved it."""
+        former = self._blocks()
         self.__dict__["_joint"] = None
-        for name, homes in self._moved.items():
-            for child in self.joined:
-                parameter = self.get_submodule(child)._parameters.get(name)
-                if parameter is not None and _home(parameter) in homes:
-                    parameter.data = parameter.data.clone()
-        self._moved.clear()
+        self._leave(former)
 
-    def moved(self) -> frozenset[str]:
-        """The names of the parameters that lie in a common storage which ``join`` has made."""
+    def process_weights_after_loading(self) -> None:
+        self.join()
+
+    def weights_in_common(self) -> frozenset[str]:
         return frozenset(
-            f"{child}.{name}"
-            for name, homes in self._moved.items()
-            for child in self.joined
-            if (parameter := self.get_submodule(child)._parameters.get(name)) is not None and _home(parameter) in homes
+            f"{child}.{name}" for name, block in self._blocks().items() for child, _ in self._residents(name, block)
         )
 
-    def _homes(self, name: str) -> set[int | None]:
-        """Where the storages begin that hold the children's parameters of a name."""
-        parameters = [self.get_submodule(child)._parameters.get(name) for child in self.joined]
-        return {_home(parameter) for parameter in parameters if parameter is not None} - {None}
+    def _blocks(self) -> dict[str, Tensor]:
+        joint: Joint | None = self.__dict__["_joint"]
+        return {} if joint is None else joint.blocks
+
+    def _residents(self, name: str, block: Tensor) -> Iterator[tuple[str, nn.Parameter]]:
+        """The joined children whose parameter of a name lies in a block, each with the parameter."""
+        for child in self.joined:
+            parameter = self.get_submodule(child)._parameters.get(name)
+            if parameter is not None and _lies_in(parameter, block):
+                yield child, parameter
+
+    def _leave(self, blocks: dict[str, Tensor]) -> None:
+        """Move out of blocks what lies in them, so that they take no memory."""
+        for name, block in blocks.items():
+            for _, parameter in self._residents(name, block):
+                parameter.data = parameter.data.clone()
 
     def joint_op(self, x: Tensor) -> Linear | None:
         """The op that computes the joined children at once on ``x``, ``None`` where each must be called itself.
@@ -123,7 +139,6 @@ class JointLayer(Composite):
         return joint.op if joint.serves([modules[name] for name in self.joined], x) else None  # type: ignore[misc]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self.__dict__["_joint"] = None
         applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.join()
         return applied
@@ -133,8 +148,6 @@ class JointLayer(Composite):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        # What was moved lies elsewhere now: pickle writes the common storage once for each of the parts.
-        self.__dict__["_moved"] = {name: self._homes(name) for name, homes in state.get("_moved", {}).items() if homes}
         self.join()
 
 
@@ -143,63 +156,82 @@ def _join_loaded(layer: JointLayer, incompatible_keys: object) -> None:
     layer.join()
 
 
-def _join(parts: Sequence[Any], moved: dict[str, set[int | None]]) -> Joint | None:
-    """The joint of the parts, which writes down in ``moved`` what it moves; ``None`` where they do not fit together."""
+def _join(parts: Sequence[Any], former: dict[str, Tensor]) -> Joint | None:
+    """The joint of the parts, in the ``former`` blocks where they still lie; ``None`` where they do not fit."""
     if not all(_joinable(part, parts[0]) for part in parts) or len({id(part.weight) for part in parts}) < len(parts):
-        return None
-    together = {
-        name: [part._parameters[name] for part in parts]
-        for name in _PARAMETERS
-        if parts[0]._parameters[name] is not None
-    }
-    if not all(_adjacent(tensors) or _movable(tensors, moved.get(name, set())) for name, tensors in together.items()):
         return None
     rows = [part.weight.shape[0] for part in parts]
     with torch.device("meta"):
         op = Linear(parts[0].weight.shape[1], sum(rows), bias=parts[0].bias is not None)
     if type(op) is not type(parts[0]):  # the parts were bound under other settings
         return None
-    for name, tensors in together.items():
-        with torch.inference_mode(False), torch.no_grad():
-            if not _adjacent(tensors):
-                moved[name] = {_move(tensors, rows)}
-            op._parameters[name] = nn.Parameter(_spanning(tensors, sum(rows)), requires_grad=False)
-    parameters = [parameter for part in parts for parameter in part._parameters.values() if parameter is not None]
-    op.eval()
-    return Joint(op, [(p, p.data_ptr()) for p in parameters], [version_of(p) for p in parameters])
-
-
-def _move(tensors: Sequence[nn.Parameter], rows: Sequence[int]) -> int:
-    """Make tensors views of one new one, along the first dimension, and say where its storage begins."""
-    common = torch.cat([tensor.detach() for tensor in tensors])
-    for tensor, part in zip(tensors, torch.split(common, list(rows)), strict=True):
-        tensor.data = part
-    return common.untyped_storage().data_ptr()
-
-
-def _spanning(tensors: Sequence[nn.Parameter], rows: int) -> Tensor:
-    """The one tensor over the memory of adjacent ones."""
-    first = tensors[0].data  # not detach(), which would share the version counter
-    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
-
-
-def _movable(tensors: Sequence[Tensor], own: set[int | None]) -> bool:
-    """Whether nobody else can have a part of the storages that hold the tensors; a join has made those in ``own``."""
-    return all(t.untyped_storage().nbytes() <= t.nbytes or _home(t) in own for t in tensors)
-
-
-def _home(tensor: Tensor) -> int | None:
-    """Where the storage of a tensor begins, ``None`` where that is not plain memory."""
-    if type(tensor) is not nn.Parameter or tensor.layout is not torch.strided or tensor.is_meta:
+    together = {
+        name: [part._parameters[name] for part in parts] for name in _PARAMETERS if op._parameters[name] is not None
+    }
+    with torch.inference_mode(False), torch.no_grad():
+        blocks = _settle(together, former, op)
+    if blocks is None:
         return None
-    return tensor.untyped_storage().data_ptr()
+    parameters = [parameter for part in parts for parameter in part._parameters.values() if parameter is not None]
+    versions = [version_of(p) for p in parameters]
+    return Joint(op.eval(), blocks, [(p, p.data_ptr()) for p in parameters], versions, [0] * len(parameters))
 
 
-def _adjacent(tensors: Sequence[Tensor]) -> bool:
-    """Whether tensors lie one after another in one storage."""
+def _settle(
+    together: Mapping[str, Sequence[nn.Parameter]], former: Mapping[str, Tensor], op: Linear
+) -> dict[str, Tensor] | None:
+    """Bring parameters together, give ``op`` what spans them, and say in which blocks; ``None`` where that fails."""
+    blocks: dict[str, Tensor] = {}
+    moves: list[tuple[nn.Parameter, Tensor]] = []
+    for name, tensors in together.items():
+        found = _spanning(tensors, former.get(name))
+        if found is None:
+            placed = _place(tensors)
+            if placed is None:
+                return None
+            found = blocks[name] = placed[0]
+            moves += zip(tensors, placed[1], strict=True)
+        elif found is former.get(name):
+            blocks[name] = found
+        op._parameters[name] = nn.Parameter(found, requires_grad=False)
+    for tensor, place in moves:
+        tensor.data = place
+    return blocks
+
+
+def _place(tensors: Sequence[nn.Parameter]) -> tuple[Tensor, list[Tensor]] | None:
+    """One new block with the values of several tensors, and each one's place in it, as a tensor of its own storage.
+
+    Storages of their own, because those who save a model take tensors that share one for tied weights. ``None`` where
+    somebody else may have a part of a tensor's storage, or the device cannot lend memory.
+    """
+    if any(tensor.untyped_storage().nbytes() > tensor.nbytes for tensor in tensors):
+        return None
+    block = torch.cat([tensor.detach() for tensor in tensors])
+    parts = torch.split(block, [tensor.shape[0] for tensor in tensors])
+    try:
+        return block, [from_dlpack(part) for part in parts]
+    except (BufferError, RuntimeError, TypeError):
+        return None
+
+
+def _spanning(tensors: Sequence[nn.Parameter], block: Tensor | None) -> Tensor | None:
+    """The one tensor over the memory of adjacent ones: ``block``, or a view where they lie in one storage."""
     ends = [tensor.data_ptr() + tensor.nbytes for tensor in tensors]
-    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    return len(storages) == 1 and ends[:-1] == [tensor.data_ptr() for tensor in tensors[1:]]
+    if ends[:-1] != [tensor.data_ptr() for tensor in tensors[1:]]:
+        return None
+    if block is not None and (block.data_ptr(), block.data_ptr() + block.nbytes) == (tensors[0].data_ptr(), ends[-1]):
+        return block if block.dtype == tensors[0].dtype else None
+    if len({tensor.untyped_storage().data_ptr() for tensor in tensors}) > 1:
+        return None
+    first = tensors[0].data  # not detach(), which would share the version counter
+    return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+def _lies_in(tensor: Tensor, block: Tensor) -> bool:
+    if type(tensor) is not nn.Parameter or tensor.layout is not torch.strided or tensor.device != block.device:
+        return False
+    return block.data_ptr() <= tensor.data_ptr() < block.data_ptr() + block.nbytes
 
 
 def _joinable(part: Any, first: Any) -> bool:

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from opgraft.binding.custom_op import CustomOp
-from opgraft.binding.derivation import NATIVE
+from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.checks import expect_choice, expect_last_dim, expect_not_negative, expect_size
 from opgraft.ops.layernorm import functional as forms
 from opgraft.ops.on_triton import on_triton
+from opgraft.registry.signatures import called_with
 from torch import Tensor, nn
 
 TRITON = on_triton("opgraft.ops.layernorm.triton")
@@ -82,6 +83,7 @@ class RMSNorm(_EpsByTwoNames, CustomOp):
         else:
             self.register_buffer("weight", weight, persistent=False)
 
+    @calls_functional
     def forward_native(
         self, x: Tensor, residual: Tensor | None = None, *, functional: Any = NATIVE
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -125,6 +127,7 @@ class GemmaRMSNorm(_EpsByTwoNames, CustomOp):
         self.variance_epsilon = eps
         self.weight = nn.Parameter(torch.zeros(hidden_size))
 
+    @calls_functional
     def forward_native(
         self, x: Tensor, residual: Tensor | None = None, *, functional: Any = NATIVE
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -166,6 +169,8 @@ class LayerNorm(CustomOp, nn.LayerNorm):
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device=device, dtype=dtype)
 
+    @called_with(by_position=["input"])
+    @calls_functional
     def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """The normalised ``input``; raises ``ValueError`` where its shape, dtype or device does not fit."""
         return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
@@ -193,6 +198,7 @@ class RMSNormGated(_EpsByTwoNames, CustomOp):
         ValueError: ``group_size`` does not divide ``hidden_size``, or another activation (vLLM asserts it, in forward).
     """
 
+    @called_with(never=["activation"])
     def __init__(
         self,
         hidden_size: int,
@@ -215,6 +221,7 @@ class RMSNormGated(_EpsByTwoNames, CustomOp):
         self.activation = activation
         self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
 
+    @calls_functional
     def forward_native(self, x: Tensor, z: Tensor | None = None, *, functional: Any = NATIVE) -> Tensor:
         """The norm of ``x``, gated by ``z`` where it is given.
 

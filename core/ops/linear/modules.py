@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from opgraft.binding.custom_op import CustomOp
-from opgraft.binding.marks import needs
+from opgraft.binding.marks import falls_back, needs
 from opgraft.ops.checks import expect_choice
 from opgraft.ops.linear import functional as forms
 from opgraft.ops.linear import packed as packed_linear
+from opgraft.ops.linear.methods import LinearMethodBase, UnquantizedLinearMethod
 from torch import Tensor, nn
 
 
@@ -28,6 +28,7 @@ class Linear(CustomOp, nn.Linear):
         ValueError: another activation.
     """
 
+    quant_method: LinearMethodBase = UnquantizedLinearMethod()
     functional_cpu: ClassVar = {"linear": packed_linear.linear}
 
     def __init__(
@@ -49,18 +50,21 @@ class Linear(CustomOp, nn.Linear):
         return forms.linear.native(input, self.weight, self.bias, self.activation, residual)
 
     @needs(packed_linear.missing)
+    @falls_back(
+        "under torch.export and torch.jit.trace torch's own linear runs; a packed weight is refused by an export, and "
+        "rebuilt by each call of a trace"
+    )
     def forward_cpu(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The same over a weight that was packed once, where that is faster and no gradient is required."""
-        return packed_linear.linear(input, self.weight, self.bias, self.activation, residual)
+        """The same by oneDNN, where that is faster and no gradient is required."""
+        return self.quant_method.apply(self, input, self.activation, residual, packed_linear.linear)
 
-    def holds_weight(self) -> bool:
-        """Whether ``map_by`` may be called: the weight is this layer's own, and is not computed for a call."""
-        return "weight" in self._parameters
+    def process_weights_after_loading(self) -> None:
+        """Bring the weight into the layout that the layer's weight method prefers."""
+        self.quant_method.process_weights_after_loading(self)
 
-    def map_by(self, kernel: Callable[..., Any], x: Tensor, activation: str, residual: Tensor | None = None) -> Any:
-        """What ``kernel``, a function such as the form ``linear``, makes of ``x`` and the parameters."""
-        parameters = self._parameters
-        return kernel(x, parameters["weight"], parameters["bias"], activation, residual)
+    def release_weights(self) -> None:
+        """Make the weight an ordinary parameter again, whatever the weight method has made of it."""
+        self.quant_method.release_weights(self)
 
     def extra_repr(self) -> str:
         activation = "" if self.activation == "none" else f", activation={self.activation!r}"

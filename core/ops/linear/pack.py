@@ -11,8 +11,7 @@ from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.specialisation import Binding, bind_exact
 from opgraft.errors import PackError
 from opgraft.ops.checks import expect_module
-from opgraft.ops.composites.composite import served_by
-from opgraft.ops.composites.joint import JointLayer
+from opgraft.ops.composites.composite import Composite, served_by
 from opgraft.ops.linear import packed as packed_linear
 from opgraft.ops.linear.modules import Linear
 from opgraft.ops.linear.pack_report import Packed, PackReport, Plain
@@ -28,7 +27,7 @@ class _Places:
     Attributes:
         homes: the name of each → where its storage begins.
         residents: where a storage begins → the names of those that lie in it.
-        together: the name of a parameter that a ``JointLayer`` has moved → the names of all that it moved.
+        together: the name of a parameter that a composite has moved → the names of all that it moved.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -41,8 +40,8 @@ class _Places:
                 if type(tensor) in (nn.Parameter, Tensor) and tensor.is_cpu and tensor.layout is torch.strided:
                     self.homes[prefix + name] = home = tensor.untyped_storage().data_ptr()
                     self.residents[home].append(prefix + name)
-            if isinstance(module, JointLayer):
-                moved = frozenset(prefix + name for name in module.moved())
+            if isinstance(module, Composite):
+                moved = frozenset(prefix + name for name in module.weights_in_common())
                 self.together.update(dict.fromkeys(moved, moved))
 
     def shared(self, name: str, weight: nn.Parameter) -> str | None:
@@ -82,14 +81,15 @@ def pack(model: nn.Module) -> PackReport:
     layers = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     reasons = {path: _reason(path, layer, places) for path, layer in layers}
     packable = [layer for path, layer in layers if reasons[path] is None]
-    joint = _joint_layers(model, packable)
-    for together in joint:
-        together.separate()
+    composites = _composites_over(model, packable)
+    for composite in composites:
+        if _has_moved(composite, packable):
+            composite.release_weights()
     try:
         sizes = {layer: _change_over(layer) for layer in packable}
     finally:
-        for together in joint:
-            together.join()
+        for composite in composites:
+            composite.process_weights_after_loading()
     return PackReport(
         tuple(Packed(path, sizes[layer]) for path, layer in layers if layer in sizes),
         tuple(Plain(path, type(layer).__name__, reason) for path, layer in layers if (reason := reasons[path])),
@@ -107,8 +107,8 @@ def unpack(model: nn.Module) -> None:
         OpgraftError: as constructing an op would; nothing is changed.
     """
     expect_module("unpack", model)
-    for together in _joint_layers(model, restore(model)):
-        together.join()
+    for composite in _composites_over(model, restore(model)):
+        composite.process_weights_after_loading()
 
 
 def restore(model: nn.Module) -> Sequence[nn.Module]:
@@ -122,23 +122,29 @@ def restore(model: nn.Module) -> Sequence[nn.Module]:
             )
     plans = [(layer, bind_exact(Linear, Linear, layer._binding.enforced)) for _, layer in found]
     for layer, binding in plans:
-        layer.unpack_weight()
+        layer.release_weights()
         layer._adopt(binding)
     return [layer for _, layer in found]
 
 
-def _joint_layers(model: nn.Module, changed: Sequence[nn.Module]) -> list[JointLayer]:
-    """The layers below ``model`` that join one of the ``changed`` ones."""
+def _composites_over(model: nn.Module, changed: Sequence[nn.Module]) -> list[Composite]:
+    """The composites of ``model`` of which one of the ``changed`` layers is a child."""
     some = set(changed)
-    joint = [module for module in model.modules() if isinstance(module, JointLayer)]
-    return [layer for layer in joint if not some.isdisjoint(map(layer.get_submodule, layer.joined))]
+    composites = [module for module in model.modules() if isinstance(module, Composite)]
+    return [layer for layer in composites if not some.isdisjoint(layer.children())]
+
+
+def _has_moved(composite: Composite, layers: Sequence[nn.Module]) -> bool:
+    """Whether a composite has put the weight of one of its children, among ``layers``, where it wants it."""
+    names = composite.weights_in_common()
+    return any(composite.get_submodule(name.rpartition(".")[0]) in layers for name in names)
 
 
 def _change_over(layer: Any) -> int:
     """Pack a layer that may be, and say how many bytes its plain weight takes."""
     if not isinstance(layer, PackedLinear):
         layer._adopt(_binding_for(layer))
-    layer.pack_weight()
+    layer.process_weights_after_loading()
     size: int = layer._packed.nbytes
     return size
 
@@ -188,6 +194,6 @@ def _foreign(layer: nn.Linear) -> str | None:
 
 
 def _useless(weight: nn.Parameter) -> str | None:
-    if packed_linear.pays_for(weight) is not packed_linear.NEVER:
+    if packed_linear.pays_packed(weight):
         return None
     return f"packing never pays here for {weight.numel():,} elements of {weight.dtype}"

@@ -1,8 +1,7 @@
-"""The linear layer on CPUs, over weights that oneDNN packs once.
+"""The linear layer on CPUs by oneDNN, over the weight as it is or over one that oneDNN has packed.
 
-A packed weight is kept beside its parameter and made anew when the parameter has changed; the parameter itself stays as
-it is, with all that is done with parameters. Where packing does not pay, or something needs to see through it, torch's
-own linear runs: see ``linear``.
+A packed weight is kept beside one that was declared frozen; any other is read as it is, at each call. Where neither
+pays, or something needs to see through it, torch's own linear runs: see ``linear``.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,7 +16,7 @@ from opgraft.compat import packed_linear as onednn
 from opgraft.compat import tracing
 from opgraft.ops.linear.functional import expect_mappable, mapped
 from opgraft.ops.linear.functional import linear as form
-from opgraft.ops.linear.weight_cache import Known, WeightCache, fits, is_ordinary, requires_gradient
+from opgraft.ops.linear.weight_cache import WeightCache, declaration, fits, requires_gradient
 from opgraft.platform import Platform
 from opgraft.plugins.selection import current_platform
 from torch import Tensor, nn
@@ -28,8 +26,8 @@ from torch.nn import functional as F
 UNLIMITED = sys.maxsize
 
 
-class Pays(NamedTuple):
-    """For which numbers of rows packing pays, for weights of some size.
+class RowRange(NamedTuple):
+    """For which numbers of rows a kernel pays, for weights of some size.
 
     Attributes:
         size: elements that the weight has at least.
@@ -44,18 +42,20 @@ class Pays(NamedTuple):
     last_fused: int = UNLIMITED
 
 
-NEVER = Pays(0, UNLIMITED)
+NEVER = RowRange(0, UNLIMITED)
 
-_FAST_PLAIN = (Pays(1 << 23, 4, 256, 256), Pays(1 << 20, 4, 256), Pays(1 << 18, 16, 256))
-_SLOW_PLAIN = (Pays(1 << 19, 1), Pays(1 << 17, 16))
-_ALWAYS = (Pays(1 << 14, 1),)
+_FAST_PLAIN = (RowRange(1 << 23, 4, 256, 256), RowRange(1 << 20, 4, 256), RowRange(1 << 18, 16, 256))
+_SLOW_PLAIN = (RowRange(1 << 19, 1), RowRange(1 << 17, 16))
+_ALWAYS = (RowRange(1 << 14, 1),)
 
-TABLE: Mapping[str, Mapping[torch.dtype, Sequence[Pays]]] = {
+Table = Mapping[str, Mapping[torch.dtype, Sequence[RowRange]]]
+
+PACKED: Table = {
     "avx512_fp16": {torch.float32: _FAST_PLAIN, torch.bfloat16: _ALWAYS},
     "avx512_bf16": {torch.float32: _SLOW_PLAIN, torch.bfloat16: _ALWAYS},
     "avx2": {torch.float32: _FAST_PLAIN},
 }
-"""Instruction set → dtype → where packing pays, large weights first; of either the first that applies counts.
+"""Instruction set → dtype → where a packed weight pays, large weights first; of either the first that applies counts.
 
 Measured with torch 2.13 on 1 and 2 cores, widths 64 to 4,096 and 512 by 32,000, 1 to 2,048 rows, as ratios of torch's
 linear to the packed one. CPUs with fp16 arithmetic are those for which torch's float32 linear is tuned: there it wins
@@ -65,44 +65,59 @@ in bfloat16 by 1.0 to 2.5. On those with bfloat16 arithmetic only, packing wins 
 with none of these were not measured, and do not pack.
 """
 
+DIRECT: Table = {"avx512_fp16": {}, "avx512_bf16": {torch.float32: _SLOW_PLAIN}}
+"""Where oneDNN over the weight as it is pays, likewise.
+
+Measured with torch 2.13 on two cores of Zen 4, widths 384 to 4,096 and 512 by 32,000, 1 to 1,024 rows: torch's linear
+takes 1.4 to 3.3 times as long in float32. oneDNN over a packed weight takes 0.5 to 1.05 of the time of the direct one,
+the least at 4 to 64 rows. In bfloat16 torch's linear is oneDNN's. Other CPUs were not measured.
+"""
+
 _PACKABLE = (torch.float32, torch.bfloat16)
 
 
-@dataclass(slots=True)
-class _Known(Known):
-    """What is known of one parameter.
-
-    Attributes:
-        least: elements of the input below which packing does not pay.
-        most: elements of the input above which it does not pay.
-        most_fused: the same where an activation is fused.
-    """
+class ElementRange(NamedTuple):
+    """A ``RowRange`` for weights of one shape: how many elements the input has, at least and at most."""
 
     least: int
     most: int
     most_fused: int
 
+    def has(self, elements: int, fused: str) -> bool:
+        return self.least <= elements <= (self.most if fused == "none" else self.most_fused)
 
-_KNOWN: WeightCache[_Known] = WeightCache()
+
+class Ranges(NamedTuple):
+    """Where oneDNN pays for weights of one shape and dtype.
+
+    Attributes:
+        least: elements of the input below which it never does.
+        packed: where it does over a packed weight.
+        direct: where it does over the weight as it is.
+    """
+
+    least: int
+    packed: ElementRange
+    direct: ElementRange
+
+
+_COPIES = WeightCache()
 
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
 ) -> Tensor:
-    """The form ``linear``; packed where ``TABLE`` says that it pays.
+    """The form ``linear``, by oneDNN where ``DIRECT`` or, for a frozen weight, ``PACKED`` says that it pays.
 
-    Packed, the result is rounded once, at its end; with both an activation and a residual, after each of the two.
+    By oneDNN, the result is rounded once, at its end; with both an activation and a residual, after each of the two.
 
-    Weights are packed that are parameters, contiguous, and float32 or bfloat16; a weight that is computed for the call
-    is not. Where a gradient is required, or under autocast, ``torch.func``, a tracer or a dispatch mode, torch's own
-    linear runs. Compilers see one opaque operator, which decides when it runs.
-
-    When a parameter counts as changed is told in ``opgraft.ops.linear.weight_cache``.
+    That is for weights that are contiguous, and float32 or bfloat16. Where a gradient is required, or under autocast,
+    ``torch.func``, a tracer or a dispatch mode, torch's own linear runs. Compilers see one opaque operator, which
+    decides when it runs. ``opgraft.freeze`` declares weights frozen.
     """
     if is_dynamo_compiling():
         return _compiled(x, weight, bias, activation, residual)
-    known = _KNOWN.get(id(weight))
-    if known is not None and known.dtype is x.dtype and x.numel() < known.least:
+    if type(x) is Tensor and x.numel() < ranges_for(weight.dtype, weight.shape).least:
         # The one path on which a microsecond counts: a single row in a small layer.
         if activation == "none" and residual is None:
             expect_mappable(x, weight, bias)
@@ -112,76 +127,81 @@ def linear(
 
 
 def missing() -> str | None:
-    """Why nothing is packed on this machine, or ``None``."""
+    """Why oneDNN computes nothing on this machine, or ``None``."""
     absent = onednn.missing()
     platform = current_platform()
-    if absent is None and not _table(platform):
+    if absent is None and not _rows(PACKED, platform):
         stated = ", ".join(platform.capability().features) or "none"
         absent = (
-            f"it was measured with the instruction sets {', '.join(TABLE)} only, and Platform.capability().features of "
+            f"it was measured with the instruction sets {', '.join(PACKED)} only, and Platform.capability().features of "
             f"{platform.name}, which is what is asked for them, states {stated}"
         )
     return f"packed linear unavailable: {absent}" if absent else None
 
 
 def _run(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
-    packed = None
+    operand = None
     fused = "none" if activation == "relu" else activation
-    if type(x) is Tensor and type(weight) is nn.Parameter and fused in onednn.POST_OPS:
-        packed = _packed_for(x, weight, bias, fused, residual)
-    if packed is None:
+    if type(x) is Tensor and fused in onednn.POST_OPS:
+        operand = _operand(x, weight, bias, fused, residual)
+    if operand is None:
         return form.native(x, weight, bias, activation, residual)
-    return over_packed(x, packed, bias, activation, residual)
+    return by_onednn(x, operand, bias, activation, residual)
 
 
-def over_packed(x: Tensor, packed: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
-    """The form ``linear`` over a packed weight. Unchecked: for what ``fits`` it, and is not watched."""
+def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
+    """The form ``linear`` over a weight, packed or not. Unchecked: for what ``fits`` it, and is not watched."""
     if residual is not None and activation == "none":
-        return onednn.packed_linear_add(x, packed, bias, residual)
+        return onednn.linear_add(x, weight, bias, residual)
     fused = "none" if activation == "relu" else activation
-    y = onednn.packed_linear(x, packed, bias, fused)
+    y = onednn.linear(x, weight, bias, fused)
     if fused != activation:
         y.relu_()
     return y if residual is None else y.add_(residual)
 
 
-def _packed_for(
-    x: Tensor, weight: nn.Parameter, bias: Tensor | None, fused: str, residual: Tensor | None
-) -> Tensor | None:
-    """The packed weight, or ``None`` where torch's own linear is to run; that one also says what does not fit."""
-    known = _KNOWN.current(weight) or _meet(weight)
-    if known is None:
+def _operand(x: Tensor, weight: Tensor, bias: Tensor | None, fused: str, residual: Tensor | None) -> Tensor | None:
+    """The weight, packed where it is frozen, as oneDNN is to read it; ``None`` where torch's own linear is to run."""
+    if type(weight) is not nn.Parameter and type(weight) is not Tensor:
         return None
-    elements = x.numel()
-    if not known.least <= elements <= (known.most if fused == "none" else known.most_fused):
+    if weight.layout is not torch.strided or not weight.is_cpu or not weight.is_contiguous() or weight.dim() != 2:
+        return None
+    ranges, elements = ranges_for(weight.dtype, weight.shape), x.numel()
+    packed = ranges.packed.has(elements, fused) and declaration(weight) > 0
+    if not (packed or ranges.direct.has(elements, fused)):
         return None
     if not fits(x, weight, bias, residual) or requires_gradient(x, weight, bias, residual) or onednn.watched():
         return None
-    if known.packed is None:
-        known.packed = onednn.pack(weight)
-    return known.packed
+    copy = _COPIES.copy_of(weight, onednn.pack) if packed else None
+    return weight if copy is None else copy
 
 
-def _meet(weight: nn.Parameter) -> _Known | None:
-    """Write down where packing a parameter pays, which may be nowhere; ``None`` for what never can be packed."""
-    if not is_ordinary(weight):
-        return None
-    packable = weight.is_contiguous() and onednn.missing(weight.dtype) is None
-    pays = pays_for(weight) if packable else NEVER
-    least, most, fused = (rows * weight.shape[1] for rows in (pays.first, pays.last, pays.last_fused))
-    return _KNOWN.meet(weight, _Known, least, most, fused)
+@functools.lru_cache(maxsize=4096)
+def ranges_for(dtype: torch.dtype, shape: torch.Size) -> Ranges:
+    """Where oneDNN pays on this machine for weights of a dtype and shape."""
+    platform, columns = current_platform(), shape[-1] if shape else 0
+    packable = len(shape) == 2 and columns > 0 and onednn.missing(dtype) is None
+    packed, direct = (
+        rows_for(_rows(table, platform), dtype, shape.numel()) if packable else NEVER for table in (PACKED, DIRECT)
+    )
+    found = [ElementRange(*(rows * max(columns, 1) for rows in each[1:])) for each in (packed, direct)]
+    return Ranges(min(each.least for each in found), *found)
 
 
-def pays_for(weight: Tensor) -> Pays:
-    """For which numbers of rows packing pays on this machine, for a weight of that size and dtype; maybe ``NEVER``."""
-    table = _table(current_platform()).get(weight.dtype, ())
-    return next((row for row in table if weight.numel() >= row.size), NEVER)
+def pays_packed(weight: Tensor) -> bool:
+    """Whether a packed weight of that size and dtype pays on this machine, for any number of rows."""
+    rows = _rows(PACKED, current_platform())
+    return rows_for(rows, weight.dtype, weight.numel()) is not NEVER
 
 
-@functools.lru_cache(maxsize=1)
-def _table(platform: Platform) -> Mapping[torch.dtype, Sequence[Pays]]:
+def rows_for(rows: Mapping[torch.dtype, Sequence[RowRange]], dtype: torch.dtype, size: int) -> RowRange:
+    """The row of a table that applies to weights of a dtype and size; maybe ``NEVER``."""
+    return next((row for row in rows.get(dtype, ()) if size >= row.size), NEVER)
+
+
+def _rows(table: Table, platform: Platform) -> Mapping[torch.dtype, Sequence[RowRange]]:
     features = platform.capability().features
-    return next((rows for feature, rows in TABLE.items() if feature in features), {})
+    return next((rows for feature, rows in table.items() if feature in features), {})
 
 
 def _compiled(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:

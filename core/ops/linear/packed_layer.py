@@ -1,21 +1,19 @@
-"""``PackedLinear``, what a ``Linear`` op is while its weight is packed."""
+"""The weight method that holds a weight packed, and ``PackedLinear``, what a ``Linear`` op is meanwhile."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from opgraft.binding.marks import needs
 from opgraft.compat import packed_linear as onednn
-from opgraft.ops.linear import packed as packed_linear
 from opgraft.ops.linear import packed_only
+from opgraft.ops.linear.methods import Kernel, LinearMethodBase, UnquantizedLinearMethod
 from opgraft.ops.linear.modules import Linear
 from opgraft.ops.linear.packed_only import PackedWeight
-from opgraft.ops.linear.weight_cache import is_ordinary
 from torch import Tensor, nn
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -29,6 +27,36 @@ class Beside:
     attributes: Mapping[str, Any]
 
 
+class PackedLinearMethod(UnquantizedLinearMethod):
+    """The weight is packed and no parameter, save where it cannot be packed."""
+
+    def apply(self, layer: Any, x: Tensor, activation: str, residual: Tensor | None, kernel: Kernel) -> Tensor:
+        """As the base class does; while the weight is packed, over that and not by ``kernel``."""
+        packed = layer._packed
+        if packed is None:
+            return super().apply(layer, x, activation, residual, kernel)
+        return packed_only.linear(x, packed, layer.bias, activation, residual)
+
+    def holds_weight(self, layer: Any) -> bool:
+        return layer._packed is not None or super().holds_weight(layer)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Hold the weight packed only, where that can be and nobody trains it."""
+        weight = layer._parameters.get("weight")
+        if weight is None or layer.training or obstacle(weight) is not None:
+            return
+        beside = Beside(weight.requires_grad, dict(vars(weight)))
+        layer.__dict__.update(_packed=PackedWeight(weight), _beside=beside)
+        del layer._parameters["weight"]
+
+    def release_weights(self, layer: Any) -> None:
+        """Hold the weight as a parameter again, where it was among the others."""
+        if layer._packed is None:
+            return
+        layer._put(layer._packed.dense())
+        del layer._packed, layer._beside
+
+
 class PackedLinear(Linear):
     """A linear layer that holds its weight packed, and not as a parameter.
 
@@ -39,7 +67,7 @@ class PackedLinear(Linear):
     with ``assign=True`` too, until the next ``pack``, which sees whom it shares memory with.
     """
 
-    functional_cpu: ClassVar = Linear.functional_cpu
+    quant_method: LinearMethodBase = PackedLinearMethod()
 
     _packed: PackedWeight | None = None
     _beside: Beside
@@ -57,46 +85,12 @@ class PackedLinear(Linear):
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "weight" or self._packed is None:
             return super().__setattr__(name, value)
-        self.unpack_weight()
+        self.release_weights()
         try:
             super().__setattr__(name, value)
         except TypeError:  # a plain layer refuses it, too
-            self.pack_weight()
+            self.process_weights_after_loading()
             raise
-
-    @needs(packed_linear.missing)
-    def forward_cpu(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The mapped ``input``, over the packed weight wherever nothing needs the plain one."""
-        packed = self._packed
-        if packed is None:
-            return super().forward_cpu(input, residual)
-        return packed_only.linear(input, packed, self.bias, self.activation, residual)
-
-    def holds_weight(self) -> bool:
-        return self._packed is not None or super().holds_weight()
-
-    def map_by(self, kernel: Callable[..., Any], x: Tensor, activation: str, residual: Tensor | None = None) -> Any:
-        """As a ``Linear`` does; while the weight is packed, over that and not by ``kernel``."""
-        packed = self._packed
-        if packed is None:
-            return super().map_by(kernel, x, activation, residual)
-        return packed_only.linear(x, packed, self.bias, activation, residual)
-
-    def pack_weight(self) -> None:
-        """Hold the weight packed only, where that can be and nobody trains it."""
-        weight = self._parameters.get("weight")
-        if weight is None or self.training or obstacle(weight) is not None:
-            return
-        beside = Beside(weight.requires_grad, dict(vars(weight)))
-        self.__dict__.update(_packed=PackedWeight(weight), _beside=beside)
-        del self._parameters["weight"]
-
-    def unpack_weight(self) -> None:
-        """Hold the weight as a parameter again, where it was among the others."""
-        if self._packed is None:
-            return
-        self._put(self._packed.dense())
-        del self._packed, self._beside
 
     def _put(self, weight: Tensor) -> None:
         """Make a weight the first of the parameters, in the same dictionary, which a grafted module shares."""
@@ -109,11 +103,11 @@ class PackedLinear(Linear):
     @contextmanager
     def plain(self) -> Iterator[None]:
         """The weight is a parameter inside, and is packed again afterwards, where that can be."""
-        self.unpack_weight()
+        self.release_weights()
         try:
             yield
         finally:
-            self.pack_weight()
+            self.process_weights_after_loading()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with self.plain():
@@ -126,7 +120,7 @@ class PackedLinear(Linear):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         if local_metadata.get("assign_to_params_buffers"):
-            self.unpack_weight()
+            self.release_weights()
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         else:
             with self.plain():
@@ -156,7 +150,7 @@ class PackedLinear(Linear):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if weight is not None:
             self._put(weight)
-            self.pack_weight()
+            self.process_weights_after_loading()
 
 
 def obstacle(weight: nn.Parameter) -> str | None:
@@ -165,7 +159,7 @@ def obstacle(weight: nn.Parameter) -> str | None:
         return f"it is a {type(weight).__name__}, expected a torch.nn.Parameter"
     if weight.is_inference():
         return "it was made in inference mode"
-    if not is_ordinary(weight):
+    if weight.layout is not torch.strided or not weight.is_cpu or weight.dim() != 2:
         return "it is no matrix in the memory of the CPU"
     if (reason := onednn.missing(weight.dtype)) is not None:
         return reason

@@ -87,7 +87,7 @@ def dense(weight: PackedWeight) -> Tensor:
 def _run(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
     watched = type(x) is not Tensor or requires_gradient(x, bias, residual) or onednn.watched()
     if not watched and fits(x, weight.packed, bias, residual):
-        return packed_linear.over_packed(x, weight.packed, bias, activation, residual)
+        return packed_linear.by_onednn(x, weight.packed, bias, activation, residual)
     _refuse_export()
     return form.native(x, weight.dense(), bias, activation, residual)
 

@@ -1,99 +1,185 @@
-"""What kernels keep beside a weight, such as a copy in a layout of their own, for as long as the weight is unchanged.
+"""Copies of weights that kernels keep in layouts of their own, of weights that were declared frozen.
 
-A weight is a parameter, which stays as it is. It counts as changed when its memory, its shape or its version is another
-one, which optimizers, ``load_state_dict``, ``.to()`` and assignments to ``.data`` see to; writing through ``.data``
-does not: ``refresh`` is for that.
+Not every write to a tensor can be seen from outside of it: fused optimizers, collectives, other processes, numpy,
+DLPack and ``.data`` leave no trace. So kernels read the weight itself at each call, unless ``freeze`` has declared that
+nobody writes to it.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from opgraft.compat.packed_linear import version_of
 from opgraft.compat.packed_linear import watched as watched
 from opgraft.ops.checks import expect_module
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+Storage = weakref.ref[torch.UntypedStorage]
 
 
 @dataclass(slots=True)
-class Known:
-    """What is known of one parameter.
+class CacheEntry:
+    """A copy of one weight.
 
     Attributes:
-        reference: to the parameter.
-        dtype: of the parameter.
-        storage: to the parameter's, which tells apart two that had the same address one after the other.
-        state: what else must not have changed for the rest to be right.
-        packed: the packed weight, once it was needed.
+        storage: of the weight. Not a reference to the weight, which ``torch.utils.swap_tensors`` would refuse to swap.
+        state: what must not have changed for the copy to be right.
+        copy: in the layout of the kernel.
     """
 
-    reference: weakref.ref[nn.Parameter]
-    dtype: torch.dtype
-    storage: weakref.ref[torch.UntypedStorage]
+    storage: Storage
     state: tuple[object, ...]
-    packed: Tensor | None
+    copy: Tensor
 
 
-Entry = TypeVar("Entry", bound=Known)
-
-
-class WeightCache(dict[int, Entry]):
-    """What is known, by the ``id`` of the parameter; an entry goes with its parameter."""
+class WeightCache(dict[int, CacheEntry]):
+    """The copies that one kernel keeps, by the ``id`` of the weight; a copy goes with the weight's memory."""
 
     def __init__(self) -> None:
         super().__init__()
         _CACHES[id(self)] = self
 
-    def current(self, weight: nn.Parameter) -> Entry | None:
-        """What is known of a parameter and still right."""
-        known = self.get(id(weight))
-        if known is None or known.reference() is not weight or known.storage() is not weight.untyped_storage():
+    def copy_of(self, weight: Tensor, make: Callable[[Tensor], Tensor], variant: object = None) -> Tensor | None:
+        """The copy that ``make`` makes of a frozen weight, made anew when the weight has changed.
+
+        Args:
+            weight: a parameter, or another tensor.
+            make: is given the weight without its autograd.
+            variant: copies made under another value are not used.
+
+        Returns:
+            The copy; ``None`` where the weight is not declared frozen, for which the kernel reads the weight itself.
+        """
+        number = declaration(weight)
+        if not number:
             return None
-        return known if known.state == _state_of(weight) else None
+        storage = weight.untyped_storage()
+        state = (number, variant, weight.data_ptr(), version_of(weight), weight.dtype, weight.shape, weight.stride())
+        entry = self.get(id(weight))
+        if entry is None or entry.storage() is not storage or entry.state != state:
+            if weight.is_shared():  # type: ignore[no-untyped-call]  # torch leaves it so
+                return None  # processes that were not asked may write to it
+            entry = CacheEntry(weakref.ref(storage, self._forget(id(weight))), state, make(weight.detach()))
+            self[id(weight)] = entry
+        return entry.copy
 
-    def meet(self, weight: nn.Parameter, kind: Callable[..., Entry], *more: object) -> Entry:
-        """Write down a parameter as it is now, with what an entry of that kind has beside the rest."""
-        key = id(weight)
-        reference = weakref.ref(weight, lambda _: self.pop(key, None))
-        storage = weakref.ref(weight.untyped_storage())
-        known = self[key] = kind(reference, weight.dtype, storage, _state_of(weight), None, *more)
-        return known
+    def discard(self, changed: Sequence[range]) -> None:
+        """Forget the copies of what has memory in common with these addresses."""
+        for key, entry in list(self.items()):
+            storage = entry.storage()
+            if storage is None or any(_overlap(_addresses(storage), other) for other in changed):
+                self.pop(key, None)
+
+    def _forget(self, key: int) -> Callable[[Storage], None]:
+        def forget(gone: Storage) -> None:
+            entry = self.get(key)
+            if entry is not None and entry.storage is gone:
+                del self[key]
+
+        return forget
 
 
-_CACHES: weakref.WeakValueDictionary[int, WeightCache[Any]] = weakref.WeakValueDictionary()
+_CACHES: weakref.WeakValueDictionary[int, WeightCache] = weakref.WeakValueDictionary()
+_FROZEN: dict[int, tuple[Storage, int]] = {}
+_DECLARATIONS = itertools.count(1)
+
+
+def freeze(target: nn.Module | Tensor) -> None:
+    """Declare that nobody writes to the weights below a module, or to one parameter, as they lie in memory now.
+
+    Kernels may then keep copies of them, in layouts in which they compute faster. The parameters require no gradient
+    afterwards. Requiring one takes the declaration back, and so does a step of an optimizer that changes them, or
+    moving them to other memory, such as by ``.to()``. Copies are made anew after ``load_state_dict`` and other writes
+    that torch counts. After any other write, such as through ``.data``, call ``refresh``.
+
+    Raises:
+        TypeError: ``target`` is neither a module nor a tensor.
+    """
+    for weight in _weights(target, "freeze"):
+        weight.requires_grad_(False)
+        if _is_plain(weight):
+            storage = weight.untyped_storage()
+            key = id(storage)
+            _FROZEN[key] = weakref.ref(storage, functools.partial(_forget_memory, key)), next(_DECLARATIONS)
+
+
+def thaw(target: nn.Module | Tensor) -> None:
+    """Take back what ``freeze`` has declared."""
+    for weight in _weights(target, "thaw"):
+        if _is_plain(weight):
+            _FROZEN.pop(id(weight.untyped_storage()), None)
+
+
+def declaration(weight: Tensor) -> int:
+    """The number of the ``freeze`` that holds for a weight, a new one for each call of it; 0 where none holds."""
+    if not _FROZEN or not _is_plain(weight):
+        return 0
+    storage = weight.untyped_storage()
+    declared, number = _FROZEN.get(id(storage), _NOT_FROZEN)
+    if declared is None or declared() is not storage:
+        return 0
+    if weight.requires_grad:
+        del _FROZEN[id(storage)]
+        return 0
+    return number
+
+
+_NOT_FROZEN = (None, 0)
 
 
 def refresh(target: nn.Module | Tensor) -> None:
-    """Forget what kernels keep of a parameter, or of all parameters below a module, such as packed weights.
+    """Forget the copies that kernels keep of a parameter, or of all parameters below a module.
 
-    For after a change that leaves no trace in the version of a tensor, which is one written through ``.data``, such as
-    ``weight.data.copy_(merged)``. What shares memory with the parameters is forgotten too. It also frees the packed
-    weights until the next call.
+    For after a write to a frozen weight that torch does not count, such as ``weight.data.copy_(merged)``. What shares
+    memory with the parameters is forgotten too. It also frees the copies until the next call.
     """
-    if not isinstance(target, Tensor):
-        expect_module("refresh", target)
-    parameters = target.parameters() if isinstance(target, nn.Module) else [target]
-    changed = {p.untyped_storage().data_ptr() for p in parameters if p.is_cpu and p.layout is torch.strided}
+    changed = [_addresses(weight.untyped_storage()) for weight in _weights(target, "refresh") if _is_plain(weight)]
     for cache in list(_CACHES.values()):
-        for key, known in list(cache.items()):
-            held = known.reference()
-            if held is not None and held.untyped_storage().data_ptr() in changed:
-                cache.pop(key, None)
+        cache.discard(changed)
 
 
-def is_ordinary(weight: nn.Parameter) -> bool:
-    """Whether a parameter is a matrix in CPU memory that tells when it is written to."""
-    return weight.layout is torch.strided and weight.is_cpu and not weight.is_inference() and weight.dim() == 2
+def _weights(target: nn.Module | Tensor, what: str) -> list[Tensor]:
+    if isinstance(target, Tensor):
+        return [target]
+    expect_module(what, target)
+    return list(target.parameters())
 
 
-def _state_of(weight: nn.Parameter) -> tuple[object, ...]:
-    if weight.is_inference():
-        return ()
-    return weight.data_ptr(), version_of(weight), weight.dtype, weight.shape, weight.stride()
+def _addresses(storage: torch.UntypedStorage) -> range:
+    return range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+
+
+def _overlap(one: range, other: range) -> bool:
+    return one.start < other.stop and other.start < one.stop
+
+
+def _forget_memory(key: int, gone: Storage) -> None:
+    if _FROZEN.get(key, _NOT_FROZEN)[0] is gone:
+        del _FROZEN[key]
+
+
+def _thaw_trained(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """After a step of any optimizer: what it has changed is not frozen, whoever said so."""
+    for group in optimizer.param_groups if _FROZEN else ():
+        for weight in group["params"]:
+            if weight.grad is not None and _is_plain(weight):
+                _FROZEN.pop(id(weight.untyped_storage()), None)
+
+
+register_optimizer_step_post_hook(_thaw_trained)
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Whether a weight is ordinary CPU memory that counts how often torch writes to it."""
+    kind = type(weight) is nn.Parameter or type(weight) is Tensor
+    return kind and weight.is_cpu and weight.layout is torch.strided and not weight.is_inference()
 
 
 def fits(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:

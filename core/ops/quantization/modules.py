@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from opgraft.binding.custom_op import CustomOp
-from opgraft.binding.derivation import NATIVE
+from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.checks import expect_choice
 from opgraft.ops.on_triton import on_triton
 from opgraft.ops.quantization import functional as forms
 from opgraft.ops.quantization.functional import GroupShape
 from opgraft.plugins.selection import current_platform
+from opgraft.registry.signatures import called_with
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -53,6 +54,7 @@ class QuantFP8(CustomOp):
         ValueError: a group shape, padding or dtype that is not supported (vLLM asserts it).
     """
 
+    @called_with(never=["compile_native", "dtype"])
     def __init__(
         self,
         static: bool,
@@ -83,6 +85,7 @@ class QuantFP8(CustomOp):
         self.is_group_quant = self.group_shape.is_per_group()
         self.use_per_token_if_dynamic = self.group_shape.is_per_token()
 
+    @calls_functional
     def forward_native(
         self,
         x: Tensor,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from opgraft.binding.custom_op import CustomOp
-from opgraft.binding.derivation import NATIVE
+from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.checks import expect_in_range
 from opgraft.ops.rotary import functional as forms
 from opgraft.ops.rotary.modules import TRITON, cos_sin_table, expect_rotation, inverse_frequencies
@@ -54,6 +54,7 @@ class DualChunkRotaryEmbedding(CustomOp):
         table = cos_sin_table(inverse_frequencies(base, rotary_dim, dtype), rows)
         self.register_buffer("cos_sin_cache", table.to(dtype), persistent=False)
 
+    @calls_functional
     def forward_native(
         self, positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None = None, *, functional: Any = NATIVE
     ) -> tuple[Tensor, Tensor]:

@@ -5,14 +5,17 @@ What is plain here has its variants in ``opgraft.ops.rotary.variants`` and ``opg
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from opgraft.binding.custom_op import CustomOp
-from opgraft.binding.derivation import NATIVE
+from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.checks import FLOATING, expect_choice, expect_positive
 from opgraft.ops.on_triton import on_triton
 from opgraft.ops.precision import compute_dtype
+from opgraft.ops.rotary import functional as forms
+from opgraft.registry.signatures import called_with
 from torch import Tensor
 
 TRITON = on_triton("opgraft.ops.rotary.triton")
@@ -62,6 +65,28 @@ class ApplyRotaryEmb(CustomOp):
         self.is_neox_style = is_neox_style
         self.enable_fp32_compute = enable_fp32_compute
 
+    @staticmethod
+    def forward_static(
+        x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool = True, enable_fp32_compute: bool = False
+    ) -> Tensor:
+        """Rotate ``x`` without an op; ``enable_fp32_compute`` holds anyway."""
+        return forms.apply_rotary_emb.native(x, cos, sin, is_neox_style)
+
+    def _pre_process(
+        self, x: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, torch.Size, torch.dtype]:
+        """Give a kernel four dimensions, in float32 if ``enable_fp32_compute``; then what ``_post_process`` needs."""
+        tensors = [x[None] if x.dim() == 3 else x, cos, sin]
+        if self.enable_fp32_compute:
+            tensors = [tensor.float() for tensor in tensors]
+        return (*tensors, x.shape, x.dtype)  # type: ignore[return-value]  # three of them
+
+    def _post_process(self, output: Tensor, origin_shape: torch.Size, origin_dtype: torch.dtype) -> Tensor:
+        """Give a kernel's result the dimensions and the dtype that ``_pre_process`` was given."""
+        output = output[0] if len(origin_shape) == 3 else output
+        return output.to(origin_dtype) if self.enable_fp32_compute else output
+
+    @calls_functional
     def forward_native(self, x: Tensor, cos: Tensor, sin: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """The rotated ``x``, in new memory.
 
@@ -101,6 +126,7 @@ class RotaryEmbeddingBase(CustomOp):
 
     cos_sin_cache: Tensor
 
+    @called_with(never=["init_cache"])
     def __init__(
         self,
         head_size: int,
@@ -123,6 +149,26 @@ class RotaryEmbeddingBase(CustomOp):
         if init_cache:
             self.register_buffer("cos_sin_cache", self._compute_cos_sin_cache().to(dtype), persistent=False)
 
+    @functools.cached_property
+    def apply_rotary_emb(self) -> ApplyRotaryEmb:
+        """The op that rotates by given cosines and sines in this op's style, for kernels that look them up first."""
+        return ApplyRotaryEmb(is_neox_style=self.is_neox_style)
+
+    def _match_cos_sin_cache_dtype(self, query: Tensor) -> Tensor:
+        """Return the table with the device and dtype of ``query``, and keep it so where no compiler is tracing."""
+        table = self.cos_sin_cache
+        if table.device == query.device and table.dtype == query.dtype:
+            return table
+        table = table.to(query.device, query.dtype)
+        if not torch.compiler.is_compiling():
+            self.cos_sin_cache = table
+        return table
+
+    def get_cos_sin(self, seqlen: int) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of the first ``seqlen`` positions, each ``[seqlen, rotary_dim / 2]``."""
+        cos, sin = self.cos_sin_cache[:seqlen].chunk(2, dim=-1)
+        return cos, sin
+
     def _compute_inv_freq(self, base: float) -> Tensor:
         """``θ``, in radians per position: ``[rotary_dim / 2]``."""
         return inverse_frequencies(base, self.rotary_dim, self.dtype)
@@ -131,6 +177,8 @@ class RotaryEmbeddingBase(CustomOp):
         """Cosines and sines of all positions: ``[max_position_embeddings, rotary_dim]``, before the cast to dtype."""
         return cos_sin_table(self._compute_inv_freq(self.base), self.max_position_embeddings)
 
+    @called_with(always=["key"])
+    @calls_functional
     def forward_native(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None, *, functional: Any = NATIVE
     ) -> tuple[Tensor, Tensor | None]:
@@ -166,6 +214,21 @@ class RotaryEmbedding(RotaryEmbeddingBase):
 
     A class of its own so that a replacement of it leaves the variants with other frequencies alone.
     """
+
+    @staticmethod
+    def forward_static(
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor | None,
+        head_size: int,
+        rotary_dim: int,
+        cos_sin_cache: Tensor,
+        is_neox_style: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rotate query and key without an op, by a table of ``rotary_dim`` columns."""
+        some_key = no_heads(query) if key is None else key
+        rotated = forms.rotary_embedding.native(positions, query, some_key, head_size, cos_sin_cache, is_neox_style)
+        return rotated[0], None if key is None else rotated[1]
 
 
 def no_heads(query: Tensor) -> Tensor:

@@ -7,10 +7,11 @@ Where a variant takes ``offsets``, integers that broadcast to ``positions``, the
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from opgraft.binding.derivation import NATIVE
+from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.checks import expect_positive
 from opgraft.ops.rotary import functional as forms
 from opgraft.ops.rotary.modules import (
@@ -21,7 +22,19 @@ from opgraft.ops.rotary.modules import (
     inverse_frequencies,
     no_heads,
 )
+from opgraft.registry.signatures import called_with
 from torch import Tensor
+
+_OF_SOME_VERSIONS = (
+    "extrapolation_factor",
+    "attn_factor",
+    "apply_yarn_scaling",
+    "mscale",
+    "mscale_all_dim",
+    "attention_factor",
+    "truncate",
+)
+"""Parameters of YaRN that constructors of plugins have or lack by the version of vLLM that they were written for."""
 
 
 def _moved(positions: Tensor, offsets: Tensor | None) -> Tensor:
@@ -95,7 +108,14 @@ class _YaRNTable:
     rotary_dim: int
     max_position_embeddings: int
     dtype: torch.dtype
-    mscale: float
+    # A replacement that has a constructor of its own may call that of RotaryEmbeddingBase alone, with these unset.
+    scaling_factor: float | None = None
+    extrapolation_factor: float = 1.0
+    attn_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    mscale: float = 1.0
 
     def _set_yarn(
         self,
@@ -128,23 +148,39 @@ class _YaRNTable:
         turned = math.log(self.max_position_embeddings / (times * 2.0 * math.pi))
         return self.rotary_dim * turned / (2.0 * math.log(self.base))
 
-    def _compute_inv_freq(self, base: float) -> Tensor:
-        inv_freq = inverse_frequencies(base, self.rotary_dim, self.dtype)
+    def _compute_inv_freq(self, scaling_factor: float) -> Tensor:
+        """``θ`` with low frequencies divided by ``scaling_factor``, ``[rotary_dim / 2]``.
+
+        Of an op without a scaling factor it is called with the base, as that of ``RotaryEmbeddingBase``.
+        """
+        if self.scaling_factor is None:
+            return inverse_frequencies(scaling_factor, self.rotary_dim, self.dtype)
+        inv_freq = inverse_frequencies(self.base, self.rotary_dim, self.dtype)
         low, high = self._pair_that_turns(self.beta_fast), self._pair_that_turns(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.rotary_dim - 1)
         ramp = (torch.arange(len(inv_freq), dtype=inv_freq.dtype) - low) / (high - low or 0.001)
-        return _slowed(inv_freq, (1.0 - ramp.clamp(0.0, 1.0)) * self.extrapolation_factor, self._factor)
+        return _slowed(inv_freq, (1.0 - ramp.clamp(0.0, 1.0)) * self.extrapolation_factor, scaling_factor)
 
     def _compute_cos_sin_cache(self) -> Tensor:
         rows = math.ceil(self._trained_positions * self._factor)
-        return cos_sin_table(self._compute_inv_freq(self.base), rows, self.mscale)
+        argument = self.base if self.scaling_factor is None else self.scaling_factor
+        return cos_sin_table(self._compute_inv_freq(argument), rows, self.mscale)
 
 
 def _yarn_scale(factor: float, mscale: float = 1.0) -> float:
     """What YaRN multiplies cosines and sines by, and so attention scores by its square."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+def _table_scale(factor: float, mscale: float | None, mscale_all_dim: float | None, given: float | None) -> float:
+    """What a table of YaRN is multiplied by: what is given, the ratio of two scales, or its own scale."""
+    if given is not None:
+        return float(given)
+    if mscale and mscale_all_dim:
+        return _yarn_scale(factor, mscale) / _yarn_scale(factor, mscale_all_dim)
+    return _yarn_scale(factor)
 
 
 class YaRNScalingRotaryEmbedding(_YaRNTable, RotaryEmbedding):
@@ -160,11 +196,16 @@ class YaRNScalingRotaryEmbedding(_YaRNTable, RotaryEmbedding):
         beta_fast: turns from which a frequency is high.
         beta_slow: turns up to which it is low.
         apply_yarn_scaling: whether YaRN's own scale, ``0.1 · ln(scaling_factor) + 1``, is applied.
+        mscale: with ``mscale_all_dim``, YaRN's own scale is ``s(mscale) / s(mscale_all_dim)`` with ``s(m) = 0.1 · m ·
+            ln(scaling_factor) + 1``.
+        mscale_all_dim: see ``mscale``.
+        attention_factor: stands for YaRN's own scale.
         truncate: round the pairs where the transition begins and ends to whole ones.
 
     The other arguments are those of ``RotaryEmbeddingBase``.
     """
 
+    @called_with(never=_OF_SOME_VERSIONS)
     def __init__(
         self,
         head_size: int,
@@ -180,10 +221,14 @@ class YaRNScalingRotaryEmbedding(_YaRNTable, RotaryEmbedding):
         beta_fast: float = 32,
         beta_slow: float = 1,
         apply_yarn_scaling: bool = True,
+        mscale: float | None = None,
+        mscale_all_dim: float | None = None,
+        attention_factor: float | None = None,
         truncate: bool = True,
     ) -> None:
         self._set_yarn(scaling_factor, extrapolation_factor, attn_factor, beta_fast, beta_slow, truncate)
-        self.mscale = attn_factor * (_yarn_scale(scaling_factor) if apply_yarn_scaling else 1.0)
+        scale = _table_scale(scaling_factor, mscale, mscale_all_dim, attention_factor) if apply_yarn_scaling else 1.0
+        self.mscale = attn_factor * scale
         super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
 
 
@@ -196,10 +241,12 @@ class DeepseekScalingRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
     Args:
         mscale: of the rotated part of a head.
         mscale_all_dim: of the whole head, which the model's softmax scale takes account of.
+        init_cache: as that of ``RotaryEmbeddingBase``.
 
     The other arguments are those of ``YaRNScalingRotaryEmbedding``.
     """
 
+    @called_with(never=["extrapolation_factor", "attn_factor", "init_cache"])
     def __init__(
         self,
         head_size: int,
@@ -216,11 +263,14 @@ class DeepseekScalingRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
         beta_slow: float = 1,
         mscale: float = 1,
         mscale_all_dim: float = 0,
+        init_cache: bool = True,
     ) -> None:
         self._set_yarn(scaling_factor, extrapolation_factor, attn_factor, beta_fast, beta_slow)
         self.mscale = _yarn_scale(scaling_factor, mscale) / _yarn_scale(scaling_factor, mscale_all_dim) * attn_factor
-        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
+        super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype, init_cache)
 
+    @called_with(always=["key"], never=["offsets"])
+    @calls_functional
     def forward_native(
         self,
         positions: Tensor,
@@ -236,17 +286,31 @@ class DeepseekScalingRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
     functional_cuda = functional_xpu = TRITON
 
 
+def apply_interleaved_rope(x: Tensor, mrope_section: Sequence[int]) -> Tensor:
+    """Put cosines, or sines, of three axes together as pairs take turns: ``[3, ..., pairs]`` becomes ``[..., pairs]``.
+
+    Args:
+        x: by time, height and width.
+        mrope_section: as that of ``MRotaryEmbedding``.
+    """
+    pair = torch.arange(x.shape[-1], device=x.device)
+    by_height = (pair % 3 == 1) & (pair < 3 * mrope_section[1])
+    by_width = (pair % 3 == 2) & (pair < 3 * mrope_section[2])
+    return torch.where(by_width, x[2], torch.where(by_height, x[1], x[0]))
+
+
 class MRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
     """Rotary embedding by positions in time, height and width (Qwen2-VL, arXiv:2409.12191).
 
-    The table has four times ``max_position_embeddings`` rows, times ``scaling_factor``, because the positions of a
-    video run on with its duration. With a ``scaling_factor`` the frequencies are those of YaRN, for a model that was
-    trained for ``max_position_embeddings``; vLLM takes four times as many for that.
+    The table has ``positions_factor`` times ``max_position_embeddings`` rows, times ``scaling_factor``, because the
+    positions of a video run on with its duration. With a ``scaling_factor`` the frequencies are those of YaRN, for a
+    model that was trained for ``max_position_embeddings``; vLLM takes ``positions_factor`` times as many for that.
 
     Args:
         mrope_section: how many pairs turn by time, height and width; together ``rotary_dim / 2``. Without it the op
             takes positions as ``RotaryEmbeddingBase`` does.
         mrope_interleaved: pairs take turns, as in Qwen3-VL; otherwise the sections follow each other.
+        positions_factor: how far positions run on, as a multiple of ``max_position_embeddings``.
         scaling_factor: that of YaRN; without it frequencies are plain.
 
     The other arguments are those of ``YaRNScalingRotaryEmbedding``.
@@ -255,6 +319,7 @@ class MRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
         ValueError: the sections do not share out the pairs of a head, or as ``RotaryEmbeddingBase``.
     """
 
+    @called_with(never=[*_OF_SOME_VERSIONS, "positions_factor"])
     def __init__(
         self,
         head_size: int,
@@ -266,26 +331,33 @@ class MRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
         mrope_section: list[int] | None = None,
         mrope_interleaved: bool = False,
         *,
+        positions_factor: int = 4,
         scaling_factor: float | None = None,
         extrapolation_factor: float = 1,
         attn_factor: float = 1,
         beta_fast: float = 32,
         beta_slow: float = 1,
+        mscale: float | None = None,
+        mscale_all_dim: float | None = None,
+        attention_factor: float | None = None,
         truncate: bool = True,
     ) -> None:
         if mrope_section is not None:
             forms.expect_sections(mrope_section, rotary_dim, mrope_interleaved)
         self.mrope_section = mrope_section
         self.mrope_interleaved = mrope_interleaved
-        self.cache_max_position_num = 4 * max_position_embeddings
+        self.cache_max_position_num = positions_factor * max_position_embeddings
         self._set_yarn(scaling_factor, extrapolation_factor, attn_factor, beta_fast, beta_slow, truncate)
-        self.mscale = 1.0 if scaling_factor is None else _yarn_scale(scaling_factor) * attn_factor
+        if scaling_factor is not None:
+            self.mscale = attn_factor * _table_scale(scaling_factor, mscale, mscale_all_dim, attention_factor)
         super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
 
     @property
     def _trained_positions(self) -> int:
         return self.cache_max_position_num
 
+    @called_with(always=["key"], never=["offsets"])
+    @calls_functional
     def forward_native(
         self,
         positions: Tensor,

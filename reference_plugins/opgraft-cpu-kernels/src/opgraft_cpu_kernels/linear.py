@@ -1,4 +1,5 @@
-"""The linear layer: on few rows over the weight as it is, on many over one packed for the tiles of AMX.
+"""The linear layer: on few rows over the weight as it is, on many over one packed for the tiles of AMX,
+which is a copy and so for frozen weights only.
 
 Where neither pays, and where a gradient is required or something follows the operators that run, opgraft's own linear
 kernel runs, which sees to those. Compilers see that one too.
@@ -6,10 +7,12 @@ kernel runs, which sees to those. Compilers see that one too.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from opgraft.ops.linear import packed as opgrafts
 from opgraft.ops.linear.functional import ACTIVATIONS
-from opgraft.ops.linear.weight_cache import Known, WeightCache, fits, is_ordinary, requires_gradient, watched
+from opgraft.ops.linear.weight_cache import WeightCache, fits, requires_gradient, watched
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
@@ -29,7 +32,7 @@ MANY = {2: 8, 3: 16}
 LEAST_WIDTH = 64
 """Of rows and columns of a weight for the tiles."""
 
-_KNOWN: WeightCache[Known] = WeightCache()
+_COPIES = WeightCache()
 
 
 def has_kernel(platform: object) -> bool:
@@ -77,8 +80,10 @@ def _on_tiles(
         return None
     if activation not in ACTIVATIONS or not fits(x, weight, bias, residual):
         return None
-    packed = _packed(weight, parts)
-    return None if packed is None else _packed_linear(x, weight, packed, bias, activation, residual)
+    packed = _COPIES.copy_of(weight, partial(_pack_linear, parts=parts), parts)
+    if packed is None or not packed.numel():  # not frozen, or bfloat16 cannot hold its numbers
+        return None
+    return _packed_linear(x, weight, packed, bias, activation, residual)  # type: ignore[no-any-return]
 
 
 def _parts() -> int:
@@ -87,18 +92,6 @@ def _parts() -> int:
     except RuntimeError:  # torch's backends were told different things
         return 3
     return 3 if precision == "highest" else 2
-
-
-def _packed(weight: nn.Parameter, parts: int) -> Tensor | None:
-    """The packed weight, ``None`` where it cannot be kept or bfloat16 cannot hold its numbers."""
-    known = _KNOWN.current(weight)
-    if known is None:
-        if not is_ordinary(weight):
-            return None
-        known = _KNOWN.meet(weight, Known)
-    if known.packed is None or (known.packed.numel() and known.packed.shape[2] != parts):
-        known.packed = _pack_linear(weight.detach(), parts)
-    return known.packed if known.packed.numel() else None
 
 
 _linear = op("linear")

@@ -125,7 +125,7 @@ class Linear(catalogue.Linear):
 
     @opgraft.needs(missing)
     def forward_cpu(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        return linear.linear(input, self.weight, self.bias, self.activation, residual)
+        return self.quant_method.apply(self, input, self.activation, residual, linear.linear)
 
 
 REPLACEMENTS = (

@@ -1,0 +1,24 @@
+"""What was decided before, for calls that may not wait for it to be decided again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Caches:
+    """The decisions made under one scope of settings, dropped as a whole when what they rest on changes.
+
+    Attributes:
+        constructed: op class → the ``Binding`` for constructing it.
+        existing: (target, class) → the ``Binding`` of existing ops of that class.
+        functions: functional form → the function that it runs.
+        check_values: the setting of that name, ``None`` until it is asked for.
+    """
+
+    constructed: dict[type, Any] = field(default_factory=dict)
+    existing: dict[tuple[type, type], Any] = field(default_factory=dict)
+    functions: dict[Any, Callable[..., Any]] = field(default_factory=dict)
+    check_values: bool | None = None

@@ -1,0 +1,66 @@
+"""What opgraft logs, and to whom; and loggers with ``warning_once``, by the names that vLLM's plugins import."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Protocol, cast
+
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+class LogOnce(Protocol):
+    """Log a message, the first time that it comes with these arguments."""
+
+    def __call__(self, msg: str, *args: object, scope: str = "process") -> None: ...
+
+
+class OnceLogger(logging.Logger):
+    """A logger as ``init_logger`` returns it. What this class adds to ``logging.Logger`` is there on the instance."""
+
+    debug_once: LogOnce
+    info_once: LogOnce
+    warning_once: LogOnce
+    error_once: LogOnce
+
+
+def init_logger(name: str) -> OnceLogger:
+    """Return the logger of that name with ``debug_once``, ``info_once``, ``warning_once`` and ``error_once``.
+
+    It is the logger that ``logging.getLogger`` returns. The new methods take what ``debug`` and its like take. They log
+    a message once per process for equal arguments, and accept ``scope``, by which vLLM says which ranks log:
+    here every process logs for itself.
+    """
+    plain = logging.getLogger(name)
+    for method, level in _LEVELS.items():
+        setattr(plain, f"{method}_once", _once(plain, level))
+    return cast(OnceLogger, plain)
+
+
+@functools.cache
+def _once(plain: logging.Logger, level: int) -> Callable[..., None]:
+    said: set[tuple[str, ...]] = set()
+
+    def log(msg: str, *args: object, scope: str = "process") -> None:
+        key = (msg, *map(repr, args))
+        if key not in said:
+            said.add(key)
+            plain.log(level, msg, *args, stacklevel=2)
+
+    return log
+
+
+logger = init_logger("opgraft")
+"""The logger of opgraft, whose level ``OPGRAFT_LOG`` sets."""
+
+_stderr = logging.StreamHandler()
+_stderr.setFormatter(logging.Formatter("opgraft %(levelname)s: %(message)s"))
+
+
+def set_level(level: str | None) -> None:
+    """Log from ``level`` on, to stderr unless the program has handlers of its own; ``None``: as the program says."""
+    logger.removeHandler(_stderr)
+    logger.setLevel(level.upper() if level else logging.NOTSET)
+    if level and not logger.hasHandlers():
+        logger.addHandler(_stderr)

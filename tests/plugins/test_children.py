@@ -1,0 +1,158 @@
+"""What a recorded machine, a secret and a full disk can do to the processes that probes run in."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from machines.build import Tree, build
+from opgraft.machine.child import ask_child, run_child
+from opgraft.machine.machine import RECORD, Machine
+
+TELLS = (
+    "import json, os; return Evidence(False, json.dumps([machine.environ.get('DEVICE'), sorted(machine.environ), "
+    "sorted(os.environ)]))"
+)
+
+
+def told(cli, *arguments: str, **variables: str) -> list:
+    """What the probe of the platform ``acme`` saw: a variable, the machine's variables, its process's variables."""
+    result = cli("detect", "--json", *arguments, **variables)
+    assert result.returncode == 0, result.stderr
+    candidates = json.loads(result.stdout)["decision"]["candidates"]
+    return json.loads(next(c["reason"] for c in candidates if c["name"] == "acme"))
+
+
+def with_variables(root: Path, **variables: str) -> None:
+    record = json.loads((root / RECORD).read_text())
+    record["environ"] |= variables
+    (root / RECORD).write_text(json.dumps(record))
+
+
+@pytest.fixture
+def bomb(tmp_path: Path) -> tuple[Path, Path]:
+    """A shared library, and the file that it writes as soon as a process loads it."""
+    source, library, trace = tmp_path / "bomb.c", tmp_path / "bomb.so", tmp_path / "exploded"
+    source.write_text(
+        f'#include <stdio.h>\n__attribute__((constructor)) static void go(void) {{ fopen("{trace}", "w"); }}\n'
+    )
+    compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    subprocess.run([sys.executable, "-c", ""], env={"LD_PRELOAD": str(library)}, check=True)
+    assert trace.exists(), "the attack works where it is not warded off"
+    trace.unlink()
+    return library, trace
+
+
+def test_variables_of_a_recording_are_data(site, cli, tmp_path: Path, bomb: tuple[Path, Path]) -> None:
+    """A probe is told the variables of a recorded machine, and none of them reaches the process that it runs in."""
+    library, trace = bomb
+    root = build("cpu-avx2", tmp_path / "machine")
+    with_variables(root, LD_PRELOAD=str(library), DEVICE="7")
+    site.platform("acme", probe=TELLS)
+    value, variables, own = told(cli, "--root", str(root))
+    assert value == "7"
+    assert "LD_PRELOAD" in variables
+    assert "LD_PRELOAD" not in own
+    assert not trace.exists()
+
+
+def test_a_probe_is_told_no_secret(site, cli) -> None:
+    """On this machine a probe sees the variables that decide, and neither it nor its process those with secrets."""
+    site.platform("acme", probe=TELLS)
+    secrets = {"HF_TOKEN": "x", "AWS_SECRET_ACCESS_KEY": "x", "DB_PASSWORD": "x", "OPENAI_API_KEY": "x"}
+    value, variables, own = told(cli, DEVICE="3", **secrets)
+    assert value == "3"
+    assert not set(secrets) & {*variables, *own}
+    assert set(own) <= {"PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "LD_LIBRARY_PATH"} | {
+        "TORCH_DEVICE_BACKEND_AUTOLOAD"
+    }
+
+
+def test_links_do_not_lead_out_of_a_recorded_tree(cli, tmp_path: Path) -> None:
+    """Whatever a tree links to outside of itself is not read, not listed, and not written into a new recording."""
+    root, recording = build("nvidia-4-h100", tmp_path / "machine"), tmp_path / "recording"
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "id_rsa").write_text("model name : private-key\nprocessor : 0\n")
+    for path in ("proc/cpuinfo", "proc/meminfo"):
+        (root / path).unlink()
+    (root / "proc/cpuinfo").symlink_to(outside / "id_rsa")
+    (root / "proc/meminfo").symlink_to("../../outside/id_rsa")
+    tree = Tree(root)
+    tree.add_pci("0000:ff:00.0", 0x9999, 0x4001, 0x038000)
+    (root / "sys/bus/pci/devices/0000:fe:00.0").symlink_to(outside)
+    result = cli("detect", "--all", "--root", str(root), "--record", str(recording))
+    assert result.returncode == 0, result.stderr
+    assert "private-key" not in result.stdout
+    assert "/proc/cpuinfo: not readable" in result.stdout
+    written = [path for path in recording.rglob("*") if path.is_file()]
+    assert [path for path in written if "private-key" in path.read_text()] == []
+    machine = Machine.recorded(root)
+    assert machine.names("/sys/bus/pci/devices/0000:fe:00.0") == []
+    assert not machine.exists("/sys/bus/pci/devices/0000:fe:00.0/id_rsa")
+    assert not machine.may_open("/proc/cpuinfo")
+    assert machine.link("/sys/bus/pci/devices/0000:fe:00.0/../x") is None
+
+
+def test_links_inside_of_a_tree_are_followed(tmp_path: Path) -> None:
+    """Where a recording was unpacked does not matter, and its own links lead to what they led to."""
+    (tmp_path / "real/sys/a").mkdir(parents=True)
+    (tmp_path / "real/sys/a/value").write_text("1")
+    (tmp_path / "real/sys/b").symlink_to("a")
+    (tmp_path / "root").symlink_to("real")
+    assert Machine(tmp_path / "root", {}, packages={}).read("/sys/b/value") == "1"
+
+
+def no_file_can_be_written() -> None:
+    """As on a full disk: every write to a file fails, whichever folder it lies in."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+@pytest.mark.parametrize("command", [("detect", "--all"), ("ops", "explain", "rms_norm")])
+def test_without_a_usable_temporary_folder(site, command: tuple[str, ...]) -> None:
+    """Detection asks a plugin's probe, and ops are bound, where no file can be written anywhere."""
+    site.platform("acme", probe="return Evidence(False, 'looked at')")
+    environ = {**os.environ, "PYTHONPATH": str(site.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
+            preexec_fn=no_file_can_be_written,  # nothing else runs in this process
+        )
+
+    assert "No usable temporary directory" in run("-c", "import tempfile; tempfile.gettempdir()").stderr
+    result = run("-m", "opgraft", *command)
+    assert result.returncode == 0, result.stderr
+    assert "looked at" in result.stdout
+
+
+def test_a_child_of_the_child_holds_nobody_up() -> None:
+    """An answer is there when the child has ended, whatever goes on holding its pipes."""
+    code = (
+        "import os, subprocess\nsubprocess.Popen(['sleep', '30'], pass_fds=(reply_to,))\n"
+        "os.write(reply_to, b'[1]')\nprint('done', flush=True)"
+    )
+    assert ask_child(code, time_limit=8.0) == [1]
+
+
+def test_much_is_handed_over_and_much_comes_back() -> None:
+    """Neither side waits for the other where both fill their pipes; one that never reads is no reason to wait."""
+    data = ["x" * 100] * 20_000
+    code = "print('noise' * 100_000, flush=True)\nwith open(reply_to, 'w') as pipe: json.dump(data, pipe)"
+    assert ask_child(code, data=data) == data
+    assert run_child("import os; os._exit(3)", data=data).status == 3
+    flood = "import os\nwhile True: os.write(reply_to, b'x' * 65536)"
+    assert run_child(flood, time_limit=1.5).status is None
