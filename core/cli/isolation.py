@@ -62,13 +62,9 @@ def _crash(running: Mapping[str, Any], ended: Ended, time_limit: float) -> Findi
     else:
         end = f"ended the process with status {ended.status}"
     said = ended.output.strip().splitlines()[-1:]
-    who = (
-        f"Go without it by {PLUGINS_DISABLE}={provider.name}"
-        if provider
-        else f"Go without plugins by {PLUGINS_DISABLE}"
-    )
-    words = f"{running.get('what', 'loading the plugins')} {end}{': ' if said else ''}{''.join(said)}. {who}."
-    return Finding(words, provider, exit_code=4)
+    words = ": ".join([f"{running.get('what', 'loading the plugins')} {end}", *said])
+    advice = f"{PLUGINS_DISABLE}={provider.name if provider else '<name>'} goes without a plugin."
+    return Finding(f"{words}. {advice}", provider, exit_code=4)
 
 
 def answer(reply_to: int, module: str, function: str, arguments: Sequence[str], given: Mapping[str, str]) -> None:

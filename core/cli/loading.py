@@ -16,8 +16,8 @@ def load_all() -> OpgraftError | None:
         importlib.import_module("opgraft.ops")
     except Exception as error:  # torch reads the metadata of every distribution when it is imported
         return PluginError(
-            f"torch cannot be imported here: {described(error)}. If a device backend or malformed metadata is the cause, "
-            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 goes without backends that load themselves."
+            f"torch cannot be imported here: {described(error)}. If a device backend or malformed metadata is the "
+            "cause, TORCH_DEVICE_BACKEND_AUTOLOAD=0 goes without backends that load themselves."
         )
     try:
         load_plugins()

@@ -133,8 +133,8 @@ def missing() -> str | None:
     if absent is None and not _rows(PACKED, platform):
         stated = ", ".join(platform.capability().features) or "none"
         absent = (
-            f"it was measured with the instruction sets {', '.join(PACKED)} only, and Platform.capability().features of "
-            f"{platform.name}, which is what is asked for them, states {stated}"
+            f"it was measured with the instruction sets {', '.join(PACKED)} only, and Platform.capability().features "
+            f"of {platform.name}, which is what is asked for them, states {stated}"
         )
     return f"packed linear unavailable: {absent}" if absent else None
 
