@@ -71,7 +71,7 @@ def test_a_causal_model_generates_the_same_text_grafted(cli, causal_folder, tmp_
     """Greedy generation and logits agree with the ungrafted model; norms, linears and attention are ours."""
     (tmp_path / "prompts.txt").write_text("the cat sleeps\n\na dog runs in the sun\n")
     report = run_json(cli, str(causal_folder), "--input", str(tmp_path / "prompts.txt"), "--compare")
-    assert report["schema"] == "opgraft.run/1"
+    assert report["schema"] == "opgraft.run/2"
     assert len(report["answers"]) == 2
     assert report["comparison"]["same_answers"] is True
     assert report["comparison"]["largest_difference"] < 1e-5
