@@ -18,11 +18,12 @@ PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -
 OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-xla test-ipex test-triton check evidence op-pages bench bench-ops bench-gpu bench-models bench-ipex charts figures docs clean FORCE
+.PHONY: help run test test-families test-xla test-ipex test-triton check evidence op-pages bench bench-ops bench-gpu bench-models bench-ipex charts figures docs clean FORCE
 
 help:
 	@echo "make run    the demonstration: a real sentence encoder on the CPU, then on a simulated NPU from a plugin"
 	@echo "make test   all tests"
+	@echo "make test-families  graft a tiny model of each family of transformers, a quarter of an hour"
 	@echo "make test-xla   the TPU platform on torch_xla, and the core on torch 2.9 (the first time 8 GB)"
 	@echo "make test-ipex  the plugin for Intel's extension, and the core on torch 2.8 (the first time 8 GB)"
 	@echo "make test-triton  the kernels for GPUs, interpreted and compiled, and the core beside Triton (the first time 2 GB)"
@@ -49,6 +50,10 @@ run: .demo/installed
 
 test: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
+
+# Not a part of the tests: it takes a quarter of an hour, and tells of transformers as much as of this.
+test-families: .venv/opgraft
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 tests/families
 
 # Stacks that need a torch of their own; each has an environment in the user's cache.
 test-xla:

@@ -150,7 +150,7 @@ def _cell(label: str, tokens: int, width: int, dtype: torch.dtype) -> Cell:
     size = moved(name, arguments())
     inputs = [arguments() for _ in range(max(2, CACHE // size))]
     ours = seconds(triton_kernels()[name], inputs)
-    compiled = seconds(torch.compile(SPECS[name].form.native, dynamic=False), inputs)
+    compiled = seconds(torch.compile(SPECS[name].functional.native, dynamic=False), inputs)
     liger = _liger(label)
     return Cell(
         form=label,

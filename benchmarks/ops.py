@@ -71,8 +71,8 @@ class Cell:
 
 def arguments_of(spec: OpSpec, tokens: int, width: int, dtype: torch.dtype) -> dict[str, Any]:
     """Realistic arguments; of gated activations ``width`` is that of the result, of rotary that of query and key."""
-    draw = Draw((spec.form.name, tokens, width), dtype)
-    if spec.form.name == "rotary_embedding":
+    draw = Draw((spec.functional.name, tokens, width), dtype)
+    if spec.functional.name == "rotary_embedding":
         angles = draw(tokens, HEAD_SIZE // 2).double()
         table = torch.cat((angles.cos(), angles.sin()), -1).to(dtype)
         query, key = draw(tokens, width), draw(tokens, width)
@@ -86,9 +86,11 @@ def measure(group: str, name: str, tokens: int, width: int, dtype: torch.dtype) 
     spec = SPECS[name]
     arguments = arguments_of(spec, tokens, width, dtype)
     ordered = tuple(arguments.values())
-    kernel, native = partial(spec.form, *ordered), partial(spec.form.native, *ordered)
+    kernel, native = partial(spec.functional, *ordered), partial(spec.functional.native, *ordered)
     torch.compiler.reset()
-    compiled = partial(torch.compile(spec.form.native, dynamic=False), *ordered)  # for the very shapes: its best case
+    compiled = partial(
+        torch.compile(spec.functional.native, dynamic=False), *ordered
+    )  # for the very shapes: its best case
     label = f"{name} {tokens}x{width} {str(dtype).removeprefix('torch.')}"
     compare = partial(compared, kernel)
     rows = [
@@ -96,7 +98,7 @@ def measure(group: str, name: str, tokens: int, width: int, dtype: torch.dtype) 
         compare(f"{label} / compiled", COMPILED_LIMITS.get((group, tokens)), compiled),
     ]
     seconds, copy_seconds = paired(kernel, copy_of(spec.traffic(arguments)))
-    binding = binding_of(spec.form).kernel.winner
+    binding = binding_of(spec.functional).kernel.winner
     dtype_name = str(dtype).removeprefix("torch.")
     cell = Cell(name, str(binding), tokens, width, dtype_name, seconds, copy_seconds / seconds)
     return cell, rows

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from opgraft.binding.derivation import calls_functional as calls_functional
     from opgraft.binding.explaining import Explanation as Explanation
     from opgraft.binding.explaining import explain as explain
+    from opgraft.binding.functional import register_functional as register_functional
     from opgraft.binding.marks import inference_only as inference_only
     from opgraft.binding.marks import needs as needs
     from opgraft.binding.rebinding import rebind as rebind
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
 _HOME = {
     "opgraft.adapter": ("Adapter", "LeaveAlone"),
     "opgraft.binding.derivation": ("NATIVE", "FunctionalKernels", "calls_functional"),
+    "opgraft.binding.functional": ("register_functional",),
     "opgraft.binding.marks": ("inference_only", "needs"),
     "opgraft.config": ("CompilationConfig", "CompilationMode", "OpgraftConfig", "set_config"),
     "opgraft.decision": ("Candidate", "Decision", "Provider"),

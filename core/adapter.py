@@ -22,8 +22,9 @@ class Adapter:
         name: what the report calls this row, such as ``torch.nn.LayerNorm``.
         op: the op class that is constructed; a plugin's replacement of it takes its place as always.
         recognise: the keyword arguments for ``op`` if the module is of this kind, else ``None``. The op must have the
-            module's parameters and buffers under the same names: they are shared with it. Raises ``LeaveAlone`` with a
-            reason for a module that is of this kind and must stay.
+            module's parameters and buffers under the same names: they are shared with it. A module whose children
+            become ops is shown as a copy that has those ops for children. Raises ``LeaveAlone`` with a reason for a
+            module that is of this kind and must stay; whatever else it raises leaves the module alone, too.
     """
 
     name: str

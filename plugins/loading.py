@@ -139,7 +139,7 @@ class Loading:
     def _settle_pending(self) -> None:
         for replacement in list(self.state.active):
             if replacement.plugin is None:
-                self.state.registry.settle_pending(replacement)
+                self.state.registry.resolve_pending(replacement)
             elif replacement.plugin in self._alive():
                 settle = partial(self._settle, replacement)
                 self._attempt(replacement.plugin, "when its targets were looked up", settle)
@@ -147,7 +147,7 @@ class Loading:
     def _settle(self, replacement: Replacement) -> None:
         """Resolve a target. One that nobody registers costs its replacement, in strict mode the whole plugin."""
         try:
-            self.state.registry.settle_pending(replacement)
+            self.state.registry.resolve_pending(replacement)
         except UnknownTargetError as error:
             if self.config.strict:
                 raise

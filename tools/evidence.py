@@ -27,7 +27,7 @@ def main(names: list[str]) -> None:
 
 def renew(family: ModuleType, names: set[str]) -> None:
     """Prove the forms of a family that are among ``names``, and write its file anew."""
-    file, specs = evidence.file_of(family.__name__), {spec.form.name: spec for spec in family.SPECS}
+    file, specs = evidence.file_of(family.__name__), {spec.functional.name: spec for spec in family.SPECS}
     records = {name: record for name, record in evidence.read(file).items() if name in specs}
     for name in sorted(names & set(specs)):
         print(name, flush=True)

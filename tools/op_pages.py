@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from opgraft import ops
-from opgraft.binding.functional import Form
+from opgraft.binding.functional import Functional
 from opgraft.ops import CustomOp
 from opgraft.ops.spec import OpSpec
 from opgraft.registry.op_classes import reference_method
@@ -69,7 +69,7 @@ def table(text: str, ops: dict[str, type]) -> str:
 
 def outside_of(cls: type) -> list[str]:
     """What others' implementations are called that some form of an op was compared with."""
-    records = [evidence.recorded().get(form.name) for form in inventory.forms_of(cls)]
+    records = [evidence.recorded().get(form.name) for form in inventory.functionals_of(cls)]
     return sorted({name for record in records if record for name in record.outside})
 
 
@@ -87,7 +87,7 @@ def page(name: str, cls: type) -> str:
     for variant in variants_of(cls):
         parts += [f"## Variant `{variant.__name__}`", *class_parts(variant, cls)]
     parts += ["## Kernels", *kernel_parts(name, cls)]
-    for form in inventory.forms_of(cls):
+    for form in inventory.functionals_of(cls):
         parts += [f"## Function `{form.name}`", *form_parts(form)]
     return "\n\n".join(parts) + "\n"
 
@@ -128,7 +128,7 @@ def method_of(key: str | None) -> str:
     return "forward" if key in (None, "forward") else f"forward_{key}"
 
 
-def form_parts(form: Form[..., Any]) -> Iterator[str]:
+def form_parts(form: Functional[..., Any]) -> Iterator[str]:
     yield fenced([f"opgraft.functional.{form.name}{parameters_of(form.native)}", f"torch.ops.opgraft.{form.name}"])
     yield from documentation(form.native.__doc__)
     if form.mutates:

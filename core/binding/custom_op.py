@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 from opgraft.binding.derivation import derive_kernels
 from opgraft.binding.specialisation import Binding, bind, enforced, op_name_of
 from opgraft.decision import Decision
-from opgraft.errors import MissingKernelError, RegistrationError
+from opgraft.errors import GraftError, MissingKernelError, RegistrationError
 from opgraft.platform import Platform
 from opgraft.plugins.discovery import discover
 from opgraft.registry.declarations import Replacement
@@ -74,7 +74,6 @@ class CustomOp(nn.Module):
     op_registry: ClassVar[Mapping[str, type]] = _OpsByName()
     op_registry_oot: ClassVar[Mapping[str, type]] = _ReplacementsByName()
     __continuations__: ClassVar[Mapping[str, str | None]] = {}
-    _binding: Binding
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -101,23 +100,36 @@ class CustomOp(nn.Module):
         """
         super().__init__(*args, **kwargs)
         if enforce_enable:
-            self._adopt(enforced(self._binding))
+            self._adopt(enforced(self.binding))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies keep their binding; an op that is unpickled is bound anew, as the same class."""
         reduced = super().__reduce_ex__(protocol)
-        if type(self) is not self._binding.specialisation:
+        if type(self) is not self.binding.specialisation:
             return reduced
-        return (_restore, (self._binding,), *reduced[2:])
+        return (_restore, (self.binding,), *reduced[2:])
+
+    def __prepare_scriptable__(self) -> Any:
+        """Say to ``torch.jit.script``, which asks each module, that an op is none of what it can compile."""
+        raise GraftError(
+            f"torch.jit.script cannot compile the op {self.op_class.__qualname__}, which binds its kernel in Python: "
+            "opgraft.ungraft(model) first, or use torch.jit.trace, torch.export or torch.compile"
+        )
 
     def _adopt(self, binding: Binding) -> None:
         self.__dict__["_binding"] = binding
         self.__class__ = binding.specialisation
 
     @property
+    def binding(self) -> Binding:
+        """The class and the kernel that were chosen for this op, with the record of both choices."""
+        binding: Binding = self.__dict__["_binding"]
+        return binding
+
+    @property
     def decision(self) -> Decision:
         """Which kernel this op runs and why: candidates, providers, and the settings that would change it."""
-        return self._binding.decision
+        return self.binding.decision
 
     @classmethod
     def enabled(cls) -> bool:
@@ -219,46 +231,46 @@ class CustomOp(nn.Module):
             state.drop_superseded()
             state.invalidate()
 
-    def _go_on(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_next(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         further = self.__continuations__[method]
         if further is None:
             raise MissingKernelError(
                 f"{self.op_class.__qualname__} at {location_of(self.op_class)} has no {method}, nor a kernel further "
-                f"along the dispatch chain {self._binding.kernel.chain}: define {method} or forward_native"
+                f"along the dispatch chain {self.binding.kernel.chain}: define {method} or forward_native"
             )
         return getattr(self, further)(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What ``super().forward(...)`` of a replacement reaches: the most derived kernel of the platform's chain."""
-        return self._go_on("forward", args, kwargs)
+        return self._call_next("forward", args, kwargs)
 
     def forward_native(self, *args: Any, **kwargs: Any) -> Any:
         """The definition in plain PyTorch, which every platform can run."""
-        return self._go_on("forward_native", args, kwargs)
+        return self._call_next("forward_native", args, kwargs)
 
     def forward_cpu(self, *args: Any, **kwargs: Any) -> Any:
         """The kernel for CPUs."""
-        return self._go_on("forward_cpu", args, kwargs)
+        return self._call_next("forward_cpu", args, kwargs)
 
     def forward_cuda(self, *args: Any, **kwargs: Any) -> Any:
         """The kernel for CUDA devices, and for those whose platform has ``cuda`` in its chain."""
-        return self._go_on("forward_cuda", args, kwargs)
+        return self._call_next("forward_cuda", args, kwargs)
 
     def forward_hip(self, *args: Any, **kwargs: Any) -> Any:
         """The kernel for ROCm devices."""
-        return self._go_on("forward_hip", args, kwargs)
+        return self._call_next("forward_hip", args, kwargs)
 
     def forward_xpu(self, *args: Any, **kwargs: Any) -> Any:
         """The kernel for Intel GPUs."""
-        return self._go_on("forward_xpu", args, kwargs)
+        return self._call_next("forward_xpu", args, kwargs)
 
     def forward_tpu(self, *args: Any, **kwargs: Any) -> Any:
         """The kernel for TPUs."""
-        return self._go_on("forward_tpu", args, kwargs)
+        return self._call_next("forward_tpu", args, kwargs)
 
     def forward_oot(self, *args: Any, **kwargs: Any) -> Any:
         """The kernel that a replacement brings; it stands first in every chain."""
-        return self._go_on("forward_oot", args, kwargs)
+        return self._call_next("forward_oot", args, kwargs)
 
 
 class PluggableLayer(CustomOp):
@@ -301,7 +313,7 @@ def _declare(cls: type, target: str | type, priority: int, when: Callable[[Platf
             cls, _asked_for(target), resolved, provider, priority=priority, when=when, activation=transaction
         )
         if resolved is None and state.plugins_loaded and transaction is None:
-            state.registry.settle_pending(new)
+            state.registry.resolve_pending(new)
         new.plugin = transaction.plugin if transaction else discovery.plugin_of(cls.__module__, provider)
         record = state.plugins.get(new.plugin or "")
         new.platforms = record.platforms if record else new.platforms

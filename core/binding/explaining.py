@@ -80,7 +80,7 @@ def explain(model: nn.Module) -> Explanation:
 
 
 def _row(path: str, op: CustomOp) -> ExplainedOp:
-    binding = op._binding
+    binding = op.binding
     name = op_name_of(binding.replacement.target, host_state()) or ""
     decision = binding.decision
     reason = hidden_by(op) or f"{decision.candidates[0].reason}; {decision.reason}"  # the winner's own comes first

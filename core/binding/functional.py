@@ -1,4 +1,4 @@
-"""``Form``, an op as a function of tensors and settings.
+"""``Functional``, an op as a function of tensors and settings.
 
 A form is called like the function that it was made from and runs the kernel that the op is bound to here and now. The
 same function is registered as ``torch.ops.opgraft.<name>``, for graphs that must show it as one node.
@@ -31,13 +31,13 @@ from torch import Tensor
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-_forms: dict[str, Form[..., Any]] = {}
+_functionals: dict[str, Functional[..., Any]] = {}
 
-FORMS: Mapping[str, Form[..., Any]] = MappingProxyType(_forms)
-"""Every form by its name, as ``form`` registers them."""
+FUNCTIONALS: Mapping[str, Functional[..., Any]] = MappingProxyType(_functionals)
+"""Every functional form by its name, as ``register_functional`` makes them known."""
 
 
-class Form(Generic[Arguments, Result]):
+class Functional(Generic[Arguments, Result]):
     """A functional form of an op.
 
     Attributes:
@@ -71,35 +71,35 @@ class Form(Generic[Arguments, Result]):
         self.differentiable = differentiable and not mutates
 
         @constant_while_tracing
-        def settle() -> None:
+        def bind_while_traced() -> None:
             self.traced = _bound(self)
 
         # Binds the form while a compiler traces its caller, which then reads and guards the attribute. Without an
         # argument, as compilers of torch before 2.9 take constants only.
-        self.settle = settle
+        self.bind_while_traced = bind_while_traced
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if torch.compiler.is_compiling():
-            self.settle()
+            self.bind_while_traced()
             return self.traced(*args, **kwargs)
         return _bound(self)(*args, **kwargs)
 
     def __repr__(self) -> str:
-        return f"<form {self.name} of op {self.op}>"
+        return f"<functional form {self.name} of op {self.op}>"
 
     def __reduce__(self) -> str:
         """A form is pickled as functions are, by module and name, and is its own copy."""
         return self.native.__qualname__
 
 
-def form(
+def register_functional(
     op: str,
     fake: Callable[..., Any],
     mutates: tuple[str, ...] = (),
     random: str | None = None,
     differentiable: bool = True,
-) -> Callable[[Callable[Arguments, Result]], Form[Arguments, Result]]:
-    """Decorator: make a native definition the form of an op, and register it as ``torch.ops.opgraft.<name>``.
+) -> Callable[[Callable[Arguments, Result]], Functional[Arguments, Result]]:
+    """Decorate a native definition: it becomes a functional form of an op, and ``torch.ops.opgraft.<name>``.
 
     The registered op returns contiguous tensors, of which ``fake`` says the shapes. Its backward, however often it is
     differentiated, is that of the native definition, which it runs again. Results of one that is not ``differentiable``
@@ -112,33 +112,36 @@ def form(
         ConflictError: another form has the name. A reloaded definition of the same takes its place.
     """
 
-    def decorate(native: Callable[Arguments, Result]) -> Form[Arguments, Result]:
-        made = Form(native, op, fake, mutates, random, differentiable)
-        known = _forms.get(made.name)
+    def decorate(native: Callable[Arguments, Result]) -> Functional[Arguments, Result]:
+        made = Functional(native, op, fake, mutates, random, differentiable)
+        known = _functionals.get(made.name)
         if known is not None and not redefines(known, made):
             raise ConflictError(
-                f"the form {made.name!r} is registered twice: by {_whence(known)} and by {_whence(made)}. "
+                f"the functional form {made.name!r} is registered twice: by {_whence(known)} and by {_whence(made)}. "
                 "Rename one of them."
             )
         _register(made)
-        _forms[made.name] = made
+        _functionals[made.name] = made
         setattr(NATIVE, made.name, native)
         return made
 
     return decorate
 
 
-def unregister(form: Form[..., Any]) -> None:
+form = register_functional  # its former name, which goes with the next minor version
+
+
+def unregister(form: Functional[..., Any]) -> None:
     """Forget a form. What torch has registered stays until another form takes the name."""
-    if _forms.get(form.name) is form:
-        del _forms[form.name]
+    if _functionals.get(form.name) is form:
+        del _functionals[form.name]
 
 
-def _whence(form: Form[..., Any]) -> str:
+def _whence(form: Functional[..., Any]) -> str:
     return f"{qualified(form)} at {location_of(form.native)} ({discover().provider_of(form.__module__)})"
 
 
-def binding_of(form: Form[..., Any]) -> Binding:
+def binding_of(form: Functional[..., Any]) -> Binding:
     """The choice of class and kernel that decides what a form runs.
 
     Raises:
@@ -149,16 +152,16 @@ def binding_of(form: Form[..., Any]) -> Binding:
     return bind(target)
 
 
-def _bound(form: Form[Arguments, Result]) -> Callable[Arguments, Result]:
+def _bound(form: Functional[Arguments, Result]) -> Callable[Arguments, Result]:
     """The function that a form runs, from the cache of bound classes; the path that every eager call takes."""
     functions = host_state().current_caches().functions
     try:
         return functions[form]
     except KeyError:
-        return _bind_form(form)
+        return _bind_function(form)
 
 
-def _bind_form(form: Form[Arguments, Result]) -> Callable[Arguments, Result]:
+def _bind_function(form: Functional[Arguments, Result]) -> Callable[Arguments, Result]:
     generation = host_state().generation
     kernel = binding_of(form).kernel.winner
     function = kernel.functional(form.name) or form.native
@@ -185,7 +188,7 @@ def _guarded(kernel: Callable[Arguments, Result], native: Callable[Arguments, Re
     return guarded
 
 
-def _register(form: Form[..., Any]) -> None:
+def _register(form: Functional[..., Any]) -> None:
     @functools.wraps(form.native)
     def run(*args: Any, **kwargs: Any) -> Any:
         with _without_autocast((*args, *kwargs.values())):
@@ -204,7 +207,7 @@ def _register(form: Form[..., Any]) -> None:
         registered.register_autograd(_no_backward, setup_context=_mark_constant)
 
 
-def _faked(form: Form[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _faked(form: Functional[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What the fake rule tells, unless one argument without values made torch ask for it and the result has some."""
     result = form.fake(*args, **kwargs)
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
@@ -229,7 +232,7 @@ def _contiguous(result: Any) -> Any:
     return tuple(value.contiguous() for value in result) if isinstance(result, tuple) else result
 
 
-def _refuse(form: Form[..., Any], argument: str) -> None:
+def _refuse(form: Functional[..., Any], argument: str) -> None:
     raise ValueError(
         f"{form.name}: {argument} requires a gradient, and {' and '.join(form.mutates)} would be written to in place "
         f"where a gradient is required: use torch.ops.opgraft.{form.name.removesuffix('_')}, or torch.no_grad()"
@@ -244,7 +247,7 @@ def _no_backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
     return (None,) * len(ctx.needs_input_grad)
 
 
-def _save(form: Form[..., Any], ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _save(form: Functional[..., Any], ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     if form.random and (value := dict(zip(signature(form.native).parameters, inputs, strict=False)).get(form.random)):
         raise ValueError(
             f"{form.name}: {form.random} is {value}, expected 0 where torch.ops.opgraft.{form.name} is differentiated: "

@@ -52,7 +52,7 @@ def _cells(name: str, cls: type, here: dict[type, KernelHere]) -> tuple[str, str
 def _print_details(ops: dict[str, type]) -> None:
     platforms = inventory.declared_platforms()
     for name, cls in ops.items():
-        proof = inventory.evidence_of(inventory.forms_of(cls))
+        proof = inventory.evidence_of(inventory.functionals_of(cls))
         echo()
         print_wrapped(name)
         for each in (cls, *inventory.variants_of(cls)):
@@ -76,7 +76,7 @@ def _as_dict(name: str, op: type, here: dict[type, KernelHere], platforms: list[
         kernels = inventory.kernel_keys(cls, platforms)
         return {"target": cls.__qualname__, **here[cls].to_dict(), "kernels": kernels}
 
-    forms = inventory.forms_of(op)
+    forms = inventory.functionals_of(op)
     return {
         "op": name,
         **row(op),

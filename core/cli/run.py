@@ -110,7 +110,7 @@ def _print_as_text(
         print_wrapped([text, f"  -> {answer}"], indent="  ")
     echo()
     print_wrapped(selected_platform().decision.summary())
-    echo(f"\n{report.in_words(width())}\n")
+    echo(f"\n{report.tables(width())}\n")
     if comparison:
         _print_comparison(comparison, report)
 

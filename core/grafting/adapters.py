@@ -20,13 +20,26 @@ from opgraft.grafting.expressions import (
     Expression,
     NotExpressible,
     activation_form,
-    constants_of,
     expression_of,
-    norm_form,
-    result_dtype,
 )
+from opgraft.grafting.gated_norms import gated_norm
 from opgraft.grafting.interface import check_interface
-from opgraft.ops import GELU, FastGELU, GemmaRMSNorm, LayerNorm, Linear, NewGELU, QuickGELU, RMSNorm, SiLU
+from opgraft.grafting.norms import NORMS, UNKNOWN, Dtypes, Norm, check_dtypes
+from opgraft.grafting.transposed import transposed_linear
+from opgraft.ops import (
+    GELU,
+    FastGELU,
+    LayerNorm,
+    Linear,
+    NewGELU,
+    QuickGELU,
+    ReLU,
+    ReLUSquaredActivation,
+    RMSNorm,
+    RMSNormGated,
+    SiLU,
+    TransposedLinear,
+)
 from torch import Tensor, nn
 
 _TANH_SCALE = math.sqrt(2.0 / math.pi)
@@ -39,32 +52,28 @@ _ACTIVATIONS: tuple[tuple[str, type[nn.Module], dict[str, Any], Callable[[Tensor
     ("fast GELU", FastGELU, {}, lambda x: 0.5 * x * (1 + torch.tanh(_TANH_SCALE * x * (1 + 0.044715 * x**2)))),
     ("quick GELU", QuickGELU, {}, lambda x: x * torch.sigmoid(1.702 * x)),
     ("SiLU", SiLU, {}, F.silu),
-)
-
-_NORMS: tuple[tuple[str, type[nn.Module], Callable[[Tensor, Tensor, float], Tensor]], ...] = (
-    ("RMS norm", RMSNorm, lambda x, weight, eps: weight * x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps)),
-    (
-        "Gemma's RMS norm",
-        GemmaRMSNorm,
-        lambda x, weight, eps: (1 + weight) * x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps),
-    ),
+    ("ReLU", ReLU, {}, F.relu),
+    ("squared ReLU", ReLUSquaredActivation, {}, lambda x: F.relu(x) ** 2),
 )
 
 
-def builtin_adapters(dtype: torch.dtype | None = None) -> tuple[Adapter, ...]:
+def builtin_adapters(dtypes: Dtypes = UNKNOWN) -> tuple[Adapter, ...]:
     """The built-in rows, in the order in which they are tried. The last one says why a module is not recognised.
 
-    The rows remember what they traced: use them for one walk over a model, whose activations have the ``dtype``.
+    The rows remember what they traced: use them for one walk over a model, whose parameters have the ``dtypes``.
     """
-    leaves = _Leaves(dtype)
+    leaves = _Leaves(dtypes)
     return (
         Adapter("torch.nn.Linear", Linear, _linear),
         Adapter("torch.nn.LayerNorm", LayerNorm, _layer_norm),
-        Adapter("torch.nn.RMSNorm", RMSNorm, partial(_rms_norm, dtype)),
+        Adapter("torch.nn.RMSNorm", RMSNorm, partial(_rms_norm, dtypes)),
         Adapter("torch.nn.GELU", GELU, _gelu),
-        Adapter("torch.nn.SiLU", SiLU, _silu),
+        Adapter("torch.nn.SiLU", SiLU, partial(_elementwise, nn.SiLU)),
+        Adapter("torch.nn.ReLU", ReLU, partial(_elementwise, nn.ReLU)),
         *(Adapter(name, op, partial(leaves.activation, form, kwargs)) for name, op, kwargs, form in _ACTIVATIONS),
-        *(Adapter(name, op, partial(leaves.norm, form)) for name, op, form in _NORMS),
+        *(Adapter(norm.name, norm.op, partial(leaves.norm, norm)) for norm in NORMS),
+        Adapter("gated RMS norm", RMSNormGated, partial(gated_norm, dtypes.usual)),
+        Adapter("transposed linear", TransposedLinear, transposed_linear),
         *composite_adapters(),
         Adapter("none", CustomOp, leaves.refuse),
     )
@@ -88,12 +97,12 @@ def _layer_norm(module: nn.Module) -> Mapping[str, Any] | None:
     }
 
 
-def _rms_norm(dtype: torch.dtype | None, module: nn.Module) -> Mapping[str, Any] | None:
+def _rms_norm(dtypes: Dtypes, module: nn.Module) -> Mapping[str, Any] | None:
     if type(module) is not nn.RMSNorm:
         return None
     if len(module.normalized_shape) != 1:
         raise LeaveAlone("RMSNorm takes the mean over one dimension, this module over several")
-    _check_dtypes(module, dtype)
+    check_dtypes(module, RMSNorm, dtypes)
     eps = module.eps
     if eps is None:
         if module.weight is None:
@@ -107,15 +116,15 @@ def _gelu(module: nn.Module) -> Mapping[str, Any] | None:
     return {"approximate": module.approximate} if type(module) is nn.GELU else None
 
 
-def _silu(module: nn.Module) -> Mapping[str, Any] | None:
-    return {"inplace": module.inplace} if type(module) is nn.SiLU else None
+def _elementwise(cls: type[nn.Module], module: nn.Module) -> Mapping[str, Any] | None:
+    return {"inplace": module.inplace} if type(module) is cls else None
 
 
 class _Leaves:
     """Recognises modules without children by their expressions; each module is traced once."""
 
-    def __init__(self, dtype: torch.dtype | None) -> None:
-        self._dtype = dtype
+    def __init__(self, dtypes: Dtypes) -> None:
+        self._dtypes = dtypes
         self._seen: dict[nn.Module, Expression | NotExpressible] = {}
 
     def activation(
@@ -126,17 +135,14 @@ class _Leaves:
         check_interface(type(module))
         return kwargs
 
-    def norm(self, form: Callable[[Tensor, Tensor, float], Tensor], module: nn.Module) -> Mapping[str, Any] | None:
+    def norm(self, norm: Norm, module: nn.Module) -> Mapping[str, Any] | None:
         expression = self._expression(module)
-        if "weight" not in module._parameters or isinstance(expression, NotExpressible):
-            return None
-        shape = module.get_parameter("weight").shape
-        eps = next((c for c in constants_of(expression) if c > 0 and norm_form(form, c) == expression), None)
-        if eps is None or len(shape) != 1 or shape[0] == 1:  # one number may scale an input of any width
+        found = None if isinstance(expression, NotExpressible) else norm.settings(module, expression)
+        if found is None:
             return None
         check_interface(type(module))
-        _check_dtypes(module, self._dtype)
-        return {"hidden_size": shape[0], "eps": eps}
+        check_dtypes(module, norm.op, self._dtypes)
+        return found
 
     def refuse(self, module: nn.Module) -> None:
         if not module._modules or module._parameters:
@@ -150,28 +156,12 @@ class _Leaves:
         return self._seen[module]
 
 
-def _check_dtypes(module: nn.Module, dtype: torch.dtype | None) -> None:
-    """Raise ``LeaveAlone`` if a norm may round or promote otherwise than the op on input of another dtype.
-
-    The op multiplies in the weight's dtype and returns the input's. Many norms promote: with a float32 weight they
-    make float32 of bfloat16 input.
-    """
-    weight = module._parameters["weight"]
-    if weight is None or dtype in (None, weight.dtype):
-        return
-    narrower = torch.promote_types(weight.dtype, dtype) != weight.dtype
-    if narrower or result_dtype(module, dtype, weight.dtype) != dtype:
-        raise LeaveAlone(
-            f"its weight is {weight.dtype} in a model of {dtype}: the op would return another dtype, or round otherwise"
-        )
-
-
 def _attempt(module: nn.Module) -> Expression | NotExpressible:
     tensors = {name for name, value in (*module._parameters.items(), *module._buffers.items()) if value is not None}
     if type(module).__module__.startswith("torch.") or module._modules:
         return NotExpressible()
-    if tensors - {"weight"} or module._buffers:
-        return NotExpressible("it has other tensors than one weight")
+    if tensors - {"weight", "bias"} or module._buffers:
+        return NotExpressible("it has other tensors than a weight and a bias")
     try:
         return expression_of(module)
     except NotExpressible as verdict:

@@ -1,118 +1,60 @@
-"""Attention of transformers' models, through the registry that transformers offers for it.
+"""Attention of transformers' models: an op in the place of transformers' own function for ``"sdpa"``.
 
-A grafted attention module gets a child, the op; its configuration names the attention function ``"opgraft"``, which
-hands the call to that child. Modules without the child, in other models that share the configuration, get what they
-had: transformers' own function for ``"sdpa"``.
+The forward of an attention module looks its function up in a registry. In a grafted module it finds a view of that
+registry that gives the op where transformers' own sdpa would be. The configuration keeps its name, and whoever reads
+it, such as the code that makes masks, sees what it saw before.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
 from opgraft.adapter import LeaveAlone
-from opgraft.ops import ScaledDotProductAttention
+from opgraft.grafting.forwards import Substitution, check_forward, plain_forward
 from torch import nn
 
 CHILD = "opgraft_attention"
 ADAPTER = "transformers attention interface"
-_NAME = "opgraft"
-_FORMER = "sdpa"  # the only implementation that is taken over, so the one that ungraft restores
+_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+_SDPA = "sdpa"
 _SDPA_MODULE = "transformers.integrations.sdpa_attention"
 _OURS = frozenset(
     ("module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "args", "kwargs")
 )
 
 
-class Registered:
-    """Kept by every attention op: a copy that is unpickled in another process registers the function there."""
-
-    def __reduce__(self) -> tuple[Callable[[], Registered], tuple[()]]:
-        return _registered, ()
-
-
 def is_attention(module: nn.Module) -> bool:
-    """Whether a module calls its attention function through transformers' registry."""
-    forward = _forward_of(module)
+    """Return whether a module calls its attention function through transformers' registry."""
+    forward = inspect.unwrap(plain_forward(module))
     known = "transformers" in sys.modules and isinstance(forward, FunctionType)
-    return known and "ALL_ATTENTION_FUNCTIONS" in forward.__code__.co_names
+    return known and _REGISTRY in forward.__code__.co_names
 
 
 def is_attached(module: nn.Module) -> bool:
-    """Whether the attention module has an op and its configuration still names our function."""
-    return CHILD in module._modules and _implementation(module) == _NAME
+    """Return whether an attention module has an op."""
+    return CHILD in module._modules
 
 
 def check(module: nn.Module) -> None:
-    """Raise ``LeaveAlone`` if an attention module does not use sdpa, or would do something else when switched."""
-    implementation = _implementation(module)
-    if implementation not in (_FORMER, _NAME):
-        raise LeaveAlone(f"its attention implementation is {implementation!r}, not {_FORMER!r}")
-    if "forward" in vars(module):
-        raise LeaveAlone("its forward was set on the instance")
-    forward = _forward_of(module)
+    """Raise ``LeaveAlone`` if an attention module does not use sdpa, or does more than the op can."""
+    implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if implementation != _SDPA:
+        raise LeaveAlone(f"its attention implementation is {implementation!r}, not {_SDPA!r}")
+    obstacle = check_forward(module)
+    if obstacle:
+        raise LeaveAlone(obstacle)
+    forward = plain_forward(module)
     if "position_bias" in _flat(forward.__code__.co_consts):  # where the names of keyword arguments stand
         raise LeaveAlone("it adds a position bias, which the attention op does not take")
-    namespace = forward.__globals__
-    if namespace["ALL_ATTENTION_FUNCTIONS"][_FORMER].__module__ != _SDPA_MODULE:
-        raise LeaveAlone(f"other code has registered its own {_FORMER!r} attention")
-    if _compares_implementation(namespace):
-        raise LeaveAlone(f"its model does other things when the implementation is not called {_FORMER!r}")
-
-
-def attach(module: nn.Module, op: ScaledDotProductAttention) -> None:
-    """Let the attention module call ``op``, which becomes its child."""
-    op.train(module.training)
-    op.__dict__["_opgraft_registered"] = _registered()
-    module._modules[CHILD] = op
-    _config(module)._attn_implementation_internal = _NAME  # the property would set sub-configs too
-
-
-def detach(module: nn.Module) -> None:
-    """Take the op out of an attention module and give its configuration the former implementation back."""
-    if module._modules.pop(CHILD, None) is not None and _implementation(module) == _NAME:
-        _config(module)._attn_implementation_internal = _FORMER
-
-
-def _config(module: nn.Module) -> Any:
-    return getattr(module, "config", None)
-
-
-def _implementation(module: nn.Module) -> str | None:
-    return getattr(_config(module), "_attn_implementation", None)
-
-
-def _forward_of(module: nn.Module) -> Any:
-    return inspect.unwrap(inspect.getattr_static(type(module), "forward"))
-
-
-def _registered() -> Registered:
-    """Make the attention function, and the masks of sdpa, known to transformers under our name."""
-    transformers: Any = importlib.import_module("transformers")  # loaded by then: it defines the model
-    functions, masks = transformers.AttentionInterface, transformers.AttentionMaskInterface
-    if _NAME not in functions():
-        functions.register(_NAME, _attention_function(functions()[_FORMER]))
-        masks.register(_NAME, masks()[_FORMER])
-    return Registered()
-
-
-def _compares_implementation(namespace: dict[str, Any]) -> bool:
-    """Whether code of a module compares the name of the attention implementation with that of sdpa."""
-    return any(
-        "_attn_implementation" in code.co_names and _FORMER in _flat(code.co_consts) for code in _codes(namespace)
-    )
-
-
-def _codes(namespace: dict[str, Any]) -> Iterator[CodeType]:
-    for value in list(namespace.values()):
-        if getattr(value, "__module__", None) == namespace["__name__"]:
-            members = vars(value).values() if isinstance(value, type) else [value]
-            yield from (inspect.unwrap(m).__code__ for m in members if isinstance(m, FunctionType))
+    if forward.__globals__[_REGISTRY][_SDPA].__module__ != _SDPA_MODULE:
+        raise LeaveAlone(f"other code has registered its own {_SDPA!r} attention")
 
 
 def _flat(constants: tuple[Any, ...]) -> Iterator[Any]:
@@ -120,38 +62,82 @@ def _flat(constants: tuple[Any, ...]) -> Iterator[Any]:
         yield from constant if isinstance(constant, tuple) else (constant,)
 
 
-def _attention_function(sdpa: Callable[..., Any]) -> Callable[..., Any]:
-    """Our attention function, which leaves to transformers' own what it was not made for.
+@dataclass(frozen=True, eq=False)
+class _Registry(Mapping[str, Callable[..., Any]]):
+    """transformers' registry of attention functions, with the op in the place of one function.
 
-    It takes the attention module, query ``(batch, heads, queries, head size)``, key and value ``(batch, key-value
-    heads, keys, head size)`` and a mask that broadcasts to ``(batch, heads, queries, keys)``; it returns
-    ``(batch, queries, heads, value size)`` and no weights.
+    Attributes:
+        registry: what the file of the model has.
+        replaced: transformers' own function. What other code registers under its name later is given out as it is.
+        replacement: what is given out for it.
     """
-    features = (set(inspect.signature(sdpa).parameters) | {"softcap", "output_attentions"}) - _OURS
-    special = tuple(sorted(features))
 
-    def attention(
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        is_causal: bool | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        op = module._modules.get(CHILD)
-        asked = any(kwargs.get(name) is not None and kwargs[name] is not False for name in special)
-        if op is None or asked:
-            options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
-            return sdpa(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
-        causal: bool = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        groups: int = getattr(module, "num_key_value_groups", 1)
-        out = _attend(op, query, key, value, attention_mask, causal, groups, {"dropout_p": dropout, "scale": scaling})
-        return out.transpose(1, 2).contiguous(), None
+    registry: Any
+    replaced: Callable[..., Any]
+    replacement: Callable[..., Any]
 
-    return attention
+    def get_interface(self, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        return self._known(self.registry.get_interface(attn_implementation, default))
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        return self._known(self.registry[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.registry)
+
+    def __len__(self) -> int:
+        return len(self.registry)
+
+    def _known(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return self.replacement if function is self.replaced else function
+
+
+def _with_op(op: nn.Module, registry: Any) -> _Registry:
+    """Give the registry that the forward of an attention module looks into, with its op."""
+    sdpa = registry[_SDPA]
+    return _Registry(registry, sdpa, partial(attention, op, sdpa, _features_of(sdpa)))
+
+
+SUBSTITUTION = Substitution(_REGISTRY, CHILD, _with_op)
+
+
+def _features_of(sdpa: Callable[..., Any]) -> tuple[str, ...]:
+    """List the arguments by which transformers' function is asked for what the op was not made for."""
+    return tuple(sorted((set(inspect.signature(sdpa).parameters) | {"softcap", "output_attentions"}) - _OURS))
+
+
+def attention(
+    op: nn.Module,
+    sdpa: Callable[..., Any],
+    features: tuple[str, ...],
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend by ``op``, or by transformers' own function ``sdpa`` where one of ``features`` is asked for.
+
+    The op shares heads between key and value, so what has other numbers of them goes to that function too.
+
+    Takes the attention module, query ``(batch, heads, queries, head size)``, key and value ``(batch, key-value heads,
+    keys, head size)`` and a mask that broadcasts to ``(batch, heads, queries, keys)``.
+
+    Returns:
+        ``(batch, queries, heads, value size)``, and no weights.
+    """
+    asked = any(kwargs.get(name) is not None and kwargs[name] is not False for name in features)
+    if asked or key.shape[1] != value.shape[1]:
+        options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
+        return sdpa(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
+    causal: bool = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    groups: int = getattr(module, "num_key_value_groups", 1)
+    out = _attend(op, query, key, value, attention_mask, causal, groups, {"dropout_p": dropout, "scale": scaling})
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _attend(

@@ -1,4 +1,4 @@
-"""Building an op around a module's parameters, and handing them back."""
+"""Building an op around a module's parameters, putting it in the module's place, and handing the parameters back."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 from opgraft.adapter import LeaveAlone
+from opgraft.binding.custom_op import CustomOp
 from opgraft.errors import GraftError, PackError
 from opgraft.ops.composites.composite import Composite
 from opgraft.ops.linear.pack import restore
 from torch import nn
+from torch.nn.utils import parametrize
 
 _KEPT = "_opgraft_original"
 _REGISTRIES = ("_parameters", "_buffers")
 _SETTING = (int, float, str, type(None))
+_PLAIN = (nn.Parameter, type(None))
 
 
 @dataclass(frozen=True)
@@ -61,37 +64,66 @@ class Original:
 def build_op(
     op_class: type[nn.Module], arguments: Mapping[str, Any], module: nn.Module, device: torch.device
 ) -> nn.Module:
-    """An op with the module's parameters, buffers and training flag, which remembers the module.
+    """Construct an op with the module's parameters, buffers, children, training flag and public attributes.
 
-    It is constructed without memory first, and once more if it has tensors of its own: on the device of the module's,
-    or on ``device`` where the module has none. Public attributes of the module that the op lacks are copied to it.
+    The module is not changed. The op is constructed without memory first, and once more if it has tensors of its own:
+    on the device of the module's, or on ``device`` where the module has none.
 
     Raises:
-        LeaveAlone: the op's parameters are not those of the module, which is as before then.
+        LeaveAlone: the op's parameters are not those of the module.
     """
     op = _constructed(op_class, arguments, module, torch.device("meta"))
     real = next((t.device for t in _tensors(module).values()), device)
     if real.type != "meta" and any(tensor.is_meta for tensor in _all_tensors(op)):
         op = _constructed(op_class, arguments, module, real)
-    op.train(module.training)
-    _lend_children(op, module)
-    attributes = _lend_attributes(op, module)
-    op.__dict__[_KEPT] = Original(module, tuple(_share(op, module)), attributes)
-    if isinstance(op, Composite):
-        op.process_weights_after_loading()
+    for part in set(op.modules()) - set(module.modules()):
+        part.training = module.training
+    _take_children(op, module)
+    _copy_attributes(op, module)
     return op
 
 
+def install(op: nn.Module, module: nn.Module) -> None:
+    """Let an op of ``build_op`` share the module's dictionaries of tensors, and remember the module."""
+    attributes = {name: getattr(op, name, value) for name, value in _public_attributes(module).items()}
+    op.__dict__[_KEPT] = Original(module, tuple(_share(op, module)), attributes)
+    if isinstance(op, Composite):
+        op.process_weights_after_loading()
+
+
 def original_of(module: nn.Module) -> nn.Module | None:
-    """The module that an op stands for, ``None`` for any other module."""
+    """Return the module that an op stands for, ``None`` for any other module."""
     kept = module.__dict__.get(_KEPT)
     return kept.module if isinstance(kept, Original) else None
 
 
-def put_back(op: nn.Module) -> nn.Module:
-    """The module that an op stands for, with the op's tensors, training flag and changed settings; weights are plain.
+def check_restorable(op: nn.Module) -> None:
+    """Raise ``GraftError`` if other code has changed an op so that its module would not be what the op is now."""
+    if original_of(op) is None or parametrize.is_parametrized(op):
+        return
+    name = op.op_class.__name__ if isinstance(op, CustomOp) else type(op).__name__
+    if isinstance(op, CustomOp) and type(op) is not op.binding.specialisation:
+        raise GraftError(
+            f"{name} was given the class {type(op).__name__} by other code, such as fully_shard, which stays with the "
+            "op: take that back first, or ungraft before it"
+        )
+    foreign = [f"{key} is a {type(p).__name__}" for key, p in op._parameters.items() if type(p) not in _PLAIN]
+    if foreign and (op._forward_hooks or op._forward_pre_hooks):
+        raise GraftError(
+            f"the {foreign[0]} of {name}, whose hooks stay with the op: it was parallelized while grafted, as by "
+            "parallelize_module. Ungraft before that"
+        )
 
-    Any other module is returned unchanged.
+
+def put_back(op: nn.Module, sharing: bool = False) -> nn.Module:
+    """Return the module that an op stands for, with the op's tensors, training flag and changed settings.
+
+    Weights are plain. Any other module is returned unchanged.
+
+    Args:
+        op: the op.
+        sharing: let the module keep the dictionaries of tensors that it shares with the op, where they have the same
+            names. What shards parameters knows the op and exchanges them there.
 
     Raises:
         GraftError: the op lacks a parameter or buffer of the module, or its packed weights cannot be put back.
@@ -110,14 +142,17 @@ def put_back(op: nn.Module) -> nn.Module:
             "stands: take back what changed it, such as a parametrization, before ungrafting"
         )
     for row in kept.shared:
-        row.owner.__dict__[row.registry] = {
-            name: held[_join(row.path, name)] if present else None for name, present in row.names.items()
-        }
+        present = {name: tensor is not None for name, tensor in getattr(row.owner, row.registry).items()}
+        if not sharing or present != row.names:
+            row.owner.__dict__[row.registry] = {
+                name: held[_join(row.path, name)] if present else None for name, present in row.names.items()
+            }
     for name, before in kept.attributes.items():
         now = getattr(op, name, before)
         if isinstance(now, _SETTING) and isinstance(before, _SETTING) and now != before:
             setattr(original, name, now)
-    original.train(op.training)
+    for part in set(original.modules()) - set(op.modules()):
+        part.training = op.training
     del op.__dict__[_KEPT]
     return original
 
@@ -129,8 +164,8 @@ def _restore(op: nn.Module) -> None:
         raise GraftError(f"{type(op).__name__}: {error}") from error
 
 
-def _lend_children(op: nn.Module, module: nn.Module) -> None:
-    """Give a composite the module's children that it lacks, and those that are what it would construct itself.
+def _take_children(op: nn.Module, module: nn.Module) -> None:
+    """Give an op the module's children that it lacks, and those that are what it would construct itself.
 
     Hooks on them, and what other code holds of them, then outlive ``graft`` and ``ungraft``. They come in the order
     that they have in the module, by which optimizers number parameters.
@@ -143,17 +178,20 @@ def _lend_children(op: nn.Module, module: nn.Module) -> None:
     op._modules.update(own)
 
 
-def _lend_attributes(op: nn.Module, module: nn.Module) -> dict[str, Any]:
-    """Give the op the module's public attributes that it lacks, for code that reads them; return them all."""
+def _copy_attributes(op: nn.Module, module: nn.Module) -> None:
+    """Give the op the module's public attributes that it lacks, for code that reads them."""
+    present = set(dir(op))
+    op.__dict__.update({name: value for name, value in _public_attributes(module).items() if name not in present})
+
+
+def _public_attributes(module: nn.Module) -> dict[str, Any]:
+    """Collect what a module and its classes define under public names, methods and properties apart."""
     values: dict[str, Any] = {}
     for cls in [cls for cls in reversed(type(module).__mro__) if cls not in nn.Module.__mro__]:
         members = vars(cls).items()
         values |= {name: value for name, value in members if not (isroutine(value) or isdatadescriptor(value))}
     values |= vars(module)
-    public = {name: value for name, value in values.items() if not name.startswith("_") and name != "training"}
-    present = set(dir(op))
-    op.__dict__.update({name: value for name, value in public.items() if name not in present})
-    return {name: getattr(op, name, value) for name, value in public.items()}
+    return {name: value for name, value in values.items() if not name.startswith("_") and name != "training"}
 
 
 def _share(op: nn.Module, module: nn.Module) -> Iterator[Shared]:

@@ -1,13 +1,19 @@
-"""What ``graft`` did to a model."""
+"""The report of ``graft``: rows for what was replaced and for what was left alone."""
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.specialisation import op_name_of
 from opgraft.decision import Provider
+from opgraft.ops.composites.composite import Composite, served_by
+from opgraft.state import host_state
 from opgraft.text import WIDTH, table
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -54,20 +60,23 @@ class Count:
 
 @dataclass(frozen=True)
 class GraftReport:
-    """What was replaced, by which implementation of which provider, and what was left alone, and why.
+    """The modules that were replaced, by which implementation of which provider, and those left alone, and why.
 
     Attributes:
-        replaced: one row per module that became an op, in the model's order. A module that stands in several places
-            has one row, under its first path. A composite stands for the modules that it replaced, and names the ops
-            that run when it is called without a gradient: an activation that a linear kernel computes on its way is
-            not among them, nor are ops that stand by for training.
-            The rotary function that a forward calls has a row of its own, under its name below the module's path.
+        replaced: one row per module that became an op, in the model's order, then one per function that a forward
+            leaves to an op. A module that stands in several places has one row, under its first path.
+            A composite stands for the modules that it replaced, and names the ops that run when it is called without a
+            gradient: an activation that a linear kernel computes on its way is not among them, nor are ops that stand
+            by for training.
+            Attention has the path of its module, a rotary function its name below that.
         left_alone: one row per module that stayed as it was although it has no children or has parameters of its own,
             is attention, or is known to an adapter.
+        notes: what code that works on the model afterwards may stumble over.
     """
 
     replaced: tuple[Replaced, ...] = ()
     left_alone: tuple[LeftAlone, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def counts(self) -> tuple[Count, ...]:
         """How many ops each implementation serves, those inside composites too, the most frequent first."""
@@ -81,13 +90,14 @@ class GraftReport:
             "replaced": [asdict(row) for row in self.replaced],
             "left_alone": [asdict(row) for row in self.left_alone],
             "counts": [asdict(row) for row in self.counts()],
+            "notes": list(self.notes),
         }
 
     def __str__(self) -> str:
-        return self.in_words()
+        return "\n".join([self.tables(), *("\n" + textwrap.fill(note, WIDTH) for note in self.notes)])
 
-    def in_words(self, width: int | None = WIDTH) -> str:
-        """Counts of what was replaced and of what stayed, in tables that fit ``width``; ``None``: a line per row."""
+    def tables(self, width: int | None = WIDTH) -> str:
+        """The report as text, without the notes, in tables that fit ``width``; ``None``: a line per row."""
         head = [f"{len(self.replaced)} modules replaced, {len(self.left_alone)} left alone"]
         served = [(str(row.count), row.op, f"{row.implementation} of {row.provider}") for row in self.counts()]
         if served:
@@ -97,3 +107,22 @@ class GraftReport:
             rows = [(str(count), source, reason) for (source, reason), count in stayed]
             head += ["", *table([("count", "left alone", "reason"), *rows], width)]
         return "\n".join(head)
+
+
+def replaced_by(op: nn.Module, path: str, source: str, adapter: str, provider: Provider) -> Replaced:
+    """Describe an op in the place of a ``source``; ``provider`` answers for what is no ``CustomOp``."""
+    idle = {
+        layer.get_submodule(name) for layer in op.modules() if isinstance(layer, Composite) for name in layer.idle()
+    }
+    inside = [(name, part) for name, part in op.named_modules() if part is not op and isinstance(part, CustomOp)]
+    parts = tuple(Part(name, *_served(part)) for name, part in inside if part not in idle)
+    if not isinstance(op, CustomOp):
+        name = type(op).__name__
+        return Replaced(path, source, adapter, name, f"{type(op).__qualname__}.forward", provider, parts)
+    return Replaced(path, source, adapter, *_served(op), parts)
+
+
+def _served(op: CustomOp) -> tuple[str, str, Provider]:
+    """Give the name of an op, its kernel, and who provides that."""
+    name = op_name_of(op.op_class, host_state()) or op.op_class.__name__
+    return name, str(op.binding.kernel.winner), served_by(op)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from opgraft.binding.functional import Form
+from opgraft.binding.functional import Functional
 from torch import Tensor, nn
 
 Tolerance = tuple[float, float]
@@ -105,7 +105,7 @@ class OpSpec:
     """The proof that goes with a functional form.
 
     Attributes:
-        form: the form, with its native definition and its fake rule.
+        functional: the functional form, with its native definition and its fake rule.
         inputs: arguments by name, from a source of random tensors, leading dimensions and a size.
         reference: written without a look at the native definition; takes the arguments with floating-point tensors in
             float64. For an in-place variant it returns what is expected in the arguments that it mutates.
@@ -121,7 +121,7 @@ class OpSpec:
         flops: floating-point operations of a call with the arguments.
     """
 
-    form: Form[..., Any]
+    functional: Functional[..., Any]
     inputs: Callable[[Draw, Sequence[int], int], Arguments]
     reference: Callable[..., Any]
     flops: Callable[..., int]
@@ -143,7 +143,7 @@ class OpSpec:
         self, variant: str, dtype: torch.dtype, lead: Sequence[int], size: int, layout: Layout = Layout.PACKED
     ) -> Arguments:
         """Fresh arguments, the same for the same question."""
-        draw = Draw((self.form.name, variant, tuple(lead), size), dtype, layout)
+        draw = Draw((self.functional.name, variant, tuple(lead), size), dtype, layout)
         arguments = self.inputs(draw, lead, size)
         for name, value in self.variants[variant].items():
             arguments[name] = value(draw, lead, size) if callable(value) else value
@@ -152,7 +152,7 @@ class OpSpec:
     def traffic(self, arguments: Arguments) -> int:
         """Bytes that a call must move at least: every tensor that it takes read once, every result written once."""
         taken = [value for value in arguments.values() if isinstance(value, Tensor)]
-        made = tensors(self.form.fake(**arguments)) or [arguments[name] for name in self.form.mutates]
+        made = tensors(self.functional.fake(**arguments)) or [arguments[name] for name in self.functional.mutates]
         return sum(t.numel() * t.element_size() for t in (*taken, *made))
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import triton
-from opgraft.binding.functional import Form
+from opgraft.binding.functional import Functional
 from opgraft.ops.checks import values_are_known
 from torch import Tensor
 
@@ -89,7 +89,9 @@ def apart(x: Tensor, y: Tensor) -> bool:
     return columns and first.shape[1] <= distance % x.stride(0) <= x.stride(0) - second.shape[1]
 
 
-def replaces(form: Form[Arguments, Result]) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+def replaces(
+    form: Functional[Arguments, Result],
+) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Decorator: a kernel for a form. What it cannot take, float64 and tensors of the CPU, goes to the definition."""
 
     def decorate(kernel: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

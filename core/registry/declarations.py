@@ -106,7 +106,7 @@ class Registry:
         self.replacements.append(new)
         return new
 
-    def settle_pending(self, replacement: Replacement) -> None:
+    def resolve_pending(self, replacement: Replacement) -> None:
         """Resolve the target of a pending replacement.
 
         Raises:

@@ -18,5 +18,7 @@ from opgraft.ops.spec import OpSpec
 FAMILIES = (activation, attention, conv, layernorm, linear, quantization, rotary, routing)
 """The modules that hold the specs, each a family."""
 
-SPECS: Mapping[str, OpSpec] = MappingProxyType({spec.form.name: spec for family in FAMILIES for spec in family.SPECS})
+SPECS: Mapping[str, OpSpec] = MappingProxyType(
+    {spec.functional.name: spec for family in FAMILIES for spec in family.SPECS}
+)
 """Each functional form's spec, by the form's name."""

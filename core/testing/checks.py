@@ -19,14 +19,14 @@ Implementation = Callable[..., Any]
 
 def registered(spec: OpSpec) -> Any:
     """The form as ``torch.ops.opgraft.<name>``."""
-    return getattr(torch.ops.opgraft, spec.form.name)
+    return getattr(torch.ops.opgraft, spec.functional.name)
 
 
 def by_module(spec: OpSpec) -> Implementation:
     """A module built for each call, bound to whatever kernel its class gets here and now."""
     build = spec.module
     if build is None:
-        raise ValueError(f"{spec.form.name}: no module stands for this form")
+        raise ValueError(f"{spec.functional.name}: no module stands for this form")
 
     def call(**arguments: Any) -> Any:
         op, inputs = build(**arguments)
@@ -69,21 +69,23 @@ def check_effects(spec: OpSpec, variant: str, dtype: torch.dtype, call: Implemen
     taken = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     before = {name: value.clone() for name, value in taken.items()}
     with torch.no_grad():
-        made = tensors(call(**arguments)) if not spec.form.mutates else (call(**arguments), [])[1]
+        made = tensors(call(**arguments)) if not spec.functional.mutates else (call(**arguments), [])[1]
     written = {name for name, value in taken.items() if not torch.equal(value, before[name])}
-    if written != set(spec.form.mutates):
-        raise AssertionError(f"{spec.form.name} wrote to {sorted(written)}, declared are {sorted(spec.form.mutates)}")
+    if written != set(spec.functional.mutates):
+        raise AssertionError(
+            f"{spec.functional.name} wrote to {sorted(written)}, declared are {sorted(spec.functional.mutates)}"
+        )
     memory = [value.untyped_storage().data_ptr() for value in (*taken.values(), *made) if value.numel()]
     if len(set(memory)) != len(memory):
-        raise AssertionError(f"{spec.form.name} returned memory of an argument, or the same memory twice")
+        raise AssertionError(f"{spec.functional.name} returned memory of an argument, or the same memory twice")
 
 
 def check_registration(spec: OpSpec, variant: str) -> None:
     """``torch.library.opcheck`` accepts the registered op: schema, fake rule, autograd, tracing with dynamic sizes."""
     arguments = spec.arguments(variant, torch.float32, spec.leads[1], max(spec.sizes[:2]))
-    if spec.differentiable and not spec.form.mutates:
+    if spec.differentiable and not spec.functional.mutates:
         arguments = _with_gradients(arguments)
-    signature = inspect.signature(spec.form.native)
+    signature = inspect.signature(spec.functional.native)
     ordered = signature.bind(**arguments)
     torch.library.opcheck(registered(spec), ordered.args, ordered.kwargs)
 
@@ -95,19 +97,23 @@ def check_refusal(spec: OpSpec, variant: str, call: Implementation) -> None:
     """
     drawn = spec.arguments(variant, torch.float32, spec.leads[1], max(spec.sizes[:2]))
     required = _with_gradients(drawn)
-    if not spec.form.mutates:
+    if not spec.functional.mutates:
         if any(result.requires_grad for result in tensors(call(**required))):
-            raise AssertionError(f"{spec.form.name} has no gradient, and its results require one")
+            raise AssertionError(f"{spec.functional.name} has no gradient, and its results require one")
         return
     for name in (name for name, value in required.items() if isinstance(value, Tensor) and value.requires_grad):
         once = required[name] * 1  # torch itself refuses to write to leaves
         try:
             call(**{**drawn, name: once})
         except ValueError as error:
-            if not torch.equal(once, drawn[name]) or f"{spec.form.name}: {name} requires a gradient" not in str(error):
-                raise AssertionError(f"{spec.form.name} refused {name} too late, or in other words: {error}") from error
+            if not torch.equal(once, drawn[name]) or f"{spec.functional.name}: {name} requires a gradient" not in str(
+                error
+            ):
+                raise AssertionError(
+                    f"{spec.functional.name} refused {name} too late, or in other words: {error}"
+                ) from error
         else:
-            raise AssertionError(f"{spec.form.name} takes {name}, which requires a gradient, and loses it")
+            raise AssertionError(f"{spec.functional.name} takes {name}, which requires a gradient, and loses it")
 
 
 def check_fake(spec: OpSpec, variant: str, dtype: torch.dtype) -> None:
@@ -116,13 +122,13 @@ def check_fake(spec: OpSpec, variant: str, dtype: torch.dtype) -> None:
         arguments = spec.arguments(variant, dtype, lead, spec.sizes[0])
         on_meta = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in arguments.items()}
         with torch.no_grad():
-            told, made = tensors(spec.form.fake(**on_meta)), tensors(registered(spec)(**arguments))
+            told, made = tensors(spec.functional.fake(**on_meta)), tensors(registered(spec)(**arguments))
         for fake, real in zip(told, made, strict=True):
             strides = (fake.stride(), real.stride()) if real.numel() else ((), ())  # of empty tensors they mean nothing
             if (fake.shape, fake.dtype, strides[0]) != (real.shape, real.dtype, strides[1]):
                 raise AssertionError(
-                    f"{spec.form.name}: the fake rule tells {tuple(fake.shape)} {fake.dtype} {fake.stride()}, the op "
-                    f"made {tuple(real.shape)} {real.dtype} {real.stride()}"
+                    f"{spec.functional.name}: the fake rule tells {tuple(fake.shape)} {fake.dtype} {fake.stride()}, "
+                    f"the op made {tuple(real.shape)} {real.dtype} {real.stride()}"
                 )
 
 
@@ -144,7 +150,7 @@ def check_compilation(spec: OpSpec, variant: str, call: Implementation) -> None:
             for ours, theirs in zip(got, expected, strict=True):
                 torch.testing.assert_close(ours, theirs, equal_nan=True)
     if len(graphs) != 1:
-        raise AssertionError(f"{spec.form.name} was compiled {len(graphs)} times for three sizes")
+        raise AssertionError(f"{spec.functional.name} was compiled {len(graphs)} times for three sizes")
 
 
 def check_gradients(spec: OpSpec, variant: str, call: Implementation) -> None:
@@ -158,7 +164,7 @@ def check_gradients(spec: OpSpec, variant: str, call: Implementation) -> None:
         return tuple(tensors(call(**{**arguments, **dict(zip(names, values, strict=True))})))
 
     if not torch.autograd.gradcheck(by_tensors, [arguments[name].requires_grad_() for name in names]):
-        raise AssertionError(f"{spec.form.name}: gradients differ from finite differences")
+        raise AssertionError(f"{spec.functional.name}: gradients differ from finite differences")
 
 
 def check_outside(spec: OpSpec, variant: str, call: Implementation) -> list[str]:
@@ -181,11 +187,11 @@ def check_outside(spec: OpSpec, variant: str, call: Implementation) -> list[str]
 
 def _results(spec: OpSpec, call: Implementation, arguments: Arguments) -> list[Tensor]:
     """What a call returns, or what it leaves in the arguments that it mutates, which are copied first."""
-    if not spec.form.mutates:
+    if not spec.functional.mutates:
         return tensors(call(**arguments))
-    own = {name: _copy(value) if name in spec.form.mutates else value for name, value in arguments.items()}
+    own = {name: _copy(value) if name in spec.functional.mutates else value for name, value in arguments.items()}
     call(**own)
-    return [own[name] for name in spec.form.mutates]
+    return [own[name] for name in spec.functional.mutates]
 
 
 def _copy(x: Tensor) -> Tensor:
@@ -196,11 +202,11 @@ def _copy(x: Tensor) -> Tensor:
 
 def _compare(spec: OpSpec, dtype: torch.dtype, got: list[Tensor], expected: list[Tensor]) -> None:
     if len(got) != len(expected):
-        raise AssertionError(f"{spec.form.name} made {len(got)} tensors, expected {len(expected)}")
+        raise AssertionError(f"{spec.functional.name} made {len(got)} tensors, expected {len(expected)}")
     for ours, theirs in zip(got, expected, strict=True):
         wanted = dtype if theirs.dtype == torch.float64 else theirs.dtype
         if ours.dtype != wanted:
-            raise AssertionError(f"{spec.form.name} returned {ours.dtype} for {dtype}, expected {wanted}")
+            raise AssertionError(f"{spec.functional.name} returned {ours.dtype} for {dtype}, expected {wanted}")
         atol, rtol = spec.tolerance(dtype)
         if not theirs.is_floating_point():
             atol = rtol = 0.0

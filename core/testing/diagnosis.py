@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from opgraft.binding.functional import FORMS, Form
+from opgraft.binding.functional import FUNCTIONALS, Functional
 from opgraft.binding.kernels import Kernel, declared_kernels
 from opgraft.binding.specialisation import Binding, bind
 from opgraft.errors import ConflictError, OpgraftError, close_matches
@@ -141,7 +141,7 @@ def _wrong_in_table(target: type, attribute: str, functions: Any) -> Iterator[st
     if not isinstance(functions, Mapping):
         yield f"{attribute} is a {type(functions).__name__}, expected a mapping of functional form to function"
         return
-    forms = {form.name: form for form in inventory.forms_of(target)}
+    forms = {form.name: form for form in inventory.functionals_of(target)}
     for name in functions:
         if name not in forms:
             yield f"{attribute} names {name!r}, which is no functional form of the op: {close_matches(name, forms)}"
@@ -151,7 +151,7 @@ def _wrong_in_table(target: type, attribute: str, functions: Any) -> Iterator[st
 
 def wrong_fakes() -> Iterator[Finding]:
     """Find forms whose fake rule does not take what the form takes."""
-    for form in FORMS.values():
+    for form in FUNCTIONALS.values():
         problem = rejected_call(inspect.signature(form.native), inspect.signature(form.fake))
         if problem:
             message = f"the fake rule of the form {form.name} is narrower than its native definition: {problem}"
@@ -168,7 +168,7 @@ def lost_gradients() -> Iterator[Finding]:
         inherited = kernel.owner in _target(replacement).__mro__
         if binding.replacement.winner is not replacement or inherited or kernel.inference_only:
             continue
-        for form in inventory.forms_of(_target(replacement)):
+        for form in inventory.functionals_of(_target(replacement)):
             spec = SPECS.get(form.name)
             if spec and spec.differentiable and not form.mutates and _serves(form, replacement):
                 with watched(f"{kernel} of {replacement.provider}", replacement.provider):
@@ -176,7 +176,7 @@ def lost_gradients() -> Iterator[Finding]:
                 yield from (Finding(f"{kernel} {reason}", replacement.provider, kernel.location) for reason in reasons)
 
 
-def _serves(form: Form[..., Any], replacement: Replacement) -> bool:
+def _serves(form: Functional[..., Any], replacement: Replacement) -> bool:
     return host_state().registry.find_target(form.op) is replacement.target
 
 
@@ -184,16 +184,16 @@ def _lost(spec: OpSpec, kernel: Kernel) -> Iterator[str]:
     """What is wrong with the gradients of a kernel, as a module and as a function."""
     device = selected_platform().platform.device_type
     calls = [checks.by_module(spec)] if spec.module else []
-    calls += [function] if (function := kernel.functional(spec.form.name)) else []
+    calls += [function] if (function := kernel.functional(spec.functional.name)) else []
     for call in calls:
         drawn = spec.arguments(next(iter(spec.variants)), torch.float32, spec.leads[1], max(spec.sizes[:2]))
         arguments = {name: _on(device, value) for name, value in drawn.items()}
         with torch.enable_grad():
-            expected = tensors(spec.form.native(**arguments))
+            expected = tensors(spec.functional.native(**arguments))
             try:
                 got = tensors(call(**arguments))
             except Exception as error:  # the kernel's own
-                yield f"raised {described(error)} for float32 inputs of {spec.form.name} that require a gradient"
+                yield f"raised {described(error)} for float32 inputs of {spec.functional.name} that require a gradient"
                 continue
         if any(theirs.requires_grad and not ours.requires_grad for ours, theirs in zip(got, expected, strict=False)):
             yield "loses gradients: its results require none where the inputs do. Mark it with @opgraft.inference_only"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from opgraft import functional as _functional  # noqa: F401  # registers every form
-from opgraft.binding.functional import FORMS
+from opgraft.binding.functional import FUNCTIONALS
 from opgraft.testing.sources import digest_of
 
 PROVIDER = "opgraft"
@@ -70,7 +70,7 @@ def written(records: Mapping[str, Record]) -> str:
 @functools.cache
 def recorded() -> Mapping[str, Record]:
     """The records of this installation."""
-    modules = {form.native.__module__ for form in FORMS.values()}
+    modules = {form.native.__module__ for form in FUNCTIONALS.values()}
     files = {file_of(module) for module in modules if module.startswith("opgraft.")}
     return {name: record for file in files for name, record in read(file).items()}
 

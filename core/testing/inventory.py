@@ -14,7 +14,7 @@ from typing import Any
 
 from opgraft import functional
 from opgraft.binding.custom_op import PluggableLayer
-from opgraft.binding.functional import FORMS, Form, binding_of
+from opgraft.binding.functional import FUNCTIONALS, Functional, binding_of
 from opgraft.binding.kernels import declared_kernels
 from opgraft.binding.specialisation import bind, kin_of, op_name_of
 from opgraft.decision import Provider
@@ -132,11 +132,11 @@ def _key(cls: type, platform: Platform, chain: tuple[str, ...], replacements: Se
     return kernels[0].key if kernels else None
 
 
-def forms_of(cls: type) -> list[Form[..., Any]]:
+def functionals_of(cls: type) -> list[Functional[..., Any]]:
     """The functional forms of an op and of its variants, those without a spec of opgraft's own included."""
     state = host_state()
     name = op_name_of(cls, state)
-    targets = ((form, state.registry.find_target(form.op)) for form in FORMS.values())
+    targets = ((form, state.registry.find_target(form.op)) for form in FUNCTIONALS.values())
     return [form for form, target in targets if target and op_name_of(target, state) == name]
 
 
@@ -202,7 +202,7 @@ def find_op(name: str) -> type | None:
     registry = host_state().registry
     owner, _, method = name.rpartition(".")
     bare = owner if method == "forward" or method.startswith("forward_") else name
-    form = FORMS.get(name.removeprefix("opgraft.functional.").removeprefix("torch.ops.opgraft."))
+    form = FUNCTIONALS.get(name.removeprefix("opgraft.functional.").removeprefix("torch.ops.opgraft."))
     target = registry.find_target(bare)
     if target is None:
         shown = ((r.cls.__qualname__, r.cls.__module__, r.target) for r in registry.replacements)
@@ -214,7 +214,7 @@ def find_op(name: str) -> type | None:
 def known_names() -> set[str]:
     """Every bare name by which ``find_op`` finds something."""
     registry = host_state().registry
-    return registry.target_names() | set(FORMS) | {r.cls.__qualname__ for r in registry.replacements if r.target}
+    return registry.target_names() | set(FUNCTIONALS) | {r.cls.__qualname__ for r in registry.replacements if r.target}
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class FormHere:
 def forms_here(cls: type) -> list[FormHere]:
     """What each functional form of an op and of its variants runs here; none for those that have a conflict."""
     found = []
-    for form in forms_of(cls):
+    for form in functionals_of(cls):
         try:
             kernel = binding_of(form).kernel.winner
         except ConflictError:  # which the class of that form tells
@@ -250,7 +250,7 @@ def forms_here(cls: type) -> list[FormHere]:
     return found
 
 
-def evidence_of(forms: Sequence[Form[..., Any]]) -> dict[str, dict[str, Any]]:
+def evidence_of(forms: Sequence[Functional[..., Any]]) -> dict[str, dict[str, Any]]:
     """By form, what was proved of it and whether that is about what is installed."""
     records = evidence.recorded()
     proved = {form.name: dataclasses.asdict(records[form.name]) if form.name in records else {} for form in forms}

@@ -22,8 +22,8 @@ SETTINGS = OpgraftConfig(platform="cpu", compilation_config=CompilationConfig(cu
 
 def implementations(spec: OpSpec) -> list[checks.Implementation]:
     """The native definition, the form, the registered op, and the module where there is one."""
-    modules = [checks.by_module(spec)] if spec.module and not spec.form.mutates else []
-    return [spec.form.native, spec.form, checks.registered(spec), *modules]
+    modules = [checks.by_module(spec)] if spec.module and not spec.functional.mutates else []
+    return [spec.functional.native, spec.functional, checks.registered(spec), *modules]
 
 
 def _values(spec: OpSpec, variant: str) -> None:
@@ -47,7 +47,7 @@ def _effects(spec: OpSpec, variant: str) -> None:
 
 def _registration(spec: OpSpec, variant: str) -> None:
     checks.check_registration(spec, variant)
-    if not spec.form.differentiable:
+    if not spec.functional.differentiable:
         checks.check_refusal(spec, variant, checks.registered(spec))
 
 
@@ -57,12 +57,12 @@ def _fake(spec: OpSpec, variant: str) -> None:
 
 
 def _compilation(spec: OpSpec, variant: str) -> None:
-    for call in (spec.form, checks.registered(spec)):
+    for call in (spec.functional, checks.registered(spec)):
         checks.check_compilation(spec, variant, call)
 
 
 def _gradients(spec: OpSpec, variant: str) -> None:
-    for call in (spec.form, checks.registered(spec)):
+    for call in (spec.functional, checks.registered(spec)):
         checks.check_gradients(spec, variant, call)
 
 
@@ -80,7 +80,7 @@ CHECKS: Mapping[str, Check] = {
 
 def checks_of(spec: OpSpec) -> list[str]:
     """The names of the checks that apply: gradients only where they are defined."""
-    differentiable = spec.differentiable and not spec.form.mutates
+    differentiable = spec.differentiable and not spec.functional.mutates
     return [name for name in CHECKS if name != "gradients" or differentiable]
 
 
@@ -97,11 +97,11 @@ def prove(spec: OpSpec, family: ModuleType | str) -> Record:
         for name in names:
             for variant in spec.variants:
                 CHECKS[name](spec, variant)
-        compared = {name for variant in spec.variants for name in checks.check_outside(spec, variant, spec.form)}
+        compared = {name for variant in spec.variants for name in checks.check_outside(spec, variant, spec.functional)}
     outside = tuple(dict.fromkeys(other.name for other in spec.outside))
     if compared != set(outside):
-        raise AssertionError(f"{spec.form.name}: never compared with {sorted(set(outside) - compared)}")
-    sources = (spec.form.native.__module__, family if isinstance(family, str) else family.__name__)
+        raise AssertionError(f"{spec.functional.name}: never compared with {sorted(set(outside) - compared)}")
+    sources = (spec.functional.native.__module__, family if isinstance(family, str) else family.__name__)
     return Record(
         sources=sources,
         digest=digest_of(sources) or "",
@@ -118,11 +118,11 @@ def expect_native(spec: OpSpec) -> None:
     Raises:
         AssertionError: one is not.
     """
-    bindings = [binding_of(spec.form)]
+    bindings = [binding_of(spec.functional)]
     if spec.module:
         for variant in spec.variants:
             op, _ = spec.module(**spec.arguments(variant, spec.dtypes[0], spec.leads[0], spec.sizes[0]))
-            bindings += [part._binding for part in op.modules() if isinstance(part, CustomOp)]
+            bindings += [part.binding for part in op.modules() if isinstance(part, CustomOp)]
     others = {str(b.kernel.winner): None for b in bindings if b.kernel.winner.key != "native"}
     if others:
-        raise AssertionError(f"{spec.form.name} runs {', '.join(others)} here, not only the native definition")
+        raise AssertionError(f"{spec.functional.name} runs {', '.join(others)} here, not only the native definition")

@@ -22,7 +22,7 @@ class RuntimePackage:
         device_type: the ``torch.device`` type that it adds.
         compile_backend: the ``torch.compile`` backend that it adds.
         distributed_backend: the ``torch.distributed`` backend that it adds.
-        adapter: dotted path ``package.module:Class`` of our adapter, imported once the platform is selected.
+        runtime: dotted path ``package.module:Class`` of our ``Runtime``, imported once the platform is selected.
         only_vfio: whether it sees chips below ``/dev/vfio`` only.
         xla_clients: whether PJRT_DEVICE makes it use another device than a TPU.
     """
@@ -34,7 +34,7 @@ class RuntimePackage:
     device_type: str
     compile_backend: str
     distributed_backend: str
-    adapter: str
+    runtime: str
     only_vfio: bool = False
     xla_clients: bool = False
 
@@ -59,7 +59,7 @@ PACKAGES = (
         device_type="xla",
         compile_backend="openxla",
         distributed_backend="xla",
-        adapter="opgraft.platforms.tpu.xla:Xla",
+        runtime="opgraft.platforms.tpu.xla:Xla",
         xla_clients=True,
     ),
     # From the metadata of torch_tpu 0.2.0. It counts a chip only if /dev/vfio/<iommu group> exists.
@@ -71,7 +71,7 @@ PACKAGES = (
         device_type="tpu",
         compile_backend="tpu",
         distributed_backend="tpu_dist",
-        adapter="opgraft.platforms.tpu.torch_tpu:TorchTpu",
+        runtime="opgraft.platforms.tpu.torch_tpu:TorchTpu",
         only_vfio=True,
     ),
 )

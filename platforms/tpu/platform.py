@@ -8,9 +8,9 @@ import torch
 from opgraft.errors import PlatformError
 from opgraft.machine.machine import Machine
 from opgraft.platform import DeviceCapability, DeviceMemory, Platform
-from opgraft.platforms.tpu.adapter import Adapter
 from opgraft.platforms.tpu.packages import RuntimePackage, choose
 from opgraft.platforms.tpu.probe import VISIBILITY_VARIABLES, probe
+from opgraft.platforms.tpu.runtime import Runtime
 
 
 class TpuPlatform(Platform):
@@ -26,8 +26,8 @@ class TpuPlatform(Platform):
             facts = "; ".join(f"{fact.source}: {fact.value}" for fact in choice.facts)
             raise PlatformError(f"no package for TPUs fits {choice.torch} ({facts}): {choice.remedy}")
         self.package: RuntimePackage = choice.package
-        module, _, name = self.package.adapter.partition(":")
-        self._adapter: Adapter = getattr(importlib.import_module(module), name)()
+        module, _, name = self.package.runtime.partition(":")
+        self._runtime: Runtime = getattr(importlib.import_module(module), name)()
 
     @property
     def name(self) -> str:
@@ -42,12 +42,12 @@ class TpuPlatform(Platform):
         return ("tpu",)
 
     def device_count(self) -> int:
-        return self._adapter.device_count()
+        return self._runtime.device_count()
 
     def capability(self, index: int = 0) -> DeviceCapability:
         """Name and generation from the probe; matrix units multiply bfloat16, float32 by several passes."""
         dtypes = (torch.bfloat16, torch.float32)
-        if self._adapter.on_cpu():
+        if self._runtime.on_cpu():
             return DeviceCapability("XLA on the CPU", (*dtypes, torch.float64, torch.float16))
         chips = probe(Machine()).devices
         if not chips:
@@ -56,14 +56,14 @@ class TpuPlatform(Platform):
         return DeviceCapability(chip.name, dtypes, features=(chip.capability,) if chip.capability else ())
 
     def memory(self, index: int = 0) -> DeviceMemory:
-        return self._adapter.memory(index)
+        return self._runtime.memory(index)
 
     def synchronize(self, index: int = 0) -> None:
-        self._adapter.synchronize(index)
+        self._runtime.synchronize(index)
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
-        self._adapter.manual_seed(seed)
+        self._runtime.manual_seed(seed)
 
     def compilations(self) -> int:
         """How many programs XLA has compiled in this process; what ``opgraft.bucketing.no_recompilation`` reads.
@@ -71,7 +71,7 @@ class TpuPlatform(Platform):
         Raises:
             PlatformError: the package has no public counter.
         """
-        return self._adapter.compilations()
+        return self._runtime.compilations()
 
     @property
     def distributed_backend(self) -> str:

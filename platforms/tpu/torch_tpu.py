@@ -9,10 +9,10 @@ import torch
 import torch_tpu  # noqa: F401  # registers the device, where torch has not loaded it already
 from opgraft.errors import PlatformError
 from opgraft.platform import DeviceMemory
-from opgraft.platforms.tpu.adapter import Adapter
+from opgraft.platforms.tpu.runtime import Runtime
 
 
-class TorchTpu(Adapter):
+class TorchTpu(Runtime):
     """The calls of torch_tpu 0.2."""
 
     def device_count(self) -> int:

@@ -9,10 +9,10 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as metrics
 import torch_xla.runtime
 from opgraft.platform import DeviceMemory
-from opgraft.platforms.tpu.adapter import Adapter
+from opgraft.platforms.tpu.runtime import Runtime
 
 
-class Xla(Adapter):
+class Xla(Runtime):
     """The calls of torch_xla 2.9."""
 
     def device_count(self) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import opgraft
 import pytest
 import torch
-from opgraft.binding.functional import form, unregister
+from opgraft.binding.functional import register_functional, unregister
 from opgraft.platforms.cpu.platform import CpuPlatform
 from opgraft.plugins.host import load_plugins
 from opgraft.testing import diagnosis
@@ -118,7 +118,7 @@ def doubled() -> Iterator[object]:
     def fake(x: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(x)
 
-    @form(op="silu_and_mul", fake=fake)
+    @register_functional(op="silu_and_mul", fake=fake)
     def doubled_for_test(x: torch.Tensor, times: int = 2) -> torch.Tensor:
         return x * times
 

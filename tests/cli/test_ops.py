@@ -11,7 +11,7 @@ import opgraft
 import pytest
 import torch
 from opgraft import functional, ops
-from opgraft.binding.functional import form, unregister
+from opgraft.binding.functional import register_functional, unregister
 from opgraft.ops import CustomOp, Linear, RMSNorm, RotaryEmbedding
 from opgraft.platforms.cpu.platform import CpuPlatform
 from opgraft.plugins.host import load_plugins
@@ -113,7 +113,7 @@ def test_a_form_of_a_plugin_is_not_said_to_be_in_opgraft_functional() -> None:
     def fake(x: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(x)
 
-    @form(op="rms_norm", fake=fake)
+    @register_functional(op="rms_norm", fake=fake)
     def norm_of_a_plugin(x: torch.Tensor) -> torch.Tensor:
         return x
 
@@ -159,7 +159,7 @@ def test_details_are_there_on_request(cli) -> None:
     text = cli("ops", "list", "--details").stdout
     assert "  kernels of RotaryEmbedding: cpu=native cuda=cuda" in text
     for name, cls in CustomOp.op_registry.items():
-        words = inventory.evidence_in_words(cls, inventory.evidence_of(inventory.forms_of(cls)))
+        words = inventory.evidence_in_words(cls, inventory.evidence_of(inventory.functionals_of(cls)))
         assert f"  {words}\n" in text, name
 
 

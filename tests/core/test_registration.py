@@ -22,7 +22,7 @@ def kernel(self, x, bias=None):
     return x
 
 
-FORMS: dict[str, Callable] = {
+FUNCTIONALS: dict[str, Callable] = {
     "by class name": lambda target, cls: CustomOp.register_oot("Scale")(cls),
     "by op name": lambda target, cls: CustomOp.register_oot("scale")(cls),
     "by module and class": lambda target, cls: CustomOp.register_oot(f"{target.__module__}:Scale")(cls),
@@ -39,10 +39,10 @@ FORMS: dict[str, Callable] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FUNCTIONALS)
 def test_every_form_of_register_oot_replaces_and_returns_the_class(form: str, scale, fast_scale) -> None:
     """Each documented form declares the replacement and hands the class back."""
-    assert FORMS[form](scale, fast_scale) is fast_scale
+    assert FUNCTIONALS[form](scale, fast_scale) is fast_scale
     op = scale()
     assert op.op_class is fast_scale
     assert isinstance(op, scale)

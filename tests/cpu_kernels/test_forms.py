@@ -51,7 +51,9 @@ NAMES = [
 CASES = [(SPECS[name], variant) for name in NAMES if name in SPECS for variant in SPECS[name].variants]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 cases = pytest.mark.parametrize(
-    ("spec", "variant"), CASES, ids=[spec.form.name + (f"~{variant}" if variant else "") for spec, variant in CASES]
+    ("spec", "variant"),
+    CASES,
+    ids=[spec.functional.name + (f"~{variant}" if variant else "") for spec, variant in CASES],
 )
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no g++ to build the kernels with")
 
@@ -59,7 +61,7 @@ needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no g++ to b
 def kernel(spec: OpSpec) -> Any:
     from opgraft_cpu_kernels import kernels
 
-    return getattr(kernels, spec.form.name)
+    return getattr(kernels, spec.functional.name)
 
 
 @cases
@@ -81,8 +83,8 @@ def test_values_and_strides(spec: OpSpec, variant: str, path: str) -> None:
 @cases
 def test_bindings(spec: OpSpec, variant: str, kernels: Any) -> None:
     """The form, and the module where there is one, compute the same; what the kernels do not take is computed too."""
-    modules = [checks.by_module(spec)] if spec.module and not spec.form.mutates else []
-    for call in (spec.form, *modules):
+    modules = [checks.by_module(spec)] if spec.module and not spec.functional.mutates else []
+    for call in (spec.functional, *modules):
         checks.check_values(spec, variant, torch.bfloat16, call, brief=True)
     if torch.float64 in spec.dtypes:
         checks.check_values(spec, variant, torch.float64, kernel(spec), brief=True)
@@ -98,7 +100,7 @@ def test_effects(spec: OpSpec, variant: str, kernels: Any) -> None:
 @cases
 def test_compilation(spec: OpSpec, variant: str, kernels: Any) -> None:
     """A kernel compiles whole and once for all sizes, as the form of opgraft that calls it."""
-    checks.check_compilation(spec, variant, spec.form)
+    checks.check_compilation(spec, variant, spec.functional)
 
 
 @needs_compiler
@@ -116,5 +118,5 @@ def test_every_form_is_served(name: str, kernels: Any) -> None:
     variant = next(iter(spec.variants))
     arguments = spec.arguments(variant, torch.float32, spec.leads[1], spec.sizes[1])
     with torch.no_grad(), torch.profiler.profile() as profile:
-        spec.form(**arguments)
+        spec.functional(**arguments)
     assert f"opgraft_cpu_kernels::{name}" in {event.key for event in profile.key_averages()}

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 from opgraft import functional
-from opgraft.binding.functional import FORMS
+from opgraft.binding.functional import FUNCTIONALS
 from opgraft.ops import CustomOp
 from opgraft.plugins.host import load_plugins
 from opgraft.testing.catalogue import SPECS
@@ -54,7 +54,7 @@ def test_a_page_tells_signature_variants_tolerances_and_cost(form: str) -> None:
     section = text.partition(f"## Function `{form}`")[2].partition("\n## ")[0]
     spec = SPECS[form]
     assert f"opgraft.functional.{form}(" in section
-    assert ("Writes to `x`" in section) == bool(FORMS[form].mutates)
+    assert ("Writes to `x`" in section) == bool(FUNCTIONALS[form].mutates)
     for variant in filter(None, spec.variants):
         assert f"\n| {variant} | `" in section
     for dtype in spec.dtypes:

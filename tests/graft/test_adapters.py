@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +24,9 @@ from opgraft import (
     ungraft,
 )
 from opgraft.errors import ConfigError, ConflictError, GraftError
+from opgraft.grafting.adapters import builtin_adapters
 from opgraft.ops import Linear, SiluAndMul
+from opgraft.ops.composites.composite import Composite
 from opgraft.state import host_state
 from torch import nn
 
@@ -97,6 +101,16 @@ def test_tensors_of_the_module_and_of_the_op() -> None:
     assert model[0] is module
     assert not module.shift.any()
     assert list(module._buffers) == ["shift"]
+
+
+def test_the_documentation_lists_every_built_in_row() -> None:
+    """The table of what is recognised has the rows of the code, in their order, with their ops."""
+    text = (Path(__file__).parents[2] / "docs/explanation/grafting.md").read_text(encoding="utf-8")
+    table = text.partition("| what it is | op |")[2].partition("\n\n")[0]
+    documented = re.findall(r"^\| (.+) \| `(\w+)` \|$", table, flags=re.M)
+    names = {cls: name for name, cls in CustomOp.op_registry.items()}
+    rows = [(adapter.name, names[adapter.op]) for adapter in builtin_adapters() if adapter.op in names]
+    assert documented == [row for row in rows if not issubclass(CustomOp.op_registry[row[1]], Composite)]
 
 
 def test_an_op_that_does_not_fit_is_not_used() -> None:
@@ -188,16 +202,15 @@ def test_what_a_plugin_raises_is_reported(mlp, adapter: Adapter, reason: str) ->
 
 
 def test_an_error_halfway_leaves_the_model_as_it_was(mlp) -> None:
-    """If grafting raises after some modules were replaced, they are put back."""
+    """If an op cannot be chosen for a later module, the earlier ones are as they were."""
     model = mlp()
     modules = list(model)
 
-    def late(module: nn.Module) -> Mapping[str, Any] | None:
-        if isinstance(module, nn.RMSNorm):
+    class Unusable(nn.Module):
+        def __init__(self) -> None:
             raise ConfigError("a setting that cannot be used")
-        return None
 
-    add(Adapter("acme", Linear, late))
+    add(Adapter("acme", Unusable, lambda module: {} if isinstance(module, nn.RMSNorm) else None))
     with pytest.raises(ConfigError, match="cannot be used"):
         graft(model)
     assert list(model) == modules

@@ -1,8 +1,9 @@
-"""Grafting attention of transformers through its own registry."""
+"""Grafting attention of transformers: the op stands where the forward finds sdpa."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from collections import Counter
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from opgraft import graft, ungraft
+from opgraft.grafting import attention
+from opgraft.grafting.attention import SUBSTITUTION
 from opgraft.ops import ScaledDotProductAttention
 from torch import nn
 
@@ -73,7 +76,7 @@ def test_generation_with_a_static_cache() -> None:
 
 
 def test_another_model_with_the_same_configuration_keeps_its_attention() -> None:
-    """Models that share a configuration object do not share ops: each falls back to transformers' own function."""
+    """Models that share a configuration object do not share ops: neither notices what becomes of the other."""
     model = build()
     other = type(model)(model.config).eval()
     other.load_state_dict(model.state_dict())
@@ -85,8 +88,8 @@ def test_another_model_with_the_same_configuration_keeps_its_attention() -> None
     ungraft(model)
     assert torch.equal(logits(model), before)
     torch.testing.assert_close(logits(other), before)
-    report = graft(other)
-    assert Counter(row.op for row in report.replaced) == {"scaled_dot_product_attention": 2}
+    assert Counter("opgraft_attention" in dict(part.named_children()) for part in other.modules())[True] == 2
+    assert not any("opgraft" in name for name, _ in model.named_modules())
 
 
 def test_eager_attention_and_instance_forwards_stay() -> None:
@@ -104,19 +107,47 @@ def test_eager_attention_and_instance_forwards_stay() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_models_that_look_at_the_name_of_the_implementation_stay(monkeypatch) -> None:
-    """Where a model's code compares the implementation with sdpa, switching would change what it does."""
+def test_the_configuration_keeps_its_name() -> None:
+    """Nobody who reads the name of the implementation sees a difference, and no name is added to transformers."""
     model = build()
-    modelling = sys.modules[type(model).__module__]
+    names = sorted(transformers.AttentionInterface()), sorted(transformers.AttentionMaskInterface())
+    assert "scaled_dot_product_attention" in {row.op for row in graft(model).replaced}
+    assert model.config._attn_implementation == "sdpa"
+    assert (sorted(transformers.AttentionInterface()), sorted(transformers.AttentionMaskInterface())) == names
+    again = type(model)(pickle.loads(pickle.dumps(model.config)))  # noqa: S301
+    assert again.config._attn_implementation == "sdpa"
+    assert not any("opgraft" in name for name, _ in again.named_modules())
 
-    class LooksAtTheName:
-        def forward(self) -> bool:
-            return self.config._attn_implementation in ("eager", "sdpa")
 
-    monkeypatch.setattr(LooksAtTheName, "__module__", modelling.__name__)
-    monkeypatch.setattr(modelling, "LooksAtTheName", LooksAtTheName, raising=False)
-    reasons = {row.reason for row in graft(model).left_alone if row.source == "LlamaAttention"}
-    assert reasons == {"its model does other things when the implementation is not called 'sdpa'"}
+def test_another_implementation_is_chosen_while_grafted() -> None:
+    """What set_attn_implementation chooses is what runs, and sdpa is the op again when it is chosen again."""
+    model, plain = build(), build()
+    graft(model)
+    called: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, ScaledDotProductAttention):
+            module.register_forward_hook(lambda op, *_: called.append(op))
+    for implementation, calls in (("eager", 0), ("sdpa", 2)):
+        model.set_attn_implementation(implementation)
+        plain.set_attn_implementation(implementation)
+        torch.testing.assert_close(logits(model), logits(plain), atol=1e-5, rtol=0)
+        assert len(called) == calls
+
+
+def test_continuous_batching_takes_a_grafted_model() -> None:
+    """The cache that transformers pages itself reaches transformers' own function, and its answers stay."""
+    model = build()
+    config = transformers.GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    small = transformers.ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=32)
+
+    def answers() -> list[list[int]]:
+        rows = model.generate_batch([[5, 6, 7, 8], [9, 10, 11]], config, small, warmup=False)
+        return [row.generated_tokens for row in rows.values()]
+
+    expected = answers()
+    graft(model)
+    assert answers() == expected
+    assert [len(tokens) for tokens in expected] == [4, 4]
 
 
 def test_sdpa_that_other_code_has_replaced_stays(monkeypatch) -> None:
@@ -135,19 +166,18 @@ def test_features_of_transformers_function_are_left_to_it() -> None:
         def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             raise AssertionError("the op was called")
 
-    graft(build())  # registers the function
+    plain = transformers.AttentionInterface()
+    interface = SUBSTITUTION.substitute(Refusing(), plain)
     module = nn.Module()
-    module._modules["opgraft_attention"] = Refusing()
-    interface = transformers.AttentionInterface()
     query, key, value = (torch.randn(2, 4, 3, 8) for _ in range(3))
     bias = torch.randn(1, 4, 3, 3)
     arguments = (module, query, key, value, None)
-    expected, _ = interface["sdpa"](*arguments, position_bias=bias)
-    assert torch.equal(interface["opgraft"](*arguments, position_bias=bias)[0], expected)
+    expected, _ = plain["sdpa"](*arguments, position_bias=bias)
+    assert torch.equal(interface["sdpa"](*arguments, position_bias=bias)[0], expected)
     with pytest.raises(ValueError, match="softcap"):
-        interface["opgraft"](*arguments, softcap=30.0)
+        interface["sdpa"](*arguments, softcap=30.0)
     with pytest.raises(AssertionError, match="the op was called"):
-        interface["opgraft"](*arguments, position_bias=None, output_attentions=False, sliding_window=4)
+        interface["sdpa"](*arguments, position_bias=None, output_attentions=False, sliding_window=4)
 
 
 @pytest.mark.parametrize("masked", [False, True, "per head"])
@@ -156,8 +186,8 @@ def test_features_of_transformers_function_are_left_to_it() -> None:
 @pytest.mark.parametrize("value_size", [8, 6])
 def test_the_attention_function_agrees_with_transformers(masked, queries, keys, groups, value_size) -> None:
     """Over masks, lengths, shared heads and head sizes, causal or not, both functions return the same."""
-    graft(build())
-    interface = transformers.AttentionInterface()
+    plain = transformers.AttentionInterface()
+    interface = SUBSTITUTION.substitute(ScaledDotProductAttention(), plain)
     module = nn.Module()
     module.num_key_value_groups = groups
     query, key = torch.randn(2, 4, queries, 8), torch.randn(2, 4 // groups, keys, 8)
@@ -166,9 +196,8 @@ def test_the_attention_function_agrees_with_transformers(masked, queries, keys, 
     if mask is not None:
         mask[..., 0] = True
     for is_causal in (None, True, False):
-        expected, _ = interface["sdpa"](module, query, key, value, mask, scaling=0.3, is_causal=is_causal)
-        module._modules["opgraft_attention"] = ScaledDotProductAttention()
-        mine, weights = interface["opgraft"](module, query, key, value, mask, scaling=0.3, is_causal=is_causal)
+        expected, _ = plain["sdpa"](module, query, key, value, mask, scaling=0.3, is_causal=is_causal)
+        mine, weights = interface["sdpa"](module, query, key, value, mask, scaling=0.3, is_causal=is_causal)
         assert weights is None
         assert mine.is_contiguous()
         torch.testing.assert_close(mine, expected, atol=1e-5, rtol=0)
@@ -191,19 +220,24 @@ def test_nested_configurations_are_switched_one_by_one() -> None:
     attended = [row.path for row in report.replaced if "attention" in row.op]
     assert attended
     assert all("language_model" in path for path in attended)
-    assert [part._attn_implementation for part in parts[1:]] == ["opgraft", "eager"]
+    assert [part._attn_implementation for part in parts] == before
     ungraft(model)
     assert [part._attn_implementation for part in parts] == before
 
 
 def test_a_saved_model_runs_in_a_new_process(tmp_path) -> None:
-    """Loading a pickled grafted model registers its attention function where it is loaded."""
+    """A pickled grafted model attends by its ops where it is loaded, and is ungrafted there."""
     model = build()
     graft(model)
     torch.save((model, {"input_ids": ids()}, logits(model)), tmp_path / "model.pt")
     program = (
         "import sys, torch\n"
         "model, inputs, expected = torch.load(sys.argv[1], weights_only=False)\n"
+        "torch.testing.assert_close(model(**inputs).logits, expected)\n"
+        "from opgraft import ungraft\n"
+        "assert any('opgraft_attention' in name for name, _ in model.named_modules())\n"
+        "ungraft(model)\n"
+        "assert not any('opgraft' in name for name, _ in model.named_modules())\n"
         "torch.testing.assert_close(model(**inputs).logits, expected)\n"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "model.pt")], check=True)
@@ -237,3 +271,18 @@ def test_attention_with_parameters_of_its_own_has_one_row() -> None:
     report = graft(build("GptOssConfig", num_local_experts=4))
     rows = [row.reason for row in report.left_alone if row.path == "model.layers.0.self_attn"]
     assert rows == ["its attention implementation is 'eager', not 'sdpa'"]
+
+
+def test_keys_and_values_with_other_numbers_of_heads() -> None:
+    """The op, which shares heads between the two, leaves such a call to transformers' own function."""
+    module = nn.Module()
+    query, key, value = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 4, 5, 8)
+    called = []
+
+    def sdpa(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        called.append(query)
+        return query, None
+
+    found, _ = attention.attention(ScaledDotProductAttention(), sdpa, (), module, query, key, value, None)
+    assert called == [query]
+    assert found is query

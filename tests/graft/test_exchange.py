@@ -139,14 +139,17 @@ def test_an_error_halfway_gives_the_tensors_back(mlp, x) -> None:
             super().__init__(*args, **kwargs)
             seen.append(self)
 
-    def late(module: nn.Module) -> Mapping[str, Any] | None:
-        if isinstance(module, nn.RMSNorm):
+    class Unusable(nn.Module):
+        def __init__(self) -> None:
             raise ConfigError("a setting that cannot be used")
+
+    def biased(module: nn.Module) -> Mapping[str, Any] | None:
         if type(module) is not nn.Linear or module.bias is None:
             return None
         return {"in_features": module.in_features, "out_features": module.out_features}
 
-    add(Adapter("acme", Watched, late))
+    add(Adapter("acme", Watched, biased))
+    add(Adapter("acme", Unusable, lambda module: {} if isinstance(module, nn.RMSNorm) else None))
     with pytest.raises(ConfigError, match="cannot be used"):
         graft(model)
     assert seen

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from opgraft import graft, ungraft
+from opgraft import CompilationConfig, OpgraftConfig, graft, rebind, set_config, ungraft
 from opgraft.ops import GatedMLP, Linear
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -205,3 +205,18 @@ def test_the_op_itself() -> None:
     assert "gelu_tanh" in repr(layer)
     with pytest.raises(ValueError, match="gated_mlp: activation is 'relu', expected one of"):
         GatedMLP(16, 24, "relu")
+
+
+@pytest.mark.parametrize("kind", ["joint", "with act"])
+def test_it_compiles_right_after_rebind(kind: str) -> None:
+    """After the configuration changed, and no eager call, there is still one graph."""
+    model = nn.Sequential(Gated() if kind == "with act" else Functional()).eval()
+    x = torch.randn(2, 16)
+    expected = model(x)
+    graft(model)
+    with set_config(OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["none"]))):
+        assert rebind(model)
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x), expected)
+            torch.testing.assert_close(model(x), expected)

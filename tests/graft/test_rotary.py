@@ -145,14 +145,16 @@ def test_a_pickle_is_read_in_another_process(tmp_path) -> None:
     """A saved model finds its class again where it is loaded, and an op that is bound there."""
     program = (
         "import sys, torch, opgraft, transformers\n"
-        "from opgraft.grafting import rotary\n"
+        "from opgraft.grafting.forwards import substitute\n"
+        "from opgraft.grafting.rotary import substitution_of\n"
         "from opgraft.ops import ApplyRotaryEmb\n"
         "config = transformers.LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, "
         "num_key_value_heads=2, intermediate_size=8, vocab_size=9)\n"
         "ids = torch.arange(6)[None]\n"
         "if sys.argv[1] == 'save':\n"
         "    model = transformers.AutoModelForCausalLM.from_config(config).eval()\n"
-        "    rotary.attach(model.model.layers[0].self_attn, 'apply_rotary_pos_emb', ApplyRotaryEmb())\n"
+        "    layer = model.model.layers[0].self_attn\n"
+        "    substitute(layer, ApplyRotaryEmb(), substitution_of('apply_rotary_pos_emb'))\n"
         "    torch.save((model, model(input_ids=ids).logits), sys.argv[2])\n"
         "else:\n"
         "    model, expected = torch.load(sys.argv[2], weights_only=False)\n"
@@ -189,7 +191,7 @@ def test_without_a_kernel_the_function_stays() -> None:
     """The native definition is no faster than what the file does, so nothing changes, and the report says so."""
     model = build()
     report = graft(model)
-    assert type(attention_of(model)) is modeling_llama.LlamaAttention
+    assert "opgraft_rotary" not in attention_of(model)._modules
     (reason,) = {row.reason for row in report.left_alone if row.source == "apply_rotary_pos_emb"}
     assert reason == "here apply_rotary_emb is its native definition, which is no faster"
 
@@ -215,15 +217,21 @@ def other_arguments(q, k, cos, sin, section):
 ROTATE = modeling_llama.apply_rotary_pos_emb
 
 
-@pytest.mark.parametrize("function", [interleaved, promoted, other_arguments])
-def test_functions_that_compute_something_else_stay(function: Any, rotated: Shapes, monkeypatch) -> None:
-    """Pairs of neighbours, another dtype, further arguments: the module keeps its class."""
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (interleaved, "nothing in the model shows that its cosines and sines have each number twice"),
+        (promoted, "apply_rotary_pos_emb computes something else than apply_rotary_emb on a query and a key"),
+        (other_arguments, "apply_rotary_pos_emb computes something else than apply_rotary_emb on a query and a key"),
+    ],
+)
+def test_functions_that_compute_something_else_stay(function: Any, reason: str, rotated: Shapes, monkeypatch) -> None:
+    """Pairs of neighbours with tables for halves, another dtype, further arguments: the module keeps its class."""
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", function)
     model = build()
     report = graft(model)
-    assert type(attention_of(model)) is modeling_llama.LlamaAttention
-    (reason,) = {row.reason for row in report.left_alone if "rotary" in row.source}
-    assert reason == "apply_rotary_pos_emb computes something else than apply_rotary_emb on the halves of a head"
+    assert "opgraft_rotary" not in attention_of(model)._modules
+    assert {row.reason for row in report.left_alone if "rotary" in row.source} == {reason}
 
 
 class Uneven(modeling_llama.LlamaRotaryEmbedding):
@@ -245,7 +253,7 @@ def test_tables_that_do_not_repeat(rotated: Shapes) -> None:
     for each in (model, attention):
         report = graft(each)
         (reason,) = {row.reason for row in report.left_alone if "rotary" in row.source}
-        assert reason == "nothing in the model shows that both halves of its cosines and sines are the same"
+        assert reason == "nothing in the model shows that its cosines and sines have each number twice"
     assert not [row for row in report.replaced if row.op == "apply_rotary_emb"]
 
 
@@ -269,3 +277,100 @@ def test_unusual_calls_reach_the_function(rotated: Shapes) -> None:
         graft(model)
         torch.testing.assert_close(logits(model), before)
     assert rotated == []
+
+
+SIZES = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "intermediate_size": 96,
+}  # fmt: skip
+
+
+def test_embeddings_of_time_are_no_tables(rotated: Shapes) -> None:
+    """Voxtral has a module with frequencies that is called with times: it says nothing about tables of positions."""
+    audio = {**SIZES, "num_key_value_heads": 4}
+    config = transformers.VoxtralRealtimeConfig(text_config={**SIZES, "vocab_size": 99}, audio_config=audio)
+    model = transformers.VoxtralRealtimeForConditionalGeneration(config)
+    rows = [row.path for row in graft(model).replaced if row.op == "apply_rotary_emb"]
+    assert rows == [
+        f"model.{part}.layers.{i}.self_attn.apply_rotary_pos_emb"
+        for part in ("audio_tower", "language_model")
+        for i in range(2)
+    ]
+
+
+def test_types_of_layers_without_frequencies(rotated: Shapes) -> None:
+    """Cohere's layers with full attention have no positions; tables are made for the others only."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    config = transformers.CohereCompassTextConfig(
+        **SIZES, vocab_size=99, eos_token_id=2, layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={"sliding_attention": rope, "full_attention": None},
+    )  # fmt: skip
+    model = transformers.AutoModel.from_config(config).eval()
+    before = model(input_ids=ids()).last_hidden_state
+    assert [row.op for row in graft(model).replaced].count("apply_rotary_emb") == 2
+    torch.testing.assert_close(model(input_ids=ids()).last_hidden_state, before, atol=1e-5, rtol=0)
+    assert rotated
+
+
+def test_tables_for_more_tokens_than_there_are_queries(rotated: Shapes) -> None:
+    """A draft model attends to states of another model: keys have more positions than queries."""
+    config = transformers.MuseGlimmerAssistantConfig(**SIZES, target_layer_ids=[1, 2])
+    model = transformers.AutoModel.from_config(config).eval()
+    x, context = torch.randn(1, 4, 64), torch.randn(1, 3, 128)
+    before = model(x, context).last_hidden_state
+    graft(model)
+    torch.testing.assert_close(model(x, context).last_hidden_state, before, atol=1e-5, rtol=0)
+
+
+class OfLength(nn.Module):
+    """Frequencies, and a forward that takes a length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inv_freq = nn.Buffer(torch.rand(4), persistent=False)
+
+    def forward(self, seq_len: int) -> torch.Tensor:
+        return torch.outer(torch.arange(seq_len), self.inv_freq)
+
+
+class Raising(OfLength):
+    """Frequencies, and a forward that cannot be called with positions."""
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        raise SystemExit("no such device")
+
+
+OfLength.__module__ = Raising.__module__ = modeling_llama.__name__
+
+
+@pytest.mark.parametrize(
+    ("embedding", "reason"),
+    [
+        (OfLength, "nothing in the model shows that its cosines and sines have each number twice"),
+        (Raising, "transformers rotary function raised SystemExit: no such device"),
+    ],
+)
+def test_what_recognition_of_tables_raises(embedding: type[nn.Module], reason: str, rotated: Shapes) -> None:
+    """Code of the model that raises when it is tried leaves the function where it is, with the reason."""
+    model = build()
+    attention = nn.ModuleList([attention_of(model), embedding()])
+    report = graft(attention)
+    assert [row.reason for row in report.left_alone if "rotary" in row.source] == [reason]
+    assert "opgraft_rotary" not in attention[0]._modules
+
+
+def test_attention_and_rotary_in_two_steps(rotated: Shapes) -> None:
+    """A forward whose attention is an op already gets the rotary op beside it, and ungraft takes both."""
+    CustomOp.unregister_oot(FastRotary)
+    model = build()
+    expected = logits(model)
+    graft(model)
+    assert "opgraft_rotary" not in attention_of(model)._modules
+    CustomOp.register_oot(FastRotary, name="ApplyRotaryEmb")
+    assert [row.op for row in graft(model).replaced] == ["apply_rotary_emb"] * 2
+    assert {"opgraft_rotary", "opgraft_attention"} < attention_of(model)._modules.keys()
+    torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=0)
+    assert rotated
+    ungraft(model)
+    assert type(attention_of(model)) is modeling_llama.LlamaAttention
+    assert torch.equal(logits(model), expected)

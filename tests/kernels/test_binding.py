@@ -13,7 +13,7 @@ import pytest
 import torch
 from opgraft import ops
 from opgraft.binding.derivation import is_derived
-from opgraft.binding.functional import FORMS
+from opgraft.binding.functional import FUNCTIONALS
 from opgraft.binding.kernels import choose_kernel
 from opgraft.errors import MissingKernelError
 from opgraft.ops import on_triton
@@ -37,7 +37,7 @@ def test_every_declared_module_exists_and_names_its_kernels() -> None:
             for target in n.targets
             if isinstance(target, ast.Name)
         }
-        assert set(names) <= defined & set(FORMS)
+        assert set(names) <= defined & set(FUNCTIONALS)
 
 
 def _is_all(node: ast.Assign) -> bool:

@@ -33,7 +33,9 @@ WIDE = 20_000
 """Wider than what a program holds in registers."""
 
 each_case = pytest.mark.parametrize(
-    ("spec", "variant"), CASES, ids=[spec.form.name + (f"~{variant}" if variant else "") for spec, variant in CASES]
+    ("spec", "variant"),
+    CASES,
+    ids=[spec.functional.name + (f"~{variant}" if variant else "") for spec, variant in CASES],
 )
 
 
@@ -41,10 +43,10 @@ each_case = pytest.mark.parametrize(
 @each_case
 def test_machine_code(spec: OpSpec, variant: str, dtype: torch.dtype, launches, on_meta) -> None:
     """Every kernel compiles to machine code for both targets, from the signatures of its real launches."""
-    sizes = (spec.sizes[-1],) if "rotary" in spec.form.op.lower() else (spec.sizes[-1], WIDE)
+    sizes = (spec.sizes[-1],) if "rotary" in spec.functional.op.lower() else (spec.sizes[-1], WIDE)
     for size in sizes:
         arguments = on_meta(spec.arguments(variant, dtype, spec.leads[1], size))
-        TRITON[spec.form.name](**arguments)
+        TRITON[spec.functional.name](**arguments)
     of_one_vendor = arguments.get("dtype") in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
     for launch in launches:
         for code in ("hsaco",) if of_one_vendor else TARGETS:
@@ -108,9 +110,9 @@ def test_launches_are_traced(spec: OpSpec, traceable: None) -> None:
         return lambda *inputs: tuple(torch.zeros(1) for _ in outputs)
 
     torch.compiler.reset()
-    compiled = torch.compile(TRITON[spec.form.name], backend=backend, fullgraph=True, dynamic=True)
+    compiled = torch.compile(TRITON[spec.functional.name], backend=backend, fullgraph=True, dynamic=True)
     for rows in (6, 7, 40):
-        lead = (rows,) if "apply" not in spec.form.name else (1, rows)
+        lead = (rows,) if "apply" not in spec.functional.name else (1, rows)
         compiled(**spec.arguments(next(iter(spec.variants)), torch.float32, lead, max(spec.sizes[:2])))
     assert len(graphs) == 1
     assert any("triton_kernel_wrapper" in str(node.target) for node in graphs[0].graph.nodes)

@@ -22,7 +22,9 @@ TRITON = triton_kernels()
 CASES = [(SPECS[name], variant) for name in TRITON for variant in SPECS[name].variants]
 
 each_case = pytest.mark.parametrize(
-    ("spec", "variant"), CASES, ids=[spec.form.name + (f"~{variant}" if variant else "") for spec, variant in CASES]
+    ("spec", "variant"),
+    CASES,
+    ids=[spec.functional.name + (f"~{variant}" if variant else "") for spec, variant in CASES],
 )
 
 
@@ -32,7 +34,7 @@ def on_gpu(form: str) -> checks.Implementation:
     def call(**arguments: Any) -> Any:
         there = {k: v.to("cuda") if isinstance(v, Tensor) else v for k, v in arguments.items()}
         made = TRITON[form](**there)
-        for name in SPECS[form].form.mutates:
+        for name in SPECS[form].functional.mutates:
             arguments[name].copy_(there[name])
         return tuple(t.cpu() for t in made) if isinstance(made, tuple) else None if made is None else made.cpu()
 
@@ -43,13 +45,13 @@ def on_gpu(form: str) -> checks.Implementation:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_values(spec: OpSpec, variant: str, dtype: torch.dtype) -> None:
     """Each kernel computes what the reference computes in float64: small, empty and realistic inputs."""
-    checks.check_values(spec, variant, dtype, on_gpu(spec.form.name))
+    checks.check_values(spec, variant, dtype, on_gpu(spec.functional.name))
 
 
 @each_case
 def test_strides(spec: OpSpec, variant: str) -> None:
     """Views with gaps between their elements, which hold NaN, give what contiguous tensors give."""
-    checks.check_strides(spec, variant, on_gpu(spec.form.name))
+    checks.check_strides(spec, variant, on_gpu(spec.functional.name))
 
 
 @pytest.mark.parametrize("width", [4096, 5120, 16384, 16385, 50_000])
@@ -72,7 +74,7 @@ def test_offsets_beyond_32_bits(form: str) -> None:
         part.normal_()
     got = TRITON[form](x)
     for part in (slice(8), slice(-8, None)):
-        exact = SPECS[form].form.native(x[part].double())
+        exact = SPECS[form].functional.native(x[part].double())
         torch.testing.assert_close(got[part].double(), exact, atol=1e-2, rtol=1.6e-2)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from opgraft import ops
-from opgraft.binding.functional import FORMS
+from opgraft.binding.functional import FUNCTIONALS
 from opgraft.ops.on_triton import triton_kernels
 from opgraft.ops.spec import OpSpec
 from opgraft.testing import checks
@@ -47,7 +47,9 @@ NAMES = {
 """Triton's names of dtypes: torch's, and the integers of that size, as which the interpreter keeps some of them."""
 
 each_case = pytest.mark.parametrize(
-    ("spec", "variant"), CASES, ids=[spec.form.name + (f"~{variant}" if variant else "") for spec, variant in CASES]
+    ("spec", "variant"),
+    CASES,
+    ids=[spec.functional.name + (f"~{variant}" if variant else "") for spec, variant in CASES],
 )
 
 
@@ -74,19 +76,19 @@ def test_values(spec: OpSpec, variant: str, dtype: torch.dtype) -> None:
     """Each kernel computes what the reference computes in float64: odd widths, several rows, empty."""
     # Element by element the interpreter would take hours for realistic sizes.
     small = dataclasses.replace(spec, large=(), leads=(spec.leads[1], spec.leads[-1]))
-    checks.check_values(small, variant, dtype, TRITON[spec.form.name], brief=dtype != torch.float32)
+    checks.check_values(small, variant, dtype, TRITON[spec.functional.name], brief=dtype != torch.float32)
 
 
 @each_case
 def test_strides(spec: OpSpec, variant: str) -> None:
     """Views with gaps between their elements, which hold NaN, give what contiguous tensors give."""
-    checks.check_strides(spec, variant, TRITON[spec.form.name])
+    checks.check_strides(spec, variant, TRITON[spec.functional.name])
 
 
 @each_case
 def test_effects(spec: OpSpec, variant: str) -> None:
     """Only declared arguments are written to, and results are new memory."""
-    checks.check_effects(spec, variant, torch.bfloat16, TRITON[spec.form.name])
+    checks.check_effects(spec, variant, torch.bfloat16, TRITON[spec.functional.name])
 
 
 def test_softplus_of_very_negative_parameters() -> None:
@@ -142,7 +144,7 @@ def test_negative_positions_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_rotary, "expect_in_range", lambda *arguments: None)
     cache = torch.randn(24, 8)
     got, key = TRITON[CHUNKS](torch.tensor([-1, -13]), torch.ones(2, 8), torch.ones(2, 8), 8, cache, 12, 0)
-    expected = FORMS[CHUNKS].native(torch.tensor([11, 11]), torch.ones(2, 8), torch.ones(2, 8), 8, cache, 12, 0)
+    expected = FUNCTIONALS[CHUNKS].native(torch.tensor([11, 11]), torch.ones(2, 8), torch.ones(2, 8), 8, cache, 12, 0)
     torch.testing.assert_close((got, key), expected)
 
 
@@ -171,7 +173,7 @@ def test_refusals(case: str) -> None:
     arguments = spec.arguments(next(iter(spec.variants)), torch.float32, spec.leads[1], max(spec.sizes[:2]))
     arguments |= {argument: change(arguments.get(argument)) for argument, change in changes.items()}
     with pytest.raises(ValueError, match=said) as by_definition:
-        spec.form.native(**arguments)
+        spec.functional.native(**arguments)
     with pytest.raises(ValueError, match=said) as by_kernel:
         TRITON[name](**arguments)
     assert str(by_kernel.value) == str(by_definition.value)
@@ -182,7 +184,7 @@ def test_a_bound_that_is_not_a_number(powers_of_two: bool) -> None:
     """A bound of the scale that is NaN shows in the scales, as in the definition, instead of being no bound."""
     x, bound = torch.randn(3, 40), torch.tensor(math.nan)
     q, scale = TRITON["quant_fp8_dynamic"](x, (1, -1), bound, powers_of_two)
-    expected, expected_scale = FORMS["quant_fp8_dynamic"].native(x, (1, -1), bound, powers_of_two)
+    expected, expected_scale = FUNCTIONALS["quant_fp8_dynamic"].native(x, (1, -1), bound, powers_of_two)
     torch.testing.assert_close(scale, expected_scale, equal_nan=True)
     torch.testing.assert_close(q.float(), expected.float(), equal_nan=True)
 
@@ -207,7 +209,7 @@ def test_query_and_key_in_one_memory(case: str, monkeypatch: pytest.MonkeyPatch)
     exact.copy_(ours)
     (query, key), (expected_query, expected_key) = views(ours), views(exact)
     positions, cache = torch.arange(1, query.shape[0] + 1), torch.randn(7, 16)
-    FORMS["rotary_embedding_"].native(positions, expected_query, expected_key, 16, cache)
+    FUNCTIONALS["rotary_embedding_"].native(positions, expected_query, expected_key, 16, cache)
     seen: list[bool] = []
     launch = triton_rotary.launch
     monkeypatch.setattr(triton_rotary, "launch", lambda *a, **c: (seen.append(c["in_place"]), launch(*a, **c)))
@@ -227,11 +229,11 @@ def test_weights_of_another_dtype(form: str, dtype: torch.dtype, weight_dtype: t
     x, weight = torch.randn(4, 96).to(dtype), torch.randn(96).to(weight_dtype)
     first = (x, x.flip(0)) if form.startswith("fused") else (x, (96,)) if form == "layer_norm" else (x,)
     if form == "layer_norm" and weight_dtype != torch.float32:
-        for norm in (FORMS[form].native, TRITON[form]):
+        for norm in (FUNCTIONALS[form].native, TRITON[form]):
             with pytest.raises(ValueError, match="layer_norm: weight is"):
                 norm(*first, weight)
         return
-    got, expected = (checks.tensors(norm(*first, weight)) for norm in (TRITON[form], FORMS[form].native))
+    got, expected = (checks.tensors(norm(*first, weight)) for norm in (TRITON[form], FUNCTIONALS[form].native))
     rounded = form.endswith("rms_norm") and "gemma" not in form
     narrowest = min(dtype, weight_dtype, key=PRECISION.index) if rounded else dtype
     for ours, exact in zip(got, expected, strict=True):

@@ -37,10 +37,10 @@ def test_every_form_is_proved_as_it_is() -> None:
 
 def test_the_evidence_says_what_the_specs_say() -> None:
     """Checks, variants, dtypes and outside implementations of each record are those of the form's spec."""
-    family_of = {spec.form.name: family.__name__ for family in FAMILIES for spec in family.SPECS}
+    family_of = {spec.functional.name: family.__name__ for family in FAMILIES for spec in family.SPECS}
     for name, record in evidence.recorded().items():
         spec = SPECS[name]
-        assert record.sources == (spec.form.native.__module__, family_of[name])
+        assert record.sources == (spec.functional.native.__module__, family_of[name])
         assert record.checks == (*checks_of(spec), *(["outside"] if spec.outside else []))
         assert (record.variants, set(record.dtypes)) == (len(spec.variants), {str(t)[6:] for t in spec.dtypes})
         assert set(record.outside) == {outside.name for outside in spec.outside}
@@ -116,7 +116,7 @@ def test_the_classes_that_specs_build_count() -> None:
     """The digest of each form is of the module whose class stands for it, and of its spec and definition."""
     for name, spec in SPECS.items():
         made_of = set(sources.made_of(evidence.recorded()[name].sources))
-        assert spec.form.native.__module__ in made_of
+        assert spec.functional.native.__module__ in made_of
         if spec.module:
             op, _ = spec.module(
                 **spec.arguments(next(iter(spec.variants)), spec.dtypes[0], spec.leads[0], spec.sizes[0])

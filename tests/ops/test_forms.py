@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from opgraft import functional
-from opgraft.binding.functional import FORMS, form, unregister
+from opgraft.binding.functional import FUNCTIONALS, register_functional, unregister
 from opgraft.binding.specialisation import bind
 from opgraft.errors import ConflictError
 from opgraft.ops import SiluAndMul
@@ -106,7 +106,7 @@ def test_registered_ops_are_differentiable_twice(name: str, arguments: Callable[
     """A gradient penalty through the registered op has the gradients of one through the native definition."""
     given = arguments()
     got = penalty_gradients(getattr(torch.ops.opgraft, name), given)
-    for ours, theirs in zip(got, penalty_gradients(FORMS[name].native, given), strict=True):
+    for ours, theirs in zip(got, penalty_gradients(FUNCTIONALS[name].native, given), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -129,7 +129,7 @@ def test_forms_without_gradients_require_none() -> None:
     q, scale = torch.ops.opgraft.quant_fp8_dynamic(x, (1, -1))
     again = torch.ops.opgraft.quant_fp8_static(x, scale, (1, -1))
     assert [made.requires_grad for made in (q, scale, again)] == [False] * 3
-    assert {name for name, made in FORMS.items() if not made.differentiable and not made.mutates} == {
+    assert {name for name, made in FUNCTIONALS.items() if not made.differentiable and not made.mutates} == {
         "quant_fp8_static",
         "quant_fp8_dynamic",
     }
@@ -153,7 +153,7 @@ def test_registered_ops_run_without_autocast(
     expected = torch.autograd.grad(call(*given).sum(), given)
     with torch.autocast("cpu", torch.bfloat16 if dtype == torch.float32 else torch.float16):
         result = call(*given)
-        assert result.dtype == FORMS[name].fake(*(value.to("meta") for value in given)).dtype == dtype
+        assert result.dtype == FUNCTIONALS[name].fake(*(value.to("meta") for value in given)).dtype == dtype
         assert torch.compile(call, backend="aot_eager", fullgraph=True)(*given).dtype == dtype
         got = torch.autograd.grad(result.sum(), given)
     assert torch.equal(result, call(*given))
@@ -191,10 +191,10 @@ def test_a_kernel_that_comes_as_a_method_only_is_told_of() -> None:
 @pytest.fixture
 def own_forms() -> Iterator[None]:
     """Forms that the test registers are forgotten afterwards."""
-    known = set(FORMS)
+    known = set(FUNCTIONALS)
     yield
-    for name in set(FORMS) - known:
-        unregister(FORMS[name])
+    for name in set(FUNCTIONALS) - known:
+        unregister(FUNCTIONALS[name])
 
 
 @pytest.mark.usefixtures("own_forms")
@@ -204,19 +204,19 @@ def test_a_second_form_of_a_name_is_refused() -> None:
     def twice_defined(x: Tensor) -> Tensor:
         return x + 1
 
-    first = form("silu", like)(twice_defined)
+    first = register_functional("silu", like)(twice_defined)
 
     def another(x: Tensor) -> Tensor:
         return x + 2
 
     another.__name__ = "twice_defined"
     with pytest.raises(ConflictError, match=r"(?s)'twice_defined'.*test_forms\.py:\d+ \(.*test_forms\.py:\d+ \("):
-        form("silu", like)(another)
-    assert FORMS["twice_defined"] is first
+        register_functional("silu", like)(another)
+    assert FUNCTIONALS["twice_defined"] is first
     x = draw(3)
     torch.testing.assert_close(torch.ops.opgraft.twice_defined(x), x + 1)
     unregister(first)
-    form("silu", like)(another)
+    register_functional("silu", like)(another)
     torch.testing.assert_close(torch.ops.opgraft.twice_defined(x), x + 2)
 
 
@@ -224,9 +224,9 @@ def test_a_reloaded_form_takes_the_place_of_the_old(tmp_path: Path, monkeypatch:
     """Reloading a module registers its forms anew."""
     (tmp_path / "module_with_a_form.py").write_text(
         "from opgraft.ops.activation.functional import like\n"
-        "from opgraft.binding.functional import form\n"
+        "from opgraft.binding.functional import register_functional\n"
         "from torch import Tensor\n\n\n"
-        "@form('silu', like)\n"
+        "@register_functional('silu', like)\n"
         "def reloaded_form(x: Tensor) -> Tensor:\n"
         "    return x + 1\n"
     )
@@ -235,17 +235,17 @@ def test_a_reloaded_form_takes_the_place_of_the_old(tmp_path: Path, monkeypatch:
     before = module.reloaded_form
     try:
         importlib.reload(module)
-        assert FORMS["reloaded_form"] is module.reloaded_form is not before
+        assert FUNCTIONALS["reloaded_form"] is module.reloaded_form is not before
     finally:
-        unregister(FORMS["reloaded_form"])
+        unregister(FUNCTIONALS["reloaded_form"])
         del sys.modules["module_with_a_form"]
 
 
 def test_the_registry_is_read_only() -> None:
     """Forms are added by the decorator only."""
     with pytest.raises(TypeError, match="does not support item assignment"):
-        FORMS["silu"] = functional.gelu  # type: ignore[index]
-    assert functional.silu is FORMS["silu"]
+        FUNCTIONALS["silu"] = functional.gelu  # type: ignore[index]
+    assert functional.silu is FUNCTIONALS["silu"]
 
 
 @pytest.mark.parametrize("name", functional.__all__)

@@ -141,9 +141,9 @@ def test_keys_in_words() -> None:
 
 def test_forms_belong_to_the_op_that_they_run() -> None:
     """Variants of a form, in place or fused, are of one op; a layer made of ops has none."""
-    names = {form.name for form in inventory.forms_of(RMSNorm)}
+    names = {form.name for form in inventory.functionals_of(RMSNorm)}
     assert names == {"rms_norm", "fused_add_rms_norm", "fused_add_rms_norm_"}
-    assert inventory.forms_of(GatedMLP) == []
+    assert inventory.functionals_of(GatedMLP) == []
     assert inventory.find_op("fused_add_rms_norm") is RMSNorm
     assert inventory.find_op("rms_nrm") is None
 
@@ -170,7 +170,7 @@ def test_functions_of_a_kernel() -> None:
 
 def test_evidence_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """What every form passed is counted, as proof of the native definition; what has changed or is new is named."""
-    forms = inventory.forms_of(RMSNorm)
+    forms = inventory.functionals_of(RMSNorm)
     known = evidence.recorded()
     records = {form.name: dataclasses.replace(known[form.name], digest="now") for form in forms}
     monkeypatch.setattr(evidence, "recorded", lambda: records)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from opgraft.binding.functional import FORMS, form, unregister
+from opgraft.binding.functional import FUNCTIONALS, register_functional, unregister
 from opgraft.ops.activation.functional import nothing
 from opgraft.ops.spec import Arguments, Draw, OpSpec, Outside
 from opgraft.testing import checks
@@ -37,7 +37,7 @@ def inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
 @pytest.fixture
 def spec_of() -> Iterator[Callable[..., OpSpec]]:
     """Makes the spec of a form with the given definition; the form is forgotten afterwards."""
-    known = set(FORMS)
+    known = set(FUNCTIONALS)
 
     def make(
         native: Callable[[Tensor], Any], fake: Callable[..., Any] = like, settings: Arguments | None = None, **more: Any
@@ -46,12 +46,12 @@ def spec_of() -> Iterator[Callable[..., OpSpec]]:
             return native(x)
 
         wrong_op.__name__ = f"wrong_op_{next(_NUMBERS)}"  # torch keeps what is registered
-        made = form("silu", fake, **(settings or {}))(wrong_op)
+        made = register_functional("silu", fake, **(settings or {}))(wrong_op)
         return OpSpec(made, inputs, reference, lambda x: x.numel(), **more)
 
     yield make
-    for name in set(FORMS) - known:
-        unregister(FORMS[name])
+    for name in set(FUNCTIONALS) - known:
+        unregister(FUNCTIONALS[name])
 
 
 def offset(x: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ def test_a_lost_gradient_is_found(spec_of: Callable[..., OpSpec]) -> None:
     in_place = spec_of(writes_and_loses_gradients, nothing, settings={"mutates": ("x",)})
     checks.check_refusal(in_place, "", checks.registered(in_place))
     with pytest.raises(AssertionError, match="takes x, which requires a gradient, and loses it"):
-        checks.check_refusal(in_place, "", in_place.form.native)
+        checks.check_refusal(in_place, "", in_place.functional.native)
     constant = spec_of(right, settings={"differentiable": False}, differentiable=False)
     checks.check_refusal(constant, "", checks.registered(constant))
     with pytest.raises(AssertionError, match="has no gradient, and its results require one"):

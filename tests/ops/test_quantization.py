@@ -51,7 +51,7 @@ def test_fewer_than_two_in_a_thousand_differ(variant: str, dtype: torch.dtype) -
     """Rounding the quotient to float32 first moves next to no value to a neighbour."""
     spec = SPECS["quant_fp8_dynamic"]
     arguments = spec.arguments(variant, dtype, (83,), 5125)
-    q, scale = spec.form.native(**arguments)
+    q, scale = spec.functional.native(**arguments)
     expected, expected_scale = spec.reference(**{**arguments, "x": arguments["x"].double()})
     assert (bits(q) != bits(expected)).double().mean() < 0.002
     torch.testing.assert_close(scale, expected_scale, atol=2e-7, rtol=2e-8)

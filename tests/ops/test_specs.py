@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 from opgraft import functional, ops
-from opgraft.binding.functional import FORMS
+from opgraft.binding.functional import FUNCTIONALS
 from opgraft.ops.spec import OpSpec
 from opgraft.testing import checks
 from opgraft.testing.catalogue import SPECS
 from opgraft.testing.proof import implementations
 
 CASES = [(spec, variant) for spec in SPECS.values() for variant in spec.variants]
-PURE = [case for case in CASES if not case[0].form.mutates]
+PURE = [case for case in CASES if not case[0].functional.mutates]
 
 
 def cases(rows: list[tuple[OpSpec, str]]) -> pytest.MarkDecorator:
-    names = [spec.form.name + (f"~{variant}" if variant else "") for spec, variant in rows]
+    names = [spec.functional.name + (f"~{variant}" if variant else "") for spec, variant in rows]
     return pytest.mark.parametrize(("spec", "variant"), rows, ids=names)
 
 
@@ -27,7 +27,7 @@ def cases(rows: list[tuple[OpSpec, str]]) -> pytest.MarkDecorator:
 def test_definition(spec: OpSpec, variant: str, dtype: torch.dtype) -> None:
     """Native definition, form, registered op and module compute what the reference computes in float64."""
     if dtype not in spec.dtypes:
-        pytest.skip(f"{spec.form.name} does not take {dtype}")
+        pytest.skip(f"{spec.functional.name} does not take {dtype}")
     thorough, *others = implementations(spec)
     checks.check_values(spec, variant, dtype, thorough)
     for call in others:
@@ -53,7 +53,7 @@ def test_effects(spec: OpSpec, variant: str) -> None:
 def test_registration(spec: OpSpec, variant: str) -> None:
     """torch's own checks of registered ops pass, none loses gradients, and the fake rule tells what the op makes."""
     checks.check_registration(spec, variant)
-    if not spec.form.differentiable:
+    if not spec.functional.differentiable:
         checks.check_refusal(spec, variant, checks.registered(spec))
     for dtype in spec.dtypes:
         checks.check_fake(spec, variant, dtype)
@@ -62,7 +62,7 @@ def test_registration(spec: OpSpec, variant: str) -> None:
 @cases(CASES)
 def test_compilation(spec: OpSpec, variant: str) -> None:
     """Form and registered op compile whole and once for all sizes."""
-    for call in (spec.form, checks.registered(spec)):
+    for call in (spec.functional, checks.registered(spec)):
         checks.check_compilation(spec, variant, call)
 
 
@@ -70,27 +70,29 @@ def test_compilation(spec: OpSpec, variant: str) -> None:
 def test_gradients(spec: OpSpec, variant: str) -> None:
     """Gradients of form and registered op are those of finite differences."""
     if not spec.differentiable:
-        pytest.skip(f"{spec.form.name} has no gradient")
-    for call in (spec.form, checks.registered(spec)):
+        pytest.skip(f"{spec.functional.name} has no gradient")
+    for call in (spec.functional, checks.registered(spec)):
         checks.check_gradients(spec, variant, call)
 
 
-@pytest.mark.parametrize("spec", [spec for spec in SPECS.values() if spec.outside], ids=lambda spec: spec.form.name)
+@pytest.mark.parametrize(
+    "spec", [spec for spec in SPECS.values() if spec.outside], ids=lambda spec: spec.functional.name
+)
 def test_outside(spec: OpSpec) -> None:
     """Others' implementations compute the same, each in at least one variant."""
     if any(outside.name.startswith("transformers") for outside in spec.outside):
         pytest.importorskip("transformers")
-    compared = [name for variant in spec.variants for name in checks.check_outside(spec, variant, spec.form)]
+    compared = [name for variant in spec.variants for name in checks.check_outside(spec, variant, spec.functional)]
     assert set(compared) == {outside.name for outside in spec.outside}
 
 
 def test_every_form_has_a_spec_and_a_public_name() -> None:
     """What is registered with torch is in opgraft.functional and carries its proof."""
-    own = {name for name, form in FORMS.items() if form.native.__module__.startswith("opgraft.")}
+    own = {name for name, form in FUNCTIONALS.items() if form.native.__module__.startswith("opgraft.")}
     assert own == set(SPECS) == set(functional.__all__)
     for name in own:
-        assert getattr(functional, name) is FORMS[name]
-        assert FORMS[name].__doc__
+        assert getattr(functional, name) is FUNCTIONALS[name]
+        assert FUNCTIONALS[name].__doc__
 
 
 def test_every_op_class_is_built_by_a_spec() -> None:

@@ -16,7 +16,7 @@ FAMILY = "opgraft/ops/activation"
 
 FUNCTIONAL = '''
 
-@form("softsign", like)
+@register_functional("softsign", like)
 def softsign(x: Tensor) -> Tensor:
     """``x / (1 + |x|)``, elementwise."""
     return x / (1 + x.abs())

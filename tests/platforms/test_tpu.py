@@ -280,11 +280,11 @@ def serve(site, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Tpu
         return TpuPlatform()
 
     yield install
-    for row in packages.PACKAGES:  # the adapter holds on to what it imported
-        sys.modules.pop(row.adapter.partition(":")[0], None)
+    for row in packages.PACKAGES:  # the runtime holds on to what it imported
+        sys.modules.pop(row.runtime.partition(":")[0], None)
 
 
-class TestTheAdapters:
+class TestTheRuntimes:
     """The platform on each of the two packages."""
 
     def test_torch_xla_on_chips(self, serve) -> None:

@@ -2,7 +2,6 @@
 
 from opgraft.ops.activation.modules import (
     GELU,
-    XIELU,
     FastGELU,
     FatreluAndMul,
     GeluAndMul,
@@ -11,6 +10,7 @@ from opgraft.ops.activation.modules import (
     MulAndSilu,
     NewGELU,
     QuickGELU,
+    ReLU,
     ReLUSquaredActivation,
     SiLU,
     SiluAndMul,
@@ -18,6 +18,7 @@ from opgraft.ops.activation.modules import (
     SwigluOAIAndMul,
     SwigluStepAndMul,
 )
+from opgraft.ops.activation.xielu import XIELU
 
 __all__ = [
     "FastGELU",
@@ -29,6 +30,7 @@ __all__ = [
     "MulAndSilu",
     "NewGELU",
     "QuickGELU",
+    "ReLU",
     "ReLUSquaredActivation",
     "SiLU",
     "SiluAndMul",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
-from opgraft.binding.functional import form
+from opgraft.binding.functional import register_functional
 from opgraft.ops.checks import expect_choice, expect_floating, expect_not_negative, expect_same_device, halves
 from opgraft.ops.precision import compute_dtype
 from torch import Tensor
@@ -26,6 +26,7 @@ __all__ = [
     "gelu_tanh",
     "mul_and_silu",
     "quick_gelu",
+    "relu",
     "relu2",
     "silu",
     "silu_",
@@ -63,7 +64,7 @@ def normal_quantile(probability: float) -> Tensor:
     return quantile
 
 
-@form("silu_and_mul", half_of)
+@register_functional("silu_and_mul", half_of)
 def silu_and_mul(x: Tensor) -> Tensor:
     """SwiGLU's gate, ``silu(gate) · up`` with ``silu(t) = t · sigmoid(t)`` (arXiv:2002.05202).
 
@@ -76,7 +77,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-@form("mul_and_silu", half_of)
+@register_functional("mul_and_silu", half_of)
 def mul_and_silu(x: Tensor) -> Tensor:
     """SwiGLU's gate with the roles swapped, ``first half · silu(second half)`` (arXiv:2002.05202).
 
@@ -89,7 +90,7 @@ def mul_and_silu(x: Tensor) -> Tensor:
     return plain * F.silu(gate)
 
 
-@form("gelu_and_mul", half_of)
+@register_functional("gelu_and_mul", half_of)
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     """GeGLU's gate, ``gelu(gate) · up`` (arXiv:2002.05202), GELU exact or, for ``"tanh"``, in its tanh approximation.
 
@@ -103,7 +104,7 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     return F.gelu(gate, approximate=approximate) * up
 
 
-@form("gelu_and_mul_sparse", half_of)
+@register_functional("gelu_and_mul_sparse", half_of)
 def gelu_and_mul_sparse(x: Tensor, activation_sparsity: float, approximate: str = "none") -> Tensor:
     """GeGLU's gate with the smaller gates of each row cut to zero (Gemma 3n; arXiv:2002.05202).
 
@@ -126,7 +127,7 @@ def gelu_and_mul_sparse(x: Tensor, activation_sparsity: float, approximate: str 
     return (F.gelu(F.relu(centred - cut), approximate=approximate) * up).to(x.dtype)
 
 
-@form("fatrelu_and_mul", half_of)
+@register_functional("fatrelu_and_mul", half_of)
 def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
     """A thresholded gate, ``(0 if gate <= threshold else gate) · up`` (arXiv:2402.10517), so that NaN stays NaN.
 
@@ -139,7 +140,7 @@ def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
     return F.threshold(gate, threshold, 0.0) * up
 
 
-@form("swigluoai_and_mul", half_of)
+@register_functional("swigluoai_and_mul", half_of)
 def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
     """The clipped gate of gpt-oss, over *interleaved* gates and ups (arXiv:2508.10925).
 
@@ -157,7 +158,7 @@ def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Te
     return ((up + 1.0) * gate * torch.sigmoid(alpha * gate)).to(x.dtype)
 
 
-@form("silu_and_mul_with_clamp", half_of)
+@register_functional("silu_and_mul_with_clamp", half_of)
 def silu_and_mul_with_clamp(x: Tensor, limit: float) -> Tensor:
     """SwiGLU's gate over clipped inputs, ``silu(min(gate, limit)) · clip(up, ±limit)`` (arXiv:2002.05202).
 
@@ -171,7 +172,7 @@ def silu_and_mul_with_clamp(x: Tensor, limit: float) -> Tensor:
     return (F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)).to(x.dtype)
 
 
-@form("swiglustep_and_mul", half_of)
+@register_functional("swiglustep_and_mul", half_of)
 def swiglustep_and_mul(x: Tensor, limit: float = 7.0) -> Tensor:
     """SwiGLU's gate, clipped after the activation: ``min(silu(gate), limit) · clip(up, ±limit)``.
 
@@ -186,7 +187,7 @@ def swiglustep_and_mul(x: Tensor, limit: float = 7.0) -> Tensor:
     return (F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)).to(x.dtype)
 
 
-@form("gelu", like)
+@register_functional("gelu", like)
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """GELU, ``x · Φ(x)`` with Φ the standard normal distribution function, or its tanh approximation
     (arXiv:1606.08415). Elementwise.
@@ -199,7 +200,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     return F.gelu(x, approximate=approximate)
 
 
-@form("gelu_tanh", like)
+@register_functional("gelu_tanh", like)
 def gelu_tanh(x: Tensor) -> Tensor:
     """GELU in its tanh approximation (arXiv:1606.08415). Elementwise.
 
@@ -210,7 +211,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-@form("gelu_new", like)
+@register_functional("gelu_new", like)
 def gelu_new(x: Tensor) -> Tensor:
     """The tanh approximation of GELU as GPT-2 writes it, ``0.5 · x · (1 + tanh(sqrt(2/π) · (x + 0.044715 · x³)))``
     (arXiv:1606.08415). Elementwise.
@@ -224,7 +225,7 @@ def gelu_new(x: Tensor) -> Tensor:
     return (0.5 * t * (1.0 + torch.tanh(inner))).to(x.dtype)
 
 
-@form("gelu_fast", like)
+@register_functional("gelu_fast", like)
 def gelu_fast(x: Tensor) -> Tensor:
     """The tanh approximation of GELU with its argument factored,
     ``0.5 · x · (1 + tanh(0.7978845608 · x · (1 + 0.044715 · x²)))`` (arXiv:1606.08415). Elementwise.
@@ -238,7 +239,7 @@ def gelu_fast(x: Tensor) -> Tensor:
     return (0.5 * t * (1.0 + torch.tanh(inner))).to(x.dtype)
 
 
-@form("quick_gelu", like)
+@register_functional("quick_gelu", like)
 def quick_gelu(x: Tensor) -> Tensor:
     """The sigmoid approximation of GELU, ``x · sigmoid(1.702 · x)`` (arXiv:1606.08415). Elementwise.
 
@@ -250,7 +251,18 @@ def quick_gelu(x: Tensor) -> Tensor:
     return (t * torch.sigmoid(1.702 * t)).to(x.dtype)
 
 
-@form("relu2", like)
+@register_functional("relu", like)
+def relu(x: Tensor) -> Tensor:
+    """Rectified linear unit, ``max(x, 0)`` (Nair and Hinton, ICML 2010). Elementwise.
+
+    Raises:
+        ValueError: the dtype of ``x`` is not a floating-point one.
+    """
+    expect_floating("relu", "x", x)
+    return F.relu(x)
+
+
+@register_functional("relu2", like)
 def relu2(x: Tensor) -> Tensor:
     """Squared ReLU, ``max(x, 0)²`` (So et al., Primer, arXiv:2109.08668). Elementwise.
 
@@ -261,7 +273,7 @@ def relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-@form("silu", like)
+@register_functional("silu", like)
 def silu(x: Tensor) -> Tensor:
     """SiLU or swish, ``x · sigmoid(x)`` (arXiv:1702.03118). Elementwise.
 
@@ -276,7 +288,7 @@ def nothing(*arguments: object, **settings: object) -> None:
     """Fake rule of the in-place variants, which return nothing."""
 
 
-@form("silu", nothing, mutates=("x",))
+@register_functional("silu", nothing, mutates=("x",))
 def silu_(x: Tensor) -> None:
     """``silu``, written over ``x``."""
     expect_floating("silu_", "x", x)
@@ -293,7 +305,7 @@ def expect_parameters_of_xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> N
         expect_same_device("xielu", argument, alpha, "x", x)
 
 
-@form("xielu", like)
+@register_functional("xielu", like)
 def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, eps: float = -1e-6) -> Tensor:
     """The expanded integral of the exponential linear unit (Huang and Schlag, arXiv:2411.13010). Elementwise.
 

@@ -248,6 +248,13 @@ SPECS = (
     ),
     OpSpec(functional.silu_, reference=silu, module=lambda x: (ops.SiLU(inplace=True), (x,)), **PLAIN),
     OpSpec(
+        functional.relu,
+        reference=lambda x: (x > 0) * x,
+        module=_op(ops.ReLU),
+        outside=(Outside("torch.nn.functional.relu", lambda x: F.relu(x)),),
+        **PLAIN,
+    ),
+    OpSpec(
         functional.relu2,
         reference=lambda x: (x > 0) * x * x,
         module=_op(ops.ReLUSquaredActivation),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-from opgraft.binding.functional import form
+from opgraft.binding.functional import register_functional
 from opgraft.ops.activation.functional import like
 from opgraft.ops.checks import (
     FLOATING,
@@ -36,7 +36,7 @@ def like_query(query: Tensor, *others: object, **settings: object) -> Tensor:
     return like(query)
 
 
-@form("scaled_dot_product_attention", like_query_with_values, random="dropout_p")
+@register_functional("scaled_dot_product_attention", like_query_with_values, random="dropout_p")
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -77,7 +77,7 @@ def scaled_dot_product_attention(
     )
 
 
-@form("mm_encoder_attn", like_query)
+@register_functional("mm_encoder_attn", like_query)
 def mm_encoder_attn(
     query: Tensor,
     key: Tensor,

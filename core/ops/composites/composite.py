@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from opgraft.binding.custom_op import CustomOp, PluggableLayer
+from opgraft.compat.hooks import hooks_on_every_module
 from opgraft.decision import Provider
 from opgraft.ops.activation.modules import GELU, GELUTanh, SiLU
 from opgraft.plugins.discovery import discover
@@ -17,7 +18,7 @@ class Composite(PluggableLayer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.__dict__["_settled"] = None
+        self.__dict__["_choice"] = None
 
     def idle(self) -> frozenset[str]:
         """The names of the children that a call does not run as things are, if no gradient is required."""
@@ -33,15 +34,15 @@ class Composite(PluggableLayer):
         """The names of the parameters that ``release_weights`` would move."""
         return frozenset()
 
-    def settled(self, choose: Callable[..., Any], first: Any, second: Any) -> Any:
-        """``choose(first, second)`` for two children, looked up again when one of them has another kernel."""
-        known, kinds = self.__dict__["_settled"], (type(first), type(second))
+    def chosen(self, choose: Callable[..., Any], first: Any, second: Any) -> Any:
+        """Remember ``choose(first, second)`` for two children, until one of them has another kernel."""
+        known, kinds = self.__dict__["_choice"], (type(first), type(second))
         if known is None or known[0] != kinds:
-            known = self.__dict__["_settled"] = kinds, choose(first, second)
+            known = self.__dict__["_choice"] = kinds, choose(first, second)
         return known[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_settled": None}
+        return {**self.__dict__, "_choice": None}
 
 
 def epilogue_of(activation: nn.Module | None) -> str | None:
@@ -54,13 +55,14 @@ def epilogue_of(activation: nn.Module | None) -> str | None:
 
 
 def is_observed(layer: nn.Module) -> bool:
-    """Whether somebody waits for a layer to be called, or has changed what calling it does."""
-    return bool(layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__)
+    """Return whether somebody waits for a layer to be called, or has changed what calling it does."""
+    own = layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__
+    return bool(own or hooks_on_every_module())
 
 
 def served_by(op: CustomOp) -> Provider:
     """Who provides the kernel that an op is bound to."""
-    choice, kernel = op._binding.replacement, op._binding.kernel.winner
+    choice, kernel = op.binding.replacement, op.binding.kernel.winner
     return choice.own if kernel.owner in choice.target.__mro__ else choice.provider
 
 

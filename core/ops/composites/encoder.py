@@ -30,11 +30,11 @@ class EpilogueLayer(Composite):
         """The function ``linear`` that may be called for a linear layer and an activation, ``None`` where none may."""
         if torch.compiler.is_compiling() or is_observed(linear) or (act is not None and is_observed(act)):
             return None
-        kernel: Kernel | None = self.settled(_fused, linear, act)
+        kernel: Kernel | None = self.chosen(_fused, linear, act)
         if kernel is None or linear.activation != "none" or not linear.quant_method.holds_weight(linear):
             return None
         for tensor in tensors:
-            if type(tensor) is not Tensor:
+            if type(tensor) is not Tensor or tensor.is_nested:
                 return None
         if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *linear.parameters())):
             return None
@@ -45,7 +45,7 @@ def _fused(linear: nn.Module, act: nn.Module | None) -> Kernel | None:
     """The functional form of a linear layer's kernel, if that kernel may compute the activation too."""
     if not isinstance(linear, Linear) or (isinstance(act, CustomOp) and not may_stand_for(linear, act)):
         return None
-    return linear._binding.kernel.winner.functional("linear")
+    return linear.binding.kernel.winner.functional("linear")
 
 
 @CustomOp.register("linear_act")
@@ -141,7 +141,7 @@ class LinearAddNorm(EpilogueLayer):
         norm: Any = modules[self.names[1]]
         dropout = modules[self.names[2]]
         drops = dropout is not None and (dropout.training or is_observed(dropout))
-        alike = x.shape[:-1] == residual.shape[:-1]  # a kernel does not broadcast
+        alike = not x.is_nested and x.shape[:-1] == residual.shape[:-1]  # a kernel does not broadcast
         kernel = self.kernel_for(linear, None, x, residual) if alike and not drops else None
         if kernel is not None and residual.shape[-1] == linear.out_features:
             summed = linear.quant_method.apply(linear, x, "none", residual, kernel)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.marks import falls_back
 from opgraft.ops.activation.modules import GeluAndMul, SiluAndMul
@@ -74,7 +75,8 @@ class GatedMLP(JointLayer):
         modules: dict[str, Any] = self._modules
         gate, up, down = (modules[name] for name in self.names[:3])
         act = self._act()
-        joint = self.joint_op(x) if self._gates_at_once(act) else None
+        at_once = not torch.compiler.is_compiling() and self._gates_at_once(act)  # a compiler calls them one by one
+        joint = self.joint_op(x) if at_once else None
         if joint is None:
             activate: Any = act if act is not None else forms.ACTIVATIONS[self.activation]
             hidden = activate(gate(x)) * up(x)
@@ -85,7 +87,7 @@ class GatedMLP(JointLayer):
 
     def idle(self) -> frozenset[str]:
         act = self._act()
-        at_once = self.__dict__["_joint"] is not None and self._gates_at_once(act)
+        at_once = self.fits() and self._gates_at_once(act)
         unused = self.names[3:] if at_once else ("act_and_mul",)
         return frozenset(unused) & self._modules.keys()
 
@@ -98,7 +100,7 @@ class GatedMLP(JointLayer):
             return True
         if is_observed(act) or epilogue_of(act) != self.activation:
             return False
-        allowed: bool = self.settled(may_stand_for, self.act_and_mul, act)
+        allowed: bool = self.chosen(may_stand_for, self.act_and_mul, act)
         return allowed
 
     def extra_repr(self) -> str:

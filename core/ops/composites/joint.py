@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from opgraft.compat.hooks import hooks_on_every_module
 from opgraft.compat.packed_linear import version_of
 from opgraft.ops.composites.composite import Composite
 from opgraft.ops.linear.modules import Linear
@@ -133,10 +134,22 @@ class JointLayer(Composite):
         if torch.compiler.is_compiling():
             return None
         joint: Joint | None = self.__dict__["_joint"]
-        if joint is None or type(x) is not Tensor:
+        if joint is None or type(x) is not Tensor or x.is_nested or hooks_on_every_module():
             return None
         modules = self._modules
         return joint.op if joint.serves([modules[name] for name in self.joined], x) else None  # type: ignore[misc]
+
+    def fits(self) -> bool:
+        """Return whether the joined children are computed at once, or will be after ``join``."""
+        parts: list[Any] = [self._modules[name] for name in self.joined]
+        if self.__dict__["_joint"] is not None:
+            return True
+        if not all(_joinable(part, parts[0]) for part in parts):
+            return False
+        if len({id(part.weight) for part in parts}) < len(parts):
+            return False
+        names = [name for name in _PARAMETERS if parts[0]._parameters[name] is not None]
+        return all(_can_lie_together([part._parameters[name] for part in parts]) for name in names)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -249,3 +262,10 @@ def _plain(tensor: Tensor, like: Tensor) -> bool:
     # torch calls memory of accelerators shared, whoever holds it
     elsewhere = tensor.device.type == "cpu" and tensor.is_shared()  # type: ignore[no-untyped-call]
     return (tensor.dtype, tensor.device) == (like.dtype, like.device) and tensor.numel() > 0 and not elsewhere
+
+
+def _can_lie_together(tensors: Sequence[Tensor]) -> bool:
+    """Return whether tensors lie one after another, or nobody else can have a part of their storages."""
+    ends = [tensor.data_ptr() + tensor.nbytes for tensor in tensors]
+    adjacent = ends[:-1] == [tensor.data_ptr() for tensor in tensors[1:]]
+    return adjacent or all(tensor.untyped_storage().nbytes() <= tensor.nbytes for tensor in tensors)

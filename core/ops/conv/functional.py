@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from opgraft.binding.functional import form
+from opgraft.binding.functional import register_functional
 from opgraft.ops.checks import expect_choice, expect_floating, expect_same_device, expect_same_dtype
 from torch import Tensor
 from torch.nn import functional as F
@@ -197,7 +197,7 @@ def _convolved(
     return x.new_empty((x.shape[0], weight.shape[0], *settings.sizes(x)))
 
 
-@form("conv2d", _convolved)
+@register_functional("conv2d", _convolved)
 def conv2d(
     x: Tensor,
     weight: Tensor,
@@ -229,7 +229,7 @@ def conv2d(
     return _defined(x, weight, bias, _settings_over("conv2d", weight, stride, padding, dilation, groups, padding_mode))
 
 
-@form("conv3d", _convolved)
+@register_functional("conv3d", _convolved)
 def conv3d(
     x: Tensor,
     weight: Tensor,

@@ -1,5 +1,5 @@
 """Norms."""
 
-from opgraft.ops.layernorm.modules import GemmaRMSNorm, LayerNorm, RMSNorm, RMSNormGated
+from opgraft.ops.layernorm.modules import GemmaRMSNorm, LayerNorm, RMSNorm, RMSNormGated, UnscaledRMSNorm
 
-__all__ = ["GemmaRMSNorm", "LayerNorm", "RMSNorm", "RMSNormGated"]
+__all__ = ["GemmaRMSNorm", "LayerNorm", "RMSNorm", "RMSNormGated", "UnscaledRMSNorm"]

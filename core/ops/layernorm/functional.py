@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from opgraft.binding.functional import form
+from opgraft.binding.functional import register_functional
 from opgraft.ops.activation.functional import like, nothing
 from opgraft.ops.checks import (
     expect_alike,
@@ -44,7 +44,7 @@ def pair_like(x: Tensor, *others: object, **settings: object) -> tuple[Tensor, T
     return like(x), like(x)
 
 
-@form("rms_norm", like)
+@register_functional("rms_norm", like)
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, variance_size: int | None = None) -> Tensor:
     """Root mean square norm, ``x / sqrt(mean(x²) + eps) · weight`` (Zhang and Sennrich, arXiv:1910.07467).
 
@@ -65,7 +65,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, varianc
     return _scaled("rms_norm", x, x.to(compute_dtype(x.dtype)), weight, eps, variance_size)
 
 
-@form("rms_norm", pair_like)
+@register_functional("rms_norm", pair_like)
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, variance_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ def fused_add_rms_norm(
     return _scaled("fused_add_rms_norm", x, summed, weight, eps, variance_size), summed.to(x.dtype)
 
 
-@form("rms_norm", nothing, mutates=("x", "residual"))
+@register_functional("rms_norm", nothing, mutates=("x", "residual"))
 def fused_add_rms_norm_(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, variance_size: int | None = None
 ) -> None:
@@ -87,7 +87,7 @@ def fused_add_rms_norm_(
     _overwrite((x, residual), fused_add_rms_norm.native(x, residual, weight, eps, variance_size))
 
 
-@form("gemma_rms_norm", like)
+@register_functional("gemma_rms_norm", like)
 def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """Gemma's root mean square norm, ``x / sqrt(mean(x²) + eps) · (1 + weight)`` (arXiv:2403.08295).
 
@@ -100,7 +100,7 @@ def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return _gemma("gemma_rms_norm", x, x.to(compute_dtype(x.dtype)), weight, eps)
 
 
-@form("gemma_rms_norm", pair_like)
+@register_functional("gemma_rms_norm", pair_like)
 def fused_add_gemma_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """``(gemma_rms_norm(x + residual), x + residual)`` (arXiv:2403.08295).
 
@@ -112,7 +112,7 @@ def fused_add_gemma_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: f
     return _gemma("fused_add_gemma_rms_norm", x, summed, weight, eps), summed.to(x.dtype)
 
 
-@form("gemma_rms_norm", nothing, mutates=("x", "residual"))
+@register_functional("gemma_rms_norm", nothing, mutates=("x", "residual"))
 def fused_add_gemma_rms_norm_(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
     """``fused_add_gemma_rms_norm`` in place: the norm is written over ``x``, the sum over ``residual``."""
     _overwrite((x, residual), fused_add_gemma_rms_norm.native(x, residual, weight, eps))
@@ -124,7 +124,7 @@ def expect_group_size(group_size: int | None, hidden_size: int) -> None:
         raise ValueError(f"rms_norm_gated: group_size is {group_size}, expected a divisor of {hidden_size}")
 
 
-@form("rms_norm_gated", like)
+@register_functional("rms_norm_gated", like)
 def rms_norm_gated(
     x: Tensor,
     weight: Tensor,
@@ -164,7 +164,7 @@ def rms_norm_gated(
     return (y * gate if gate is not None and norm_before_gate else y).to(x.dtype)
 
 
-@form("layer_norm", like)
+@register_functional("layer_norm", like)
 def layer_norm(
     x: Tensor,
     normalized_shape: Sequence[int],
@@ -195,6 +195,8 @@ def expect_normalizable(
     """Raise ``ValueError`` unless ``layer_norm`` takes these."""
     sizes = tuple(normalized_shape)
     expect_floating("layer_norm", "x", x)
+    if x.is_nested:  # it does not tell its sizes
+        return
     if not sizes or x.shape[-len(sizes) :] != sizes:
         raise ValueError(f"layer_norm: x has shape {tuple(x.shape)}, expected it to end in {sizes}")
     for argument, values in (("weight", weight), ("bias", bias)):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.custom_op import CustomOp, PluggableLayer
 from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.checks import expect_choice, expect_last_dim, expect_not_negative, expect_size
 from opgraft.ops.layernorm import functional as forms
@@ -102,6 +102,32 @@ class RMSNorm(_EpsByTwoNames, CustomOp):
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.variance_epsilon}, has_weight={self.has_weight}"
+
+
+@CustomOp.register("unscaled_rms_norm")
+class UnscaledRMSNorm(_EpsByTwoNames, PluggableLayer):
+    """Root mean square norm of rows of any size, without a weight (Zhang and Sennrich, arXiv:1910.07467).
+
+    ``y = x / sqrt(mean(x²) + eps)`` over the last dimension, by the functional form ``rms_norm``. ``RMSNorm`` without a
+    weight is the same for rows of one size.
+
+    Args:
+        eps: added to the mean square.
+
+    Shapes:
+        ``[..., hidden_size]`` to ``[..., hidden_size]`` in any floating-point dtype.
+    """
+
+    def __init__(self, eps: float = 1e-6) -> None:
+        super().__init__()
+        expect_not_negative("unscaled_rms_norm", "eps", eps)
+        self.variance_epsilon = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return forms.rms_norm(x, None, self.variance_epsilon)
+
+    def extra_repr(self) -> str:
+        return f"eps={self.variance_epsilon}"
 
 
 @CustomOp.register("gemma_rms_norm")

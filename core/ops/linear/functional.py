@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from opgraft.binding.functional import form
+from opgraft.binding.functional import register_functional
 from opgraft.ops.checks import (
     FLOATING,
     expect_alike,
@@ -36,7 +36,7 @@ def mapped(
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-@form("linear", mapped)
+@register_functional("linear", mapped)
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
 ) -> Tensor:
@@ -81,7 +81,7 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 def expect_mappable(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Raise ``ValueError`` unless ``linear`` takes these; what stands in for ``x`` as ``torch.fx`` traces passes."""
-    if not isinstance(x, Tensor) or _fits(x, weight, bias):
+    if not isinstance(x, Tensor) or x.is_nested or _fits(x, weight, bias):  # a nested one does not tell its sizes
         return
     expect_floating("linear", "x", x)
     if weight.dim() != 2:

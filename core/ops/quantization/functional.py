@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
-from opgraft.binding.functional import form
+from opgraft.binding.functional import register_functional
 from opgraft.ops.checks import expect_choice, expect_floating, expect_same_device
 from opgraft.ops.precision import compute_dtype
 from torch import Tensor
@@ -124,7 +124,7 @@ def _fake_dynamic(
     return x.new_empty(x.shape, dtype=dtype), scale
 
 
-@form("quant_fp8", _fake_static, differentiable=False)
+@register_functional("quant_fp8", _fake_static, differentiable=False)
 def quant_fp8_static(
     x: Tensor, scale: Tensor, group_shape: Sequence[int], dtype: torch.dtype = torch.float8_e4m3fn
 ) -> Tensor:
@@ -158,7 +158,7 @@ def quant_fp8_static(
     return _rounded(matrix / scales, x, dtype)
 
 
-@form("quant_fp8", _fake_dynamic, differentiable=False)
+@register_functional("quant_fp8", _fake_dynamic, differentiable=False)
 def quant_fp8_dynamic(
     x: Tensor,
     group_shape: Sequence[int],

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from opgraft.binding.functional import form
+from opgraft.binding.functional import register_functional
 from opgraft.ops.activation.functional import like, nothing
 from opgraft.ops.checks import (
     expect_floating,
@@ -49,7 +49,7 @@ def like_queries_and_key(
     return query.new_empty((*query.shape[:-1], VERSIONS_OF_QUERY * query.shape[-1])), like(key)
 
 
-@form("apply_rotary_emb", like)
+@register_functional("apply_rotary_emb", like)
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool = True) -> Tensor:
     """Heads rotated by given cosines and sines (arXiv:2104.09864).
 
@@ -82,7 +82,7 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool = 
     return _turned(x, cos.unsqueeze(-2), sin.unsqueeze(-2), is_neox_style)
 
 
-@form("RotaryEmbedding", like_query_and_key)
+@register_functional("RotaryEmbedding", like_query_and_key)
 def rotary_embedding(
     positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool = True
 ) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ def rotary_embedding(
     return _rotated_pair("rotary_embedding", query, key, cos_sin, head_size, is_neox_style)
 
 
-@form("RotaryEmbedding", nothing, mutates=("query", "key"))
+@register_functional("RotaryEmbedding", nothing, mutates=("query", "key"))
 def rotary_embedding_(
     positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool = True
 ) -> None:
@@ -114,7 +114,7 @@ def rotary_embedding_(
         target.copy_(value)
 
 
-@form("MRotaryEmbedding", like_query_and_key)
+@register_functional("MRotaryEmbedding", like_query_and_key)
 def mrope(
     positions: Tensor,
     query: Tensor,
@@ -164,7 +164,7 @@ def expect_sections(mrope_section: Sequence[int], rotary_dim: int, interleaved: 
         )
 
 
-@form("dual_chunk_rotary_embedding", like_queries_and_key)
+@register_functional("dual_chunk_rotary_embedding", like_queries_and_key)
 def dual_chunk_rotary_embedding(
     positions: Tensor,
     query: Tensor,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from opgraft.binding.functional import form
+from opgraft.binding.functional import register_functional
 from opgraft.ops.checks import expect_choice, expect_floating, expect_same_device
 from opgraft.ops.precision import compute_dtype
 from torch import Tensor
@@ -30,7 +30,7 @@ def _routed(gating_output: Tensor, topk: int, *others: object, **settings: objec
     return gating_output.new_empty(shape, dtype=torch.float32), gating_output.new_empty(shape, dtype=torch.int32)
 
 
-@form("grouped_topk", _routed)
+@register_functional("grouped_topk", _routed)
 def grouped_topk(
     gating_output: Tensor,
     topk: int,

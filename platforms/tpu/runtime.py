@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from opgraft.platform import DeviceMemory
 
 
-class Adapter(ABC):
+class Runtime(ABC):
     """One implementation per package. Creating one imports the package and starts no device."""
 
     @abstractmethod

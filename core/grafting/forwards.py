@@ -1,0 +1,162 @@
+"""The forward of one instance, with other objects under some of the names that its file defines.
+
+A forward finds functions in the namespace of its file. Exchanging one there would change every model of the process.
+Instead the instance gets a class of its own, derived from the former one, whose ``forward`` is the same code in a
+namespace in which those names lead to ops, which are children of the instance. The rest of that namespace is what the
+file held when the model was grafted.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+from opgraft.errors import GraftError
+from torch import nn
+
+_FORWARD = "_opgraft_forward"
+
+
+@dataclass(frozen=True)
+class Substitution:
+    """One name of a file that means something else in the forward of one instance.
+
+    Attributes:
+        name: the name.
+        child: what the op is called among the children of the instance.
+        substitute: makes of that op, and of what the file has under the name, what the forward finds. A function of a
+            module, so that it can be pickled.
+    """
+
+    name: str
+    child: str
+    substitute: Callable[[nn.Module, Any], Any]
+
+
+def plain_forward(module: nn.Module) -> Any:
+    """Return the forward that the class of a module defines, before any substitution, with its decorators."""
+    return inspect.getattr_static(_original_class(module), "forward")
+
+
+def check_forward(module: nn.Module) -> str:
+    """Say why the forward of an instance cannot get a namespace of its own, "" if it can."""
+    forward = plain_forward(module)
+    if "forward" in vars(module):
+        return "its forward was set on the instance"
+    return (
+        "" if isinstance(forward, FunctionType) and inspect.unwrap(forward) is forward else "its forward is decorated"
+    )
+
+
+def substitutions_of(module: nn.Module) -> tuple[Substitution, ...]:
+    """Return what the forward of a module finds otherwise than its file says."""
+    return module.opgraft_substitutions if isinstance(module, _Substituted) else ()
+
+
+def substitute(module: nn.Module, op: nn.Module, substitution: Substitution) -> None:
+    """Make ``op`` a child of ``module`` whose forward finds it, as ``substitution`` says."""
+    op.train(module.training)
+    present = substitutions_of(module)
+    original = _original_class(module)
+    module._modules[substitution.child] = op
+    module.__class__ = _derived(original, (*present, substitution))
+    _bind_forward(module)
+
+
+def check_restorable(module: nn.Module) -> None:
+    """Raise ``GraftError`` if other code has derived a class from the one that a substitution gave the instance."""
+    if isinstance(module, _Substituted) and type(module) is not _derived_class(module):
+        raise GraftError(
+            f"{type(module).__name__} was derived by other code, such as fully_shard, from the class that grafting "
+            "gave the instance: take that back first, or ungraft before it"
+        )
+
+
+def restore_forward(module: nn.Module, keep: tuple[Substitution, ...] = ()) -> None:
+    """Take every substitution but those to ``keep`` back, and with the last one the class."""
+    if not isinstance(module, _Substituted):
+        return
+    for substitution in set(module.opgraft_substitutions) - set(keep):
+        del module._modules[substitution.child]
+    original = _original_class(module)
+    module.__class__ = _derived(original, keep) if keep else original
+    del module.__dict__[_FORWARD]
+    if keep:
+        _bind_forward(module)
+
+
+class _Substituted:
+    """Marks the derived classes; what they have in common is set on each, before the methods of the model's class."""
+
+    opgraft_substitutions: tuple[Substitution, ...]
+
+
+def _derived_class(module: nn.Module) -> Any:
+    """Find the class that a substitution gave a module, from which other code may have derived its own."""
+    return next((cls for cls in type(module).__mro__ if "opgraft_substitutions" in vars(cls)), None)
+
+
+def _original_class(module: nn.Module) -> Any:
+    """Find the class that a module had before any substitution."""
+    derived = _derived_class(module)
+    return type(module) if derived is None else derived.__mro__[1]
+
+
+@functools.lru_cache(maxsize=256)
+def _derived(cls: Any, substitutions: tuple[Substitution, ...]) -> Any:
+    """A class that is ``cls`` by all appearances, whose forward is the one that each instance carries."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._opgraft_forward(self, *args, **kwargs)
+
+    namespace = {
+        "forward": forward,
+        "opgraft_substitutions": substitutions,
+        "__reduce_ex__": _reduce,
+        "__setstate__": _set_state,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
+    return type(cls)(cls.__name__, (cls, _Substituted), namespace)
+
+
+def _reduce(self: Any, protocol: Any) -> Any:
+    """Copies and pickles hold the class that can be found by its name, and no function of ours."""
+    reduced = super(_derived_class(self), self).__reduce_ex__(protocol)
+    state = {name: value for name, value in reduced[2].items() if name != _FORWARD}
+    return (_recreate, (_original_class(self), self.opgraft_substitutions), state, *reduced[3:])
+
+
+def _set_state(self: Any, state: dict[str, Any]) -> None:
+    super(type(self), self).__setstate__(state)
+    _bind_forward(self)
+
+
+def _recreate(cls: Any, substitutions: tuple[Substitution, ...]) -> Any:
+    derived = _derived(cls, substitutions)
+    return derived.__new__(derived)
+
+
+def _bind_forward(module: Any) -> None:
+    """Give an instance its forward: the code of its class, with a namespace of its own."""
+    forward = plain_forward(module)
+    wanted, namespace = set(_names(forward.__code__)), forward.__globals__
+    own: dict[str, Any] = {key: value for key, value in namespace.items() if key in wanted or key == "__builtins__"}
+    for row in module.opgraft_substitutions:
+        own[row.name] = row.substitute(module._modules[row.child], namespace[row.name])
+    function = FunctionType(forward.__code__, own, forward.__name__, forward.__defaults__, forward.__closure__)
+    function.__kwdefaults__ = forward.__kwdefaults__
+    module.__dict__[_FORWARD] = function
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

@@ -1,0 +1,289 @@
+"""Code that takes hold of a grafted model, or watches it: it works, or is told what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from opgraft import graft, ungraft
+from opgraft.errors import GraftError
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+CALLS: list[int] = []
+COUNTS = {"calls": 0}
+TOTAL = 0
+
+
+class Norm(nn.Module):
+    """An RMS norm without side effects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8))
+        self.calls: list[Any] = []
+        self.recent: deque[Any] = deque(maxlen=3)
+        self.by_name: dict[str, list[Any]] = {"all": []}
+
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._norm(x)
+
+
+class SetsAttribute(Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = x
+        return self._norm(x)
+
+
+class SetsInHelper(Norm):
+    def _remember(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = x
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._norm(self._remember(x))
+
+
+class Appends(Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append(x.shape)
+        return self._norm(x)
+
+
+class AppendsToDeque(Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.recent.append(1)
+        return self._norm(x)
+
+
+class AppendsDeeper(Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.by_name["all"].append(1)
+        return self._norm(x)
+
+
+class AppendsToGlobal(Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        CALLS.append(1)
+        return self._norm(x)
+
+
+class CountsInDictionary(Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        COUNTS["calls"] += 1
+        return self._norm(x)
+
+
+class CountsGlobally(Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global TOTAL  # that is what it is about
+        TOTAL += 1
+        return self._norm(x)
+
+
+class Prints(Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print("called")  # noqa: T201  # that is what it is about
+        return self._norm(x)
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (SetsAttribute, "its forward writes to last"),
+        (SetsInHelper, "its forward writes to last"),
+        (Appends, "its forward changes calls"),
+        (AppendsToDeque, "its forward changes recent"),
+        (AppendsDeeper, "its forward changes by_name"),
+        (AppendsToGlobal, "its forward uses CALLS, and whoever reads that would miss its calls"),
+        (CountsInDictionary, "its forward writes to an element"),
+        (CountsGlobally, "its forward writes to TOTAL"),
+        (Prints, "its forward uses print, and whoever reads that would miss its calls"),
+    ],
+)
+def test_a_forward_that_does_more_than_return_a_result_stays(cls: type[Norm], reason: str) -> None:
+    """An op would not write what other code reads, so the module stays, and looking at it writes nothing either."""
+    model = nn.Sequential(cls())
+    report = graft(model)
+    assert [row.reason for row in report.left_alone] == [f"no adapter recognises it: {reason}"]
+    assert (model[0].calls, list(model[0].recent), model[0].by_name) == ([], [], {"all": []})
+    assert (CALLS, COUNTS, TOTAL) == ([], {"calls": 0}, 0)
+
+
+def test_a_forward_without_side_effects_is_replaced() -> None:
+    """Containers that the forward does not touch are no reason to stay."""
+    assert [row.op for row in graft(nn.Sequential(Norm())).replaced] == ["rms_norm"]
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(8, 8) for _ in range(3))
+        self.act = nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(self.act(self.gate(x)) * self.up(x))
+        return out
+
+
+class Intermediate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.act = nn.Linear(8, 8), nn.GELU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.act(self.dense(x))
+        return out
+
+
+@pytest.mark.parametrize("register", [register_module_forward_hook, register_module_forward_pre_hook])
+def test_hooks_of_every_module_are_called_for_each_layer(register: Callable[..., Any]) -> None:
+    """A hook that torch calls for every module of the process sees gate, up and act, as in the plain model."""
+    model, x = nn.Sequential(Gated(), Intermediate()).eval(), torch.randn(2, 8)
+    names = {module: name for name, module in model.named_modules()}
+    called: list[Any] = []
+    with torch.no_grad():
+        handle = register(lambda module, *_: called.append(names.get(module)))
+        model(x)
+        expected = sorted(called)
+        handle.remove()
+        graft(model)
+        names = {module: name for name, module in model.named_modules()}
+        model(x)
+        called.clear()
+        handle = register(lambda module, *_: called.append(names.get(module)))
+        try:
+            model(x)
+        finally:
+            handle.remove()
+    assert expected == sorted(called)
+    assert {"0.gate", "0.up", "0.act", "1.act"} < {*called}
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization", "ignore:.*quantiz", "ignore:.*TypedStorage")
+def test_quantize_dynamic_after_ungraft_and_before_graft() -> None:
+    """Both orders that the note of the report names work."""
+    quantize = torch.ao.quantization.quantize_dynamic
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).eval()
+    graft(model)
+    ungraft(model)
+    quantized = quantize(model, {nn.Linear})
+    expected = quantized(torch.ones(2, 8))
+    assert type(quantized[0]) is not nn.Linear
+    report = graft(quantized)
+    assert [row.source for row in report.replaced] == ["LayerNorm"]
+    torch.testing.assert_close(quantized(torch.ones(2, 8)), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_torchscript_says_what_to_do(mlp) -> None:
+    """torch.jit.script names the op and the way out, and the model is as it was."""
+    model = mlp()
+    graft(model)
+    modules = [*model.modules()]
+    with pytest.raises(GraftError, match=r"cannot compile the op LayerNorm.*opgraft\.ungraft\(model\) first"):
+        torch.jit.script(model)
+    assert [*model.modules()] == modules
+    ungraft(model)
+    x = torch.randn(2, 16)
+    torch.testing.assert_close(torch.jit.script(model)(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_nested_tensors(layout: torch.layout, gradient: bool) -> None:
+    """Rows of several lengths go through as they go through torch's own modules."""
+    layers = [nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8, bias=False), nn.SiLU(), Intermediate()]
+    model = nn.Sequential(*layers, *([Gated()] if layout is torch.strided else [])).eval()
+    x = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=layout)
+    with torch.set_grad_enabled(gradient):
+        expected = model(x).unbind()
+        graft(model)
+        found = model(x).unbind()
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+DISTRIBUTED = """
+import sys
+import torch
+import torch.distributed as dist
+from opgraft import graft, ungraft
+from opgraft.errors import GraftError
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.silu(self.up(self.norm(x))))
+
+def refused(model, words):
+    modules = [*model.modules()]
+    try:
+        ungraft(model)
+    except GraftError as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError("it was not refused")
+    assert [*model.modules()] == modules
+
+torch.manual_seed(0)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+mesh, x = init_device_mesh("cpu", (1,)), torch.randn(2, 8)
+model = nn.Sequential(Block(), Block())
+state, expected = model.state_dict(), model(x)
+
+graft(model)
+for part in (*model, model):
+    fully_shard(part, mesh=mesh)
+torch.testing.assert_close(model(x), expected)
+ungraft(model)
+torch.testing.assert_close(model(x), expected)
+model(x).sum().backward()
+torch.optim.SGD(model.parameters(), lr=0.1).step()
+assert not torch.allclose(model(x), expected)
+
+model = nn.Sequential(Block(), Block())
+model.load_state_dict(state)
+graft(model)
+fully_shard(model[0].up, mesh=mesh)
+refused(model, "was given the class FSDPLinear by other code")
+
+model = nn.Sequential(Block(), Block())
+graft(model)
+parallelize_module(model, mesh, {"0.up": ColwiseParallel(), "0.down": RowwiseParallel()})
+refused(model, "the weight is a DTensor of Linear")
+
+model = nn.Sequential(Block(), Block())
+model.load_state_dict(state)
+parallelize_module(model, mesh, {"0.up": ColwiseParallel(), "0.down": RowwiseParallel()})
+reasons = {row.path: row.reason for row in graft(model).left_alone}
+assert reasons == dict.fromkeys(["0.up", "0.down"], "its weight is a DTensor, which kernels may not take"), reasons
+torch.testing.assert_close(model(x), expected)
+ungraft(model)
+torch.testing.assert_close(model(x), expected)
+dist.destroy_process_group()
+"""
+
+
+def test_sharded_and_parallelized_models(tmp_path) -> None:
+    """Sharded by layers, a model is ungrafted and goes on; where ops themselves were changed, ungraft refuses."""
+    done = subprocess.run(
+        [sys.executable, "-c", DISTRIBUTED, str(tmp_path / "store")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
