@@ -33,7 +33,7 @@ from opgraft.errors import ConfigError, close_matches
 
 
 class CompilationMode(enum.IntEnum):
-    """How a model built under this config is meant to be compiled; vLLM's names and numbers.
+    """The way in which a model built under this config is meant to be compiled; vLLM's names and numbers.
 
     ``NONE``: not at all. ``STOCK_TORCH_COMPILE``: by ``torch.compile``. ``DYNAMO_TRACE_ONCE``: by one trace of Dynamo,
     without its guards. ``FULL``, which vLLM calls ``VLLM_COMPILE``: by the host's own passes and pieces.
@@ -51,7 +51,7 @@ class CompilationMode(enum.IntEnum):
 
 @dataclass(frozen=True)
 class CompilationConfig:
-    """How models are compiled, and which custom ops are enabled.
+    """The settings of compilation, and of which custom ops are enabled.
 
     Attributes:
         custom_ops: ``all`` or ``none`` (one of them at most), ``+op``, ``-op``; ``["none,+a"]`` is ``["none", "+a"]``.
@@ -164,7 +164,7 @@ class Settings:
     origins: Mapping[str, str]
 
     def enabled(self, op_name: str | None) -> tuple[bool, str]:
-        """Whether the custom op of that registered name is enabled, and the reason in words."""
+        """Decide whether the custom op of that registered name is enabled, and give the reason in words."""
         compilation = self.config.compilation_config
         setting = CustomOpsSetting.parse(compilation.custom_ops or ())
         origin = self.origins["compilation_config.custom_ops"]
@@ -192,7 +192,7 @@ def resolve(layers: Iterable[tuple[str, OpgraftConfig]]) -> Settings:
 
 
 def config_from_fields(values: Mapping[str, Any]) -> OpgraftConfig:
-    """A config from dotted field names, such as ``{"compilation_config.custom_ops": ["none"]}``.
+    """Make a config from dotted field names, such as ``{"compilation_config.custom_ops": ["none"]}``.
 
     Raises:
         ConfigError: an unknown field, with close matches, or a value that its field does not take.
@@ -207,7 +207,7 @@ def config_from_fields(values: Mapping[str, Any]) -> OpgraftConfig:
 
 
 def environment_config(environment: Environment) -> tuple[tuple[str, OpgraftConfig], ...]:
-    """The environment as layers, one per variable that is set, so that each setting's origin names its variable."""
+    """Read the environment as layers, one per variable that is set, so that a setting's origin names its variable."""
     fields = {
         PLATFORM: ("platform", environment.platform),
         PLUGINS: ("plugins", environment.plugins),
@@ -262,7 +262,7 @@ def _flat(config: OpgraftConfig) -> Iterator[tuple[str, Any]]:
 
 
 def parse_text(name: str, text: str) -> Any:
-    """The value of the field ``name`` from a command line: JSON for lists and mappings, else plain text."""
+    """Parse the value of the field ``name`` from a command line: JSON for lists and mappings, else plain text."""
     if name not in FIELDS:
         raise ConfigError(f"unknown setting {name!r}: {close_matches(name, FIELDS)}")
     try:

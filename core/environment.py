@@ -31,7 +31,7 @@ _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false":
 
 @dataclass(frozen=True)
 class Environment:
-    """What the environment asks for; ``None`` where a variable is not set."""
+    """The settings that the environment asks for; ``None`` where a variable is not set."""
 
     platform: str | None = None
     plugins: tuple[str, ...] | None = None
@@ -76,7 +76,7 @@ def _flag(name: str, value: str | None) -> bool | None:
 
 
 def parse_flag(name: str, value: str) -> bool:
-    """The truth value that the setting ``name`` spells as one of 1, true, yes, on, 0, false, no, off.
+    """Parse the truth value of the setting ``name``, spelled as one of 1, true, yes, on, 0, false, no, off.
 
     Raises:
         ConfigError: another spelling.

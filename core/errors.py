@@ -80,7 +80,7 @@ class PluginError(OpgraftError):
 
 
 def close_matches(name: str, known: Iterable[str]) -> str:
-    """Words for an error about an unknown ``name``: the nearest known names, or all of them where none is near."""
+    """Give words for an error about an unknown ``name``: the nearest known names, or all of them where none is near."""
     names = sorted(set(known))
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     if near:

@@ -30,7 +30,7 @@ class PlatformSelection:
 
 
 class PluginStatus(enum.Enum):
-    """How far a plugin came. ``rejected``, ``vetoed`` and ``failed`` are ends, with a reason in the record."""
+    """The stage that a plugin reached. ``rejected``, ``vetoed`` and ``failed`` are ends, explained in the record."""
 
     DISCOVERED = "discovered"
     REJECTED = "rejected"
@@ -90,7 +90,7 @@ class HostState:
     discovery: Any = None
 
     def settings(self) -> Settings:
-        """The settings that hold here and now: all layers, from the platform's defaults to the active scope."""
+        """Return the settings that hold here and now: all layers, from the platform's defaults to the active scope."""
         if self.environment is None:
             self.environment = read_environment()
         scope = CURRENT_SCOPE.get()
@@ -100,7 +100,7 @@ class HostState:
         return resolve(layers)
 
     def current_caches(self) -> Caches:
-        """What was decided under the active scope; new whenever something was activated."""
+        """Return what was decided under the active scope; new whenever something was activated."""
         scope = CURRENT_SCOPE.get()
         if scope is None:
             return self.caches
@@ -110,7 +110,7 @@ class HostState:
         return scope.caches
 
     def checks_values(self) -> bool:
-        """Whether ops check values of tensors on accelerators here and now; cached, as every call may ask."""
+        """Decide whether ops check values of tensors on accelerators here and now; cached, as every call may ask."""
         caches = self.current_caches()
         if caches.check_values is None:
             caches.check_values = self.settings().config.check_values is True
@@ -168,7 +168,7 @@ def loading(state: HostState) -> Iterator[None]:
 
 
 def host_state() -> HostState:
-    """The state of this process."""
+    """Return the state of this process."""
     return _STATE
 
 

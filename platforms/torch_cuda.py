@@ -1,4 +1,4 @@
-"""What platforms share that PyTorch serves through ``torch.cuda``: CUDA itself, and ROCm, which goes by its name."""
+"""The base of platforms that PyTorch serves through ``torch.cuda``: CUDA itself, and ROCm, which goes by its name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TorchCudaPlatform(Platform):
 
     @abstractmethod
     def visible_devices(self) -> int:
-        """How many devices this process may use, as the probe finds them."""
+        """Count the devices that this process may use, as the probe finds them."""
 
     def device_count(self) -> int:
         """Counted by the probe until ``torch.cuda`` is in use: its own count may start the driver, and end forking."""

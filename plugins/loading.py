@@ -1,4 +1,4 @@
-"""One pass over the installed plugins: select, import, call hooks, settle names; each plugin is a transaction."""
+"""One pass over the installed plugins: select, import, call hooks, look up targets; each plugin is a transaction."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def _reject_names(unknown: list[str], known: Iterable[str]) -> None:
 
 
 def _stated_platforms(plugin: object) -> tuple[str, ...]:
-    """The plugin's ``platforms`` attribute; needed where its distribution offers no platform.
+    """Return the plugin's ``platforms`` attribute; needed where its distribution offers no platform.
 
     Raises:
         PluginError: it is missing, or neither "any" nor a sequence of names.

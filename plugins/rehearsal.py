@@ -59,7 +59,7 @@ def _end(ended: Ended, time_limit: float) -> str:
 
 
 def answer(reply_to: int, modules: Sequence[str], settings: Mapping[str, Any]) -> None:
-    """The child's side: load the plugins, and write whose code runs before it does."""
+    """Load the plugins on the child's side, and write whose code runs before it does."""
     logger.addHandler(_Reporter(reply_to))
     logger.setLevel(logging.DEBUG)
     logger.propagate = False

@@ -34,7 +34,7 @@ _CACHE = "__opgraft_specialisations__"
 
 @dataclass(frozen=True)
 class Binding:
-    """What was chosen for one class: the class to construct, the kernel, and the specialisation that joins them."""
+    """The choice for one class: the class to construct, the kernel, and the specialisation that joins them."""
 
     replacement: ReplacementChoice
     kernel: KernelChoice
@@ -46,7 +46,7 @@ class Binding:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickle holds the class and is bound anew where it is loaded, on another platform perhaps."""
+        """Pickle the class only: it is bound anew where it is loaded, on another platform perhaps."""
         return bind_exact, (self.replacement.target, self.replacement.cls, self.enforced)
 
     @property
@@ -60,7 +60,7 @@ class Binding:
 
 
 def bind(cls: type) -> Binding:
-    """The binding for constructing ``cls`` here and now: replacement, enabling and platform taken into account.
+    """Return the binding for constructing ``cls`` here and now: replacement, enabling and platform taken into account.
 
     Raises:
         OpgraftError: the platform, a plugin asked for by name, a conflict or a setting prevents a choice; see
@@ -71,7 +71,7 @@ def bind(cls: type) -> Binding:
 
 
 def bind_exact(target: type, cls: type, enforce: bool = False) -> Binding:
-    """The binding of an existing op of class ``cls``, which was constructed for ``target``.
+    """Return the binding of an existing op of class ``cls``, which was constructed for ``target``.
 
     It keeps its class. Where that is a replacement which does not apply here any more, as its plugin is disabled or its
     device gone, the op takes what would be constructed now. Where constructors forbid that, it keeps its class and runs
@@ -105,7 +105,7 @@ def _decide_exact(target: type, cls: type) -> Binding:
 
 
 def _gone(target: type, cls: type) -> tuple[Replacement, str | None]:
-    """The declaration by which ``cls`` replaces ``target``, and why it does not apply here, or ``None``.
+    """Return the declaration by which ``cls`` replaces ``target``, and why it does not apply here, or ``None``.
 
     A class of no plugin needs none: it may be registered in the process that saved the op alone.
     """
@@ -129,21 +129,21 @@ def _inactive(replacement: Replacement, state: HostState) -> str:
 
 
 def own_constructor(cls: type, target: type) -> str | None:
-    """The method, if any, that sets up instances and that a class between ``cls`` and ``target`` defines."""
+    """Return the method, if any, that sets up instances and that a class between ``cls`` and ``target`` defines."""
     between = cls.__mro__[: cls.__mro__.index(target)] if target in cls.__mro__ else ()
     names = ("__init__", "__new__", "__setstate__")
     return next((name for base in between for name in names if name in vars(base)), None)
 
 
 def enforced(binding: Binding) -> Binding:
-    """The same choice of class, with the op enabled whatever the settings say."""
+    """Return the same choice of class, with the op enabled whatever the settings say."""
     choice = binding.replacement
     kernel = choose_kernel(choice.cls, binding.kernel.chain, True, "enforce_enable=True", choice.target)
     return Binding(choice, kernel, specialise(kernel), binding.background, enforced=True)
 
 
 def _cached(cache: Callable[[Caches], dict[Key, Binding]], key: Key, decide: Callable[[], Binding]) -> Binding:
-    """The binding kept under ``key`` for the active scope; a new one is kept only if nothing changed meanwhile."""
+    """Return the binding kept under ``key`` for the active scope; keep a new one only if nothing changed meanwhile."""
     state = host_state()
     try:
         return cache(state.current_caches())[key]
@@ -178,7 +178,7 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
 
 
 def _enabled(choice: ReplacementChoice, settings: Settings) -> tuple[bool, str]:
-    """Whether the op is enabled, and why: as the class says, if it has a method ``enabled`` of its own."""
+    """Decide whether the op is enabled, and why: as the class says, if it has a method ``enabled`` of its own."""
     cls: Any = choice.cls
     owner = definer(cls, "enabled")
     if owner is not None:
@@ -195,7 +195,7 @@ def kernel_of(op: Any) -> Kernel:
 
 
 def op_name_of(cls: type, state: HostState) -> str | None:
-    """The registered name that switches ``cls``: its own, or that of the nearest registered base."""
+    """Return the registered name that switches ``cls``: its own, or that of the nearest registered base."""
     names = {record.cls: name for name, record in state.registry.ops.items()}
     return next((names[base] for base in cls.__mro__ if base in names), None)
 
@@ -212,7 +212,7 @@ def _check_names(settings: Settings, known: Collection[str]) -> None:
 
 
 def specialise(choice: KernelChoice) -> Any:
-    """The subclass of the op class whose ``forward`` is the chosen kernel; one per choice, kept with the op class."""
+    """Make the subclass of the op class whose ``forward`` is the chosen kernel: one per choice, kept with the class."""
     op_class, kernel = choice.cls, choice.winner
     key = (kernel, choice.chain, choice.enabled)
     with host_state().lock:

@@ -175,7 +175,7 @@ def _attend_one_token(
     groups: int,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """The heads of a group stand in for the queries that there is one of, so that the cache is not repeated."""
+    """Let the heads of a group stand in for the queries that there is one of, so that the cache is not repeated."""
 
     def grouped(t: torch.Tensor) -> torch.Tensor:
         return t.reshape(t.shape[0], -1, groups, t.shape[-1])

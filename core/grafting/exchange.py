@@ -239,7 +239,7 @@ def _check_fit(op: nn.Module, module: nn.Module) -> None:
 
 
 def _persistent(module: nn.Module) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds of a module, read without its hooks."""
+    """Return the tensors that a checkpoint holds of a module, read without its hooks."""
     transient = {
         _join(path, name)
         for path, owner in module.named_modules(remove_duplicate=False)

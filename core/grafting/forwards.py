@@ -108,7 +108,7 @@ def _original_class(module: nn.Module) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _derived(cls: Any, substitutions: tuple[Substitution, ...]) -> Any:
-    """A class that is ``cls`` by all appearances, whose forward is the one that each instance carries."""
+    """Return a class that is ``cls`` by all appearances, whose forward is the one that each instance carries."""
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +127,7 @@ def _derived(cls: Any, substitutions: tuple[Substitution, ...]) -> Any:
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
-    """Copies and pickles hold the class that can be found by its name, and no function of ours."""
+    """Reduce copies and pickles to the class that can be found by its name, and to no function of ours."""
     reduced = super(_derived_class(self), self).__reduce_ex__(protocol)
     state = {name: value for name, value in reduced[2].items() if name != _FORWARD}
     return (_recreate, (_original_class(self), self.opgraft_substitutions), state, *reduced[3:])

@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 
 def gated_norm(dtype: torch.dtype | None, module: nn.Module) -> Mapping[str, Any] | None:
-    """The arguments for ``RMSNormGated`` if a module computes it, in a model whose activations have the ``dtype``."""
+    """Give the arguments for ``RMSNormGated`` if a module computes it, in a model with activations of the ``dtype``."""
     arguments = _arguments(module)
     if not arguments:
         return None
@@ -38,7 +38,7 @@ def gated_norm(dtype: torch.dtype | None, module: nn.Module) -> Mapping[str, Any
 
 
 def _arguments(module: nn.Module) -> list[inspect.Parameter]:
-    """The arguments of a forward that takes an input and a gate, if the module has one weight and nothing else."""
+    """Return the arguments of a forward that takes an input and a gate, if the module has one weight only."""
     weight = module._parameters.get("weight")
     tensors = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
     if weight is None or len(tensors) != 1 or module._modules or weight.dim() != 1 or len(weight) == 1:
@@ -55,7 +55,7 @@ def _inputs(size: int, rows: tuple[int, ...], gated: bool) -> list[Tensor]:
 
 
 def _settings(expression: Expression, size: int) -> Iterator[tuple[float, int | None, bool, str]]:
-    """Every eps, group size, place of the gate and activation that the expression may have."""
+    """Yield every eps, group size, place of the gate and activation that the expression may have."""
     epsilons = dict.fromkeys(c for c in constants_of(expression) if 0 < c < 1)
     groups = [None, *dict.fromkeys(shape[-1] for shape in _views(expression) if size % shape[-1] == 0)]
     yield from product(epsilons, groups, (False, True), ("silu", "sigmoid"))

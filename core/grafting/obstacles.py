@@ -1,4 +1,4 @@
-"""Why a module must stay, whatever it computes."""
+"""Reasons why a module must stay, whatever it computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a module computes of tensors of given shapes, as an expression.
+"""The computation of a module on tensors of given shapes, as an expression.
 
 Some forwards take the shape of their input apart, which symbolic tracing cannot follow. So ``make_fx`` traces them with
 tensors of a few shapes, down to torch's own operations, and an op that they may be is traced with the same.
@@ -22,7 +22,7 @@ SHAPES = ((2, 3), (2, 1), (6,))
 
 
 def traced_module(module: nn.Module, parameters: tuple[str, ...], *arguments: Tensor) -> Expression | None:
-    """The expression of a forward; ``None`` if it has none, another one in training, or does more than compute.
+    """Return the expression of a forward; ``None`` if it has none, another one in training, or does more than compute.
 
     The arguments are ``"argument 0"`` and so on; the parameters, taken as float32, have their names.
     """
@@ -46,7 +46,7 @@ def traced_module(module: nn.Module, parameters: tuple[str, ...], *arguments: Te
 def traced_function(
     function: Callable[..., Tensor], shapes: Mapping[str, tuple[int, ...]], *arguments: Tensor
 ) -> Expression:
-    """The expression of a function of named parameters, given as a mapping, and of arguments.
+    """Return the expression of a function of named parameters, given as a mapping, and of arguments.
 
     Raises:
         NotExpressible: it uses other operations, or returns no tensor.
@@ -88,7 +88,7 @@ def _value(node: fx.Node, values: dict[fx.Node, Expression]) -> Expression:
 
 
 def _view(a: Expression, former: tuple[int, ...], shape: tuple[int, ...]) -> Expression:
-    """A view of an expression. On a product of elements and what groups have in common, a view back undoes others."""
+    """View an expression. On a product of elements and what groups have in common, a view back undoes others."""
     if shape == former:
         return a
     if len(shape) > len(former) or a[0] not in ("view", "product"):

@@ -16,7 +16,7 @@ _PARAMETERS = ("weight", "bias")
 
 
 def transposed_linear(module: nn.Module) -> Mapping[str, Any] | None:
-    """The arguments for ``TransposedLinear`` if a module computes it."""
+    """Return the arguments for ``TransposedLinear`` if a module computes it."""
     weight, bias = (module._parameters.get(name) for name in _PARAMETERS)
     if weight is None or bias is None or module._modules or len(module._parameters) != 2 or module._buffers:
         return None

@@ -35,7 +35,7 @@ _PIECE = 1 << 16
 
 @dataclass(frozen=True)
 class Ended:
-    """What a child left: its exit status, ``None`` where it was stopped, its answer, and the end of what it printed."""
+    """The remains of a child: its exit status, ``None`` where it was stopped, its answer, and the end of its output."""
 
     status: int | None
     reply: str
@@ -110,7 +110,7 @@ def run_child(
 
 
 def _minimal_environment() -> dict[str, str]:
-    """What an interpreter needs, from this process's own environment; torch must load no device backend in it."""
+    """Return the variables of this process that an interpreter needs; torch must load no device backend in it."""
     return {name: os.environ[name] for name in _NEEDED if name in os.environ} | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 
@@ -176,7 +176,7 @@ def _read_into(buffer: bytearray, stream: IO[bytes], from_start: bool) -> bool:
 
 
 def _wait(child: subprocess.Popen[bytes], deadline: float) -> int | None:
-    """The exit status of the child, which is killed at the deadline."""
+    """Wait for the exit status of the child, which is killed at the deadline."""
     import signal
     import subprocess
 

@@ -26,11 +26,11 @@ TOLERANCES: Mapping[torch.dtype, Tolerance] = {
 """Absolute and relative tolerance against a reference in float64, by the dtype of the input."""
 
 HALF_NORM: Mapping[torch.dtype, Tolerance] = {torch.float16: (1e-2, 1e-2), torch.bfloat16: (1e-2, 1.6e-2)}
-"""What norms and other ops that round more than once may differ by in half types."""
+"""The tolerances in half types of norms and other ops that round more than once."""
 
 
 class Layout(enum.Enum):
-    """How a tensor lies in memory; whatever lies between its elements is NaN."""
+    """The way in which a tensor lies in memory; whatever lies between its elements is NaN."""
 
     PACKED = "contiguous"
     ELEMENTS = "a gap behind each element"
@@ -70,7 +70,7 @@ class Draw:
         return self.layout.place(values)
 
     def integers(self, low: int, high: int, shape: Sequence[int]) -> Tensor:
-        """Integers from ``low`` to ``high - 1``."""
+        """Draw integers from ``low`` to ``high - 1``."""
         return torch.randint(low, high, tuple(shape), generator=self.generator)
 
 
@@ -88,7 +88,7 @@ class Outside:
 
 
 def of_transformers(name: str, call: Callable[..., Any]) -> Outside:
-    """What is called ``name`` below ``transformers``, which ``call`` gets before the arguments.
+    """Compare with what is called ``name`` below ``transformers``, which ``call`` gets before the arguments.
 
     It is imported when it is called: specs are there without transformers.
     """
@@ -150,21 +150,21 @@ class OpSpec:
         return arguments
 
     def traffic(self, arguments: Arguments) -> int:
-        """Bytes that a call must move at least: every tensor that it takes read once, every result written once."""
+        """Count the bytes that a call must move at least: each tensor taken is read once, each result written once."""
         taken = [value for value in arguments.values() if isinstance(value, Tensor)]
         made = tensors(self.functional.fake(**arguments)) or [arguments[name] for name in self.functional.mutates]
         return sum(t.numel() * t.element_size() for t in (*taken, *made))
 
 
 def tensors(result: Any) -> list[Tensor]:
-    """The tensors of a result: one, several or none."""
+    """Return the tensors of a result: one, several or none."""
     if isinstance(result, Tensor):
         return [result]
     return [value for value in result or () if isinstance(value, Tensor)]
 
 
 def in_float64(arguments: Arguments) -> Arguments:
-    """The arguments with floating-point tensors in float64."""
+    """Return the arguments with floating-point tensors in float64."""
     return {
         name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in arguments.items()

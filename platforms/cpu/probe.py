@@ -1,4 +1,4 @@
-"""What CPU this is, read from ``/proc/cpuinfo`` and ``/proc/meminfo``."""
+"""The probe for CPUs, which reads ``/proc/cpuinfo`` and ``/proc/meminfo``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def probe(machine: Machine) -> Evidence:
 
 
 def features_of(cpuinfo: str) -> tuple[str, ...]:
-    """The instruction sets of ``FEATURES`` that the first processor of a ``/proc/cpuinfo`` lists."""
+    """Return the instruction sets of ``FEATURES`` that the first processor of a ``/proc/cpuinfo`` lists."""
     words = set((_first(r"^(?:flags|Features)[^\S\n]*:(.*)$", cpuinfo) or "").split())
     return tuple(feature for feature in FEATURES if feature in words)
 

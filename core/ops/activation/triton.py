@@ -45,7 +45,7 @@ _HALF_ROOT = tl.constexpr(0.7071067811865476)  # sqrt(1/2)
 
 @triton.jit
 def activated(t, function: tl.constexpr, threshold):
-    """One of the activations of a float32 tile; ``threshold`` is that of ``fatrelu``."""
+    """Compute one of the activations of a float32 tile; ``threshold`` is that of ``fatrelu``."""
     if function == "silu":
         result = t * tl.sigmoid(t)
     elif function == "gelu":
@@ -70,7 +70,7 @@ def clipped(t, limit):
 
 @triton.jit
 def gated(gate, up, function: tl.constexpr, first, limit, dtype: tl.constexpr):
-    """The product of an activated gate and ``up``; ``first`` is ``alpha`` of ``swigluoai``, the threshold of others."""
+    """Multiply an activated gate by ``up``; ``first`` is ``alpha`` of ``swigluoai``, the threshold of others."""
     if function == "swigluoai":
         low = tl.where(gate > limit, limit, gate)
         result = (clipped(up, limit) + 1.0) * low * tl.sigmoid(first * low)
@@ -183,7 +183,7 @@ def interleaved_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """As ``gated_kernel``, gates at even and ups at odd elements: read as they lie, then taken apart."""
+    """Compute as ``gated_kernel``, gates at even and ups at odd elements: read as they lie, then taken apart."""
     row, both, inside = tile_at(tl.program_id(0), rows, 2 * width, tile_rows, 2 * tile_columns)
     pairs = tl.load(x + row * stride + both, inside, 0.0).to(tl.float32)
     gate, up = tl.split(tl.reshape(pairs, (tile_rows, tile_columns, 2)))
@@ -313,7 +313,7 @@ def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, eps: f
 def _gated(
     x: Tensor, op: str, function: str, first: float = 0.0, limit: float = 0.0, activated_half: int = 0
 ) -> Tensor:
-    """The gated activation of ``x``, whose half number ``activated_half`` is the gate."""
+    """Return the gated activation of ``x``, whose half number ``activated_half`` is the gate."""
     halves(op, "x", x)
     width = x.shape[-1] // 2
     out = x.new_empty((*x.shape[:-1], width))

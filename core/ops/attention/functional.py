@@ -148,7 +148,7 @@ def expect_kv_heads(num_heads: int, num_kv_heads: int) -> None:
 
 
 def as_heads(argument: str, x: Tensor, heads: int, head_size: int) -> Tensor:
-    """An argument of ``mm_encoder_attn`` as ``[batch, tokens, heads, head_size]``; ``ValueError`` if it cannot be."""
+    """View an argument of ``mm_encoder_attn`` as ``[batch, tokens, heads, head_size]``, or raise ``ValueError``."""
     packed, split = (heads * head_size,), (heads, head_size)
     if tuple(x.shape[2:]) not in (packed, split):
         raise ValueError(
@@ -200,7 +200,7 @@ def _expect_mask(op: str, mask: Tensor, query: Tensor, key: Tensor) -> None:
 
 
 def _broadcast(shape: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two shapes broadcast with each other."""
+    """Tell whether two shapes broadcast with each other."""
     return all(size in (1, to) or to == 1 for size, to in zip(shape[::-1], other[::-1], strict=False))
 
 

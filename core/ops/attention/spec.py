@@ -18,7 +18,7 @@ HEADS, KEY_HEADS, KEYS = 4, 2, 5
 
 
 def _inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
-    """Heads of size 1 have their own keys, others share them."""
+    """Draw heads of size 1 with their own keys, others with shared ones."""
     *batch, queries = lead
     heads = HEADS if head_size == 1 else KEY_HEADS
     return {
@@ -112,7 +112,7 @@ def _torch_encoder(
     cu_seqlens: Tensor | None = None,
     sequence_lengths: Tensor | None = None,
 ) -> Any:
-    """One call with the mask of all blocks, for a batch that counts as one row."""
+    """Attend in one call with the mask of all blocks, for a batch that counts as one row."""
     if cu_seqlens is None:
         return None
     sequence = torch.repeat_interleave(torch.arange(len(cu_seqlens) - 1), cu_seqlens.diff())

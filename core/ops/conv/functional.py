@@ -26,7 +26,7 @@ PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
 @dataclass(frozen=True)
 class ConvSettings:
-    """How a kernel moves over an input.
+    """The way in which a kernel moves over an input.
 
     Attributes:
         op: the op, for errors.
@@ -66,7 +66,7 @@ class ConvSettings:
 
     @property
     def is_projection(self) -> bool:
-        """Whether every element is read at most once and by all output channels: one matrix product."""
+        """Tell whether every element is read at most once and by all output channels: one matrix product."""
         side_by_side = self.kernel_size == self.stride and all(step == 1 for step in self.dilation)
         return side_by_side and not any(self.padding) and self.groups == 1
 
@@ -78,7 +78,7 @@ class ConvSettings:
         return self.padding[::2], self.padding[1::2]
 
     def sizes(self, x: Tensor) -> list[int]:
-        """The sizes of the result for an input ``[B, C, *sizes]``."""
+        """Return the sizes of the result for an input ``[B, C, *sizes]``."""
         rows = zip(x.shape[2:], *self.ends, self.kernel_size, self.stride, self.dilation, strict=True)
         return [
             (size + before + after - step * (kernel - 1) - 1) // stride + 1
@@ -93,7 +93,7 @@ def same_padding(kernel_size: Sequence[int], dilation: Sequence[int]) -> tuple[i
 
 
 def project_patches(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The convolution whose stride is its kernel size, without padding, as one matrix product.
+    """Compute the convolution whose stride is its kernel size, without padding, as one matrix product.
 
     ``x`` is ``[B, C, *sizes]``, ``weight`` ``[O, C, *kernel_size]``; what is left of ``x`` behind the last whole patch
     is not read. The result, ``[B, O, *counts]``, has its channels last in memory.
@@ -109,7 +109,7 @@ def project_patches(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, settings: ConvSettings) -> Tensor:
-    """The convolution by torch's function, in as many dimensions as the kernel has."""
+    """Compute the convolution by torch's function, in as many dimensions as the kernel has."""
     run = F.conv2d if len(settings.kernel_size) == 2 else F.conv3d
     before, after = settings.ends
     if settings.padding_mode == "zeros" and before == after:

@@ -89,7 +89,7 @@ def fused_add_rms_norm_(
 
 @register_functional("gemma_rms_norm", like)
 def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """Gemma's root mean square norm, ``x / sqrt(mean(x²) + eps) · (1 + weight)`` (arXiv:2403.08295).
+    """Compute Gemma's root mean square norm, ``x / sqrt(mean(x²) + eps) · (1 + weight)`` (arXiv:2403.08295).
 
     The weight ``[hidden_size]`` is applied before rounding, as Gemma's norm in transformers does.
 

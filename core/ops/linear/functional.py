@@ -26,7 +26,7 @@ ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
-"""What may follow the affine map, by name."""
+"""The functions that may follow the affine map, by name."""
 
 
 def mapped(
@@ -72,7 +72,7 @@ def linear(
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether nothing is wrong, in a fraction of the time that it takes to say what is."""
+    """Tell whether nothing is wrong, in a fraction of the time that it takes to say what is."""
     dtype, device, sizes = x.dtype, x.device, weight.shape
     if dtype is not weight.dtype or dtype not in FLOATING or weight.device != device or x.shape[-1:] != sizes[1:]:
         return False

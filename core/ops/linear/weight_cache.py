@@ -47,7 +47,7 @@ class WeightCache(dict[int, CacheEntry]):
         _CACHES[id(self)] = self
 
     def copy_of(self, weight: Tensor, make: Callable[[Tensor], Tensor], variant: object = None) -> Tensor | None:
-        """The copy that ``make`` makes of a frozen weight, made anew when the weight has changed.
+        """Return the copy that ``make`` makes of a frozen weight, made anew when the weight has changed.
 
         Args:
             weight: a parameter, or another tensor.
@@ -118,7 +118,7 @@ def thaw(target: nn.Module | Tensor) -> None:
 
 
 def declaration(weight: Tensor) -> int:
-    """The number of the ``freeze`` that holds for a weight, a new one for each call of it; 0 where none holds."""
+    """Return the number of the ``freeze`` that holds for a weight, new with each call of it; 0 where none holds."""
     if not _FROZEN or not _is_plain(weight):
         return 0
     storage = weight.untyped_storage()
@@ -177,13 +177,13 @@ register_optimizer_step_post_hook(_thaw_trained)
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Whether a weight is ordinary CPU memory that counts how often torch writes to it."""
+    """Tell whether a weight is ordinary CPU memory that counts how often torch writes to it."""
     kind = type(weight) is nn.Parameter or type(weight) is Tensor
     return kind and weight.is_cpu and weight.layout is torch.strided and not weight.is_inference()
 
 
 def fits(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
-    """Whether the arguments of a linear layer have shapes and dtypes that a kernel takes without a look of its own."""
+    """Tell whether arguments of a linear layer have shapes and dtypes that a kernel takes without its own checks."""
     rows, columns = weight.shape
     shape, dtype = x.shape, weight.dtype
     if shape[-1:] != (columns,) or (bias is not None and (bias.shape != (rows,) or not bias.is_contiguous())):
@@ -197,5 +197,5 @@ def fits(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
 
 
 def requires_gradient(*tensors: Tensor | None) -> bool:
-    """Whether autograd wants to know what is computed from these."""
+    """Tell whether autograd wants to know what is computed from these."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

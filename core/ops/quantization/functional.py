@@ -39,7 +39,7 @@ class _RowsAndColumns(NamedTuple):
 
 
 class GroupShape(_RowsAndColumns):
-    """What shares a scale: ``row`` tokens by ``col`` elements, -1 for the whole extent."""
+    """The extent of a group that shares a scale: ``row`` tokens by ``col`` elements, -1 for the whole extent."""
 
     PER_TENSOR: ClassVar[GroupShape]
     PER_TOKEN: ClassVar[GroupShape]
@@ -55,7 +55,7 @@ class GroupShape(_RowsAndColumns):
         return self == (-1, 1)
 
     def is_per_group(self) -> bool:
-        """Whether groups are parts of one row."""
+        """Tell whether groups are parts of one row."""
         return self.row == 1 and self.col >= 1
 
 
@@ -65,7 +65,7 @@ GroupShape.PER_CHANNEL = GroupShape(-1, 1)
 
 
 def smallest_scale(dtype: torch.dtype) -> float:
-    """The lower bound of computed scales, which keeps groups of zeros from a division by zero."""
+    """Return the lower bound of computed scales, which keeps groups of zeros from a division by zero."""
     return 1.0 / (FP8_MAX[dtype] * 512.0)
 
 
@@ -96,7 +96,7 @@ def expect_scale_ub(op: str, scale_ub: Tensor | None, group_shape: Sequence[int]
 
 
 def scale_shape(shape: Sequence[int], group_shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of the scales of a tensor of that shape.
+    """Return the shape of the scales of a tensor of that shape.
 
     ``[1]`` per tensor, ``[..., 1]`` per token and ``[..., groups]`` for parts of rows with the leading dimensions of
     ``x``, ``[1, hidden]`` per channel, ``[row groups, column groups]`` else.

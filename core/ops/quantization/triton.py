@@ -33,7 +33,7 @@ NAMES = {
     torch.float8_e5m2: "fp8e5",
     torch.float8_e5m2fnuz: "fp8e5b16",
 }
-"""What Triton calls the dtypes."""
+"""The names that Triton has for the dtypes."""
 
 PARTIALS = 1024
 """Programs among which the largest magnitude of a tensor is sought: enough for every processor several times."""
@@ -47,7 +47,7 @@ def _magnitude(t):
 
 @triton.jit
 def _scale_of(largest, bound, highest, smallest, bounded: tl.constexpr, powers_of_two: tl.constexpr):
-    """The scale that maps the magnitude ``largest`` to ``highest``, at least ``smallest``."""
+    """Return the scale that maps the magnitude ``largest`` to ``highest``, at least ``smallest``."""
     if bounded:
         most = tl.load(bound).to(tl.float32)
         largest = tl.where(largest <= most, largest, most)  # a bound that is NaN makes the scale NaN
@@ -83,7 +83,7 @@ def group_quant_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """A scale for each group of ``width`` elements of a row, the last group perhaps of fewer; a tile holds groups."""
+    """Quantise groups of ``width`` elements of a row by a scale each, the last perhaps of fewer; a tile holds groups."""
     row = (tl.program_id(0) // groups).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
     group = tl.program_id(0) % groups
     column = group * width + tl.arange(0, tile_columns)[None, :]
@@ -113,7 +113,7 @@ def wide_group_quant_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """As ``group_quant_kernel``, going over its groups in steps, twice."""
+    """Compute as ``group_quant_kernel``, going over its groups in steps, twice."""
     row = (tl.program_id(0) // groups).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
     group = tl.program_id(0) % groups
     first, end = group * width, tl.minimum(columns, (group + 1) * width)
@@ -135,7 +135,7 @@ def wide_group_quant_kernel(
 def largest_kernel(
     x, partials, rows, width, stride, tiles, programs, tile_rows: tl.constexpr, tile_columns: tl.constexpr
 ):
-    """The largest magnitude among every ``programs``-th tile, to the partial of this program."""
+    """Write the largest magnitude among every ``programs``-th tile to the partial of this program."""
     largest = tl.zeros((tile_rows, tile_columns), tl.float32)
     for tile in range(tl.program_id(0), tiles, programs):
         row, column, inside = tile_at(tile, rows, width, tile_rows, tile_columns)
@@ -199,7 +199,7 @@ def given_scale_kernel(
 
 @functools.cache
 def _supported() -> tuple[str, ...]:
-    """The 8-bit floats, by Triton's names, that kernels can write on the current device."""
+    """Return the 8-bit floats, by Triton's names, that kernels can write on the current device."""
     if INTERPRETED:
         return ("fp8e4nv", "fp8e5")
     return tuple(make_backend(driver.active.get_current_target()).parse_options({}).supported_fp8_dtypes)
@@ -211,7 +211,7 @@ def _takes(dtype: torch.dtype) -> bool:
 
 
 def _quantizable(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernels can take ``x``; else the native definition computes it, or says what is wrong."""
+    """Tell whether the kernels can take ``x``; else the native definition computes it, or says what is wrong."""
     return x.is_floating_point() and x.dim() > 0 and x.numel() > 0 and dtype in NAMES and _takes(dtype)
 
 

@@ -32,7 +32,7 @@ from torch import Tensor
 __all__ = ["apply_rotary_emb", "dual_chunk_rotary_embedding", "mrope", "rotary_embedding", "rotary_embedding_"]
 
 VERSIONS_OF_QUERY = 5
-"""How often ``dual_chunk_rotary_embedding`` rotates the query."""
+"""The number of versions of the query that ``dual_chunk_rotary_embedding`` rotates."""
 
 
 def like_query_and_key(
@@ -51,7 +51,7 @@ def like_queries_and_key(
 
 @register_functional("apply_rotary_emb", like)
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool = True) -> Tensor:
-    """Heads rotated by given cosines and sines (arXiv:2104.09864).
+    """Rotate heads by given cosines and sines (arXiv:2104.09864).
 
     The pair ``(x1, x2)`` becomes ``(x1 · cos - x2 · sin, x2 · cos + x1 · sin)``.
 
@@ -227,7 +227,7 @@ def chunk_length(chunk_size: int, local_size: int) -> int:
 
 
 def _rows(op: str, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
-    """The table's rows at ``positions``, ``[*positions.shape, rotary_dim]``."""
+    """Return the table's rows at ``positions``, ``[*positions.shape, rotary_dim]``."""
     expect_integers(op, "positions", positions)
     expect_floating(op, "cos_sin_cache", cos_sin_cache)
     if cos_sin_cache.dim() != 2 or cos_sin_cache.shape[1] % 2:

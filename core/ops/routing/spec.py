@@ -123,7 +123,7 @@ def _transformers(
     topk_group: int,
     routed_scaling_factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """A router of transformers, whose linear layer passes the logits on; its results in descending order."""
+    """Run a router of transformers, whose linear layer passes the logits on; its results in descending order."""
     experts = gating_output.shape[1]
     config.update(
         {
