@@ -74,7 +74,6 @@ class CustomOp(nn.Module):
     op_registry: ClassVar[Mapping[str, type]] = _OpsByName()
     op_registry_oot: ClassVar[Mapping[str, type]] = _ReplacementsByName()
     __continuations__: ClassVar[Mapping[str, str | None]] = {}
-    _binding: Binding
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -101,14 +100,14 @@ class CustomOp(nn.Module):
         """
         super().__init__(*args, **kwargs)
         if enforce_enable:
-            self._adopt(enforced(self._binding))
+            self._adopt(enforced(self.binding))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Keep the binding in copies; bind an op that is unpickled anew, as the same class."""
         reduced = super().__reduce_ex__(protocol)
-        if type(self) is not self._binding.specialisation:
+        if type(self) is not self.binding.specialisation:
             return reduced
-        return (_restore, (self._binding,), *reduced[2:])
+        return (_restore, (self.binding,), *reduced[2:])
 
     def __prepare_scriptable__(self) -> Any:
         """Say to ``torch.jit.script``, which asks each module, that an op is none of what it can compile."""
@@ -122,9 +121,15 @@ class CustomOp(nn.Module):
         self.__class__ = binding.specialisation
 
     @property
+    def binding(self) -> Binding:
+        """The class and the kernel that were chosen for this op, with the record of both choices."""
+        binding: Binding = self.__dict__["_binding"]
+        return binding
+
+    @property
     def decision(self) -> Decision:
         """Explain which kernel this op runs: candidates, providers, and the settings that would change it."""
-        return self._binding.decision
+        return self.binding.decision
 
     @classmethod
     def enabled(cls) -> bool:
@@ -231,7 +236,7 @@ class CustomOp(nn.Module):
         if further is None:
             raise MissingKernelError(
                 f"{self.op_class.__qualname__} at {location_of(self.op_class)} has no {method}, nor a kernel further "
-                f"along the dispatch chain {self._binding.kernel.chain}: define {method} or forward_native"
+                f"along the dispatch chain {self.binding.kernel.chain}: define {method} or forward_native"
             )
         return getattr(self, further)(*args, **kwargs)
 

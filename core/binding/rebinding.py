@@ -35,22 +35,22 @@ def rebind(model: nn.Module) -> list[Rebound]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"rebind was given {model!r}, expected a torch.nn.Module")
     ops = [(path, module) for path, module in model.named_modules() if isinstance(module, CustomOp)]
-    plans = [(path, op, bind(op._binding.replacement.target)) for path, op in ops]
+    plans = [(path, op, bind(op.binding.replacement.target)) for path, op in ops]
     rows = []
     for path, op, new in plans:
-        before, former = str(op._binding.kernel.winner), (op.op_class, op._binding.kernel.winner)
+        before, former = str(op.binding.kernel.winner), (op.op_class, op.binding.kernel.winner)
         reason = _obstacle(op, new)
         if not reason:
-            op._adopt(enforced(new) if op._binding.enforced else new)
-        after = str(op._binding.kernel.winner)
-        if reason or former != (op.op_class, op._binding.kernel.winner):
+            op._adopt(enforced(new) if op.binding.enforced else new)
+        after = str(op.binding.kernel.winner)
+        if reason or former != (op.op_class, op.binding.kernel.winner):
             rows.append(Rebound(path, before, after, reason))
     return rows
 
 
 def _obstacle(op: CustomOp, new: Binding) -> str:
     """Say why an op cannot take the class that it would be constructed with now, or return ""."""
-    if type(op) is not op._binding.specialisation:
+    if type(op) is not op.binding.specialisation:
         return f"{type(op).__name__} was derived from the op by other code, such as a parametrization"
     if "forward" in vars(op):
         return "its forward was replaced on the instance, which hides whatever its class binds"

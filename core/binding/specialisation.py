@@ -188,12 +188,6 @@ def _enabled(choice: ReplacementChoice, settings: Settings) -> tuple[bool, str]:
     return settings.enabled(choice.op_name)
 
 
-def kernel_of(op: Any) -> Kernel:
-    """Return the kernel that an op is bound to."""
-    binding: Binding = op._binding
-    return binding.kernel.winner
-
-
 def op_name_of(cls: type, state: HostState) -> str | None:
     """Return the registered name that switches ``cls``: its own, or that of the nearest registered base."""
     names = {record.cls: name for name, record in state.registry.ops.items()}

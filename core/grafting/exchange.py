@@ -102,7 +102,7 @@ def check_restorable(op: nn.Module) -> None:
     if original_of(op) is None or parametrize.is_parametrized(op):
         return
     name = op.op_class.__name__ if isinstance(op, CustomOp) else type(op).__name__
-    if isinstance(op, CustomOp) and type(op) is not op._binding.specialisation:
+    if isinstance(op, CustomOp) and type(op) is not op.binding.specialisation:
         raise GraftError(
             f"{name} was given the class {type(op).__name__} by other code, such as fully_shard, which stays with the "
             "op: take that back first, or ungraft before it"

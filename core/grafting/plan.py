@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 import torch
 from opgraft.adapter import Adapter, LeaveAlone
 from opgraft.binding.custom_op import CustomOp
-from opgraft.binding.specialisation import kernel_of
 from opgraft.decision import Provider
 from opgraft.errors import GraftError, OpgraftError
 from opgraft.grafting import attention, rotary
@@ -250,7 +249,7 @@ class _Planner:
                 rotary.check(module, name, self.model)
             with self._reporting(f"class {ApplyRotaryEmb.__name__}", OpgraftError):
                 op = rotary.op_of(module, name)
-            if kernel_of(op).method == "forward_native":
+            if op.binding.kernel.winner.method == "forward_native":
                 raise LeaveAlone("here apply_rotary_emb is its native definition, which is no faster")
         except LeaveAlone as verdict:
             return LeftAlone(_join(path, name), name, str(verdict))

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from opgraft.binding.custom_op import CustomOp
-from opgraft.binding.specialisation import kernel_of, op_name_of
+from opgraft.binding.specialisation import op_name_of
 from opgraft.decision import Provider
 from opgraft.ops.composites.composite import Composite, served_by
 from opgraft.state import host_state
@@ -125,4 +125,4 @@ def replaced_by(op: nn.Module, path: str, source: str, adapter: str, provider: P
 def _served(op: CustomOp) -> tuple[str, str, Provider]:
     """Give the name of an op, its kernel, and who provides that."""
     name = op_name_of(op.op_class, host_state()) or op.op_class.__name__
-    return name, str(kernel_of(op)), served_by(op)
+    return name, str(op.binding.kernel.winner), served_by(op)

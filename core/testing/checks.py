@@ -127,8 +127,8 @@ def check_fake(spec: OpSpec, variant: str, dtype: torch.dtype) -> None:
             strides = (fake.stride(), real.stride()) if real.numel() else ((), ())  # of empty tensors they mean nothing
             if (fake.shape, fake.dtype, strides[0]) != (real.shape, real.dtype, strides[1]):
                 raise AssertionError(
-                    f"{spec.functional.name}: the fake rule tells {tuple(fake.shape)} {fake.dtype} {fake.stride()}, the "
-                    f"op made {tuple(real.shape)} {real.dtype} {real.stride()}"
+                    f"{spec.functional.name}: the fake rule tells {tuple(fake.shape)} {fake.dtype} {fake.stride()}, "
+                    f"the op made {tuple(real.shape)} {real.dtype} {real.stride()}"
                 )
 
 

@@ -122,7 +122,7 @@ def expect_native(spec: OpSpec) -> None:
     if spec.module:
         for variant in spec.variants:
             op, _ = spec.module(**spec.arguments(variant, spec.dtypes[0], spec.leads[0], spec.sizes[0]))
-            bindings += [part._binding for part in op.modules() if isinstance(part, CustomOp)]
+            bindings += [part.binding for part in op.modules() if isinstance(part, CustomOp)]
     others = {str(b.kernel.winner): None for b in bindings if b.kernel.winner.key != "native"}
     if others:
         raise AssertionError(f"{spec.functional.name} runs {', '.join(others)} here, not only the native definition")

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from opgraft import functional
-from opgraft.binding.functional import FUNCTIONALS, unregister
+from opgraft.binding.functional import FUNCTIONALS, register_functional, unregister
 from opgraft.binding.specialisation import bind
 from opgraft.errors import ConflictError
 from opgraft.ops import SiluAndMul

@@ -160,10 +160,10 @@ def test_functions_of_a_kernel() -> None:
         def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
             return x
 
-    native = inventory.functions_of(SiluAndMul, SiluAndMul()._binding.kernel.winner)
+    native = inventory.functions_of(SiluAndMul, SiluAndMul().binding.kernel.winner)
     assert native == {"silu_and_mul": "opgraft.ops.activation.functional.silu_and_mul"}
     SiluAndMul.register_oot(Fast)
-    (function,) = inventory.functions_of(SiluAndMul, SiluAndMul()._binding.kernel.winner).values()
+    (function,) = inventory.functions_of(SiluAndMul, SiluAndMul().binding.kernel.winner).values()
     assert function.endswith("test_functions_of_a_kernel.<locals>.fast")
 
 

@@ -365,7 +365,7 @@ def test_a_plugin_that_comes_later() -> None:
 def test_an_enforced_op_stays_enforced() -> None:
     """An op that settings cannot switch off is packed and unpacked as such."""
     op = make()
-    op._adopt(enforced(op._binding))
+    op._adopt(enforced(op.binding))
     model = model_of(op)
     with switched_off():
         assert len(opgraft.pack(model).packed) == 1

@@ -40,7 +40,7 @@ def plugin(when: str = "", constructor: str = "") -> str:
 def saved_with_the_plugin(enforce: bool = False) -> bytes:
     model = nn.Sequential(RMSNorm(4))
     if enforce:
-        model[0]._adopt(enforced(model[0]._binding))
+        model[0]._adopt(enforced(model[0].binding))
     assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 4), 42.0))
     buffer = io.BytesIO()
     torch.save(model, buffer)

@@ -2,7 +2,6 @@
 
 from opgraft.ops.activation.modules import (
     GELU,
-    XIELU,
     FastGELU,
     FatreluAndMul,
     GeluAndMul,
@@ -19,6 +18,7 @@ from opgraft.ops.activation.modules import (
     SwigluOAIAndMul,
     SwigluStepAndMul,
 )
+from opgraft.ops.activation.xielu import XIELU
 
 __all__ = [
     "FastGELU",

@@ -62,7 +62,7 @@ def is_observed(layer: nn.Module) -> bool:
 
 def served_by(op: CustomOp) -> Provider:
     """Name the provider of the kernel that an op is bound to."""
-    choice, kernel = op._binding.replacement, op._binding.kernel.winner
+    choice, kernel = op.binding.replacement, op.binding.kernel.winner
     return choice.own if kernel.owner in choice.target.__mro__ else choice.provider
 
 

@@ -45,7 +45,7 @@ def _fused(linear: nn.Module, act: nn.Module | None) -> Kernel | None:
     """Return the functional form of a linear layer's kernel, if that kernel may compute the activation too."""
     if not isinstance(linear, Linear) or (isinstance(act, CustomOp) and not may_stand_for(linear, act)):
         return None
-    return linear._binding.kernel.winner.functional("linear")
+    return linear.binding.kernel.winner.functional("linear")
 
 
 @CustomOp.register("linear_act")

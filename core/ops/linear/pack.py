@@ -115,12 +115,12 @@ def restore(model: nn.Module) -> Sequence[nn.Module]:
     """Unpack as ``unpack`` does, save that layers are not joined again; return those that were packed."""
     found = [(path, module) for path, module in model.named_modules() if isinstance(module, PackedLinear)]
     for path, layer in found:
-        if type(layer) is not layer._binding.specialisation:
+        if type(layer) is not layer.binding.specialisation:
             raise PackError(
                 f"unpack: {type(layer).__name__} at {path!r} was derived from a packed layer by other code, such as a "
                 "parametrization: take that back first"
             )
-    plans = [(layer, bind_exact(Linear, Linear, layer._binding.enforced)) for _, layer in found]
+    plans = [(layer, bind_exact(Linear, Linear, layer.binding.enforced)) for _, layer in found]
     for layer, binding in plans:
         layer.release_weights()
         layer._adopt(binding)
@@ -150,7 +150,7 @@ def _change_over(layer: Any) -> int:
 
 
 def _binding_for(op: CustomOp) -> Binding:
-    return bind_exact(PackedLinear, PackedLinear, op._binding.enforced)
+    return bind_exact(PackedLinear, PackedLinear, op.binding.enforced)
 
 
 def _expect_evaluation(model: nn.Module) -> None:
@@ -180,14 +180,14 @@ def _foreign(layer: nn.Linear) -> str | None:
     """Say why the class of a layer, or its forward, is not opgraft's own, or return ``None``."""
     if not isinstance(layer, Linear):
         return "it is no op: opgraft.graft makes it one"
-    if type(layer) is not layer._binding.specialisation:
+    if type(layer) is not layer.binding.specialisation:
         return "its class was derived from the op by other code, such as a parametrization"
     if "forward" in vars(layer):
         return "its forward was set on the instance"
     if layer.op_class not in (Linear, PackedLinear):
-        replaced = layer._binding.replacement.target is Linear
+        replaced = layer.binding.replacement.target is Linear
         return f"its class is {layer.op_class.__qualname__} of {served_by(layer)}{_OWN if replaced else ''}"
-    for binding in (layer._binding, _binding_for(layer)):
+    for binding in (layer.binding, _binding_for(layer)):
         if binding.kernel.winner.method != Linear.forward_cpu.__name__:
             return f"its kernel is {binding.kernel.winner} under the settings that hold here"
     return None

@@ -83,7 +83,7 @@ def group_quant_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """Quantise groups of ``width`` elements of a row by a scale each, the last perhaps of fewer; a tile holds groups."""
+    """Quantise groups of ``width`` elements of a row by a scale each, the last perhaps of fewer; a tile has several."""
     row = (tl.program_id(0) // groups).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
     group = tl.program_id(0) % groups
     column = group * width + tl.arange(0, tile_columns)[None, :]
