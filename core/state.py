@@ -104,6 +104,7 @@ class HostState:
         scope = CURRENT_SCOPE.get()
         if scope is None:
             return self.caches
+        # Compared on use: scopes of other threads and tasks are out of the reach of invalidate().
         if scope.generation != self.generation:
             scope.caches = Caches()
             scope.generation = self.generation
@@ -126,7 +127,7 @@ class HostState:
         with self.lock:
             if replacement in self.active:
                 return lambda: None
-            self.active = [*self.active, replacement]
+            self.active = [*self.active, replacement]  # a new list, as readers iterate without the lock
             self.invalidate()
         return lambda: self.deactivate(replacement)
 
@@ -180,6 +181,7 @@ def reset() -> None:
     code is dropped. Scopes of ``set_config`` that are open stay open.
     """
     global _STATE  # the one place that replaces the one object
+    # The generation goes on, so that scopes which are open see that their caches are stale.
     _STATE = HostState(registry=_STATE.registry, generation=_STATE.generation + 1)
-    if "torch" in sys.modules:
+    if "torch" in sys.modules:  # who never imported it has compiled nothing
         sys.modules["torch"].compiler.reset()

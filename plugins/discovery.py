@@ -114,6 +114,7 @@ def scan() -> Discovery:
     for distribution in importlib_metadata.Distribution.discover():
         provider = Provider(str(distribution.locate_file("")))
         try:
+            # Most distributions end here, before anything is parsed: start-up waits for this loop.
             if "opgraft." not in (distribution.read_text("entry_points.txt") or ""):
                 continue
             metadata = _headers(distribution)

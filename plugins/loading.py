@@ -80,7 +80,7 @@ class Loading:
             return
         self._adopt_declarations(record)
         self.manager.register(plugin, offer.name)
-        self.manager.check_pending()
+        self.manager.check_pending()  # rejects functions that are marked as hooks and are none
         declared = any(replacement.plugin == offer.name for replacement in self.state.registry.replacements)
         if not self.manager.get_hookcallers(plugin) and not declared:
             raise PluginError(
@@ -99,6 +99,7 @@ class Loading:
                 undos.callback(self.state.activate(replacement))
 
     def _call_each(self, hook: pluggy.HookCaller, use: Callable[[str, Any], None]) -> None:
+        # In pluggy's own order, but one by one, as each runs inside a transaction of its own.
         for implementation in reversed(hook.get_hookimpls()):
             offered = {"platform": self.platform}
             arguments = [offered[name] for name in implementation.argnames]
@@ -173,7 +174,7 @@ class Loading:
                 step()
         except KeyboardInterrupt:
             raise
-        except BaseException as error:
+        except BaseException as error:  # SystemExit too: a plugin must not end the process
             record = self.state.plugins[name]
             self._withdraw(name, PluginStatus.FAILED, f"{when}: {described(error)}")
             record.traceback = "".join(traceback.format_exception(error))

@@ -60,7 +60,7 @@ class CustomOp(nn.Module):
 
     A subclass defines ``forward_native`` in plain PyTorch and any of ``forward_cpu``, ``forward_cuda``,
     ``forward_hip``, ``forward_xpu``, ``forward_tpu`` and, in replacements, ``forward_oot``. Where a key is not defined,
-    calling its method goes on along the platform's dispatch chain.
+    calling its method calls the next one in the platform's dispatch chain.
 
     Constructing a class that an active plugin replaces returns an instance of the replacement.
     """
@@ -157,6 +157,7 @@ class CustomOp(nn.Module):
             ConflictError: another class holds the name.
         """
 
+        # Without parentheses the decorator is given the class for a name.
         if not isinstance(name, str) or not name.isidentifier():
             raise RegistrationError(
                 f"an op is registered by a name such as 'rms_norm', @CustomOp.register('name'): {name!r}"
@@ -312,6 +313,7 @@ def _declare(cls: type, target: str | type, priority: int, when: Callable[[Platf
         new = Replacement(
             cls, _asked_for(target), resolved, provider, priority=priority, when=when, activation=transaction
         )
+        # No later pass looks for the target, so that a wrong name must be reported here.
         if resolved is None and state.plugins_loaded and transaction is None:
             state.registry.resolve_pending(new)
         new.plugin = transaction.plugin if transaction else discovery.plugin_of(cls.__module__, provider)
@@ -321,6 +323,7 @@ def _declare(cls: type, target: str | type, priority: int, when: Callable[[Platf
         state.drop_superseded()
         if transaction is not None:
             transaction.undos.callback(state.activate(known))
+        # What a plugin's module declares waits until the plugin is activated.
         elif not discovery.has_plugin(provider) or (record and record.status is PluginStatus.ACTIVATED):
             state.activate(known)
 

@@ -169,6 +169,7 @@ def _bind_function(form: Functional[Arguments, Result]) -> Callable[Arguments, R
         function = _guarded(function, form.native)
     state = host_state()
     with state.lock:
+        # What changed meanwhile makes the choice stale: it serves this call and no other.
         if state.generation == generation:
             state.current_caches().functions[form] = function
     return function
@@ -202,6 +203,7 @@ def _register(form: Functional[..., Any]) -> None:
             functools.partial(_backward, form.native), setup_context=functools.partial(_save, form)
         )
     else:
+        # Without a formula torch lets results require a gradient, and raises in the backward pass.
         registered.register_autograd(_no_backward, setup_context=_mark_constant)
 
 
@@ -252,6 +254,7 @@ def _save(form: Functional[..., Any], ctx: Any, inputs: tuple[Any, ...], output:
             "its backward computes the result again"
         )
     ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)))
+    # In tuples, as None may be a setting too.
     ctx.settings = [None if isinstance(value, Tensor) else (value,) for value in inputs]
 
 

@@ -151,6 +151,7 @@ def _cached(cache: Callable[[Caches], dict[Key, Binding]], key: Key, decide: Cal
         generation = state.generation
         binding = decide()
         with state.lock:
+            # Decided without the lock, as plugins' code may run: what changed meanwhile makes it stale.
             if state.generation == generation:
                 cache(state.current_caches())[key] = binding
         return binding
@@ -208,8 +209,9 @@ def _check_names(settings: Settings, known: Collection[str]) -> None:
 def specialise(choice: KernelChoice) -> Any:
     """Make the subclass of the op class whose ``forward`` is the chosen kernel: one per choice, kept with the class."""
     op_class, kernel = choice.cls, choice.winner
-    key = (kernel, choice.chain, choice.enabled)
+    key = (kernel, choice.chain, choice.enabled)  # all that a specialisation depends on
     with host_state().lock:
+        # vars(), as getattr() would find the specialisations of a base class.
         cache = vars(op_class).get(_CACHE)
         if cache is None:
             cache = {}

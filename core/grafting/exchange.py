@@ -74,6 +74,7 @@ def build_op(
     """
     op = _constructed(op_class, arguments, module, torch.device("meta"))
     real = next((t.device for t in _tensors(module).values()), device)
+    # What an op computes for itself, such as a table of cosines, must be there in numbers.
     if real.type != "meta" and any(tensor.is_meta for tensor in _all_tensors(op)):
         op = _constructed(op_class, arguments, module, real)
     for part in set(op.modules()) - set(module.modules()):

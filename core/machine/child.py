@@ -87,6 +87,7 @@ def run_child(
 
     read_end, write_end = os.pipe()
     path = json.dumps([str(entry) for entry in sys.path])
+    # Isolated: neither variables nor the working folder decide what is imported before the preface sets the path.
     command = [sys.executable, "-I", "-c", _PREFACE + code, path, str(write_end), *arguments]
     try:
         child = subprocess.Popen(  # noqa: S603  # our own interpreter
@@ -96,13 +97,13 @@ def run_child(
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             pass_fds=(write_end,),
-            start_new_session=True,
+            start_new_session=True,  # a group of its own, which can be killed with all that it starts
         )
     except (OSError, ValueError, TypeError) as error:
         os.close(read_end)
         raise ChildError(f"no child process could be started: {error}") from error
     finally:
-        os.close(write_end)
+        os.close(write_end)  # the reply ends when no process has this end open
     deadline = time.monotonic() + time_limit
     with open(read_end, "rb", buffering=0) as reply, _stream(child.stdout) as output, _stream(child.stdin) as question:
         answer, printed = _exchange(child, reply, output, question, json.dumps(data).encode(), deadline)
@@ -136,11 +137,11 @@ def _exchange(
     with selectors.DefaultSelector() as selector:
         for stream in received:
             selector.register(stream, selectors.EVENT_READ)
-        os.set_blocking(question.fileno(), False)
+        os.set_blocking(question.fileno(), False)  # the child may read nothing while it fills its own pipes
         selector.register(question, selectors.EVENT_WRITE)
         open_streams = set(received)
         while open_streams and (now := time.monotonic()) < deadline:
-            ended = child.poll() is not None
+            ended = child.poll() is not None  # before the pipes are looked at: what it wrote last is still in them
             ready = [key.fileobj for key, _ in selector.select(0 if ended else min(_LOOK_AGAIN, deadline - now))]
             if question in ready:
                 left = left[_written(question, left) :]
@@ -186,5 +187,5 @@ def _wait(child: subprocess.Popen[bytes], deadline: float) -> int | None:
         os.killpg(child.pid, signal.SIGKILL)  # with what it has started itself
         with suppress(subprocess.TimeoutExpired):  # stuck in the kernel, where no signal reaches it
             child.wait(1.0)
-        child.returncode = -signal.SIGKILL
+        child.returncode = -signal.SIGKILL  # Popen warns when it is collected without one
         return None

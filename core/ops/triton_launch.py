@@ -123,5 +123,5 @@ def launch(kernel: Any, programs: int, tile: Tile, first: Tensor, *others: Any, 
     if torch.compiler.is_compiling() or index is None or index == torch.accelerator.current_device_index():
         kernel[(programs,)](first, *others, **constants)
     else:
-        with torch.accelerator.device_index(index):
+        with torch.accelerator.device_index(index):  # Triton launches on the current device
             kernel[(programs,)](first, *others, **constants)

@@ -87,7 +87,7 @@ def rejected_call(target: Signature, replacement: Signature) -> str | None:
     for args, kwargs in _extreme_calls(target):
         try:
             wanted = target.bind(*args, **kwargs)
-        except TypeError:
+        except TypeError:  # no call of the target
             continue
         try:
             got = replacement.bind(*args, **kwargs)

@@ -174,13 +174,14 @@ def _join(parts: Sequence[Any], former: dict[str, Tensor]) -> Joint | None:
     if not all(_joinable(part, parts[0]) for part in parts) or len({id(part.weight) for part in parts}) < len(parts):
         return None
     rows = [part.weight.shape[0] for part in parts]
-    with torch.device("meta"):
+    with torch.device("meta"):  # its parameters are exchanged below
         op = Linear(parts[0].weight.shape[1], sum(rows), bias=parts[0].bias is not None)
     if type(op) is not type(parts[0]):  # the parts were bound under other settings
         return None
     together = {
         name: [part._parameters[name] for part in parts] for name in _PARAMETERS if op._parameters[name] is not None
     }
+    # Tensors made in inference mode count no writes, by which copies of them are kept.
     with torch.inference_mode(False), torch.no_grad():
         blocks = _settle(together, former, op)
     if blocks is None:
@@ -207,6 +208,7 @@ def _settle(
         elif found is former.get(name):
             blocks[name] = found
         op._parameters[name] = nn.Parameter(found, requires_grad=False)
+    # Last, where nothing can fail any more: either all parameters move or none does.
     for tensor, place in moves:
         tensor.data = place
     return blocks
@@ -223,7 +225,7 @@ def _place(tensors: Sequence[nn.Parameter]) -> tuple[Tensor, list[Tensor]] | Non
     block = torch.cat([tensor.detach() for tensor in tensors])
     parts = torch.split(block, [tensor.shape[0] for tensor in tensors])
     try:
-        return block, [from_dlpack(part) for part in parts]
+        return block, [from_dlpack(part) for part in parts]  # a storage of its own each, over the block's memory
     except (BufferError, RuntimeError, TypeError):
         return None
 

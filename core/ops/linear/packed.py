@@ -171,7 +171,7 @@ def _operand(x: Tensor, weight: Tensor, bias: Tensor | None, fused: str, residua
     return weight if copy is None else copy
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)  # every eager call of a linear layer asks
 def ranges_for(dtype: torch.dtype, shape: torch.Size) -> Ranges:
     """Return the ranges in which oneDNN pays on this machine for weights of a dtype and shape."""
     platform, columns = current_platform(), shape[-1] if shape else 0

@@ -77,7 +77,7 @@ class PackedLinear(Linear):
         """The plain weight: a parameter of its own memory, which requires no gradient while the layer is packed."""
         packed = self._packed
         if packed is None:
-            parameter: Any = self.__getattr__("weight")
+            parameter: Any = self.__getattr__("weight")  # past this property, to the parameters
             return parameter  # torch says: a tensor or a module
         rebuilt = packed_only.dense(packed)
         return rebuilt if torch.compiler.is_dynamo_compiling() else nn.Parameter(rebuilt, requires_grad=False)

@@ -63,6 +63,7 @@ class WeightCache(dict[int, CacheEntry]):
         storage = weight.untyped_storage()
         state = (number, variant, weight.data_ptr(), version_of(weight), weight.dtype, weight.shape, weight.stride())
         entry = self.get(id(weight))
+        # The id of a weight that is gone may be that of another one: the storage tells them apart.
         if entry is None or entry.storage() is not storage or entry.state != state:
             if weight.is_shared():  # type: ignore[no-untyped-call]  # torch leaves it so
                 return None  # processes that were not asked may write to it
@@ -72,7 +73,7 @@ class WeightCache(dict[int, CacheEntry]):
 
     def discard(self, changed: Sequence[range]) -> None:
         """Forget the copies of what has memory in common with these addresses."""
-        for key, entry in list(self.items()):
+        for key, entry in list(self.items()):  # a list: collecting a weight removes its entry
             storage = entry.storage()
             if storage is None or any(_overlap(_addresses(storage), other) for other in changed):
                 self.pop(key, None)
@@ -80,13 +81,14 @@ class WeightCache(dict[int, CacheEntry]):
     def _forget(self, key: int) -> Callable[[Storage], None]:
         def forget(gone: Storage) -> None:
             entry = self.get(key)
-            if entry is not None and entry.storage is gone:
+            if entry is not None and entry.storage is gone:  # a newer weight may have the id by now
                 del self[key]
 
         return forget
 
 
 _CACHES: weakref.WeakValueDictionary[int, WeightCache] = weakref.WeakValueDictionary()
+# By the id of the storage: torch hands out one Python object for it as long as it lives.
 _FROZEN: dict[int, tuple[Storage, int]] = {}
 _DECLARATIONS = itertools.count(1)
 

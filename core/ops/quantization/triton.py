@@ -42,7 +42,7 @@ PARTIALS = 1024
 @triton.jit
 def _magnitude(t):
     t = t.to(tl.float32)
-    return tl.where(t == t, tl.abs(t), 0.0)
+    return tl.where(t == t, tl.abs(t), 0.0)  # NaN has no part in a scale
 
 
 @triton.jit
@@ -54,6 +54,7 @@ def _scale_of(largest, bound, highest, smallest, bounded: tl.constexpr, powers_o
     scale = tl.div_rn(largest, highest)
     scale = tl.where(scale < smallest, smallest, scale)
     if powers_of_two:
+        # Up to the next power of two: any bit of the mantissa carries into the exponent.
         scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     return scale
 
@@ -61,7 +62,7 @@ def _scale_of(largest, bound, highest, smallest, bounded: tl.constexpr, powers_o
 @triton.jit
 def _store_quantized(q, t, scale, highest, inside):
     t = t.to(tl.float32) / scale
-    t = tl.where(t > highest, highest, tl.where(t < -highest, -highest, t))
+    t = tl.where(t > highest, highest, tl.where(t < -highest, -highest, t))  # not min and max, which drop NaN
     tl.store(q, t.to(q.dtype.element_ty), inside)
 
 
@@ -190,7 +191,7 @@ def given_scale_kernel(
 ):
     row, column, inside = tile_at(tl.program_id(0), rows, width, tile_rows, tile_columns)
     if by_row:
-        scales += tl.where(inside, row, 0) // group_rows * scale_stride
+        scales += tl.where(inside, row, 0) // group_rows * scale_stride  # no scale lies behind the last row
     if by_column:
         scales += tl.where(inside, column, 0) // group_columns * scale_column_stride
     t = tl.load(x + row * stride + column, inside, 0.0)
@@ -281,7 +282,7 @@ def _per_group(
         rows,
         q,
         scale,
-        rows if scale_ub is None else scale_ub,
+        rows if scale_ub is None else scale_ub,  # some tensor, which is not read
         *(rows.shape[0], columns, width, groups, rows.stride(0)),
         *limits,
         bounded=scale_ub is not None,
