@@ -154,6 +154,7 @@ class Encoder(Runner):
 
     @torch.inference_mode()
     def run(self, texts: Sequence[str], progress: Progress, label: str) -> Output:
+        # Texts of like length share a batch, which then has little padding.
         order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
         rows: list[torch.Tensor] = [torch.empty(0)] * len(texts)
         for start in range(0, len(order), BATCH):

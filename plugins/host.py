@@ -38,7 +38,7 @@ def load_plugins() -> None:
                 Loading(state, current_platform(), undo_all).run()
                 config = state.settings().config
                 _prepare(selected_platform(), config)
-                undo_all.pop_all()
+                undo_all.pop_all()  # nothing raised: what was activated stays
             state.loaded_with = config
             state.plugins_loaded = True
         finally:

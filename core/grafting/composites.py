@@ -26,7 +26,7 @@ from opgraft.ops import MLP, GatedMLP, Linear, LinearAct, LinearAddNorm
 from opgraft.ops.composites.composite import epilogue_of
 from torch import nn
 
-_MOST_CHILDREN = 6
+_MOST_CHILDREN = 6  # all orders of three of them are tried
 
 
 def composite_adapters() -> tuple[Adapter, ...]:

@@ -66,7 +66,7 @@ def composition_of(module: nn.Module) -> Expression:
 @functools.cache
 def activation_form(form: Callable[[torch.Tensor], torch.Tensor]) -> Expression:
     """Return the expression of a function of ``x``."""
-    return _expression(lambda x: form(x))
+    return _expression(lambda x: form(x))  # fx cannot read the arguments of a builtin
 
 
 @functools.cache
@@ -208,7 +208,7 @@ def _value(node: fx.Node, values: dict[fx.Node, Expression], symbol: str) -> Exp
 
 
 def _rounded(constant: float) -> float:
-    return float(f"{constant:.9g}")
+    return float(f"{constant:.9g}")  # as many digits as tell float32 numbers apart
 
 
 def _factors(e: Expression) -> list[tuple[Expression, float]]:
@@ -227,6 +227,7 @@ def _product(*factors: tuple[Expression, float]) -> Expression:
             coefficient *= base**exponent
         else:
             exponents[base] += exponent  # type: ignore[assignment]  # halves, from square roots
+    # By text, as floats, strings and tuples have no order among them.
     rest = tuple(sorted(((base, float(n)) for base, n in exponents.items() if n), key=repr))
     coefficient = _rounded(coefficient)
     if not rest:

@@ -54,6 +54,6 @@ def obstacle_of(module: nn.Module) -> str | None:
 
 def is_sharded(model: nn.Module) -> bool:
     """Return whether ``fully_shard`` was applied to a model or to something below it."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who never imported it has sharded nothing
     kind = getattr(fsdp, "FSDPModule", ())
     return any(isinstance(module, kind) for module in model.modules())

@@ -41,6 +41,7 @@ def detached(module: nn.Module) -> nn.Module:
 def changed_attribute(module: nn.Module, since: nn.Module) -> str:
     """Name an attribute of ``module`` that differs from that of the copy ``since``, "" if there is none."""
     names = sorted(vars(module).keys() | vars(since).keys())
+    # `_copied` stands for a missing attribute, as no module holds it.
     return next((n for n in names if not _same(vars(module).get(n, _copied), vars(since).get(n, _copied))), "")
 
 

@@ -90,6 +90,7 @@ def model(machine: Machine, device: int, function: PciFunction | None) -> str:
 def _function(properties: Mapping[str, int], functions: Mapping[str, PciFunction]) -> PciFunction | None:
     location = properties.get("location_id", 0)
     slot = f"{properties.get('domain', 0):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}"
+    # The number of a partition may stand where that of the function does.
     return functions.get(f"{slot}.{location & 7}") or functions.get(f"{slot}.0")
 
 

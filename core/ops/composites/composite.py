@@ -36,13 +36,14 @@ class Composite(PluggableLayer):
 
     def chosen(self, choose: Callable[..., Any], first: Any, second: Any) -> Any:
         """Remember ``choose(first, second)`` for two children, until one of them has another kernel."""
+        # By class, as an op that is bound to another kernel is of another class.
         known, kinds = self.__dict__["_choice"], (type(first), type(second))
         if known is None or known[0] != kinds:
             known = self.__dict__["_choice"] = kinds, choose(first, second)
         return known[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_choice": None}
+        return {**self.__dict__, "_choice": None}  # chosen again where it is loaded
 
 
 def epilogue_of(activation: nn.Module | None) -> str | None:

@@ -260,7 +260,7 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool = 
     out, head_size = x.new_empty(x.shape), x.shape[-1]
     heads = _as_heads(x, x.numel() // (x.shape[-2] * head_size), head_size)
     angles = _Angles(cos.contiguous(), sin.contiguous(), cos, x.shape[-3], "sequence")
-    _launch_rotation(heads, heads[:, :0], (out, out), angles, is_neox_style)
+    _launch_rotation(heads, heads[:, :0], (out, out), angles, is_neox_style)  # no heads for a key
     return out
 
 
