@@ -25,7 +25,7 @@ def machines(folder: Path) -> list[Path]:
 
 
 def measure() -> list[Row]:
-    """Whole processes, as in ``mechanism.start_up``."""
+    """Measure whole processes, as in ``mechanism.start_up``."""
     command = shutil.which("opgraft", path=str(Path(sys.executable).parent))
     if command is None:
         raise FileNotFoundError(f"no command 'opgraft' beside {sys.executable}: run 'make bench'")

@@ -101,7 +101,7 @@ class Cell:
 
 
 def seconds(call: Callable[..., Any], inputs: list[tuple[Any, ...]], calls: int = 32, rounds: int = 21) -> float:
-    """Median time of a call on the GPU: a graph of calls over the inputs in turn, replayed, so that no launch waits."""
+    """Measure a call on the GPU, the median: a graph of calls over the inputs in turn, replayed; no launch waits."""
     for arguments in inputs:
         call(*arguments)
     torch.cuda.synchronize()
@@ -128,7 +128,7 @@ def moved(name: str, arguments: tuple[Any, ...]) -> int:
 
 
 def copied(size: int) -> float:
-    """Time of a copy that moves as many bytes: half of them read, half written."""
+    """Measure a copy that moves as many bytes: half of them read, half written."""
     sets = max(2, CACHE // size)
     pairs = [tuple(torch.empty(size // 2, dtype=torch.uint8, device="cuda") for _ in "ab") for _ in range(sets)]
     return seconds(lambda source, target: target.copy_(source), pairs)

@@ -106,7 +106,7 @@ def constructions() -> list[Row]:
 
 
 def start_up() -> list[Row]:
-    """Whole processes, with the compiled bytecode that an installed package has, which the warm-up may have to write.
+    """Measure whole processes, with compiled bytecode as installed packages have it; the warm-up may have to write it.
 
     ``OPGRAFT_PLUGINS`` empty: built-in platforms only, whatever else is installed.
     """

@@ -70,7 +70,7 @@ class Cell:
 
 
 def arguments_of(spec: OpSpec, tokens: int, width: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Realistic arguments; of gated activations ``width`` is that of the result, of rotary that of query and key."""
+    """Return realistic arguments; ``width`` of gated activations is that of the result, of rotary of query and key."""
     draw = Draw((spec.functional.name, tokens, width), dtype)
     if spec.functional.name == "rotary_embedding":
         angles = draw(tokens, HEAD_SIZE // 2).double()

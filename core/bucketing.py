@@ -51,7 +51,7 @@ class Buckets:
         return self.sizes[bisect_left(self.sizes, size)]
 
     def pad(self, tensor: Tensor, dim: int = 0, value: float = 0) -> Tensor:
-        """``tensor`` with ``value`` appended along ``dim`` up to its bucket; the tensor itself where it fills one.
+        """Append ``value`` to ``tensor`` along ``dim`` up to its bucket; return the tensor itself where it fills one.
 
         Raises:
             InputError: as for ``lookup``.
@@ -75,7 +75,7 @@ def unpad(tensor: Tensor, size: int, dim: int = 0) -> Tensor:
 
 
 def decode_buckets(largest: int = 256, step: int = 8) -> Buckets:
-    """Batch sizes of the decode step, where each sequence adds one token: multiples of ``step`` up to ``largest``.
+    """Return batch sizes of the decode step, where each sequence adds a token: multiples of ``step`` to ``largest``.
 
     Raises:
         InputError: ``largest`` is not a positive multiple of ``step``.

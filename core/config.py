@@ -115,7 +115,7 @@ class OpgraftConfig:
             raise ConfigError(f"compilation_config is {self.compilation_config!r}: use a CompilationConfig")
 
     def op_names(self) -> dict[str, list[str]]:
-        """Field → the names of ops that it mentions; whether such ops exist is known once plugins are loaded."""
+        """Map a field to the names of ops that it mentions; whether they exist is known once plugins are loaded."""
         setting = CustomOpsSetting.parse(self.compilation_config.custom_ops or ())
         return {
             "compilation_config.custom_ops": sorted(setting.on | setting.off),

@@ -92,7 +92,7 @@ class Platform(ABC):
 
     @abstractmethod
     def memory(self, index: int = 0) -> DeviceMemory:
-        """Total and free memory of device ``index``."""
+        """Return total and free memory of device ``index``."""
 
     @abstractmethod
     def synchronize(self, index: int = 0) -> None:

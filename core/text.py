@@ -40,7 +40,7 @@ def described(error: BaseException) -> str:
 
 
 def table(rows: Sequence[Sequence[object]], width: int = WIDTH) -> list[str]:
-    """Rows, the header first, as lines of aligned columns. The widest give way, and their cells go on below."""
+    """Lay rows, the header first, out as lines of aligned columns. The widest give way: their cells go on below."""
     texts = [[printable(str(cell)) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(*texts, strict=True)]
     gaps = 2 * (len(widths) - 1)

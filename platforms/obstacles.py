@@ -48,7 +48,7 @@ def torch_obstacle(machine: Machine, backend: str, remedy: str) -> Obstacle | No
 def verdict(
     found: str, devices: Sequence[Device], obstacles: Sequence[Obstacle | None], facts: Sequence[Fact]
 ) -> Evidence:
-    """Available where nothing stands in the way; else everything that does, in words."""
+    """Call devices available where nothing stands in the way; else say everything that does."""
     visible = sum(not device.hidden for device in devices)
     found = f"{found}, {visible} visible" if 0 < visible < len(devices) else found
     real = [obstacle for obstacle in obstacles if obstacle]
@@ -60,5 +60,5 @@ def verdict(
 
 
 def counted(number: int, noun: str) -> str:
-    """Such as "1 GPU" or "8 GPUs"."""
+    """Count in words, such as "1 GPU" or "8 GPUs"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -125,7 +125,7 @@ class Loading:
             self._append(name, self.state.adjustments, (f"plugin {name}", config))
 
     def _expect_nothing(self, name: str, result: None) -> None:
-        """Registering ops has no result; its effects are in the registry."""
+        """Ignore the result: registering ops has none, and its effects are in the registry."""
 
     def _add_adapters(self, name: str, adapters: Iterable[Adapter]) -> None:
         for adapter in adapters:

@@ -95,7 +95,7 @@ def page(name: str, cls: type) -> str:
 
 
 def variants_of(name: str, cls: type) -> list[type]:
-    """Public classes that derive from an op, in its package, and that its name switches too."""
+    """Yield public classes that derive from an op, in its package, and that its name switches too."""
     state = host_state()
     targets = [target for target in state.registry.targets() if getattr(ops, target.__name__, None) is target]
     return [target for target in targets if target is not cls and op_name_of(target, state) == name]
@@ -185,7 +185,7 @@ def tolerances(spec: OpSpec) -> Iterator[tuple[str, str, str]]:
 
 
 def cost(spec: OpSpec) -> str:
-    """Floating-point operations and bytes of one call, for the last of the realistic inputs."""
+    """Count floating-point operations and bytes of one call, for the last of the realistic inputs."""
     dtype = torch.float32 if torch.float32 in spec.dtypes else spec.dtypes[0]
     lead, size = spec.large[-1] if spec.large else (spec.leads[1], spec.sizes[-1])
     arguments = spec.arguments(next(iter(spec.variants)), dtype, lead, size)
@@ -244,7 +244,7 @@ def items(block: str) -> Iterator[str]:
 
 
 def marked(text: str) -> str:
-    """Text of a docstring as Markdown: its code, and links to papers."""
+    """Turn text of a docstring to Markdown: its code, and links to papers."""
     text = text.replace("``", "`")
     return re.sub(r"arXiv:(\d{4}\.\d{4,5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
 

@@ -176,7 +176,7 @@ def _bind_function(form: Functional[Arguments, Result]) -> Callable[Arguments, R
 
 
 def _guarded(kernel: Callable[Arguments, Result], native: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """``kernel`` where no gradient is required, else ``native``."""
+    """Run ``kernel`` where no gradient is required, else ``native``."""
 
     @functools.wraps(kernel)
     def guarded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

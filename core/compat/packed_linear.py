@@ -67,7 +67,7 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """``activation(x · weightᵀ + bias)``, rounded once, over a weight that is packed, or plain and contiguous.
+    """Compute ``activation(x · weightᵀ + bias)``, rounded once, over a weight that is packed, or plain and contiguous.
 
     Unchecked; the bias is read as contiguous.
     """
@@ -77,7 +77,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> T
 
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """``x · weightᵀ + bias + residual``, rounded once. As unchecked."""
+    """Compute ``x · weightᵀ + bias + residual``, rounded once. As unchecked."""
     result: Tensor = _linear_add(x, residual, weight, bias, "add")
     return result
 

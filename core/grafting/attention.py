@@ -150,7 +150,7 @@ def _attend(
     groups: int,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention of ``(batch, heads, queries, size)``, with ``groups`` heads of the query to each key-value head."""
+    """Attend over ``(batch, heads, queries, size)``, with ``groups`` heads of the query to each key-value head."""
     length = query.shape[2]
     if mask is not None or length == 1:  # not by "and": under torch.compile a comparison of sizes is no bool
         causal = False

@@ -39,7 +39,7 @@ class Shared:
     names: Mapping[str, bool]
 
     def tensors(self) -> list[str]:
-        """Full names of what was a tensor."""
+        """Return the full names of what was a tensor."""
         return [_join(self.path, name) for name, present in self.names.items() if present]
 
 
@@ -255,7 +255,7 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _all_tensors(op: nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters, buffers and tensors that are plain attributes."""
+    """Yield parameters, buffers and tensors that are plain attributes."""
     yield from _tensors(op).values()
     for part in op.modules():
         yield from (value for value in vars(part).values() if isinstance(value, torch.Tensor))

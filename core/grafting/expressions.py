@@ -242,7 +242,7 @@ def _mul(a: Expression, other: Expression) -> Expression:
 
 
 def _pow(a: Expression, exponent: float) -> Expression:
-    """``a`` to a constant power. Fractional powers of products stay as they are: √(x²) is not x."""
+    """Raise ``a`` to a constant power. Fractional powers of products stay as they are: √(x²) is not x."""
     if not isinstance(exponent, (int, float)):
         raise NotExpressible("it raises to a power that is no constant")
     factors = _factors(a)

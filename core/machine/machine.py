@@ -104,7 +104,7 @@ class Machine:
         return self.root / path.lstrip("/")
 
     def _place(self, path: str) -> str:
-        """``path`` as a string: a probe asks for hundreds of files, and a Path costs as much as reading one."""
+        """Return ``path`` as a string: a probe asks for hundreds of files, and a Path costs as much as reading one."""
         return os.path.join(self.root, path.lstrip("/"))
 
     def _inside(self, path: str) -> str:

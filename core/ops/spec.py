@@ -38,7 +38,7 @@ class Layout(enum.Enum):
     SWAPPED = "the first two of three dimensions or more the other way round"
 
     def place(self, values: Tensor) -> Tensor:
-        """``values`` as a view of that layout; contiguous where they have too few dimensions for it."""
+        """Lay ``values`` out as a view of that layout; contiguous where they have too few dimensions for it."""
         *lead, size = values.shape
         if self is Layout.ELEMENTS:
             view = values.new_full((*lead, 3 * size), math.nan)[..., 1::3]
@@ -65,7 +65,7 @@ class Draw:
         self.layout = layout
 
     def __call__(self, *shape: int) -> Tensor:
-        """Normally distributed values."""
+        """Draw normally distributed values."""
         values = torch.randn(*shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
         return self.layout.place(values)
 
@@ -136,13 +136,13 @@ class OpSpec:
     differentiable: bool = True
 
     def tolerance(self, dtype: torch.dtype) -> Tolerance:
-        """Absolute and relative tolerance for inputs of ``dtype``."""
+        """Give absolute and relative tolerance for inputs of ``dtype``."""
         return {**TOLERANCES, **self.tolerances}[dtype]
 
     def arguments(
         self, variant: str, dtype: torch.dtype, lead: Sequence[int], size: int, layout: Layout = Layout.PACKED
     ) -> Arguments:
-        """Fresh arguments, the same for the same question."""
+        """Draw fresh arguments, the same for the same question."""
         draw = Draw((self.functional.name, variant, tuple(lead), size), dtype, layout)
         arguments = self.inputs(draw, lead, size)
         for name, value in self.variants[variant].items():
@@ -172,7 +172,7 @@ def in_float64(arguments: Arguments) -> Arguments:
 
 
 def with_parameters(op: nn.Module, **parameters: Tensor | None) -> nn.Module:
-    """``op`` with these tensors in its parameters and buffers; ``None`` leaves one as it is."""
+    """Return ``op`` with these tensors in its parameters and buffers; ``None`` leaves one as it is."""
     for name, value in parameters.items():
         if value is not None:
             if name in op._parameters:

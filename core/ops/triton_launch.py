@@ -61,7 +61,7 @@ def tile_of(width: int, elements: int, widest: int) -> Tile:
 
 
 def as_rows(x: Tensor, width: int) -> Tensor:
-    """``x`` as ``[rows, width]`` with adjacent columns: a view where the strides allow it, else a copy."""
+    """View ``x`` as ``[rows, width]`` with adjacent columns; copy it where the strides do not allow it."""
     rows = x.reshape(-1, width)
     return rows if rows.stride(-1) == 1 or width == 1 else rows.contiguous()
 

@@ -163,7 +163,7 @@ class Registry:
 
 
 def _with_variants(cls: type, replacements: set[type]) -> Iterator[type]:
-    """``cls`` and, in its package, what derives from it; neither replacements nor the classes that binding makes."""
+    """Yield ``cls`` and, in its package, what derives from it; neither replacements nor classes that binding makes."""
     yield cls
     derived: type
     for derived in cls.__subclasses__():

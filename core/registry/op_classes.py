@@ -127,7 +127,7 @@ def own_classes(cls: type) -> list[type]:
 
 
 def location_of(thing: object) -> str:
-    """``file:line`` of a class or function, or its module where there is no source."""
+    """Give ``file:line`` of a class or function, or its module where there is no source."""
     source: Any = thing
     return _location(source)
 
@@ -157,5 +157,5 @@ def definer(cls: type, name: str, above: type | None = None) -> type | None:
 
 
 def qualified(cls: Any) -> str:
-    """``module:Class``, as settings and plugins name a class, or ``module:function``."""
+    """Give ``module:Class``, as settings and plugins name a class, or ``module:function``."""
     return f"{cls.__module__}:{cls.__qualname__}"

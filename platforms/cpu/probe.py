@@ -18,7 +18,7 @@ FEATURES = (
 
 
 def probe(machine: Machine) -> Evidence:
-    """Evidence for the CPU; always available, with less detail where the files of Linux are missing."""
+    """Give evidence for the CPU; always available, with less detail where the files of Linux are missing."""
     cpuinfo = machine.read(CPUINFO)
     if not cpuinfo:
         return Evidence(True, "every machine has a CPU", facts=(Fact(CPUINFO, "not readable"),))

@@ -30,7 +30,7 @@ _NO_DRIVER = Obstacle(
 
 
 def driver_version(machine: Machine) -> str | None:
-    """Such as 550.54.15, or ``None`` where the driver is not loaded. "" where it is, and does not say."""
+    """Return a version such as 550.54.15, "" where the driver does not say, ``None`` where it is not loaded."""
     text = machine.read(f"{DRIVER}/version")
     if text is None:
         return None

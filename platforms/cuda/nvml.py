@@ -61,7 +61,7 @@ def _ask() -> list[Device]:
 
 
 def _sysfs_address(address: str) -> str:
-    """NVML writes the domain with eight digits, /sys with four."""
+    """Shorten the domain, which NVML writes with eight digits and /sys with four."""
     domain, _, rest = address.partition(":")
     return f"{int(domain, 16):04x}:{rest}"
 

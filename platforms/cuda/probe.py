@@ -19,7 +19,7 @@ _INSTALL_JETSON = "install NVIDIA's build of torch for this JetPack (https://doc
 
 
 def probe(machine: Machine) -> Evidence:
-    """Evidence for CUDA, from PCI ids and the files of NVIDIA's driver."""
+    """Give evidence for CUDA, from PCI ids and the files of NVIDIA's driver."""
     found = gpus.gpus(machine) or under_wsl(machine) or jetson(machine)
     if not found:
         return Evidence(False, "no NVIDIA GPU", facts=(Fact(FOLDER, "no display controller of vendor 10de"),))

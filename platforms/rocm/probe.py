@@ -18,7 +18,7 @@ _CONTAINER = "in a container: start it with --device /dev/kfd --device /dev/dri"
 
 
 def probe(machine: Machine) -> Evidence:
-    """Evidence for ROCm, from PCI ids and the kernel's topology of compute devices."""
+    """Give evidence for ROCm, from PCI ids and the kernel's topology of compute devices."""
     nodes = list(gpu_nodes(machine))
     served = {node.function for node in nodes}
     found = [_of_node(machine, node) for node in nodes]

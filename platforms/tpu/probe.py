@@ -42,7 +42,7 @@ GENERATIONS = {
 
 
 def probe(machine: Machine) -> Evidence:
-    """Evidence for TPUs.
+    """Give evidence for TPUs.
 
     With torch_xla, PJRT_DEVICE=CPU makes the platform available on any machine, on XLA's CPU client, so that programs
     can be tested without a chip. Nobody else sets that variable, so to set it is to ask for it; the platform then comes

@@ -16,7 +16,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def memory(self, index: int) -> DeviceMemory:
-        """Memory of device ``index``."""
+        """Return the memory of device ``index``."""
 
     @abstractmethod
     def synchronize(self, index: int) -> None:

@@ -21,7 +21,7 @@ _INSTALL = "pip install --force-reinstall torch --index-url https://download.pyt
 
 
 def probe(machine: Machine) -> Evidence:
-    """Evidence for XPUs. A GPU that is part of a processor is none: it has no memory of its own."""
+    """Give evidence for XPUs. A GPU that is part of a processor is none: it has no memory of its own."""
     functions = [function for function in pci_functions(machine, VENDOR) if function.kind == DISPLAY]
     if not functions:
         return Evidence(False, "no Intel GPU", facts=(Fact(FOLDER, "no display controller of vendor 8086"),))

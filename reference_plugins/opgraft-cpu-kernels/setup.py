@@ -88,7 +88,7 @@ def version_of(torch: Path) -> str:
 
 
 def compile_library(target: Path, objects: Path) -> str:
-    """Compile and link; returns the version of torch.
+    """Compile and link; return the version of torch.
 
     Raises:
         UnavailableError: something is missing or fails.

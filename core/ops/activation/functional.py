@@ -41,12 +41,12 @@ APPROXIMATIONS = ("none", "tanh")
 
 
 def like(x: Tensor, *others: object, **settings: object) -> Tensor:
-    """Fake rule: one contiguous tensor like ``x``."""
+    """Make one contiguous tensor like ``x``; a fake rule."""
     return x.new_empty(x.shape)
 
 
 def half_of(x: Tensor, *others: object, **settings: object) -> Tensor:
-    """Fake rule: one contiguous tensor with half the last dimension of ``x``."""
+    """Make one contiguous tensor with half the last dimension of ``x``; a fake rule."""
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
@@ -189,7 +189,7 @@ def swiglustep_and_mul(x: Tensor, limit: float = 7.0) -> Tensor:
 
 @register_functional("gelu", like)
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """GELU, ``x · Φ(x)`` with Φ the standard normal distribution function, or its tanh approximation
+    """Compute GELU, ``x · Φ(x)`` with Φ the standard normal distribution function, or its tanh approximation
     (arXiv:1606.08415). Elementwise.
 
     Raises:
@@ -202,7 +202,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 @register_functional("gelu_tanh", like)
 def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU in its tanh approximation (arXiv:1606.08415). Elementwise.
+    """Compute GELU in its tanh approximation (arXiv:1606.08415). Elementwise.
 
     Raises:
         ValueError: the dtype of ``x`` is not a floating-point one.
@@ -253,7 +253,7 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 @register_functional("relu", like)
 def relu(x: Tensor) -> Tensor:
-    """Rectified linear unit, ``max(x, 0)`` (Nair and Hinton, ICML 2010). Elementwise.
+    """Compute the rectified linear unit, ``max(x, 0)`` (Nair and Hinton, ICML 2010). Elementwise.
 
     Raises:
         ValueError: the dtype of ``x`` is not a floating-point one.
@@ -264,7 +264,7 @@ def relu(x: Tensor) -> Tensor:
 
 @register_functional("relu2", like)
 def relu2(x: Tensor) -> Tensor:
-    """Squared ReLU, ``max(x, 0)²`` (So et al., Primer, arXiv:2109.08668). Elementwise.
+    """Compute squared ReLU, ``max(x, 0)²`` (So et al., Primer, arXiv:2109.08668). Elementwise.
 
     Raises:
         ValueError: the dtype of ``x`` is not a floating-point one.
@@ -275,7 +275,7 @@ def relu2(x: Tensor) -> Tensor:
 
 @register_functional("silu", like)
 def silu(x: Tensor) -> Tensor:
-    """SiLU or swish, ``x · sigmoid(x)`` (arXiv:1702.03118). Elementwise.
+    """Compute SiLU or swish, ``x · sigmoid(x)`` (arXiv:1702.03118). Elementwise.
 
     Raises:
         ValueError: the dtype of ``x`` is not a floating-point one.
@@ -285,12 +285,12 @@ def silu(x: Tensor) -> Tensor:
 
 
 def nothing(*arguments: object, **settings: object) -> None:
-    """Fake rule of the in-place variants, which return nothing."""
+    """Return nothing, as in-place variants do; a fake rule."""
 
 
 @register_functional("silu", nothing, mutates=("x",))
 def silu_(x: Tensor) -> None:
-    """``silu``, written over ``x``."""
+    """Write ``silu`` over ``x``."""
     expect_floating("silu_", "x", x)
     F.silu(x, inplace=True)
 

@@ -87,7 +87,7 @@ def gated(gate, up, function: tl.constexpr, first, limit, dtype: tl.constexpr):
 
 @triton.jit
 def expm1(t):
-    """``exp(t) - 1`` for ``t <= 0``: near zero the series, whose terms do not cancel."""
+    """Compute ``exp(t) - 1`` for ``t <= 0``: near zero by the series, whose terms do not cancel."""
     series = 1.0 + t / 6.0 * (1.0 + t / 7.0 * (1.0 + t / 8.0))
     series = 1.0 + t / 2.0 * (1.0 + t / 3.0 * (1.0 + t / 4.0 * (1.0 + t / 5.0 * series)))
     return tl.where(t > -0.5, t * series, tl.exp(t) - 1.0)
@@ -95,7 +95,7 @@ def expm1(t):
 
 @triton.jit
 def tile_at(index, rows, width, tile_rows: tl.constexpr, tile_columns: tl.constexpr):
-    """Rows, columns and mask of the tile number ``index``; a row index has 64 bits, as offsets need.
+    """Give rows, columns and mask of the tile number ``index``; a row index has 64 bits, as offsets need.
 
     Widths up to the last of 32 bits: nothing here exceeds the width but columns that the mask leaves out.
     """
@@ -141,7 +141,7 @@ def xielu_kernel(
 
 @triton.jit
 def _softplus(t):
-    """``log(1 + exp(t))``, whose logarithm near one is corrected for the rounding of the sum (Goldberg, 1991)."""
+    """Compute ``log(1 + exp(t))``; the logarithm near one is corrected for the rounding of the sum (Goldberg, 1991)."""
     small = tl.exp(-tl.abs(t))
     total = 1.0 + small
     logarithm = tl.where(total == 1.0, small, tl.log(total) * small / tl.where(total == 1.0, 1.0, total - 1.0))
@@ -225,7 +225,7 @@ def sparse_kernel(
 
 @triton.jit
 def merged(mean, squares, count, block, inside, block_count):
-    """Mean and sum of squared deviations of ``count`` elements per row, with those of a block added."""
+    """Add a block to the mean and the sum of squared deviations of ``count`` elements per row."""
     block_mean = tl.sum(tl.where(inside, block, 0.0), 1, keep_dims=True) / block_count
     deviation = tl.where(inside, block - block_mean, 0.0)
     block_squares = tl.sum(deviation * deviation, 1, keep_dims=True)

@@ -31,7 +31,7 @@ def _inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
 
 
 def _encoder_inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
-    """Six packed sequences, of which one at least is empty, or padded rows."""
+    """Draw six packed sequences, of which one at least is empty, or padded rows."""
     batch, tokens = lead
     within = draw.integers(0, batch * tokens + 1, (4,)).sort().values
     bounds = torch.cat([torch.tensor([0]), within, within[-1:], torch.tensor([batch * tokens])])
@@ -48,7 +48,7 @@ def _encoder_inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Argument
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
-    """Attention over ``[..., heads, tokens, size]``, each key head for the query heads that share it."""
+    """Attend over ``[..., heads, tokens, size]``, each key head for the query heads that share it."""
     shared = torch.arange(query.shape[-3]) * key.shape[-3] // query.shape[-3]
     scores = torch.einsum("...qe,...ke->...qk", query, key[..., shared, :, :]) * scale
     scores = scores if mask is None else scores + mask
@@ -72,7 +72,7 @@ def _reference(
 
 
 def _split(x: Tensor, heads: int) -> Tensor:
-    """``[batch, heads, tokens, size]``."""
+    """Split ``x`` to ``[batch, heads, tokens, size]``."""
     batch, tokens, *rest = x.shape
     return x.reshape(batch, tokens, heads, math.prod(rest) // heads).transpose(1, 2)
 

@@ -165,7 +165,7 @@ class JointLayer(Composite):
 
 
 def _join_loaded(layer: JointLayer, incompatible_keys: object) -> None:
-    """After ``load_state_dict``, which with ``assign=True`` brings parameters of other storages."""
+    """Join after ``load_state_dict``, which with ``assign=True`` brings parameters of other storages."""
     layer.join()
 
 

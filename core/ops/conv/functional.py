@@ -87,7 +87,7 @@ class ConvSettings:
 
 
 def same_padding(kernel_size: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:
-    """Padding before and after each dimension that keeps sizes at stride 1; an odd one is longer after."""
+    """Return the padding around each dimension that keeps sizes at stride 1; an odd one is longer after."""
     totals = [step * (size - 1) for size, step in zip(kernel_size, dilation, strict=True)]
     return tuple(part for total in totals for part in (total // 2, total - total // 2))
 
@@ -191,7 +191,7 @@ def _convolved(
     groups: int = 1,
     padding_mode: str = "zeros",
 ) -> Tensor:
-    """Fake rule: ``[B, O, *sizes]``, contiguous."""
+    """Make ``[B, O, *sizes]``, contiguous; a fake rule."""
     op = "conv2d" if weight.dim() == 4 else "conv3d"
     settings = _settings_over(op, weight, stride, padding, dilation, groups, padding_mode)
     return x.new_empty((x.shape[0], weight.shape[0], *settings.sizes(x)))
@@ -208,7 +208,7 @@ def conv2d(
     groups: int = 1,
     padding_mode: str = "zeros",
 ) -> Tensor:
-    """Cross-correlation over height and width (LeCun et al., 1998, doi:10.1109/5.726791).
+    """Cross-correlate over height and width (LeCun et al., 1998, doi:10.1109/5.726791).
 
     Args:
         x: ``[B, C, H, W]`` in any floating-point dtype.
@@ -240,7 +240,7 @@ def conv3d(
     groups: int = 1,
     padding_mode: str = "zeros",
 ) -> Tensor:
-    """Cross-correlation over time, height and width (Tran et al., arXiv:1412.0767).
+    """Cross-correlate over time, height and width (Tran et al., arXiv:1412.0767).
 
     ``x`` is ``[B, C, T, H, W]``, ``weight`` ``[O, C / groups, *kernel_size]``; the rest is as of ``conv2d``.
 

@@ -291,7 +291,7 @@ def _rms_norm_in_place(
     weighting: str,
     variance_size: int | None = None,
 ) -> None:
-    """``_rms_norm`` over its arguments, by way of new memory where rows cannot be written in place."""
+    """Run ``_rms_norm`` over its arguments, by way of new memory where rows cannot be written in place."""
     written = (x if writable(x) else x.new_empty(x.shape), residual if writable(residual) else x.new_empty(x.shape))
     _rms_norm(op, x, residual, weight, eps, weighting, variance_size, written)
     for target, value in zip((x, residual), written, strict=True):

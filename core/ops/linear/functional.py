@@ -32,7 +32,7 @@ ACTIVATIONS = {
 def mapped(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
 ) -> Tensor:
-    """Fake rule: one contiguous tensor with a row per row of ``x``."""
+    """Make one contiguous tensor with a row per row of ``x``; a fake rule."""
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
@@ -40,7 +40,7 @@ def mapped(
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
 ) -> Tensor:
-    """``activation(x · weightᵀ + bias) + residual``, the affine map of ``torch.nn.functional.linear`` and what follows
+    """Compute ``activation(x · weightᵀ + bias) + residual``: ``torch.nn.functional.linear`` and what follows
     it in a transformer's layers (Vaswani et al., arXiv:1706.03762, sections 3.1 and 3.3).
 
     This definition rounds after each of the three steps. A kernel may round once, at the end.

@@ -45,7 +45,7 @@ class _Places:
                 self.together.update(dict.fromkeys(moved, moved))
 
     def shared(self, name: str, weight: nn.Parameter) -> str | None:
-        """Whom a weight, or one that would have to be moved with it, shares memory with."""
+        """Say with whom a weight, or one that would have to be moved with it, shares memory."""
         own = self.together.get(name, frozenset((name,)))
         # A layer that also stands elsewhere goes by the name that it has there.
         for home in dict.fromkeys(self.homes[each] for each in sorted(own) if each in self.homes):

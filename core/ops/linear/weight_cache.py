@@ -168,7 +168,7 @@ def _forget_memory(key: int, gone: Storage) -> None:
 
 
 def _thaw_trained(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """After a step of any optimizer: what it has changed is not frozen, whoever said so."""
+    """Thaw what a step of any optimizer has changed, whoever said that it is frozen."""
     for group in optimizer.param_groups if _FROZEN else ():
         for weight in group["params"]:
             if weight.grad is not None and _is_plain(weight):

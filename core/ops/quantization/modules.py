@@ -121,7 +121,7 @@ class QuantFP8(CustomOp):
     functional_cuda = functional_xpu = TRITON
 
     def pad_tokens(self, quantised: Tensor) -> Tensor:
-        """``[tokens, hidden]`` with rows of zeros up to ``num_token_padding``; for kernels too.
+        """Pad ``[tokens, hidden]`` with rows of zeros up to ``num_token_padding``; for kernels too.
 
         Raises:
             ValueError: other than two dimensions where there is padding.

@@ -217,7 +217,7 @@ def _quantizable(x: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _tiles(x: Tensor, *, as_one_row: bool) -> tuple[Tensor, Tile, int]:
-    """``x`` as rows, the tile to go over it by, and how many of them there are."""
+    """Return ``x`` as rows, the tile to go over it by, and how many of them there are."""
     width = x.numel() if as_one_row and x.is_contiguous() else x.shape[-1]
     rows = as_rows(x, width)
     tile = Tile(1, 2048, 4) if rows.shape[0] == 1 else tile_of(width, 2048, 2048)

@@ -22,13 +22,13 @@ TRITON = on_triton("opgraft.ops.rotary.triton")
 
 
 def inverse_frequencies(base: float, rotary_dim: int, dtype: torch.dtype) -> Tensor:
-    """``θ_i = base^(-2i / rotary_dim)``, in radians per position: ``[rotary_dim / 2]``, float32 or more precise."""
+    """Compute ``θ_i = base^(-2i / rotary_dim)``, in radians per position: ``[rotary_dim / 2]``, float32 or wider."""
     exponents = torch.arange(0, rotary_dim, 2, dtype=compute_dtype(dtype)) / rotary_dim
     return 1.0 / torch.pow(base, exponents)
 
 
 def cos_sin_table(inv_freq: Tensor, rows: int, scale: float = 1.0) -> Tensor:
-    """Cosines, then sines, of the first ``rows`` positions, times ``scale``: ``[rows, rotary_dim]``."""
+    """Compute cosines, then sines, of the first ``rows`` positions, times ``scale``: ``[rows, rotary_dim]``."""
     angles = torch.outer(torch.arange(rows, dtype=inv_freq.dtype), inv_freq)
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
 
@@ -170,7 +170,7 @@ class RotaryEmbeddingBase(CustomOp):
         return cos, sin
 
     def _compute_inv_freq(self, base: float) -> Tensor:
-        """``θ``, in radians per position: ``[rotary_dim / 2]``."""
+        """Compute ``θ``, in radians per position: ``[rotary_dim / 2]``."""
         return inverse_frequencies(base, self.rotary_dim, self.dtype)
 
     def _compute_cos_sin_cache(self) -> Tensor:

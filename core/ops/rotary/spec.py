@@ -64,7 +64,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool) -> Tensor:
 
 
 def _embedded(x: Tensor, rows: Tensor, head_size: int, is_neox_style: bool) -> Tensor:
-    """``x`` rotated by the row of a table for each of its tokens."""
+    """Rotate ``x`` by the row of a table for each of its tokens."""
     tokens, rotary_dim = rows.shape[:-1], rows.shape[-1]
     heads = x.reshape(*tokens, math.prod(x.shape[len(tokens) :]) // head_size, head_size)
     cos, sin = rows.reshape(*tokens, 1, 2, rotary_dim // 2).unbind(-2)
@@ -179,7 +179,7 @@ def _modelling(family: str) -> Any:
 
 
 def _by_transformers(family: str, query: Tensor, key: Tensor, head_size: int, cos: Tensor, sin: Tensor) -> Any:
-    """Query and key rotated by a family's function, which takes whole heads with their table repeated."""
+    """Rotate query and key by a family's function, which takes whole heads with their table repeated."""
     heads = [x.reshape(*cos.shape[:-1], -1, head_size) for x in (query, key)]
     rotary_dim = cos.shape[-1]
     turn = _modelling(family).apply_rotary_pos_emb

@@ -28,7 +28,7 @@ PAIRS = 1024
 
 @triton.jit
 def _row_of_chunk(position, version, length, chunk_size):
-    """Row of the table by which ``dual_chunk_rotary_embedding`` rotates this version, counted from 0, of a query."""
+    """Find the row of the table by which ``dual_chunk_rotary_embedding`` rotates this version (from 0) of a query."""
     place = position % length
     place = tl.where(place < 0, place + length, place)  # the sign of a remainder here is that of the position
     before, farthest = place + length, tl.minimum(2 * length - 1, chunk_size)
@@ -211,7 +211,7 @@ def _launch_rotation(
 
 
 def _as_heads(x: Tensor, tokens: int, head_size: int) -> Tensor:
-    """``x`` as ``[tokens, heads, head_size]`` with adjacent elements: a view where strides allow it, else a copy."""
+    """View ``x`` as ``[tokens, heads, head_size]`` with adjacent elements; copy it where strides do not allow it."""
     heads = x.numel() // (tokens * head_size) if tokens else 0
     viewed = x.reshape(tokens, heads, head_size)
     return viewed if viewed.stride(-1) == 1 else viewed.contiguous()

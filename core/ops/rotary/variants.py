@@ -149,7 +149,7 @@ class _YaRNTable:
         return self.rotary_dim * turned / (2.0 * math.log(self.base))
 
     def _compute_inv_freq(self, scaling_factor: float) -> Tensor:
-        """``θ`` with low frequencies divided by ``scaling_factor``, ``[rotary_dim / 2]``.
+        """Compute ``θ`` with low frequencies divided by ``scaling_factor``, ``[rotary_dim / 2]``.
 
         Of an op without a scaling factor it is called with the base, as that of ``RotaryEmbeddingBase``.
         """

@@ -25,7 +25,7 @@ def expect_groups(op: str, topk: int, num_expert_group: int, topk_group: int) ->
 
 
 def _routed(gating_output: Tensor, topk: int, *others: object, **settings: object) -> tuple[Tensor, Tensor]:
-    """Fake rule: ``[tokens, topk]`` in float32 and in int32."""
+    """Make ``[tokens, topk]`` in float32 and in int32; a fake rule."""
     shape = (gating_output.shape[0], topk)
     return gating_output.new_empty(shape, dtype=torch.float32), gating_output.new_empty(shape, dtype=torch.int32)
 

@@ -84,7 +84,7 @@ def _step(query: Any, key: Any, value: Any, out: Any, highest: Any, total: Any, 
 def _scores(
     query: jax.Array, key: jax.Array, first_row: Any, first_column: Any, *, scale: float, is_causal: bool, keys: int
 ) -> jax.Array:
-    """Scaled products, minus infinity for keys that are padding or come after the query. Key 0 is always seen."""
+    """Scale products; give minus infinity for keys that are padding or come after the query. Key 0 is always seen."""
     scores = _dot(query, key.T) * scale
     columns = first_column + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
     seen = columns < keys
