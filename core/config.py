@@ -166,7 +166,7 @@ class Settings:
     origins: Mapping[str, str]
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
-        """Every setting by its dotted name, its value as the command line takes it, and the layer that set it."""
+        """Yield every setting by its dotted name, its value as the command line takes it, and the layer that set it."""
         for name, value in _flat(self.config):
             text = (
                 value.name if isinstance(value, enum.Enum) else value if isinstance(value, str) else json.dumps(value)

@@ -35,7 +35,7 @@ FLAG_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "fal
 """The spellings of a flag."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-"""What ``OPGRAFT_LOG`` may be."""
+"""The values that ``OPGRAFT_LOG`` may have."""
 """The spellings of a flag."""
 
 
@@ -94,7 +94,7 @@ def _providers(value: str | None) -> dict[str, str] | None:
 
 
 def parse_providers(name: str, value: str) -> dict[str, str]:
-    """The mapping of op name to provider that the setting ``name`` spells, as ``op=plugin,…`` or as a JSON object.
+    """Parse the mapping of op name to provider in the setting ``name``: ``op=plugin,…`` or a JSON object.
 
     Raises:
         ConfigError: another spelling.

@@ -93,7 +93,7 @@ def close_matches(name: str, known: Iterable[str]) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """``file:line`` of the code that raised a caught ``error``, for messages about other people's code."""
+    """Give ``file:line`` of the code that raised a caught ``error``, for messages about other people's code."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next

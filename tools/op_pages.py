@@ -93,7 +93,7 @@ def page(name: str, cls: type) -> str:
 
 
 def variants_of(cls: type) -> list[type]:
-    """The public classes among the variants of an op."""
+    """Return the public classes among the variants of an op."""
     return [variant for variant in inventory.variants_of(cls) if getattr(ops, variant.__name__, None) is variant]
 
 

@@ -53,7 +53,7 @@ class Binding:
 
     @property
     def provider(self) -> Provider:
-        """Who provides the kernel: where a replacement inherits it, whoever provides the class that defines it."""
+        """The provider of the kernel: where a replacement inherits it, that of the class that defines it."""
         owner = self.kernel.winner.owner
         inherited = owner in self.replacement.target.__mro__
         return discover().provider_of(owner.__module__) if inherited else self.replacement.provider
@@ -208,7 +208,7 @@ def op_name_of(cls: type, state: HostState) -> str | None:
 
 
 def kin_of(cls: type, replacements: Sequence[Replacement]) -> list[Replacement]:
-    """The replacements of other classes that the op name of ``cls`` switches too."""
+    """Return the replacements of other classes that the op name of ``cls`` switches too."""
     state = host_state()
     name = op_name_of(cls, state)
     return [r for r in replacements if r.target and r.target is not cls and op_name_of(r.target, state) == name]

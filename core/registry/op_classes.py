@@ -149,7 +149,7 @@ def _location(thing: Any) -> str:
 
 
 def _line_of_name(file: str, first: int, name: str) -> int:
-    """The line of the ``def`` or ``class`` of ``name``, whose decorators may begin at the line ``first``."""
+    """Find the line of the ``def`` or ``class`` of ``name``, whose decorators may begin at the line ``first``."""
     statement = re.compile(rf"\s*(async\s+def|def|class)\s+{re.escape(name)}\b")
     lines = linecache.getlines(file)[first - 1 :]
     return next((first + index for index, line in enumerate(lines) if statement.match(line)), first)

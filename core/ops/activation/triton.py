@@ -204,7 +204,7 @@ def sparse_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """Whole rows: their statistics block by block, merged as by Chan et al., then the gate with the smaller cut."""
+    """Compute whole rows: statistics block by block, merged as by Chan et al., then the gate with the smaller cut."""
     row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
     mean = tl.zeros((tile_rows, 1), tl.float32)
     squares = tl.zeros((tile_rows, 1), tl.float32)
