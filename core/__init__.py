@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from opgraft.binding.derivation import NATIVE as NATIVE
     from opgraft.binding.derivation import FunctionalKernels as FunctionalKernels
     from opgraft.binding.derivation import calls_functional as calls_functional
+    from opgraft.binding.explaining import Explanation as Explanation
+    from opgraft.binding.explaining import explain as explain
     from opgraft.binding.functional import register_functional as register_functional
     from opgraft.binding.marks import inference_only as inference_only
     from opgraft.binding.marks import needs as needs
@@ -91,6 +93,7 @@ _HOME = {
     "opgraft.config": ("CompilationConfig", "CompilationMode", "OpgraftConfig", "set_config"),
     "opgraft.decision": ("Candidate", "Decision", "Provider"),
     "opgraft.errors": ("OpgraftError",),
+    "opgraft.binding.explaining": ("Explanation", "explain"),
     "opgraft.grafting": ("GraftReport", "graft", "ungraft"),
     "opgraft.logger": ("init_logger",),
     "opgraft.ops.linear.weight_cache": ("freeze", "refresh"),

@@ -25,9 +25,11 @@ from opgraft.environment import (
     PLATFORM,
     PLUGINS,
     PLUGINS_DISABLE,
+    PROVIDERS,
     STRICT,
     Environment,
     parse_flag,
+    parse_providers,
 )
 from opgraft.errors import ConfigError, close_matches
 
@@ -163,6 +165,14 @@ class Settings:
     config: OpgraftConfig
     origins: Mapping[str, str]
 
+    def rows(self) -> Iterator[tuple[str, str, str]]:
+        """Every setting by its dotted name, its value as the command line takes it, and the layer that set it."""
+        for name, value in _flat(self.config):
+            text = (
+                value.name if isinstance(value, enum.Enum) else value if isinstance(value, str) else json.dumps(value)
+            )
+            yield name, "" if value is None else text, self.origins[name]
+
     def enabled(self, op_name: str | None) -> tuple[bool, str]:
         """Whether the custom op of that registered name is enabled, and the reason in words."""
         compilation = self.config.compilation_config
@@ -215,6 +225,7 @@ def environment_config(environment: Environment) -> tuple[tuple[str, OpgraftConf
         STRICT: ("strict", environment.strict),
         CHECK_VALUES: ("check_values", environment.check_values),
         CPU_KEEP_MEMORY: ("cpu_keep_memory", environment.cpu_keep_memory),
+        PROVIDERS: ("providers", environment.providers),
         CUSTOM_OPS: ("compilation_config.custom_ops", environment.custom_ops),
     }
     layers = []
@@ -286,7 +297,7 @@ FIELDS: Mapping[str, Callable[[str], Any]] = {
     "plugins": _text_list,
     "plugins_disable": _text_list,
     **{name: _text_flag(name) for name in FLAGS},
-    "providers": json.loads,
+    "providers": functools.partial(parse_providers, "--providers"),
     "compilation_config.custom_ops": _text_list,
     "compilation_config.backend": str,
     "compilation_config.mode": str,

@@ -22,6 +22,9 @@ class Provider:
     name: str
     version: str | None = None
 
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "version": self.version}
+
     def __str__(self) -> str:
         return printable(f"{self.name} {self.version}" if self.version else self.name)
 
@@ -42,9 +45,7 @@ class Candidate:
             "name": self.name,
             "accepted": self.accepted,
             "reason": self.reason,
-            "provider": None
-            if self.provider is None
-            else {"name": self.provider.name, "version": self.provider.version},
+            "provider": self.provider.to_dict() if self.provider else None,
             "location": self.location,
             "evidence": self.evidence.to_dict() if self.evidence else None,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ CUSTOM_OPS = "OPGRAFT_CUSTOM_OPS"
 STRICT = "OPGRAFT_STRICT"
 CHECK_VALUES = "OPGRAFT_CHECK_VALUES"
 CPU_KEEP_MEMORY = "OPGRAFT_CPU_KEEP_MEMORY"
+PROVIDERS = "OPGRAFT_PROVIDERS"
+LOG = "OPGRAFT_LOG"
 
 VARIABLES: Mapping[str, str] = {
     PLATFORM: "name of the platform to use; an error if it is absent or unavailable",
@@ -24,9 +27,16 @@ VARIABLES: Mapping[str, str] = {
     STRICT: "1: a failing plugin or probe raises; 0 (default): it is recorded and reported",
     CHECK_VALUES: "1: ops check positions and the like on accelerators too, which then wait; 0 (default): on CPUs only",
     CPU_KEEP_MEMORY: "1: on the CPU platform freed memory stays with the process; 0 (default): it goes to the system",
+    PROVIDERS: "whose replacement serves an op: op=plugin pairs separated by commas, or a JSON object",
+    LOG: "what is logged on stderr: debug, info, warning (default) or error",
 }
 
-_FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+FLAG_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "off": False}
+"""The spellings of a flag."""
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+"""What ``OPGRAFT_LOG`` may be."""
+"""The spellings of a flag."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,8 @@ class Environment:
     strict: bool | None = None
     check_values: bool | None = None
     cpu_keep_memory: bool | None = None
+    providers: dict[str, str] | None = None
+    log: str | None = None
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -62,6 +74,8 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         strict=_flag(STRICT, values.get(STRICT)),
         check_values=_flag(CHECK_VALUES, values.get(CHECK_VALUES)),
         cpu_keep_memory=_flag(CPU_KEEP_MEMORY, values.get(CPU_KEEP_MEMORY)),
+        providers=_providers(values.get(PROVIDERS)),
+        log=_log_level(values.get(LOG)),
     )
 
 
@@ -75,6 +89,35 @@ def _flag(name: str, value: str | None) -> bool | None:
     return parse_flag(name, value) if value else None
 
 
+def _providers(value: str | None) -> dict[str, str] | None:
+    return parse_providers(PROVIDERS, value) if value else None
+
+
+def parse_providers(name: str, value: str) -> dict[str, str]:
+    """The mapping of op name to provider that the setting ``name`` spells, as ``op=plugin,…`` or as a JSON object.
+
+    Raises:
+        ConfigError: another spelling.
+    """
+    if value.lstrip().startswith("{"):
+        try:
+            found = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{name} {value!r} is not valid JSON: {error}") from error
+    else:
+        pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+        found = {op.strip(): provider.strip() for op, _, provider in pairs}
+    if not all(isinstance(provider, str) and op and provider for op, provider in found.items()):
+        raise ConfigError(f"{name} is {value!r}: use op=plugin pairs separated by commas, or a JSON object of them")
+    return found  # type: ignore[no-any-return]  # what a JSON object holds was checked
+
+
+def _log_level(value: str | None) -> str | None:
+    if value and value.lower() not in LOG_LEVELS:
+        raise ConfigError(f"{LOG}={value!r} is no level: use one of {', '.join(LOG_LEVELS)}")
+    return value.lower() if value else None
+
+
 def parse_flag(name: str, value: str) -> bool:
     """The truth value that the setting ``name`` spells as one of 1, true, yes, on, 0, false, no, off.
 
@@ -82,6 +125,6 @@ def parse_flag(name: str, value: str) -> bool:
         ConfigError: another spelling.
     """
     try:
-        return _FLAGS[value.strip().lower()]
+        return FLAG_WORDS[value.strip().lower()]
     except KeyError:
-        raise ConfigError(f"{name}={value!r} is not a flag: use one of {', '.join(_FLAGS)}") from None
+        raise ConfigError(f"{name}={value!r} is not a flag: use one of {', '.join(FLAG_WORDS)}") from None

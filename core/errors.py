@@ -69,6 +69,10 @@ class PlatformError(OpgraftError):
     exit_code = 3
 
 
+class PlatformConflictError(PlatformError, ConflictError):
+    """Two out-of-tree platforms can be used here, and no setting chooses between them."""
+
+
 class ChildError(OpgraftError):
     """A child process that was asked something gave no usable answer."""
 
@@ -86,3 +90,11 @@ def close_matches(name: str, known: Iterable[str]) -> str:
     if near:
         return "did you mean " + " or ".join(repr(match) for match in near) + "?"
     return f"known: {', '.join(names) or 'none'}."
+
+
+def raised_at(error: BaseException) -> str:
+    """``file:line`` of the code that raised a caught ``error``, for messages about other people's code."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}" if frame else "an unknown place"

@@ -1,4 +1,4 @@
-"""Loggers with ``warning_once`` and its like, under the names by which vLLM's plugins import them."""
+"""What opgraft logs, and to whom; and loggers with ``warning_once``, by the names that vLLM's plugins import."""
 
 from __future__ import annotations
 
@@ -52,3 +52,15 @@ def _once(plain: logging.Logger, level: int) -> Callable[..., None]:
 
 
 logger = init_logger("opgraft")
+"""The logger of opgraft, whose level ``OPGRAFT_LOG`` sets."""
+
+_stderr = logging.StreamHandler()
+_stderr.setFormatter(logging.Formatter("opgraft %(levelname)s: %(message)s"))
+
+
+def set_level(level: str | None) -> None:
+    """Log from ``level`` on, to stderr unless the program has handlers of its own; ``None``: as the program says."""
+    logger.removeHandler(_stderr)
+    logger.setLevel(level.upper() if level else logging.NOTSET)
+    if level and not logger.hasHandlers():
+        logger.addHandler(_stderr)

@@ -44,7 +44,9 @@ class DeviceCapability:
         name: the marketing or model name of the device.
         dtypes: the floating-point dtypes that kernels may be given.
         fp8_dtype: the fp8 format that the device's arithmetic uses, or ``None``.
-        features: instruction sets or a compute level, such as ``("avx2", "avx512f")`` or ``("sm_90",)``.
+        features: instruction sets or a compute level, such as ``("avx2", "avx512f")`` or ``("sm_90",)``. A platform
+            with ``cpu`` in its dispatch chain names the instruction sets of its CPU, spelled as in ``/proc/cpuinfo``:
+            kernels for CPUs, such as packed linear layers, go by them.
     """
 
     name: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -16,8 +17,10 @@ from opgraft.config import CURRENT_SCOPE, OpgraftConfig, Settings, environment_c
 from opgraft.decision import Decision, Provider
 from opgraft.environment import Environment, read_environment
 from opgraft.errors import PluginError
+from opgraft.logger import logger, set_level
 from opgraft.platform import Platform
 from opgraft.registry.declarations import Registry, Replacement
+from opgraft.text import printable
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,8 @@ class HostState:
     graft_adapters: list[tuple[Provider, Any]] = field(default_factory=list)
     environment: Environment | None = None
     caches: Caches = field(default_factory=Caches)
+    fallbacks: set[tuple[str, str]] = field(default_factory=set)
+    """Kernels that gave way to the native definition at a call, each with the reason, as they were logged."""
     generation: int = 0
     discovery: Any = None
 
@@ -93,6 +98,8 @@ class HostState:
         """The settings that hold here and now: all layers, from the platform's defaults to the active scope."""
         if self.environment is None:
             self.environment = read_environment()
+            if self.environment.log:
+                set_level(self.environment.log)
         scope = CURRENT_SCOPE.get()
         layers = [*self.adjustments, *environment_config(self.environment), *(scope.layers if scope else ())]
         if self.selection is not None:
@@ -115,6 +122,12 @@ class HostState:
         if caches.check_values is None:
             caches.check_values = self.settings().config.check_values is True
         return caches.check_values
+
+    def log_fallback(self, kernel: str, reason: str) -> None:
+        """Log at the level debug that a call ran the native definition instead of ``kernel``, once for each reason."""
+        if logger.isEnabledFor(logging.DEBUG) and (kernel, reason) not in self.fallbacks:
+            self.fallbacks.add((kernel, reason))
+            logger.debug("%s gives way to the native definition for the first time: %s", printable(kernel), reason)
 
     def invalidate(self) -> None:
         """Forget what was decided, because what the choices rest on has changed."""
@@ -180,6 +193,8 @@ def reset() -> None:
     code is dropped. Scopes of ``set_config`` that are open stay open.
     """
     global _STATE  # the one place that replaces the one object
+    if _STATE.environment is not None and _STATE.environment.log:
+        set_level(None)
     _STATE = HostState(registry=_STATE.registry, generation=_STATE.generation + 1)
     if "torch" in sys.modules:
         sys.modules["torch"].compiler.reset()

@@ -39,16 +39,19 @@ def described(error: BaseException) -> str:
     return printable(f"{kind}: {message}" if message else kind)
 
 
-def table(rows: Sequence[Sequence[object]], width: int = WIDTH) -> list[str]:
-    """Rows, the header first, as lines of aligned columns. The widest give way, and their cells go on below."""
+def table(rows: Sequence[Sequence[object]], width: int | None = WIDTH) -> list[str]:
+    """Rows, the header first, as lines of aligned columns. The widest give way, and their cells go on below.
+
+    Without a ``width`` every row is one line.
+    """
     texts = [[printable(str(cell)) for cell in row] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(*texts, strict=True)]
     gaps = 2 * (len(widths) - 1)
-    while sum(widths) + gaps > width:
+    while width is not None and sum(widths) + gaps > width and max(widths) > 1:
         widths[widths.index(max(widths))] -= 1
     lines = []
     for row in texts:
-        cells = [textwrap.wrap(cell, size) for cell, size in zip(row, widths, strict=True)]
+        cells = [textwrap.wrap(cell, max(size, 1)) for cell, size in zip(row, widths, strict=True)]
         for parts in zip_longest(*cells, fillvalue=""):
             lines.append("  ".join(part.ljust(size) for part, size in zip(parts, widths, strict=True)).rstrip())
     return lines

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any
 
 import importlib_metadata
 from opgraft.decision import Provider
+from opgraft.logger import logger
 from opgraft.state import host_state
 from opgraft.text import described, printable
 from opgraft.version import __version__
@@ -21,8 +21,6 @@ PLATFORM_GROUP = "opgraft.platforms"
 PLUGIN_GROUP = "opgraft.plugins"
 HOST_DISTRIBUTION = "opgraft"
 _BUILT_IN = "opgraft.platforms"  # where the built-in platforms lie; nobody else's modules can, as imports find ours
-
-logger = logging.getLogger("opgraft")
 
 
 @dataclass(frozen=True)

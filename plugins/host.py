@@ -9,11 +9,12 @@ from opgraft.config import OpgraftConfig, Settings
 from opgraft.decision import Candidate, Decision
 from opgraft.environment import PLATFORM, PLUGINS, PLUGINS_DISABLE
 from opgraft.errors import PlatformError, PluginError
+from opgraft.logger import logger
 from opgraft.plugins.loading import Loading
 from opgraft.plugins.selection import current_platform, selected_platform
 from opgraft.plugins.watching import watched
 from opgraft.state import HostState, PlatformSelection, PluginRecord, PluginStatus, host_state, loading
-from opgraft.text import described
+from opgraft.text import described, printable
 
 
 def load_plugins() -> None:
@@ -41,6 +42,10 @@ def load_plugins() -> None:
                 undo_all.pop_all()
             state.loaded_with = config
             state.plugins_loaded = True
+            decision = plugins_decision(state.plugins.values())
+            logger.info("%s", decision.summary())
+            for row in decision.candidates:
+                logger.info("%s", printable(f"plugin {row.name} of {row.provider}: {row.reason}"))
         finally:
             state.plugins_loading = False
             state.invalidate()
@@ -53,11 +58,12 @@ def _prepare(selection: PlatformSelection, config: OpgraftConfig) -> None:
         PlatformError: it raised.
     """
     name = selection.platform.name
+    provider = next((c.provider for c in selection.decision.candidates if c.accepted), None)
+    by = f" of {provider}" if provider else ""
     try:
-        with watched(f"platform {name!r} in its method prepare"):
+        with watched(f"platform {name!r}{by} in its method prepare", provider):
             selection.platform.prepare(config)
     except (Exception, SystemExit) as error:  # a plugin's code
-        by = next((f" of {c.provider}" for c in selection.decision.candidates if c.accepted and c.provider), "")
         raise PlatformError(
             f"platform {name!r}{by} cannot be set up: its prepare() raised {described(error)}. Choose another by "
             f"{PLATFORM}, or go without its plugin by {PLUGINS_DISABLE}."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -13,6 +12,7 @@ import pluggy
 from opgraft.adapter import Adapter
 from opgraft.config import OpgraftConfig
 from opgraft.errors import PluginError, UnknownTargetError, close_matches
+from opgraft.logger import logger
 from opgraft.platform import Platform
 from opgraft.plugins import hookspecs
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover
@@ -21,8 +21,6 @@ from opgraft.plugins.watching import watched
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
 from opgraft.state import ACTIVATING, HostState, PluginRecord, PluginStatus, Transaction
 from opgraft.text import described, printable
-
-logger = logging.getLogger("opgraft")
 
 
 class Loading:
@@ -169,7 +167,7 @@ class Loading:
         transaction = self.transactions[name]
         token = ACTIVATING.set(transaction)
         try:
-            with watched(f"plugin {name!r} of {transaction.provider} {when}"):
+            with watched(f"plugin {name!r} of {transaction.provider} {when}", transaction.provider):
                 step()
         except KeyboardInterrupt:
             raise

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from opgraft.decision import Provider
-from opgraft.errors import ChildError, PlatformError
+from opgraft.errors import ChildError, PlatformError, raised_at
 from opgraft.machine.child import ask_child
 from opgraft.machine.evidence import Evidence
 from opgraft.machine.machine import Machine
@@ -63,7 +63,7 @@ def run_probe(offer: Offer, machine: Machine) -> Evidence:
     except (Exception, SystemExit) as error:
         if isinstance(error, ProbeFailed):
             raise
-        raise ProbeFailed(f"probe {offer.value} raised {described(error)}") from error
+        raise ProbeFailed(f"probe {offer.value} raised {described(error)} at {raised_at(error)}") from error
     if not isinstance(evidence, Evidence):
         raise ProbeFailed(f"probe {offer.value} returned a {type(evidence).__name__}, expected opgraft.Evidence")
     return evidence

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from opgraft.config import OpgraftConfig, Settings
 from opgraft.decision import Candidate, Decision
 from opgraft.environment import PLATFORM
-from opgraft.errors import ConflictError, PlatformError, close_matches
+from opgraft.errors import PlatformConflictError, PlatformError, close_matches
+from opgraft.logger import logger
 from opgraft.machine.evidence import Evidence
 from opgraft.machine.machine import Machine
 from opgraft.platform import Platform, PlatformSpec, effective_chain
@@ -20,8 +20,6 @@ from opgraft.plugins.requirements import check_adjustment, objection
 from opgraft.plugins.watching import watched
 from opgraft.state import PlatformSelection, host_state, loading
 from opgraft.text import described, printable
-
-logger = logging.getLogger("opgraft")
 
 _SETTING = f"{PLATFORM}=<name> or OpgraftConfig(platform=<name>)"
 
@@ -49,7 +47,7 @@ def current_platform() -> Platform:
     Raises:
         PlatformError: the platform asked for does not exist, is unavailable or cannot be loaded, or a ``set_config``
             scope asks for another one than the process already uses.
-        ConflictError: two out-of-tree platforms are available and no setting chooses.
+        PlatformConflictError: two out-of-tree platforms are available and no setting chooses.
     """
     return selected_platform().platform
 
@@ -61,6 +59,7 @@ def selected_platform() -> PlatformSelection:
         with loading(state):
             if state.selection is None:
                 state.selection = _select(state.settings(), Machine())
+                logger.info("%s", state.selection.decision.summary())
                 state.invalidate()
     settings, selection = state.settings(), state.selection
     wanted = settings.config.platform
@@ -82,7 +81,7 @@ def decide_platform(
 
     Raises:
         PlatformError: the platform asked for does not exist or is not available, or none is available.
-        ConflictError: two out-of-tree platforms are available and no setting chooses.
+        PlatformConflictError: two out-of-tree platforms are available and no setting chooses.
     """
     config = settings.config
     offers = discover().of_group(PLATFORM_GROUP)
@@ -133,7 +132,9 @@ def _winner(asked: Sequence[_Asked], settings: Settings) -> tuple[_Asked, str]:
     out_of_tree = [a for a in available if not a.offer.built_in]
     if len(out_of_tree) > 1:
         names = " and ".join(f"{a.offer.name} ({a.offer.provider}: {a.reason})" for a in out_of_tree)
-        raise ConflictError(f"{len(out_of_tree)} out-of-tree platforms are available: {names}. Choose with {_SETTING}.")
+        raise PlatformConflictError(
+            f"{len(out_of_tree)} out-of-tree platforms are available: {names}. Choose with {_SETTING}."
+        )
     if out_of_tree:
         return out_of_tree[0], f"the one out-of-tree platform available; {out_of_tree[0].reason}"
     if not available:
@@ -189,7 +190,7 @@ def _load(offer: Offer) -> tuple[Platform, OpgraftConfig]:
     try:
         spec: PlatformSpec = offer.load()
         module, _, name = spec.platform_class.partition(":")
-        with watched(f"platform {offer.name!r} of {offer.provider} while its class was loaded"):
+        with watched(f"platform {offer.name!r} of {offer.provider} while its class was loaded", offer.provider):
             platform = getattr(importlib.import_module(module), name)()
         if not isinstance(platform, Platform):
             raise TypeError(f"it is a {type(platform).__name__}, expected an opgraft.Platform")

@@ -6,18 +6,19 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from opgraft.decision import Provider
 from opgraft.text import printable
 
 BEGINS = "%s: begins"
 ENDS = "%s: ends"
 
-logger = logging.getLogger("opgraft")
+logger = logging.getLogger("opgraft.watching")
 
 
 @contextmanager
-def watched(what: str) -> Iterator[None]:
-    """Log at level DEBUG when a plugin's code begins and ends; ``what`` names the plugin and the occasion."""
-    logger.debug(BEGINS, printable(what))
+def watched(what: str, provider: Provider | None) -> Iterator[None]:
+    """Log at level DEBUG when the code of ``provider`` begins and ends; ``what`` names it and the occasion."""
+    logger.debug(BEGINS, printable(what), extra={"provider": provider})
     try:
         yield
     finally:

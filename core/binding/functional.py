@@ -16,7 +16,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from opgraft.binding.derivation import NATIVE
-from opgraft.binding.marks import gradient_required
+from opgraft.binding.marks import NEEDS_GRADIENT, gradient_required
 from opgraft.binding.specialisation import Binding, bind
 from opgraft.compat.registration import on_gradients
 from opgraft.compat.tracing import constant_while_tracing
@@ -180,6 +180,8 @@ def _guarded(kernel: Callable[Arguments, Result], native: Callable[Arguments, Re
     @functools.wraps(kernel)
     def guarded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if gradient_required(args, kwargs):
+            if not torch.compiler.is_compiling():
+                host_state().log_fallback(f"{kernel.__module__}.{kernel.__qualname__}", NEEDS_GRADIENT)
             return native(*args, **kwargs)
         return kernel(*args, **kwargs)
 

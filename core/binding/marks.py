@@ -10,9 +10,13 @@ import torch
 from opgraft.compat.tracing import transformed
 from opgraft.errors import RegistrationError
 from opgraft.registry.op_classes import NEEDS
+from opgraft.state import host_state
 from opgraft.text import described
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+NEEDS_GRADIENT = "a gradient is required, and it has no backward"
+"""Why a call of a kernel that is marked ``inference_only`` runs the native definition."""
 
 _INFERENCE_ONLY = "__opgraft_inference_only__"
 _FALLS_BACK = "__opgraft_falls_back__"
@@ -71,6 +75,8 @@ def inference_only(kernel: Function) -> Function:
     @functools.wraps(kernel)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
         if gradient_required(args, kwargs, self):
+            if not torch.compiler.is_compiling():
+                host_state().log_fallback(f"{self.op_class.__qualname__}.{kernel.__name__}", NEEDS_GRADIENT)
             return self.forward_native(*args, **kwargs)
         return kernel(self, *args, **kwargs)
 

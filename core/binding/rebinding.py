@@ -50,14 +50,22 @@ def rebind(model: nn.Module) -> list[Rebound]:
 
 def _obstacle(op: CustomOp, new: Binding) -> str:
     """Why an op cannot take the class that it would be constructed with now, or ""."""
-    if type(op) is not op.binding.specialisation:
-        return f"{type(op).__name__} was derived from the op by other code, such as a parametrization"
-    if "forward" in vars(op):
-        return "its forward was replaced on the instance, which hides whatever its class binds"
+    hidden = hidden_by(op)
+    if hidden:
+        return hidden
     old, target = op.op_class, new.replacement.target
     if old is not new.replacement.cls:
         for side in (old, new.replacement.cls):
             constructor = own_constructor(side, target)
             if constructor:
                 return f"{side.__qualname__} defines {constructor}, which an existing op never ran: construct it anew"
+    return ""
+
+
+def hidden_by(op: CustomOp) -> str:
+    """What stands before the kernel that the op is bound to, or ""."""
+    if type(op) is not op.binding.specialisation:
+        return f"{type(op).__name__} was derived from the op by other code, such as a parametrization"
+    if "forward" in vars(op):
+        return "its forward was replaced on the instance, which hides whatever its class binds"
     return ""

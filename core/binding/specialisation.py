@@ -7,7 +7,8 @@ compiled code has seen is ever mutated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import logging
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -16,8 +17,9 @@ from opgraft.binding.kernels import OWN_FORWARD, Kernel, KernelChoice, choose_ke
 from opgraft.binding.marks import is_inference_only
 from opgraft.caches import Caches
 from opgraft.config import Settings
-from opgraft.decision import Decision
+from opgraft.decision import Decision, Provider
 from opgraft.errors import ConfigError, RegistrationError, close_matches
+from opgraft.logger import logger
 from opgraft.platform import effective_chain
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.host import check_loaded_with, load_plugins, plugins_decision
@@ -48,6 +50,13 @@ class Binding:
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickle holds the class and is bound anew where it is loaded, on another platform perhaps."""
         return bind_exact, (self.replacement.target, self.replacement.cls, self.enforced)
+
+    @property
+    def provider(self) -> Provider:
+        """Who provides the kernel: where a replacement inherits it, whoever provides the class that defines it."""
+        owner = self.kernel.winner.owner
+        inherited = owner in self.replacement.target.__mro__
+        return discover().provider_of(owner.__module__) if inherited else self.replacement.provider
 
     @property
     def decision(self) -> Decision:
@@ -170,11 +179,14 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
     if only:
         choice = ReplacementChoice(cls, own, name, ((only[0], None),), only[0])
     else:
-        choice = choose_replacement(cls, name, own, active, selection.platform, settings)
+        choice = choose_replacement(cls, name, own, active, selection.platform, settings, kin_of(cls, active))
     enabled, because = _enabled(choice, settings)
     kernel = choose_kernel(choice.cls, effective_chain(selection.platform), enabled, because, cls)
     background = (plugins_decision(state.plugins.values()), selection.decision)
-    return Binding(choice, kernel, specialise(kernel), background)
+    binding = Binding(choice, kernel, specialise(kernel), background)
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("%s", binding.decision.summary())
+    return binding
 
 
 def _enabled(choice: ReplacementChoice, settings: Settings) -> tuple[bool, str]:
@@ -192,6 +204,13 @@ def op_name_of(cls: type, state: HostState) -> str | None:
     """The registered name that switches ``cls``: its own, or that of the nearest registered base."""
     names = {record.cls: name for name, record in state.registry.ops.items()}
     return next((names[base] for base in cls.__mro__ if base in names), None)
+
+
+def kin_of(cls: type, replacements: Sequence[Replacement]) -> list[Replacement]:
+    """The replacements of other classes that the op name of ``cls`` switches too."""
+    state = host_state()
+    name = op_name_of(cls, state)
+    return [r for r in replacements if r.target and r.target is not cls and op_name_of(r.target, state) == name]
 
 
 def _check_names(settings: Settings, known: Collection[str]) -> None:

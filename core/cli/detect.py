@@ -6,24 +6,29 @@ from functools import partial
 from pathlib import Path
 
 import click
-from opgraft.cli.output import json_option, print_json, print_wrapped, with_settings
+from opgraft.cli.offers import problem_lines, problems
+from opgraft.cli.output import echo, json_option, print_json, print_wrapped, with_settings
 from opgraft.decision import Candidate, Decision
 from opgraft.machine.machine import Machine
-from opgraft.plugins.discovery import discover
 from opgraft.plugins.hardware import unclaimed_hardware
 from opgraft.plugins.selection import decide_platform
 from opgraft.state import host_state
 from opgraft.text import printable
 
+_FOLDER = click.Path(file_okay=False)  # which shells complete
+
 
 @click.command("detect")
 @click.option("--all", "show_all", is_flag=True, help="Show every candidate with its evidence.")
-@click.option("--root", metavar="DIR", help="Look at a recorded machine instead of this one.")
-@click.option("--record", metavar="DIR", help="Write down what the probes read, for a bug report.")
+@click.option("--root", metavar="DIR", type=_FOLDER, help="Look at a recorded machine instead of this one.")
+@click.option("--record", metavar="DIR", type=_FOLDER, help="Write down what the probes read, for a bug report.")
 @json_option
 @with_settings
 def command(show_all: bool, root: str | None, record: str | None, as_json: bool) -> None:
-    """Which platform this machine gets, why, and what to install for other hardware."""
+    """Show which platform this machine gets, and why.
+
+    Tells also what to install for other hardware.
+    """
     machine = Machine.recorded(Path(root)) if root else Machine()
     finish = None
     if record:
@@ -39,18 +44,21 @@ def command(show_all: bool, root: str | None, record: str | None, as_json: bool)
     finally:  # a bug report needs the recording most where there is no decision
         if finish:
             finish()
-    problems = [{"provider": str(problem.provider), "reason": problem.reason} for problem in discover().problems]
     if as_json:
-        data = {"decision": decision.to_dict(), "hardware": [other.to_dict() for other in others], "problems": problems}
-        print_json("opgraft.detect/1", data)
+        data = {
+            "decision": decision.to_dict(),
+            "hardware": [other.to_dict() for other in others],
+            "problems": problems(),
+        }
+        print_json("opgraft.detect/2", data)
         return
     print_wrapped(decision.lines() if show_all else _short(decision))
     for other in others:
         print_wrapped(other.lines())
-    for problem in problems:
-        print_wrapped(f"ignored: {problem['provider']}: {problem['reason']}")
+    for problem in problem_lines():
+        print_wrapped(f"ignored: {problem}")
     if record:
-        click.echo(printable(f"recorded to {record}"))
+        echo(printable(f"recorded to {record}"))
 
 
 def _short(decision: Decision) -> list[str]:

@@ -8,12 +8,14 @@ import sys
 
 import click
 import importlib_metadata
-from opgraft.cli.output import json_option, print_json
+from opgraft.cli.offers import KINDS, admission, shown_offers
+from opgraft.cli.output import echo, json_option, print_json
+from opgraft.config import OpgraftConfig
 from opgraft.environment import VARIABLES
-from opgraft.errors import OpgraftError
+from opgraft.errors import ConfigError, OpgraftError
 from opgraft.machine.machine import Machine
 from opgraft.machine.scrubbing import Scrubber
-from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, discover
+from opgraft.plugins.discovery import discover
 from opgraft.plugins.selection import decide_platform
 from opgraft.state import host_state
 from opgraft.text import printable
@@ -26,36 +28,57 @@ _FURTHER_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_DEVICE_BACKEN
 @click.command("env")
 @json_option
 def command(as_json: bool) -> None:
-    """Versions, hardware, plugins and settings, for a bug report.
+    """Print versions, hardware, plugins and settings for a bug report.
 
-    Only variables that concern opgraft are shown; ids of devices, the host's name and the home folder are replaced as
-    in a recording.
+    The settings are those in effect before the platform and plugins add their defaults, as none is imported. Only
+    variables that concern opgraft are shown; ids of devices, the host's name and the home folder are replaced as in a
+    recording.
     """
     report = _report()
     if as_json:
-        print_json("opgraft.env/1", {"sections": report})
+        print_json("opgraft.env/2", {"sections": report})
         return
     for title, rows in report.items():
-        click.echo(f"### {title}\n\n| | |\n|---|---|")
+        echo(f"### {title}\n\n| | |\n|---|---|")
         for name, value in rows.items():
-            click.echo(f"| {_cell(name)} | {_cell(value)} |")
-        click.echo()
+            echo(f"| {_cell(name)} | {_cell(value)} |")
+        echo()
 
 
 def _report() -> dict[str, dict[str, str]]:
     versions = {"opgraft": __version__, "Python": sys.version.split()[0], "system": host.platform()}
     versions.update({name: _version(name) for name in _PACKAGES})
-    shown = [offer for offer in discover().offers if offer.group in (PLATFORM_GROUP, PLUGIN_GROUP)]
-    offers = {f"{o.group.removeprefix('opgraft.')} {o.name}": f"{o.provider} ({o.value})" for o in shown}
-    offers.update({f"ignored {problem.provider}": problem.reason for problem in discover().problems})
     names = [name for name in (*VARIABLES, *_FURTHER_VARIABLES) if name in os.environ]
     scrubber = Scrubber()
     return {
         "Versions": versions,
         "Platform": _platform(scrubber),
-        "Entry points": {name: scrubber.value(value) for name, value in offers.items()},
+        "Plugins": {name: scrubber.value(value) for name, value in _plugins().items()},
+        "Settings": {name: scrubber.value(value) for name, value in _settings().items()},
         "Environment": {name: scrubber.value(os.environ[name]) for name in names},
     }
+
+
+def _plugins() -> dict[str, str]:
+    """Platforms and plugins with their status before any is imported; metadata that cannot be used."""
+    try:
+        config = host_state().settings().config
+    except ConfigError:  # which the settings tell
+        config = OpgraftConfig()
+    rows = {}
+    for offer in shown_offers():
+        status, reason = admission(offer, config)
+        verdict = f"{status}: {reason}" if reason else status
+        rows[f"{KINDS[offer.group]} {offer.name}"] = f"{offer.provider} ({offer.value}): {verdict}"
+    return {**rows, **{f"ignored {problem.provider}": problem.reason for problem in discover().problems}}
+
+
+def _settings() -> dict[str, str]:
+    """Every setting with its value and where that comes from."""
+    try:
+        return {name: f"{value or '(not set)'} ({origin})" for name, value, origin in host_state().settings().rows()}
+    except ConfigError as error:
+        return {"error": str(error)}
 
 
 def _cell(text: str) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,6 +17,12 @@ from opgraft.text import WIDTH, printable, table
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON of a versioned schema instead of text.")
 
+COMMAND_LINE = "the command line"
+"""The origin of settings that are given as options."""
+
+_TEXT_WIDTH = 100
+"""Columns that sentences fill at most, however wide the terminal is."""
+
 
 def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command one option per setting, such as ``--compilation_config.custom_ops``, and run it under them."""
@@ -23,42 +31,79 @@ def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
     def run(**options: Any) -> Any:
         given = {name: options.pop(_parameter(name)) for name in FIELDS}
         values = {name: parse_text(name, text) for name, text in given.items() if text is not None}
-        with set_config(config_from_fields(values), origin="the command line"):
+        with set_config(config_from_fields(values), origin=COMMAND_LINE):
             return command(**options)
 
     for name in reversed(list(FIELDS)):
-        run = click.option(f"--{name}", _parameter(name), metavar="VALUE", help=f"The setting {name}.")(run)
+        help = f"Set {name} for this command."
+        complete = functools.partial(_complete, name)
+        run = click.option(f"--{name}", _parameter(name), metavar="VALUE", help=help, shell_complete=complete)(run)
     return run
 
 
+def _complete(name: str, context: click.Context, parameter: click.Parameter, incomplete: str) -> list[Any]:
+    """What a shell offers for the value of a setting."""
+    from opgraft.cli.completion import COMPLETIONS  # which nothing else needs
+
+    complete = COMPLETIONS.get(name)
+    return complete(context, parameter, incomplete) if complete else []
+
+
+def echo(text: str = "") -> None:
+    """Write a line to stdout. Once its reader has gone, as behind ``| head``, the rest is written nowhere."""
+    try:
+        click.echo(text)
+    except BrokenPipeError:
+        discard_stdout()
+
+
+def discard_stdout() -> None:
+    """Let what is still written to stdout, at the end of the process too, vanish without an error."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def print_json(schema: str, data: dict[str, Any]) -> None:
-    """One JSON object on stdout; ``schema`` names its form and version, such as ``opgraft.detect/1``."""
-    click.echo(json.dumps({"schema": schema, **data}, indent=2))
+    """One JSON object on stdout; ``schema`` names its form and version, such as ``opgraft.detect/2``."""
+    echo(json.dumps({"schema": schema, **data}, indent=2))
+
+
+def print_error(error: Exception) -> None:
+    """An error as JSON."""
+    message = error.format_message() if isinstance(error, click.ClickException) else str(error)
+    fault = {"type": type(error).__name__, "message": message, "exit_code": getattr(error, "exit_code", 1)}
+    print_json("opgraft.error/1", {"error": fault})
 
 
 def print_wrapped(text: str | Iterable[str], indent: str = "") -> None:
-    """One line, or several, wrapped to the terminal or to 80 columns. A break inside of a line is shown escaped."""
-    width = min(_width(), 100)
+    """One line, or several, wrapped to the terminal; whole lines where stdout is none.
+
+    A break inside of a line is shown escaped.
+    """
+    columns = width()
     for line in map(printable, [text] if isinstance(text, str) else text):
+        if columns is None:
+            echo(f"{indent}{line}" if line.strip() else "")
+            continue
         hanging = indent + " " * (len(line) - len(line.lstrip()) + 2)
         lines = textwrap.wrap(
             line,
-            width,
+            min(columns, _TEXT_WIDTH),
             initial_indent=indent,
             subsequent_indent=hanging,
             break_long_words=False,
             break_on_hyphens=False,
         )
-        click.echo("\n".join(lines))
+        echo("\n".join(lines))
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Aligned columns that fit the terminal, or 80 columns where there is none."""
-    click.echo("\n".join(table([header, *rows], _width())))
+    """Aligned columns that fit the terminal; whole cells where stdout is none."""
+    echo("\n".join(table([header, *rows], width())))
 
 
-def _width() -> int:
-    return shutil.get_terminal_size((WIDTH, 24)).columns
+def width() -> int | None:
+    """The columns of the terminal that stdout is, or ``None`` where it is a pipe or a file."""
+    return shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else None
 
 
 def _parameter(field: str) -> str:

@@ -11,7 +11,7 @@ import click
 import rich.progress
 import torch
 from opgraft.checkpoint import open_checkpoint
-from opgraft.cli.output import json_option, print_json, print_table, print_wrapped, with_settings
+from opgraft.cli.output import echo, json_option, print_json, print_table, print_wrapped, width, with_settings
 from opgraft.errors import InputError
 from opgraft.grafting import GraftReport
 from opgraft.plugins.discovery import discover
@@ -93,12 +93,13 @@ def _print_as_json(
 ) -> None:
     data = {
         "model": model,
-        "platform": selected_platform().decision.to_dict(),
+        "platform": current_platform().name,
+        "decision": selected_platform().decision.to_dict(),
         "graft": report.to_dict(),
         "answers": [{"text": text, "answer": answer} for text, answer in zip(texts, output.answers, strict=True)],
         "comparison": asdict(comparison) if comparison else None,
     }
-    print_json("opgraft.run/1", data)
+    print_json("opgraft.run/2", data)
 
 
 def _print_as_text(
@@ -107,9 +108,9 @@ def _print_as_text(
     print_wrapped(f"{model}: {len(texts)} lines of text; the first answers:")
     for text, answer in list(zip(texts, output.answers, strict=True))[:_SHOWN]:
         print_wrapped([text, f"  -> {answer}"], indent="  ")
-    click.echo()
+    echo()
     print_wrapped(selected_platform().decision.summary())
-    click.echo(f"\n{report.tables()}\n")
+    echo(f"\n{report.tables(width())}\n")
     if comparison:
         _print_comparison(comparison, report)
 

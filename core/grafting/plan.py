@@ -29,10 +29,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-_PASSED_OVER = (
-    "{} torch.nn.Linear became ops of a class of their own. Code that looks for that exact class, such as "
-    "torch.ao.quantization.quantize_dynamic, passes them over: run it before graft, or after ungraft."
-)
+_PASSED_OVER = "{} torch.nn.Linear became ops: quantize_dynamic, which looks for that class, must run before graft."
 _COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

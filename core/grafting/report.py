@@ -96,16 +96,16 @@ class GraftReport:
     def __str__(self) -> str:
         return "\n".join([self.tables(), *("\n" + textwrap.fill(note, WIDTH) for note in self.notes)])
 
-    def tables(self) -> str:
-        """The report as text, without the notes."""
+    def tables(self, width: int | None = WIDTH) -> str:
+        """The report as text, without the notes, in tables that fit ``width``; ``None``: a line per row."""
         head = [f"{len(self.replaced)} modules replaced, {len(self.left_alone)} left alone"]
         served = [(str(row.count), row.op, f"{row.implementation} of {row.provider}") for row in self.counts()]
         if served:
-            head += ["", *table([("count", "op", "implementation"), *served])]
+            head += ["", *table([("count", "op", "implementation"), *served], width)]
         stayed = Counter((row.source, row.reason) for row in self.left_alone).most_common()
         if stayed:
             rows = [(str(count), source, reason) for (source, reason), count in stayed]
-            head += ["", *table([("count", "left alone", "reason"), *rows])]
+            head += ["", *table([("count", "left alone", "reason"), *rows], width)]
         return "\n".join(head)
 
 

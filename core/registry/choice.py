@@ -61,8 +61,12 @@ def choose_replacement(
     active: Sequence[Replacement],
     platform: Platform,
     settings: Settings,
+    kin: Sequence[Replacement] = (),
 ) -> ReplacementChoice:
     """Which active replacement, if any, is constructed in place of ``target``, on ``platform`` under ``settings``.
+
+    ``kin`` are the active replacements of other classes of the same op: a provider that ``providers`` asks for need
+    serve one of them only.
 
     Raises:
         ConflictError: several apply at equal priority and ``providers`` does not choose, or chooses what is not there.
@@ -81,7 +85,7 @@ def choose_replacement(
             f"{len(top)} replacements of {target.__qualname__} have priority {best} on {platform.name}: {rivals}. "
             f"{choices}"
         )
-    if wanted and not top and wanted != own.name:
+    if wanted and not top and wanted != own.name and not any(wanted in (r.provider.name, r.plugin) for r in kin):
         offered = ", ".join(_who(r) for r, _ in rows) or "none"
         raise ConflictError(
             f"providers asks for {wanted!r} for {op_name!r}, which has no replacement of {target.__qualname__} that "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import linecache
+import re
 from typing import Any
 
 from opgraft.errors import RegistrationError, close_matches
@@ -127,7 +129,7 @@ def own_classes(cls: type) -> list[type]:
 
 
 def location_of(thing: object) -> str:
-    """``file:line`` of a class or function, or its module where there is no source."""
+    """``file:line`` of a class or function, below its decorators, or its module where there is no source."""
     source: Any = thing
     return _location(source)
 
@@ -138,12 +140,19 @@ def _location(thing: Any) -> str:
         thing = thing.__func__
     code = getattr(inspect.unwrap(thing) if callable(thing) else thing, "__code__", None)
     if code is not None:
-        return f"{code.co_filename}:{code.co_firstlineno}"
+        return f"{code.co_filename}:{_line_of_name(code.co_filename, code.co_firstlineno, code.co_name)}"
     try:
-        file = inspect.getsourcefile(thing)
-        return f"{file}:{inspect.getsourcelines(thing)[1]}"
+        file = inspect.getsourcefile(thing) or ""
+        return f"{file}:{_line_of_name(file, inspect.getsourcelines(thing)[1], thing.__name__)}"
     except (OSError, TypeError):
         return str(getattr(thing, "__module__", "unknown"))
+
+
+def _line_of_name(file: str, first: int, name: str) -> int:
+    """The line of the ``def`` or ``class`` of ``name``, whose decorators may begin at the line ``first``."""
+    statement = re.compile(rf"\s*(async\s+def|def|class)\s+{re.escape(name)}\b")
+    lines = linecache.getlines(file)[first - 1 :]
+    return next((first + index for index, line in enumerate(lines) if statement.match(line)), first)
 
 
 def definer(cls: type, name: str, above: type | None = None) -> type | None:

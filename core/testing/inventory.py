@@ -12,11 +12,12 @@ from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
-from opgraft import functional as _functional  # noqa: F401  # registers every form
+from opgraft import functional
 from opgraft.binding.custom_op import PluggableLayer
-from opgraft.binding.functional import FUNCTIONALS, Functional
-from opgraft.binding.kernels import Kernel, declared_kernels
-from opgraft.binding.specialisation import op_name_of
+from opgraft.binding.functional import FUNCTIONALS, Functional, binding_of
+from opgraft.binding.kernels import declared_kernels
+from opgraft.binding.specialisation import bind, kin_of, op_name_of
+from opgraft.decision import Provider
 from opgraft.errors import ConflictError
 from opgraft.platform import Platform, PlatformSpec, effective_chain
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover, normalized
@@ -24,6 +25,7 @@ from opgraft.plugins.requirements import objection
 from opgraft.plugins.selection import current_platform
 from opgraft.registry.choice import choose_replacement
 from opgraft.registry.declarations import Replacement
+from opgraft.registry.op_classes import location_of
 from opgraft.state import PluginStatus, host_state
 from opgraft.testing import evidence
 from opgraft.text import described
@@ -121,7 +123,9 @@ def _key(cls: type, platform: Platform, chain: tuple[str, ...], replacements: Se
     state = host_state()
     own = discover().provider_of(cls.__module__)
     try:
-        choice = choose_replacement(cls, op_name_of(cls, state), own, replacements, platform, state.settings())
+        choice = choose_replacement(
+            cls, op_name_of(cls, state), own, replacements, platform, state.settings(), kin_of(cls, replacements)
+        )
     except ConflictError:
         return CONFLICT
     kernels = declared_kernels(choice.cls, chain)
@@ -136,29 +140,114 @@ def functionals_of(cls: type) -> list[Functional[..., Any]]:
     return [form for form, target in targets if target and op_name_of(target, state) == name]
 
 
+@dataclass(frozen=True)
+class KernelHere:
+    """What constructing an op class yields here and now.
+
+    Attributes:
+        op_class: the class of the instance, a replacement perhaps.
+        kernel: the class that defines the kernel and its method, such as ``RMSNorm.forward_native``.
+        key: the dispatch key of the kernel.
+        provider: who provides the kernel.
+        enabled: whether ``custom_ops`` enables the op.
+        error: why no choice can be made; the others are ``None`` then.
+    """
+
+    op_class: str | None = None
+    kernel: str | None = None
+    key: str | None = None
+    provider: Provider | None = None
+    enabled: bool | None = None
+    error: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data, with the names that all JSON of opgraft has for it."""
+        return {
+            "class": self.op_class,
+            "kernel": self.kernel,
+            "key": self.key,
+            "provider": self.provider.to_dict() if self.provider else None,
+            "enabled": self.enabled,
+            "error": self.error,
+        }
+
+
+def kernel_here(cls: type) -> KernelHere:
+    """The kernel that constructing ``cls`` binds here and now, or the conflict that prevents it."""
+    try:
+        binding = bind(cls)
+    except ConflictError as error:
+        return KernelHere(error=str(error))
+    kernel = binding.kernel.winner
+    name = binding.replacement.cls.__qualname__
+    return KernelHere(name, str(kernel), kernel.key, binding.provider, binding.kernel.enabled)
+
+
+def variants_of(cls: type) -> list[type]:
+    """The classes that derive from a registered op in its package, and that its name switches too."""
+    state = host_state()
+    name = op_name_of(cls, state)
+    return [target for target in state.registry.targets() if target is not cls and op_name_of(target, state) == name]
+
+
 def find_op(name: str) -> type | None:
-    """The op class that ``name`` stands for: an op, a class, or the functional form of one.
+    """The op class that ``name`` stands for, as any table or report of opgraft may show it.
+
+    That is an op, a class, the method of a class, a functional form with or without its module, or a replacement,
+    which stands for the class that it replaces.
 
     Raises:
         ConflictError: several op classes have that bare class name.
     """
     registry = host_state().registry
-    target = registry.find_target(name)
-    return registry.find_target(FUNCTIONALS[name].op) if target is None and name in FUNCTIONALS else target
+    owner, _, method = name.rpartition(".")
+    bare = owner if method == "forward" or method.startswith("forward_") else name
+    form = FUNCTIONALS.get(name.removeprefix("opgraft.functional.").removeprefix("torch.ops.opgraft."))
+    target = registry.find_target(bare)
+    if target is None:
+        shown = ((r.cls.__qualname__, r.cls.__module__, r.target) for r in registry.replacements)
+        module, _, qualname = bare.rpartition(":")
+        target = next((t for cls, home, t in shown if cls == qualname and module in ("", home)), None)
+    return registry.find_target(form.op) if target is None and form else target
 
 
 def known_names() -> set[str]:
-    """Every name by which ``find_op`` finds something."""
-    return host_state().registry.target_names() | set(FUNCTIONALS)
+    """Every bare name by which ``find_op`` finds something."""
+    registry = host_state().registry
+    return registry.target_names() | set(FUNCTIONALS) | {r.cls.__qualname__ for r in registry.replacements if r.target}
 
 
-def functions_of(cls: type, kernel: Kernel) -> dict[str, str]:
-    """By form of the op, the dotted path of the function that an eager call of it runs where ``kernel`` is bound."""
-    return {form.name: _place(kernel.functional(form.name) or form.native) for form in functionals_of(cls)}
+@dataclass(frozen=True)
+class FormHere:
+    """What a functional form of an op runs here and now.
+
+    Attributes:
+        name: of the form.
+        call: the dotted path by which it is called.
+        function: the dotted path of the function that an eager call runs where no gradient is required.
+        location: where that function is defined, ``file:line``.
+    """
+
+    name: str
+    call: str
+    function: str
+    location: str
 
 
-def _place(function: Any) -> str:
-    return f"{function.__module__}.{function.__qualname__}"
+def forms_here(cls: type) -> list[FormHere]:
+    """What each functional form of an op and of its variants runs here; none for those that have a conflict."""
+    found = []
+    for form in functionals_of(cls):
+        try:
+            kernel = binding_of(form).kernel.winner
+        except ConflictError:  # which the class of that form tells
+            continue
+        public = getattr(functional, form.name, None) is form
+        call = f"opgraft.functional.{form.name}" if public else f"torch.ops.opgraft.{form.name}"
+        function: Any = kernel.functional(form.name) or form.native
+        path = f"{function.__module__}.{function.__qualname__}"
+        found.append(FormHere(form.name, call, path, location_of(function)))
+    return found
 
 
 def evidence_of(forms: Sequence[Functional[..., Any]]) -> dict[str, dict[str, Any]]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 
-logger = logging.getLogger("opgraft")
+from opgraft.logger import logger
 
 _TOP_PAD = 64 << 20
 

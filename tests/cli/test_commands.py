@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 
+import click
 import opgraft
 import pytest
 from opgraft.cli import cli as root
@@ -23,13 +25,13 @@ def opgraft_register_ops():
 """
 
 JSON_COMMANDS = {
-    ("detect",): "opgraft.detect/1",
-    ("plugins", "list"): "opgraft.plugins.list/1",
-    ("plugins", "show", "acme"): "opgraft.plugins.show/1",
-    ("plugins", "doctor"): "opgraft.plugins.doctor/1",
-    ("ops", "list"): "opgraft.ops.list/1",
-    ("ops", "explain", "rms_norm"): "opgraft.ops.explain/1",
-    ("env",): "opgraft.env/1",
+    ("detect",): "opgraft.detect/2",
+    ("plugins", "list"): "opgraft.plugins.list/2",
+    ("plugins", "show", "acme"): "opgraft.plugins.show/2",
+    ("plugins", "doctor"): "opgraft.plugins.doctor/2",
+    ("ops", "list"): "opgraft.ops.list/2",
+    ("ops", "explain", "rms_norm"): "opgraft.ops.explain/2",
+    ("env",): "opgraft.env/2",
 }
 
 
@@ -44,7 +46,10 @@ def test_json_is_one_object_of_a_versioned_schema_on_stdout(cli, site, command: 
 
 def test_version_and_help() -> None:
     """opgraft --version prints the version; help lists every command with a summary."""
-    for arguments, expected in ((["--version"], opgraft.__version__), (["-h"], "Which platform this machine gets")):
+    for arguments, expected in (
+        (["--version"], opgraft.__version__),
+        (["-h"], "Show which platform"),
+    ):
         command = [sys.executable, "-m", "opgraft", *arguments]
         assert expected in subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
@@ -62,16 +67,16 @@ def test_detection_imports_no_torch_and_no_plugin(site, command: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
-def test_detect_explains_the_decision_in_80_columns(cli, site) -> None:
+def test_detect_explains_the_decision_in_80_columns(terminal, site) -> None:
     """Every candidate with reason and evidence, and the setting; no colour, no line over 80."""
     site.platform("acme", probe="return Evidence(False, 'no device')")
-    result = cli("detect", "--all")
-    assert result.returncode == 0
-    assert result.stdout.startswith("platform: cpu (")
+    lines = terminal("detect", "--all", columns=80)
+    text = "\n".join(lines)
+    assert text.startswith("platform: cpu (")
     for word in ("- acme [acme-dist 1.0]", "no device", "/proc/cpuinfo", "OPGRAFT_PLATFORM"):
-        assert word in result.stdout
-    assert max(len(line) for line in result.stdout.splitlines()) <= 80
-    assert "\033" not in result.stdout
+        assert word in text
+    assert max(map(len, lines)) <= 80
+    assert "\033" not in text
 
 
 @pytest.mark.parametrize(
@@ -90,7 +95,7 @@ def test_detect_explains_the_decision_in_80_columns(cli, site) -> None:
         (["plugins", "doctor"], {"OPGRAFT_PLUGINS_DISABLE": "cpuu"}, 1, "the deny list names 'cpuu'"),
         (["detect", "--strict", "maybe"], {}, 2, "--strict='maybe' is not a flag"),
         (["detect", "--compilation_config.mode", "²"], {}, 2, "mode is '²'"),
-        (["detect", "--providers", "[" * 100_000], {}, 2, "not valid JSON"),
+        (["detect", "--providers", '{"a":' * 20_000], {}, 2, "not valid JSON"),
         (["unknown"], {}, 2, "No such command"),
         (["run", "nowhere"], {}, 2, "'nowhere' is no folder"),
     ],
@@ -110,7 +115,7 @@ def test_ops_explain_shows_candidates_winner_places_and_setting(cli, site) -> No
     words = (
         "AcmeRMSNorm.forward_oot",
         "acme.py:6",
-        "layernorm.py:",
+        "layernorm/modules.py:",
         "[acme 1.0]",
         "OPGRAFT_CUSTOM_OPS",
         "platform: cpu",
@@ -126,12 +131,12 @@ def test_ops_list_shows_every_op_with_its_kernel(cli, site) -> None:
     site.plugin("acme", PLUGIN)
     rows = {row["op"]: row for row in json.loads(cli("ops", "list", "--json").stdout)["ops"]}
     assert rows["rms_norm"]["kernel"] == "AcmeRMSNorm.forward_oot"
-    assert rows["rms_norm"]["provider"] == "acme 1.0"
+    assert rows["rms_norm"]["provider"] == {"name": "acme", "version": "1.0"}
     assert rows["layer_norm"]["kernel"] == "LayerNorm.forward_native"
+    lines = {line.split()[0]: line for line in cli("ops", "list").stdout.splitlines()}
+    assert lines["rms_norm"].split() == ["rms_norm", "AcmeRMSNorm", "oot", "acme"]
     text = cli("ops", "list", "--compilation_config.custom_ops", "-rms_norm").stdout
-    assert "AcmeRMSNorm.forward_oot of acme" not in text
-    assert "RMSNorm.forward_native of acme 1.0, disabled" in text
-    assert max(len(line) for line in text.splitlines()) <= 80
+    assert ["rms_norm", "AcmeRMSNorm", "native,", "disabled", "opgraft"] in [line.split() for line in text.splitlines()]
 
 
 def test_ops_list_shows_kernels_per_platform_and_evidence(cli, site) -> None:
@@ -142,7 +147,7 @@ def test_ops_list_shows_kernels_per_platform_and_evidence(cli, site) -> None:
     assert set(row["kernels"]) == {"cpu", "cuda", "rocm", "tpu", "xpu"}
     assert "fused_add_rms_norm_" in row["forms"]
     assert row["evidence"]["rms_norm"]["outside"] == ["torch.nn.functional.rms_norm"]
-    text = " ".join(cli("ops", "list").stdout.split())
+    text = " ".join(cli("ops", "list", "--details").stdout.split())
     assert "oot on every platform" in text
     assert "cpu=cpu cuda=" in text
     proved = "native definition proved: 3 forms, 6 checks, 4 dtypes, 1 against torch.nn.functional.rms_norm"
@@ -153,7 +158,8 @@ def test_ops_explain_tells_what_a_functional_form_runs_and_what_is_not_installed
     """The name of a form will do; each form of the op is listed with its function, missing packages with a remedy."""
     answer = json.loads(cli("ops", "explain", "fused_add_rms_norm", "--json").stdout)
     assert answer["decision"]["subject"] == "op rms_norm"
-    assert answer["forms"]["rms_norm"] == "opgraft.ops.layernorm.functional.rms_norm"
+    functions = {form["name"]: form["function"] for form in answer["forms"]}
+    assert functions["rms_norm"] == "opgraft.ops.layernorm.functional.rms_norm"
     assert answer["not_installed"] == ["opgraft-cpu-kernels"]
     text = " ".join(cli("ops", "explain", "rms_norm").stdout.split())
     assert "opgraft.functional.rms_norm runs opgraft.ops.layernorm.functional.rms_norm" in text
@@ -246,11 +252,19 @@ def test_doctor_speaks_even_where_torch_cannot_be_imported(cli, site) -> None:
 
 
 def test_env_is_markdown_without_secrets(cli, site, monkeypatch) -> None:
-    """Versions, platform, entry points and opgraft's own variables; nothing else of the environment."""
+    """Versions, platform, plugins with status, settings with origin, own variables; nothing else of the environment."""
     site.plugin("acme", PLUGIN)
-    text = cli("env", SECRET_TOKEN="hunter2", OPGRAFT_CUSTOM_OPS="all").stdout  # noqa: S106  # it must not appear
+    site.plugin("brix", "raise RuntimeError", requires=["opgraft>=99"])
+    variables = {"SECRET_TOKEN": "hunter2", "OPGRAFT_CUSTOM_OPS": "all", "OPGRAFT_PROVIDERS": "silu=acme"}
+    text = cli("env", **variables).stdout
     assert "| torch | " in text
-    assert "| plugins acme | acme 1.0 (acme) |" in text
+    assert f"| Python | {sys.version.split()[0]} |" in text
+    assert "| system | " in text
+    assert "| plugin acme | acme 1.0 (acme): selected |" in text
+    assert "| plugin brix | brix 1.0 (brix): rejected: it requires 'opgraft>=99'" in text
+    assert '| compilation_config.custom_ops | ["all"] (OPGRAFT_CUSTOM_OPS) |' in text
+    assert '| providers | {"silu": "acme"} (OPGRAFT_PROVIDERS) |' in text
+    assert "| strict | false (default) |" in text
     assert "| OPGRAFT_CUSTOM_OPS | all |" in text
     assert "hunter2" not in text
 
@@ -258,14 +272,23 @@ def test_env_is_markdown_without_secrets(cli, site, monkeypatch) -> None:
 def test_every_command_has_json_and_a_help_text() -> None:
     """The contract of all commands: --json, and a sentence on what they do."""
 
-    def walk(command, path: str):
-        if hasattr(command, "commands"):
-            for name, sub in command.commands.items():
-                yield from walk(sub, f"{path} {name}")
+    def walk(command: click.Command, path: str) -> Iterator[tuple[str, click.Command]]:
+        if isinstance(command, click.Group):
+            context = click.Context(command)
+            for name in command.list_commands(context):
+                yield from walk(command.get_command(context, name), f"{path} {name}")
         else:
             yield path, command
 
-    for name in root.list_commands(None):
-        for path, command in walk(root.get_command(None, name), name):
-            assert command.help, path
-            assert any(parameter.name == "as_json" for parameter in command.params), path
+    commands = dict(walk(root, "opgraft"))
+    assert len(commands) > 7
+    for path, command in commands.items():
+        assert command.help, path
+        assert any(parameter.name == "as_json" for parameter in command.params), path
+
+
+def test_env_tells_of_settings_that_cannot_be_used(cli) -> None:
+    """A variable with a bad value does not keep the report from being written; the error is in it."""
+    result = cli("env", OPGRAFT_STRICT="perhaps")
+    assert result.returncode == 0
+    assert "| error | OPGRAFT_STRICT='perhaps' is not a flag" in result.stdout

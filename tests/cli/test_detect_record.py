@@ -125,8 +125,10 @@ def test_a_recording_is_small(tmp_path: Path) -> None:
     assert (recording / "proc/cpuinfo").is_file()
 
 
-@pytest.mark.parametrize("target", ["full", "file"])
-def test_a_target_that_is_in_use_is_refused(target: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("target", "message"), [("full", "is not empty: give a new folder"), ("file", "file' is a file")]
+)
+def test_a_target_that_is_in_use_is_refused(target: str, message: str, tmp_path: Path) -> None:
     """A folder with anything in it, or a file, is left as it is."""
     root = build("cpu-avx2", tmp_path / "machine")
     (tmp_path / "full").mkdir()
@@ -134,7 +136,7 @@ def test_a_target_that_is_in_use_is_refused(target: str, tmp_path: Path) -> None
     (tmp_path / "file").write_text("mine")
     result = detect("--root", str(root), "--record", str(tmp_path / target))
     assert result.exit_code == 2
-    assert "is not empty: give a new folder" in result.output
+    assert message in result.output
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine"]
     assert (tmp_path / "file").read_text() == "mine"
 

@@ -111,6 +111,7 @@ COMMANDS = [
     ("plugins", "list"),
     ("plugins", "show", "broken"),
     ("plugins", "doctor"),
+    ("ops", "list", "--details"),
     ("ops", "explain", "rms_norm"),
     ("env",),
 ]
@@ -119,7 +120,7 @@ COMMANDS = [
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_what_plugins_say(hostile_sites: list[Path], tmp_path: Path, command: tuple[str, ...]) -> None:
     """Names, versions, paths, classes, reasons and errors of plugins are shown, and do nothing."""
-    result = run(hostile_sites, tmp_path, *command, OMP_NUM_THREADS=HOSTILE)
+    result = run(hostile_sites, tmp_path, *command, OMP_NUM_THREADS=HOSTILE, OPGRAFT_LOG="debug")
     assert "\\x1b" in assert_harmless(result)
     assert run(hostile_sites, tmp_path, *command, PYTHONIOENCODING="ascii").returncode == result.returncode
 

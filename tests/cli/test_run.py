@@ -71,7 +71,7 @@ def test_a_causal_model_generates_the_same_text_grafted(cli, causal_folder, tmp_
     """Greedy generation and logits agree with the ungrafted model; norms, linears and attention are ours."""
     (tmp_path / "prompts.txt").write_text("the cat sleeps\n\na dog runs in the sun\n")
     report = run_json(cli, str(causal_folder), "--input", str(tmp_path / "prompts.txt"), "--compare")
-    assert report["schema"] == "opgraft.run/1"
+    assert report["schema"] == "opgraft.run/2"
     assert len(report["answers"]) == 2
     assert report["comparison"]["same_answers"] is True
     assert report["comparison"]["largest_difference"] < 1e-5
@@ -86,7 +86,7 @@ def test_the_plugin_swaps_ops_in_the_real_encoder(cli, toy_npu_site, dtype: str)
     device = Path(__file__).parents[2] / "reference_plugins/opgraft-toy-npu/device.json"
     variables = {"PYTHONPATH": str(toy_npu_site), "TOY_NPU_DEVICE": str(device)}
     report = run_json(cli, "minilm", "--compare", "--dtype", dtype, **variables)
-    assert report["platform"]["chosen"] == "toy_npu"
+    assert report["platform"] == report["decision"]["chosen"] == "toy_npu"
     kernels = {row["implementation"] for row in report["graft"]["counts"]}
     assert {"ToyLayerNorm.forward_oot", "ToyGELU.forward_oot"} <= kernels
     assert report["comparison"]["same_answers"] is True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from opgraft.registry.op_classes import reference_method
 
 REPOSITORY = Path(__file__).parents[2]
 REFERENCE = REPOSITORY / "docs/reference"
+SCHEMAS = REFERENCE / "schemas"
 
 
 def text_of(page: str) -> str:
@@ -81,7 +83,7 @@ def test_every_command_is_described_with_its_options_and_schema(path: str) -> No
         if isinstance(parameter, click.Option) and options:
             (option,) = options
             assert f"| `{option}" in section, option
-    schema = path.replace(" ", ".") + "/1"
+    schema = path.replace(" ", ".") + "/2"
     assert f"`{schema}`" in section
 
 
@@ -97,6 +99,10 @@ def test_schemas_are_those_that_commands_print() -> None:
     """The names of JSON schemas on the page are those in the source of the commands."""
     source = "".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "core/cli").glob("*.py"))
     printed = set(re.findall(r'print_json\("([^"]+)"', source))
+    published = {
+        json.loads(path.read_text())["properties"]["schema"]["const"] for path in SCHEMAS.glob("opgraft.*.json")
+    }
+    assert published == printed
     assert set(re.findall(r"`(opgraft\.[a-z.]+/\d+)`", text_of("cli"))) == printed
 
 
@@ -109,7 +115,9 @@ def test_every_setting_is_an_option_and_a_row() -> None:
 def test_every_variable_is_a_row() -> None:
     """The variables of the table are those that are read, and each names a setting."""
     assert sorted(names("settings", "variable")) == sorted(VARIABLES)
-    assert {code(row[1]) for row in rows_of("settings", "variable")} <= set(FIELDS)
+    settings = [code(row[1]) for row in rows_of("settings", "variable") if row[1].startswith("`")]
+    assert set(settings) <= set(FIELDS)
+    assert len(settings) == len(VARIABLES) - 1  # the one that is no setting
 
 
 def test_every_hook_is_a_row_with_its_arguments() -> None:

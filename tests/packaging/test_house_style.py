@@ -29,6 +29,7 @@ LAYERS = [
     "opgraft.config",
     "opgraft.machine",
     "opgraft.decision",  # quotes the evidence of opgraft.machine
+    "opgraft.finding",
     "opgraft.compat",
     # The contract with devices, and the devices, which nothing above imports: entry points lead to them.
     "opgraft.platform",

@@ -135,7 +135,7 @@ def test_an_impostor_is_not_built_in(site, cli, tmp_path: Path, name: str, point
     data = json.loads(result.stdout)
     assert sorted(c["name"] for c in data["decision"]["candidates"]) == ["cpu", "cuda", "rocm", "tpu", "xpu"]
     (problem,) = data["problems"]
-    assert str(site.folder) in problem["provider"]
+    assert str(site.folder) in problem["provider"]["name"]
     assert "calls itself opgraft" in problem["reason"]
     assert cli("plugins", "doctor").returncode == 1
     assert not trace.exists()

@@ -9,7 +9,7 @@ from pathlib import Path
 import opgraft
 import pytest
 from opgraft import OpgraftConfig, current_platform, set_config
-from opgraft.errors import ConflictError, PlatformError
+from opgraft.errors import PlatformConflictError, PlatformError
 from opgraft.machine.machine import Machine
 from opgraft.platforms.cpu.probe import probe
 from opgraft.plugins.discovery import PLATFORM_GROUP, discover
@@ -49,9 +49,9 @@ def test_two_available_out_of_tree_platforms_are_an_error(site) -> None:
     """The error names both and the setting; with the setting the named one is used."""
     site.platform("acme", probe=AVAILABLE)
     site.platform("brix", probe=AVAILABLE)
-    with pytest.raises(ConflictError, match=r"acme .*acme-dist.* and brix .*OPGRAFT_PLATFORM") as caught:
+    with pytest.raises(PlatformConflictError, match=r"acme .*acme-dist.* and brix .*OPGRAFT_PLATFORM") as caught:
         current_platform()
-    assert caught.value.exit_code == 1
+    assert caught.value.exit_code == 3
     with set_config(OpgraftConfig(platform="brix")):
         assert current_platform().name == "brix"
         assert rows()["acme"][1] == "not probed: platform 'brix' was asked for"

@@ -129,8 +129,13 @@ def linear(
 def missing() -> str | None:
     """Why oneDNN computes nothing on this machine, or ``None``."""
     absent = onednn.missing()
-    if absent is None and not _rows(PACKED, current_platform()):
-        absent = f"it was measured on CPUs with {', '.join(PACKED)} only, and this one has none of them"
+    platform = current_platform()
+    if absent is None and not _rows(PACKED, platform):
+        stated = ", ".join(platform.capability().features) or "none"
+        absent = (
+            f"it was measured with the instruction sets {', '.join(PACKED)} only, and Platform.capability().features "
+            f"of {platform.name}, which is what is asked for them, states {stated}"
+        )
     return f"packed linear unavailable: {absent}" if absent else None
 
 

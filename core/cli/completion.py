@@ -1,0 +1,55 @@
+"""What a shell may complete of names that only this installation knows. Nothing here raises or prints."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import click
+from opgraft.environment import FLAG_WORDS
+from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, discover
+
+Completion = Callable[[click.Context, click.Parameter, str], list[str]]
+
+
+def _quietly(names: Callable[[], Iterable[str]]) -> Completion:
+    """A completion from names; none where they cannot be told, as a shell has no place for an error."""
+
+    def complete(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[Any]:
+        logging.disable()
+        try:
+            return sorted({name for name in names() if name.startswith(incomplete)})
+        except Exception:  # whatever metadata or a broken installation makes of it
+            return []
+        finally:
+            logging.disable(logging.NOTSET)
+
+    return complete
+
+
+def _of_group(*groups: str) -> list[str]:
+    return [offer.name for offer in discover().offers if offer.group in groups]
+
+
+def _ops() -> list[str]:
+    from opgraft.testing import inventory  # imports torch, which no other completion needs
+
+    return list(inventory.known_names())
+
+
+platform_names = _quietly(lambda: _of_group(PLATFORM_GROUP))
+plugin_names = _quietly(lambda: _of_group(PLUGIN_GROUP))
+offer_names = _quietly(lambda: _of_group(PLATFORM_GROUP, PLUGIN_GROUP))
+op_names = _quietly(_ops)
+flag_words = _quietly(lambda: FLAG_WORDS)
+
+COMPLETIONS = {
+    "platform": platform_names,
+    "plugins": plugin_names,
+    "plugins_disable": plugin_names,
+    "strict": flag_words,
+    "check_values": flag_words,
+    "cpu_keep_memory": flag_words,
+}
+"""By setting, what completes its value."""

@@ -1,0 +1,58 @@
+"""Groups of commands that live in modules of their own, each imported when it is called."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+from opgraft.errors import close_matches
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+
+class LazyGroup(click.Group):
+    """A group that imports a command when it is called; help and completion list commands without importing any.
+
+    Attributes:
+        table: by name of the command, the module whose ``command`` it is, and its summary.
+    """
+
+    def __init__(self, *args: Any, table: Mapping[str, tuple[str, str]], **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.table = table
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.table)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.table:
+            return None
+        gc.disable()  # what an import makes stays to the end; looking for garbage in it would be 5 % of a short command
+        try:
+            command: click.Command = importlib.import_module(self.table[cmd_name][0]).command
+        finally:
+            gc.enable()
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in self.table and not name.startswith("-") and not ctx.resilient_parsing:
+            ctx.fail(f"No such command {name!r}: {close_matches(name, self.table)}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (_, summary) in self.table.items()])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        from click.shell_completion import CompletionItem  # click itself imports it for completion only
+
+        commands = [(name, summary) for name, (_, summary) in self.table.items() if name.startswith(incomplete)]
+        options = click.Command.shell_complete(self, ctx, incomplete)
+        return [*(CompletionItem(name, help=summary) for name, summary in commands), *options]

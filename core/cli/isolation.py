@@ -1,0 +1,100 @@
+"""Running part of a command in a child process, where a plugin that ends its process takes nothing else down."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from opgraft.cli.output import COMMAND_LINE
+from opgraft.config import config_from_fields, parse_text, set_config
+from opgraft.decision import Provider
+from opgraft.environment import PLUGINS_DISABLE
+from opgraft.errors import ChildError
+from opgraft.finding import Finding
+from opgraft.machine.child import Ended, run_child
+from opgraft.plugins.watching import BEGINS, logger
+from opgraft.state import host_state
+
+TIME_LIMIT = 600.0  # seconds: a plugin may compile its kernels when it is first imported
+
+_CHILD = "from opgraft.cli.isolation import answer; answer(reply_to, **data)"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a function returned in a child process, or the finding that tells whose code ended or held up the child."""
+
+    result: Any = None
+    crash: Finding | None = None
+
+
+def isolated(module: str, function: str, *arguments: str, time_limit: float = TIME_LIMIT) -> Outcome:
+    """Call a function that returns plain data in a child process, with this process's environment and settings."""
+    given = {name: text for name, text, origin in host_state().settings().rows() if origin == COMMAND_LINE}
+    data = {"module": module, "function": function, "arguments": arguments, "given": given}
+    try:
+        ended = run_child(_CHILD, (), data, time_limit, os.environ)
+    except ChildError as error:
+        return Outcome(crash=Finding(f"the plugins cannot be tried in a process of their own: {error}", exit_code=4))
+    last = _last_line(ended.reply)
+    return Outcome(last["result"]) if "result" in last else Outcome(crash=_crash(last, ended, time_limit))
+
+
+def _last_line(reply: str) -> Mapping[str, Any]:
+    try:
+        return dict(json.loads(reply.splitlines()[-1]))
+    except (IndexError, ValueError, TypeError, RecursionError):  # nothing was written, or plugins wrote to it too
+        return {}
+
+
+def _crash(running: Mapping[str, Any], ended: Ended, time_limit: float) -> Finding:
+    provider = Provider(**running["provider"]) if running.get("provider") else None
+    if ended.status is None:
+        end = f"did not come back within {time_limit:g} s"
+    elif ended.status < 0:
+        end = f"crashed the process with signal {signal.Signals(-ended.status).name}"
+    else:
+        end = f"ended the process with status {ended.status}"
+    said = ended.output.strip().splitlines()[-1:]
+    words = ": ".join([f"{running.get('what', 'loading the plugins')} {end}", *said])
+    advice = f"{PLUGINS_DISABLE}={provider.name if provider else '<name>'} goes without a plugin."
+    return Finding(f"{words}. {advice}", provider, exit_code=4)
+
+
+def answer(reply_to: int, module: str, function: str, arguments: Sequence[str], given: Mapping[str, str]) -> None:
+    """The child's side: call the function, and write whose code runs, then what it returned, a line of JSON each."""
+    logger.addHandler(_Reporter(reply_to))
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    values = {name: parse_text(name, text) for name, text in given.items()}
+    with set_config(config_from_fields(values), origin=COMMAND_LINE):
+        result = getattr(importlib.import_module(module), function)(*arguments)
+    _write(reply_to, {"result": result})
+
+
+def _write(reply_to: int, data: Mapping[str, Any]) -> None:
+    with open(reply_to, "w", encoding="utf-8", closefd=False) as pipe:
+        pipe.write(f"{json.dumps(data)}\n")
+
+
+class _Reporter(logging.Handler):
+    """Writes whose code runs whenever that changes."""
+
+    def __init__(self, reply_to: int) -> None:
+        super().__init__(logging.DEBUG)
+        self.reply_to = reply_to
+        self.running: list[dict[str, Any]] = [{}]
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.msg == BEGINS:
+            provider = getattr(record, "provider", None)
+            self.running.append({"what": record.args[0], "provider": provider and provider.to_dict()})  # type: ignore[index]
+        else:
+            self.running.pop()
+        _write(self.reply_to, self.running[-1])

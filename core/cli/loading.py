@@ -1,0 +1,28 @@
+"""Loading everything for a command that tells what became of it."""
+
+from __future__ import annotations
+
+import importlib
+
+from opgraft.errors import OpgraftError, PluginError
+from opgraft.text import described
+
+
+def load_all() -> OpgraftError | None:
+    """Load the plugins with the whole catalogue known; returns what went wrong instead of raising it."""
+    from opgraft.plugins.host import load_plugins  # so that commands can be described without pluggy
+
+    try:
+        importlib.import_module("opgraft.ops")
+    except Exception as error:  # torch reads the metadata of every distribution when it is imported
+        return PluginError(
+            f"torch cannot be imported here: {described(error)}. If a device backend or malformed metadata is the "
+            "cause, TORCH_DEVICE_BACKEND_AUTOLOAD=0 goes without backends that load themselves."
+        )
+    try:
+        load_plugins()
+    except OpgraftError as error:
+        return error
+    except (Exception, SystemExit) as error:  # of a platform that prepares the process
+        return PluginError(f"loading the plugins ended with {described(error)}")
+    return None

@@ -1,0 +1,86 @@
+"""``opgraft ops list``: every op and variant with the kernel that it gets here."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+from opgraft.cli.output import echo, json_option, print_json, print_table, print_wrapped, with_settings
+from opgraft.ops import CustomOp
+from opgraft.plugins.host import load_plugins
+from opgraft.plugins.selection import current_platform
+from opgraft.testing import inventory
+from opgraft.testing.inventory import DeclaredPlatform, KernelHere
+
+
+@click.command("list")
+@click.option("--details", is_flag=True, help="Add the kernels per platform, and what was proved of each op.")
+@json_option
+@with_settings
+def command(details: bool, as_json: bool) -> None:
+    """List every registered op with the kernel that it gets here.
+
+    Classes that derive from an op and share its name stand below it. Exit code 1: an op has a conflict.
+    """
+    load_plugins()
+    ops = {name: CustomOp.op_registry[name] for name in sorted(CustomOp.op_registry)}
+    here = {cls: inventory.kernel_here(cls) for op in ops.values() for cls in (op, *inventory.variants_of(op))}
+    if as_json:
+        _print_as_json(ops, here)
+    else:
+        print_wrapped(f"platform: {current_platform().name}")
+        rows = [_cells(name, cls, here) for name, op in ops.items() for cls in (op, *inventory.variants_of(op))]
+        print_table(("op", "class", "kernel", "provider"), rows)
+        if details:
+            _print_details(ops)
+        for error in dict.fromkeys(row.error for row in here.values() if row.error):
+            print_wrapped(f"conflict: {error}")
+    if any(row.error for row in here.values()):
+        sys.exit(1)
+
+
+def _cells(name: str, cls: type, here: dict[type, KernelHere]) -> tuple[str, str, str, str]:
+    row, variant = here[cls], CustomOp.op_registry[name] is not cls
+    label = f"  {name}" if variant else name
+    if row.error:
+        return label, cls.__qualname__, inventory.CONFLICT, ""
+    state = "" if row.enabled else ", disabled"
+    return label, row.op_class or "", f"{row.key}{state}", row.provider.name if row.provider else ""
+
+
+def _print_details(ops: dict[str, type]) -> None:
+    platforms = inventory.declared_platforms()
+    for name, cls in ops.items():
+        proof = inventory.evidence_of(inventory.functionals_of(cls))
+        echo()
+        print_wrapped(name)
+        for each in (cls, *inventory.variants_of(cls)):
+            keys = inventory.keys_in_words(inventory.kernel_keys(each, platforms))
+            print_wrapped(f"  kernels of {each.__qualname__}: {keys}")
+        print_wrapped(f"  {inventory.evidence_in_words(cls, proof)}")
+    for platform in platforms:
+        if platform.unknown:
+            print_wrapped(f"{platform.name}=?: {platform.unknown}")
+
+
+def _print_as_json(ops: dict[str, type], here: dict[type, KernelHere]) -> None:
+    platforms = inventory.declared_platforms()
+    unknown = {platform.name: platform.unknown for platform in platforms if platform.unknown}
+    rows = [_as_dict(name, cls, here, platforms) for name, cls in ops.items()]
+    print_json("opgraft.ops.list/2", {"platform": current_platform().name, "ops": rows, "unknown": unknown})
+
+
+def _as_dict(name: str, op: type, here: dict[type, KernelHere], platforms: list[DeclaredPlatform]) -> dict[str, Any]:
+    def row(cls: type) -> dict[str, Any]:
+        kernels = inventory.kernel_keys(cls, platforms)
+        return {"target": cls.__qualname__, **here[cls].to_dict(), "kernels": kernels}
+
+    forms = inventory.functionals_of(op)
+    return {
+        "op": name,
+        **row(op),
+        "variants": [row(cls) for cls in inventory.variants_of(op)],
+        "forms": [form.name for form in forms],
+        "evidence": inventory.evidence_of(forms),
+    }

@@ -1,0 +1,28 @@
+"""``opgraft plugins list``: what is installed. Imports no torch and no plugin."""
+
+from __future__ import annotations
+
+import click
+from opgraft.cli.offers import admission, as_dict, problem_lines, problems, shown_offers
+from opgraft.cli.output import json_option, print_json, print_table, print_wrapped, with_settings
+from opgraft.state import host_state
+
+
+@click.command("list")
+@json_option
+@with_settings
+def command(as_json: bool) -> None:
+    """List installed platforms and plugins, and whether the settings admit them.
+
+    Imports none of them.
+    """
+    config = host_state().settings().config
+    rows = [(offer, *admission(offer, config)) for offer in shown_offers()]
+    if as_json:
+        offers = [{**as_dict(offer), "status": status, "reason": reason} for offer, status, reason in rows]
+        print_json("opgraft.plugins.list/2", {"offers": offers, "problems": problems()})
+        return
+    cells = [(as_dict(offer)["kind"], offer.name, offer.provider, status, reason) for offer, status, reason in rows]
+    print_table(("kind", "name", "provider", "status", "reason"), cells)
+    for problem in problem_lines():
+        print_wrapped(f"ignored: {problem}")

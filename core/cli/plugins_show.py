@@ -1,0 +1,102 @@
+"""``opgraft plugins show``: one plugin or platform, and how far it came."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+from opgraft.cli.completion import offer_names
+from opgraft.cli.isolation import isolated
+from opgraft.cli.loading import load_all
+from opgraft.cli.offers import as_dict, shown_offers
+from opgraft.cli.output import echo, json_option, print_json, print_wrapped, with_settings
+from opgraft.errors import InputError, close_matches
+from opgraft.finding import Finding
+from opgraft.plugins.discovery import PLUGIN_GROUP, Offer
+from opgraft.state import host_state
+from opgraft.text import printable
+
+
+@click.command("show")
+@click.argument("name", shell_complete=offer_names)
+@json_option
+@with_settings
+def command(name: str, as_json: bool) -> None:
+    """Load the plugins and show one of them.
+
+    NAME is that of a plugin, a platform or a distribution. Shown are its status and the reason, its registrations, and
+    the traceback if it failed.
+    """
+    offers = [offer for offer in shown_offers() if offer.answers_to(name)]
+    if not offers:
+        known = {offer.name for offer in shown_offers()}
+        raise InputError(f"no installed plugin or platform is called {name!r}: {close_matches(name, known)}")
+    outcome = isolated(__name__, "examine", name)
+    report = outcome.result
+    if outcome.crash:
+        report = {"offers": [_installed(offer) for offer in offers], **_failure(outcome.crash)}
+    exit_code = report.pop("exit_code")
+    if as_json:
+        print_json("opgraft.plugins.show/2", report)
+    else:
+        for details in report["offers"]:
+            _print_details(details)
+    if report["error"]:
+        click.echo(f"error: {printable(report['error'])}", err=True)
+    sys.exit(exit_code)
+
+
+def examine(name: str) -> dict[str, Any]:
+    """Load everything in this process; returns what is installed under a name, and an error, as plain data."""
+    error = load_all()
+    offers = [offer for offer in shown_offers() if offer.answers_to(name)]
+    failure = _failure(Finding(str(error), exit_code=error.exit_code) if error else None)
+    return {"offers": [_details(offer) for offer in offers], **failure}
+
+
+def _failure(finding: Finding | None) -> dict[str, Any]:
+    return {"error": finding and finding.message, "exit_code": finding.exit_code if finding else 0}
+
+
+def _print_details(details: dict[str, Any]) -> None:
+    for key, value in details.items():
+        if key == "traceback" and value:
+            print_wrapped(value.splitlines(), indent="  | ")  # which no line of it can forge
+        else:
+            print_wrapped(f"{key.replace('_', ' ')}: {_in_words(value)}")
+    echo()
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{value['name']} {value['version']}"
+    if isinstance(value, list):
+        return ", ".join(_replacement(item) if isinstance(item, dict) else item for item in value)
+    return str(value or "")
+
+
+def _replacement(row: dict[str, Any]) -> str:
+    return f"{row['target']} -> {row['class']} at {row['location']}"
+
+
+def _installed(offer: Offer) -> dict[str, Any]:
+    return {**as_dict(offer), "requires": list(offer.requires)}
+
+
+def _details(offer: Offer) -> dict[str, Any]:
+    details = _installed(offer)
+    record = host_state().plugins.get(offer.name) if offer.group == PLUGIN_GROUP else None
+    if record is None:
+        return details
+    declared = [r for r in host_state().registry.replacements if r.plugin == record.name]
+    return {
+        **details,
+        "status": record.status.value,
+        "reason": record.reason,
+        "platforms": list(record.platforms),
+        "replacements": [
+            {"target": r.asked_for, "class": r.cls.__qualname__, "location": r.location} for r in declared
+        ],
+        "traceback": record.traceback,
+    }

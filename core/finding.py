@@ -1,0 +1,37 @@
+"""What ``opgraft plugins doctor`` finds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from opgraft.decision import Provider
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        message: what, which and why, with the next step where there is one.
+        provider: whose it is, where that is known.
+        location: ``file:line``, where the fault has one.
+        exit_code: what the command line ends with where this is the worst.
+    """
+
+    message: str
+    provider: Provider | None = None
+    location: str | None = None
+    exit_code: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.location})" if self.location else self.message
+
+    def to_dict(self) -> dict[str, Any]:
+        """The finding as plain data, with the names that all JSON of opgraft has for it."""
+        return {
+            "message": self.message,
+            "provider": self.provider.to_dict() if self.provider else None,
+            "location": self.location,
+            "exit_code": self.exit_code,
+        }

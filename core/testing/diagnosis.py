@@ -1,0 +1,252 @@
+"""What is wrong with the plugins that were loaded: checks of their hooks, classes, functions and kernels."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from opgraft.binding.functional import FUNCTIONALS, Functional
+from opgraft.binding.kernels import Kernel, declared_kernels
+from opgraft.binding.specialisation import Binding, bind
+from opgraft.errors import ConflictError, OpgraftError, close_matches
+from opgraft.finding import Finding
+from opgraft.ops.spec import OpSpec, tensors
+from opgraft.platform import DISPATCH_KEYS, effective_chain
+from opgraft.plugins import hookspecs
+from opgraft.plugins.discovery import PLUGIN_GROUP, discover
+from opgraft.plugins.selection import selected_platform
+from opgraft.plugins.watching import watched
+from opgraft.registry.declarations import Replacement
+from opgraft.registry.op_classes import location_of, own_classes
+from opgraft.registry.signatures import rejected_call
+from opgraft.state import PluginStatus, host_state
+from opgraft.testing import checks, inventory
+from opgraft.testing.catalogue import SPECS
+from opgraft.text import described
+from torch import Tensor
+
+_HOOKS = [name for name in vars(hookspecs) if name.startswith("opgraft_")]
+_TABLE = "functional_"
+
+
+def diagnose() -> list[Finding]:
+    """Everything that is wrong with what is loaded. A check that crashes is a finding, not an end."""
+    found = []
+    for check in CHECKS:
+        try:
+            found += list(check())
+        except (Exception, SystemExit) as error:  # code of plugins, which these checks call
+            found.append(Finding(f"the check '{_words(check)}' ended with {described(error)}", exit_code=4))
+    return list(dict.fromkeys(found))
+
+
+def _words(check: Callable[[], object]) -> str:
+    return str(check.__doc__).partition(".")[0].strip()
+
+
+def forgotten_marks() -> Iterator[Finding]:
+    """Find functions of plugins that are named as a hook, or nearly, and are not marked as one."""
+    for offer in discover().of_group(PLUGIN_GROUP):
+        record = host_state().plugins.get(offer.name)
+        if record is None or record.status is not PluginStatus.ACTIVATED:
+            continue
+        plugin = offer.load()
+        for name in dir(plugin):
+            function = getattr(plugin, name, None)
+            marked = hasattr(function, f"{hookspecs.PROJECT}_impl")
+            if name.startswith("opgraft_") and callable(function) and not marked:
+                hint = "" if name in _HOOKS else f" {close_matches(name, _HOOKS)}"
+                message = f"plugin {offer.name}: {name} is never called: mark it with @opgraft.hookimpl.{hint}"
+                yield Finding(message, offer.provider, location_of(function))
+
+
+def unknown_device_type() -> Iterator[Finding]:
+    """Find that the platform of this process names a device type that torch does not know."""
+    selection = selected_platform()
+    platform = selection.platform
+    try:
+        torch.device(platform.device_type)
+    except (RuntimeError, TypeError) as error:
+        provider = next(c.provider for c in selection.decision.candidates if c.name == platform.name)
+        reason = str(error).splitlines()[0]
+        message = (
+            f"platform {platform.name}: torch does not know its device_type {platform.device_type!r}: {reason}. A new "
+            "one is made known by torch.utils.rename_privateuse1_backend"
+        )
+        yield Finding(message, provider, location_of(type(platform)))
+
+
+def conflicts() -> Iterator[Finding]:
+    """Find ops for which no choice can be made here, each with the error that constructing them would raise."""
+    for cls in _op_classes():
+        try:
+            _bind(cls)
+        except OpgraftError as error:
+            yield Finding(str(error))
+
+
+def questionable() -> Iterator[Finding]:
+    """Find replacements of active plugins that were taken, or left out, with a complaint when they were registered."""
+    for replacement in host_state().registry.replacements:
+        record = host_state().plugins.get(replacement.plugin or "")
+        if record is not None and record.status is PluginStatus.ACTIVATED:
+            for finding in replacement.findings:
+                message = f"plugin {record.name} of {replacement.provider}: {finding}"
+                yield Finding(message, replacement.provider, replacement.location)
+
+
+def never_used() -> Iterator[Finding]:
+    """Find active replacements that constructing their target does not yield here, unless a setting says so."""
+    wanted = host_state().settings().config.providers or {}
+    for replacement, binding in _bound():
+        choice = binding.replacement
+        if choice.winner is not replacement and choice.op_name not in wanted:
+            row = next(c for c in choice.decision.candidates if c.location == replacement.location)
+            message = f"{row.name} at {row.location} ({row.provider}) is never used: {row.reason}"
+            yield Finding(message, replacement.provider)
+
+
+def broken_needs() -> Iterator[Finding]:
+    """Find kernels whose check of what they need raises."""
+    chain = effective_chain(selected_platform().platform)
+    for replacement in _settled():
+        for kernel in declared_kernels(replacement.cls, chain):
+            reason = kernel.missing() or ""
+            if kernel.owner not in _target(replacement).__mro__ and reason.startswith("its needs() check raised"):
+                yield Finding(f"{kernel} is never used: {reason}", replacement.provider, kernel.location)
+
+
+def wrong_functions() -> Iterator[Finding]:
+    """Find functions of kernels under a name that no form of the op has, or that do not take what the form takes."""
+    for replacement in _settled():
+        target = _target(replacement)
+        for base in own_classes(replacement.cls):
+            if base in target.__mro__:
+                break
+            for attribute, functions in vars(base).items():
+                if not attribute.startswith(_TABLE):
+                    continue
+                with suppress(ImportError):  # of functions that are imported when they are needed: needs() tells
+                    for message in _wrong_in_table(target, attribute, functions):
+                        yield Finding(f"{base.__qualname__}.{message}", replacement.provider, location_of(base))
+
+
+def _wrong_in_table(target: type, attribute: str, functions: Any) -> Iterator[str]:
+    keys = [f"{_TABLE}{key}" for key in DISPATCH_KEYS]
+    if attribute not in keys:
+        yield f"{attribute} belongs to no dispatch key: {close_matches(attribute, keys)}"
+    if not isinstance(functions, Mapping):
+        yield f"{attribute} is a {type(functions).__name__}, expected a mapping of functional form to function"
+        return
+    forms = {form.name: form for form in inventory.functionals_of(target)}
+    for name in functions:
+        if name not in forms:
+            yield f"{attribute} names {name!r}, which is no functional form of the op: {close_matches(name, forms)}"
+        elif problem := rejected_call(inspect.signature(forms[name].native), inspect.signature(functions[name])):
+            yield f"{attribute}[{name!r}] is narrower than the functional form: {problem}"
+
+
+def wrong_fakes() -> Iterator[Finding]:
+    """Find forms whose fake rule does not take what the form takes."""
+    for form in FUNCTIONALS.values():
+        problem = rejected_call(inspect.signature(form.native), inspect.signature(form.fake))
+        if problem:
+            message = f"the fake rule of the form {form.name} is narrower than its native definition: {problem}"
+            yield Finding(message, discover().provider_of(form.__module__), location_of(form.fake))
+
+
+def lost_gradients() -> Iterator[Finding]:
+    """Find kernels of plugins that lose gradients, or fail, on small inputs that require one.
+
+    Kernels that are marked ``inference_only`` give way to the native definition there.
+    """
+    for replacement, binding in _bound():
+        kernel = binding.kernel.winner
+        inherited = kernel.owner in _target(replacement).__mro__
+        if binding.replacement.winner is not replacement or inherited or kernel.inference_only:
+            continue
+        for form in inventory.functionals_of(_target(replacement)):
+            spec = SPECS.get(form.name)
+            if spec and spec.differentiable and not form.mutates and _serves(form, replacement):
+                with watched(f"{kernel} of {replacement.provider}", replacement.provider):
+                    reasons = list(dict.fromkeys(_lost(spec, kernel)))
+                yield from (Finding(f"{kernel} {reason}", replacement.provider, kernel.location) for reason in reasons)
+
+
+def _serves(form: Functional[..., Any], replacement: Replacement) -> bool:
+    return host_state().registry.find_target(form.op) is replacement.target
+
+
+def _lost(spec: OpSpec, kernel: Kernel) -> Iterator[str]:
+    """What is wrong with the gradients of a kernel, as a module and as a function."""
+    device = selected_platform().platform.device_type
+    calls = [checks.by_module(spec)] if spec.module else []
+    calls += [function] if (function := kernel.functional(spec.functional.name)) else []
+    for call in calls:
+        drawn = spec.arguments(next(iter(spec.variants)), torch.float32, spec.leads[1], max(spec.sizes[:2]))
+        arguments = {name: _on(device, value) for name, value in drawn.items()}
+        with torch.enable_grad():
+            expected = tensors(spec.functional.native(**arguments))
+            try:
+                got = tensors(call(**arguments))
+            except Exception as error:  # the kernel's own
+                yield f"raised {described(error)} for float32 inputs of {spec.functional.name} that require a gradient"
+                continue
+        if any(theirs.requires_grad and not ours.requires_grad for ours, theirs in zip(got, expected, strict=False)):
+            yield "loses gradients: its results require none where the inputs do. Mark it with @opgraft.inference_only"
+
+
+def _on(device: str, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    moved = value.to(device)
+    return moved.detach().requires_grad_() if moved.is_floating_point() else moved
+
+
+def _op_classes() -> list[type]:
+    """Every op class that may be constructed here, registered, replaced or a variant."""
+    targets = [r.target for r in host_state().active if r.target is not None]
+    return list(dict.fromkeys([*host_state().registry.targets(), *targets]))
+
+
+def _settled() -> list[Replacement]:
+    """The active replacements whose target is known."""
+    return [replacement for replacement in host_state().active if replacement.target is not None]
+
+
+def _bound() -> Iterator[tuple[Replacement, Binding]]:
+    """The active replacements with what constructing their target binds; not those with a conflict."""
+    for replacement in _settled():
+        try:
+            yield replacement, _bind(_target(replacement))
+        except ConflictError:
+            continue
+
+
+def _bind(cls: type) -> Binding:
+    """What constructing the class binds, which asks the conditions and checks of those who replace it."""
+    providers = list(dict.fromkeys(r.provider for r in host_state().active if r.target is cls))
+    names = " and ".join(map(str, providers)) or "opgraft"
+    with watched(f"a check of {names} for {cls.__qualname__}", providers[0] if len(providers) == 1 else None):
+        return bind(cls)
+
+
+def _target(replacement: Replacement) -> Any:
+    return replacement.target
+
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    forgotten_marks,
+    unknown_device_type,
+    questionable,
+    conflicts,
+    never_used,
+    broken_needs,
+    wrong_functions,
+    wrong_fakes,
+    lost_gradients,
+)
+"""Each yields what it finds."""

@@ -1,0 +1,43 @@
+"""A terminal of any width to run the command line in."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Terminal = Callable[..., list[str]]
+
+
+@pytest.fixture
+def terminal(site, tmp_path: Path) -> Terminal:
+    """Run a command whose stdout is a terminal of ``columns``; returns the lines that it showed."""
+
+    def run(*arguments: str, columns: int, **variables: str) -> list[str]:
+        ours, theirs = pty.openpty()
+        environ = {**os.environ, "PYTHONPATH": str(site.folder), "COLUMNS": str(columns), **variables}
+        shown: list[bytes] = []
+
+        def read() -> None:
+            try:
+                while piece := os.read(ours, 1 << 16):
+                    shown.append(piece)
+            except OSError:  # how Linux says that nobody has the other end any more
+                pass
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        command = [sys.executable, "-m", "opgraft", *arguments]
+        subprocess.run(command, env=environ, cwd=tmp_path, stdout=theirs, stderr=subprocess.DEVNULL, check=False)
+        os.close(theirs)
+        reader.join(30)
+        os.close(ours)
+        return b"".join(shown).decode().replace("\r\n", "\n").splitlines()
+
+    return run

