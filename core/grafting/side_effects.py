@@ -34,6 +34,12 @@ def side_effect_of(module: nn.Module) -> str:
     return ""
 
 
+def written_global(function: FunctionType) -> str:
+    """Name what a function writes to in the namespace of its file, "" if there is nothing."""
+    written = (i.argval for i in _instructions(function.__code__) if i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"))
+    return next(written, "")
+
+
 def detached(module: nn.Module) -> nn.Module:
     """Copy a module with the containers that it holds, so that running the copy leaves the module as it is."""
     twin = copy.copy(module)
