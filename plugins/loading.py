@@ -1,4 +1,4 @@
-"""One pass over the installed plugins: select, import, call hooks, settle names; each plugin is a transaction."""
+"""One pass over the installed plugins: select, import, call hooks, resolve names; each plugin is a transaction."""
 
 from __future__ import annotations
 
@@ -141,10 +141,10 @@ class Loading:
             if replacement.plugin is None:
                 self.state.registry.resolve_pending(replacement)
             elif replacement.plugin in self._alive():
-                settle = partial(self._settle, replacement)
-                self._attempt(replacement.plugin, "when its targets were looked up", settle)
+                resolve = partial(self._resolve, replacement)
+                self._attempt(replacement.plugin, "when its targets were looked up", resolve)
 
-    def _settle(self, replacement: Replacement) -> None:
+    def _resolve(self, replacement: Replacement) -> None:
         """Resolve a target. One that nobody registers costs its replacement, in strict mode the whole plugin."""
         try:
             self.state.registry.resolve_pending(replacement)
