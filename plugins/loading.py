@@ -44,7 +44,7 @@ class Loading:
         self._call_each(hooks.opgraft_config, self._add_defaults)
         self._call_each(hooks.opgraft_register_ops, self._expect_nothing)
         self._call_each(hooks.opgraft_graft_adapters, self._add_adapters)
-        self._settle_pending()
+        self._resolve_pending()
         self._check_adjusted_names()
         for name in self._alive():
             self.state.plugins[name].status = PluginStatus.ACTIVATED
@@ -136,7 +136,7 @@ class Loading:
         items.append(item)
         self.transactions[name].undos.callback(items.remove, item)
 
-    def _settle_pending(self) -> None:
+    def _resolve_pending(self) -> None:
         for replacement in list(self.state.active):
             if replacement.plugin is None:
                 self.state.registry.resolve_pending(replacement)
