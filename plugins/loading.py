@@ -1,4 +1,4 @@
-"""One pass over the installed plugins: select, import, call hooks, look up targets; each plugin is a transaction."""
+"""One pass over the installed plugins: select, import, call hooks, resolve targets; each plugin is a transaction."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Loading:
         self._call_each(hooks.opgraft_config, self._add_defaults)
         self._call_each(hooks.opgraft_register_ops, self._expect_nothing)
         self._call_each(hooks.opgraft_graft_adapters, self._add_adapters)
-        self._settle_pending()
+        self._resolve_pending()
         self._check_adjusted_names()
         for name in self._alive():
             self.state.plugins[name].status = PluginStatus.ACTIVATED
@@ -137,15 +137,15 @@ class Loading:
         items.append(item)
         self.transactions[name].undos.callback(items.remove, item)
 
-    def _settle_pending(self) -> None:
+    def _resolve_pending(self) -> None:
         for replacement in list(self.state.active):
             if replacement.plugin is None:
                 self.state.registry.resolve_pending(replacement)
             elif replacement.plugin in self._alive():
-                settle = partial(self._settle, replacement)
-                self._attempt(replacement.plugin, "when its targets were looked up", settle)
+                resolve = partial(self._resolve, replacement)
+                self._attempt(replacement.plugin, "when its targets were looked up", resolve)
 
-    def _settle(self, replacement: Replacement) -> None:
+    def _resolve(self, replacement: Replacement) -> None:
         """Resolve a target. One that nobody registers costs its replacement, in strict mode the whole plugin."""
         try:
             self.state.registry.resolve_pending(replacement)

@@ -16,6 +16,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from opgraft.errors import GraftError
+from opgraft.grafting.side_effects import written_global
 from torch import nn
 
 _FORWARD = "_opgraft_forward"
@@ -47,9 +48,10 @@ def check_forward(module: nn.Module) -> str:
     forward = plain_forward(module)
     if "forward" in vars(module):
         return "its forward was set on the instance"
-    return (
-        "" if isinstance(forward, FunctionType) and inspect.unwrap(forward) is forward else "its forward is decorated"
-    )
+    if not isinstance(forward, FunctionType) or inspect.unwrap(forward) is not forward:
+        return "its forward is decorated"
+    written = written_global(forward)
+    return f"its forward writes to {written}" if written else ""
 
 
 def substitutions_of(module: nn.Module) -> tuple[Substitution, ...]:

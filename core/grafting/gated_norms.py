@@ -13,7 +13,7 @@ import torch
 from opgraft.adapter import LeaveAlone
 from opgraft.grafting.expressions import Expression, constants_of
 from opgraft.grafting.interface import check_interface
-from opgraft.grafting.traced import SHAPES, traced_function, traced_module
+from opgraft.grafting.traced import SHAPES, takes, traced_function, traced_module
 from opgraft.ops.layernorm.functional import rms_norm_gated
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -26,10 +26,14 @@ def gated_norm(dtype: torch.dtype | None, module: nn.Module) -> Mapping[str, Any
         return None
     size = len(module.get_parameter("weight"))
     calls = [(rows, gated) for rows in SHAPES for gated in (True, False) if gated or arguments[1].default is None]
-    found = {call: traced_module(module, ("weight",), *_inputs(size, *call)) for call in calls}
-    for settings in _settings(found[calls[0]], size):
-        # Where a module takes no such input the op takes more than it.
-        if all(expression in (None, _form(size, call, *settings)) for call, expression in found.items()):
+    first = traced_module(module, ("weight",), *_inputs(size, *calls[0]))
+    if first is None:
+        return None
+    # Where a module takes no such input the op takes more than it.
+    taken = [call for call in calls[1:] if takes(module, ("weight",), *_inputs(size, *call))]
+    found = {call: traced_module(module, ("weight",), *_inputs(size, *call)) for call in taken} | {calls[0]: first}
+    for settings in _settings(first, size):
+        if all(expression == _form(size, call, *settings) for call, expression in found.items()):
             check_interface(type(module))
             _check_dtype(module, dtype)
             names = ("eps", "group_size", "norm_before_gate", "activation")

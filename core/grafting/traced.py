@@ -43,6 +43,17 @@ def traced_module(module: nn.Module, parameters: tuple[str, ...], *arguments: Te
     return found[0] if found[0] == found[1] else None
 
 
+def takes(module: nn.Module, parameters: tuple[str, ...], *arguments: Tensor) -> bool:
+    """Return whether a forward takes such arguments at all; where it does not, it raises."""
+    zeros = {name: torch.zeros(module.get_parameter(name).shape) for name in parameters}
+    try:
+        with torch.no_grad():
+            _call(detached(module), zeros, *arguments)
+    except Exception:  # whatever code of the model's author raises
+        return False
+    return True
+
+
 def traced_function(
     function: Callable[..., Tensor], shapes: Mapping[str, tuple[int, ...]], *arguments: Tensor
 ) -> Expression:
@@ -77,14 +88,22 @@ def _value(node: fx.Node, values: dict[fx.Node, Expression]) -> Expression:
     name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
     args: Any
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-    if name in ("view", "_unsafe_view"):
+    if name in _VIEWS:
         source: Any = node.args[0]
-        return _view(args[0], tuple(source.meta["val"].shape), tuple(node.meta["val"].shape))
+        former, shape = source.meta["val"].shape, node.meta["val"].shape
+        if name == "squeeze" and shape[-1:] == former[-1:]:  # over which means are taken
+            return args[0]
+        return _view(args[0], _grouped(former), _grouped(shape))
     if name in _MATRICES:
         return _MATRICES[name](*args, **kwargs)
     if name not in METHODS:
         raise NotExpressible(f"it uses {name}")
     return METHODS[name](*args, **kwargs)
+
+
+def _grouped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without dimensions of one element, but for the last two, which may be groups and their elements."""
+    return (*(size for size in shape[:-2] if size != 1), *shape[-2:])
 
 
 def _view(a: Expression, former: tuple[int, ...], shape: tuple[int, ...]) -> Expression:
@@ -104,6 +123,7 @@ def _transposed(a: Expression) -> Expression:
     return a[1] if a[0] == "t" else ("t", a)
 
 
+_VIEWS = ("view", "_unsafe_view", "squeeze")
 _MATRICES: Mapping[str, Callable[..., Expression]] = {
     "t": _transposed,
     "addmm": lambda bias, a, b: ("addmm", bias, a, b),

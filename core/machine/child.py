@@ -85,6 +85,7 @@ def run_child(
     """
     import subprocess  # costs 10 ms, which detection should not pay where no child is asked
 
+    handed_over = json.dumps(data).encode()
     read_end, write_end = os.pipe()
     path = json.dumps([str(entry) for entry in sys.path])
     # Isolated: neither variables nor the working folder decide what is imported before the preface sets the path.
@@ -105,9 +106,18 @@ def run_child(
     finally:
         os.close(write_end)  # the reply ends when no process has this end open
     deadline = time.monotonic() + time_limit
-    with open(read_end, "rb", buffering=0) as reply, _stream(child.stdout) as output, _stream(child.stdin) as question:
-        answer, printed = _exchange(child, reply, output, question, json.dumps(data).encode(), deadline)
-    return Ended(_wait(child, deadline), answer.decode(errors="replace"), printed.decode(errors="replace"))
+    try:
+        with (
+            open(read_end, "rb", buffering=0) as reply,
+            _stream(child.stdout) as output,
+            _stream(child.stdin) as question,
+        ):
+            answer, printed = _exchange(child, reply, output, question, handed_over, deadline)
+            status = _wait(child, deadline)  # before its pipes close, which would end it otherwise
+    except BaseException:  # an interrupt from the keyboard, which does not reach a child in a session of its own
+        _kill(child)
+        raise
+    return Ended(status, answer.decode(errors="replace"), printed.decode(errors="replace"))
 
 
 def _minimal_environment() -> dict[str, str]:
@@ -177,15 +187,23 @@ def _read_into(buffer: bytearray, stream: IO[bytes], from_start: bool) -> bool:
 
 
 def _wait(child: subprocess.Popen[bytes], deadline: float) -> int | None:
-    """Wait for the exit status of the child, which is killed at the deadline."""
-    import signal
+    """Wait for the exit status of the child, or kill it at the deadline and return ``None``."""
     import subprocess
 
     try:
         return child.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)  # with what it has started itself
-        with suppress(subprocess.TimeoutExpired):  # stuck in the kernel, where no signal reaches it
-            child.wait(1.0)
-        child.returncode = -signal.SIGKILL  # Popen warns when it is collected without one
+        _kill(child)
         return None
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """End a child with what it has started itself."""
+    import signal
+    import subprocess
+
+    with suppress(ProcessLookupError):  # it has ended, and so has what it started
+        os.killpg(child.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):  # stuck in the kernel, where no signal reaches it
+        child.wait(1.0)
+    child.returncode = -signal.SIGKILL  # Popen warns when it is collected without one

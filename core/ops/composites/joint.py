@@ -183,7 +183,7 @@ def _join(parts: Sequence[Any], former: dict[str, Tensor]) -> Joint | None:
     }
     # Tensors made in inference mode count no writes, by which copies of them are kept.
     with torch.inference_mode(False), torch.no_grad():
-        blocks = _settle(together, former, op)
+        blocks = _bring_together(together, former, op)
     if blocks is None:
         return None
     parameters = [parameter for part in parts for parameter in part._parameters.values() if parameter is not None]
@@ -191,7 +191,7 @@ def _join(parts: Sequence[Any], former: dict[str, Tensor]) -> Joint | None:
     return Joint(op.eval(), blocks, [(p, p.data_ptr()) for p in parameters], versions, [0] * len(parameters))
 
 
-def _settle(
+def _bring_together(
     together: Mapping[str, Sequence[nn.Parameter]], former: Mapping[str, Tensor], op: Linear
 ) -> dict[str, Tensor] | None:
     """Bring parameters together, give ``op`` what spans them, and say in which blocks; ``None`` where that fails."""
