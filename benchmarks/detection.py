@@ -1,4 +1,4 @@
-"""Whether detection stays quick on a large machine: ``opgraft detect`` on the fixture machines of tests/machines."""
+"""Benchmark of detection on a large machine: ``opgraft detect`` on the fixture machines of tests/machines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BUILDER = Path(__file__).parents[1] / "tests" / "machines" / "build.py"
 
 
 def machines(folder: Path) -> list[Path]:
-    """All fixture machines, those with the fewest files first."""
+    """Return all fixture machines, those with the fewest files first."""
     builder = [sys.executable, str(BUILDER)]
     names = subprocess.run(builder, check=True, capture_output=True, text=True).stdout.split()
     for name in names:
@@ -25,7 +25,7 @@ def machines(folder: Path) -> list[Path]:
 
 
 def measure() -> list[Row]:
-    """Whole processes, as in ``mechanism.start_up``."""
+    """Measure whole processes, as in ``mechanism.start_up``."""
     command = shutil.which("opgraft", path=str(Path(sys.executable).parent))
     if command is None:
         raise FileNotFoundError(f"no command 'opgraft' beside {sys.executable}: run 'make bench'")

@@ -1,4 +1,4 @@
-"""What the Triton kernels reach on a CUDA or ROCm GPU: the fraction of a copy's bandwidth, and the ratio to others.
+"""Benchmark of the Triton kernels on a CUDA or ROCm GPU: fraction of a copy's bandwidth, and ratio to others.
 
 The others are the native definition through torch.compile, and Liger-Kernel where it is installed. A copy of as many
 bytes is measured in the same run. Calls go over several sets of inputs in turn, so that none finds its own in the
@@ -66,7 +66,7 @@ CALLS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
 
 
 def _liger(name: str) -> Callable[..., Any] | None:
-    """Liger-Kernel's own of a form, where it is installed and has one."""
+    """Return Liger-Kernel's own of a form, where it is installed and has one."""
     if importlib.util.find_spec("liger_kernel") is None:
         return None
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
@@ -101,7 +101,7 @@ class Cell:
 
 
 def seconds(call: Callable[..., Any], inputs: list[tuple[Any, ...]], calls: int = 32, rounds: int = 21) -> float:
-    """Median time of a call on the GPU: a graph of calls over the inputs in turn, replayed, so that no launch waits."""
+    """Measure a call on the GPU, the median: a graph of calls over the inputs in turn, replayed; no launch waits."""
     for arguments in inputs:
         call(*arguments)
     torch.cuda.synchronize()
@@ -119,7 +119,7 @@ def seconds(call: Callable[..., Any], inputs: list[tuple[Any, ...]], calls: int 
 
 
 def moved(name: str, arguments: tuple[Any, ...]) -> int:
-    """Bytes that a call must move: each tensor read once, each result written once."""
+    """Count the bytes that a call must move: each tensor read once, each result written once."""
     made = tensors(triton_kernels()[name](*arguments))
     used = [value for value in arguments if isinstance(value, Tensor)]
     if name == "rotary_embedding":
@@ -128,7 +128,7 @@ def moved(name: str, arguments: tuple[Any, ...]) -> int:
 
 
 def copied(size: int) -> float:
-    """Time of a copy that moves as many bytes: half of them read, half written."""
+    """Measure a copy that moves as many bytes: half of them read, half written."""
     sets = max(2, CACHE // size)
     pairs = [tuple(torch.empty(size // 2, dtype=torch.uint8, device="cuda") for _ in "ab") for _ in range(sets)]
     return seconds(lambda source, target: target.copy_(source), pairs)
@@ -172,7 +172,7 @@ def installed(package: str) -> str:
 
 
 def conditions() -> dict[str, str]:
-    """What a reader needs to know before comparing these figures with others."""
+    """Return what a reader needs to know before comparing these figures with others."""
     packages = {name: installed(name) for name in ("torch", "triton", "liger-kernel")}
     date = datetime.now(timezone.utc).date().isoformat()
     return {"device": torch.cuda.get_device_name(), "date": date, **packages}

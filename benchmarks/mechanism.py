@@ -1,4 +1,4 @@
-"""What the mechanism costs, apart from any kernel: calling, constructing and compiling ops, and ``opgraft detect``.
+"""Costs of the mechanism, apart from any kernel: calling, constructing and compiling ops, and ``opgraft detect``.
 
 Both sides of a ratio do the same arithmetic, as little of it as possible, so that a difference is the mechanism's.
 """
@@ -26,7 +26,7 @@ BATCH_SIZES = (2, 3, 4, 5, 7, 8, 16, 33, 64, 100)
 
 
 class PlainScale(nn.Module):
-    """What the ops below are without opgraft."""
+    """The ops below without opgraft."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class OotSquare(ReLUSquaredActivation):
 
 
 def functional_calls() -> list[Row]:
-    """Forms over the function that they reach: a native definition, and a replacement's kernel behind a guard."""
+    """Measure forms over the function that they reach: a native definition, and a replacement's guarded kernel."""
     x = torch.ones(WIDTH)
     if not torch.equal(functional.relu2(-x), x):
         raise RuntimeError("the replacement is not in force: these figures would not be those of a replaced op")
@@ -106,7 +106,7 @@ def constructions() -> list[Row]:
 
 
 def start_up() -> list[Row]:
-    """Whole processes, with the compiled bytecode that an installed package has, which the warm-up may have to write.
+    """Measure whole processes, with compiled bytecode as installed packages have it; the warm-up may have to write it.
 
     ``OPGRAFT_PLUGINS`` empty: built-in platforms only, whatever else is installed.
     """
@@ -123,7 +123,7 @@ def start_up() -> list[Row]:
 
 
 def compilation() -> list[Row]:
-    """A stack of twelve ops in ``torch.compile``; the backend counts the graphs that it is handed."""
+    """Compile a stack of twelve ops with ``torch.compile``; the backend counts the graphs that it is handed."""
     norms = [RMSNorm(WIDTH) for _ in range(4)]
     stack = nn.Sequential(*(op for norm in norms for op in (norm, Scale(WIDTH), ReplacedScale(WIDTH))))
     graphs: list[torch.fx.GraphModule] = []

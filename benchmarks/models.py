@@ -1,4 +1,4 @@
-"""What grafting gains on whole models: plain transformers, grafted on the bare CPU platform, grafted with kernels.
+"""Gains of grafting on whole models: plain transformers, grafted on the bare CPU platform, grafted with kernels.
 
 Each side is a process of its own, which loads the model once and then runs it whenever it is told to; the sides take
 turns, so that all meet the same clock speed and the same neighbours. The encoder is the real MiniLM on 512 sentences,
@@ -35,7 +35,7 @@ PLUGIN = "cpu_kernels"
 
 @dataclass(frozen=True)
 class Side:
-    """How one process runs the model.
+    """The way in which one process runs the model.
 
     Attributes:
         graft: whether the model is grafted.

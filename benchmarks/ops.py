@@ -1,4 +1,4 @@
-"""What the ops' kernels gain on this machine: against torch eager, torch.compile and the speed of a copy.
+"""Gains of the ops' kernels on this machine: against torch eager, torch.compile and the speed of a copy.
 
 Every op's functional form, bound to the best kernel that is installed, over its native definition in plain PyTorch: run
 eagerly, and compiled for the very shapes. The linear layer is measured over torch's. Fractions of the roofline are
@@ -34,7 +34,7 @@ WIDTHS = (4096, 8192)
 DTYPES = (torch.float32, torch.bfloat16)
 ROUNDS = 7
 SECONDS = 0.02
-"""How long one side of a round takes, about."""
+"""The time that one side of a round takes, about."""
 
 EAGER_LIMITS = {("norm", 1): 1 / 3, ("norm", 512): 1 / 3, ("norm", 2048): 1 / 3}
 EAGER_LIMITS |= {("activation", 512): 1 / 2, ("activation", 2048): 1 / 2}
@@ -70,7 +70,7 @@ class Cell:
 
 
 def arguments_of(spec: OpSpec, tokens: int, width: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Realistic arguments; of gated activations ``width`` is that of the result, of rotary that of query and key."""
+    """Return realistic arguments; ``width`` of gated activations is that of the result, of rotary of query and key."""
     draw = Draw((spec.functional.name, tokens, width), dtype)
     if spec.functional.name == "rotary_embedding":
         angles = draw(tokens, HEAD_SIZE // 2).double()
@@ -105,7 +105,7 @@ def measure(group: str, name: str, tokens: int, width: int, dtype: torch.dtype) 
 
 
 def copy_of(traffic: int) -> Callable[[], object]:
-    """A copy that moves ``traffic`` bytes, reading and writing together, into memory that exists."""
+    """Return a copy that moves ``traffic`` bytes, reading and writing together, into memory that exists."""
     source = torch.ones(max(traffic // 2, 64), dtype=torch.uint8)
     target = torch.empty_like(source)
     return partial(target.copy_, source)
@@ -125,7 +125,7 @@ def compared(
 
 
 def paired(first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:
-    """Seconds per call of either, the medians of interleaved rounds."""
+    """Measure seconds per call of either, the medians of interleaved rounds."""
     numbers = repetitions(first), repetitions(second)
     seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(ROUNDS):
@@ -138,7 +138,7 @@ def paired(first: Callable[[], object], second: Callable[[], object]) -> tuple[f
 
 
 def into_existing_memory() -> Iterator[Row]:
-    """The norm written to memory that exists, over a copy of its input: no fresh memory, so no page faults."""
+    """Measure the norm written to memory that exists, over a copy of its input: no fresh memory, so no page faults."""
     for dtype in DTYPES:
         for width in WIDTHS:
             for tokens in (512, 2048):
@@ -150,7 +150,7 @@ def into_existing_memory() -> Iterator[Row]:
 
 
 def linears() -> Iterator[Row]:
-    """The linear form over torch's, for weights that are parameters."""
+    """Measure the linear form over torch's, for weights that are parameters."""
     for dtype in DTYPES:
         for inputs, outputs in LINEAR_SHAPES:
             with torch.inference_mode(False):  # as a model's; what is made in inference mode cannot be packed
@@ -165,7 +165,7 @@ def linears() -> Iterator[Row]:
 
 
 def linear_limit(rows: int, width: int, dtype: torch.dtype) -> float:
-    """On the CPUs that the figures are for a gain, on all others no loss."""
+    """Set a gain as the limit on the CPUs that the figures are for, no loss on all others."""
     if not machine()["cpu"].startswith("AMD"):
         return LINEAR_LIMIT
     if dtype == torch.float32 and rows >= 64:
@@ -174,7 +174,7 @@ def linear_limit(rows: int, width: int, dtype: torch.dtype) -> float:
 
 
 def plot(cells: list[Cell], file: Path) -> None:
-    """Bars: the fraction of the roofline that each op reaches at 2,048 tokens, by width and dtype."""
+    """Plot bars: the fraction of the roofline that each op reaches at 2,048 tokens, by width and dtype."""
     from matplotlib import pyplot  # only this needs it
 
     shown = [cell for cell in cells if cell.tokens == max(TOKENS)]

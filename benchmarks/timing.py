@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved timing, and one table of measured values against their limits."""
+"""Common code of the benchmarks: interleaved timing, and one table of measured values against their limits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def ratio(
     number: int,
     rounds: int,
 ) -> Row:
-    """How long ``subject`` takes over ``baseline``: the median of the ratios of ``rounds`` rounds.
+    """Measure how long ``subject`` takes over ``baseline``: the median of the ratios of ``rounds`` rounds.
 
     A round times ``number`` calls of either side, one right after the other, so that both meet the same clock speed and
     the same neighbours; which goes first alternates. One round more, at the start, warms up and is not counted.
@@ -66,7 +66,7 @@ def difference(
     number: int,
     rounds: int,
 ) -> Row:
-    """How many microseconds longer ``subject`` takes than ``baseline``: the median over rounds, as for a ratio."""
+    """Measure how many microseconds longer ``subject`` takes than ``baseline``: the median over rounds."""
     pairs = [_round(subject, baseline, number, swap=bool(index % 2)) for index in range(rounds + 1)][1:]
     subject_time, baseline_time = (statistics.median(side) for side in zip(*pairs, strict=True))
     measured = statistics.median(ours - theirs for ours, theirs in pairs) * 1e6
@@ -77,7 +77,7 @@ def difference(
 def _round(
     subject: Callable[[], object], baseline: Callable[[], object], number: int, *, swap: bool
 ) -> tuple[float, float]:
-    """Seconds per call of either side."""
+    """Measure seconds per call of either side."""
     if swap:
         theirs, ours = _seconds_per_call(baseline, number), _seconds_per_call(subject, number)
     else:
@@ -86,7 +86,7 @@ def _round(
 
 
 def _seconds_per_call(call: Callable[[], object], number: int) -> float:
-    """The garbage collector runs before, never during: otherwise one side pays for what the other left behind."""
+    """Run the garbage collector before, never during: otherwise one side pays for what the other left behind."""
     gc.collect()
     gc.disable()
     try:
@@ -106,7 +106,7 @@ def _seconds(seconds: float) -> str:
 
 
 def machine() -> dict[str, str]:
-    """What a reader needs to know before comparing these figures with others."""
+    """Describe the machine as far as a reader needs it to compare these figures with others."""
     return {"cpu": _cpu_name(), "torch": version("torch"), "python": platform.python_version()}
 
 
@@ -118,7 +118,7 @@ def _cpu_name() -> str:
 
 
 def report(description: str, measure: Callable[[], Sequence[Row]]) -> None:
-    """The main program of a benchmark: measure, print, and exit with 1 if a limit is exceeded."""
+    """Run the main program of a benchmark: measure, print, and exit with 1 if a limit is exceeded."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()

@@ -16,7 +16,7 @@ class LeaveAlone(Exception):  # noqa: N818  # a verdict that the report shows, n
 
 @dataclass(frozen=True)
 class Adapter:
-    """How modules of one kind become an op.
+    """The rule by which modules of one kind become an op.
 
     Attributes:
         name: what the report calls this row, such as ``torch.nn.LayerNorm``.

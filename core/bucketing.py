@@ -38,7 +38,7 @@ class Buckets:
         object.__setattr__(self, "sizes", sizes)
 
     def lookup(self, size: int) -> int:
-        """The smallest bucket that holds ``size``.
+        """Return the smallest bucket that holds ``size``.
 
         Raises:
             InputError: ``size`` is negative, or greater than the largest bucket.
@@ -51,7 +51,7 @@ class Buckets:
         return self.sizes[bisect_left(self.sizes, size)]
 
     def pad(self, tensor: Tensor, dim: int = 0, value: float = 0) -> Tensor:
-        """``tensor`` with ``value`` appended along ``dim`` up to its bucket; the tensor itself where it fills one.
+        """Append ``value`` to ``tensor`` along ``dim`` up to its bucket; return the tensor itself where it fills one.
 
         Raises:
             InputError: as for ``lookup``.
@@ -64,7 +64,7 @@ class Buckets:
 
 
 def unpad(tensor: Tensor, size: int, dim: int = 0) -> Tensor:
-    """The first ``size`` entries along ``dim``, a view: what ``pad`` was given.
+    """Return the first ``size`` entries along ``dim``, a view: what ``pad`` was given.
 
     Raises:
         InputError: there are fewer.
@@ -75,7 +75,7 @@ def unpad(tensor: Tensor, size: int, dim: int = 0) -> Tensor:
 
 
 def decode_buckets(largest: int = 256, step: int = 8) -> Buckets:
-    """Batch sizes of the decode step, where each sequence adds one token: multiples of ``step`` up to ``largest``.
+    """Return batch sizes of the decode step, where each sequence adds a token: multiples of ``step`` to ``largest``.
 
     Raises:
         InputError: ``largest`` is not a positive multiple of ``step``.
@@ -86,7 +86,7 @@ def decode_buckets(largest: int = 256, step: int = 8) -> Buckets:
 
 
 def prefill_buckets(max_length: int, smallest: int = 8) -> Buckets:
-    """Lengths of the prefill step: ``smallest`` and its doubles below ``max_length``, and ``max_length`` itself.
+    """Return lengths of the prefill step: ``smallest`` and its doubles below ``max_length``, and ``max_length`` itself.
 
     Raises:
         InputError: one of them is not positive.
@@ -102,7 +102,7 @@ def prefill_buckets(max_length: int, smallest: int = 8) -> Buckets:
 
 @contextmanager
 def no_recompilation(compilations: Callable[[], int], allowed: int = 0) -> Iterator[None]:
-    """A block in which at most ``allowed`` programs are compiled, as ``compilations`` counts them.
+    """Allow a block to compile at most ``allowed`` programs, as ``compilations`` counts them.
 
     On TPUs ``compilations`` is ``current_platform().compilations``. Counting starts when the block is entered, after
     a warm-up that has met every bucket.

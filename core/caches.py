@@ -1,4 +1,4 @@
-"""What was decided before, for calls that may not wait for it to be decided again."""
+"""Decisions kept for calls that may not wait for them to be made again."""
 
 from __future__ import annotations
 

@@ -35,12 +35,12 @@ class Checkpoint:
 
     @property
     def causal(self) -> bool:
-        """Whether its architecture generates text; otherwise it is an encoder."""
+        """Tell whether its architecture generates text; otherwise it is an encoder."""
         return any(name.endswith(_CAUSAL) for name in self.config.get("architectures") or ())
 
     @functools.cached_property
     def pooling(self) -> tuple[str, ...]:
-        """How the states of a sentence's tokens become one vector, by names of ``opgraft.pooling.POOLINGS``.
+        """Return how the states of a sentence's tokens become one vector, by names of ``opgraft.pooling.POOLINGS``.
 
         Raises:
             InputError: the settings cannot be read, or ask for what is not known.
@@ -52,7 +52,7 @@ class Checkpoint:
             raise InputError(f"{file}: {error}") from error
 
     def _pooling_folder(self) -> str:
-        """The folder of the pooling module. What else shapes a vector is refused, as it would be left out."""
+        """Return the folder of the pooling module. Refuse other modules that shape a vector: they would be left out."""
         index = self.folder / "modules.json"
         rows = _read_list(index) if index.is_file() else []
         kinds = [str(row.get("type", "")).rpartition(".")[2] for row in rows]
@@ -69,7 +69,7 @@ class Checkpoint:
         return path
 
     def load(self, dtype: torch.dtype) -> tuple[nn.Module, Any]:
-        """The model in evaluation mode and its tokenizer, from the local files only and without running code in them.
+        """Load the model in evaluation mode and its tokenizer, from the local files only and running no code in them.
 
         Raises:
             InputError: transformers is not installed, does not know the architecture, or rejects the files; these
@@ -126,11 +126,11 @@ class Checkpoint:
             )
 
     def _is_unused(self, tensor: str) -> bool:
-        """Whether a tensor has no part in the answers, as the pooler of an encoder, whose last states are taken."""
+        """Tell whether a tensor has no part in the answers, as the pooler of an encoder: its last states are taken."""
         return not self.causal and "pooler" in tensor.split(".")[:2]
 
     def _is_own(self, model: nn.Module, tensor: str) -> bool:
-        """Whether a tensor in the files is one of the model itself and not of a head that an encoder goes without."""
+        """Tell whether a tensor in the files belongs to the model itself, not to a head that an encoder lacks."""
         prefix = f"{getattr(model, 'base_model_prefix', '')}."
         part = tensor.removeprefix(prefix).partition(".")[0]
         return self.causal or part in dict(model.named_children())
@@ -181,7 +181,7 @@ def _check_implementations(config: object, file: Path) -> None:
 
 
 def _settings(config: object) -> Iterator[tuple[str, object]]:
-    """The single values in nested JSON, each with its key; with one above it where that names implementations."""
+    """Yield the single values in nested JSON, each with its key; with one above it where that names implementations."""
     left = [("", config)]
     while left:
         key, value = left.pop()
@@ -212,7 +212,7 @@ def _weight_files(folder: Path) -> Iterator[Path]:
 
 
 def _indexed_files(index: Path) -> list[str]:
-    """The files that an index of shards names, each in the index's own folder."""
+    """Return the files that an index of shards names, each in the index's own folder."""
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not _is_list_of_names([*weight_map.values()]):
         raise InputError(f"{index} has no weight_map from tensor names to file names: download it again")
@@ -254,7 +254,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _read_list(file: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON list."""
+    """Return the objects of a JSON list."""
     rows = _parse(file)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise InputError(f"{file} holds no list of JSON objects")

@@ -35,7 +35,7 @@ from opgraft.errors import ConfigError, close_matches
 
 
 class CompilationMode(enum.IntEnum):
-    """How a model built under this config is meant to be compiled; vLLM's names and numbers.
+    """The way in which a model built under this config is meant to be compiled; vLLM's names and numbers.
 
     ``NONE``: not at all. ``STOCK_TORCH_COMPILE``: by ``torch.compile``. ``DYNAMO_TRACE_ONCE``: by one trace of Dynamo,
     without its guards. ``FULL``, which vLLM calls ``VLLM_COMPILE``: by the host's own passes and pieces.
@@ -53,7 +53,7 @@ class CompilationMode(enum.IntEnum):
 
 @dataclass(frozen=True)
 class CompilationConfig:
-    """How models are compiled, and which custom ops are enabled.
+    """The settings of compilation, and of which custom ops are enabled.
 
     Attributes:
         custom_ops: ``all`` or ``none`` (one of them at most), ``+op``, ``-op``; ``["none,+a"]`` is ``["none", "+a"]``.
@@ -117,7 +117,7 @@ class OpgraftConfig:
             raise ConfigError(f"compilation_config is {self.compilation_config!r}: use a CompilationConfig")
 
     def op_names(self) -> dict[str, list[str]]:
-        """Field → the names of ops that it mentions; whether such ops exist is known once plugins are loaded."""
+        """Map a field to the names of ops that it mentions; whether they exist is known once plugins are loaded."""
         setting = CustomOpsSetting.parse(self.compilation_config.custom_ops or ())
         return {
             "compilation_config.custom_ops": sorted(setting.on | setting.off),
@@ -166,7 +166,7 @@ class Settings:
     origins: Mapping[str, str]
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
-        """Every setting by its dotted name, its value as the command line takes it, and the layer that set it."""
+        """Yield every setting by its dotted name, its value as the command line takes it, and the layer that set it."""
         for name, value in _flat(self.config):
             text = (
                 value.name if isinstance(value, enum.Enum) else value if isinstance(value, str) else json.dumps(value)
@@ -174,7 +174,7 @@ class Settings:
             yield name, "" if value is None else text, self.origins[name]
 
     def enabled(self, op_name: str | None) -> tuple[bool, str]:
-        """Whether the custom op of that registered name is enabled, and the reason in words."""
+        """Decide whether the custom op of that registered name is enabled, and give the reason in words."""
         compilation = self.config.compilation_config
         setting = CustomOpsSetting.parse(compilation.custom_ops or ())
         origin = self.origins["compilation_config.custom_ops"]
@@ -202,7 +202,7 @@ def resolve(layers: Iterable[tuple[str, OpgraftConfig]]) -> Settings:
 
 
 def config_from_fields(values: Mapping[str, Any]) -> OpgraftConfig:
-    """A config from dotted field names, such as ``{"compilation_config.custom_ops": ["none"]}``.
+    """Make a config from dotted field names, such as ``{"compilation_config.custom_ops": ["none"]}``.
 
     Raises:
         ConfigError: an unknown field, with close matches, or a value that its field does not take.
@@ -217,7 +217,7 @@ def config_from_fields(values: Mapping[str, Any]) -> OpgraftConfig:
 
 
 def environment_config(environment: Environment) -> tuple[tuple[str, OpgraftConfig], ...]:
-    """The environment as layers, one per variable that is set, so that each setting's origin names its variable."""
+    """Read the environment as layers, one per variable that is set, so that a setting's origin names its variable."""
     fields = {
         PLATFORM: ("platform", environment.platform),
         PLUGINS: ("plugins", environment.plugins),
@@ -273,7 +273,7 @@ def _flat(config: OpgraftConfig) -> Iterator[tuple[str, Any]]:
 
 
 def parse_text(name: str, text: str) -> Any:
-    """The value of the field ``name`` from a command line: JSON for lists and mappings, else plain text."""
+    """Parse the value of the field ``name`` from a command line: JSON for lists and mappings, else plain text."""
     if name not in FIELDS:
         raise ConfigError(f"unknown setting {name!r}: {close_matches(name, FIELDS)}")
     try:

@@ -17,7 +17,7 @@ from opgraft.text import printable
 
 @dataclass(frozen=True)
 class Provider:
-    """Who provides something: a distribution and its version, or a module where no distribution is known."""
+    """The provider of something: a distribution and its version, or a module where no distribution is known."""
 
     name: str
     version: str | None = None
@@ -53,7 +53,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was chosen for ``subject``, why, from which candidates, and which ``setting`` would change it.
+    """The choice made for ``subject``: why, from which candidates, and which ``setting`` would change it.
 
     ``chosen`` is ``None`` where nothing could be chosen. ``parts`` are decisions that this one rests on, such as the
     choice of a replacement class within the choice of a kernel.
@@ -67,7 +67,7 @@ class Decision:
     parts: tuple[Decision, ...] = field(default=())
 
     def to_dict(self) -> dict[str, Any]:
-        """The decision as plain data, ready for ``json.dumps``."""
+        """Return the decision as plain data, ready for ``json.dumps``."""
         return {
             "subject": self.subject,
             "chosen": self.chosen,
@@ -78,11 +78,11 @@ class Decision:
         }
 
     def summary(self) -> str:
-        """The decision in one line."""
+        """Return the decision in one line."""
         return printable(f"{self.subject}: {self.chosen or 'none'} ({self.reason})")
 
     def lines(self) -> Iterator[str]:
-        """The decision in words, a line per candidate and per observation."""
+        """Yield the decision in words, a line per candidate and per observation."""
         yield self.summary()
         for candidate in self.candidates:
             mark = "+" if candidate.accepted else "-"

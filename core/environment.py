@@ -35,13 +35,13 @@ FLAG_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "fal
 """The spellings of a flag."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-"""What ``OPGRAFT_LOG`` may be."""
+"""The values that ``OPGRAFT_LOG`` may have."""
 """The spellings of a flag."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What the environment asks for; ``None`` where a variable is not set."""
+    """The settings that the environment asks for; ``None`` where a variable is not set."""
 
     platform: str | None = None
     plugins: tuple[str, ...] | None = None
@@ -94,7 +94,7 @@ def _providers(value: str | None) -> dict[str, str] | None:
 
 
 def parse_providers(name: str, value: str) -> dict[str, str]:
-    """The mapping of op name to provider that the setting ``name`` spells, as ``op=plugin,…`` or as a JSON object.
+    """Parse the mapping of op name to provider in the setting ``name``: ``op=plugin,…`` or a JSON object.
 
     Raises:
         ConfigError: another spelling.
@@ -119,7 +119,7 @@ def _log_level(value: str | None) -> str | None:
 
 
 def parse_flag(name: str, value: str) -> bool:
-    """The truth value that the setting ``name`` spells as one of 1, true, yes, on, 0, false, no, off.
+    """Parse the truth value of the setting ``name``, spelled as one of 1, true, yes, on, 0, false, no, off.
 
     Raises:
         ConfigError: another spelling.

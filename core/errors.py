@@ -84,7 +84,7 @@ class PluginError(OpgraftError):
 
 
 def close_matches(name: str, known: Iterable[str]) -> str:
-    """Words for an error about an unknown ``name``: the nearest known names, or all of them where none is near."""
+    """Give words for an error about an unknown ``name``: the nearest known names, or all of them where none is near."""
     names = sorted(set(known))
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     if near:
@@ -93,7 +93,7 @@ def close_matches(name: str, known: Iterable[str]) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """``file:line`` of the code that raised a caught ``error``, for messages about other people's code."""
+    """Give ``file:line`` of the code that raised a caught ``error``, for messages about other people's code."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next

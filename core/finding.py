@@ -1,4 +1,4 @@
-"""What ``opgraft plugins doctor`` finds."""
+"""Findings of ``opgraft plugins doctor``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Finding:
         return f"{self.message} ({self.location})" if self.location else self.message
 
     def to_dict(self) -> dict[str, Any]:
-        """The finding as plain data, with the names that all JSON of opgraft has for it."""
+        """Return the finding as plain data, with the names that all JSON of opgraft has for it."""
         return {
             "message": self.message,
             "provider": self.provider.to_dict() if self.provider else None,

@@ -1,4 +1,4 @@
-"""What opgraft logs, and to whom; and loggers with ``warning_once``, by the names that vLLM's plugins import."""
+"""Logging: loggers with ``warning_once``, by the names that vLLM's plugins import, and who gets to see what."""
 
 from __future__ import annotations
 

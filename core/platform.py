@@ -21,7 +21,7 @@ DISPATCH_KEYS = ("oot", "cpu", "cuda", "hip", "xpu", "tpu", "native")
 
 @dataclass(frozen=True)
 class PlatformSpec:
-    """What an entry point of the group ``opgraft.platforms`` names; its module must not import torch.
+    """The target of an entry point of the group ``opgraft.platforms``; its module must not import torch.
 
     Attributes:
         probe: tells from a machine's files and environment whether the platform can be used there. Never raises.
@@ -38,7 +38,7 @@ class PlatformSpec:
 
 @dataclass(frozen=True)
 class DeviceCapability:
-    """What a device can do, as frozen data.
+    """The capability of a device, as frozen data.
 
     Attributes:
         name: the marketing or model name of the device.
@@ -86,15 +86,15 @@ class Platform(ABC):
 
     @abstractmethod
     def device_count(self) -> int:
-        """How many devices this process sees."""
+        """Count the devices that this process sees."""
 
     @abstractmethod
     def capability(self, index: int = 0) -> DeviceCapability:
-        """What device ``index`` can do."""
+        """Return the capability of device ``index``."""
 
     @abstractmethod
     def memory(self, index: int = 0) -> DeviceMemory:
-        """Total and free memory of device ``index``."""
+        """Return total and free memory of device ``index``."""
 
     @abstractmethod
     def synchronize(self, index: int = 0) -> None:
@@ -133,12 +133,12 @@ class Platform(ABC):
         return {}
 
     def default_config(self) -> OpgraftConfig:
-        """Settings that this platform changes; the lowest layer above the built-in defaults."""
+        """Return the settings that this platform changes; the lowest layer above the built-in defaults."""
         return OpgraftConfig()
 
 
 def effective_chain(platform: Platform) -> tuple[str, ...]:
-    """The dispatch chain as it is walked: ``oot`` first, what the platform declares, ``native`` last.
+    """Return the dispatch chain as it is walked: ``oot`` first, what the platform declares, ``native`` last.
 
     Raises:
         PlatformError: the platform declares a key that is not a dispatch key, or one twice.

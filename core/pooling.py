@@ -63,7 +63,7 @@ _FLAGS = {
 
 
 def pooled(states: Tensor, mask: Tensor, modes: Sequence[str]) -> Tensor:
-    """One vector per sentence, those of several modes one behind the other.
+    """Pool to one vector per sentence, those of several modes one behind the other.
 
     Args:
         states: ``[batch, tokens, size]``.
@@ -77,7 +77,7 @@ def pooled(states: Tensor, mask: Tensor, modes: Sequence[str]) -> Tensor:
 
 
 def pooling_modes(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """The modes that the settings of a pooling module name: by ``pooling_mode``, else by flags, else ``mean``.
+    """Return the modes that the settings of a pooling module name: by ``pooling_mode``, else by flags, else ``mean``.
 
     Raises:
         ValueError: they name one that is not known, or none.

@@ -42,7 +42,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Output:
-    """What a run computed: ``numbers`` to compare (a float32 tensor) and ``answers``, one per text."""
+    """The result of a run: ``numbers`` to compare (a float32 tensor) and ``answers``, one per text."""
 
     numbers: torch.Tensor
     answers: list[str]
@@ -99,7 +99,7 @@ class Runner(ABC):
         """Compute the answers for all texts."""
 
     def _checked(self, numbers: torch.Tensor, text: str, label: str) -> torch.Tensor:
-        """The numbers of one text, -inf among them perhaps, where a model rules a token out.
+        """Check the numbers of one text, -inf among them perhaps, where a model rules a token out.
 
         Raises:
             InputError: they are no answer.
@@ -154,6 +154,7 @@ class Encoder(Runner):
 
     @torch.inference_mode()
     def run(self, texts: Sequence[str], progress: Progress, label: str) -> Output:
+        # Texts of like length share a batch, which then has little padding.
         order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
         rows: list[torch.Tensor] = [torch.empty(0)] * len(texts)
         for start in range(0, len(order), BATCH):
@@ -195,12 +196,12 @@ class Generator(Runner):
 
 
 def open_runner(checkpoint: Checkpoint, dtype: torch.dtype) -> Runner:
-    """The runner for a checkpoint's architecture."""
+    """Open the runner for a checkpoint's architecture."""
     return Generator(checkpoint, dtype) if checkpoint.causal else Encoder(checkpoint, dtype)
 
 
 def own_classes_config() -> OpgraftConfig:
-    """Settings under which every op that an active replacement stands in for keeps its own class."""
+    """Return settings under which every op that an active replacement stands in for keeps its own class."""
     load_plugins()
     state = host_state()
     targets = [r.target for r in state.active if r.target is not None]
@@ -209,7 +210,7 @@ def own_classes_config() -> OpgraftConfig:
 
 
 def longest_input(model: nn.Module, tokenizer: Any) -> int:
-    """How many tokens a text may have: what both the tokenizer and the model's table of positions allow.
+    """Return how many tokens a text may have, by the limits of both the tokenizer and the model's table of positions.
 
     Models in the manner of RoBERTa count positions from behind the one of padding, so that the first rows of their
     table serve no token.
@@ -228,7 +229,7 @@ def longest_input(model: nn.Module, tokenizer: Any) -> int:
 
 
 def nearest(embeddings: torch.Tensor) -> list[int]:
-    """For each row of unit vectors ``[n, d]``, the index of the other row nearest by cosine; its own where n is 1."""
+    """Find, for each row of unit vectors ``[n, d]``, the other row nearest by cosine; its own index where n is 1."""
     found: list[int] = []
     rows = max(1, _MOST_SIMILARITIES // max(1, len(embeddings)))
     for start in range(0, len(embeddings), rows):

@@ -33,7 +33,7 @@ class PlatformSelection:
 
 
 class PluginStatus(enum.Enum):
-    """How far a plugin came. ``rejected``, ``vetoed`` and ``failed`` are ends, with a reason in the record."""
+    """The stage that a plugin reached. ``rejected``, ``vetoed`` and ``failed`` are ends, explained in the record."""
 
     DISCOVERED = "discovered"
     REJECTED = "rejected"
@@ -95,7 +95,7 @@ class HostState:
     discovery: Any = None
 
     def settings(self) -> Settings:
-        """The settings that hold here and now: all layers, from the platform's defaults to the active scope."""
+        """Return the settings that hold here and now: all layers, from the platform's defaults to the active scope."""
         if self.environment is None:
             self.environment = read_environment()
             if self.environment.log:
@@ -107,17 +107,18 @@ class HostState:
         return resolve(layers)
 
     def current_caches(self) -> Caches:
-        """What was decided under the active scope; new whenever something was activated."""
+        """Return what was decided under the active scope; new whenever something was activated."""
         scope = CURRENT_SCOPE.get()
         if scope is None:
             return self.caches
+        # Compared on use: scopes of other threads and tasks are out of the reach of invalidate().
         if scope.generation != self.generation:
             scope.caches = Caches()
             scope.generation = self.generation
         return scope.caches
 
     def checks_values(self) -> bool:
-        """Whether ops check values of tensors on accelerators here and now; cached, as every call may ask."""
+        """Decide whether ops check values of tensors on accelerators here and now; cached, as every call may ask."""
         caches = self.current_caches()
         if caches.check_values is None:
             caches.check_values = self.settings().config.check_values is True
@@ -139,7 +140,7 @@ class HostState:
         with self.lock:
             if replacement in self.active:
                 return lambda: None
-            self.active = [*self.active, replacement]
+            self.active = [*self.active, replacement]  # a new list, as readers iterate without the lock
             self.invalidate()
         return lambda: self.deactivate(replacement)
 
@@ -181,7 +182,7 @@ def loading(state: HostState) -> Iterator[None]:
 
 
 def host_state() -> HostState:
-    """The state of this process."""
+    """Return the state of this process."""
     return _STATE
 
 
@@ -195,6 +196,7 @@ def reset() -> None:
     global _STATE  # the one place that replaces the one object
     if _STATE.environment is not None and _STATE.environment.log:
         set_level(None)
+    # The generation goes on, so that scopes which are open see that their caches are stale.
     _STATE = HostState(registry=_STATE.registry, generation=_STATE.generation + 1)
-    if "torch" in sys.modules:
+    if "torch" in sys.modules:  # who never imported it has compiled nothing
         sys.modules["torch"].compiler.reset()

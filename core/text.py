@@ -40,7 +40,7 @@ def described(error: BaseException) -> str:
 
 
 def table(rows: Sequence[Sequence[object]], width: int | None = WIDTH) -> list[str]:
-    """Rows, the header first, as lines of aligned columns. The widest give way, and their cells go on below.
+    """Lay rows, the header first, out as lines of aligned columns. The widest give way: their cells go on below.
 
     Without a ``width`` every row is one line.
     """

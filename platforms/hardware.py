@@ -94,7 +94,7 @@ KINDS: Sequence[Kind] = (
 
 
 def sightings(machine: Machine) -> Iterator[Sighting]:
-    """What the table recognises on a machine, by kind."""
+    """Yield what the table recognises on a machine, by kind."""
     for kind in KINDS:
         functions = [function for function in pci_functions(machine, kind.vendor) if _is_one(kind, function)]
         names = [kind.models.get(function.device, kind.name) for function in functions]

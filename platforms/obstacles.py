@@ -11,7 +11,7 @@ from opgraft.machine.machine import Machine
 
 @dataclass(frozen=True)
 class Obstacle:
-    """What is missing, and the next step."""
+    """A thing that is missing, and the next step."""
 
     missing: str
     remedy: str
@@ -27,17 +27,17 @@ class Found:
 
 
 def usable(found: Sequence[Found]) -> list[Found]:
-    """Those that nothing stands in the way of; where there are none, all."""
+    """Return those that nothing stands in the way of; where there are none, all."""
     return [one for one in found if not one.obstacle] or list(found)
 
 
 def hide(devices: Sequence[Device], visible: Sequence[int]) -> tuple[Device, ...]:
-    """The devices, those that are not among the visible positions marked as hidden."""
+    """Mark the devices that are not among the visible positions as hidden."""
     return tuple(replace(device, hidden=index not in visible) for index, device in enumerate(devices))
 
 
 def torch_obstacle(machine: Machine, backend: str, remedy: str) -> Obstacle | None:
-    """Where the installed torch was not built for ``backend``, that and ``remedy``."""
+    """Return an obstacle with ``remedy`` where the installed torch was not built for ``backend``."""
     build = machine.torch_build()
     if build is not None and backend in build.backends:
         return None
@@ -48,7 +48,7 @@ def torch_obstacle(machine: Machine, backend: str, remedy: str) -> Obstacle | No
 def verdict(
     found: str, devices: Sequence[Device], obstacles: Sequence[Obstacle | None], facts: Sequence[Fact]
 ) -> Evidence:
-    """Available where nothing stands in the way; else everything that does, in words."""
+    """Call devices available where nothing stands in the way; else say everything that does."""
     visible = sum(not device.hidden for device in devices)
     found = f"{found}, {visible} visible" if 0 < visible < len(devices) else found
     real = [obstacle for obstacle in obstacles if obstacle]
@@ -60,5 +60,5 @@ def verdict(
 
 
 def counted(number: int, noun: str) -> str:
-    """Such as "1 GPU" or "8 GPUs"."""
+    """Count in words, such as "1 GPU" or "8 GPUs"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

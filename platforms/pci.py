@@ -31,7 +31,7 @@ class PciFunction:
 
 
 def pci_functions(machine: Machine, vendor: int) -> tuple[PciFunction, ...]:
-    """The functions of one vendor, in the order of their addresses. Damaged entries are left out."""
+    """Return the functions of one vendor, in the order of their addresses. Damaged entries are left out."""
     vendors: dict[int, list[str]] | None = machine.memo.get("pci")
     if vendors is None:
         vendors = machine.memo["pci"] = {}
@@ -61,7 +61,7 @@ def _function(machine: Machine, vendor: int, address: str) -> PciFunction | None
 
 
 def _number(text: str | None) -> int | None:
-    """A hexadecimal number such as ``0x10de``; ``None`` for anything else."""
+    """Parse a hexadecimal number such as ``0x10de``; ``None`` for anything else."""
     try:
         return int((text or "").strip(), 16)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What platforms share that PyTorch serves through ``torch.cuda``: CUDA itself, and ROCm, which goes by its name."""
+"""The base of platforms that PyTorch serves through ``torch.cuda``: CUDA itself, and ROCm, which goes by its name."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class TorchCudaPlatform(Platform):
 
     @abstractmethod
     def visible_devices(self) -> int:
-        """How many devices this process may use, as the probe finds them."""
+        """Count the devices that this process may use, as the probe finds them."""
 
     def device_count(self) -> int:
-        """Counted by the probe until ``torch.cuda`` is in use: its own count may start the driver, and end forking."""
+        """Count by the probe until ``torch.cuda`` is in use: its own count may start the driver, and end forking."""
         in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch gives it no types
         return torch.cuda.device_count() if in_use else self.visible_devices()
 
@@ -33,7 +33,7 @@ class TorchCudaPlatform(Platform):
         torch.cuda.synchronize(index)
 
     def manual_seed(self, seed: int) -> None:
-        """PyTorch seeds the CPU and every GPU; a GPU that is not in use yet is seeded when it is."""
+        """Seed the CPU and every GPU; PyTorch seeds a GPU that is not in use yet when it is."""
         torch.manual_seed(seed)
 
     @property

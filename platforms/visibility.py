@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def chosen(value: str, identities: Sequence[Sequence[str]]) -> tuple[int, ...]:
-    """The positions that a list such as ``2,0`` or ``GPU-8932f937,GPU-1f5b`` names, in its order.
+    """Return the positions that a list such as ``2,0`` or ``GPU-8932f937,GPU-1f5b`` names, in its order.
 
     ``identities`` holds the UUIDs of each device; its first characters will do. The first entry that names no device
     ends the list ("-1" is the usual one), and a device that is named twice empties it.

@@ -1,4 +1,4 @@
-"""Which platforms and plugins are installed. Reads metadata only; imports nothing of theirs."""
+"""Discovery of installed platforms and plugins. Reads metadata only; imports nothing of theirs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Offer:
 
     @property
     def built_in(self) -> bool:
-        """Whether it is one of opgraft's own platforms, which its module tells: anyone may take a name."""
+        """Tell whether it is one of opgraft's own platforms, which its module tells: anyone may take a name."""
         return self.group == PLATFORM_GROUP and f"{self.module}.".startswith(f"{_BUILT_IN}.")
 
     def load(self) -> Any:
@@ -48,7 +48,7 @@ class Offer:
         return importlib_metadata.EntryPoint(name=self.name, value=self.value, group=self.group).load()
 
     def answers_to(self, name: str) -> bool:
-        """Whether a setting means this offer by ``name``: its entry-point name or its distribution's name."""
+        """Tell whether a setting means this offer by ``name``: its entry-point name or its distribution's name."""
         return name == self.name or normalized(name) == normalized(self.provider.name)
 
 
@@ -71,7 +71,7 @@ class Discovery:
         return [offer for offer in self.offers if offer.group == group]
 
     def provider_of(self, module: str) -> Provider:
-        """The distribution of a module, known for opgraft and for plugins; else the top-level package itself."""
+        """Return the distribution of a module, which opgraft and plugins have; else the top-level package itself."""
         package = module.partition(".")[0]
         if package == HOST_DISTRIBUTION:
             return Provider(HOST_DISTRIBUTION, __version__)
@@ -79,11 +79,11 @@ class Discovery:
         return next(owners, Provider(package))
 
     def has_plugin(self, provider: Provider) -> bool:
-        """Whether a distribution offers plugins, on whose activation what its modules declare depends."""
+        """Tell whether a distribution offers plugins, on whose activation what its modules declare depends."""
         return any(offer.provider == provider for offer in self.of_group(PLUGIN_GROUP))
 
     def plugin_of(self, module: str, provider: Provider) -> str | None:
-        """The plugin that a module of ``provider`` belongs to: the nearest entry point above it, or the only one.
+        """Return the plugin of a module of ``provider``: the nearest entry point above it, or the only one.
 
         ``None`` where its distribution has several and no name decides.
         """
@@ -95,7 +95,7 @@ class Discovery:
 
 
 def discover() -> Discovery:
-    """The installed platforms and plugins, scanned once per process."""
+    """Return the installed platforms and plugins, scanned once per process."""
     state = host_state()
     with state.lock:
         if state.discovery is None:
@@ -112,6 +112,7 @@ def scan() -> Discovery:
     for distribution in importlib_metadata.Distribution.discover():
         provider = Provider(str(distribution.locate_file("")))
         try:
+            # Most distributions end here, before anything is parsed: start-up waits for this loop.
             if "opgraft." not in (distribution.read_text("entry_points.txt") or ""):
                 continue
             metadata = _headers(distribution)
@@ -133,7 +134,7 @@ def scan() -> Discovery:
 
 
 def _headers(distribution: importlib_metadata.Distribution) -> Message:
-    """The fields of a distribution's metadata without its long description, whose parsing detection would wait for."""
+    """Return the fields of a distribution's metadata without its long description, which takes long to parse."""
     text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
     headers = HeaderParser().parsestr(text)
     if not headers["Name"] or not headers["Version"]:
@@ -153,7 +154,7 @@ def _offers(distribution: importlib_metadata.Distribution, provider: Provider, r
 
 
 def _own_offers(distribution: importlib_metadata.Distribution, discovery: Discovery) -> list[Offer]:
-    """What a distribution of opgraft's own name offers, as far as it is opgraft's.
+    """Return what a distribution of opgraft's own name offers, as far as it is opgraft's.
 
     There may be several: beside the installed one an ``opgraft.egg-info`` of another time in the working folder, or an
     impostor. What any of them names counts if it is ours and there.
@@ -188,5 +189,5 @@ def _admit(offer: Offer, discovery: Discovery) -> None:
 
 
 def normalized(name: str) -> str:
-    """A distribution's name in the one spelling that all its spellings share."""
+    """Return a distribution's name in the one spelling that all its spellings share."""
     return re.sub(r"[-_.]+", "-", name).lower()

@@ -12,7 +12,7 @@ from opgraft.plugins.discovery import HOST_DISTRIBUTION, PLATFORM_GROUP, discove
 
 
 def unclaimed_hardware(machine: Machine, decision: Decision) -> list[Sighting]:
-    """What the built-in tables recognise and no platform of the decision has among its devices."""
+    """Return what the built-in tables recognise and no platform of the decision has among its devices."""
     if any(_may_claim_all(candidate) for candidate in decision.candidates):
         return []
     evidence = [candidate.evidence for candidate in decision.candidates if candidate.evidence]
@@ -22,7 +22,7 @@ def unclaimed_hardware(machine: Machine, decision: Decision) -> list[Sighting]:
 
 
 def _may_claim_all(candidate: Candidate) -> bool:
-    """Whether an installed plugin's platform was not probed, or has devices that it gives no address for."""
+    """Tell whether an installed plugin's platform was not probed, or has devices that it gives no address for."""
     if candidate.provider is None or candidate.provider.name == HOST_DISTRIBUTION:
         return False
     evidence = candidate.evidence
@@ -30,7 +30,7 @@ def _may_claim_all(candidate: Candidate) -> bool:
 
 
 def _tables() -> Iterator[Callable[[Machine], Iterable[Sighting]]]:
-    """The tables of the built-in platforms; a vendor's plugin brings a probe instead."""
+    """Yield the tables of the built-in platforms; a vendor's plugin brings a probe instead."""
     for offer in discover().of_group(PLATFORM_GROUP):
         if offer.built_in:
             spec: PlatformSpec = offer.load()

@@ -1,4 +1,4 @@
-"""What a plugin may do. A plugin is a module, or an object, with functions marked ``@opgraft.hookimpl``.
+"""The hooks of a plugin. A plugin is a module, or an object, with functions marked ``@opgraft.hookimpl``.
 
 Hooks are called once per activation, in pluggy's order (``tryfirst``, ``trylast``), after the platform was decided.
 A plugin of a distribution that offers no platform also states where its kernels apply, once, as an attribute:
@@ -25,12 +25,12 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def opgraft_veto(platform: Platform) -> str | None:
-    """A reason why this plugin must not be activated here (an old driver, say), or ``None``. Called first."""
+    """Return a reason why this plugin must not be activated here (an old driver, say), or ``None``. Called first."""
 
 
 @hookspec
 def opgraft_config(platform: Platform) -> OpgraftConfig | None:
-    """Defaults that this plugin changes. The environment and the user's own settings stand above them."""
+    """Return defaults that this plugin changes. The environment and the user's own settings stand above them."""
 
 
 @hookspec
@@ -40,7 +40,7 @@ def opgraft_register_ops(platform: Platform) -> None:
 
 @hookspec
 def opgraft_graft_adapters() -> Iterable[Adapter]:  # type: ignore[empty-body]  # a specification has no body
-    """Rows for the table by which ``opgraft.graft`` recognises modules; they are tried before the built-in rows."""
+    """Return rows for the table by which ``opgraft.graft`` recognises modules; they are tried before built-in rows."""
 
 
 RESULT_TYPES: dict[str, tuple[type, ...]] = {
@@ -49,4 +49,4 @@ RESULT_TYPES: dict[str, tuple[type, ...]] = {
     "opgraft_register_ops": (type(None),),
     "opgraft_graft_adapters": (Iterable,),
 }
-"""What each hook may return; checked, because a wrong type would fail far from the plugin that returned it."""
+"""The types that each hook may return; checked, as a wrong type would fail far from the plugin that returned it."""

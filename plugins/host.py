@@ -39,7 +39,7 @@ def load_plugins() -> None:
                 Loading(state, current_platform(), undo_all).run()
                 config = state.settings().config
                 _prepare(selected_platform(), config)
-                undo_all.pop_all()
+                undo_all.pop_all()  # nothing raised: what was activated stays
             state.loaded_with = config
             state.plugins_loaded = True
             decision = plugins_decision(state.plugins.values())
@@ -71,7 +71,7 @@ def _prepare(selection: PlatformSelection, config: OpgraftConfig) -> None:
 
 
 def check_loaded_with(settings: Settings, state: HostState) -> None:
-    """Which plugins there are is decided once: a scope that asks for others later must not be ignored.
+    """Raise where a scope asks for other plugins: which there are is decided once, and must not be ignored.
 
     Raises:
         PluginError: one of them, ``strict`` or ``cpu_keep_memory`` differs from when the plugins were loaded.
@@ -87,7 +87,7 @@ def check_loaded_with(settings: Settings, state: HostState) -> None:
 
 
 def plugins_decision(records: Iterable[PluginRecord]) -> Decision:
-    """Which installed plugins are active in this process, and why the others are not."""
+    """Explain which installed plugins are active in this process, and why the others are not."""
     rows = [(record, record.status is PluginStatus.ACTIVATED) for record in records]
     candidates = tuple(
         Candidate(r.name, active, f"{r.status.value}: {r.reason}" if r.reason else r.status.value, r.provider, r.value)

@@ -1,4 +1,4 @@
-"""One pass over the installed plugins: select, import, call hooks, settle names; each plugin is a transaction."""
+"""One pass over the installed plugins: select, import, call hooks, resolve targets; each plugin is a transaction."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Loading:
         self._call_each(hooks.opgraft_config, self._add_defaults)
         self._call_each(hooks.opgraft_register_ops, self._expect_nothing)
         self._call_each(hooks.opgraft_graft_adapters, self._add_adapters)
-        self._settle_pending()
+        self._resolve_pending()
         self._check_adjusted_names()
         for name in self._alive():
             self.state.plugins[name].status = PluginStatus.ACTIVATED
@@ -78,7 +78,7 @@ class Loading:
             return
         self._adopt_declarations(record)
         self.manager.register(plugin, offer.name)
-        self.manager.check_pending()
+        self.manager.check_pending()  # rejects functions that are marked as hooks and are none
         declared = any(replacement.plugin == offer.name for replacement in self.state.registry.replacements)
         if not self.manager.get_hookcallers(plugin) and not declared:
             raise PluginError(
@@ -97,6 +97,7 @@ class Loading:
                 undos.callback(self.state.activate(replacement))
 
     def _call_each(self, hook: pluggy.HookCaller, use: Callable[[str, Any], None]) -> None:
+        # In pluggy's own order, but one by one, as each runs inside a transaction of its own.
         for implementation in reversed(hook.get_hookimpls()):
             offered = {"platform": self.platform}
             arguments = [offered[name] for name in implementation.argnames]
@@ -122,7 +123,7 @@ class Loading:
             self._append(name, self.state.adjustments, (f"plugin {name}", config))
 
     def _expect_nothing(self, name: str, result: None) -> None:
-        """Registering ops has no result; its effects are in the registry."""
+        """Ignore the result: registering ops has none, and its effects are in the registry."""
 
     def _add_adapters(self, name: str, adapters: Iterable[Adapter]) -> None:
         for adapter in adapters:
@@ -136,15 +137,15 @@ class Loading:
         items.append(item)
         self.transactions[name].undos.callback(items.remove, item)
 
-    def _settle_pending(self) -> None:
+    def _resolve_pending(self) -> None:
         for replacement in list(self.state.active):
             if replacement.plugin is None:
                 self.state.registry.resolve_pending(replacement)
             elif replacement.plugin in self._alive():
-                settle = partial(self._settle, replacement)
-                self._attempt(replacement.plugin, "when its targets were looked up", settle)
+                resolve = partial(self._resolve, replacement)
+                self._attempt(replacement.plugin, "when its targets were looked up", resolve)
 
-    def _settle(self, replacement: Replacement) -> None:
+    def _resolve(self, replacement: Replacement) -> None:
         """Resolve a target. One that nobody registers costs its replacement, in strict mode the whole plugin."""
         try:
             self.state.registry.resolve_pending(replacement)
@@ -171,7 +172,7 @@ class Loading:
                 step()
         except KeyboardInterrupt:
             raise
-        except BaseException as error:
+        except BaseException as error:  # SystemExit too: a plugin must not end the process
             record = self.state.plugins[name]
             self._withdraw(name, PluginStatus.FAILED, f"{when}: {described(error)}")
             record.traceback = "".join(traceback.format_exception(error))
@@ -204,7 +205,7 @@ def _reject_names(unknown: list[str], known: Iterable[str]) -> None:
 
 
 def _stated_platforms(plugin: object) -> tuple[str, ...]:
-    """The plugin's ``platforms`` attribute; needed where its distribution offers no platform.
+    """Return the plugin's ``platforms`` attribute; needed where its distribution offers no platform.
 
     Raises:
         PluginError: it is missing, or neither "any" nor a sequence of names.

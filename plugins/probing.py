@@ -34,7 +34,7 @@ class ProbeFailed(Exception):  # noqa: N818  # an outcome that selection records
 
 
 def ask(offer: Offer, machine: Machine, time_limit: float = TIME_LIMIT) -> Evidence:
-    """The evidence of an offered platform's probe.
+    """Ask an offered platform's probe for its evidence.
 
     Raises:
         ProbeFailed: it raised, crashed, ran past ``time_limit`` seconds or answered something else than ``Evidence``.
@@ -80,7 +80,7 @@ def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:
 
 
 def answer(reply_to: int, machine: Mapping[str, Any], name: str, value: str, root: str) -> None:
-    """The child's side: run the probe and write its evidence to the file descriptor ``reply_to``."""
+    """Run the probe on the child's side and write its evidence to the file descriptor ``reply_to``."""
     _ANSWERING.set()
     offer = Offer(PLATFORM_GROUP, name, value, Provider(name))
     try:

@@ -1,4 +1,4 @@
-"""Whether settings and version requirements admit what a distribution offers."""
+"""Checks of what a distribution offers, against settings and version requirements."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opgraft.version import __version__
 
 
 def objection(offer: Offer, config: OpgraftConfig) -> str | None:
-    """Why an offer is not used, or ``None``: not on the allow list, on the deny list, or made for another opgraft."""
+    """Say why an offer is not used, or ``None``: not on the allow list, on the deny list, or for another opgraft."""
     if offer.built_in:
         return None
     if asked_for(offer, config.plugins_disable or ()):
@@ -22,7 +22,7 @@ def objection(offer: Offer, config: OpgraftConfig) -> str | None:
 
 
 def asked_for(offer: Offer, names: Iterable[str]) -> bool:
-    """Whether a list of names from a setting holds this offer."""
+    """Tell whether a list of names from a setting holds this offer."""
     return any(offer.answers_to(name) for name in names)
 
 

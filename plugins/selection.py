@@ -1,4 +1,4 @@
-"""Which platform this process runs on, and why. Imports no torch until the chosen platform's class is loaded."""
+"""The choice of this process's platform, and why. Imports no torch until the chosen platform's class is loaded."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Asked:
 
 
 def current_platform() -> Platform:
-    """The platform of this process, decided on first use.
+    """Return the platform of this process, decided on first use.
 
     Raises:
         PlatformError: the platform asked for does not exist, is unavailable or cannot be loaded, or a ``set_config``
@@ -53,7 +53,7 @@ def current_platform() -> Platform:
 
 
 def selected_platform() -> PlatformSelection:
-    """The platform of this process with the decision that chose it. Raises as ``current_platform``."""
+    """Return the platform of this process with the decision that chose it. Raises as ``current_platform``."""
     state = host_state()
     if state.selection is None:
         with loading(state):
@@ -157,7 +157,7 @@ def _priority(built_in: Offer) -> int:
 
 
 def _report(failure: str) -> None:
-    """A platform that should have worked and did not: said once, and kept for ``opgraft plugins doctor``."""
+    """Log once a platform that should have worked and did not; keep it for ``opgraft plugins doctor``."""
     state = host_state()
     if failure not in state.platform_failures:
         state.platform_failures.append(failure)
@@ -186,7 +186,7 @@ def _select(settings: Settings, machine: Machine) -> PlatformSelection:
 
 
 def _load(offer: Offer) -> tuple[Platform, OpgraftConfig]:
-    """The platform and the settings that it changes, both checked."""
+    """Load the platform and the settings that it changes, both checked."""
     try:
         spec: PlatformSpec = offer.load()
         module, _, name = spec.platform_class.partition(":")

@@ -42,7 +42,7 @@ COSTS = (
         "print the platform / python -c 'import torch'",
     ),
 )
-"""What the mechanism costs: heading, row of opgraft's benchmark, row measured of vLLM."""
+"""The costs of the mechanism: heading, row of opgraft's benchmark, row measured of vLLM."""
 
 LABELS, ROW, BAR = 160, 24, 14
 """Pixels: of the column of labels, of a row, of a bar."""

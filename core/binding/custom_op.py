@@ -60,7 +60,7 @@ class CustomOp(nn.Module):
 
     A subclass defines ``forward_native`` in plain PyTorch and any of ``forward_cpu``, ``forward_cuda``,
     ``forward_hip``, ``forward_xpu``, ``forward_tpu`` and, in replacements, ``forward_oot``. Where a key is not defined,
-    calling its method goes on along the platform's dispatch chain.
+    calling its method calls the next one in the platform's dispatch chain.
 
     Constructing a class that an active plugin replaces returns an instance of the replacement.
     """
@@ -70,7 +70,7 @@ class CustomOp(nn.Module):
     op_class: ClassVar[type]
     """The class of an instance without its specialisation; use it where the exact class matters."""
     switchable: ClassVar[bool] = True
-    """Whether ``custom_ops`` switches this op; ``False``: it is always enabled."""
+    """The switch of ``custom_ops`` for this op; ``False``: it is always enabled."""
     op_registry: ClassVar[Mapping[str, type]] = _OpsByName()
     op_registry_oot: ClassVar[Mapping[str, type]] = _ReplacementsByName()
     __continuations__: ClassVar[Mapping[str, str | None]] = {}
@@ -103,7 +103,7 @@ class CustomOp(nn.Module):
             self._adopt(enforced(self.binding))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies keep their binding; an op that is unpickled is bound anew, as the same class."""
+        """Keep the binding in copies; bind an op that is unpickled anew, as the same class."""
         reduced = super().__reduce_ex__(protocol)
         if type(self) is not self.binding.specialisation:
             return reduced
@@ -128,25 +128,25 @@ class CustomOp(nn.Module):
 
     @property
     def decision(self) -> Decision:
-        """Which kernel this op runs and why: candidates, providers, and the settings that would change it."""
+        """Explain which kernel this op runs: candidates, providers, and the settings that would change it."""
         return self.binding.decision
 
     @classmethod
     def enabled(cls) -> bool:
-        """Whether an instance constructed now would be enabled by ``custom_ops``."""
+        """Return whether an instance constructed now would be enabled by ``custom_ops``."""
         state = host_state()
         return not cls.switchable or state.settings().enabled(op_name_of(cls, state))[0]
 
     @staticmethod
     def default_on() -> bool:
-        """Whether an op that ``custom_ops`` does not name would be enabled here and now."""
+        """Return whether an op that ``custom_ops`` does not name would be enabled here and now."""
         return host_state().settings().enabled(None)[0]
 
     @classmethod
     def register(
         cls, name: str, dynamic_arg_dims: Mapping[str, int | Sequence[int]] | None = None
     ) -> Callable[[OpClass], OpClass]:
-        """Class decorator: make an op known under ``name``, by which settings and plugins call it.
+        """Make an op known under ``name``, by which settings and plugins call it; a class decorator.
 
         Args:
             name: the op's name.
@@ -157,6 +157,7 @@ class CustomOp(nn.Module):
             ConflictError: another class holds the name.
         """
 
+        # Without parentheses the decorator is given the class for a name.
         if not isinstance(name, str) or not name.isidentifier():
             raise RegistrationError(
                 f"an op is registered by a name such as 'rms_norm', @CustomOp.register('name'): {name!r}"
@@ -241,35 +242,35 @@ class CustomOp(nn.Module):
         return getattr(self, further)(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What ``super().forward(...)`` of a replacement reaches: the most derived kernel of the platform's chain."""
+        """Call the most derived kernel of the platform's chain: a replacement's ``super().forward(...)`` ends here."""
         return self._call_next("forward", args, kwargs)
 
     def forward_native(self, *args: Any, **kwargs: Any) -> Any:
-        """The definition in plain PyTorch, which every platform can run."""
+        """Compute the op in plain PyTorch, which every platform can run."""
         return self._call_next("forward_native", args, kwargs)
 
     def forward_cpu(self, *args: Any, **kwargs: Any) -> Any:
-        """The kernel for CPUs."""
+        """Compute the op on CPUs."""
         return self._call_next("forward_cpu", args, kwargs)
 
     def forward_cuda(self, *args: Any, **kwargs: Any) -> Any:
-        """The kernel for CUDA devices, and for those whose platform has ``cuda`` in its chain."""
+        """Compute the op on CUDA devices, and on those whose platform has ``cuda`` in its chain."""
         return self._call_next("forward_cuda", args, kwargs)
 
     def forward_hip(self, *args: Any, **kwargs: Any) -> Any:
-        """The kernel for ROCm devices."""
+        """Compute the op on ROCm devices."""
         return self._call_next("forward_hip", args, kwargs)
 
     def forward_xpu(self, *args: Any, **kwargs: Any) -> Any:
-        """The kernel for Intel GPUs."""
+        """Compute the op on Intel GPUs."""
         return self._call_next("forward_xpu", args, kwargs)
 
     def forward_tpu(self, *args: Any, **kwargs: Any) -> Any:
-        """The kernel for TPUs."""
+        """Compute the op on TPUs."""
         return self._call_next("forward_tpu", args, kwargs)
 
     def forward_oot(self, *args: Any, **kwargs: Any) -> Any:
-        """The kernel that a replacement brings; it stands first in every chain."""
+        """Compute the op by the kernel that a replacement brings; it stands first in every chain."""
         return self._call_next("forward_oot", args, kwargs)
 
 
@@ -289,12 +290,12 @@ class PluggableLayer(CustomOp):
         when: Callable[[Platform], bool] | None = None,
         _decorated_layer_cls: type | None = None,
     ) -> Any:
-        """As ``CustomOp.register_oot``; ``_decorated_layer_cls`` is what vLLM calls the class here."""
+        """Register as ``CustomOp.register_oot`` does; vLLM calls the class here ``_decorated_layer_cls``."""
         return super().register_oot(_decorated_layer_cls or _decorated_op_cls, name, priority=priority, when=when)
 
 
 def maybe_get_oot_by_class(cls: type) -> type:
-    """The class that constructing ``cls`` here and now yields: its active replacement, or ``cls`` itself."""
+    """Return the class that constructing ``cls`` here and now yields: its active replacement, or ``cls`` itself."""
     return bind(cls).replacement.cls if issubclass(cls, CustomOp) else cls
 
 
@@ -312,6 +313,7 @@ def _declare(cls: type, target: str | type, priority: int, when: Callable[[Platf
         new = Replacement(
             cls, _asked_for(target), resolved, provider, priority=priority, when=when, activation=transaction
         )
+        # No later pass looks for the target, so that a wrong name must be reported here.
         if resolved is None and state.plugins_loaded and transaction is None:
             state.registry.resolve_pending(new)
         new.plugin = transaction.plugin if transaction else discovery.plugin_of(cls.__module__, provider)
@@ -321,6 +323,7 @@ def _declare(cls: type, target: str | type, priority: int, when: Callable[[Platf
         state.drop_superseded()
         if transaction is not None:
             transaction.undos.callback(state.activate(known))
+        # What a plugin's module declares waits until the plugin is activated.
         elif not discovery.has_plugin(provider) or (record and record.status is PluginStatus.ACTIVATED):
             state.activate(known)
 

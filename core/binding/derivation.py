@@ -30,7 +30,7 @@ _DERIVED = "__opgraft_derived__"
 
 
 class FunctionalKernels(Mapping[str, Callable[..., Any]]):
-    """FunctionalKernels as functions, by the name of the functional form whose signature they have.
+    """Kernels as functions, by the name of the functional form whose signature they have.
 
     Args:
         functions: the kernels, or the name of a module whose ``__all__`` names them, imported when one is asked for.
@@ -70,7 +70,7 @@ class FunctionalKernels(Mapping[str, Callable[..., Any]]):
 
 
 class _Overlay(SimpleNamespace):
-    """FunctionalKernels by name, and native definitions where there is none; read when it is first asked."""
+    """Kernels by name, and native definitions where there is none; read when it is first asked."""
 
     def __init__(self, kernels: Mapping[str, Callable[..., Any]]) -> None:
         self.__dict__["__kernels__"] = kernels

@@ -1,4 +1,4 @@
-"""Which kernels a built model runs, and why."""
+"""The kernels that a built model runs, and why."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ExplainedOp:
     reason: str
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as plain data, with the names that all JSON of opgraft has for it."""
+        """Return the row as plain data, with the names that all JSON of opgraft has for it."""
         return {
             "path": self.path,
             "op": self.op,
@@ -54,7 +54,7 @@ class Explanation:
     rows: tuple[ExplainedOp, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The table as plain data, ready for ``json.dumps``."""
+        """Return the table as plain data, ready for ``json.dumps``."""
         return {"ops": [row.to_dict() for row in self.rows]}
 
     def __str__(self) -> str:

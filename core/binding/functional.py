@@ -88,7 +88,7 @@ class Functional(Generic[Arguments, Result]):
         return f"<functional form {self.name} of op {self.op}>"
 
     def __reduce__(self) -> str:
-        """A form is pickled as functions are, by module and name, and is its own copy."""
+        """Pickle a form as functions are, by module and name; it is its own copy."""
         return self.native.__qualname__
 
 
@@ -142,7 +142,7 @@ def _whence(form: Functional[..., Any]) -> str:
 
 
 def binding_of(form: Functional[..., Any]) -> Binding:
-    """The choice of class and kernel that decides what a form runs.
+    """Return the choice of class and kernel that decides what a form runs.
 
     Raises:
         OpgraftError: as constructing the op would.
@@ -153,7 +153,7 @@ def binding_of(form: Functional[..., Any]) -> Binding:
 
 
 def _bound(form: Functional[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The function that a form runs, from the cache of bound classes; the path that every eager call takes."""
+    """Return the function that a form runs, from the cache of bound classes; the path that every eager call takes."""
     functions = host_state().current_caches().functions
     try:
         return functions[form]
@@ -169,13 +169,14 @@ def _bind_function(form: Functional[Arguments, Result]) -> Callable[Arguments, R
         function = _guarded(function, form.native)
     state = host_state()
     with state.lock:
+        # What changed meanwhile makes the choice stale: it serves this call and no other.
         if state.generation == generation:
             state.current_caches().functions[form] = function
     return function
 
 
 def _guarded(kernel: Callable[Arguments, Result], native: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """``kernel`` where no gradient is required, else ``native``."""
+    """Run ``kernel`` where no gradient is required, else ``native``."""
 
     @functools.wraps(kernel)
     def guarded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -204,11 +205,12 @@ def _register(form: Functional[..., Any]) -> None:
             functools.partial(_backward, form.native), setup_context=functools.partial(_save, form)
         )
     else:
+        # Without a formula torch lets results require a gradient, and raises in the backward pass.
         registered.register_autograd(_no_backward, setup_context=_mark_constant)
 
 
 def _faked(form: Functional[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What the fake rule tells, unless one argument without values made torch ask for it and the result has some."""
+    """Apply the fake rule; raise where an argument is on ``meta`` and a result is not."""
     result = form.fake(*args, **kwargs)
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     made = [result] if isinstance(result, Tensor) else result or given
@@ -219,7 +221,7 @@ def _faked(form: Functional[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _without_autocast(values: Iterable[Any]) -> AbstractContextManager[Any]:
-    """A context without autocast for the device of the first tensor among ``values``."""
+    """Return a context without autocast for the device of the first tensor among ``values``."""
     device = next((value.device.type for value in values if isinstance(value, Tensor)), "cpu")
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
@@ -254,11 +256,12 @@ def _save(form: Functional[..., Any], ctx: Any, inputs: tuple[Any, ...], output:
             "its backward computes the result again"
         )
     ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)))
+    # In tuples, as None may be a setting too.
     ctx.settings = [None if isinstance(value, Tensor) else (value,) for value in inputs]
 
 
 def _backward(native: Callable[..., Any], ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Gradients by all arguments, from running the native definition again under autograd."""
+    """Compute the gradients by all arguments, by running the native definition again under autograd."""
     saved = iter(ctx.saved_tensors)
     needed = ctx.needs_input_grad  # shorter than the arguments where defaults were left out
     with _without_autocast(ctx.saved_tensors):

@@ -33,20 +33,20 @@ class Kernel:
 
     @property
     def inference_only(self) -> bool:
-        """Whether it has no backward, so that the native definition runs where a gradient is required."""
+        """Tell whether it has no backward, so that the native definition runs where a gradient is required."""
         return is_inference_only(vars(self.owner)[self.method])
 
     @property
     def fallback(self) -> str | None:
-        """When it runs something else instead, and what, as far as it says so."""
+        """Say when it runs something else instead, and which, as far as it tells."""
         return fallback_of(vars(self.owner)[self.method])
 
     def missing(self) -> str | None:
-        """What it needs and this machine or installation lacks, or ``None``."""
+        """Name the requirement that this machine or installation lacks, or ``None``."""
         return unmet_need(vars(self.owner)[self.method])
 
     def functional(self, form: str) -> Callable[..., Any] | None:
-        """The same kernel as a function with the signature of the named form, where its class brings one."""
+        """Return the same kernel as a function with the signature of the named form, where its class brings one."""
         return (self.functions or {}).get(form)
 
     @property
@@ -60,7 +60,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """Which method of ``cls`` becomes ``forward``.
+    """The method of ``cls`` that becomes ``forward``.
 
     ``found`` holds every definition that can run, the winner first; ``missing`` those that cannot, and why.
     """
@@ -113,10 +113,10 @@ class KernelChoice:
 def choose_kernel(
     cls: type, chain: tuple[str, ...], enabled: bool, enabled_because: str, target: type | None = None
 ) -> KernelChoice:
-    """Which method of ``cls`` becomes ``forward``: the most derived definition wins.
+    """Choose the method of ``cls`` that becomes ``forward``: the most derived definition wins.
 
     The MRO is walked from ``cls`` up to the base of all ops. The first class that itself defines ``forward``, or a
-    ``forward_<key>`` for a key of ``chain`` (in the chain's order within that class), settles it. Where the op is
+    ``forward_<key>`` for a key of ``chain`` (in the chain's order within that class), decides. Where the op is
     disabled only ``forward_native`` and ``forward`` count, and of the classes that replace ``target`` only
     ``forward_native``: a layer's own ``forward`` stays, a replacement's is switched off.
 
@@ -138,7 +138,7 @@ def choose_kernel(
 
 
 def declared_kernels(cls: type, chain: tuple[str, ...]) -> list[Kernel]:
-    """Every definition that counts for a chain, the most derived first, whether or not it can run here."""
+    """Return every definition that counts for a chain, the most derived first, whether or not it can run here."""
     wanted = ["forward", *(f"forward_{key}" for key in chain)]
     return [kernel for base in own_classes(cls) for kernel in _kernels(base, wanted)]
 
@@ -155,13 +155,13 @@ def _runs_disabled(kernel: Kernel, target: type) -> bool:
 
 
 OWN_FORWARD = "_own_forward"
-"""Where a specialisation keeps the ``forward`` that its op class defines."""
+"""The attribute in which a specialisation keeps the ``forward`` that its op class defines."""
 
 
 def continuations(cls: type, chain: tuple[str, ...], enabled: bool) -> dict[str, str | None]:
-    """What the methods of the base class stand for: for each, the method to call instead, ``None`` where there is none.
+    """Return, for each method of the base class, the method to call instead; ``None`` where there is none.
 
-    ``forward_<key>`` goes on along the chain after ``key`` (a key that is not in the chain goes on with ``native``) and
+    ``forward_<key>`` calls the next one in the chain after ``key``; ``native``, where the key is not in the chain. It
     ends, where there is no native definition, with the class's own ``forward``. ``forward`` is the most derived kernel,
     of a disabled op the native one.
     """

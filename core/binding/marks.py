@@ -16,7 +16,7 @@ from opgraft.text import described
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 NEEDS_GRADIENT = "a gradient is required, and it has no backward"
-"""Why a call of a kernel that is marked ``inference_only`` runs the native definition."""
+"""The reason why a call of a kernel that is marked ``inference_only`` runs the native definition."""
 
 _INFERENCE_ONLY = "__opgraft_inference_only__"
 _FALLS_BACK = "__opgraft_falls_back__"

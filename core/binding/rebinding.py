@@ -11,7 +11,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Rebound:
-    """What became of one op: its path in the model, its kernel before and after, and why if it could not change."""
+    """The outcome for one op: its path in the model, its kernel before and after, and why if it could not change."""
 
     path: str
     before: str
@@ -49,7 +49,7 @@ def rebind(model: nn.Module) -> list[Rebound]:
 
 
 def _obstacle(op: CustomOp, new: Binding) -> str:
-    """Why an op cannot take the class that it would be constructed with now, or ""."""
+    """Say why an op cannot take the class that it would be constructed with now, or return ""."""
     hidden = hidden_by(op)
     if hidden:
         return hidden
@@ -63,7 +63,7 @@ def _obstacle(op: CustomOp, new: Binding) -> str:
 
 
 def hidden_by(op: CustomOp) -> str:
-    """What stands before the kernel that the op is bound to, or ""."""
+    """Say what stands before the kernel that the op is bound to, or return ""."""
     if type(op) is not op.binding.specialisation:
         return f"{type(op).__name__} was derived from the op by other code, such as a parametrization"
     if "forward" in vars(op):

@@ -36,7 +36,7 @@ _CACHE = "__opgraft_specialisations__"
 
 @dataclass(frozen=True)
 class Binding:
-    """What was chosen for one class: the class to construct, the kernel, and the specialisation that joins them."""
+    """The choice for one class: the class to construct, the kernel, and the specialisation that joins them."""
 
     replacement: ReplacementChoice
     kernel: KernelChoice
@@ -48,12 +48,12 @@ class Binding:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickle holds the class and is bound anew where it is loaded, on another platform perhaps."""
+        """Pickle the class only: it is bound anew where it is loaded, on another platform perhaps."""
         return bind_exact, (self.replacement.target, self.replacement.cls, self.enforced)
 
     @property
     def provider(self) -> Provider:
-        """Who provides the kernel: where a replacement inherits it, whoever provides the class that defines it."""
+        """The provider of the kernel: where a replacement inherits it, that of the class that defines it."""
         owner = self.kernel.winner.owner
         inherited = owner in self.replacement.target.__mro__
         return discover().provider_of(owner.__module__) if inherited else self.replacement.provider
@@ -69,7 +69,7 @@ class Binding:
 
 
 def bind(cls: type) -> Binding:
-    """The binding for constructing ``cls`` here and now: replacement, enabling and platform taken into account.
+    """Return the binding for constructing ``cls`` here and now: replacement, enabling and platform taken into account.
 
     Raises:
         OpgraftError: the platform, a plugin asked for by name, a conflict or a setting prevents a choice; see
@@ -80,7 +80,7 @@ def bind(cls: type) -> Binding:
 
 
 def bind_exact(target: type, cls: type, enforce: bool = False) -> Binding:
-    """The binding of an existing op of class ``cls``, which was constructed for ``target``.
+    """Return the binding of an existing op of class ``cls``, which was constructed for ``target``.
 
     It keeps its class. Where that is a replacement which does not apply here any more, as its plugin is disabled or its
     device gone, the op takes what would be constructed now. Where constructors forbid that, it keeps its class and runs
@@ -114,7 +114,7 @@ def _decide_exact(target: type, cls: type) -> Binding:
 
 
 def _gone(target: type, cls: type) -> tuple[Replacement, str | None]:
-    """The declaration by which ``cls`` replaces ``target``, and why it does not apply here, or ``None``.
+    """Return the declaration by which ``cls`` replaces ``target``, and why it does not apply here, or ``None``.
 
     A class of no plugin needs none: it may be registered in the process that saved the op alone.
     """
@@ -138,21 +138,21 @@ def _inactive(replacement: Replacement, state: HostState) -> str:
 
 
 def own_constructor(cls: type, target: type) -> str | None:
-    """The method, if any, that sets up instances and that a class between ``cls`` and ``target`` defines."""
+    """Return the method, if any, that sets up instances and that a class between ``cls`` and ``target`` defines."""
     between = cls.__mro__[: cls.__mro__.index(target)] if target in cls.__mro__ else ()
     names = ("__init__", "__new__", "__setstate__")
     return next((name for base in between for name in names if name in vars(base)), None)
 
 
 def enforced(binding: Binding) -> Binding:
-    """The same choice of class, with the op enabled whatever the settings say."""
+    """Return the same choice of class, with the op enabled whatever the settings say."""
     choice = binding.replacement
     kernel = choose_kernel(choice.cls, binding.kernel.chain, True, "enforce_enable=True", choice.target)
     return Binding(choice, kernel, specialise(kernel), binding.background, enforced=True)
 
 
 def _cached(cache: Callable[[Caches], dict[Key, Binding]], key: Key, decide: Callable[[], Binding]) -> Binding:
-    """The binding kept under ``key`` for the active scope; a new one is kept only if nothing changed meanwhile."""
+    """Return the binding kept under ``key`` for the active scope; keep a new one only if nothing changed meanwhile."""
     state = host_state()
     try:
         return cache(state.current_caches())[key]
@@ -160,6 +160,7 @@ def _cached(cache: Callable[[Caches], dict[Key, Binding]], key: Key, decide: Cal
         generation = state.generation
         binding = decide()
         with state.lock:
+            # Decided without the lock, as plugins' code may run: what changed meanwhile makes it stale.
             if state.generation == generation:
                 cache(state.current_caches())[key] = binding
         return binding
@@ -190,7 +191,7 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
 
 
 def _enabled(choice: ReplacementChoice, settings: Settings) -> tuple[bool, str]:
-    """Whether the op is enabled, and why: as the class says, if it has a method ``enabled`` of its own."""
+    """Decide whether the op is enabled, and why: as the class says, if it has a method ``enabled`` of its own."""
     cls: Any = choice.cls
     owner = definer(cls, "enabled")
     if owner is not None:
@@ -201,13 +202,13 @@ def _enabled(choice: ReplacementChoice, settings: Settings) -> tuple[bool, str]:
 
 
 def op_name_of(cls: type, state: HostState) -> str | None:
-    """The registered name that switches ``cls``: its own, or that of the nearest registered base."""
+    """Return the registered name that switches ``cls``: its own, or that of the nearest registered base."""
     names = {record.cls: name for name, record in state.registry.ops.items()}
     return next((names[base] for base in cls.__mro__ if base in names), None)
 
 
 def kin_of(cls: type, replacements: Sequence[Replacement]) -> list[Replacement]:
-    """The replacements of other classes that the op name of ``cls`` switches too."""
+    """Return the replacements of other classes that the op name of ``cls`` switches too."""
     state = host_state()
     name = op_name_of(cls, state)
     return [r for r in replacements if r.target and r.target is not cls and op_name_of(r.target, state) == name]
@@ -225,10 +226,11 @@ def _check_names(settings: Settings, known: Collection[str]) -> None:
 
 
 def specialise(choice: KernelChoice) -> Any:
-    """The subclass of the op class whose ``forward`` is the chosen kernel; one per choice, kept with the op class."""
+    """Make the subclass of the op class whose ``forward`` is the chosen kernel: one per choice, kept with the class."""
     op_class, kernel = choice.cls, choice.winner
-    key = (kernel, choice.chain, choice.enabled)
+    key = (kernel, choice.chain, choice.enabled)  # all that a specialisation depends on
     with host_state().lock:
+        # vars(), as getattr() would find the specialisations of a base class.
         cache = vars(op_class).get(_CACHE)
         if cache is None:
             cache = {}

@@ -33,7 +33,7 @@ def cli() -> None:
 
 
 def main() -> NoReturn:
-    """Entry point of the console script: an error becomes one message on stderr and its exit code."""
+    """Run the console script: an error becomes one message on stderr and its exit code."""
     faulthandler.enable()  # a plugin that crashes the process is named by its file
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -65,5 +65,5 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _output() -> Any:
-    """What commands print with, which a command that goes well has imported while the garbage collector was off."""
+    """Import what commands print with; one that goes well has done so while the garbage collector was off."""
     return importlib.import_module("opgraft.cli.output")

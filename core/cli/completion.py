@@ -1,4 +1,4 @@
-"""What a shell may complete of names that only this installation knows. Nothing here raises or prints."""
+"""Completion of names that only this installation knows. Nothing here raises or prints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Completion = Callable[[click.Context, click.Parameter, str], list[str]]
 
 
 def _quietly(names: Callable[[], Iterable[str]]) -> Completion:
-    """A completion from names; none where they cannot be told, as a shell has no place for an error."""
+    """Make a completion from names; none where they cannot be told, as a shell has no place for an error."""
 
     def complete(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[Any]:
         logging.disable()

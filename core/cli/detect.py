@@ -62,7 +62,7 @@ def command(show_all: bool, root: str | None, record: str | None, as_json: bool)
 
 
 def _short(decision: Decision) -> list[str]:
-    """The decision, the chosen devices, and what was found elsewhere but is not used."""
+    """Return the decision, the chosen devices, and what was found elsewhere but is not used."""
     lines = [decision.summary()]
     for candidate in decision.candidates:
         if candidate.accepted and candidate.evidence:
@@ -75,6 +75,6 @@ def _short(decision: Decision) -> list[str]:
 
 
 def _worth_saying(candidate: Candidate) -> bool:
-    """Whether a rejected candidate has hardware that could be used, or did not answer at all."""
+    """Tell whether a rejected candidate has hardware that could be used, or did not answer at all."""
     evidence = candidate.evidence
     return evidence is None or (bool(evidence.devices) and not evidence.available)

@@ -60,7 +60,7 @@ def _report() -> dict[str, dict[str, str]]:
 
 
 def _plugins() -> dict[str, str]:
-    """Platforms and plugins with their status before any is imported; metadata that cannot be used."""
+    """List platforms and plugins with their status before any is imported, and metadata that cannot be used."""
     try:
         config = host_state().settings().config
     except ConfigError:  # which the settings tell
@@ -74,7 +74,7 @@ def _plugins() -> dict[str, str]:
 
 
 def _settings() -> dict[str, str]:
-    """Every setting with its value and where that comes from."""
+    """List every setting with its value and where that comes from."""
     try:
         return {name: f"{value or '(not set)'} ({origin})" for name, value, origin in host_state().settings().rows()}
     except ConfigError as error:
@@ -82,7 +82,7 @@ def _settings() -> dict[str, str]:
 
 
 def _cell(text: str) -> str:
-    """A text as one cell of a Markdown table."""
+    """Write a text as one cell of a Markdown table."""
     return printable(text).replace("\\", "\\\\").replace("|", "\\|")
 
 

@@ -28,7 +28,7 @@ _CHILD = "from opgraft.cli.isolation import answer; answer(reply_to, **data)"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a function returned in a child process, or the finding that tells whose code ended or held up the child."""
+    """The result of a function in a child process, or the finding that tells whose code ended or held up the child."""
 
     result: Any = None
     crash: Finding | None = None
@@ -68,7 +68,7 @@ def _crash(running: Mapping[str, Any], ended: Ended, time_limit: float) -> Findi
 
 
 def answer(reply_to: int, module: str, function: str, arguments: Sequence[str], given: Mapping[str, str]) -> None:
-    """The child's side: call the function, and write whose code runs, then what it returned, a line of JSON each."""
+    """Call the function on the child's side; write whose code runs, then what it returned, a line of JSON each."""
     logger.addHandler(_Reporter(reply_to))
     logger.setLevel(logging.DEBUG)
     logger.propagate = False

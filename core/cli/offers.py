@@ -1,4 +1,4 @@
-"""What the commands show of installed platforms and plugins, without importing any."""
+"""Installed platforms and plugins as the commands show them, without importing any."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ KINDS = {PLATFORM_GROUP: "platform", PLUGIN_GROUP: "plugin"}
 
 
 def shown_offers() -> list[Offer]:
-    """The platforms and plugins among the entry points that are installed."""
+    """Return the platforms and plugins among the entry points that are installed."""
     return [offer for offer in discover().offers if offer.group in KINDS]
 
 
 def as_dict(offer: Offer) -> dict[str, Any]:
-    """An offer as plain data, with the names that all JSON of opgraft has for it."""
+    """Return an offer as plain data, with the names that all JSON of opgraft has for it."""
     return {
         "kind": KINDS[offer.group],
         "name": offer.name,
@@ -27,16 +27,16 @@ def as_dict(offer: Offer) -> dict[str, Any]:
 
 
 def admission(offer: Offer, config: OpgraftConfig) -> tuple[str, str]:
-    """Whether the settings admit an offer: plugins ``selected``, platforms ``eligible``, or ``rejected`` and why."""
+    """Tell how the settings admit an offer: plugins ``selected``, platforms ``eligible``, or ``rejected`` and why."""
     against = objection(offer, config)
     return ("rejected", against) if against else ("selected" if offer.group == PLUGIN_GROUP else "eligible", "")
 
 
 def problems() -> list[dict[str, Any]]:
-    """Plugin metadata that cannot be used."""
+    """List plugin metadata that cannot be used."""
     return [{"provider": problem.provider.to_dict(), "reason": problem.reason} for problem in discover().problems]
 
 
 def problem_lines() -> list[str]:
-    """The same in words."""
+    """List the same in words."""
     return [f"{problem.provider}: {problem.reason}" for problem in discover().problems]

@@ -61,7 +61,7 @@ def command(name: str, as_json: bool) -> None:
 
 
 def _inactive(target: type) -> list[Replacement]:
-    """Replacements that modules have declared, of plugins that are not active."""
+    """Find replacements that modules have declared, of plugins that are not active."""
     state = host_state()
     return [r for r in state.registry.replacements if r.target is target and r not in state.active]
 

@@ -1,4 +1,4 @@
-"""What all commands share: settings as options, JSON, and text that fits a terminal."""
+"""Common code of all commands: settings as options, JSON, and text that fits a terminal."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _complete(name: str, context: click.Context, parameter: click.Parameter, incomplete: str) -> list[Any]:
-    """What a shell offers for the value of a setting."""
+    """Complete the value of a setting for a shell."""
     from opgraft.cli.completion import COMPLETIONS  # which nothing else needs
 
     complete = COMPLETIONS.get(name)
@@ -63,19 +63,19 @@ def discard_stdout() -> None:
 
 
 def print_json(schema: str, data: dict[str, Any]) -> None:
-    """One JSON object on stdout; ``schema`` names its form and version, such as ``opgraft.detect/2``."""
+    """Print one JSON object; ``schema`` names its form and version, such as ``opgraft.detect/2``."""
     echo(json.dumps({"schema": schema, **data}, indent=2))
 
 
 def print_error(error: Exception) -> None:
-    """An error as JSON."""
+    """Print an error as JSON."""
     message = error.format_message() if isinstance(error, click.ClickException) else str(error)
     fault = {"type": type(error).__name__, "message": message, "exit_code": getattr(error, "exit_code", 1)}
     print_json("opgraft.error/1", {"error": fault})
 
 
 def print_wrapped(text: str | Iterable[str], indent: str = "") -> None:
-    """One line, or several, wrapped to the terminal; whole lines where stdout is none.
+    """Print one line, or several, wrapped to the terminal; whole lines where stdout is none.
 
     A break inside of a line is shown escaped.
     """
@@ -97,12 +97,12 @@ def print_wrapped(text: str | Iterable[str], indent: str = "") -> None:
 
 
 def print_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Aligned columns that fit the terminal; whole cells where stdout is none."""
+    """Print aligned columns that fit the terminal; whole cells where stdout is none."""
     echo("\n".join(table([header, *rows], width())))
 
 
 def width() -> int | None:
-    """The columns of the terminal that stdout is, or ``None`` where it is a pipe or a file."""
+    """Return the columns of the terminal that stdout is, or ``None`` where it is a pipe or a file."""
     return shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else None
 
 

@@ -68,7 +68,7 @@ def examine() -> dict[str, Any]:
 
 
 def _metadata() -> Iterator[Finding]:
-    """What is wrong before anything is imported."""
+    """Find what is wrong before anything is imported."""
     for problem in discover().problems:
         yield Finding(f"{problem.provider}: {problem.reason}", problem.provider)
     yield from _misspelt_groups()
@@ -80,7 +80,7 @@ def _metadata() -> Iterator[Finding]:
 
 
 def _misspelt_groups() -> Iterator[Finding]:
-    """Groups of entry points that nothing reads and whose name is nearly that of one that opgraft reads."""
+    """Find groups of entry points that nothing reads and whose name is nearly that of one that opgraft reads."""
     for distribution in importlib_metadata.Distribution.discover():
         text = distribution.read_text("entry_points.txt") or ""
         for group in re.findall(r"^\s*\[([^\]\n]+)\]\s*$", text, re.M):
@@ -91,7 +91,7 @@ def _misspelt_groups() -> Iterator[Finding]:
 
 
 def _outcomes() -> Iterator[Finding]:
-    """Plugins that should have become active and did not."""
+    """Find plugins that should have become active and did not."""
     for record in host_state().plugins.values():
         whose = f"plugin {record.name} of {record.provider}"
         if record.status is PluginStatus.REJECTED and record.reason.startswith("it requires"):

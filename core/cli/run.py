@@ -69,7 +69,7 @@ def command(
 
 
 def read_lines(file: Path) -> list[str]:
-    """The lines of a text file, without empty ones.
+    """Return the lines of a text file, without empty ones.
 
     Raises:
         InputError: it cannot be read, is not UTF-8, or has no text.
@@ -137,7 +137,7 @@ def _print_comparison(comparison: Comparison, report: GraftReport) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Progress]:
-    """Bars on stderr, one per step; they vanish from a terminal at the end and stay as lines elsewhere."""
+    """Show bars on stderr, one per step; they vanish from a terminal at the end and stay as lines elsewhere."""
     console = Console(stderr=True)
     columns = TextColumn("{task.description}:"), BarColumn(), MofNCompleteColumn(separator=" of ")
     with rich.progress.Progress(*columns, console=console, transient=console.is_terminal) as bars:

@@ -1,1 +1,1 @@
-"""The one place for private names of torch: each with the reason for it, and what happens where it is missing."""
+"""Private names of torch, which occur nowhere else: each with its reason, and the fallback where it is missing."""

@@ -10,7 +10,7 @@ try:
 except AttributeError as error:
     _before = _after = {}
     cannot_tell = f"this torch cannot tell whether every module has hooks ({error})"
-"""Why ``hooks_on_every_module`` cannot tell, in which case it is always true."""
+"""The reason why ``hooks_on_every_module`` cannot tell, in which case it is always true."""
 
 
 def hooks_on_every_module() -> bool:

@@ -22,7 +22,7 @@ POST_OPS = {
 """Activation → what the operator calls it, and which algorithm of it. Not relu: oneDNN's makes 0 of NaN."""
 
 version_of = attrgetter("_version")
-"""How often a tensor was written to, the count by which autograd tells that a saved value has changed. It has no public
+"""The count of writes to a tensor, by which autograd tells that a saved value has changed. It has no public
 name. Tensors made in inference mode have none: ``RuntimeError``."""
 
 _linear: Any = None
@@ -43,7 +43,7 @@ except AttributeError as error:
 
 
 def missing(dtype: torch.dtype = torch.float32) -> str | None:
-    """Why weights of ``dtype`` cannot be packed here, or ``None``."""
+    """Say why weights of ``dtype`` cannot be packed here, or return ``None``."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]  # torch leaves it so
         return "torch was built without oneDNN"
     if absent := _absent or tracing.cannot_tell:
@@ -54,20 +54,20 @@ def missing(dtype: torch.dtype = torch.float32) -> str | None:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """The weight ``[out_features, in_features]`` in the layout that oneDNN prefers: an opaque tensor of that shape."""
+    """Pack the weight ``[out_features, in_features]`` in oneDNN's preferred layout: an opaque tensor of that shape."""
     with torch.no_grad():
         packed: Tensor = _reorder(weight, None)
         return packed
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """The weight that was packed, bit by bit."""
+    """Return the weight that was packed, bit by bit."""
     with torch.no_grad():
         return packed.to_dense()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """``activation(x · weightᵀ + bias)``, rounded once, over a weight that is packed, or plain and contiguous.
+    """Compute ``activation(x · weightᵀ + bias)``, rounded once, over a weight that is packed, or plain and contiguous.
 
     Unchecked; the bias is read as contiguous.
     """
@@ -77,13 +77,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> T
 
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """``x · weightᵀ + bias + residual``, rounded once. As unchecked."""
+    """Compute ``x · weightᵀ + bias + residual``, rounded once. As unchecked."""
     result: Tensor = _linear_add(x, residual, weight, bias, "add")
     return result
 
 
 def watched() -> bool:
-    """Whether something follows the operators that run, for which oneDNN's are opaque, or was told not to use oneDNN.
+    """Tell whether something follows the operators that run, for which oneDNN's are opaque, or oneDNN is switched off.
 
     That is autocast, ``torch.func``, a dispatch mode such as a FLOP counter, ``torch.jit.trace``, and forward-mode
     differentiation, whose tangents the operators drop in silence.

@@ -10,7 +10,7 @@ import torch
 from torch.library import Library
 
 _below_autograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
-"""What torch's own notes on custom ops have a kernel for autograd go on with. It has no public name."""
+"""The guard below which a kernel for autograd goes on, as torch's own notes on custom ops do. It has no public name."""
 
 _libraries: dict[str, Library] = {}
 """By op: what holds its kernel in place; torch takes a kernel back with the library that brought it."""

@@ -1,4 +1,4 @@
-"""What traces or transforms the code that runs, and telling torch's tracer what it need not look into."""
+"""Tests for code that traces or transforms, and hints to torch's tracer about code that it need not look into."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 cannot_tell: str | None = None
-"""Why ``followed`` and ``transformed`` cannot tell, in which case they are always true."""
+"""The reason why ``followed`` and ``transformed`` cannot tell, in which case they are always true."""
 try:
     _transform = torch._C._functorch.peek_interpreter_stack
     _modes = torch._C._len_torch_dispatch_stack
@@ -22,7 +22,7 @@ except AttributeError as error:
 
 
 def followed() -> bool:
-    """Whether something follows the operators that run, besides autograd, and might take values for constants.
+    """Tell whether something follows the operators that run, besides autograd, and might take values for constants.
 
     That is ``torch.func``, as ``vmap``, a dispatch mode such as that of ``make_fx`` or a FLOP counter, and
     ``torch.jit.trace``. None of them has a public name by which to ask.
@@ -42,7 +42,7 @@ def constant_while_tracing(function: Function) -> Function:
 
 @constant_while_tracing
 def transformed() -> bool:
-    """Whether ``torch.func`` or forward-mode differentiation follows the operators that run, in whatever grad mode.
+    """Tell whether ``torch.func`` or forward-mode differentiation follows the operators that run, in any grad mode.
 
     What is not made of torch's own operators drops their tangents in silence. For compiled code it is a constant, as
     both are among the guards of every graph.
@@ -52,5 +52,5 @@ def transformed() -> bool:
 
 @constant_while_tracing
 def exporting() -> bool:
-    """Whether ``torch.export`` looks on. Asked while tracing: to the compiler of torch 2.8 it always seems so."""
+    """Tell whether ``torch.export`` looks on. Ask while tracing: to the compiler of torch 2.8 it always seems so."""
     return torch.compiler.is_exporting()

@@ -58,7 +58,7 @@ _ACTIVATIONS: tuple[tuple[str, type[nn.Module], dict[str, Any], Callable[[Tensor
 
 
 def builtin_adapters(dtypes: Dtypes = UNKNOWN) -> tuple[Adapter, ...]:
-    """The built-in rows, in the order in which they are tried. The last one says why a module is not recognised.
+    """Return the built-in rows, in the order in which they are tried. The last one says why a module is not recognised.
 
     The rows remember what they traced: use them for one walk over a model, whose parameters have the ``dtypes``.
     """

@@ -150,7 +150,7 @@ def _attend(
     groups: int,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention of ``(batch, heads, queries, size)``, with ``groups`` heads of the query to each key-value head."""
+    """Attend over ``(batch, heads, queries, size)``, with ``groups`` heads of the query to each key-value head."""
     length = query.shape[2]
     if mask is not None or length == 1:  # not by "and": under torch.compile a comparison of sizes is no bool
         causal = False
@@ -175,7 +175,7 @@ def _attend_one_token(
     groups: int,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """The heads of a group stand in for the queries that there is one of, so that the cache is not repeated."""
+    """Let the heads of a group stand in for the queries that there is one of, so that the cache is not repeated."""
 
     def grouped(t: torch.Tensor) -> torch.Tensor:
         return t.reshape(t.shape[0], -1, groups, t.shape[-1])

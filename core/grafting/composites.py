@@ -26,11 +26,11 @@ from opgraft.ops import MLP, GatedMLP, Linear, LinearAct, LinearAddNorm
 from opgraft.ops.composites.composite import epilogue_of
 from torch import nn
 
-_MOST_CHILDREN = 6
+_MOST_CHILDREN = 6  # all orders of three of them are tried
 
 
 def composite_adapters() -> tuple[Adapter, ...]:
-    """The rows, which remember what they traced: use them for one walk over a model."""
+    """Return the rows, which remember what they traced: use them for one walk over a model."""
     composites = _Composites()
     return (
         Adapter("gated MLP", GatedMLP, composites.gated_mlp),
@@ -130,7 +130,7 @@ def _attempt(module: nn.Module) -> Expression | None:
 
 
 def _is_candidate(module: nn.Module) -> bool:
-    """Whether a module is small enough, and plain enough in what it takes, for its forward to be traced."""
+    """Tell whether a module is small enough, and plain enough in what it takes, for its forward to be traced."""
     children = list(module.children())
     tensors = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
     if type(module).__module__.startswith("torch.") or tensors or not 0 < len(children) <= _MOST_CHILDREN:
@@ -139,14 +139,14 @@ def _is_candidate(module: nn.Module) -> bool:
 
 
 def arguments_of(module: nn.Module) -> list[str]:
-    """The names of a forward's arguments; none if it takes any but plain ones without defaults."""
+    """Return the names of a forward's arguments; none if it takes any but plain ones without defaults."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     plain = all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in parameters)
     return [p.name for p in parameters] if plain else []
 
 
 def _layers(module: nn.Module) -> list[str]:
-    """The children that are linear ops, or may be what other code put in the place of linear layers."""
+    """Return the children that are linear ops, or may be what other code put in the place of linear layers."""
     return [
         name for name, child in module.named_children() if isinstance(child, Linear) or not isinstance(child, CustomOp)
     ]
@@ -164,7 +164,7 @@ def _linear(module: nn.Module, name: str) -> Linear:
 
 
 def _activations(module: nn.Module, argument: Expression) -> Iterator[tuple[str, str | None, Expression]]:
-    """Each activation of an argument: what it is, by which child if it is one, and its form."""
+    """Yield each activation of an argument: what it is, by which child if it is one, and its form."""
     for activation, form in activated_form(argument).items():
         yield activation, None, form
     for name, form in _activation_children(module, argument):
@@ -172,7 +172,7 @@ def _activations(module: nn.Module, argument: Expression) -> Iterator[tuple[str,
 
 
 def _activation_children(module: nn.Module, argument: Expression) -> Iterator[tuple[str, Expression]]:
-    """What each child that is an activation makes of an argument, with the name of the child."""
+    """Yield the form that each child that is an activation makes of an argument, with the name of the child."""
     for name, child in module.named_children():
         if epilogue_of(child) is not None:
             yield name, child_form(name, argument)

@@ -39,7 +39,7 @@ class Shared:
     names: Mapping[str, bool]
 
     def tensors(self) -> list[str]:
-        """Full names of what was a tensor."""
+        """Return the full names of what was a tensor."""
         return [_join(self.path, name) for name, present in self.names.items() if present]
 
 
@@ -74,6 +74,7 @@ def build_op(
     """
     op = _constructed(op_class, arguments, module, torch.device("meta"))
     real = next((t.device for t in _tensors(module).values()), device)
+    # What an op computes for itself, such as a table of cosines, must be there in numbers.
     if real.type != "meta" and any(tensor.is_meta for tensor in _all_tensors(op)):
         op = _constructed(op_class, arguments, module, real)
     for part in set(op.modules()) - set(module.modules()):
@@ -239,7 +240,7 @@ def _check_fit(op: nn.Module, module: nn.Module) -> None:
 
 
 def _persistent(module: nn.Module) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds of a module, read without its hooks."""
+    """Return the tensors that a checkpoint holds of a module, read without its hooks."""
     transient = {
         _join(path, name)
         for path, owner in module.named_modules(remove_duplicate=False)
@@ -254,7 +255,7 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _all_tensors(op: nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters, buffers and tensors that are plain attributes."""
+    """Yield parameters, buffers and tensors that are plain attributes."""
     yield from _tensors(op).values()
     for part in op.modules():
         yield from (value for value in vars(part).values() if isinstance(value, torch.Tensor))

@@ -1,4 +1,4 @@
-"""What a leaf module computes, as a normal form that can be compared.
+"""The computation of a leaf module, as a normal form that can be compared.
 
 ``torch.fx`` traces the module; the graph becomes one expression over its input ``"x"`` and its parameters ``"weight"``
 and ``"bias"``, in which the order of factors and terms, the spelling (``square``, ``pow``, ``x * x``) and casts to
@@ -30,11 +30,11 @@ _SYMBOLS = ("x", "weight", "bias")
 
 
 class NotExpressible(Exception):  # noqa: N818  # a verdict, caught by the recogniser
-    """What a module computes has no expression; the message says why."""
+    """The computation of a module has no expression; the message says why."""
 
 
 def expression_of(module: nn.Module) -> Expression:
-    """The expression of a leaf module's forward, the same in training and in evaluation.
+    """Return the expression of a leaf module's forward, the same in training and in evaluation.
 
     Raises:
         NotExpressible: it has another signature, depends on values or on the mode, or uses other operations.
@@ -49,7 +49,7 @@ def expression_of(module: nn.Module) -> Expression:
 
 
 def composition_of(module: nn.Module) -> Expression:
-    """The expression of a forward that combines calls of its children, the same in training and in evaluation.
+    """Return the expression of a forward that combines calls of its children, the same in training and in evaluation.
 
     Its first argument is ``"x"``, the others have their own names. Children are not looked into, and casts are not
     taken for nothing, as they may change what a child gets.
@@ -65,38 +65,38 @@ def composition_of(module: nn.Module) -> Expression:
 
 @functools.cache
 def activation_form(form: Callable[[torch.Tensor], torch.Tensor]) -> Expression:
-    """The expression of a function of ``x``."""
-    return _expression(lambda x: form(x))
+    """Return the expression of a function of ``x``."""
+    return _expression(lambda x: form(x))  # fx cannot read the arguments of a builtin
 
 
 @functools.cache
 def norm_form(form: Callable[..., torch.Tensor], eps: float) -> Expression:
-    """The expression of a function of ``x``, ``weight``, ``bias`` and ``eps``, with that ``eps``."""
+    """Return the expression of a function of ``x``, ``weight``, ``bias`` and ``eps``, with that ``eps``."""
     return _expression(lambda x, weight, bias: form(x, weight, bias, eps))
 
 
 def child_form(name: str, argument: Expression) -> Expression:
-    """What the child of that name makes of an argument."""
+    """Return the expression that the child of that name makes of the argument."""
     return ("child", name, argument)
 
 
 def product_form(*factors: Expression) -> Expression:
-    """The product of expressions."""
+    """Return the product of expressions."""
     return functools.reduce(_mul, factors)
 
 
 def sum_form(*terms: Expression) -> Expression:
-    """The sum of expressions."""
+    """Return the sum of expressions."""
     return functools.reduce(_add, terms)
 
 
 def activated_form(argument: Expression) -> dict[str, Expression]:
-    """An expression under each activation that an epilogue may have, by the name of the activation."""
+    """Return an expression under each activation that an epilogue may have, by the name of the activation."""
     return {"silu": _silu(argument), "gelu": _gelu(argument), "gelu_tanh": _gelu(argument, "tanh")}
 
 
 def constants_of(expression: Expression) -> Iterator[float]:
-    """Every number in an expression, with repetitions."""
+    """Yield every number in an expression, with repetitions."""
     if isinstance(expression, float):
         yield expression
     elif isinstance(expression, tuple):
@@ -113,7 +113,7 @@ def _in_mode(module: nn.Module, training: bool) -> nn.Module:
 def result_dtype(
     module: nn.Module, dtype: torch.dtype, weight_dtype: torch.dtype, width: int | None = None
 ) -> torch.dtype | None:
-    """The dtype of the result for input and parameters of these dtypes; ``None`` if it has not the input's shape.
+    """Return the dtype of the result for input and parameters of these dtypes; ``None`` if it has another shape.
 
     The input's rows have the size ``width``, or that of the first parameter.
     """
@@ -208,7 +208,7 @@ def _value(node: fx.Node, values: dict[fx.Node, Expression], symbol: str) -> Exp
 
 
 def _rounded(constant: float) -> float:
-    return float(f"{constant:.9g}")
+    return float(f"{constant:.9g}")  # as many digits as tell float32 numbers apart
 
 
 def _factors(e: Expression) -> list[tuple[Expression, float]]:
@@ -227,6 +227,7 @@ def _product(*factors: tuple[Expression, float]) -> Expression:
             coefficient *= base**exponent
         else:
             exponents[base] += exponent  # type: ignore[assignment]  # halves, from square roots
+    # By text, as floats, strings and tuples have no order among them.
     rest = tuple(sorted(((base, float(n)) for base, n in exponents.items() if n), key=repr))
     coefficient = _rounded(coefficient)
     if not rest:
@@ -241,7 +242,7 @@ def _mul(a: Expression, other: Expression) -> Expression:
 
 
 def _pow(a: Expression, exponent: float) -> Expression:
-    """``a`` to a constant power. Fractional powers of products stay as they are: √(x²) is not x."""
+    """Raise ``a`` to a constant power. Fractional powers of products stay as they are: √(x²) is not x."""
     if not isinstance(exponent, (int, float)):
         raise NotExpressible("it raises to a power that is no constant")
     factors = _factors(a)
@@ -300,7 +301,7 @@ def _layer_norm(
 
 
 def _to(a: Expression, dtype: Any = None, other: Any = None) -> Expression:
-    """Casts to float32 and to the dtype of the input or weight: in float32 they do nothing."""
+    """Drop casts to float32 and to the dtype of the input or weight: in float32 they do nothing."""
     target = dtype if other is None else _DTYPE
     if target not in (torch.float32, _DTYPE, *_SYMBOLS):
         raise NotExpressible(f"it casts to {target}")

@@ -16,6 +16,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from opgraft.errors import GraftError
+from opgraft.grafting.side_effects import written_global
 from torch import nn
 
 _FORWARD = "_opgraft_forward"
@@ -47,9 +48,10 @@ def check_forward(module: nn.Module) -> str:
     forward = plain_forward(module)
     if "forward" in vars(module):
         return "its forward was set on the instance"
-    return (
-        "" if isinstance(forward, FunctionType) and inspect.unwrap(forward) is forward else "its forward is decorated"
-    )
+    if not isinstance(forward, FunctionType) or inspect.unwrap(forward) is not forward:
+        return "its forward is decorated"
+    written = written_global(forward)
+    return f"its forward writes to {written}" if written else ""
 
 
 def substitutions_of(module: nn.Module) -> tuple[Substitution, ...]:
@@ -108,7 +110,7 @@ def _original_class(module: nn.Module) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _derived(cls: Any, substitutions: tuple[Substitution, ...]) -> Any:
-    """A class that is ``cls`` by all appearances, whose forward is the one that each instance carries."""
+    """Return a class that is ``cls`` by all appearances, whose forward is the one that each instance carries."""
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +129,7 @@ def _derived(cls: Any, substitutions: tuple[Substitution, ...]) -> Any:
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
-    """Copies and pickles hold the class that can be found by its name, and no function of ours."""
+    """Reduce copies and pickles to the class that can be found by its name, and to no function of ours."""
     reduced = super(_derived_class(self), self).__reduce_ex__(protocol)
     state = {name: value for name, value in reduced[2].items() if name != _FORWARD}
     return (_recreate, (_original_class(self), self.opgraft_substitutions), state, *reduced[3:])

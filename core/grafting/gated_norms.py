@@ -13,23 +13,27 @@ import torch
 from opgraft.adapter import LeaveAlone
 from opgraft.grafting.expressions import Expression, constants_of
 from opgraft.grafting.interface import check_interface
-from opgraft.grafting.traced import SHAPES, traced_function, traced_module
+from opgraft.grafting.traced import SHAPES, takes, traced_function, traced_module
 from opgraft.ops.layernorm.functional import rms_norm_gated
 from torch import Tensor, nn
 from torch.func import functional_call
 
 
 def gated_norm(dtype: torch.dtype | None, module: nn.Module) -> Mapping[str, Any] | None:
-    """The arguments for ``RMSNormGated`` if a module computes it, in a model whose activations have the ``dtype``."""
+    """Give the arguments for ``RMSNormGated`` if a module computes it, in a model with activations of the ``dtype``."""
     arguments = _arguments(module)
     if not arguments:
         return None
     size = len(module.get_parameter("weight"))
     calls = [(rows, gated) for rows in SHAPES for gated in (True, False) if gated or arguments[1].default is None]
-    found = {call: traced_module(module, ("weight",), *_inputs(size, *call)) for call in calls}
-    for settings in _settings(found[calls[0]], size):
-        # Where a module takes no such input the op takes more than it.
-        if all(expression in (None, _form(size, call, *settings)) for call, expression in found.items()):
+    first = traced_module(module, ("weight",), *_inputs(size, *calls[0]))
+    if first is None:
+        return None
+    # Where a module takes no such input the op takes more than it.
+    taken = [call for call in calls[1:] if takes(module, ("weight",), *_inputs(size, *call))]
+    found = {call: traced_module(module, ("weight",), *_inputs(size, *call)) for call in taken} | {calls[0]: first}
+    for settings in _settings(first, size):
+        if all(expression == _form(size, call, *settings) for call, expression in found.items()):
             check_interface(type(module))
             _check_dtype(module, dtype)
             names = ("eps", "group_size", "norm_before_gate", "activation")
@@ -38,7 +42,7 @@ def gated_norm(dtype: torch.dtype | None, module: nn.Module) -> Mapping[str, Any
 
 
 def _arguments(module: nn.Module) -> list[inspect.Parameter]:
-    """The arguments of a forward that takes an input and a gate, if the module has one weight and nothing else."""
+    """Return the arguments of a forward that takes an input and a gate, if the module has one weight only."""
     weight = module._parameters.get("weight")
     tensors = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
     if weight is None or len(tensors) != 1 or module._modules or weight.dim() != 1 or len(weight) == 1:
@@ -55,7 +59,7 @@ def _inputs(size: int, rows: tuple[int, ...], gated: bool) -> list[Tensor]:
 
 
 def _settings(expression: Expression, size: int) -> Iterator[tuple[float, int | None, bool, str]]:
-    """Every eps, group size, place of the gate and activation that the expression may have."""
+    """Yield every eps, group size, place of the gate and activation that the expression may have."""
     epsilons = dict.fromkeys(c for c in constants_of(expression) if 0 < c < 1)
     groups = [None, *dict.fromkeys(shape[-1] for shape in _views(expression) if size % shape[-1] == 0)]
     yield from product(epsilons, groups, (False, True), ("silu", "sigmoid"))

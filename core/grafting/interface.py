@@ -1,4 +1,4 @@
-"""What a class may offer to other code for an op to take the place of its instance."""
+"""The interface that a class may offer to other code for an op to take the place of its instance."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from opgraft.adapter import LeaveAlone
 from torch import nn
 
 _REPLACEABLE = ("__init__", "forward", "extra_repr", "reset_parameters", "__repr__", "__annotate_func__")
-"""What a class may define without another module noticing when an op takes the place of its instance."""
+"""The names that a class may define without another module noticing when an op takes the place of its instance."""
 
 
 def check_interface(cls: type[nn.Module]) -> None:

@@ -32,7 +32,7 @@ class Norm:
     parameters: tuple[str, ...] = ("weight",)
 
     def settings(self, module: nn.Module, expression: Expression) -> Mapping[str, Any] | None:
-        """The arguments for ``op`` if the expression is this formula with some eps, and has the module's parameters."""
+        """Give the arguments for ``op`` if the expression is this formula with some eps over a module's parameters."""
         if tuple(name for name in ("weight", "bias") if module._parameters.get(name) is not None) != self.parameters:
             return None
         size, expression = _size_of(module, expression)
@@ -48,7 +48,7 @@ class Norm:
 
 
 def _size_of(module: nn.Module, expression: Expression) -> tuple[int | None, Expression]:
-    """The size of the rows that a module takes, ``None`` if it takes several, and its expression without that size."""
+    """Return the size of a module's rows, ``None`` if it takes several, and its expression without that size."""
     if isinstance(expression, tuple) and expression[0] == "rows":
         return expression[1], expression[2]
     shapes = {tuple(p.shape) for p in module._parameters.values() if p is not None}

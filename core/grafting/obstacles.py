@@ -1,4 +1,4 @@
-"""Why a module must stay, whatever it computes."""
+"""Reasons why a module must stay, whatever it computes."""
 
 from __future__ import annotations
 
@@ -54,6 +54,6 @@ def obstacle_of(module: nn.Module) -> str | None:
 
 def is_sharded(model: nn.Module) -> bool:
     """Return whether ``fully_shard`` was applied to a model or to something below it."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who never imported it has sharded nothing
     kind = getattr(fsdp, "FSDPModule", ())
     return any(isinstance(module, kind) for module in model.modules())

@@ -156,7 +156,7 @@ class _Planner:
             if child is None:
                 continue
             if child not in self.becomes:
-                self.becomes[child] = child
+                self.becomes[child] = child  # a module that stands in several places is planned once
                 entries += self._entries_of(child, _join(path, name))
             if self.becomes[child] is not child:
                 self.places.append(Place(parent, name, self.becomes[child]))
@@ -226,7 +226,7 @@ class _Planner:
         children = {name: child and self.becomes[child] for name, child in module._modules.items()}
         if children == module._modules:
             return module
-        view: nn.Module = object.__new__(type(module))
+        view: nn.Module = object.__new__(type(module))  # nobody has the arguments of its constructor
         view.__dict__.update(vars(module), _modules=children)
         return view
 

@@ -50,7 +50,7 @@ class LeftAlone:
 
 @dataclass(frozen=True)
 class Count:
-    """How many ops one implementation serves."""
+    """The number of ops that one implementation serves."""
 
     op: str
     implementation: str
@@ -79,13 +79,13 @@ class GraftReport:
     notes: tuple[str, ...] = ()
 
     def counts(self) -> tuple[Count, ...]:
-        """How many ops each implementation serves, those inside composites too, the most frequent first."""
+        """Count the ops that each implementation serves, those inside composites too, the most frequent first."""
         counter = Counter((row.op, row.implementation, row.provider) for row in self.replaced)
         counter.update((part.op, part.implementation, part.provider) for row in self.replaced for part in row.parts)
         return tuple(Count(*key, count) for key, count in counter.most_common())
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data, ready for ``json.dumps``."""
+        """Return the report as plain data, ready for ``json.dumps``."""
         return {
             "replaced": [asdict(row) for row in self.replaced],
             "left_alone": [asdict(row) for row in self.left_alone],
@@ -97,7 +97,7 @@ class GraftReport:
         return "\n".join([self.tables(), *("\n" + textwrap.fill(note, WIDTH) for note in self.notes)])
 
     def tables(self, width: int | None = WIDTH) -> str:
-        """The report as text, without the notes, in tables that fit ``width``; ``None``: a line per row."""
+        """Return the report as text, without the notes, in tables that fit ``width``; ``None``: a line per row."""
         head = [f"{len(self.replaced)} modules replaced, {len(self.left_alone)} left alone"]
         served = [(str(row.count), row.op, f"{row.implementation} of {row.provider}") for row in self.counts()]
         if served:

@@ -21,7 +21,7 @@ Function = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Rotation:
-    """How a function rotates heads.
+    """The way in which a function rotates heads.
 
     Attributes:
         interleaved: it pairs even elements with odd ones, as in GPT-J; otherwise the halves, as in GPT-NeoX.

@@ -1,4 +1,4 @@
-"""What a module computes of tensors of given shapes, as an expression.
+"""The computation of a module on tensors of given shapes, as an expression.
 
 Some forwards take the shape of their input apart, which symbolic tracing cannot follow. So ``make_fx`` traces them with
 tensors of a few shapes, down to torch's own operations, and an op that they may be is traced with the same.
@@ -22,7 +22,7 @@ SHAPES = ((2, 3), (2, 1), (6,))
 
 
 def traced_module(module: nn.Module, parameters: tuple[str, ...], *arguments: Tensor) -> Expression | None:
-    """The expression of a forward; ``None`` if it has none, another one in training, or does more than compute.
+    """Return the expression of a forward; ``None`` if it has none, another one in training, or does more than compute.
 
     The arguments are ``"argument 0"`` and so on; the parameters, taken as float32, have their names.
     """
@@ -43,10 +43,21 @@ def traced_module(module: nn.Module, parameters: tuple[str, ...], *arguments: Te
     return found[0] if found[0] == found[1] else None
 
 
+def takes(module: nn.Module, parameters: tuple[str, ...], *arguments: Tensor) -> bool:
+    """Return whether a forward takes such arguments at all; where it does not, it raises."""
+    zeros = {name: torch.zeros(module.get_parameter(name).shape) for name in parameters}
+    try:
+        with torch.no_grad():
+            _call(detached(module), zeros, *arguments)
+    except Exception:  # whatever code of the model's author raises
+        return False
+    return True
+
+
 def traced_function(
     function: Callable[..., Tensor], shapes: Mapping[str, tuple[int, ...]], *arguments: Tensor
 ) -> Expression:
-    """The expression of a function of named parameters, given as a mapping, and of arguments.
+    """Return the expression of a function of named parameters, given as a mapping, and of arguments.
 
     Raises:
         NotExpressible: it uses other operations, or returns no tensor.
@@ -77,9 +88,12 @@ def _value(node: fx.Node, values: dict[fx.Node, Expression]) -> Expression:
     name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
     args: Any
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-    if name in ("view", "_unsafe_view"):
+    if name in _VIEWS:
         source: Any = node.args[0]
-        return _view(args[0], tuple(source.meta["val"].shape), tuple(node.meta["val"].shape))
+        former, shape = source.meta["val"].shape, node.meta["val"].shape
+        if name == "squeeze" and shape[-1:] == former[-1:]:  # over which means are taken
+            return args[0]
+        return _view(args[0], _grouped(former), _grouped(shape))
     if name in _MATRICES:
         return _MATRICES[name](*args, **kwargs)
     if name not in METHODS:
@@ -87,8 +101,13 @@ def _value(node: fx.Node, values: dict[fx.Node, Expression]) -> Expression:
     return METHODS[name](*args, **kwargs)
 
 
+def _grouped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without dimensions of one element, but for the last two, which may be groups and their elements."""
+    return (*(size for size in shape[:-2] if size != 1), *shape[-2:])
+
+
 def _view(a: Expression, former: tuple[int, ...], shape: tuple[int, ...]) -> Expression:
-    """A view of an expression. On a product of elements and what groups have in common, a view back undoes others."""
+    """View an expression. On a product of elements and what groups have in common, a view back undoes others."""
     if shape == former:
         return a
     if len(shape) > len(former) or a[0] not in ("view", "product"):
@@ -104,6 +123,7 @@ def _transposed(a: Expression) -> Expression:
     return a[1] if a[0] == "t" else ("t", a)
 
 
+_VIEWS = ("view", "_unsafe_view", "squeeze")
 _MATRICES: Mapping[str, Callable[..., Expression]] = {
     "t": _transposed,
     "addmm": lambda bias, a, b: ("addmm", bias, a, b),

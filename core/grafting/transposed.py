@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from opgraft.grafting.expressions import Expression
 from opgraft.grafting.interface import check_interface
-from opgraft.grafting.traced import SHAPES, traced_function, traced_module
+from opgraft.grafting.traced import SHAPES, takes, traced_function, traced_module
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,16 +16,18 @@ _PARAMETERS = ("weight", "bias")
 
 
 def transposed_linear(module: nn.Module) -> Mapping[str, Any] | None:
-    """The arguments for ``TransposedLinear`` if a module computes it."""
+    """Return the arguments for ``TransposedLinear`` if a module computes it."""
     weight, bias = (module._parameters.get(name) for name in _PARAMETERS)
     if weight is None or bias is None or module._modules or len(module._parameters) != 2 or module._buffers:
         return None
     if type(module).__module__.startswith("torch.") or weight.dim() != 2 or bias.shape != weight.shape[1:]:
         return None
     inputs = [torch.zeros(*rows, weight.shape[0]) for rows in SHAPES]
-    found = [traced_module(module, _PARAMETERS, x) for x in inputs]
+    if traced_module(module, _PARAMETERS, inputs[0]) != _form(weight, bias, inputs[0]):
+        return None
     # Where a module takes no such input the op takes more than it.
-    if found[0] is None or any(e not in (None, _form(weight, bias, x)) for e, x in zip(found, inputs, strict=True)):
+    further = [x for x in inputs[1:] if takes(module, _PARAMETERS, x)]
+    if any(traced_module(module, _PARAMETERS, x) != _form(weight, bias, x) for x in further):
         return None
     check_interface(type(module))
     return {"in_features": weight.shape[0], "out_features": weight.shape[1]}

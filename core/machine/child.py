@@ -35,7 +35,7 @@ _PIECE = 1 << 16
 
 @dataclass(frozen=True)
 class Ended:
-    """What a child left: its exit status, ``None`` where it was stopped, its answer, and the end of what it printed."""
+    """The remains of a child: its exit status, ``None`` where it was stopped, its answer, and the end of its output."""
 
     status: int | None
     reply: str
@@ -85,8 +85,10 @@ def run_child(
     """
     import subprocess  # costs 10 ms, which detection should not pay where no child is asked
 
+    handed_over = json.dumps(data).encode()
     read_end, write_end = os.pipe()
     path = json.dumps([str(entry) for entry in sys.path])
+    # Isolated: neither variables nor the working folder decide what is imported before the preface sets the path.
     command = [sys.executable, "-I", "-c", _PREFACE + code, path, str(write_end), *arguments]
     try:
         child = subprocess.Popen(  # noqa: S603  # our own interpreter
@@ -96,21 +98,30 @@ def run_child(
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             pass_fds=(write_end,),
-            start_new_session=True,
+            start_new_session=True,  # a group of its own, which can be killed with all that it starts
         )
     except (OSError, ValueError, TypeError) as error:
         os.close(read_end)
         raise ChildError(f"no child process could be started: {error}") from error
     finally:
-        os.close(write_end)
+        os.close(write_end)  # the reply ends when no process has this end open
     deadline = time.monotonic() + time_limit
-    with open(read_end, "rb", buffering=0) as reply, _stream(child.stdout) as output, _stream(child.stdin) as question:
-        answer, printed = _exchange(child, reply, output, question, json.dumps(data).encode(), deadline)
-    return Ended(_wait(child, deadline), answer.decode(errors="replace"), printed.decode(errors="replace"))
+    try:
+        with (
+            open(read_end, "rb", buffering=0) as reply,
+            _stream(child.stdout) as output,
+            _stream(child.stdin) as question,
+        ):
+            answer, printed = _exchange(child, reply, output, question, handed_over, deadline)
+            status = _wait(child, deadline)  # before its pipes close, which would end it otherwise
+    except BaseException:  # an interrupt from the keyboard, which does not reach a child in a session of its own
+        _kill(child)
+        raise
+    return Ended(status, answer.decode(errors="replace"), printed.decode(errors="replace"))
 
 
 def _minimal_environment() -> dict[str, str]:
-    """What an interpreter needs, from this process's own environment; torch must load no device backend in it."""
+    """Return the variables of this process that an interpreter needs; torch must load no device backend in it."""
     return {name: os.environ[name] for name in _NEEDED if name in os.environ} | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 
@@ -136,11 +147,11 @@ def _exchange(
     with selectors.DefaultSelector() as selector:
         for stream in received:
             selector.register(stream, selectors.EVENT_READ)
-        os.set_blocking(question.fileno(), False)
+        os.set_blocking(question.fileno(), False)  # the child may read nothing while it fills its own pipes
         selector.register(question, selectors.EVENT_WRITE)
         open_streams = set(received)
         while open_streams and (now := time.monotonic()) < deadline:
-            ended = child.poll() is not None
+            ended = child.poll() is not None  # before the pipes are looked at: what it wrote last is still in them
             ready = [key.fileobj for key, _ in selector.select(0 if ended else min(_LOOK_AGAIN, deadline - now))]
             if question in ready:
                 left = left[_written(question, left) :]
@@ -176,15 +187,23 @@ def _read_into(buffer: bytearray, stream: IO[bytes], from_start: bool) -> bool:
 
 
 def _wait(child: subprocess.Popen[bytes], deadline: float) -> int | None:
-    """The exit status of the child, which is killed at the deadline."""
-    import signal
+    """Wait for the exit status of the child, or kill it at the deadline and return ``None``."""
     import subprocess
 
     try:
         return child.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)  # with what it has started itself
-        with suppress(subprocess.TimeoutExpired):  # stuck in the kernel, where no signal reaches it
-            child.wait(1.0)
-        child.returncode = -signal.SIGKILL
+        _kill(child)
         return None
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """End a child with what it has started itself."""
+    import signal
+    import subprocess
+
+    with suppress(ProcessLookupError):  # it has ended, and so has what it started
+        os.killpg(child.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):  # stuck in the kernel, where no signal reaches it
+        child.wait(1.0)
+    child.returncode = -signal.SIGKILL  # Popen warns when it is collected without one

@@ -1,4 +1,4 @@
-"""What a probe answers: facts, devices, and whether they can be used."""
+"""Answers of a probe: facts, devices, and whether they can be used."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _size(memory: int) -> str:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a probe found: whether the platform can be used, why, and the facts that say so.
+    """The findings of a probe: whether the platform can be used, why, and the facts that say so.
 
     Devices without availability mean hardware that cannot be used: ``reason`` then says what is missing and
     ``remedy`` what to do about it.
@@ -77,25 +77,25 @@ class Evidence:
             raise TypeError(f"Evidence takes opgraft.Device in devices, got {self.devices!r}")
 
     def device_lines(self) -> Iterator[str]:
-        """The devices in words, equal ones counted."""
+        """Yield the devices in words, equal ones counted."""
         texts = [str(device) for device in self.devices]
         for text in dict.fromkeys(texts):
             yield f"{texts.count(text)} x {text}"
 
     def lines(self) -> Iterator[str]:
-        """The evidence in words: devices, facts, and the remedy."""
+        """Yield the evidence in words: devices, facts, and the remedy."""
         yield from self.device_lines()
         yield from (printable(f"{fact.source}: {fact.value}") for fact in self.facts)
         if self.remedy:
             yield printable(f"to use it: {self.remedy}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The evidence as plain data, ready for ``json.dumps``."""
+        """Return the evidence as plain data, ready for ``json.dumps``."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Evidence:
-        """The inverse of ``to_dict``, for evidence that a child process printed."""
+        """Undo ``to_dict``, for evidence that a child process printed."""
         return cls(
             available=bool(data["available"]),
             reason=str(data["reason"]),
@@ -124,7 +124,7 @@ class Sighting:
     remedy: str
 
     def lines(self) -> Iterator[str]:
-        """What was found and what serves it, in words."""
+        """Yield what was found and what serves it, in words."""
         yield printable(f"hardware found, no plugin installed: {self.count} x {self.kind} ({self.source})")
         yield printable(f"  to use it: {self.remedy}")
 

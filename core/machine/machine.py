@@ -1,4 +1,4 @@
-"""What a probe may look at.
+"""The machine as a probe may look at it.
 
 A probe is a pure function ``probe(machine) -> Evidence``. It imports no torch, creates no device context and never
 raises; it looks at the files below ``machine.root``, at ``machine.environ`` and at installed packages only, so that a
@@ -28,7 +28,7 @@ RECORD = "machine.json"
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """Which torch is installed, read from its ``version.py`` without importing it.
+    """The installed torch, read from its ``version.py`` without importing it.
 
     ``backends`` maps the names that the file gives a version for, such as ``cuda``, to that version.
     """
@@ -55,11 +55,11 @@ class Machine:
     torch: TorchBuild | None = None
     denied: frozenset[str] = frozenset()
     memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """Where probes keep what several of them read, such as the list of PCI functions."""
+    """A store in which probes keep what several of them read, such as the list of PCI functions."""
 
     @classmethod
     def recorded(cls, root: Path) -> Machine:
-        """A machine from a folder that ``opgraft detect --record`` wrote.
+        """Open a machine from a folder that ``opgraft detect --record`` wrote.
 
         Raises:
             InputError: the folder or its ``machine.json`` is missing or damaged.
@@ -75,7 +75,7 @@ class Machine:
 
     @classmethod
     def from_dict(cls, root: Path, data: Mapping[str, Any]) -> Machine:
-        """The inverse of ``to_dict``, for the tree below ``root``.
+        """Undo ``to_dict``, for the tree below ``root``.
 
         Raises:
             ValueError, KeyError, TypeError, AttributeError: the data is of another form.
@@ -90,7 +90,7 @@ class Machine:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """What is not in the tree, as plain data for a child process."""
+        """Return what is not in the tree, as plain data for a child process."""
         build = self.torch
         return {
             "environ": self.variables(),
@@ -100,15 +100,15 @@ class Machine:
         }
 
     def path(self, path: str) -> Path:
-        """Where an absolute path such as ``/proc/cpuinfo`` lies below the root."""
+        """Return the place of an absolute path such as ``/proc/cpuinfo`` below the root."""
         return self.root / path.lstrip("/")
 
     def _place(self, path: str) -> str:
-        """``path`` as a string: a probe asks for hundreds of files, and a Path costs as much as reading one."""
+        """Return ``path`` as a string: a probe asks for hundreds of files, and a Path costs as much as reading one."""
         return os.path.join(self.root, path.lstrip("/"))
 
     def _inside(self, path: str) -> str:
-        """The place of a path that will be followed.
+        """Return the place of a path that will be followed.
 
         Raises:
             ValueError: a symbolic link leads out of the tree, which somebody else may have made. What lies outside is
@@ -120,7 +120,7 @@ class Machine:
         return place
 
     def _leads_out(self, place: str) -> bool:
-        """Whether a link on the way to a place ends outside of the tree. Asked for each part once, being slow."""
+        """Tell whether a link on the way to a place ends outside of the tree. Ask for each part once: it is slow."""
         outside = self._outside.get(place)
         if outside is None:
             folder, _, name = place.rpartition("/")
@@ -132,11 +132,11 @@ class Machine:
 
     @functools.cached_property
     def _outside(self) -> dict[str, bool]:
-        """By place, whether it leads out of the tree; what lies above the root does not count."""
+        """Answers of ``_leads_out`` by place; what lies above the root does not count."""
         return {str(place): False for place in (self.root, *self.root.parents)}
 
     def _beside(self, path: str) -> str:
-        """The place of a path whose last part is looked at without being followed. Raises as ``_inside``."""
+        """Return the place of a path whose last part is looked at without being followed. Raises as ``_inside``."""
         folder, name = os.path.split(path.rstrip("/"))
         return os.path.join(self._inside(folder), name)
 
@@ -147,7 +147,7 @@ class Machine:
         return real if real != os.sep else None
 
     def read(self, path: str) -> str | None:
-        """The text of a file, at most 1 MiB of it, or ``None`` where it cannot be read."""
+        """Read the text of a file, at most 1 MiB of it, or ``None`` where it cannot be read."""
         try:
             handle = os.open(self._inside(path), os.O_RDONLY | os.O_NONBLOCK)  # a pipe must not block the probe
         except (OSError, ValueError):
@@ -160,35 +160,35 @@ class Machine:
             os.close(handle)
 
     def names(self, folder: str) -> list[str]:
-        """The sorted names in a folder; none where it cannot be listed."""
+        """List the sorted names in a folder; none where it cannot be listed."""
         try:
             return sorted(os.listdir(self._inside(folder)))
         except (OSError, ValueError):
             return []
 
     def link(self, path: str) -> str | None:
-        """The last part of a symbolic link's target, such as the name of a driver, or ``None``."""
+        """Return the last part of a symbolic link's target, such as the name of a driver, or ``None``."""
         try:
             return os.path.basename(os.readlink(self._beside(path)))
         except (OSError, ValueError):
             return None
 
     def exists(self, path: str) -> bool:
-        """Whether there is something at a path."""
+        """Tell whether there is something at a path."""
         try:
             return os.path.lexists(self._beside(path))
         except ValueError:
             return False
 
     def may_open(self, path: str) -> bool:
-        """Whether this user may read and write a device node."""
+        """Tell whether this user may read and write a device node."""
         try:
             return path not in self.denied and os.access(self._inside(path), os.R_OK | os.W_OK)
         except ValueError:
             return False
 
     def version_of(self, package: str) -> str | None:
-        """The version of an installed distribution, or ``None``."""
+        """Return the version of an installed distribution, or ``None``."""
         if self.packages is not None:
             return self.packages.get(package)
         try:
@@ -197,21 +197,21 @@ class Machine:
             return None
 
     def variables(self) -> dict[str, str]:
-        """The environment variables that a child process is told: all but those whose names speak of secrets."""
+        """Return the environment variables that a child process is told: all but those whose names speak of secrets."""
         return without_secrets(self.environ)
 
     def torch_build(self) -> TorchBuild | None:
-        """The installed torch, or ``None`` where there is none."""
+        """Return the installed torch, or ``None`` where there is none."""
         return self.torch if self.packages is not None else _installed_torch()
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables whose names do not speak of secrets."""
+    """Return the variables whose names do not speak of secrets."""
     return {name: value for name, value in environ.items() if not _SECRET.search(name)}
 
 
 def _texts(value: Any) -> dict[str, str]:
-    """A JSON object that maps names to strings, as environments and versions are."""
+    """Return a JSON object that maps names to strings, as environments and versions are."""
     if not isinstance(value, dict) or not all(isinstance(text, str) and "\0" not in text for text in value.values()):
         raise ValueError(f"{value!r:.80} does not map names to strings")
     if any("=" in name or "\0" in name for name in value):
@@ -220,7 +220,7 @@ def _texts(value: Any) -> dict[str, str]:
 
 
 def _chunks(handle: int) -> Iterator[bytes]:
-    """The content of an open file in pieces, up to ``_LARGEST_FILE``; most files of /sys are one short piece."""
+    """Yield the content of an open file in pieces, up to ``_LARGEST_FILE``; most files of /sys are one short piece."""
     left = _LARGEST_FILE
     while left > 0 and (chunk := os.read(handle, min(left, 1 << 14))):
         left -= len(chunk)

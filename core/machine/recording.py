@@ -35,7 +35,7 @@ class _SeenVariables(Mapping[str, str]):
 
 @dataclass
 class Seen:
-    """What probes have asked for.
+    """A record of what probes have asked for.
 
     Attributes:
         variables: the environment, which notes the names that were looked up.
@@ -161,7 +161,7 @@ def _empty(folder: Path) -> None:
 
 
 def _place(folder: Path, path: str) -> Path:
-    """Where a path of the machine is written, in a folder that is made for it.
+    """Return the place at which a path of the machine is written, in a folder that is made for it.
 
     Raises:
         ValueError: a link that was recorded leads there, and out of the recording.

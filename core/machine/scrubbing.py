@@ -25,7 +25,7 @@ class _Digit:
         self.following: dict[str, _Digit] = {}
 
     def follow(self, digit: str) -> _Digit:
-        """The digit after this one; a new one is shown as the first of ``_DIGITS`` that is not taken here."""
+        """Return the digit after this one; a new one is shown as the first of ``_DIGITS`` that is not taken here."""
         if digit not in self.following:
             taken = len(self.following) - ("-" in self.following)
             self.following[digit] = _Digit("-" if digit == "-" else _DIGITS[taken])
@@ -46,23 +46,23 @@ class Scrubber:
         self._host = _host()
 
     def value(self, text: str) -> str:
-        """The value of a variable, or a sentence that may hold one."""
+        """Scrub the value of a variable, or a sentence that may hold one."""
         text = self._without_home(_IDS.sub(self._shown, text))
         return self._host.sub(_shown_host, text) if self._host else text
 
     def text(self, text: str) -> str:
-        """The text of a file. It keeps the host's name, which may be a word that a probe looks for."""
+        """Scrub the text of a file. It keeps the host's name, which may be a word that a probe looks for."""
         return self._without_home("\n".join(map(self._line, text.split("\n"))))
 
     def file(self, path: str, text: str) -> str:
-        """The text of the file at ``path``, whose name may be what says that it is a serial number."""
+        """Scrub the text of the file at ``path``, whose name may be what says that it is a serial number."""
         name = os.path.basename(path).lower()
         if any(key in name for key in _SECRET_KEYS) and len(text.split()) == 1:
             return self._secret("unique_id" in name, text)
         return self.text(text)
 
     def sentence(self, line: str) -> str:
-        """A line that people read: as a value, and without serial numbers."""
+        """Scrub a line that people read: as a value, and without serial numbers."""
         secret = self._without_secret(line)
         return self.value(line) if secret is None else secret
 
@@ -71,7 +71,7 @@ class Scrubber:
         return _IDS.sub(self._shown_in_file, line) if secret is None else secret
 
     def _without_secret(self, line: str) -> str | None:
-        """The line where it gives a serial number or ``unique_id``, with another in its place; else ``None``."""
+        """Replace the serial number or ``unique_id`` that a line gives; ``None`` where it gives none."""
         lower = line.lower()
         if not any(key in lower for key in _SECRET_KEYS):
             return None
@@ -81,7 +81,7 @@ class Scrubber:
         return line[:start] + self._secret("unique_id" in lower[:start], line[start:])
 
     def _secret(self, unique: bool, value: str) -> str:
-        """What stands for a serial number, or for a ``unique_id``, which AMD's GPUs are named by in hexadecimal."""
+        """Return a stand-in for a serial number, or for a ``unique_id``, AMD's hexadecimal name of a GPU."""
         blanks = value[: len(value) - len(value.lstrip())]
         end = value[len(value.rstrip()) :] if value.strip() else ""
         word = value.strip()
@@ -113,7 +113,7 @@ class Scrubber:
         return (match["kind"] or "") + self._id(match["named"] or match["uuid"])
 
     def _shown_in_file(self, match: re.Match[str]) -> str:
-        """As in a variable, but for what may be a number or a word, such as GPU-0."""
+        """Scrub as in a variable, but for what may be a number or a word, such as GPU-0."""
         if match["bare"] or len(match["named"] or match["uuid"]) < 8:
             return match[0]
         return self._shown(match)
@@ -125,7 +125,7 @@ class Scrubber:
 
 
 def _start_of_value(line: str) -> int:
-    """Where the value begins in ``Serial : x``, ``serial=x`` or ``unique_id 1``; the length of the line for none."""
+    """Find where the value begins in ``Serial : x``, ``serial=x`` or ``unique_id 1``; none is at the line's length."""
     separator = re.search(r"[:=]", line)
     if separator:
         return separator.end()
@@ -134,7 +134,7 @@ def _start_of_value(line: str) -> int:
 
 
 def _homes() -> list[str]:
-    """The home folder as it may be spelled; none where it is not known or is the root folder."""
+    """Return the home folder as it may be spelled; none where it is not known or is the root folder."""
     try:
         found = {str(Path.home()), os.environ.get("HOME", "").rstrip("/")}
     except RuntimeError:
@@ -143,14 +143,14 @@ def _homes() -> list[str]:
 
 
 def _host() -> re.Pattern[str] | None:
-    """What finds the host's name; none where it is a number or too short to tell a machine."""
+    """Return the pattern that finds the host's name; none where it is a number or too short to tell a machine."""
     full = socket.gethostname()
     names = [name for name in (full, full.partition(".")[0]) if len(name) > 2 and not name.isdigit()]
     return re.compile(rf"(?<![\w-])(?:{'|'.join(map(re.escape, names))})(?![\w-])") if names else None
 
 
 def _shown_host(match: re.Match[str]) -> str:
-    """What stands for the host's name; where a plain word is the value or an entry of it, it is a setting."""
+    """Return the stand-in for the host's name; where a plain word is the value or an entry of it, it is a setting."""
     before, after = match.string[: match.start()].rstrip(), match.string[match.end() :].lstrip()
     setting = match[0].isalpha() and before[-1:] in ("", ",") and after[:1] in ("", ",")
     return match[0] if setting else "host"

@@ -63,7 +63,7 @@ def expect_same_dtype(op: str, argument: str, x: Tensor, other: str, y: Tensor) 
 
 
 def _may_mix(x: Tensor, y: Tensor) -> bool:
-    """Whether autocast is on and made for both: torch casts them itself, or an op promotes them. Never float64."""
+    """Tell whether autocast is on and made for both: torch casts them itself, or an op promotes them. Never float64."""
     kind = y.device.type
     if not (_has_autocast(kind) and torch.is_autocast_enabled(kind)):
         return False
@@ -72,7 +72,7 @@ def _may_mix(x: Tensor, y: Tensor) -> bool:
 
 @tracing.constant_while_tracing
 def _has_autocast(kind: str) -> bool:
-    """Whether a device type has autocast, which compilers of torch before 2.9 cannot ask."""
+    """Tell whether a device type has autocast, which compilers of torch before 2.9 cannot ask."""
     return torch.amp.is_autocast_available(kind)
 
 
@@ -97,7 +97,7 @@ def expect_weight(op: str, argument: str, weight: Tensor, x: Tensor) -> None:
 
 
 def halves(op: str, argument: str, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of the first and the second half of the last dimension, which must be even, of a floating-point ``x``."""
+    """Return views of the halves of the last dimension, which must be even, of a floating-point ``x``."""
     expect_floating(op, argument, x)
     if x.dim() == 0 or x.shape[-1] % 2:
         raise ValueError(f"{op}: {argument} has shape {tuple(x.shape)}, expected an even last dimension")
@@ -136,12 +136,12 @@ def expect_module(function: str, model: object) -> None:
 
 
 def values_are_known(x: Tensor) -> bool:
-    """Whether ``x`` has values to look at: not while something traces or transforms, nor if it is fake or ``meta``."""
+    """Tell whether ``x`` has values to look at: not while something traces or transforms, nor as fake or ``meta``."""
     return type(x) is Tensor and not (torch.compiler.is_compiling() or x.is_meta or tracing.followed())
 
 
 def values_are_checked(x: Tensor) -> bool:
-    """Whether checks may look at the values of ``x``: as the module says, where it has any."""
+    """Decide whether checks may look at the values of ``x``: as the module says, where it has any."""
     return values_are_known(x) and (x.device.type == "cpu" or host_state().checks_values())
 
 

@@ -34,7 +34,7 @@ def triton_kernels() -> dict[str, Callable[..., Any]]:
 
 
 def triton_missing() -> str | None:
-    """For ``opgraft.needs``: why Triton kernels cannot run in this process, or ``None``."""
+    """Say why Triton kernels cannot run in this process, or return ``None``; for ``opgraft.needs``."""
     if importlib.util.find_spec("triton") is None:
         return "needs Triton, which is not installed: pip install triton"
     try:

@@ -6,5 +6,5 @@ import torch
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to compute in for inputs of ``dtype``: at least float32, and float64 stays float64."""
+    """Return the dtype to compute in for inputs of ``dtype``: at least float32, and float64 stays float64."""
     return torch.promote_types(dtype, torch.float32)

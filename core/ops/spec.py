@@ -26,11 +26,11 @@ TOLERANCES: Mapping[torch.dtype, Tolerance] = {
 """Absolute and relative tolerance against a reference in float64, by the dtype of the input."""
 
 HALF_NORM: Mapping[torch.dtype, Tolerance] = {torch.float16: (1e-2, 1e-2), torch.bfloat16: (1e-2, 1.6e-2)}
-"""What norms and other ops that round more than once may differ by in half types."""
+"""The tolerances in half types of norms and other ops that round more than once."""
 
 
 class Layout(enum.Enum):
-    """How a tensor lies in memory; whatever lies between its elements is NaN."""
+    """The way in which a tensor lies in memory; whatever lies between its elements is NaN."""
 
     PACKED = "contiguous"
     ELEMENTS = "a gap behind each element"
@@ -38,7 +38,7 @@ class Layout(enum.Enum):
     SWAPPED = "the first two of three dimensions or more the other way round"
 
     def place(self, values: Tensor) -> Tensor:
-        """``values`` as a view of that layout; contiguous where they have too few dimensions for it."""
+        """Lay ``values`` out as a view of that layout; contiguous where they have too few dimensions for it."""
         *lead, size = values.shape
         if self is Layout.ELEMENTS:
             view = values.new_full((*lead, 3 * size), math.nan)[..., 1::3]
@@ -65,12 +65,12 @@ class Draw:
         self.layout = layout
 
     def __call__(self, *shape: int) -> Tensor:
-        """Normally distributed values."""
+        """Draw normally distributed values."""
         values = torch.randn(*shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
         return self.layout.place(values)
 
     def integers(self, low: int, high: int, shape: Sequence[int]) -> Tensor:
-        """Integers from ``low`` to ``high - 1``."""
+        """Draw integers from ``low`` to ``high - 1``."""
         return torch.randint(low, high, tuple(shape), generator=self.generator)
 
 
@@ -88,7 +88,7 @@ class Outside:
 
 
 def of_transformers(name: str, call: Callable[..., Any]) -> Outside:
-    """What is called ``name`` below ``transformers``, which ``call`` gets before the arguments.
+    """Compare with what is called ``name`` below ``transformers``, which ``call`` gets before the arguments.
 
     It is imported when it is called: specs are there without transformers.
     """
@@ -136,13 +136,13 @@ class OpSpec:
     differentiable: bool = True
 
     def tolerance(self, dtype: torch.dtype) -> Tolerance:
-        """Absolute and relative tolerance for inputs of ``dtype``."""
+        """Give absolute and relative tolerance for inputs of ``dtype``."""
         return {**TOLERANCES, **self.tolerances}[dtype]
 
     def arguments(
         self, variant: str, dtype: torch.dtype, lead: Sequence[int], size: int, layout: Layout = Layout.PACKED
     ) -> Arguments:
-        """Fresh arguments, the same for the same question."""
+        """Draw fresh arguments, the same for the same question."""
         draw = Draw((self.functional.name, variant, tuple(lead), size), dtype, layout)
         arguments = self.inputs(draw, lead, size)
         for name, value in self.variants[variant].items():
@@ -150,21 +150,21 @@ class OpSpec:
         return arguments
 
     def traffic(self, arguments: Arguments) -> int:
-        """Bytes that a call must move at least: every tensor that it takes read once, every result written once."""
+        """Count the bytes that a call must move at least: each tensor taken is read once, each result written once."""
         taken = [value for value in arguments.values() if isinstance(value, Tensor)]
         made = tensors(self.functional.fake(**arguments)) or [arguments[name] for name in self.functional.mutates]
         return sum(t.numel() * t.element_size() for t in (*taken, *made))
 
 
 def tensors(result: Any) -> list[Tensor]:
-    """The tensors of a result: one, several or none."""
+    """Return the tensors of a result: one, several or none."""
     if isinstance(result, Tensor):
         return [result]
     return [value for value in result or () if isinstance(value, Tensor)]
 
 
 def in_float64(arguments: Arguments) -> Arguments:
-    """The arguments with floating-point tensors in float64."""
+    """Return the arguments with floating-point tensors in float64."""
     return {
         name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in arguments.items()
@@ -172,7 +172,7 @@ def in_float64(arguments: Arguments) -> Arguments:
 
 
 def with_parameters(op: nn.Module, **parameters: Tensor | None) -> nn.Module:
-    """``op`` with these tensors in its parameters and buffers; ``None`` leaves one as it is."""
+    """Return ``op`` with these tensors in its parameters and buffers; ``None`` leaves one as it is."""
     for name, value in parameters.items():
         if value is not None:
             if name in op._parameters:

@@ -1,4 +1,4 @@
-"""What the Triton kernels share on the host: rows from tensors, tiles from shapes, and the launch.
+"""The host's part of the Triton kernels: rows from tensors, tiles from shapes, and the launch.
 
 Kernels are launched as they are, not behind a registered op: that is the cheapest call, and Dynamo and Inductor trace
 the launch itself, so that a compiled model contains the kernel and plans its memory. Nothing is tuned at run time:
@@ -27,11 +27,11 @@ WIDEST = 16384
 """Columns that a program holds in registers at once; it goes over wider rows in steps, twice."""
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether kernels are interpreted on the CPU: ``TRITON_INTERPRET=1`` when this module was imported."""
+"""True where kernels are interpreted on the CPU: ``TRITON_INTERPRET=1`` when this module was imported."""
 
 
 class Tile(NamedTuple):
-    """What one program works on: that many rows and columns, powers of two, by so many warps."""
+    """The share of one program: that many rows and columns, powers of two, by so many warps."""
 
     rows: int
     columns: int
@@ -39,7 +39,7 @@ class Tile(NamedTuple):
 
 
 def power_of_two(size: int, most: int = 2**30) -> int:
-    """The least power of two from ``size`` on, but at most ``most``.
+    """Return the least power of two from ``size`` on, but at most ``most``.
 
     By comparisons: a size that a compiler leaves open then stays open, between two powers.
     """
@@ -50,7 +50,7 @@ def power_of_two(size: int, most: int = 2**30) -> int:
 
 
 def tile_of(width: int, elements: int, widest: int) -> Tile:
-    """A tile of about ``elements``: several narrow rows, or one wide row, or ``widest`` columns of it.
+    """Return a tile of about ``elements``: several narrow rows, or one wide row, or ``widest`` columns of it.
 
     A thread gets eight to sixteen elements, one or two loads of 16 bytes in half types; more only where a row needs
     them. The number of rows has no say, so that it may change from call to call without another compilation.
@@ -61,18 +61,18 @@ def tile_of(width: int, elements: int, widest: int) -> Tile:
 
 
 def as_rows(x: Tensor, width: int) -> Tensor:
-    """``x`` as ``[rows, width]`` with adjacent columns: a view where the strides allow it, else a copy."""
+    """View ``x`` as ``[rows, width]`` with adjacent columns; copy it where the strides do not allow it."""
     rows = x.reshape(-1, width)
     return rows if rows.stride(-1) == 1 or width == 1 else rows.contiguous()
 
 
 def writable(x: Tensor) -> bool:
-    """Whether ``as_rows`` is a view of ``x`` for certain, through which a kernel may write: no element is shared."""
+    """Tell whether ``as_rows`` is a view of ``x`` for certain, through which a kernel may write: no shared element."""
     return x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1])
 
 
 def apart(x: Tensor, y: Tensor) -> bool:
-    """Whether a kernel may write both of two ``writable`` tensors: they share no element, for certain.
+    """Tell whether a kernel may write both of two ``writable`` tensors: they share no element, for certain.
 
     What Dynamo traces has no addresses, and neither have ``meta`` tensors; they are apart unless they are one object.
     """
@@ -92,7 +92,7 @@ def apart(x: Tensor, y: Tensor) -> bool:
 def replaces(
     form: Functional[Arguments, Result],
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Decorator: a kernel for a form. What it cannot take, float64 and tensors of the CPU, goes to the definition."""
+    """Register a kernel for a form; what it cannot take, float64 and tensors of the CPU, goes to the definition."""
 
     def decorate(kernel: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         @functools.wraps(kernel)
@@ -123,5 +123,5 @@ def launch(kernel: Any, programs: int, tile: Tile, first: Tensor, *others: Any, 
     if torch.compiler.is_compiling() or index is None or index == torch.accelerator.current_device_index():
         kernel[(programs,)](first, *others, **constants)
     else:
-        with torch.accelerator.device_index(index):
+        with torch.accelerator.device_index(index):  # Triton launches on the current device
             kernel[(programs,)](first, *others, **constants)

@@ -16,7 +16,7 @@ from opgraft.text import described
 
 @dataclass(frozen=True)
 class ReplacementChoice:
-    """Which class is constructed for ``target``. ``rows`` pairs each active replacement with what speaks against it."""
+    """The class constructed for ``target``. ``rows`` pairs each active replacement with what speaks against it."""
 
     target: type
     own: Provider
@@ -63,7 +63,7 @@ def choose_replacement(
     settings: Settings,
     kin: Sequence[Replacement] = (),
 ) -> ReplacementChoice:
-    """Which active replacement, if any, is constructed in place of ``target``, on ``platform`` under ``settings``.
+    """Choose the active replacement, if any, constructed in place of ``target``, on ``platform`` under ``settings``.
 
     ``kin`` are the active replacements of other classes of the same op: a provider that ``providers`` asks for need
     serve one of them only.
@@ -95,7 +95,7 @@ def choose_replacement(
 
 
 def objection_to(replacement: Replacement, platform: Platform, wanted: str | None) -> str | None:
-    """Why a replacement does not apply here, or ``None`` if it does."""
+    """Say why a replacement does not apply here, or return ``None`` if it does."""
     if ANY_PLATFORM not in replacement.platforms and platform.name not in replacement.platforms:
         return f"applies on {', '.join(replacement.platforms)} only, this is {platform.name}"
     if wanted and wanted not in (replacement.provider.name, replacement.plugin):

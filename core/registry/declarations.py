@@ -1,4 +1,4 @@
-"""What has been declared: op classes by name, and replacements by target.
+"""Declarations: op classes by name, and replacements by target.
 
 Declarations outlive ``reset()``. Which replacements are active in this process is the state's concern.
 """
@@ -58,7 +58,7 @@ class Replacement:
         return location_of(self.cls)
 
     def takes_over(self, known: Replacement) -> bool:
-        """Whether ``known``, for the same target, is an earlier definition of this one.
+        """Tell whether ``known``, for the same target, is an earlier definition of this one.
 
         Of classes that a function defines, a hook perhaps, only those of an earlier activation are: within one the same
         statement may define several, each with a condition of its own.
@@ -89,7 +89,7 @@ class Registry:
         self.ops[name] = OpRecord(name, cls, provider)
 
     def add_replacement(self, new: Replacement) -> Replacement:
-        """Declare a replacement and return its record: the known one if the same class is declared again.
+        """Declare a replacement and return its record: the former one if the same class is declared again.
 
         Raises:
             RegistrationError: it is no subclass of its target, or fails in a call that is made of its target.
@@ -136,7 +136,7 @@ class Registry:
         return check_replacement(target, replacement.cls)
 
     def find_target(self, name: str) -> type | None:
-        """The op class called ``name``: an op name, a class name or ``module:Class``.
+        """Return the op class called ``name``: an op name, a class name or ``module:Class``.
 
         A class that derives from a registered op in the op's own package, as a variant of it, is found too.
 
@@ -157,13 +157,13 @@ class Registry:
         return set(self.ops) | {cls.__qualname__ for cls in self.targets()}
 
     def targets(self) -> list[type]:
-        """The registered op classes and their variants, each once."""
+        """Return the registered op classes and their variants, each once."""
         replacements = {replacement.cls for replacement in self.replacements}
         return list(dict.fromkeys(cls for op in self.ops.values() for cls in _with_variants(op.cls, replacements)))
 
 
 def _with_variants(cls: type, replacements: set[type]) -> Iterator[type]:
-    """``cls`` and, in its package, what derives from it; neither replacements nor the classes that binding makes."""
+    """Yield ``cls`` and, in its package, what derives from it; neither replacements nor classes that binding makes."""
     yield cls
     derived: type
     for derived in cls.__subclasses__():
@@ -178,7 +178,7 @@ def _exports(module: str, cls: type) -> bool:
 
 
 def redefines(old: Any, new: Any) -> bool:
-    """Whether ``new`` is ``old``, or what a reloaded module, a notebook cell or a repeated call puts in its place."""
+    """Tell whether ``new`` is ``old``, or stands in for it: a reloaded module, a notebook cell or a repeated call."""
     if old is new:
         return True
     bound = getattr(sys.modules.get(old.__module__), old.__qualname__, None)

@@ -1,4 +1,4 @@
-"""What op classes define, where, and whether one may replace another."""
+"""Definitions of op classes: what they define, where, and whether one may replace another."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_replacement(target: type, cls: type) -> tuple[str, ...]:
 
 
 def _narrowness(target: type, cls: type, method: str) -> str | None:
-    """Words about the first call that ``target`` accepts and ``cls.method`` does not, if that call is never made.
+    """Describe the first call that ``target`` accepts and ``cls.method`` does not, if that call is never made.
 
     Raises:
         RegistrationError: the target's callers make the call.
@@ -72,7 +72,7 @@ def _narrowness(target: type, cls: type, method: str) -> str | None:
 
 
 def _may_be_bound(cls: type, owner: type, method: str) -> bool:
-    """Whether a call of the op can reach ``method`` as ``owner`` defines it.
+    """Tell whether a call of the op can reach ``method`` as ``owner`` defines it.
 
     A definition of ``forward``, and one of ``forward_oot`` that can run everywhere, hides other kernels of its class
     and of the classes above it. A disabled op runs ``forward_native``, whatever hides it.
@@ -89,7 +89,7 @@ def _may_be_bound(cls: type, owner: type, method: str) -> bool:
 
 
 def _without_effect(target: type, cls: type) -> str | None:
-    """Words about a replacement that overrides nothing of ``target`` and would change nothing.
+    """Describe a replacement that overrides nothing of ``target`` and would change nothing.
 
     Raises:
         RegistrationError: it is empty, or has what looks like a misspelt kernel.
@@ -112,24 +112,24 @@ def _without_effect(target: type, cls: type) -> str | None:
 
 
 def kernel_methods() -> tuple[str, ...]:
-    """The names of the methods that can be bound as an op's ``forward``."""
+    """Return the names of the methods that can be bound as an op's ``forward``."""
     return ("forward", *(f"forward_{key}" for key in DISPATCH_KEYS))
 
 
 def reference_method(target: type) -> str | None:
-    """The method whose signature states how the op is called: the native definition, else ``forward``."""
+    """Return the method whose signature states how the op is called: the native definition, else ``forward``."""
     return next((name for name in ("forward_native", "forward") if definer(target, name)), None)
 
 
 def own_classes(cls: type) -> list[type]:
-    """The classes of the MRO that may define kernels: from ``cls`` down to the base of all ops, which is left out."""
+    """Return the classes of the MRO that may define kernels: from ``cls`` down, the base of all ops left out."""
     mro = cls.__mro__
     ends = [index for index, base in enumerate(mro) if "__op_base__" in vars(base)]
     return list(mro[: min(ends)]) if ends else list(mro)
 
 
 def location_of(thing: object) -> str:
-    """``file:line`` of a class or function, below its decorators, or its module where there is no source."""
+    """Give ``file:line`` of a class or function, below its decorators, or its module where there is no source."""
     source: Any = thing
     return _location(source)
 
@@ -149,14 +149,14 @@ def _location(thing: Any) -> str:
 
 
 def _line_of_name(file: str, first: int, name: str) -> int:
-    """The line of the ``def`` or ``class`` of ``name``, whose decorators may begin at the line ``first``."""
+    """Find the line of the ``def`` or ``class`` of ``name``, whose decorators may begin at the line ``first``."""
     statement = re.compile(rf"\s*(async\s+def|def|class)\s+{re.escape(name)}\b")
     lines = linecache.getlines(file)[first - 1 :]
     return next((first + index for index, line in enumerate(lines) if statement.match(line)), first)
 
 
 def definer(cls: type, name: str, above: type | None = None) -> type | None:
-    """The class that defines ``name`` for ``cls``, looking only above ``above`` in the MRO."""
+    """Return the class that defines ``name`` for ``cls``, looking only above ``above`` in the MRO."""
     for base in own_classes(cls):
         if base is above:
             return None
@@ -166,5 +166,5 @@ def definer(cls: type, name: str, above: type | None = None) -> type | None:
 
 
 def qualified(cls: Any) -> str:
-    """``module:Class``, as settings and plugins name a class, or ``module:function``."""
+    """Give ``module:Class``, as settings and plugins name a class, or ``module:function``."""
     return f"{cls.__module__}:{cls.__qualname__}"

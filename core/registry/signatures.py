@@ -21,14 +21,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Calls:
-    """How the callers of a method call it, where its signature allows more than they make use of."""
+    """The calls that a method gets, where its signature allows more than its callers make use of."""
 
     always: Sequence[str] = ()
     never: Sequence[str] = ()
     by_position: Sequence[str] = ()
 
     def narrowed(self, signature: Signature) -> Signature:
-        """The signature that accepts exactly the calls that are made."""
+        """Return the signature that accepts exactly the calls that are made."""
         parameters = [self._narrowed(p) for name, p in signature.parameters.items() if name not in self.never]
         return signature.replace(parameters=parameters)
 
@@ -65,14 +65,14 @@ def called_with(
 
 
 def calls_of(cls: type, name: str) -> Calls:
-    """How callers call ``cls.name``: as ``called_with`` says, else in every way that the signature accepts."""
+    """Return how callers call ``cls.name``: as ``called_with`` says, else in every way that the signature accepts."""
     raw = inspect.getattr_static(cls, name)
     calls: Calls = getattr(getattr(raw, "__func__", raw), _CALLS, EVERY_CALL)
     return calls
 
 
 def method_signature(cls: type, name: str) -> Signature:
-    """The signature of ``cls.name`` as an instance's caller sees it: without ``self``."""
+    """Return the signature of ``cls.name`` as an instance's caller sees it: without ``self``."""
     raw = inspect.getattr_static(cls, name)
     if isinstance(raw, staticmethod):
         return inspect.signature(raw.__func__)
@@ -83,11 +83,11 @@ def method_signature(cls: type, name: str) -> Signature:
 
 
 def rejected_call(target: Signature, replacement: Signature) -> str | None:
-    """The first call that ``target`` accepts and ``replacement`` does not, in words, or ``None`` if there is none."""
+    """Describe the first call that ``target`` accepts and ``replacement`` does not; ``None`` if there is none."""
     for args, kwargs in _extreme_calls(target):
         try:
             wanted = target.bind(*args, **kwargs)
-        except TypeError:
+        except TypeError:  # no call of the target
             continue
         try:
             got = replacement.bind(*args, **kwargs)
@@ -100,7 +100,7 @@ def rejected_call(target: Signature, replacement: Signature) -> str | None:
 
 
 def _extreme_calls(signature: Signature) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """Calls that span what ``signature`` accepts. Each value is the name of the parameter it is meant for."""
+    """Yield calls that span what ``signature`` accepts. Each value is the name of the parameter it is meant for."""
     parameters = list(signature.parameters.values())
     positional = [p for p in parameters if p.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)]
     keyword_only = [p for p in parameters if p.kind is Parameter.KEYWORD_ONLY]
@@ -119,7 +119,7 @@ def _extreme_calls(signature: Signature) -> Iterator[tuple[list[str], dict[str, 
 
 
 def _landing(signature: Signature, arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Where each value of a bound call landed; values in ``*args`` or ``**kwargs`` keep their own name."""
+    """Return where each value of a bound call landed; values in ``*args`` or ``**kwargs`` keep their own name."""
     landing: dict[str, str] = {}
     for name, value in arguments.items():
         kind = signature.parameters[name].kind

@@ -1,4 +1,4 @@
-"""What is proved of an op: each check takes a spec and an implementation, and raises ``AssertionError`` where it fails.
+"""Proofs of an op: each check takes a spec and an implementation, and raises ``AssertionError`` where it fails.
 
 An implementation is anything that is called like the form, by keyword: the form itself, its native definition, the
 registered torch op, a module, a plugin's kernel.
@@ -18,12 +18,12 @@ Implementation = Callable[..., Any]
 
 
 def registered(spec: OpSpec) -> Any:
-    """The form as ``torch.ops.opgraft.<name>``."""
+    """Return the form as ``torch.ops.opgraft.<name>``."""
     return getattr(torch.ops.opgraft, spec.functional.name)
 
 
 def by_module(spec: OpSpec) -> Implementation:
-    """A module built for each call, bound to whatever kernel its class gets here and now."""
+    """Build a module for each call, bound to whatever kernel its class gets here and now."""
     build = spec.module
     if build is None:
         raise ValueError(f"{spec.functional.name}: no module stands for this form")
@@ -186,7 +186,7 @@ def check_outside(spec: OpSpec, variant: str, call: Implementation) -> list[str]
 
 
 def _results(spec: OpSpec, call: Implementation, arguments: Arguments) -> list[Tensor]:
-    """What a call returns, or what it leaves in the arguments that it mutates, which are copied first."""
+    """Return the results of a call, or what it leaves in the arguments that it mutates, which are copied first."""
     if not spec.functional.mutates:
         return tensors(call(**arguments))
     own = {name: _copy(value) if name in spec.functional.mutates else value for name, value in arguments.items()}
@@ -195,7 +195,7 @@ def _results(spec: OpSpec, call: Implementation, arguments: Arguments) -> list[T
 
 
 def _copy(x: Tensor) -> Tensor:
-    """A copy of a tensor with all that lies between its elements, which ``clone`` would leave out."""
+    """Copy a tensor with all that lies between its elements, which ``clone`` would leave out."""
     whole = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
     return whole.clone().as_strided(x.shape, x.stride(), x.storage_offset())
 

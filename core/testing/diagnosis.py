@@ -1,4 +1,4 @@
-"""What is wrong with the plugins that were loaded: checks of their hooks, classes, functions and kernels."""
+"""Diagnosis of the plugins that were loaded: checks of their hooks, classes, functions and kernels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _TABLE = "functional_"
 
 
 def diagnose() -> list[Finding]:
-    """Everything that is wrong with what is loaded. A check that crashes is a finding, not an end."""
+    """Find everything that is wrong with what is loaded. A check that crashes is a finding, not an end."""
     found = []
     for check in CHECKS:
         try:
@@ -181,7 +181,7 @@ def _serves(form: Functional[..., Any], replacement: Replacement) -> bool:
 
 
 def _lost(spec: OpSpec, kernel: Kernel) -> Iterator[str]:
-    """What is wrong with the gradients of a kernel, as a module and as a function."""
+    """Yield what is wrong with the gradients of a kernel, as a module and as a function."""
     device = selected_platform().platform.device_type
     calls = [checks.by_module(spec)] if spec.module else []
     calls += [function] if (function := kernel.functional(spec.functional.name)) else []
@@ -207,18 +207,18 @@ def _on(device: str, value: Any) -> Any:
 
 
 def _op_classes() -> list[type]:
-    """Every op class that may be constructed here, registered, replaced or a variant."""
+    """List every op class that may be constructed here, registered, replaced or a variant."""
     targets = [r.target for r in host_state().active if r.target is not None]
     return list(dict.fromkeys([*host_state().registry.targets(), *targets]))
 
 
 def _settled() -> list[Replacement]:
-    """The active replacements whose target is known."""
+    """Return the active replacements whose target is known."""
     return [replacement for replacement in host_state().active if replacement.target is not None]
 
 
 def _bound() -> Iterator[tuple[Replacement, Binding]]:
-    """The active replacements with what constructing their target binds; not those with a conflict."""
+    """Yield the active replacements with what constructing their target binds; not those with a conflict."""
     for replacement in _settled():
         try:
             yield replacement, _bind(_target(replacement))
@@ -227,7 +227,7 @@ def _bound() -> Iterator[tuple[Replacement, Binding]]:
 
 
 def _bind(cls: type) -> Binding:
-    """What constructing the class binds, which asks the conditions and checks of those who replace it."""
+    """Bind the class as constructing it does, which asks the conditions and checks of those who replace it."""
     providers = list(dict.fromkeys(r.provider for r in host_state().active if r.target is cls))
     names = " and ".join(map(str, providers)) or "opgraft"
     with watched(f"a check of {names} for {cls.__qualname__}", providers[0] if len(providers) == 1 else None):

@@ -1,4 +1,4 @@
-"""What was proved of each functional form, as a file in the folder of its family.
+"""Evidence of what was proved of each functional form, as a file in the folder of its family.
 
 A file has no dates and no names of machines. Each record holds a digest of the source that was proved, so that
 anybody can tell whether it is about what is installed. ``make evidence`` renews it.
@@ -22,12 +22,12 @@ from opgraft.testing.sources import digest_of
 PROVIDER = "opgraft"
 SCHEMA = "opgraft.evidence/1"
 FILE = "proof.json"
-"""What each family's folder calls the file that holds the records of its forms."""
+"""The name of the file in each family's folder that holds the records of its forms."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What was proved of one form.
+    """The record of what was proved of one form.
 
     Attributes:
         sources: the modules with the native definition and with the spec.
@@ -47,7 +47,7 @@ class Record:
 
 
 class State(enum.Enum):
-    """What the evidence says about a form as it is installed."""
+    """The verdict of the evidence on a form as it is installed."""
 
     CURRENT = "current"
     CHANGED = "changed since it was checked"
@@ -55,13 +55,13 @@ class State(enum.Enum):
 
 
 def read(file: Path) -> dict[str, Record]:
-    """The records in a file, by the name of the form; none where there is no file."""
+    """Read the records in a file, by the name of the form; none where there is no file."""
     text = file.read_text(encoding="utf-8") if file.is_file() else '{"forms": {}}'
     return {name: _record(row) for name, row in json.loads(text)["forms"].items()}
 
 
 def written(records: Mapping[str, Record]) -> str:
-    """The text of the file that holds ``records``: a line per form, in the order of their names."""
+    """Return the text of the file that holds ``records``: a line per form, in the order of their names."""
     rows = [f"    {json.dumps(name)}: {json.dumps(asdict(records[name]))}" for name in sorted(records)]
     head = f'  "schema": {json.dumps(SCHEMA)},\n  "provider": {json.dumps(PROVIDER)},\n  "forms": {{\n'
     return "{\n" + head + ",\n".join(rows) + "\n  }\n}\n"
@@ -69,7 +69,7 @@ def written(records: Mapping[str, Record]) -> str:
 
 @functools.cache
 def recorded() -> Mapping[str, Record]:
-    """The records of this installation."""
+    """Return the records of this installation."""
     modules = {form.native.__module__ for form in FUNCTIONALS.values()}
     files = {file_of(module) for module in modules if module.startswith("opgraft.")}
     return {name: record for file in files for name, record in read(file).items()}
@@ -81,7 +81,7 @@ def file_of(module: str) -> Path:
 
 
 def state_of(form: str) -> State:
-    """Whether the form was checked as it is installed here."""
+    """Tell whether the form was checked as it is installed here."""
     record = recorded().get(form)
     if record is None:
         return State.MISSING

@@ -1,4 +1,4 @@
-"""What there is of each op: its kernels on every installed platform, its functional forms, and what was proved of them.
+"""The inventory of each op: its kernels on every installed platform, its functional forms, and what was proved of them.
 
 The kernels are those that classes declare. Whether this machine could run them is another question, which the op's
 decision answers for the platform of the process.
@@ -52,14 +52,14 @@ class DeclaredPlatform:
 
 
 def declared_platforms() -> list[DeclaredPlatform]:
-    """The built-in platforms, and those of plugins that the settings admit, in the order of their names."""
+    """Return the built-in platforms, and those of plugins that the settings admit, in the order of their names."""
     config = host_state().settings().config
     offers = [offer for offer in discover().of_group(PLATFORM_GROUP) if not objection(offer, config)]
     return [_declared(offer) for offer in sorted(offers, key=lambda offer: (not offer.built_in, offer.name))]
 
 
 def built_in_platforms() -> list[DeclaredPlatform]:
-    """The platforms that opgraft itself offers."""
+    """Return the platforms that opgraft itself offers."""
     offers = discover().of_group(PLATFORM_GROUP)
     return [_declared(offer) for offer in sorted(offers, key=lambda offer: offer.name) if offer.built_in]
 
@@ -90,7 +90,7 @@ def _plugins_loaded(offer: Offer) -> bool:
 def kernel_keys(
     cls: type, platforms: Sequence[DeclaredPlatform], replacements: Sequence[Replacement] | None = None
 ) -> dict[str, str | None]:
-    """By platform, the dispatch key of the kernel that constructing ``cls`` would bind there; ``None``: unknown.
+    """Give, by platform, the dispatch key of the kernel that constructing ``cls`` would bind; ``None``: unknown.
 
     Everything that a kernel or replacement needs counts as present. Where two replacements compete the key is
     ``CONFLICT``. ``replacements``: to choose from; all that are declared if not given.
@@ -100,7 +100,7 @@ def kernel_keys(
 
 
 def _declared_replacements() -> list[Replacement]:
-    """Replacements of plugins that work, without their conditions, those of plugins for other platforms included."""
+    """List replacements of plugins that work, without their conditions, those for other platforms included."""
     state = host_state()
     declared = []
     for replacement in state.registry.replacements:
@@ -112,7 +112,7 @@ def _declared_replacements() -> list[Replacement]:
 
 
 def keys_in_words(keys: dict[str, str | None]) -> str:
-    """What ``kernel_keys`` found, in a line; ``?`` for what is not known here."""
+    """Put what ``kernel_keys`` found in a line; ``?`` for what is not known here."""
     told = {key or "?" for key in keys.values()}
     if len(told) == 1:
         return f"{told.pop()} on every platform"
@@ -133,7 +133,7 @@ def _key(cls: type, platform: Platform, chain: tuple[str, ...], replacements: Se
 
 
 def functionals_of(cls: type) -> list[Functional[..., Any]]:
-    """The functional forms of an op and of its variants, those without a spec of opgraft's own included."""
+    """Return the functional forms of an op and of its variants, those without a spec of opgraft's own included."""
     state = host_state()
     name = op_name_of(cls, state)
     targets = ((form, state.registry.find_target(form.op)) for form in FUNCTIONALS.values())
@@ -142,7 +142,7 @@ def functionals_of(cls: type) -> list[Functional[..., Any]]:
 
 @dataclass(frozen=True)
 class KernelHere:
-    """What constructing an op class yields here and now.
+    """The result of constructing an op class here and now.
 
     Attributes:
         op_class: the class of the instance, a replacement perhaps.
@@ -161,7 +161,7 @@ class KernelHere:
     error: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data, with the names that all JSON of opgraft has for it."""
+        """Return the same as plain data, with the names that all JSON of opgraft has for it."""
         return {
             "class": self.op_class,
             "kernel": self.kernel,
@@ -173,7 +173,7 @@ class KernelHere:
 
 
 def kernel_here(cls: type) -> KernelHere:
-    """The kernel that constructing ``cls`` binds here and now, or the conflict that prevents it."""
+    """Return the kernel that constructing ``cls`` binds here and now, or the conflict that prevents it."""
     try:
         binding = bind(cls)
     except ConflictError as error:
@@ -184,14 +184,14 @@ def kernel_here(cls: type) -> KernelHere:
 
 
 def variants_of(cls: type) -> list[type]:
-    """The classes that derive from a registered op in its package, and that its name switches too."""
+    """Return the classes that derive from a registered op in its package, and that its name switches too."""
     state = host_state()
     name = op_name_of(cls, state)
     return [target for target in state.registry.targets() if target is not cls and op_name_of(target, state) == name]
 
 
 def find_op(name: str) -> type | None:
-    """The op class that ``name`` stands for, as any table or report of opgraft may show it.
+    """Return the op class that ``name`` stands for, as any table or report of opgraft may show it.
 
     That is an op, a class, the method of a class, a functional form with or without its module, or a replacement,
     which stands for the class that it replaces.
@@ -212,14 +212,14 @@ def find_op(name: str) -> type | None:
 
 
 def known_names() -> set[str]:
-    """Every bare name by which ``find_op`` finds something."""
+    """Return every bare name by which ``find_op`` finds something."""
     registry = host_state().registry
     return registry.target_names() | set(FUNCTIONALS) | {r.cls.__qualname__ for r in registry.replacements if r.target}
 
 
 @dataclass(frozen=True)
 class FormHere:
-    """What a functional form of an op runs here and now.
+    """The function that a functional form of an op runs here and now.
 
     Attributes:
         name: of the form.
@@ -235,7 +235,7 @@ class FormHere:
 
 
 def forms_here(cls: type) -> list[FormHere]:
-    """What each functional form of an op and of its variants runs here; none for those that have a conflict."""
+    """List what each functional form of an op and of its variants runs here, save those that have a conflict."""
     found = []
     for form in functionals_of(cls):
         try:
@@ -251,14 +251,14 @@ def forms_here(cls: type) -> list[FormHere]:
 
 
 def evidence_of(forms: Sequence[Functional[..., Any]]) -> dict[str, dict[str, Any]]:
-    """By form, what was proved of it and whether that is about what is installed."""
+    """Tell, by form, what was proved of it and whether that is about what is installed."""
     records = evidence.recorded()
     proved = {form.name: dataclasses.asdict(records[form.name]) if form.name in records else {} for form in forms}
     return {name: {"state": evidence.state_of(name).name.lower(), **row} for name, row in proved.items()}
 
 
 def evidence_in_words(cls: type, proved: dict[str, dict[str, Any]]) -> str:
-    """What ``evidence_of`` found, in one sentence: of checks and dtypes, those that all forms have in common."""
+    """Put what ``evidence_of`` found in one sentence: of checks and dtypes, those that all forms have in common."""
     if not proved:
         return "made of other ops" if issubclass(cls, PluggableLayer) else "no functional form"
     parts = []
@@ -285,7 +285,7 @@ def _count(things: Sized, noun: str) -> str:
 
 
 def missing_packages(cls: type) -> list[str]:
-    """Distributions with kernels of an op for the platform of this process that are not installed."""
+    """List distributions with kernels of an op for the platform of this process that are not installed."""
     name = op_name_of(cls, host_state())
     installed = {normalized(offer.provider.name) for offer in discover().offers}
     packages = current_platform().kernel_packages

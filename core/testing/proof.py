@@ -21,7 +21,7 @@ SETTINGS = OpgraftConfig(platform="cpu", compilation_config=CompilationConfig(cu
 
 
 def implementations(spec: OpSpec) -> list[checks.Implementation]:
-    """The native definition, the form, the registered op, and the module where there is one."""
+    """Return the native definition, the form, the registered op, and the module where there is one."""
     modules = [checks.by_module(spec)] if spec.module and not spec.functional.mutates else []
     return [spec.functional.native, spec.functional, checks.registered(spec), *modules]
 
@@ -79,7 +79,7 @@ CHECKS: Mapping[str, Check] = {
 
 
 def checks_of(spec: OpSpec) -> list[str]:
-    """The names of the checks that apply: gradients only where they are defined."""
+    """Return the names of the checks that apply: gradients only where they are defined."""
     differentiable = spec.differentiable and not spec.functional.mutates
     return [name for name in CHECKS if name != "gradients" or differentiable]
 
@@ -113,7 +113,7 @@ def prove(spec: OpSpec, family: ModuleType | str) -> Record:
 
 
 def expect_native(spec: OpSpec) -> None:
-    """That the form, and the modules that stand for it, are bound to native definitions.
+    """Check that the form, and the modules that stand for it, are bound to native definitions.
 
     Raises:
         AssertionError: one is not.

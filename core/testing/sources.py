@@ -1,4 +1,4 @@
-"""Which modules of opgraft a form's proof is made of, as their imports tell, and the digest of their source."""
+"""The modules of opgraft that a form's proof is made of, as their imports tell, and the digest of their source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 PROOF = "opgraft.testing.proof"
 PACKAGES = ("opgraft.binding.functional", "opgraft.ops", "opgraft.testing")
-"""Where definitions, modules and what proves them live; platforms and plugins do not change what these compute."""
+"""The homes of definitions, modules and what proves them; platforms and plugins do not change what these compute."""
 
 
 def digest_of(sources: Iterable[str]) -> str | None:
@@ -29,7 +29,7 @@ def digest_of(sources: Iterable[str]) -> str | None:
 
 
 def made_of(modules: Iterable[str]) -> list[str]:
-    """``modules`` and those that they import, directly or not, of ``PACKAGES``; in the order of their names."""
+    """Return ``modules`` and those that they import, directly or not, of ``PACKAGES``, in the order of their names."""
     found: set[str] = set()
     left = list(modules)
     while left:
@@ -42,7 +42,7 @@ def made_of(modules: Iterable[str]) -> list[str]:
 
 @functools.cache
 def source_of(module: str) -> str | None:
-    """The source of a module, with the line ends of Unix."""
+    """Return the source of a module, with the line ends of Unix."""
     try:
         found = importlib.util.find_spec(module)
         source: str | None = getattr(found.loader, "get_source", lambda _: None)(module) if found else None
@@ -69,7 +69,7 @@ def _is_documentation(node: object) -> bool:
 
 @functools.cache
 def imports_of(source: str) -> tuple[str, ...]:
-    """The modules of ``PACKAGES`` that a module with that source imports itself."""
+    """Return the modules of ``PACKAGES`` that a module with that source imports itself."""
     tree = ast.parse(source)
     imported = _imported(tree)
     facades = {local: name for local, name in imported.items() if _is_facade(name)}
@@ -80,7 +80,7 @@ def imports_of(source: str) -> tuple[str, ...]:
 
 
 def _imported(tree: ast.Module) -> dict[str, str]:
-    """By local name, the dotted name that is imported; of ``from module import *``, what the module passes on."""
+    """Map a local name to the dotted name imported; of ``from module import *``, what the module passes on."""
     found: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
@@ -91,7 +91,7 @@ def _imported(tree: ast.Module) -> dict[str, str]:
 
 
 def _module_of(name: str) -> str | None:
-    """The module of ``PACKAGES`` that a dotted name stands for, or is defined in."""
+    """Return the module of ``PACKAGES`` that a dotted name stands for, or is defined in."""
     owner, _, attribute = name.rpartition(".")
     if _is_facade(owner):
         name = _passed_on(source_of(owner) or "").get(attribute, name)

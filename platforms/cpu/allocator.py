@@ -38,14 +38,14 @@ def keep_memory() -> str | None:
 
 
 def keep_memory_or_warn() -> None:
-    """As ``keep_memory``, which a setting has asked for: what prevents it goes to the log."""
+    """Call ``keep_memory``, which a setting has asked for; what prevents it goes to the log."""
     obstacle = keep_memory()
     if obstacle:
         logger.warning("cpu_keep_memory has no effect: %s", obstacle)
 
 
 def _c_library() -> str:
-    """Its name and version where it tells them, else nothing."""
+    """Return the name and version of the C library where it tells them, else nothing."""
     try:
         return os.confstr("CS_GNU_LIBC_VERSION") or ""
     except (AttributeError, ValueError, OSError):

@@ -55,7 +55,7 @@ class CpuPlatform(Platform):
         return DeviceMemory(total=pages * size, free=free)
 
     def synchronize(self, index: int = 0) -> None:
-        """Nothing to wait for: PyTorch's CPU kernels return when they are done."""
+        """Do nothing: PyTorch's CPU kernels return when they are done."""
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What CPU this is, read from ``/proc/cpuinfo`` and ``/proc/meminfo``."""
+"""The probe for CPUs, which reads ``/proc/cpuinfo`` and ``/proc/meminfo``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FEATURES = (
 
 
 def probe(machine: Machine) -> Evidence:
-    """Evidence for the CPU; always available, with less detail where the files of Linux are missing."""
+    """Give evidence for the CPU; always available, with less detail where the files of Linux are missing."""
     cpuinfo = machine.read(CPUINFO)
     if not cpuinfo:
         return Evidence(True, "every machine has a CPU", facts=(Fact(CPUINFO, "not readable"),))
@@ -32,7 +32,7 @@ def probe(machine: Machine) -> Evidence:
 
 
 def features_of(cpuinfo: str) -> tuple[str, ...]:
-    """The instruction sets of ``FEATURES`` that the first processor of a ``/proc/cpuinfo`` lists."""
+    """Return the instruction sets of ``FEATURES`` that the first processor of a ``/proc/cpuinfo`` lists."""
     words = set((_first(r"^(?:flags|Features)[^\S\n]*:(.*)$", cpuinfo) or "").split())
     return tuple(feature for feature in FEATURES if feature in words)
 

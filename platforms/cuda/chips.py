@@ -1,4 +1,4 @@
-"""Which chip a PCI device id or a device-tree name stands for.
+"""Chips by PCI device id or device-tree name.
 
 NVIDIA numbers the devices of a chip in one block. The blocks are those that the PCI ID database
 (https://pci-ids.ucw.cz, vendor 10de) and the table of NVIDIA/open-gpu-kernel-modules (README.md, "Compatible GPUs")

@@ -21,7 +21,7 @@ DISPLAY = 0x03
 DRIVER = "/proc/driver/nvidia"
 CONTROL = "/dev/nvidiactl"
 MIG = " MIG device"
-"""What the name of a partition ends with."""
+"""The end of the name of a partition."""
 
 _NO_DRIVER = Obstacle(
     "NVIDIA's driver is not loaded",
@@ -30,7 +30,7 @@ _NO_DRIVER = Obstacle(
 
 
 def driver_version(machine: Machine) -> str | None:
-    """Such as 550.54.15, or ``None`` where the driver is not loaded. "" where it is, and does not say."""
+    """Return a version such as 550.54.15, "" where the driver does not say, ``None`` where it is not loaded."""
     text = machine.read(f"{DRIVER}/version")
     if text is None:
         return None
@@ -39,7 +39,7 @@ def driver_version(machine: Machine) -> str | None:
 
 
 def gpus(machine: Machine) -> list[Found]:
-    """Every GPU of the machine, in the order of their addresses."""
+    """List the GPUs of the machine, in the order of their addresses."""
     version = driver_version(machine)
     if machine.names(FOLDER):
         functions = [function for function in pci_functions(machine, VENDOR) if function.kind == DISPLAY]
@@ -51,7 +51,7 @@ def gpus(machine: Machine) -> list[Found]:
 
 
 def partitions(machine: Machine, gpu: Found) -> list[Found]:
-    """The MIG devices of a GPU, or the GPU itself where it has none. No file tells how much memory each has."""
+    """Return the MIG devices of a GPU, or the GPU itself where it has none. No file tells how much memory each has."""
     minor = _minor(_information(machine, gpu.device.pci_address or ""))
     folder = f"{DRIVER}/capabilities/gpu{minor}/mig"
     pairs = [
@@ -67,7 +67,7 @@ def partitions(machine: Machine, gpu: Found) -> list[Found]:
 
 
 def _numbered(machine: Machine, folder: str, prefix: str) -> list[int]:
-    """The numbers of the entries that are called ``prefix`` and a number."""
+    """Return the numbers of the entries that are called ``prefix`` and a number."""
     matches = (re.fullmatch(rf"{prefix}(\d{{1,4}})", name) for name in machine.names(folder))
     return sorted(int(match.group(1)) for match in matches if match)
 
@@ -104,7 +104,7 @@ def _obstacle(
 
 
 def node_obstacle(machine: Machine, nodes: tuple[str, ...]) -> Obstacle | None:
-    """Which of the device nodes is missing or may not be opened."""
+    """Name the first of the device nodes that is missing or may not be opened."""
     for node in nodes:
         if not machine.exists(node):
             return _no_node(f"there is no device node {node}")
@@ -128,7 +128,7 @@ def _nodes_alone(machine: Machine) -> Iterator[Found]:
 
 
 def _information(machine: Machine, address: str) -> dict[str, str]:
-    """The lines of ``information``, such as ``Device Minor: <tab> 0``; none where the driver does not list the GPU."""
+    """Read the lines of ``information``, such as ``Device Minor: <tab> 0``; none where the driver lacks the GPU."""
     lines = (machine.read(f"{DRIVER}/gpus/{address}/information") or "")[:4000].splitlines()
     pairs = (line.partition(":") for line in lines)
     return {key.strip(): value.strip() for key, _, value in pairs}

@@ -18,7 +18,7 @@ _JETSON_NODES = ("/dev/nvhost-gpu", "/dev/nvgpu", "/dev/nvidia0")
 
 
 def jetson(machine: Machine) -> list[Found]:
-    """The GPU of a Jetson. Its first line is ``# R36 (release), REVISION: 4.3, …``; memory is the machine's own."""
+    """Find the GPU of a Jetson, whose release begins ``# R36 (release), REVISION: 4.3, …``; memory is the machine's."""
     release = re.match(r"# R(\d{1,3}) \(release\), REVISION: ([\d.]{1,10})", machine.read(RELEASE) or "")
     compatible = (machine.read(f"{DEVICE_TREE}/compatible") or "")[:1000].split("\0")  # such as nvidia,tegra234
     chips = [name.partition(",")[2] for name in compatible if name.startswith("nvidia,tegra")]
@@ -40,7 +40,7 @@ def jetson(machine: Machine) -> list[Found]:
 
 
 def under_wsl(machine: Machine) -> list[Found]:
-    """A GPU of the Windows host. The node alone may be any vendor's; NVIDIA's driver mounts its libcuda beside it.
+    """Find a GPU of the Windows host. The node alone may be any vendor's; NVIDIA's driver mounts its libcuda beside it.
 
     No file tells how many there are, nor which.
     """

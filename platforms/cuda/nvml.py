@@ -37,7 +37,7 @@ with open(reply_to, "w") as reply:
 
 
 def with_detail(machine: Machine, devices: list[Device]) -> tuple[list[Device], tuple[Fact, ...]]:
-    """The devices with what the library adds to the files, and a fact that says what came of asking it.
+    """Return the devices with what the library adds to the files, and a fact that says what came of asking it.
 
     Only the live machine is asked, and only where its package is installed.
     """
@@ -61,13 +61,13 @@ def _ask() -> list[Device]:
 
 
 def _sysfs_address(address: str) -> str:
-    """NVML writes the domain with eight digits, /sys with four."""
+    """Shorten the domain, which NVML writes with eight digits and /sys with four."""
     domain, _, rest = address.partition(":")
     return f"{int(domain, 16):04x}:{rest}"
 
 
 def _merged(device: Device, detail: Device | None) -> Device:
-    """Files come first: the library fills what they leave open."""
+    """Merge; files come first, and the library fills what they leave open."""
     if detail is None:
         return device
     return replace(device, capability=device.capability or detail.capability, memory=device.memory or detail.memory)

@@ -24,7 +24,7 @@ class CudaPlatform(TorchCudaPlatform):
         return visible_count(probe(Machine()))
 
     def capability(self, index: int = 0) -> DeviceCapability:
-        """bfloat16 from compute capability 8.0 on, as arithmetic; fp8 from 8.9 on."""
+        """List bfloat16 from compute capability 8.0 on, as arithmetic; fp8 from 8.9 on."""
         level = torch.cuda.get_device_capability(index)
         dtypes = (torch.float32, torch.float64, torch.float16)
         return DeviceCapability(

@@ -1,4 +1,4 @@
-"""Which NVIDIA GPUs this machine has, and what keeps CUDA from using them."""
+"""The probe for NVIDIA GPUs, and for what keeps CUDA from using them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INSTALL_JETSON = "install NVIDIA's build of torch for this JetPack (https://doc
 
 
 def probe(machine: Machine) -> Evidence:
-    """Evidence for CUDA, from PCI ids and the files of NVIDIA's driver."""
+    """Give evidence for CUDA, from PCI ids and the files of NVIDIA's driver."""
     found = gpus.gpus(machine) or under_wsl(machine) or jetson(machine)
     if not found:
         return Evidence(False, "no NVIDIA GPU", facts=(Fact(FOLDER, "no display controller of vendor 10de"),))
@@ -41,13 +41,13 @@ def probe(machine: Machine) -> Evidence:
 
 
 def visible_count(evidence: Evidence) -> int:
-    """How many devices CUDA offers this process; of MIG devices, never more than one."""
+    """Count the devices that CUDA offers this process; of MIG devices, never more than one."""
     visible = [device for device in evidence.devices if not device.hidden]
     return min(1, len(visible)) if any(device.name.endswith(gpus.MIG) for device in visible) else len(visible)
 
 
 def _visible(machine: Machine, units: list[Found]) -> tuple[int, ...]:
-    """The positions that the variable leaves visible; CUDA numbers equal GPUs by address, as the files do."""
+    """Return the positions that the variable leaves visible; CUDA numbers equal GPUs by address, as the files do."""
     value = machine.environ.get(VARIABLE)
     if value is None:
         return tuple(range(len(units)))

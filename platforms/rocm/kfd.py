@@ -60,12 +60,12 @@ class Node:
 
 
 def gpu_functions(machine: Machine) -> tuple[PciFunction, ...]:
-    """The PCI functions that are AMD GPUs."""
+    """Return the PCI functions that are AMD GPUs."""
     return tuple(f for f in pci_functions(machine, VENDOR) if f.kind in (_DISPLAY, _PROCESSING))
 
 
 def gpu_nodes(machine: Machine) -> Iterator[Node]:
-    """The GPUs of the topology; a container is refused the files of those that it was not given."""
+    """Yield the GPUs of the topology; a container is refused the files of those that it was not given."""
     functions = {function.address: function for function in gpu_functions(machine)}
     for number in sorted((name for name in machine.names(NODES) if re.fullmatch(r"\d{1,4}", name)), key=int):
         properties = _properties(machine.read(f"{NODES}/{number}/properties"))
@@ -77,12 +77,12 @@ def gpu_nodes(machine: Machine) -> Iterator[Node]:
 
 
 def refused(machine: Machine) -> list[str]:
-    """The nodes whose files this process may not read."""
+    """Return the nodes whose files this process may not read."""
     return [number for number in machine.names(NODES) if machine.read(f"{NODES}/{number}/gpu_id") is None]
 
 
 def model(machine: Machine, device: int, function: PciFunction | None) -> str:
-    """What the card calls itself, where it has a memory for that, else what its PCI id stands for."""
+    """Return what the card calls itself, where it has a memory for that, else what its PCI id stands for."""
     own = (machine.read(f"{function.folder}/product_name") or "")[:64].strip() if function else ""
     return own or MODELS.get(device, f"AMD GPU (1002:{device:04x})")
 
@@ -90,6 +90,7 @@ def model(machine: Machine, device: int, function: PciFunction | None) -> str:
 def _function(properties: Mapping[str, int], functions: Mapping[str, PciFunction]) -> PciFunction | None:
     location = properties.get("location_id", 0)
     slot = f"{properties.get('domain', 0):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}"
+    # The number of a partition may stand where that of the function does.
     return functions.get(f"{slot}.{location & 7}") or functions.get(f"{slot}.0")
 
 

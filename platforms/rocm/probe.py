@@ -1,4 +1,4 @@
-"""Which AMD GPUs this machine has, and what keeps ROCm from using them."""
+"""The probe for AMD GPUs, and for what keeps ROCm from using them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CONTAINER = "in a container: start it with --device /dev/kfd --device /dev/dri"
 
 
 def probe(machine: Machine) -> Evidence:
-    """Evidence for ROCm, from PCI ids and the kernel's topology of compute devices."""
+    """Give evidence for ROCm, from PCI ids and the kernel's topology of compute devices."""
     nodes = list(gpu_nodes(machine))
     served = {node.function for node in nodes}
     found = [_of_node(machine, node) for node in nodes]
@@ -38,7 +38,7 @@ def probe(machine: Machine) -> Evidence:
 
 
 def visible_count(evidence: Evidence) -> int:
-    """How many devices ROCm offers this process."""
+    """Count the devices that ROCm offers this process."""
     return sum(not device.hidden for device in evidence.devices)
 
 
@@ -57,7 +57,7 @@ def _of_node(machine: Machine, node: Node) -> Found:
 
 
 def _without_node(machine: Machine, function: PciFunction) -> Found:
-    """A GPU that PCI shows and the topology does not."""
+    """Return a GPU that PCI shows and the topology does not."""
     device = Device(
         name=model(machine, function.device, function),
         pci_address=function.address,
@@ -83,7 +83,7 @@ def _node_obstacle(machine: Machine, node: str) -> Obstacle | None:
 
 
 def _visible(machine: Machine, found: list[Found]) -> tuple[int, ...]:
-    """The positions that are left visible: HIP chooses among those that the runtime below it (ROCr) leaves."""
+    """Return the positions that are left visible: HIP chooses among those that the runtime below it (ROCr) leaves."""
     positions = tuple(range(len(found)))
     lower = machine.environ.get(LOWER_VARIABLE)
     if lower is not None:

@@ -44,7 +44,7 @@ class RuntimePackage:
         return _text(self.oldest) if self.oldest == self.newest else f"{_text(self.oldest)} to {_text(self.newest)}"
 
     def fits(self, torch: str | None) -> bool:
-        """Whether it was built for a version of torch."""
+        """Tell whether it was built for a version of torch."""
         release = _release(torch)
         return bool(release) and self.oldest <= release and release[: len(self.newest)] <= self.newest
 
@@ -89,7 +89,7 @@ class Choice:
 
 
 def choose(machine: Machine) -> Choice:
-    """The first package of the table that is installed and fits the installed torch."""
+    """Choose the first package of the table that is installed and fits the installed torch."""
     build = machine.torch_build()
     torch = build.version if build else None
     installed = f"torch {torch}" if torch else "no torch"
@@ -117,7 +117,7 @@ def _remedy(torch: str | None) -> str:
 
 
 def _release(version: str | None) -> Release:
-    """The numbers that a version begins with; none where it does not begin with any."""
+    """Return the numbers that a version begins with; none where it does not begin with any."""
     found = re.match(r"\d{1,4}(\.\d{1,4}){0,3}", version or "", re.ASCII)
     return tuple(int(part) for part in found[0].split(".")) if found else ()
 

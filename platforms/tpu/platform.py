@@ -66,7 +66,7 @@ class TpuPlatform(Platform):
         self._runtime.manual_seed(seed)
 
     def compilations(self) -> int:
-        """How many programs XLA has compiled in this process; what ``opgraft.bucketing.no_recompilation`` reads.
+        """Count the programs that XLA has compiled in this process; ``opgraft.bucketing.no_recompilation`` reads it.
 
         Raises:
             PlatformError: the package has no public counter.

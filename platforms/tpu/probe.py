@@ -1,4 +1,4 @@
-"""Which TPU chips there are, read from their PCI functions and device nodes.
+"""The probe for TPU chips, which reads their PCI functions and device nodes.
 
 Ids, memory and nodes: tpu_info/device.py of AI-Hypercomputer/cloud-accelerator-diagnostics, torch_xla 2.9
 (_internal/tpu.py) and torch_tpu 0.2.0 (_internal/utils/hardware.py). Google's other PCI functions, such as network
@@ -42,7 +42,7 @@ GENERATIONS = {
 
 
 def probe(machine: Machine) -> Evidence:
-    """Evidence for TPUs.
+    """Give evidence for TPUs.
 
     With torch_xla, PJRT_DEVICE=CPU makes the platform available on any machine, on XLA's CPU client, so that programs
     can be tested without a chip. Nobody else sets that variable, so to set it is to ask for it; the platform then comes
@@ -86,7 +86,7 @@ def _found(machine: Machine, function: PciFunction, index: int, choice: Choice) 
 
 
 def _obstacle(machine: Machine, function: PciFunction, index: int, only_vfio: bool) -> Obstacle | None:
-    """A chip is at ``/dev/vfio/<iommu group>`` from v5e on, at ``/dev/accel<index>`` up to v4 and in old v5e images."""
+    """Look at ``/dev/vfio/<iommu group>`` (chips from v5e on) and ``/dev/accel<index>`` (up to v4; old v5e images)."""
     group = machine.link(f"{function.folder}/iommu_group")
     nodes = [f"/dev/vfio/{group}"] if group else []
     node = next((node for node in (*nodes, f"/dev/accel{index}") if machine.exists(node)), None)
@@ -104,7 +104,7 @@ def _obstacle(machine: Machine, function: PciFunction, index: int, only_vfio: bo
 
 
 def _visible(machine: Machine, count: int) -> tuple[int, ...]:
-    """The positions that the first of the variables leaves visible; empty or not set, all."""
+    """Return the positions that the first of the variables leaves visible; empty or not set, all."""
     variable = _visibility(machine)
     chosen = {part.strip() for part in machine.environ[variable].split(",")} if variable else None
     return tuple(index for index in range(count) if chosen is None or str(index) in chosen)

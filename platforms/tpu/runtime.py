@@ -1,4 +1,4 @@
-"""What the TPU platform needs from the package that gives PyTorch its TPU device."""
+"""The needs of the TPU platform from the package that gives PyTorch its TPU device."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Runtime(ABC):
 
     @abstractmethod
     def device_count(self) -> int:
-        """How many devices this process sees; a chip may be two."""
+        """Count the devices that this process sees; a chip may be two."""
 
     @abstractmethod
     def memory(self, index: int) -> DeviceMemory:
-        """Memory of device ``index``."""
+        """Return the memory of device ``index``."""
 
     @abstractmethod
     def synchronize(self, index: int) -> None:
@@ -28,8 +28,8 @@ class Runtime(ABC):
 
     @abstractmethod
     def compilations(self) -> int:
-        """How many programs were compiled in this process."""
+        """Count the programs that were compiled in this process."""
 
     def on_cpu(self) -> bool:
-        """Whether the devices are simulated on the CPU."""
+        """Tell whether the devices are simulated on the CPU."""
         return False

@@ -26,7 +26,7 @@ class TorchTpu(Runtime):
         torch.accelerator.synchronize(index)
 
     def manual_seed(self, seed: int) -> None:
-        """Nothing is left to do: ``torch.manual_seed`` seeds registered devices too."""
+        """Do nothing: ``torch.manual_seed`` seeds registered devices too."""
 
     def compilations(self) -> int:
         raise PlatformError("torch_tpu has no public count of compilations: count under torch_xla with PJRT_DEVICE=CPU")

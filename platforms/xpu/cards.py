@@ -1,4 +1,4 @@
-"""Which Intel GPUs are discrete, by PCI device id; all others are part of a processor.
+"""Discrete Intel GPUs by PCI device id; all others are part of a processor.
 
 Ids: include/drm/intel/pciids.h of Linux (PVC, ATS-M, DG2, BMG, CRI). Names: shared/source/dll/devices of
 intel/compute-runtime. Tiles and memory of the data-centre parts: Intel's product pages (ark.intel.com).

@@ -28,7 +28,7 @@ class XpuPlatform(Platform):
         return torch.xpu.device_count()
 
     def capability(self, index: int = 0) -> DeviceCapability:
-        """Float64 and float16 only where the driver names them: Arc has no float64. No unit computes in fp8."""
+        """List float64 and float16 only where the driver names them: Arc has no float64. No unit computes in fp8."""
         properties = torch.xpu.get_device_properties(index)
         dtypes = [torch.float32, torch.bfloat16]
         dtypes += [torch.float16] if properties.has_fp16 else []

@@ -1,4 +1,4 @@
-"""Which discrete Intel GPUs this machine has, and what keeps torch.xpu from using them."""
+"""The probe for discrete Intel GPUs, and for what keeps torch.xpu from using them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INSTALL = "pip install --force-reinstall torch --index-url https://download.pyt
 
 
 def probe(machine: Machine) -> Evidence:
-    """Evidence for XPUs. A GPU that is part of a processor is none: it has no memory of its own."""
+    """Give evidence for XPUs. A GPU that is part of a processor is none: it has no memory of its own."""
     functions = [function for function in pci_functions(machine, VENDOR) if function.kind == DISPLAY]
     if not functions:
         return Evidence(False, "no Intel GPU", facts=(Fact(FOLDER, "no display controller of vendor 8086"),))
@@ -43,7 +43,7 @@ def probe(machine: Machine) -> Evidence:
 
 
 def _card(machine: Machine, function: PciFunction) -> Card | None:
-    """The card by its id; one with an unknown id and memory of its own counts too, integrated GPUs do not."""
+    """Return the card by its id; one with an unknown id and memory of its own counts too, integrated GPUs do not."""
     known = CARDS.get(function.device)
     of_tiles = list(_tile_memory(machine, function))
     memory = sum(of_tiles or _card_memory(machine, function)) // 2**30
@@ -53,14 +53,14 @@ def _card(machine: Machine, function: PciFunction) -> Card | None:
 
 
 def _tile_memory(machine: Machine, function: PciFunction) -> Iterator[int]:
-    """Bytes of each tile, as the driver xe tells (igt-gpu-tools reads it, tests/intel/xe_sysfs_tile.c)."""
+    """Yield bytes of each tile, as the driver xe tells (igt-gpu-tools reads it, tests/intel/xe_sysfs_tile.c)."""
     for name in machine.names(function.folder):
         if re.fullmatch(r"tile\d", name):
             yield from _number(machine, f"{function.folder}/{name}/physical_vram_size_bytes")
 
 
 def _card_memory(machine: Machine, function: PciFunction) -> Iterator[int]:
-    """Bytes of the card, as Intel's own builds of i915 tell (intel/intel-device-plugins-for-kubernetes reads it)."""
+    """Yield bytes of the card, as Intel's i915 tells (intel/intel-device-plugins-for-kubernetes reads it)."""
     for name in machine.names(f"{function.folder}/drm"):
         if re.fullmatch(r"card\d{1,3}", name):
             yield from _number(machine, f"{function.folder}/drm/{name}/lmem_total_bytes")
@@ -105,7 +105,7 @@ def _composite(machine: Machine) -> bool:
 
 
 def _units(card: Device, tiles: int) -> list[Device]:
-    """The devices that Level Zero makes of a card: one per tile, unless the hierarchy is COMPOSITE.
+    """Return the devices that Level Zero makes of a card: one per tile, unless the hierarchy is COMPOSITE.
 
     Source: "Exposing the Device Hierarchy" in Intel's oneAPI GPU Optimization Guide.
     """
@@ -115,7 +115,7 @@ def _units(card: Device, tiles: int) -> list[Device]:
 
 
 def _visible(machine: Machine, count: int) -> tuple[int, ...]:
-    """The positions that the mask leaves visible; an empty mask is none.
+    """Return the positions that the mask leaves visible; an empty mask is none.
 
     An entry is the number of a device, or ``0.1`` for a tile where cards are the devices. Source: the Level Zero
     specification, programming guide, "Affinity Mask".

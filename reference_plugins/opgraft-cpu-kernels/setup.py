@@ -31,11 +31,11 @@ TIME_LIMIT = 1800
 
 
 class UnavailableError(Exception):
-    """Why the library cannot be built here."""
+    """The library cannot be built here; the message says why."""
 
 
 def compiler() -> list[str]:
-    """The command of the C++ compiler, which is tried on an empty program.
+    """Return the command of the C++ compiler, which is tried on an empty program.
 
     Raises:
         UnavailableError: there is none, or it does not compile.
@@ -51,7 +51,7 @@ def compiler() -> list[str]:
 
 
 def words(variable: str) -> list[str]:
-    """What an environment variable says, divided as a shell divides it.
+    """Divide an environment variable into words as a shell divides it.
 
     Raises:
         UnavailableError: a quotation in it does not end.
@@ -63,7 +63,7 @@ def words(variable: str) -> list[str]:
 
 
 def torch_folder() -> Path:
-    """The installed torch. Where pip builds in isolation it is off the path, but in the environment all the same.
+    """Find the installed torch. Where pip builds in isolation it is off the path, but in the environment all the same.
 
     Raises:
         UnavailableError: there is none.
@@ -88,7 +88,7 @@ def version_of(torch: Path) -> str:
 
 
 def compile_library(target: Path, objects: Path) -> str:
-    """Compile and link; returns the version of torch.
+    """Compile and link; return the version of torch.
 
     Raises:
         UnavailableError: something is missing or fails.
@@ -150,7 +150,7 @@ class BuildLibrary(build_ext):
         return [str(path) for path in self.made()]
 
     def copy_extensions_to_source(self) -> None:
-        """For an editable install."""
+        """Copy for an editable install."""
         for path in self.made():
             self.copy_file(str(path), f"src/opgraft_cpu_kernels/{path.name}")
 

@@ -18,7 +18,13 @@ from opgraft.ops import ScaledDotProductAttention
 from torch import nn
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the import, which reads it
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+import transformers
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+LAST = 0
 
 SMALL = {
     "hidden_size": 64,
@@ -105,6 +111,27 @@ def test_eager_attention_and_instance_forwards_stay() -> None:
     assert [row.path for row in report.replaced if "attention" in row.op] == ["model.layers.1.self_attn"]
     ungraft(model)
     assert model.config._attn_implementation == "sdpa"
+
+
+class Counting(LlamaAttention):
+    """Attention that writes to a name of its file."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        global LAST  # that is what it is about
+        LAST += 1
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not None
+        return super().forward(hidden_states, *args, **kwargs)
+
+
+def test_attention_that_writes_to_a_name_of_its_file_stays() -> None:
+    """A forward with a namespace of its own would write there, where nobody reads it."""
+    model = build()
+    model.model.layers[0].self_attn.__class__ = Counting
+    report = graft(model)
+    assert {row.reason for row in report.left_alone if row.source == "Counting"} == {"its forward writes to LAST"}
+    before = LAST
+    logits(model)
+    assert before + 1 == LAST
 
 
 def test_the_configuration_keeps_its_name() -> None:

@@ -229,6 +229,14 @@ class InTrainingOnly(MambaRMSNormGated):
         return super().forward(hidden_states, None if self.training else gate)
 
 
+class OtherwiseForOneToken(MambaRMSNormGated):
+    """A gated norm with one operation more where it is given a single token."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        out: Tensor = super().forward(hidden_states, gate)
+        return out.clamp(-0.1, 0.1) if hidden_states.shape[-2:-1] == (1,) else out
+
+
 class Remembers(MambaRMSNormGated):
     """A gated norm that keeps its gate for somebody to look at."""
 
@@ -243,6 +251,7 @@ class Remembers(MambaRMSNormGated):
         lambda: OtherGate(WIDTH, 6),
         GateAfterTheWeight,
         lambda: InTrainingOnly(WIDTH, 6),
+        lambda: OtherwiseForOneToken(WIDTH, 6),
         lambda: Remembers(WIDTH, 6),
     ],
 )

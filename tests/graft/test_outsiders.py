@@ -89,6 +89,54 @@ class CountsGlobally(Norm):
         return self._norm(x)
 
 
+class Meter:
+    def __init__(self) -> None:
+        self.calls, self.sizes = 0, [0]
+
+    def count(self) -> None:
+        self.calls += 1
+
+    def keep(self, size: int) -> None:
+        self.sizes.append(size)
+
+
+class CountsInObject(Norm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = Meter()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.meter.count()
+        return self._norm(x)
+
+
+class KeepsInObject(CountsInObject):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.meter.keep(1)
+        return self._norm(x)
+
+
+def counting() -> tuple[type[Norm], type[Norm], list[int]]:
+    """Return two classes that count in what they enclose, and where the second does."""
+    calls, kept = 0, list[int]()
+
+    class CountsInClosure(Norm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            return self._norm(x)
+
+    class AppendsToClosure(Norm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept.append(1)
+            return self._norm(x)
+
+    return CountsInClosure, AppendsToClosure, kept
+
+
+CountsInClosure, AppendsToClosure, KEPT = counting()
+
+
 class Prints(Norm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         print("called")  # noqa: T201  # that is what it is about
@@ -106,6 +154,10 @@ class Prints(Norm):
         (AppendsToGlobal, "its forward uses CALLS, and whoever reads that would miss its calls"),
         (CountsInDictionary, "its forward writes to an element"),
         (CountsGlobally, "its forward writes to TOTAL"),
+        (CountsInObject, "its forward changes meter"),
+        (KeepsInObject, "its forward changes meter"),
+        (CountsInClosure, "its forward writes to calls"),
+        (AppendsToClosure, "its forward uses kept, and whoever reads that would miss its calls"),
         (Prints, "its forward uses print, and whoever reads that would miss its calls"),
     ],
 )
@@ -115,7 +167,9 @@ def test_a_forward_that_does_more_than_return_a_result_stays(cls: type[Norm], re
     report = graft(model)
     assert [row.reason for row in report.left_alone] == [f"no adapter recognises it: {reason}"]
     assert (model[0].calls, list(model[0].recent), model[0].by_name) == ([], [], {"all": []})
-    assert (CALLS, COUNTS, TOTAL) == ([], {"calls": 0}, 0)
+    assert (CALLS, COUNTS, TOTAL, KEPT) == ([], {"calls": 0}, 0, [])
+    meter = getattr(model[0], "meter", Meter())
+    assert (meter.calls, meter.sizes) == (0, [0])
 
 
 def test_a_forward_without_side_effects_is_replaced() -> None:

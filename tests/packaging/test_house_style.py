@@ -74,6 +74,9 @@ CONTROL_FLOW = {
 PRIVATE_TORCH = "opgraft.compat"
 """The one place for private names of torch, each with a fallback."""
 
+ROUNDABOUT = re.compile(r"\s*(The one|That|Those|Wh(at|ether|y|en|ere|ich|o)|How)\b")
+"""Openings by which a docstring describes its subject from afar, where a verb or the subject's name would say it."""
+
 VENDORS = """
 nvidia cuda cudnn nccl nvml, amd rocm hip rccl miopen, intel xpu ipex xccl habana gaudi hpu, tpu libtpu xla,
 npu cann hccl, mlu musa mps
@@ -131,6 +134,13 @@ def texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
             yield node.lineno, node.value
+
+
+def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and text of each docstring, those below assignments included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
 
 
 def words(text: str) -> set[str]:
@@ -232,6 +242,34 @@ def test_files_and_functions_fit_a_reader() -> None:
         for f in functions(tree_of(path))
     }
     assert {name: length for name, length in lengths.items() if length > 50} == {}
+
+
+def test_docstrings_come_to_the_point() -> None:
+    """No docstring of what is shipped opens with a question word, with "That" or "Those", or with "The one"."""
+    shipped = {path: list(docstrings(tree_of(path))) for path in SHIPPED}
+    assert sum(map(len, shipped.values())) > 1000, "the search finds docstrings"
+    found = [
+        f"{path}:{line}: {text:.40}" for path, rows in shipped.items() for line, text in rows if ROUNDABOUT.match(text)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("What a probe found.", True),
+        ("Whether it fits.", True),
+        ("The one place for it.", True),
+        ("The ones that fit.", False),
+        ("\n    Which kernel it runs.", True),
+        ("Tell whether it fits.", False),
+        ("Whole rows.", False),
+        ("However often.", False),
+    ],
+)
+def test_the_search_for_roundabout_openings(text: str, found: bool) -> None:
+    """Openings are recognised as whole words, and at the beginning only."""
+    assert bool(ROUNDABOUT.match(text)) == found
 
 
 def test_vendor_names_stay_with_the_platforms() -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,24 @@ def test_a_child_of_the_child_holds_nobody_up() -> None:
         "os.write(reply_to, b'[1]')\nprint('done', flush=True)"
     )
     assert ask_child(code, time_limit=8.0) == [1]
+
+
+def test_an_interrupt_ends_the_child(tmp_path: Path) -> None:
+    """It has a session of its own, where the keyboard's signal does not reach it, and would go on after its parent."""
+    trace = tmp_path / "pid"
+    code = (
+        f"import os, time; os.mkfifo({str(trace)!r}); open({str(trace)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    )
+    parent = f"from opgraft.machine.child import run_child; run_child({code!r}, time_limit=50)"
+    with subprocess.Popen([sys.executable, "-c", parent], stderr=subprocess.DEVNULL) as process:
+        while not trace.exists():
+            assert process.poll() is None
+            time.sleep(0.02)
+        pid = int(trace.read_text())
+        process.send_signal(signal.SIGINT)
+        process.wait(10)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 def test_much_is_handed_over_and_much_comes_back() -> None:

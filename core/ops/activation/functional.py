@@ -41,12 +41,12 @@ APPROXIMATIONS = ("none", "tanh")
 
 
 def like(x: Tensor, *others: object, **settings: object) -> Tensor:
-    """Fake rule: one contiguous tensor like ``x``."""
+    """Make one contiguous tensor like ``x``; a fake rule."""
     return x.new_empty(x.shape)
 
 
 def half_of(x: Tensor, *others: object, **settings: object) -> Tensor:
-    """Fake rule: one contiguous tensor with half the last dimension of ``x``."""
+    """Make one contiguous tensor with half the last dimension of ``x``; a fake rule."""
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
@@ -59,14 +59,14 @@ def expect_sparsity(activation_sparsity: float) -> None:
 
 
 def normal_quantile(probability: float) -> Tensor:
-    """``Φ⁻¹``: what a standard normal variable stays below with that probability, a number in float64 on the host."""
+    """Compute ``Φ⁻¹``, which a standard normal variable stays below at that probability, in float64 on the host."""
     quantile: Tensor = torch.special.ndtri(torch.full((), probability, dtype=torch.float64, device="cpu"))
     return quantile
 
 
 @register_functional("silu_and_mul", half_of)
 def silu_and_mul(x: Tensor) -> Tensor:
-    """SwiGLU's gate, ``silu(gate) · up`` with ``silu(t) = t · sigmoid(t)`` (arXiv:2002.05202).
+    """Compute SwiGLU's gate, ``silu(gate) · up`` with ``silu(t) = t · sigmoid(t)`` (arXiv:2002.05202).
 
     ``[..., 2·d]`` to ``[..., d]``. ``silu(gate)`` is rounded to the dtype of ``x`` before it is multiplied.
 
@@ -79,7 +79,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 @register_functional("mul_and_silu", half_of)
 def mul_and_silu(x: Tensor) -> Tensor:
-    """SwiGLU's gate with the roles swapped, ``first half · silu(second half)`` (arXiv:2002.05202).
+    """Compute SwiGLU's gate with the roles swapped, ``first half · silu(second half)`` (arXiv:2002.05202).
 
     ``[..., 2·d]`` to ``[..., d]``. The activated half is rounded to the dtype of ``x`` before it is multiplied.
 
@@ -92,7 +92,7 @@ def mul_and_silu(x: Tensor) -> Tensor:
 
 @register_functional("gelu_and_mul", half_of)
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
-    """GeGLU's gate, ``gelu(gate) · up`` (arXiv:2002.05202), GELU exact or, for ``"tanh"``, in its tanh approximation.
+    """Compute GeGLU's gate, ``gelu(gate) · up`` (arXiv:2002.05202), by exact GELU or, for ``"tanh"``, approximated.
 
     ``[..., 2·d]`` to ``[..., d]``. ``gelu(gate)`` is rounded to the dtype of ``x`` before it is multiplied.
 
@@ -106,7 +106,7 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
 
 @register_functional("gelu_and_mul_sparse", half_of)
 def gelu_and_mul_sparse(x: Tensor, activation_sparsity: float, approximate: str = "none") -> Tensor:
-    """GeGLU's gate with the smaller gates of each row cut to zero (Gemma 3n; arXiv:2002.05202).
+    """Compute GeGLU's gate with the smaller gates of each row cut to zero (Gemma 3n; arXiv:2002.05202).
 
     ``gelu(relu(gate - c)) · up`` with ``c = mean(gate) + std(gate) · Φ⁻¹(activation_sparsity)`` over the row, the
     standard deviation biased, so that of normally distributed gates the fraction ``activation_sparsity`` becomes zero.
@@ -129,7 +129,7 @@ def gelu_and_mul_sparse(x: Tensor, activation_sparsity: float, approximate: str 
 
 @register_functional("fatrelu_and_mul", half_of)
 def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
-    """A thresholded gate, ``(0 if gate <= threshold else gate) · up`` (arXiv:2402.10517), so that NaN stays NaN.
+    """Compute a thresholded gate, ``(0 if gate <= threshold else gate) · up`` (arXiv:2402.10517): NaN stays NaN.
 
     ``[..., 2·d]`` to ``[..., d]``.
 
@@ -142,7 +142,7 @@ def fatrelu_and_mul(x: Tensor, threshold: float = 0.0) -> Tensor:
 
 @register_functional("swigluoai_and_mul", half_of)
 def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
-    """The clipped gate of gpt-oss, over *interleaved* gates and ups (arXiv:2508.10925).
+    """Compute the clipped gate of gpt-oss, over *interleaved* gates and ups (arXiv:2508.10925).
 
     ``gate = min(x[..., 0::2], limit)``, ``up = clip(x[..., 1::2], ±limit)``; the result is
     ``(up + 1) · gate · sigmoid(alpha · gate)``. ``[..., 2·d]`` to ``[..., d]``.
@@ -160,7 +160,7 @@ def swigluoai_and_mul(x: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Te
 
 @register_functional("silu_and_mul_with_clamp", half_of)
 def silu_and_mul_with_clamp(x: Tensor, limit: float) -> Tensor:
-    """SwiGLU's gate over clipped inputs, ``silu(min(gate, limit)) · clip(up, ±limit)`` (arXiv:2002.05202).
+    """Compute SwiGLU's gate over clipped inputs, ``silu(min(gate, limit)) · clip(up, ±limit)`` (arXiv:2002.05202).
 
     ``[..., 2·d]`` to ``[..., d]``.
 
@@ -174,7 +174,7 @@ def silu_and_mul_with_clamp(x: Tensor, limit: float) -> Tensor:
 
 @register_functional("swiglustep_and_mul", half_of)
 def swiglustep_and_mul(x: Tensor, limit: float = 7.0) -> Tensor:
-    """SwiGLU's gate, clipped after the activation: ``min(silu(gate), limit) · clip(up, ±limit)``.
+    """Compute SwiGLU's gate, clipped after the activation: ``min(silu(gate), limit) · clip(up, ±limit)``.
 
     The clipped SwiGLU of the model Step-3.5; the gate that it clips is that of arXiv:2002.05202. ``[..., 2·d]`` to
     ``[..., d]``.
@@ -189,7 +189,7 @@ def swiglustep_and_mul(x: Tensor, limit: float = 7.0) -> Tensor:
 
 @register_functional("gelu", like)
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """GELU, ``x · Φ(x)`` with Φ the standard normal distribution function, or its tanh approximation
+    """Compute GELU, ``x · Φ(x)`` with Φ the standard normal distribution function, or its tanh approximation
     (arXiv:1606.08415). Elementwise.
 
     Raises:
@@ -202,7 +202,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 @register_functional("gelu_tanh", like)
 def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU in its tanh approximation (arXiv:1606.08415). Elementwise.
+    """Compute GELU in its tanh approximation (arXiv:1606.08415). Elementwise.
 
     Raises:
         ValueError: the dtype of ``x`` is not a floating-point one.
@@ -213,7 +213,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 @register_functional("gelu_new", like)
 def gelu_new(x: Tensor) -> Tensor:
-    """The tanh approximation of GELU as GPT-2 writes it, ``0.5 · x · (1 + tanh(sqrt(2/π) · (x + 0.044715 · x³)))``
+    """Compute GPT-2's tanh approximation of GELU, ``0.5 · x · (1 + tanh(sqrt(2/π) · (x + 0.044715 · x³)))``
     (arXiv:1606.08415). Elementwise.
 
     Raises:
@@ -227,7 +227,7 @@ def gelu_new(x: Tensor) -> Tensor:
 
 @register_functional("gelu_fast", like)
 def gelu_fast(x: Tensor) -> Tensor:
-    """The tanh approximation of GELU with its argument factored,
+    """Compute the tanh approximation of GELU with its argument factored,
     ``0.5 · x · (1 + tanh(0.7978845608 · x · (1 + 0.044715 · x²)))`` (arXiv:1606.08415). Elementwise.
 
     Raises:
@@ -241,7 +241,7 @@ def gelu_fast(x: Tensor) -> Tensor:
 
 @register_functional("quick_gelu", like)
 def quick_gelu(x: Tensor) -> Tensor:
-    """The sigmoid approximation of GELU, ``x · sigmoid(1.702 · x)`` (arXiv:1606.08415). Elementwise.
+    """Compute the sigmoid approximation of GELU, ``x · sigmoid(1.702 · x)`` (arXiv:1606.08415). Elementwise.
 
     Raises:
         ValueError: the dtype of ``x`` is not a floating-point one.
@@ -253,7 +253,7 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 @register_functional("relu", like)
 def relu(x: Tensor) -> Tensor:
-    """Rectified linear unit, ``max(x, 0)`` (Nair and Hinton, ICML 2010). Elementwise.
+    """Compute the rectified linear unit, ``max(x, 0)`` (Nair and Hinton, ICML 2010). Elementwise.
 
     Raises:
         ValueError: the dtype of ``x`` is not a floating-point one.
@@ -264,7 +264,7 @@ def relu(x: Tensor) -> Tensor:
 
 @register_functional("relu2", like)
 def relu2(x: Tensor) -> Tensor:
-    """Squared ReLU, ``max(x, 0)²`` (So et al., Primer, arXiv:2109.08668). Elementwise.
+    """Compute squared ReLU, ``max(x, 0)²`` (So et al., Primer, arXiv:2109.08668). Elementwise.
 
     Raises:
         ValueError: the dtype of ``x`` is not a floating-point one.
@@ -275,7 +275,7 @@ def relu2(x: Tensor) -> Tensor:
 
 @register_functional("silu", like)
 def silu(x: Tensor) -> Tensor:
-    """SiLU or swish, ``x · sigmoid(x)`` (arXiv:1702.03118). Elementwise.
+    """Compute SiLU or swish, ``x · sigmoid(x)`` (arXiv:1702.03118). Elementwise.
 
     Raises:
         ValueError: the dtype of ``x`` is not a floating-point one.
@@ -285,12 +285,12 @@ def silu(x: Tensor) -> Tensor:
 
 
 def nothing(*arguments: object, **settings: object) -> None:
-    """Fake rule of the in-place variants, which return nothing."""
+    """Return nothing, as in-place variants do; a fake rule."""
 
 
 @register_functional("silu", nothing, mutates=("x",))
 def silu_(x: Tensor) -> None:
-    """``silu``, written over ``x``."""
+    """Write ``silu`` over ``x``."""
     expect_floating("silu_", "x", x)
     F.silu(x, inplace=True)
 
@@ -307,7 +307,7 @@ def expect_parameters_of_xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor) -> N
 
 @register_functional("xielu", like)
 def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, eps: float = -1e-6) -> Tensor:
-    """The expanded integral of the exponential linear unit (Huang and Schlag, arXiv:2411.13010). Elementwise.
+    """Compute the expanded integral of the exponential linear unit (Huang and Schlag, arXiv:2411.13010). Elementwise.
 
     With ``p = softplus(alpha_p)`` and ``n = beta + softplus(alpha_n)``: ``p · x² + beta · x`` where ``x > 0``, else
     ``(expm1(min(x, eps)) - x) · n + beta · x``.

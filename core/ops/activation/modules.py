@@ -36,7 +36,7 @@ class SiluAndMul(CustomOp):
     @staticmethod
     @calls_functional
     def forward_native(x: Tensor, *, functional: Any = NATIVE) -> Tensor:
-        """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
+        """Raise ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.silu_and_mul(x)
 
     functional_cuda = functional_xpu = TRITON
@@ -51,7 +51,7 @@ class MulAndSilu(CustomOp):
 
     @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
-        """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
+        """Raise ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.mul_and_silu(x)
 
     functional_cuda = functional_xpu = TRITON
@@ -78,7 +78,7 @@ class GeluAndMul(CustomOp):
 
     @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
-        """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
+        """Raise ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.gelu_and_mul(x, self.approximate)
 
     functional_cuda = functional_xpu = TRITON
@@ -109,7 +109,7 @@ class GeluAndMulSparse(CustomOp):
 
     @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
-        """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
+        """Raise ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.gelu_and_mul_sparse(x, self.activation_sparsity, self.approximate)
 
     functional_cuda = functional_xpu = TRITON
@@ -134,7 +134,7 @@ class FatreluAndMul(CustomOp):
 
     @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
-        """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
+        """Raise ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.fatrelu_and_mul(x, self.threshold)
 
     functional_cuda = functional_xpu = TRITON
@@ -163,7 +163,7 @@ class SwigluOAIAndMul(CustomOp):
 
     @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
-        """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
+        """Raise ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.swigluoai_and_mul(x, self.alpha, self.limit)
 
     functional_cuda = functional_xpu = TRITON
@@ -196,7 +196,7 @@ class SiluAndMulWithClamp(CustomOp):
 
     @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
-        """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
+        """Raise ``ValueError`` if the last dimension of ``x`` is odd."""
         if self.is_plain:
             return functional.silu_and_mul_with_clamp(x, self.swiglu_limit)
         gate, up = (t.to(compute_dtype(x.dtype)) for t in halves("silu_and_mul_with_clamp", "x", x))
@@ -231,7 +231,7 @@ class SwigluStepAndMul(CustomOp):
 
     @calls_functional
     def forward_native(self, x: Tensor, *, functional: Any = NATIVE) -> Tensor:
-        """Raises ``ValueError`` if the last dimension of ``x`` is odd."""
+        """Raise ``ValueError`` if the last dimension of ``x`` is odd."""
         return functional.swiglustep_and_mul(x, self.limit)
 
     functional_cuda = functional_xpu = TRITON

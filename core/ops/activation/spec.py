@@ -37,7 +37,7 @@ def _gated(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
 
 
 def _wide(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
-    """Values that reach beyond the limits of the clipped gates."""
+    """Draw values that reach beyond the limits of the clipped gates."""
     return {"x": draw(*lead, 2 * size) * 4}
 
 
@@ -88,7 +88,7 @@ def _xielu_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
 
 
 def _op(build: Callable[..., nn.Module]) -> Callable[..., tuple[nn.Module, tuple[Any, ...]]]:
-    """The module of an activation: settings go to its constructor, ``x`` to its call."""
+    """Build the module of an activation: settings go to its constructor, ``x`` to its call."""
     return lambda x, **settings: (build(**settings), (x,))
 
 

@@ -45,7 +45,7 @@ _HALF_ROOT = tl.constexpr(0.7071067811865476)  # sqrt(1/2)
 
 @triton.jit
 def activated(t, function: tl.constexpr, threshold):
-    """One of the activations of a float32 tile; ``threshold`` is that of ``fatrelu``."""
+    """Compute one of the activations of a float32 tile; ``threshold`` is that of ``fatrelu``."""
     if function == "silu":
         result = t * tl.sigmoid(t)
     elif function == "gelu":
@@ -70,7 +70,7 @@ def clipped(t, limit):
 
 @triton.jit
 def gated(gate, up, function: tl.constexpr, first, limit, dtype: tl.constexpr):
-    """The product of an activated gate and ``up``; ``first`` is ``alpha`` of ``swigluoai``, the threshold of others."""
+    """Multiply an activated gate by ``up``; ``first`` is ``alpha`` of ``swigluoai``, the threshold of others."""
     if function == "swigluoai":
         low = tl.where(gate > limit, limit, gate)
         result = (clipped(up, limit) + 1.0) * low * tl.sigmoid(first * low)
@@ -87,7 +87,7 @@ def gated(gate, up, function: tl.constexpr, first, limit, dtype: tl.constexpr):
 
 @triton.jit
 def expm1(t):
-    """``exp(t) - 1`` for ``t <= 0``: near zero the series, whose terms do not cancel."""
+    """Compute ``exp(t) - 1`` for ``t <= 0``: near zero by the series, whose terms do not cancel."""
     series = 1.0 + t / 6.0 * (1.0 + t / 7.0 * (1.0 + t / 8.0))
     series = 1.0 + t / 2.0 * (1.0 + t / 3.0 * (1.0 + t / 4.0 * (1.0 + t / 5.0 * series)))
     return tl.where(t > -0.5, t * series, tl.exp(t) - 1.0)
@@ -95,7 +95,7 @@ def expm1(t):
 
 @triton.jit
 def tile_at(index, rows, width, tile_rows: tl.constexpr, tile_columns: tl.constexpr):
-    """Rows, columns and mask of the tile number ``index``; a row index has 64 bits, as offsets need.
+    """Give rows, columns and mask of the tile number ``index``; a row index has 64 bits, as offsets need.
 
     Widths up to the last of 32 bits: nothing here exceeds the width but columns that the mask leaves out.
     """
@@ -141,7 +141,7 @@ def xielu_kernel(
 
 @triton.jit
 def _softplus(t):
-    """``log(1 + exp(t))``, whose logarithm near one is corrected for the rounding of the sum (Goldberg, 1991)."""
+    """Compute ``log(1 + exp(t))``; the logarithm near one is corrected for the rounding of the sum (Goldberg, 1991)."""
     small = tl.exp(-tl.abs(t))
     total = 1.0 + small
     logarithm = tl.where(total == 1.0, small, tl.log(total) * small / tl.where(total == 1.0, 1.0, total - 1.0))
@@ -183,7 +183,7 @@ def interleaved_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """As ``gated_kernel``, gates at even and ups at odd elements: read as they lie, then taken apart."""
+    """Compute as ``gated_kernel``, gates at even and ups at odd elements: read as they lie, then taken apart."""
     row, both, inside = tile_at(tl.program_id(0), rows, 2 * width, tile_rows, 2 * tile_columns)
     pairs = tl.load(x + row * stride + both, inside, 0.0).to(tl.float32)
     gate, up = tl.split(tl.reshape(pairs, (tile_rows, tile_columns, 2)))
@@ -204,7 +204,7 @@ def sparse_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """Whole rows: their statistics block by block, merged as by Chan et al., then the gate with the smaller cut."""
+    """Compute whole rows: statistics block by block, merged as by Chan et al., then the gate with the smaller cut."""
     row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
     mean = tl.zeros((tile_rows, 1), tl.float32)
     squares = tl.zeros((tile_rows, 1), tl.float32)
@@ -225,7 +225,7 @@ def sparse_kernel(
 
 @triton.jit
 def merged(mean, squares, count, block, inside, block_count):
-    """Mean and sum of squared deviations of ``count`` elements per row, with those of a block added."""
+    """Add a block to the mean and the sum of squared deviations of ``count`` elements per row."""
     block_mean = tl.sum(tl.where(inside, block, 0.0), 1, keep_dims=True) / block_count
     deviation = tl.where(inside, block - block_mean, 0.0)
     block_squares = tl.sum(deviation * deviation, 1, keep_dims=True)
@@ -313,7 +313,7 @@ def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: float = 0.5, eps: f
 def _gated(
     x: Tensor, op: str, function: str, first: float = 0.0, limit: float = 0.0, activated_half: int = 0
 ) -> Tensor:
-    """The gated activation of ``x``, whose half number ``activated_half`` is the gate."""
+    """Return the gated activation of ``x``, whose half number ``activated_half`` is the gate."""
     halves(op, "x", x)
     width = x.shape[-1] // 2
     out = x.new_empty((*x.shape[:-1], width))

@@ -27,12 +27,12 @@ __all__ = ["mm_encoder_attn", "scaled_dot_product_attention"]
 
 
 def like_query_with_values(query: Tensor, key: Tensor, value: Tensor, *others: object, **settings: object) -> Tensor:
-    """Fake rule: the shape of ``query``, with the last dimension of ``value``."""
+    """Make a tensor of the shape of ``query``, with the last dimension of ``value``; a fake rule."""
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
 
 def like_query(query: Tensor, *others: object, **settings: object) -> Tensor:
-    """Fake rule: one contiguous tensor like ``query``."""
+    """Make one contiguous tensor like ``query``; a fake rule."""
     return like(query)
 
 
@@ -47,7 +47,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``softmax(Q · Kᵀ · scale + mask) · V``, as ``torch.nn.functional.scaled_dot_product_attention`` computes it
+    """Compute ``softmax(Q · Kᵀ · scale + mask) · V``, as ``torch.nn.functional.scaled_dot_product_attention`` does
     (arXiv:1706.03762).
 
     Args:
@@ -88,7 +88,7 @@ def mm_encoder_attn(
     cu_seqlens: Tensor | None = None,
     sequence_lengths: Tensor | None = None,
 ) -> Tensor:
-    """Bidirectional attention of a vision or audio encoder over sequences packed one after another (arXiv:1706.03762).
+    """Attend both ways in a vision or audio encoder, over sequences packed one after another (arXiv:1706.03762).
 
     Each token sees those of its own sequence; each key head serves ``num_heads / num_kv_heads`` query heads
     (arXiv:2305.13245). The result has the shape of ``query``.
@@ -148,7 +148,7 @@ def expect_kv_heads(num_heads: int, num_kv_heads: int) -> None:
 
 
 def as_heads(argument: str, x: Tensor, heads: int, head_size: int) -> Tensor:
-    """An argument of ``mm_encoder_attn`` as ``[batch, tokens, heads, head_size]``; ``ValueError`` if it cannot be."""
+    """View an argument of ``mm_encoder_attn`` as ``[batch, tokens, heads, head_size]``, or raise ``ValueError``."""
     packed, split = (heads * head_size,), (heads, head_size)
     if tuple(x.shape[2:]) not in (packed, split):
         raise ValueError(
@@ -200,12 +200,12 @@ def _expect_mask(op: str, mask: Tensor, query: Tensor, key: Tensor) -> None:
 
 
 def _broadcast(shape: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two shapes broadcast with each other."""
+    """Tell whether two shapes broadcast with each other."""
     return all(size in (1, to) or to == 1 for size, to in zip(shape[::-1], other[::-1], strict=False))
 
 
 def _packed(query: Tensor, key: Tensor, value: Tensor, scale: float, cu_seqlens: Tensor) -> Tensor:
-    """Block-diagonal attention over ``[batch, tokens, heads, head_size]``, whose rows count as one."""
+    """Attend within the blocks of ``[batch, tokens, heads, head_size]``, whose rows count as one."""
     query, key, value = (x.flatten(0, 1) for x in (query, key, value))
     tokens = query.shape[0]
     expect_integers("mm_encoder_attn", "cu_seqlens", cu_seqlens)
@@ -236,7 +236,7 @@ def _padded(query: Tensor, key: Tensor, value: Tensor, scale: float, lengths: Te
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
-    """Attention over ``[batch, tokens, heads, head_size]``."""
+    """Attend over ``[batch, tokens, heads, head_size]``."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     groups = {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}  # a branch, as torch takes no symbol here
     return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, **groups).transpose(1, 2)

@@ -49,7 +49,7 @@ class ScaledDotProductAttention(CustomOp):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """The attended values; arguments and errors as of ``opgraft.functional.scaled_dot_product_attention``."""
+        """Attend to values; arguments and errors are those of ``opgraft.functional.scaled_dot_product_attention``."""
         return forms.scaled_dot_product_attention.native(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
@@ -123,10 +123,10 @@ class MMEncoderAttention(CustomOp):
 
     @classmethod
     def maybe_compute_seq_lens(cls, attn_backend: object, cu_seqlens: Any, device: torch.device | str) -> Tensor | None:
-        """What an encoder passes as ``sequence_lengths``, for all its layers at once.
+        """Compute the ``sequence_lengths`` that an encoder passes, for all its layers at once.
 
-        The active replacement answers, if there is one; without one it is nothing, as the native definition reads the
-        lengths from ``cu_seqlens``.
+        The active replacement answers, if there is one. Without one the answer is ``None``: the native definition reads
+        the lengths from ``cu_seqlens``.
 
         Args:
             attn_backend: which kernel an engine has chosen, for replacements that ask.
@@ -149,7 +149,7 @@ class MMEncoderAttention(CustomOp):
         device: torch.device | str,
         fp8_padded_hidden_size: int | None = None,
     ) -> Tensor:
-        """What an encoder passes as ``cu_seqlens``, for all its layers at once.
+        """Compute the ``cu_seqlens`` that an encoder passes, for all its layers at once.
 
         The active replacement answers, if there is one; without one they are the given ones on ``device``.
 
@@ -178,7 +178,7 @@ class MMEncoderAttention(CustomOp):
         return q, k, v
 
     maybe_reshape_qkv_to_4d = view_qkv_to_4d
-    """What older versions of vLLM call ``view_qkv_to_4d``."""
+    """The name of older versions of vLLM for ``view_qkv_to_4d``."""
 
     def _forward_sdpa(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Attend by torch's own attention; the native definition calls it, so that a replacement may override it."""
@@ -204,7 +204,7 @@ class MMEncoderAttention(CustomOp):
         max_seqlen: Tensor | int | None = None,
         sequence_lengths: Tensor | None = None,
     ) -> Tensor:
-        """The attended values, in the shape of ``query``.
+        """Return the attended values, in the shape of ``query``.
 
         Args:
             query: ``[batch, tokens, num_heads · head_size]`` or ``[batch, tokens, num_heads, head_size]``.

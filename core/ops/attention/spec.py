@@ -18,7 +18,7 @@ HEADS, KEY_HEADS, KEYS = 4, 2, 5
 
 
 def _inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
-    """Heads of size 1 have their own keys, others share them."""
+    """Draw heads of size 1 with their own keys, others with shared ones."""
     *batch, queries = lead
     heads = HEADS if head_size == 1 else KEY_HEADS
     return {
@@ -31,7 +31,7 @@ def _inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
 
 
 def _encoder_inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
-    """Six packed sequences, of which one at least is empty, or padded rows."""
+    """Draw six packed sequences, of which one at least is empty, or padded rows."""
     batch, tokens = lead
     within = draw.integers(0, batch * tokens + 1, (4,)).sort().values
     bounds = torch.cat([torch.tensor([0]), within, within[-1:], torch.tensor([batch * tokens])])
@@ -48,7 +48,7 @@ def _encoder_inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Argument
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
-    """Attention over ``[..., heads, tokens, size]``, each key head for the query heads that share it."""
+    """Attend over ``[..., heads, tokens, size]``, each key head for the query heads that share it."""
     shared = torch.arange(query.shape[-3]) * key.shape[-3] // query.shape[-3]
     scores = torch.einsum("...qe,...ke->...qk", query, key[..., shared, :, :]) * scale
     scores = scores if mask is None else scores + mask
@@ -72,7 +72,7 @@ def _reference(
 
 
 def _split(x: Tensor, heads: int) -> Tensor:
-    """``[batch, heads, tokens, size]``."""
+    """Split ``x`` to ``[batch, heads, tokens, size]``."""
     batch, tokens, *rest = x.shape
     return x.reshape(batch, tokens, heads, math.prod(rest) // heads).transpose(1, 2)
 
@@ -112,7 +112,7 @@ def _torch_encoder(
     cu_seqlens: Tensor | None = None,
     sequence_lengths: Tensor | None = None,
 ) -> Any:
-    """One call with the mask of all blocks, for a batch that counts as one row."""
+    """Attend in one call with the mask of all blocks, for a batch that counts as one row."""
     if cu_seqlens is None:
         return None
     sequence = torch.repeat_interleave(torch.arange(len(cu_seqlens) - 1), cu_seqlens.diff())

@@ -1,4 +1,4 @@
-"""What layers made of other ops have in common: when one kernel may do the work of several of them."""
+"""Common ground of layers made of other ops: when one kernel may do the work of several of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Composite(PluggableLayer):
         self.__dict__["_choice"] = None
 
     def idle(self) -> frozenset[str]:
-        """The names of the children that a call does not run as things are, if no gradient is required."""
+        """Return the names of the children that a call does not run as things are, if no gradient is required."""
         return frozenset()
 
     def release_weights(self) -> None:
@@ -31,22 +31,23 @@ class Composite(PluggableLayer):
         """Arrange the memory of the children's weights, once it is known; again after ``release_weights``."""
 
     def weights_in_common(self) -> frozenset[str]:
-        """The names of the parameters that ``release_weights`` would move."""
+        """Return the names of the parameters that ``release_weights`` would move."""
         return frozenset()
 
     def chosen(self, choose: Callable[..., Any], first: Any, second: Any) -> Any:
         """Remember ``choose(first, second)`` for two children, until one of them has another kernel."""
+        # By class, as an op that is bound to another kernel is of another class.
         known, kinds = self.__dict__["_choice"], (type(first), type(second))
         if known is None or known[0] != kinds:
             known = self.__dict__["_choice"] = kinds, choose(first, second)
         return known[1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_choice": None}
+        return {**self.__dict__, "_choice": None}  # chosen again where it is loaded
 
 
 def epilogue_of(activation: nn.Module | None) -> str | None:
-    """What a linear op calls an activation, ``None`` if it cannot be its epilogue."""
+    """Name an activation as a linear op does, ``None`` if it cannot be its epilogue."""
     if isinstance(activation, GELU):
         return "gelu" if activation.approximate == "none" else "gelu_tanh"
     if isinstance(activation, SiLU) and not activation.inplace:
@@ -61,13 +62,13 @@ def is_observed(layer: nn.Module) -> bool:
 
 
 def served_by(op: CustomOp) -> Provider:
-    """Who provides the kernel that an op is bound to."""
+    """Name the provider of the kernel that an op is bound to."""
     choice, kernel = op.binding.replacement, op.binding.kernel.winner
     return choice.own if kernel.owner in choice.target.__mro__ else choice.provider
 
 
 def may_stand_for(kernel: CustomOp, other: CustomOp) -> bool:
-    """Whether the kernel of one op may do the work of another op too.
+    """Decide whether the kernel of one op may do the work of another op too.
 
     That is where the other has no more than opgraft's own definition, or where both kernels come from one
     distribution, which then answers for both. What someone else provides for an op is never passed over.

@@ -27,7 +27,7 @@ class EpilogueLayer(Composite):
     """A layer whose linear map may be computed together with what follows it."""
 
     def kernel_for(self, linear: Any, act: nn.Module | None, *tensors: Tensor) -> Kernel | None:
-        """The function ``linear`` that may be called for a linear layer and an activation, ``None`` where none may."""
+        """Return the function ``linear`` that may be called for a linear layer and an activation, or ``None``."""
         if torch.compiler.is_compiling() or is_observed(linear) or (act is not None and is_observed(act)):
             return None
         kernel: Kernel | None = self.chosen(_fused, linear, act)
@@ -42,7 +42,7 @@ class EpilogueLayer(Composite):
 
 
 def _fused(linear: nn.Module, act: nn.Module | None) -> Kernel | None:
-    """The functional form of a linear layer's kernel, if that kernel may compute the activation too."""
+    """Return the functional form of a linear layer's kernel, if that kernel may compute the activation too."""
     if not isinstance(linear, Linear) or (isinstance(act, CustomOp) and not may_stand_for(linear, act)):
         return None
     return linear.binding.kernel.winner.functional("linear")

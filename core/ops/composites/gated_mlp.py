@@ -95,7 +95,7 @@ class GatedMLP(JointLayer):
         return self._modules.get(self.names[3]) if len(self.names) > 3 else None
 
     def _gates_at_once(self, act: nn.Module | None) -> bool:
-        """Whether the gated activation op may do what the layer ``act`` would."""
+        """Decide whether the gated activation op may do what the layer ``act`` would."""
         if act is None:
             return True
         if is_observed(act) or epilogue_of(act) != self.activation:

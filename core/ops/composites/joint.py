@@ -44,7 +44,7 @@ class Joint:
     declarations: list[int]
 
     def serves(self, parts: Sequence[nn.Module], x: Tensor) -> bool:
-        """Whether one call of ``op`` on ``x`` is what calling the parts would be; it takes a microsecond or two."""
+        """Tell whether one call of ``op`` on ``x`` equals calling the parts; it takes a microsecond or two."""
         expected, versions, declarations = iter(self.parameters), [], []
         gradient, kind = x.requires_grad, type(self.op)
         for part in parts:
@@ -113,7 +113,7 @@ class JointLayer(Composite):
         return {} if joint is None else joint.blocks
 
     def _residents(self, name: str, block: Tensor) -> Iterator[tuple[str, nn.Parameter]]:
-        """The joined children whose parameter of a name lies in a block, each with the parameter."""
+        """Yield the joined children whose parameter of a name lies in a block, each with the parameter."""
         for child in self.joined:
             parameter = self.get_submodule(child)._parameters.get(name)
             if parameter is not None and _lies_in(parameter, block):
@@ -126,7 +126,7 @@ class JointLayer(Composite):
                 parameter.data = parameter.data.clone()
 
     def joint_op(self, x: Tensor) -> Linear | None:
-        """The op that computes the joined children at once on ``x``, ``None`` where each must be called itself.
+        """Return the op that computes the joined children at once on ``x``, ``None`` where each must be called itself.
 
         That is while a compiler traces, where a gradient is required, where a child has hooks or was exchanged, and
         where the parameters lie in separate storages.
@@ -165,24 +165,25 @@ class JointLayer(Composite):
 
 
 def _join_loaded(layer: JointLayer, incompatible_keys: object) -> None:
-    """After ``load_state_dict``, which with ``assign=True`` brings parameters of other storages."""
+    """Join after ``load_state_dict``, which with ``assign=True`` brings parameters of other storages."""
     layer.join()
 
 
 def _join(parts: Sequence[Any], former: dict[str, Tensor]) -> Joint | None:
-    """The joint of the parts, in the ``former`` blocks where they still lie; ``None`` where they do not fit."""
+    """Join the parts, in the ``former`` blocks where they still lie; ``None`` where they do not fit."""
     if not all(_joinable(part, parts[0]) for part in parts) or len({id(part.weight) for part in parts}) < len(parts):
         return None
     rows = [part.weight.shape[0] for part in parts]
-    with torch.device("meta"):
+    with torch.device("meta"):  # its parameters are exchanged below
         op = Linear(parts[0].weight.shape[1], sum(rows), bias=parts[0].bias is not None)
     if type(op) is not type(parts[0]):  # the parts were bound under other settings
         return None
     together = {
         name: [part._parameters[name] for part in parts] for name in _PARAMETERS if op._parameters[name] is not None
     }
+    # Tensors made in inference mode count no writes, by which copies of them are kept.
     with torch.inference_mode(False), torch.no_grad():
-        blocks = _settle(together, former, op)
+        blocks = _bring_together(together, former, op)
     if blocks is None:
         return None
     parameters = [parameter for part in parts for parameter in part._parameters.values() if parameter is not None]
@@ -190,7 +191,7 @@ def _join(parts: Sequence[Any], former: dict[str, Tensor]) -> Joint | None:
     return Joint(op.eval(), blocks, [(p, p.data_ptr()) for p in parameters], versions, [0] * len(parameters))
 
 
-def _settle(
+def _bring_together(
     together: Mapping[str, Sequence[nn.Parameter]], former: Mapping[str, Tensor], op: Linear
 ) -> dict[str, Tensor] | None:
     """Bring parameters together, give ``op`` what spans them, and say in which blocks; ``None`` where that fails."""
@@ -207,29 +208,30 @@ def _settle(
         elif found is former.get(name):
             blocks[name] = found
         op._parameters[name] = nn.Parameter(found, requires_grad=False)
+    # Last, where nothing can fail any more: either all parameters move or none does.
     for tensor, place in moves:
         tensor.data = place
     return blocks
 
 
 def _place(tensors: Sequence[nn.Parameter]) -> tuple[Tensor, list[Tensor]] | None:
-    """One new block with the values of several tensors, and each one's place in it, as a tensor of its own storage.
+    """Copy the values of several tensors to one new block; return it and each one's place in it, as a tensor.
 
     Storages of their own, because those who save a model take tensors that share one for tied weights. ``None`` where
-    somebody else may have a part of a tensor's storage, or the device cannot lend memory.
+    somebody else may have a part of a tensor's storage, or the device cannot share memory.
     """
     if any(tensor.untyped_storage().nbytes() > tensor.nbytes for tensor in tensors):
         return None
     block = torch.cat([tensor.detach() for tensor in tensors])
     parts = torch.split(block, [tensor.shape[0] for tensor in tensors])
     try:
-        return block, [from_dlpack(part) for part in parts]
+        return block, [from_dlpack(part) for part in parts]  # a storage of its own each, over the block's memory
     except (BufferError, RuntimeError, TypeError):
         return None
 
 
 def _spanning(tensors: Sequence[nn.Parameter], block: Tensor | None) -> Tensor | None:
-    """The one tensor over the memory of adjacent ones: ``block``, or a view where they lie in one storage."""
+    """Return one tensor over the memory of adjacent ones: ``block``, or a view where they lie in one storage."""
     ends = [tensor.data_ptr() + tensor.nbytes for tensor in tensors]
     if ends[:-1] != [tensor.data_ptr() for tensor in tensors[1:]]:
         return None
@@ -256,7 +258,7 @@ def _joinable(part: Any, first: Any) -> bool:
 
 
 def _plain(tensor: Tensor, like: Tensor) -> bool:
-    """Whether a parameter is ordinary memory, of the dtype and device of ``like``, and its own to move."""
+    """Tell whether a parameter is ordinary memory, of the dtype and device of ``like``, and its own to move."""
     if type(tensor) is not nn.Parameter or tensor.is_meta or tensor.is_inference() or not tensor.is_contiguous():
         return False
     # torch calls memory of accelerators shared, whoever holds it

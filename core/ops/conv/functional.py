@@ -26,7 +26,7 @@ PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 
 @dataclass(frozen=True)
 class ConvSettings:
-    """How a kernel moves over an input.
+    """The way in which a kernel moves over an input.
 
     Attributes:
         op: the op, for errors.
@@ -66,7 +66,7 @@ class ConvSettings:
 
     @property
     def is_projection(self) -> bool:
-        """Whether every element is read at most once and by all output channels: one matrix product."""
+        """Tell whether every element is read at most once and by all output channels: one matrix product."""
         side_by_side = self.kernel_size == self.stride and all(step == 1 for step in self.dilation)
         return side_by_side and not any(self.padding) and self.groups == 1
 
@@ -78,7 +78,7 @@ class ConvSettings:
         return self.padding[::2], self.padding[1::2]
 
     def sizes(self, x: Tensor) -> list[int]:
-        """The sizes of the result for an input ``[B, C, *sizes]``."""
+        """Return the sizes of the result for an input ``[B, C, *sizes]``."""
         rows = zip(x.shape[2:], *self.ends, self.kernel_size, self.stride, self.dilation, strict=True)
         return [
             (size + before + after - step * (kernel - 1) - 1) // stride + 1
@@ -87,13 +87,13 @@ class ConvSettings:
 
 
 def same_padding(kernel_size: Sequence[int], dilation: Sequence[int]) -> tuple[int, ...]:
-    """Padding before and after each dimension that keeps sizes at stride 1; an odd one is longer after."""
+    """Return the padding around each dimension that keeps sizes at stride 1; an odd one is longer after."""
     totals = [step * (size - 1) for size, step in zip(kernel_size, dilation, strict=True)]
     return tuple(part for total in totals for part in (total // 2, total - total // 2))
 
 
 def project_patches(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The convolution whose stride is its kernel size, without padding, as one matrix product.
+    """Compute the convolution whose stride is its kernel size, without padding, as one matrix product.
 
     ``x`` is ``[B, C, *sizes]``, ``weight`` ``[O, C, *kernel_size]``; what is left of ``x`` behind the last whole patch
     is not read. The result, ``[B, O, *counts]``, has its channels last in memory.
@@ -109,7 +109,7 @@ def project_patches(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, settings: ConvSettings) -> Tensor:
-    """The convolution by torch's function, in as many dimensions as the kernel has."""
+    """Compute the convolution by torch's function, in as many dimensions as the kernel has."""
     run = F.conv2d if len(settings.kernel_size) == 2 else F.conv3d
     before, after = settings.ends
     if settings.padding_mode == "zeros" and before == after:
@@ -191,7 +191,7 @@ def _convolved(
     groups: int = 1,
     padding_mode: str = "zeros",
 ) -> Tensor:
-    """Fake rule: ``[B, O, *sizes]``, contiguous."""
+    """Make ``[B, O, *sizes]``, contiguous; a fake rule."""
     op = "conv2d" if weight.dim() == 4 else "conv3d"
     settings = _settings_over(op, weight, stride, padding, dilation, groups, padding_mode)
     return x.new_empty((x.shape[0], weight.shape[0], *settings.sizes(x)))
@@ -208,7 +208,7 @@ def conv2d(
     groups: int = 1,
     padding_mode: str = "zeros",
 ) -> Tensor:
-    """Cross-correlation over height and width (LeCun et al., 1998, doi:10.1109/5.726791).
+    """Cross-correlate over height and width (LeCun et al., 1998, doi:10.1109/5.726791).
 
     Args:
         x: ``[B, C, H, W]`` in any floating-point dtype.
@@ -240,7 +240,7 @@ def conv3d(
     groups: int = 1,
     padding_mode: str = "zeros",
 ) -> Tensor:
-    """Cross-correlation over time, height and width (Tran et al., arXiv:1412.0767).
+    """Cross-correlate over time, height and width (Tran et al., arXiv:1412.0767).
 
     ``x`` is ``[B, C, T, H, W]``, ``weight`` ``[O, C / groups, *kernel_size]``; the rest is as of ``conv2d``.
 

@@ -16,7 +16,7 @@ Sizes = int | Sequence[int]
 
 
 class _ConvLayer(CustomOp):
-    """What the convolutions share: settings that are checked once, and the two ways of computing them."""
+    """The base of the convolutions: settings that are checked once, and the two ways of computing them."""
 
     in_channels: int
     out_channels: int
@@ -56,17 +56,17 @@ class _ConvLayer(CustomOp):
         self.enable_linear = settings.is_projection
 
     def _forward_conv(self, x: Tensor) -> Tensor:
-        """The convolution by torch's function."""
+        """Compute the convolution by torch's function."""
         forms.expect_convolvable(x, self.weight, self.bias, self._settings)
         return forms.convolve(x, self.weight, self.bias, self._settings)
 
     def _forward_mulmat(self, x: Tensor) -> Tensor:
-        """The convolution as one matrix product; right only where ``enable_linear`` is true."""
+        """Compute the convolution as one matrix product; right only where ``enable_linear`` is true."""
         forms.expect_convolvable(x, self.weight, self.bias, self._settings)
         return forms.project_patches(x, self.weight, self.bias)
 
     def forward_native(self, x: Tensor) -> Tensor:
-        """Raises ``ValueError`` unless ``x`` has the dimensions, channels, dtype and device, and room for a kernel."""
+        """Raise ``ValueError`` unless ``x`` has the dimensions, channels, dtype and device, and room for a kernel."""
         return self._forward_mulmat(x) if self.enable_linear else self._forward_conv(x)
 
 
@@ -152,7 +152,7 @@ class Conv3dLayer(_ConvLayer, nn.Conv3d):
 def _expanded(
     op: str, kernel_size: Sizes, stride: Sizes, padding: Sizes | str, dilation: Sizes, groups: int, padding_mode: str
 ) -> ConvSettings:
-    """The settings with one number per dimension, of which torch's modules need only be told one, or a word."""
+    """Return the settings with one number per dimension, of which torch's modules need only be told one, or a word."""
     dims = forms.DIMENSIONS[op]
     kernel, moves, steps = (_per_dimension(value, dims) for value in (kernel_size, stride, dilation))
     if len(kernel) != dims or len(steps) != dims:

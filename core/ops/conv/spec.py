@@ -17,7 +17,7 @@ OTHER_MODES = ("reflect", "replicate", "circular")
 
 
 def _reads(count: int, size: int, stride: int, offset: int, mode: str) -> tuple[Tensor, Tensor]:
-    """For each output position the input position that it reads, and whether it reads at all."""
+    """Return the input position that each output position reads, and whether it reads at all."""
     at = torch.arange(count) * stride + offset
     if mode == "circular":
         return at % size, at == at
@@ -77,7 +77,7 @@ def _weight(*shape: int) -> Any:
 def _op(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, padding: Sequence[int] | None = None, **settings: Any
 ) -> tuple[nn.Module, tuple[Any, ...]]:
-    """A module of these settings; where padding differs between the ends, that of ``"same"``."""
+    """Build a module of these settings; where padding differs between the ends, that of ``"same"``."""
     dims = weight.dim() - 2
     channels = weight.shape[1] * settings.get("groups", 1), weight.shape[0]
     padded: Any = 0 if padding is None else tuple(padding) if len(padding) == dims else "same"

@@ -40,13 +40,13 @@ GATES = ("silu", "swish", "sigmoid")
 
 
 def pair_like(x: Tensor, *others: object, **settings: object) -> tuple[Tensor, Tensor]:
-    """Fake rule: two contiguous tensors like ``x``; registered ops run outside of autocast, which ends above them."""
+    """Make two contiguous tensors like ``x``; registered ops run outside of autocast, which ends above them."""
     return like(x), like(x)
 
 
 @register_functional("rms_norm", like)
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, variance_size: int | None = None) -> Tensor:
-    """Root mean square norm, ``x / sqrt(mean(x²) + eps) · weight`` (Zhang and Sennrich, arXiv:1910.07467).
+    """Compute the root mean square norm, ``x / sqrt(mean(x²) + eps) · weight`` (Zhang and Sennrich, arXiv:1910.07467).
 
     The normalised value is rounded to the dtype of the weight, multiplied, and rounded to that of ``x``, as Llama's
     norm in transformers does.
@@ -69,7 +69,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, varianc
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, variance_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``(rms_norm(x + residual), x + residual)`` (arXiv:1910.07467); arguments as of ``rms_norm``.
+    """Compute ``(rms_norm(x + residual), x + residual)`` (arXiv:1910.07467); arguments as of ``rms_norm``.
 
     Raises:
         ValueError: ``residual`` has another shape, dtype or device than ``x``, or ``weight`` does not fit.
@@ -83,13 +83,13 @@ def fused_add_rms_norm(
 def fused_add_rms_norm_(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, variance_size: int | None = None
 ) -> None:
-    """``fused_add_rms_norm`` in place: the norm is written over ``x``, the sum over ``residual``."""
+    """Compute ``fused_add_rms_norm`` in place: the norm is written over ``x``, the sum over ``residual``."""
     _overwrite((x, residual), fused_add_rms_norm.native(x, residual, weight, eps, variance_size))
 
 
 @register_functional("gemma_rms_norm", like)
 def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """Gemma's root mean square norm, ``x / sqrt(mean(x²) + eps) · (1 + weight)`` (arXiv:2403.08295).
+    """Compute Gemma's root mean square norm, ``x / sqrt(mean(x²) + eps) · (1 + weight)`` (arXiv:2403.08295).
 
     The weight ``[hidden_size]`` is applied before rounding, as Gemma's norm in transformers does.
 
@@ -102,7 +102,7 @@ def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 @register_functional("gemma_rms_norm", pair_like)
 def fused_add_gemma_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """``(gemma_rms_norm(x + residual), x + residual)`` (arXiv:2403.08295).
+    """Compute ``(gemma_rms_norm(x + residual), x + residual)`` (arXiv:2403.08295).
 
     Raises:
         ValueError: ``residual`` has another shape, dtype or device than ``x``, or ``weight`` does not fit.
@@ -114,7 +114,7 @@ def fused_add_gemma_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: f
 
 @register_functional("gemma_rms_norm", nothing, mutates=("x", "residual"))
 def fused_add_gemma_rms_norm_(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
-    """``fused_add_gemma_rms_norm`` in place: the norm is written over ``x``, the sum over ``residual``."""
+    """Compute ``fused_add_gemma_rms_norm`` in place: the norm is written over ``x``, the sum over ``residual``."""
     _overwrite((x, residual), fused_add_gemma_rms_norm.native(x, residual, weight, eps))
 
 
@@ -134,7 +134,7 @@ def rms_norm_gated(
     norm_before_gate: bool = False,
     activation: str = "swish",
 ) -> Tensor:
-    """Root mean square norm with a gate, as state-space models have it (Dao and Gu, arXiv:2405.21060).
+    """Compute a gated root mean square norm, as state-space models have it (Dao and Gu, arXiv:2405.21060).
 
     With ``a`` the activation: ``rms(x · a(z)) · weight``, or ``rms(x) · weight · a(z)`` if ``norm_before_gate``. Half
     types are computed in float32 and rounded once.
@@ -172,7 +172,7 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Layer norm, ``(x - mean) / sqrt(variance + eps) · weight + bias`` (Ba et al., arXiv:1607.06450).
+    """Compute the layer norm, ``(x - mean) / sqrt(variance + eps) · weight + bias`` (Ba et al., arXiv:1607.06450).
 
     Args:
         x: ``[..., *normalized_shape]``.
@@ -210,7 +210,7 @@ def expect_normalizable(
 
 
 def summands(op: str, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """``x`` and ``residual`` in one dtype, after raising ``ValueError`` unless they can be added."""
+    """Bring ``x`` and ``residual`` to one dtype, after raising ``ValueError`` unless they can be added."""
     expect_rows(op, "x", x)
     expect_alike(op, "residual", residual, "x", x)
     if x.dtype == residual.dtype:

@@ -87,7 +87,7 @@ class RMSNorm(_EpsByTwoNames, CustomOp):
     def forward_native(
         self, x: Tensor, residual: Tensor | None = None, *, functional: Any = NATIVE
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The norm of ``x``, or ``(norm, new_residual)`` of ``x + residual``.
+        """Return the norm of ``x``, or ``(norm, new_residual)`` of ``x + residual``.
 
         Raises:
             ValueError: ``x`` does not end in ``hidden_size``, or ``residual`` has another shape, dtype or device.
@@ -157,7 +157,7 @@ class GemmaRMSNorm(_EpsByTwoNames, CustomOp):
     def forward_native(
         self, x: Tensor, residual: Tensor | None = None, *, functional: Any = NATIVE
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The norm of ``x``, or ``(norm, new_residual)`` of ``x + residual``.
+        """Return the norm of ``x``, or ``(norm, new_residual)`` of ``x + residual``.
 
         Raises:
             ValueError: ``x`` does not end in ``hidden_size``, or ``residual`` has another shape, dtype or device.
@@ -198,7 +198,7 @@ class LayerNorm(CustomOp, nn.LayerNorm):
     @called_with(by_position=["input"])
     @calls_functional
     def forward_native(self, input: Tensor, *, functional: Any = NATIVE) -> Tensor:
-        """The normalised ``input``; raises ``ValueError`` where its shape, dtype or device does not fit."""
+        """Normalise ``input``; raise ``ValueError`` where its shape, dtype or device does not fit."""
         return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
     functional_cuda = functional_xpu = TRITON
@@ -249,7 +249,7 @@ class RMSNormGated(_EpsByTwoNames, CustomOp):
 
     @calls_functional
     def forward_native(self, x: Tensor, z: Tensor | None = None, *, functional: Any = NATIVE) -> Tensor:
-        """The norm of ``x``, gated by ``z`` where it is given.
+        """Return the norm of ``x``, gated by ``z`` where it is given.
 
         Raises:
             ValueError: ``x`` does not end in ``hidden_size``, or ``z`` has another shape, dtype or device.

@@ -43,7 +43,7 @@ def _summed(x, residual, inside, fused: tl.constexpr):
 
 @triton.jit
 def _weighted(normed, weight, column, width, weighting: tl.constexpr):
-    """Times the weight, by its ``weighting``: rounded to its dtype as Llama's, as an offset from one, or not at all."""
+    """Multiply by the weight as ``weighting`` says: rounded to its dtype as Llama's, as an offset from one, or not."""
     if weighting != "none":
         factor = tl.load(weight + column, column < width, 0.0)
         if weighting == "offset":
@@ -107,7 +107,7 @@ def wide_rms_norm_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """As ``rms_norm_kernel``, going over its rows in steps, twice."""
+    """Compute as ``rms_norm_kernel``, going over its rows in steps, twice."""
     row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
     squares = tl.zeros((tile_rows, tile_columns), tl.float32)
     for start in range(0, measured, tile_columns):
@@ -155,7 +155,7 @@ def layer_norm_kernel(
     column = tl.arange(0, tile_columns)[None, :]
     inside = (row < rows) & (column < width)
     t = tl.load(x + row * stride + column, inside, 0.0).to(tl.float32)
-    centred = tl.where(inside, t - tl.sum(t, 1, keep_dims=True) / width, 0.0)
+    centred = tl.where(inside, t - tl.sum(t, 1, keep_dims=True) / width, 0.0)  # outside it would be the mean
     scale = tl.rsqrt(tl.sum(centred * centred, 1, keep_dims=True) / width + eps)
     result = _affine(centred * scale, weight, bias, column, width, has_weight, has_bias)
     tl.store(out + row * width + column, result.to(out.dtype.element_ty), inside)
@@ -176,7 +176,7 @@ def wide_layer_norm_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """As ``layer_norm_kernel``, going over its rows in steps, twice."""
+    """Compute as ``layer_norm_kernel``, going over its rows in steps, twice."""
     row = tl.program_id(0).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
     mean = tl.zeros((tile_rows, 1), tl.float32)
     squares = tl.zeros((tile_rows, 1), tl.float32)
@@ -220,7 +220,7 @@ def gated_rms_norm_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """Rows by groups: group ``g`` of a row is its elements from ``g · width`` on."""
+    """Normalise rows by groups: group ``g`` of a row is its elements from ``g · width`` on."""
     row = (tl.program_id(0) // groups).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
     first = (tl.program_id(0) % groups) * width
     squares = tl.zeros((tile_rows, 1), tl.float32)
@@ -259,7 +259,7 @@ def _rms_norm(
     variance_size: int | None = None,
     results: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The norm and the new residual, written to ``results`` if given; without a residual the second is the first."""
+    """Compute the norm and the new residual, to ``results`` if given; without a residual the second is the first."""
     if residual is None:
         expect_rows(op, "x", x)
     else:
@@ -291,7 +291,7 @@ def _rms_norm_in_place(
     weighting: str,
     variance_size: int | None = None,
 ) -> None:
-    """``_rms_norm`` over its arguments, by way of new memory where rows cannot be written in place."""
+    """Run ``_rms_norm`` over its arguments, by way of new memory where rows cannot be written in place."""
     written = (x if writable(x) else x.new_empty(x.shape), residual if writable(residual) else x.new_empty(x.shape))
     _rms_norm(op, x, residual, weight, eps, weighting, variance_size, written)
     for target, value in zip((x, residual), written, strict=True):

@@ -26,13 +26,13 @@ ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
-"""What may follow the affine map, by name."""
+"""The functions that may follow the affine map, by name."""
 
 
 def mapped(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
 ) -> Tensor:
-    """Fake rule: one contiguous tensor with a row per row of ``x``."""
+    """Make one contiguous tensor with a row per row of ``x``; a fake rule."""
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
@@ -40,7 +40,7 @@ def mapped(
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
 ) -> Tensor:
-    """``activation(x · weightᵀ + bias) + residual``, the affine map of ``torch.nn.functional.linear`` and what follows
+    """Compute ``activation(x · weightᵀ + bias) + residual``: ``torch.nn.functional.linear`` and what follows
     it in a transformer's layers (Vaswani et al., arXiv:1706.03762, sections 3.1 and 3.3).
 
     This definition rounds after each of the three steps. A kernel may round once, at the end.
@@ -72,7 +72,7 @@ def linear(
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether nothing is wrong, in a fraction of the time that it takes to say what is."""
+    """Tell whether nothing is wrong, in a fraction of the time that it takes to say what is."""
     dtype, device, sizes = x.dtype, x.device, weight.shape
     if dtype is not weight.dtype or dtype not in FLOATING or weight.device != device or x.shape[-1:] != sizes[1:]:
         return False

@@ -1,4 +1,4 @@
-"""How a linear layer holds its weight and computes with it."""
+"""Ways for a linear layer to hold its weight and compute with it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LinearMethodBase(ABC):
 
     @abstractmethod
     def apply(self, layer: Any, x: Tensor, activation: str, residual: Tensor | None, kernel: Kernel) -> Tensor:
-        """The layer's map of ``x`` with what follows it; by ``kernel``, where the weight is as that expects it."""
+        """Apply the layer's map to ``x``, with what follows it; by ``kernel``, where that suits the weight as it is."""
 
     @abstractmethod
     def holds_weight(self, layer: nn.Module) -> bool:

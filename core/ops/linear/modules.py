@@ -46,7 +46,7 @@ class Linear(CustomOp, nn.Linear):
         self.activation = activation
 
     def forward_native(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The mapped ``input``; raises ``ValueError`` where something does not fit."""
+        """Map ``input``; raise ``ValueError`` where something does not fit."""
         return forms.linear.native(input, self.weight, self.bias, self.activation, residual)
 
     @needs(packed_linear.missing)
@@ -55,7 +55,7 @@ class Linear(CustomOp, nn.Linear):
         "rebuilt by each call of a trace"
     )
     def forward_cpu(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        """The same by oneDNN, where that is faster and no gradient is required."""
+        """Compute the same by oneDNN, where that is faster and no gradient is required."""
         return self.quant_method.apply(self, input, self.activation, residual, packed_linear.linear)
 
     def process_weights_after_loading(self) -> None:

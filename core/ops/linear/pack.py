@@ -45,7 +45,7 @@ class _Places:
                 self.together.update(dict.fromkeys(moved, moved))
 
     def shared(self, name: str, weight: nn.Parameter) -> str | None:
-        """Whom a weight, or one that would have to be moved with it, shares memory with."""
+        """Say with whom a weight, or one that would have to be moved with it, shares memory."""
         own = self.together.get(name, frozenset((name,)))
         # A layer that also stands elsewhere goes by the name that it has there.
         for home in dict.fromkeys(self.homes[each] for each in sorted(own) if each in self.homes):
@@ -112,7 +112,7 @@ def unpack(model: nn.Module) -> None:
 
 
 def restore(model: nn.Module) -> Sequence[nn.Module]:
-    """As ``unpack``, save that layers are not joined again; returns those that were packed."""
+    """Unpack as ``unpack`` does, save that layers are not joined again; return those that were packed."""
     found = [(path, module) for path, module in model.named_modules() if isinstance(module, PackedLinear)]
     for path, layer in found:
         if type(layer) is not layer.binding.specialisation:
@@ -128,14 +128,14 @@ def restore(model: nn.Module) -> Sequence[nn.Module]:
 
 
 def _composites_over(model: nn.Module, changed: Sequence[nn.Module]) -> list[Composite]:
-    """The composites of ``model`` of which one of the ``changed`` layers is a child."""
+    """Return the composites of ``model`` of which one of the ``changed`` layers is a child."""
     some = set(changed)
     composites = [module for module in model.modules() if isinstance(module, Composite)]
     return [layer for layer in composites if not some.isdisjoint(layer.children())]
 
 
 def _has_moved(composite: Composite, layers: Sequence[nn.Module]) -> bool:
-    """Whether a composite has put the weight of one of its children, among ``layers``, where it wants it."""
+    """Tell whether a composite has put the weight of one of its children, among ``layers``, where it wants it."""
     names = composite.weights_in_common()
     return any(composite.get_submodule(name.rpartition(".")[0]) in layers for name in names)
 
@@ -164,7 +164,7 @@ def _expect_evaluation(model: nn.Module) -> None:
 
 
 def _reason(path: str, layer: nn.Linear, places: _Places) -> str | None:
-    """Why a layer keeps its plain weight, or ``None``."""
+    """Say why a layer keeps its plain weight, or return ``None``."""
     if (missing := packed_linear.missing()) is not None:
         return missing
     reason = _foreign(layer)
@@ -177,7 +177,7 @@ def _reason(path: str, layer: nn.Linear, places: _Places) -> str | None:
 
 
 def _foreign(layer: nn.Linear) -> str | None:
-    """Why the class of a layer, or its forward, is not opgraft's own, or ``None``."""
+    """Say why the class of a layer, or its forward, is not opgraft's own, or return ``None``."""
     if not isinstance(layer, Linear):
         return "it is no op: opgraft.graft makes it one"
     if type(layer) is not layer.binding.specialisation:

@@ -1,4 +1,4 @@
-"""What ``pack`` did to a model."""
+"""The report of ``pack`` on a model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class PackReport:
-    """Which linear layers hold their weights packed only, and which kept the plain ones, and why.
+    """The linear layers that hold their weights packed only, and those that kept the plain ones, and why.
 
     Attributes:
         packed: one row per layer that is packed now, those that were before among them, in the model's order. A layer
@@ -40,11 +40,11 @@ class PackReport:
     kept: tuple[Plain, ...] = ()
 
     def total_bytes(self) -> int:
-        """What the plain weights of the packed layers took."""
+        """Sum the bytes that the plain weights of the packed layers took."""
         return sum(row.bytes for row in self.packed)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data, ready for ``json.dumps``."""
+        """Return the report as plain data, ready for ``json.dumps``."""
         return {
             "packed": [asdict(row) for row in self.packed],
             "kept": [asdict(row) for row in self.kept],

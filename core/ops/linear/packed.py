@@ -66,7 +66,7 @@ with none of these were not measured, and do not pack.
 """
 
 DIRECT: Table = {"avx512_fp16": {}, "avx512_bf16": {torch.float32: _SLOW_PLAIN}}
-"""Where oneDNN over the weight as it is pays, likewise.
+"""The ranges in which oneDNN over the weight as it is pays, likewise.
 
 Measured with torch 2.13 on two cores of Zen 4, widths 384 to 4,096 and 512 by 32,000, 1 to 1,024 rows: torch's linear
 takes 1.4 to 3.3 times as long in float32. oneDNN over a packed weight takes 0.5 to 1.05 of the time of the direct one,
@@ -88,7 +88,7 @@ class ElementRange(NamedTuple):
 
 
 class Ranges(NamedTuple):
-    """Where oneDNN pays for weights of one shape and dtype.
+    """The ranges in which oneDNN pays for weights of one shape and dtype.
 
     Attributes:
         least: elements of the input below which it never does.
@@ -107,7 +107,7 @@ _COPIES = WeightCache()
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
 ) -> Tensor:
-    """The form ``linear``, by oneDNN where ``DIRECT`` or, for a frozen weight, ``PACKED`` says that it pays.
+    """Compute the form ``linear``, by oneDNN where ``DIRECT`` or, for a frozen weight, ``PACKED`` says that it pays.
 
     By oneDNN, the result is rounded once, at its end; with both an activation and a residual, after each of the two.
 
@@ -127,7 +127,7 @@ def linear(
 
 
 def missing() -> str | None:
-    """Why oneDNN computes nothing on this machine, or ``None``."""
+    """Say why oneDNN computes nothing on this machine, or return ``None``."""
     absent = onednn.missing()
     platform = current_platform()
     if absent is None and not _rows(PACKED, platform):
@@ -150,7 +150,7 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residu
 
 
 def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
-    """The form ``linear`` over a weight, packed or not. Unchecked: for what ``fits`` it, and is not watched."""
+    """Compute the form ``linear`` over a weight, packed or not. Unchecked: for what ``fits`` it, and is not watched."""
     if residual is not None and activation == "none":
         return onednn.linear_add(x, weight, bias, residual)
     fused = "none" if activation == "relu" else activation
@@ -161,7 +161,7 @@ def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, r
 
 
 def _operand(x: Tensor, weight: Tensor, bias: Tensor | None, fused: str, residual: Tensor | None) -> Tensor | None:
-    """The weight, packed where it is frozen, as oneDNN is to read it; ``None`` where torch's own linear is to run."""
+    """Return the weight, packed where it is frozen, as oneDNN is to read it; ``None`` for torch's own linear."""
     if type(weight) is not nn.Parameter and type(weight) is not Tensor:
         return None
     if weight.layout is not torch.strided or not weight.is_cpu or not weight.is_contiguous() or weight.dim() != 2:
@@ -176,9 +176,9 @@ def _operand(x: Tensor, weight: Tensor, bias: Tensor | None, fused: str, residua
     return weight if copy is None else copy
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)  # every eager call of a linear layer asks
 def ranges_for(dtype: torch.dtype, shape: torch.Size) -> Ranges:
-    """Where oneDNN pays on this machine for weights of a dtype and shape."""
+    """Return the ranges in which oneDNN pays on this machine for weights of a dtype and shape."""
     platform, columns = current_platform(), shape[-1] if shape else 0
     packable = len(shape) == 2 and columns > 0 and onednn.missing(dtype) is None
     packed, direct = (
@@ -189,13 +189,13 @@ def ranges_for(dtype: torch.dtype, shape: torch.Size) -> Ranges:
 
 
 def pays_packed(weight: Tensor) -> bool:
-    """Whether a packed weight of that size and dtype pays on this machine, for any number of rows."""
+    """Tell whether a packed weight of that size and dtype pays on this machine, for any number of rows."""
     rows = _rows(PACKED, current_platform())
     return rows_for(rows, weight.dtype, weight.numel()) is not NEVER
 
 
 def rows_for(rows: Mapping[torch.dtype, Sequence[RowRange]], dtype: torch.dtype, size: int) -> RowRange:
-    """The row of a table that applies to weights of a dtype and size; maybe ``NEVER``."""
+    """Return the row of a table that applies to weights of a dtype and size; maybe ``NEVER``."""
     return next((row for row in rows.get(dtype, ()) if size >= row.size), NEVER)
 
 
@@ -205,7 +205,7 @@ def _rows(table: Table, platform: Platform) -> Mapping[torch.dtype, Sequence[Row
 
 
 def _compiled(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
-    """What a compiler sees: the packed linear as one operator where it may run, else the definition."""
+    """Give a compiler the packed linear as one operator where it may run, else the definition."""
     plain = x.dtype not in _PACKABLE or weight.dtype != x.dtype or not (x.is_cpu and weight.is_cpu)
     if plain or torch.is_autocast_enabled("cpu") or requires_gradient(x, weight, bias, residual):
         return form.native(x, weight, bias, activation, residual)

@@ -21,7 +21,7 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 @dataclass(frozen=True)
 class Beside:
-    """What a parameter has beside its values, which a packed weight has not."""
+    """The attributes of a parameter beside its values, which a packed weight has not."""
 
     requires_grad: bool
     attributes: Mapping[str, Any]
@@ -31,7 +31,7 @@ class PackedLinearMethod(UnquantizedLinearMethod):
     """The weight is packed and no parameter, save where it cannot be packed."""
 
     def apply(self, layer: Any, x: Tensor, activation: str, residual: Tensor | None, kernel: Kernel) -> Tensor:
-        """As the base class does; while the weight is packed, over that and not by ``kernel``."""
+        """Apply as the base class does; while the weight is packed, over that and not by ``kernel``."""
         packed = layer._packed
         if packed is None:
             return super().apply(layer, x, activation, residual, kernel)
@@ -77,7 +77,7 @@ class PackedLinear(Linear):
         """The plain weight: a parameter of its own memory, which requires no gradient while the layer is packed."""
         packed = self._packed
         if packed is None:
-            parameter: Any = self.__getattr__("weight")
+            parameter: Any = self.__getattr__("weight")  # past this property, to the parameters
             return parameter  # torch says: a tensor or a module
         rebuilt = packed_only.dense(packed)
         return rebuilt if torch.compiler.is_dynamo_compiling() else nn.Parameter(rebuilt, requires_grad=False)
@@ -102,7 +102,7 @@ class PackedLinear(Linear):
 
     @contextmanager
     def plain(self) -> Iterator[None]:
-        """The weight is a parameter inside, and is packed again afterwards, where that can be."""
+        """Make the weight a parameter inside, and pack it again afterwards, where that can be."""
         self.release_weights()
         try:
             yield
@@ -127,7 +127,7 @@ class PackedLinear(Linear):
                 super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedLinear:
-        """A copy that is packed before the next layer is copied, so that plain weights do not add up."""
+        """Copy, and pack the copy before the next layer is copied, so that plain weights do not add up."""
         make, arguments, state, *_ = self.__reduce_ex__(4)
         weight, copied = state.pop("_packed"), make(*arguments)
         memo[id(self)] = copied
@@ -135,7 +135,7 @@ class PackedLinear(Linear):
         return copied  # copyreg leaves it so
 
     def __copy__(self) -> PackedLinear:
-        """A shallow copy with a dictionary of parameters of its own, as either may be unpacked without the other."""
+        """Copy with a dictionary of parameters of its own, as either may be unpacked without the other."""
         make, arguments, state, *_ = self.__reduce_ex__(4)
         copied: PackedLinear = make(*arguments)
         copied.__setstate__({**state, "_parameters": dict(self._parameters)})
@@ -154,7 +154,7 @@ class PackedLinear(Linear):
 
 
 def obstacle(weight: nn.Parameter) -> str | None:
-    """Why a weight cannot be held packed only, or ``None``."""
+    """Say why a weight cannot be held packed only, or return ``None``."""
     if type(weight) is not nn.Parameter:
         return f"it is a {type(weight).__name__}, expected a torch.nn.Parameter"
     if weight.is_inference():

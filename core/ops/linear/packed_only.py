@@ -43,7 +43,7 @@ class PackedWeight:
         _BY_NUMBER[int(self.handle)] = self
 
     def dense(self) -> Tensor:
-        """The plain weight, rebuilt: the bits that were packed, in memory of its own, ordinary in any mode.
+        """Rebuild the plain weight: the bits that were packed, in memory of its own, ordinary in any mode.
 
         What follows the operators that run sees a constant: it is rebuilt on a thread that nothing follows, as tracers
         and transforms cannot take packed tensors.
@@ -60,7 +60,7 @@ _BY_NUMBER: weakref.WeakValueDictionary[int, PackedWeight] = weakref.WeakValueDi
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
-    """The form ``linear``, packed for any number of rows.
+    """Compute the form ``linear``, packed for any number of rows.
 
     Where a gradient is required, under autocast, ``torch.func``, forward-mode differentiation, a tracer or a dispatch
     mode, and where something does not fit, the plain weight is rebuilt and torch's own linear runs. The gradients are
@@ -76,7 +76,7 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str
 
 
 def dense(weight: PackedWeight) -> Tensor:
-    """The plain weight, in compiled code too."""
+    """Return the plain weight, in compiled code too."""
     if not is_dynamo_compiling():
         return weight.dense()
     _refuse_export()
@@ -93,7 +93,7 @@ def _run(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str, 
 
 
 def _compiled(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
-    """What a compiler sees: one operator, or the definition over a weight that another operator rebuilds."""
+    """Give a compiler one operator, or the definition over a weight that another operator rebuilds."""
     plain = x.dtype != weight.dtype or not x.is_cpu or torch.is_autocast_enabled("cpu") or tracing.transformed()
     if plain or tracing.exporting() or requires_gradient(x, bias, residual):
         return form.native(x, dense(weight), bias, activation, residual)

@@ -25,7 +25,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
-    """Weights scaled as layers initialise them, so that the tolerances of single numbers hold for sums."""
+    """Draw weights scaled as layers initialise them, so that the tolerances of single numbers hold for sums."""
     return {"x": draw(*lead, size), "weight": draw(OUT_FEATURES, size) / size**0.5, "bias": draw(OUT_FEATURES)}
 
 

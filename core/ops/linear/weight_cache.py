@@ -47,7 +47,7 @@ class WeightCache(dict[int, CacheEntry]):
         _CACHES[id(self)] = self
 
     def copy_of(self, weight: Tensor, make: Callable[[Tensor], Tensor], variant: object = None) -> Tensor | None:
-        """The copy that ``make`` makes of a frozen weight, made anew when the weight has changed.
+        """Return the copy that ``make`` makes of a frozen weight, made anew when the weight has changed.
 
         Args:
             weight: a parameter, or another tensor.
@@ -63,6 +63,7 @@ class WeightCache(dict[int, CacheEntry]):
         storage = weight.untyped_storage()
         state = (number, variant, weight.data_ptr(), version_of(weight), weight.dtype, weight.shape, weight.stride())
         entry = self.get(id(weight))
+        # The id of a weight that is gone may be that of another one: the storage tells them apart.
         if entry is None or entry.storage() is not storage or entry.state != state:
             if weight.is_shared():  # type: ignore[no-untyped-call]  # torch leaves it so
                 return None  # processes that were not asked may write to it
@@ -72,7 +73,7 @@ class WeightCache(dict[int, CacheEntry]):
 
     def discard(self, changed: Sequence[range]) -> None:
         """Forget the copies of what has memory in common with these addresses."""
-        for key, entry in list(self.items()):
+        for key, entry in list(self.items()):  # a list: collecting a weight removes its entry
             storage = entry.storage()
             if storage is None or any(_overlap(_addresses(storage), other) for other in changed):
                 self.pop(key, None)
@@ -80,13 +81,14 @@ class WeightCache(dict[int, CacheEntry]):
     def _forget(self, key: int) -> Callable[[Storage], None]:
         def forget(gone: Storage) -> None:
             entry = self.get(key)
-            if entry is not None and entry.storage is gone:
+            if entry is not None and entry.storage is gone:  # a newer weight may have the id by now
                 del self[key]
 
         return forget
 
 
 _CACHES: weakref.WeakValueDictionary[int, WeightCache] = weakref.WeakValueDictionary()
+# By the id of the storage: torch hands out one Python object for it as long as it lives.
 _FROZEN: dict[int, tuple[Storage, int]] = {}
 _DECLARATIONS = itertools.count(1)
 
@@ -118,7 +120,7 @@ def thaw(target: nn.Module | Tensor) -> None:
 
 
 def declaration(weight: Tensor) -> int:
-    """The number of the ``freeze`` that holds for a weight, a new one for each call of it; 0 where none holds."""
+    """Return the number of the ``freeze`` that holds for a weight, new with each call of it; 0 where none holds."""
     if not _FROZEN or not _is_plain(weight):
         return 0
     storage = weight.untyped_storage()
@@ -166,7 +168,7 @@ def _forget_memory(key: int, gone: Storage) -> None:
 
 
 def _thaw_trained(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """After a step of any optimizer: what it has changed is not frozen, whoever said so."""
+    """Thaw what a step of any optimizer has changed, whoever said that it is frozen."""
     for group in optimizer.param_groups if _FROZEN else ():
         for weight in group["params"]:
             if weight.grad is not None and _is_plain(weight):
@@ -177,13 +179,13 @@ register_optimizer_step_post_hook(_thaw_trained)
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Whether a weight is ordinary CPU memory that counts how often torch writes to it."""
+    """Tell whether a weight is ordinary CPU memory that counts how often torch writes to it."""
     kind = type(weight) is nn.Parameter or type(weight) is Tensor
     return kind and weight.is_cpu and weight.layout is torch.strided and not weight.is_inference()
 
 
 def fits(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
-    """Whether the arguments of a linear layer have shapes and dtypes that a kernel takes without a look of its own."""
+    """Tell whether arguments of a linear layer have shapes and dtypes that a kernel takes without its own checks."""
     rows, columns = weight.shape
     shape, dtype = x.shape, weight.dtype
     if shape[-1:] != (columns,) or (bias is not None and (bias.shape != (rows,) or not bias.is_contiguous())):
@@ -197,5 +199,5 @@ def fits(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
 
 
 def requires_gradient(*tensors: Tensor | None) -> bool:
-    """Whether autograd wants to know what is computed from these."""
+    """Tell whether autograd wants to know what is computed from these."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

@@ -39,7 +39,7 @@ class _RowsAndColumns(NamedTuple):
 
 
 class GroupShape(_RowsAndColumns):
-    """What shares a scale: ``row`` tokens by ``col`` elements, -1 for the whole extent."""
+    """The extent of a group that shares a scale: ``row`` tokens by ``col`` elements, -1 for the whole extent."""
 
     PER_TENSOR: ClassVar[GroupShape]
     PER_TOKEN: ClassVar[GroupShape]
@@ -55,7 +55,7 @@ class GroupShape(_RowsAndColumns):
         return self == (-1, 1)
 
     def is_per_group(self) -> bool:
-        """Whether groups are parts of one row."""
+        """Tell whether groups are parts of one row."""
         return self.row == 1 and self.col >= 1
 
 
@@ -65,7 +65,7 @@ GroupShape.PER_CHANNEL = GroupShape(-1, 1)
 
 
 def smallest_scale(dtype: torch.dtype) -> float:
-    """The lower bound of computed scales, which keeps groups of zeros from a division by zero."""
+    """Return the lower bound of computed scales, which keeps groups of zeros from a division by zero."""
     return 1.0 / (FP8_MAX[dtype] * 512.0)
 
 
@@ -96,7 +96,7 @@ def expect_scale_ub(op: str, scale_ub: Tensor | None, group_shape: Sequence[int]
 
 
 def scale_shape(shape: Sequence[int], group_shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of the scales of a tensor of that shape.
+    """Return the shape of the scales of a tensor of that shape.
 
     ``[1]`` per tensor, ``[..., 1]`` per token and ``[..., groups]`` for parts of rows with the leading dimensions of
     ``x``, ``[1, hidden]`` per channel, ``[row groups, column groups]`` else.
@@ -128,7 +128,7 @@ def _fake_dynamic(
 def quant_fp8_static(
     x: Tensor, scale: Tensor, group_shape: Sequence[int], dtype: torch.dtype = torch.float8_e4m3fn
 ) -> Tensor:
-    """``x`` quantised to fp8 with scales that are given (arXiv:2209.05433).
+    """Quantise ``x`` to fp8 with scales that are given (arXiv:2209.05433).
 
     Args:
         x: ``[..., hidden]`` in float32, bfloat16, float16 or float64.
@@ -166,7 +166,7 @@ def quant_fp8_dynamic(
     use_ue8m0: bool = False,
     dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> tuple[Tensor, Tensor]:
-    """``x`` quantised to fp8, each group by its largest magnitude: ``scale = max(amax / FP8_MAX, 1 / (512 · FP8_MAX))``
+    """Quantise ``x`` to fp8, each group by its largest magnitude: ``scale = max(amax / FP8_MAX, 1 / (512 · FP8_MAX))``
     (arXiv:2209.05433).
 
     Args:
@@ -216,7 +216,7 @@ def _expect_scale(scale: Tensor, kept: tuple[int, ...], flat: tuple[int, int]) -
 
 
 def _cut(shape: Sequence[int], group_shape: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Number and extent of the groups down and across the matrix."""
+    """Return number and extent of the groups down and across the matrix."""
     return _groups(math.prod(shape[:-1]), group_shape[0]), _groups(shape[-1], group_shape[1])
 
 
@@ -225,12 +225,12 @@ def _groups(extent: int, size: int) -> tuple[int, int]:
 
 
 def _matrix(x: Tensor) -> Tensor:
-    """``x`` as ``[tokens, hidden]``, in the precision to compute in."""
+    """Return ``x`` as ``[tokens, hidden]``, in the precision to compute in."""
     return x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1]).to(compute_dtype(x.dtype))
 
 
 def _blocks(x: Tensor, group_shape: Sequence[int]) -> Tensor:
-    """``x`` as ``[row groups, rows, column groups, columns]``, filled up with zeros."""
+    """Return ``x`` as ``[row groups, rows, column groups, columns]``, filled up with zeros."""
     matrix = _matrix(x)
     (down, height), (across, width) = _cut(x.shape, group_shape)
     missing = (0, across * width - matrix.shape[1], 0, down * height - matrix.shape[0])

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 TMA_BYTES = 16
-"""What the stride of a column of scales is a multiple of, for units that copy blocks of memory by descriptor."""
+"""The divisor of the stride of a column of scales, for units that copy blocks of memory by descriptor."""
 
 TRITON = on_triton("opgraft.ops.quantization.triton")
 
@@ -95,7 +95,7 @@ class QuantFP8(CustomOp):
         *,
         functional: Any = NATIVE,
     ) -> tuple[Tensor, Tensor]:
-        """The quantised ``x`` and its scale.
+        """Quantise ``x``; return it and its scale.
 
         Args:
             x: ``[..., hidden]``.
@@ -121,7 +121,7 @@ class QuantFP8(CustomOp):
     functional_cuda = functional_xpu = TRITON
 
     def pad_tokens(self, quantised: Tensor) -> Tensor:
-        """``[tokens, hidden]`` with rows of zeros up to ``num_token_padding``; for kernels too.
+        """Pad ``[tokens, hidden]`` with rows of zeros up to ``num_token_padding``; for kernels too.
 
         Raises:
             ValueError: other than two dimensions where there is padding.
@@ -136,7 +136,7 @@ class QuantFP8(CustomOp):
         return torch.cat([quantised, quantised.new_zeros(missing, quantised.shape[1])])
 
     def lay_out_scales(self, scale: Tensor) -> Tensor:
-        """Scales of groups in the memory layout that the constructor was asked for; for kernels too."""
+        """Put scales of groups in the memory layout that the constructor was asked for; for kernels too."""
         if not (self.column_major_scales and self.is_group_quant and scale.dim() > 1):
             return scale
         columns, tokens = scale.mT, scale.shape[-2]

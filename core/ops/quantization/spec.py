@@ -22,14 +22,14 @@ FORMATS = {
 
 
 def decoded(codes: Tensor, mantissa_bits: int, bias: int) -> Tensor:
-    """The magnitudes of the codes 0 to 127, from the definition of the formats."""
+    """Decode the magnitudes of the codes 0 to 127, from the definition of the formats."""
     mantissa = (codes % 2**mantissa_bits).double() / 2**mantissa_bits
     exponent = (codes // 2**mantissa_bits).double()
     return torch.where(exponent == 0, mantissa * 2.0 ** (1 - bias), (1 + mantissa) * 2.0 ** (exponent - bias))
 
 
 def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """The fp8 numbers nearest to float64 values, clipped; in the middle between two the one with the even code."""
+    """Round float64 values to the nearest fp8 numbers, clipped; in the middle, to that with the even code."""
     mantissa_bits, bias, limit = FORMATS[dtype]
     table = decoded(torch.arange(128), mantissa_bits, bias)
     table = table[table <= limit]
@@ -44,7 +44,7 @@ def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def group_ids(x: Tensor, group_shape: Sequence[int]) -> tuple[Tensor, int, int]:
-    """For each element of ``[tokens, hidden]`` the number of its group, counted along rows; groups down and across."""
+    """Number the group of each element of ``[tokens, hidden]``, counted along rows; groups down and across."""
     tokens, hidden = math.prod(x.shape[:-1]), x.shape[-1]
     height = group_shape[0] if group_shape[0] > 0 else max(tokens, 1)
     width = group_shape[1] if group_shape[1] > 0 else max(hidden, 1)
@@ -107,7 +107,7 @@ def _given(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
 
 
 def _scales(draw: Draw, *shape: int) -> Tensor:
-    """Scales of which some make values saturate."""
+    """Draw scales of which some make values saturate."""
     return (draw(*shape).float().abs() + 0.1) / 100
 
 

@@ -33,7 +33,7 @@ NAMES = {
     torch.float8_e5m2: "fp8e5",
     torch.float8_e5m2fnuz: "fp8e5b16",
 }
-"""What Triton calls the dtypes."""
+"""The names that Triton has for the dtypes."""
 
 PARTIALS = 1024
 """Programs among which the largest magnitude of a tensor is sought: enough for every processor several times."""
@@ -42,18 +42,19 @@ PARTIALS = 1024
 @triton.jit
 def _magnitude(t):
     t = t.to(tl.float32)
-    return tl.where(t == t, tl.abs(t), 0.0)
+    return tl.where(t == t, tl.abs(t), 0.0)  # NaN has no part in a scale
 
 
 @triton.jit
 def _scale_of(largest, bound, highest, smallest, bounded: tl.constexpr, powers_of_two: tl.constexpr):
-    """The scale that maps the magnitude ``largest`` to ``highest``, at least ``smallest``."""
+    """Return the scale that maps the magnitude ``largest`` to ``highest``, at least ``smallest``."""
     if bounded:
         most = tl.load(bound).to(tl.float32)
         largest = tl.where(largest <= most, largest, most)  # a bound that is NaN makes the scale NaN
     scale = tl.div_rn(largest, highest)
     scale = tl.where(scale < smallest, smallest, scale)
     if powers_of_two:
+        # Up to the next power of two: any bit of the mantissa carries into the exponent.
         scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     return scale
 
@@ -61,7 +62,7 @@ def _scale_of(largest, bound, highest, smallest, bounded: tl.constexpr, powers_o
 @triton.jit
 def _store_quantized(q, t, scale, highest, inside):
     t = t.to(tl.float32) / scale
-    t = tl.where(t > highest, highest, tl.where(t < -highest, -highest, t))
+    t = tl.where(t > highest, highest, tl.where(t < -highest, -highest, t))  # not min and max, which drop NaN
     tl.store(q, t.to(q.dtype.element_ty), inside)
 
 
@@ -83,7 +84,7 @@ def group_quant_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """A scale for each group of ``width`` elements of a row, the last group perhaps of fewer; a tile holds groups."""
+    """Quantise groups of ``width`` elements of a row by a scale each, the last perhaps of fewer; a tile has several."""
     row = (tl.program_id(0) // groups).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
     group = tl.program_id(0) % groups
     column = group * width + tl.arange(0, tile_columns)[None, :]
@@ -113,7 +114,7 @@ def wide_group_quant_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """As ``group_quant_kernel``, going over its groups in steps, twice."""
+    """Compute as ``group_quant_kernel``, going over its groups in steps, twice."""
     row = (tl.program_id(0) // groups).to(tl.int64) * tile_rows + tl.arange(0, tile_rows)[:, None]
     group = tl.program_id(0) % groups
     first, end = group * width, tl.minimum(columns, (group + 1) * width)
@@ -135,7 +136,7 @@ def wide_group_quant_kernel(
 def largest_kernel(
     x, partials, rows, width, stride, tiles, programs, tile_rows: tl.constexpr, tile_columns: tl.constexpr
 ):
-    """The largest magnitude among every ``programs``-th tile, to the partial of this program."""
+    """Write the largest magnitude among every ``programs``-th tile to the partial of this program."""
     largest = tl.zeros((tile_rows, tile_columns), tl.float32)
     for tile in range(tl.program_id(0), tiles, programs):
         row, column, inside = tile_at(tile, rows, width, tile_rows, tile_columns)
@@ -190,7 +191,7 @@ def given_scale_kernel(
 ):
     row, column, inside = tile_at(tl.program_id(0), rows, width, tile_rows, tile_columns)
     if by_row:
-        scales += tl.where(inside, row, 0) // group_rows * scale_stride
+        scales += tl.where(inside, row, 0) // group_rows * scale_stride  # no scale lies behind the last row
     if by_column:
         scales += tl.where(inside, column, 0) // group_columns * scale_column_stride
     t = tl.load(x + row * stride + column, inside, 0.0)
@@ -199,7 +200,7 @@ def given_scale_kernel(
 
 @functools.cache
 def _supported() -> tuple[str, ...]:
-    """The 8-bit floats, by Triton's names, that kernels can write on the current device."""
+    """Return the 8-bit floats, by Triton's names, that kernels can write on the current device."""
     if INTERPRETED:
         return ("fp8e4nv", "fp8e5")
     return tuple(make_backend(driver.active.get_current_target()).parse_options({}).supported_fp8_dtypes)
@@ -211,12 +212,12 @@ def _takes(dtype: torch.dtype) -> bool:
 
 
 def _quantizable(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernels can take ``x``; else the native definition computes it, or says what is wrong."""
+    """Tell whether the kernels can take ``x``; else the native definition computes it, or says what is wrong."""
     return x.is_floating_point() and x.dim() > 0 and x.numel() > 0 and dtype in NAMES and _takes(dtype)
 
 
 def _tiles(x: Tensor, *, as_one_row: bool) -> tuple[Tensor, Tile, int]:
-    """``x`` as rows, the tile to go over it by, and how many of them there are."""
+    """Return ``x`` as rows, the tile to go over it by, and how many of them there are."""
     width = x.numel() if as_one_row and x.is_contiguous() else x.shape[-1]
     rows = as_rows(x, width)
     tile = Tile(1, 2048, 4) if rows.shape[0] == 1 else tile_of(width, 2048, 2048)
@@ -281,7 +282,7 @@ def _per_group(
         rows,
         q,
         scale,
-        rows if scale_ub is None else scale_ub,
+        rows if scale_ub is None else scale_ub,  # some tensor, which is not read
         *(rows.shape[0], columns, width, groups, rows.stride(0)),
         *limits,
         bounded=scale_ub is not None,

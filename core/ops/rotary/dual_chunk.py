@@ -58,7 +58,7 @@ class DualChunkRotaryEmbedding(CustomOp):
     def forward_native(
         self, positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None = None, *, functional: Any = NATIVE
     ) -> tuple[Tensor, Tensor]:
-        """The five queries, concatenated along the last dimension, and the key in the shape it came in.
+        """Return the five queries, concatenated along the last dimension, and the key in the shape it came in.
 
         Args:
             positions: integers ``[num_tokens]`` or ``[batch, sequence]``.

@@ -32,26 +32,26 @@ from torch import Tensor
 __all__ = ["apply_rotary_emb", "dual_chunk_rotary_embedding", "mrope", "rotary_embedding", "rotary_embedding_"]
 
 VERSIONS_OF_QUERY = 5
-"""How often ``dual_chunk_rotary_embedding`` rotates the query."""
+"""The number of versions of the query that ``dual_chunk_rotary_embedding`` rotates."""
 
 
 def like_query_and_key(
     positions: Tensor, query: Tensor, key: Tensor, *others: object, **settings: object
 ) -> tuple[Tensor, Tensor]:
-    """Fake rule: contiguous tensors like query and key."""
+    """Make contiguous tensors like query and key; a fake rule."""
     return like(query), like(key)
 
 
 def like_queries_and_key(
     positions: Tensor, query: Tensor, key: Tensor, *others: object, **settings: object
 ) -> tuple[Tensor, Tensor]:
-    """Fake rule: five queries side by side, and the key, contiguous."""
+    """Make five queries side by side, and the key, contiguous; a fake rule."""
     return query.new_empty((*query.shape[:-1], VERSIONS_OF_QUERY * query.shape[-1])), like(key)
 
 
 @register_functional("apply_rotary_emb", like)
 def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool = True) -> Tensor:
-    """Heads rotated by given cosines and sines (arXiv:2104.09864).
+    """Rotate heads by given cosines and sines (arXiv:2104.09864).
 
     The pair ``(x1, x2)`` becomes ``(x1 · cos - x2 · sin, x2 · cos + x1 · sin)``.
 
@@ -86,7 +86,7 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool = 
 def rotary_embedding(
     positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Query and key rotated by their positions, from a table of cosines and sines (arXiv:2104.09864).
+    """Rotate query and key by their positions, from a table of cosines and sines (arXiv:2104.09864).
 
     Args:
         positions: integers ``[num_tokens]`` or ``[batch, sequence]``, rows of the table.
@@ -108,7 +108,7 @@ def rotary_embedding(
 def rotary_embedding_(
     positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox_style: bool = True
 ) -> None:
-    """``rotary_embedding`` in place: the rotated heads are written over ``query`` and ``key``."""
+    """Compute ``rotary_embedding`` in place: the rotated heads are written over ``query`` and ``key``."""
     rotated = rotary_embedding.native(positions, query, key, head_size, cos_sin_cache, is_neox_style)
     for target, value in zip((query, key), rotated, strict=True):
         target.copy_(value)
@@ -125,7 +125,7 @@ def mrope(
     is_neox_style: bool = True,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Query and key rotated by positions in time, height and width, each of which turns some of the pairs (Qwen2-VL,
+    """Rotate query and key by positions in time, height and width, each of which turns some of the pairs (Qwen2-VL,
     arXiv:2409.12191).
 
     Args:
@@ -175,7 +175,7 @@ def dual_chunk_rotary_embedding(
     local_size: int,
     is_neox_style: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Query and key rotated by their places in chunks, so that distances stay small (An et al., arXiv:2402.17463).
+    """Rotate query and key by their places in chunks, so that distances stay small (An et al., arXiv:2402.17463).
 
     With ``L = chunk_size - local_size`` the key at position ``p`` is rotated by ``p mod L``. The query is rotated five
     times, by the places from which it looks at keys
@@ -218,7 +218,7 @@ def dual_chunk_rotary_embedding(
 
 
 def chunk_length(chunk_size: int, local_size: int) -> int:
-    """``chunk_size - local_size``; raises ``ValueError`` where that is no proper chunk."""
+    """Return ``chunk_size - local_size``; raise ``ValueError`` where that is no proper chunk."""
     if not 0 <= local_size < chunk_size:
         raise ValueError(
             f"dual_chunk_rotary_embedding: local_size is {local_size}, expected 0 to below chunk_size={chunk_size}"
@@ -227,7 +227,7 @@ def chunk_length(chunk_size: int, local_size: int) -> int:
 
 
 def _rows(op: str, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
-    """The table's rows at ``positions``, ``[*positions.shape, rotary_dim]``."""
+    """Return the table's rows at ``positions``, ``[*positions.shape, rotary_dim]``."""
     expect_integers(op, "positions", positions)
     expect_floating(op, "cos_sin_cache", cos_sin_cache)
     if cos_sin_cache.dim() != 2 or cos_sin_cache.shape[1] % 2:
@@ -241,7 +241,7 @@ def _rows(op: str, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
 
 
 def _by_section(rows: Tensor, mrope_section: Sequence[int], interleaved: bool) -> Tensor:
-    """``[3, *tokens, rotary_dim]`` to ``[*tokens, rotary_dim]``: each pair's cosine and sine from its own axis."""
+    """Reduce ``[3, *tokens, rotary_dim]`` to ``[*tokens, rotary_dim]``: each pair's numbers from its own axis."""
     angles = rows.reshape(*rows.shape[:-1], 2, rows.shape[-1] // 2)
     if not interleaved:
         sections = torch.split_with_sizes(angles, list(mrope_section), dim=-1)
@@ -267,7 +267,7 @@ def _rotated_pair(
 
 
 def _rotated_heads(op: str, argument: str, x: Tensor, cos_sin: Tensor, head_size: int, is_neox_style: bool) -> Tensor:
-    """``x`` with its heads rotated; ``cos_sin`` is ``[*tokens, rotary_dim]``."""
+    """Rotate the heads of ``x``; ``cos_sin`` is ``[*tokens, rotary_dim]``."""
     rotary_dim = cos_sin.shape[-1]
     expect_positive(op, "head_size", head_size)
     if rotary_dim > head_size:
@@ -289,7 +289,7 @@ def _rotated_heads(op: str, argument: str, x: Tensor, cos_sin: Tensor, head_size
 
 
 def _per_token(op: str, argument: str, x: Tensor, cos_sin: Tensor) -> Tensor:
-    """``cos_sin`` with its tokens in the shape that they have in ``x``: as they are, or flattened."""
+    """Give ``cos_sin`` its tokens in the shape that they have in ``x``: as they are, or flattened."""
     tokens = cos_sin.shape[:-1]
     if x.dim() > len(tokens) and x.shape[: len(tokens)] == tokens:
         return cos_sin
@@ -302,7 +302,7 @@ def _per_token(op: str, argument: str, x: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool) -> Tensor:
-    """``x`` with its pairs rotated; ``cos`` and ``sin`` broadcast to ``[..., pairs]``."""
+    """Rotate the pairs of ``x``; ``cos`` and ``sin`` broadcast to ``[..., pairs]``."""
     dtype = compute_dtype(x.dtype)
     first, second = x.to(dtype).chunk(2, dim=-1) if is_neox_style else (x[..., 0::2].to(dtype), x[..., 1::2].to(dtype))
     cos, sin = cos.to(dtype), sin.to(dtype)

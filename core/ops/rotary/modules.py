@@ -22,13 +22,13 @@ TRITON = on_triton("opgraft.ops.rotary.triton")
 
 
 def inverse_frequencies(base: float, rotary_dim: int, dtype: torch.dtype) -> Tensor:
-    """``θ_i = base^(-2i / rotary_dim)``, in radians per position: ``[rotary_dim / 2]``, float32 or more precise."""
+    """Compute ``θ_i = base^(-2i / rotary_dim)``, in radians per position: ``[rotary_dim / 2]``, float32 or wider."""
     exponents = torch.arange(0, rotary_dim, 2, dtype=compute_dtype(dtype)) / rotary_dim
     return 1.0 / torch.pow(base, exponents)
 
 
 def cos_sin_table(inv_freq: Tensor, rows: int, scale: float = 1.0) -> Tensor:
-    """Cosines, then sines, of the first ``rows`` positions, times ``scale``: ``[rows, rotary_dim]``."""
+    """Compute cosines, then sines, of the first ``rows`` positions, times ``scale``: ``[rows, rotary_dim]``."""
     angles = torch.outer(torch.arange(rows, dtype=inv_freq.dtype), inv_freq)
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
 
@@ -88,7 +88,7 @@ class ApplyRotaryEmb(CustomOp):
 
     @calls_functional
     def forward_native(self, x: Tensor, cos: Tensor, sin: Tensor, *, functional: Any = NATIVE) -> Tensor:
-        """The rotated ``x``, in new memory.
+        """Rotate ``x``, in new memory.
 
         Raises:
             ValueError: ``x`` has fewer than three dimensions, or ``cos`` or ``sin`` does not fit it.
@@ -170,11 +170,11 @@ class RotaryEmbeddingBase(CustomOp):
         return cos, sin
 
     def _compute_inv_freq(self, base: float) -> Tensor:
-        """``θ``, in radians per position: ``[rotary_dim / 2]``."""
+        """Compute ``θ``, in radians per position: ``[rotary_dim / 2]``."""
         return inverse_frequencies(base, self.rotary_dim, self.dtype)
 
     def _compute_cos_sin_cache(self) -> Tensor:
-        """Cosines and sines of all positions: ``[max_position_embeddings, rotary_dim]``, before the cast to dtype."""
+        """Compute cosines and sines of all positions, ``[max_position_embeddings, rotary_dim]``, before the cast."""
         return cos_sin_table(self._compute_inv_freq(self.base), self.max_position_embeddings)
 
     @called_with(always=["key"])
@@ -182,7 +182,7 @@ class RotaryEmbeddingBase(CustomOp):
     def forward_native(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None, *, functional: Any = NATIVE
     ) -> tuple[Tensor, Tensor | None]:
-        """The rotated query and key, each in the shape it came in; a key of ``None`` stays ``None``.
+        """Rotate query and key, each in the shape it came in; a key of ``None`` stays ``None``.
 
         Args:
             positions: integers ``[num_tokens]`` or ``[batch, sequence]``, rows of the table.
@@ -232,5 +232,5 @@ class RotaryEmbedding(RotaryEmbeddingBase):
 
 
 def no_heads(query: Tensor) -> Tensor:
-    """What stands in for a key that there is none of: the tokens of ``query`` without heads."""
+    """Return a stand-in for a key that there is none of: the tokens of ``query`` without heads."""
     return query.new_empty((*query.shape[:-1], 0))

@@ -31,7 +31,7 @@ _YARN_SCALE = (*_YARN, "attention_factor", "truncate")
 
 @dataclass(frozen=True)
 class _Rope:
-    """What a model says of its rope, with the arguments that all rotary embeddings take."""
+    """The settings of a model for its rope, with the arguments that all rotary embeddings take."""
 
     head_size: int
     rotary_dim: int

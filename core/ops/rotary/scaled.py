@@ -24,7 +24,7 @@ _OP = "rotary_embedding"
 
 
 def _stretched(base: float, by: float, rotary_dim: int) -> float:
-    """The base with which the slowest pair turns ``by`` times slower and the fastest as before."""
+    """Return the base with which the slowest pair turns ``by`` times slower and the fastest as before."""
     expect_positive(_OP, "what the base is stretched by", by)
     if rotary_dim < 4:
         raise ValueError(f"{_OP}: rotary_dim is {rotary_dim}, expected at least 4 where the base is stretched")
@@ -257,7 +257,7 @@ class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbeddingBase):
         *,
         functional: Any = NATIVE,
     ) -> tuple[Tensor, Tensor | None]:
-        """As that of ``RotaryEmbeddingBase``, at ``positions + offsets``."""
+        """Rotate as ``RotaryEmbeddingBase`` does, at ``positions + offsets``."""
         trained, table = self.original_max_position_embeddings, self.long_short_cos_sin_cache
         table = table[trained:] if self.use_long_rope else table[:trained]
         positions = positions if offsets is None else positions + offsets

@@ -21,14 +21,14 @@ QUERY_HEADS, KEY_HEADS = 3, 2
 
 
 def _table(draw: Draw, rows: int, rotary_dim: int) -> Tensor:
-    """Cosines and sines of random angles."""
+    """Draw cosines and sines of random angles."""
     table = draw(rows, rotary_dim)
     angles = table[:, : rotary_dim // 2].double()
     return table.copy_(torch.cat((angles.cos(), angles.sin()), -1))
 
 
 def _inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
-    """A flattened query and a key with its heads apart; of odd heads, and of those of 64, a part is rotated."""
+    """Draw a flattened query and a key with its heads apart; of odd heads, and of those of 64, a part is rotated."""
     return {
         "positions": draw.integers(0, ROWS, lead),
         "query": draw(*lead, QUERY_HEADS * head_size),
@@ -56,7 +56,7 @@ def _given(draw: Draw, lead: Sequence[int], pairs: int) -> Arguments:
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool) -> Tensor:
-    """Pairs of the last dimension as complex numbers, multiplied by those of a table."""
+    """Multiply pairs of the last dimension, as complex numbers, by those of a table."""
     halves = (x.shape[-1] // 2, 2) if not is_neox_style else (2, x.shape[-1] // 2)
     real, imaginary = x.reshape(*x.shape[:-1], *halves).unbind(-2 if is_neox_style else -1)
     product = torch.complex(real.contiguous(), imaginary.contiguous()) * torch.complex(cos, sin)
@@ -64,7 +64,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool) -> Tensor:
 
 
 def _embedded(x: Tensor, rows: Tensor, head_size: int, is_neox_style: bool) -> Tensor:
-    """``x`` rotated by the row of a table for each of its tokens."""
+    """Rotate ``x`` by the row of a table for each of its tokens."""
     tokens, rotary_dim = rows.shape[:-1], rows.shape[-1]
     heads = x.reshape(*tokens, math.prod(x.shape[len(tokens) :]) // head_size, head_size)
     cos, sin = rows.reshape(*tokens, 1, 2, rotary_dim // 2).unbind(-2)
@@ -81,7 +81,7 @@ def _rotary(
 
 
 def _axis(pair: int, section: Sequence[int], interleaved: bool) -> int:
-    """Which of time, height and width turns a pair."""
+    """Tell which of time, height and width turns a pair."""
     if interleaved:
         turn, axis = divmod(pair, 3)
         return axis if turn < section[axis] else 0
@@ -127,7 +127,7 @@ def _dual_chunk(
 
 
 def _rotary_op(positions: Tensor, query: Tensor, key: Tensor, *geometry: Any, **others: Any) -> Module:
-    """DeepSeek's variant, which pairs even elements with odd ones in its models, stands for that style."""
+    """Build the module; DeepSeek's variant, whose models pair even elements with odd ones, stands for that style."""
     return _build(ops.RotaryEmbedding, ops.DeepseekScalingRotaryEmbedding, *geometry, **others), (positions, query, key)
 
 
@@ -179,7 +179,7 @@ def _modelling(family: str) -> Any:
 
 
 def _by_transformers(family: str, query: Tensor, key: Tensor, head_size: int, cos: Tensor, sin: Tensor) -> Any:
-    """Query and key rotated by a family's function, which takes whole heads with their table repeated."""
+    """Rotate query and key by a family's function, which takes whole heads with their table repeated."""
     heads = [x.reshape(*cos.shape[:-1], -1, head_size) for x in (query, key)]
     rotary_dim = cos.shape[-1]
     turn = _modelling(family).apply_rotary_pos_emb
@@ -203,7 +203,7 @@ def _cohere(
 
 
 def _given_to(repeated: Callable[[Tensor], Tensor], for_neox_style: bool) -> Callable[..., Any]:
-    """The function of a family with that style, which takes its table ``repeated`` over whole heads."""
+    """Return the function of a family with that style, which takes its table ``repeated`` over whole heads."""
 
     def call(turn: Any, x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool = True) -> Any:
         if is_neox_style is not for_neox_style:

@@ -28,7 +28,7 @@ PAIRS = 1024
 
 @triton.jit
 def _row_of_chunk(position, version, length, chunk_size):
-    """Row of the table by which ``dual_chunk_rotary_embedding`` rotates this version, counted from 0, of a query."""
+    """Find the row of the table by which ``dual_chunk_rotary_embedding`` rotates this version (from 0) of a query."""
     place = position % length
     place = tl.where(place < 0, place + length, place)  # the sign of a remainder here is that of the position
     before, farthest = place + length, tl.minimum(2 * length - 1, chunk_size)
@@ -51,7 +51,7 @@ def _angles(
     table: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """Cosines and sines of a token, from the row of the tables that ``table`` says, pair by pair where axes differ."""
+    """Load cosines and sines of a token, from the row that ``table`` says, pair by pair where axes differ."""
     pair = tl.arange(0, tile_columns)[None, :]
     if table == "sequence":
         row = token % length
@@ -136,7 +136,7 @@ def rotary_kernel(
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ):
-    """Each ``together`` heads of the query are followed by their other versions, if there are several."""
+    """Rotate; each ``together`` heads of the query are followed by their other versions, if there are several."""
     of_query = tl.cdiv(query_heads, tile_rows) * versions
     blocks = of_query + tl.cdiv(key_heads, tile_rows)
     token, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
@@ -158,7 +158,7 @@ def rotary_kernel(
 
 
 class _Angles(NamedTuple):
-    """Where the kernel finds the angles: tables of one stride with adjacent columns, and how it picks their rows.
+    """The place of the angles: tables of one stride with adjacent columns, and how the kernel picks their rows.
 
     The bounds are where the second and the third section of pairs begin, or length and size of a chunk.
     """
@@ -172,7 +172,7 @@ class _Angles(NamedTuple):
 
     @property
     def versions(self) -> int:
-        """How often the query is rotated."""
+        """Count how often the query is rotated."""
         return definitions.VERSIONS_OF_QUERY if self.table == "chunks" else 1
 
 
@@ -211,14 +211,14 @@ def _launch_rotation(
 
 
 def _as_heads(x: Tensor, tokens: int, head_size: int) -> Tensor:
-    """``x`` as ``[tokens, heads, head_size]`` with adjacent elements: a view where strides allow it, else a copy."""
+    """View ``x`` as ``[tokens, heads, head_size]`` with adjacent elements; copy it where strides do not allow it."""
     heads = x.numel() // (tokens * head_size) if tokens else 0
     viewed = x.reshape(tokens, heads, head_size)
     return viewed if viewed.stride(-1) == 1 else viewed.contiguous()
 
 
 def _fits(positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor) -> bool:
-    """Whether the kernel can take these; what it cannot the native definition computes, or says what is wrong."""
+    """Tell whether the kernel can take these; what it cannot the native definition computes, or says what is wrong."""
     return (
         positions.dtype in (torch.int32, torch.int64)
         and cos_sin_cache.is_floating_point()
@@ -232,7 +232,7 @@ def _fits(positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin
 
 
 def _has_heads(positions: Tensor, x: Tensor, head_size: int) -> bool:
-    """Whether ``x`` has heads to rotate for each of the positions, as which or flattened its tokens are arranged."""
+    """Tell whether ``x`` has heads to rotate for each position, with tokens arranged like these or flattened."""
     tokens = positions.shape
     return (
         x.is_floating_point()
@@ -260,7 +260,7 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool = 
     out, head_size = x.new_empty(x.shape), x.shape[-1]
     heads = _as_heads(x, x.numel() // (x.shape[-2] * head_size), head_size)
     angles = _Angles(cos.contiguous(), sin.contiguous(), cos, x.shape[-3], "sequence")
-    _launch_rotation(heads, heads[:, :0], (out, out), angles, is_neox_style)
+    _launch_rotation(heads, heads[:, :0], (out, out), angles, is_neox_style)  # no heads for a key
     return out
 
 

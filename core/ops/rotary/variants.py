@@ -42,7 +42,7 @@ def _moved(positions: Tensor, offsets: Tensor | None) -> Tensor:
 
 
 def _slowed(inv_freq: Tensor, kept: Tensor, factor: float) -> Tensor:
-    """Frequencies divided by ``factor``, save for the share ``kept`` of each; where that is 1, exactly as they were."""
+    """Divide frequencies by ``factor``, save for the share ``kept`` of each; where that is 1, they stay exactly."""
     return inv_freq * (1.0 - (1.0 - kept) * (1.0 - 1.0 / factor))
 
 
@@ -149,7 +149,7 @@ class _YaRNTable:
         return self.rotary_dim * turned / (2.0 * math.log(self.base))
 
     def _compute_inv_freq(self, scaling_factor: float) -> Tensor:
-        """``θ`` with low frequencies divided by ``scaling_factor``, ``[rotary_dim / 2]``.
+        """Compute ``θ`` with low frequencies divided by ``scaling_factor``, ``[rotary_dim / 2]``.
 
         Of an op without a scaling factor it is called with the base, as that of ``RotaryEmbeddingBase``.
         """
@@ -170,12 +170,12 @@ class _YaRNTable:
 
 
 def _yarn_scale(factor: float, mscale: float = 1.0) -> float:
-    """What YaRN multiplies cosines and sines by, and so attention scores by its square."""
+    """Return YaRN's factor for cosines and sines, and so for attention scores by its square."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
 def _table_scale(factor: float, mscale: float | None, mscale_all_dim: float | None, given: float | None) -> float:
-    """What a table of YaRN is multiplied by: what is given, the ratio of two scales, or its own scale."""
+    """Return the factor for a table of YaRN: what is given, the ratio of two scales, or its own scale."""
     if given is not None:
         return float(given)
     if mscale and mscale_all_dim:
@@ -280,7 +280,7 @@ class DeepseekScalingRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
         *,
         functional: Any = NATIVE,
     ) -> tuple[Tensor, Tensor | None]:
-        """As that of ``RotaryEmbeddingBase``, at ``positions + offsets``."""
+        """Rotate as ``RotaryEmbeddingBase`` does, at ``positions + offsets``."""
         return super().forward_native(_moved(positions, offsets), query, key, functional=functional)
 
     functional_cuda = functional_xpu = TRITON
@@ -367,7 +367,7 @@ class MRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
         *,
         functional: Any = NATIVE,
     ) -> tuple[Tensor, Tensor | None]:
-        """The rotated query and key, each in the shape it came in; a key of ``None`` stays ``None``.
+        """Rotate query and key, each in the shape it came in; a key of ``None`` stays ``None``.
 
         Args:
             positions: integers ``[3, num_tokens]`` or, of text, ``[num_tokens]``.

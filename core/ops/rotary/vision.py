@@ -78,7 +78,7 @@ class Llama4VisionRotaryEmbedding(RotaryEmbeddingBase):
     def forward_native(
         self, query: Tensor, key: Tensor | None = None, *, functional: Any = NATIVE
     ) -> tuple[Tensor, Tensor | None]:
-        """The rotated query and key; a key of ``None`` stays ``None``.
+        """Rotate query and key; a key of ``None`` stays ``None``.
 
         Args:
             query: ``[batch, patches + 1, heads, head_size]``.

@@ -25,7 +25,7 @@ def expect_groups(op: str, topk: int, num_expert_group: int, topk_group: int) ->
 
 
 def _routed(gating_output: Tensor, topk: int, *others: object, **settings: object) -> tuple[Tensor, Tensor]:
-    """Fake rule: ``[tokens, topk]`` in float32 and in int32."""
+    """Make ``[tokens, topk]`` in float32 and in int32; a fake rule."""
     shape = (gating_output.shape[0], topk)
     return gating_output.new_empty(shape, dtype=torch.float32), gating_output.new_empty(shape, dtype=torch.int32)
 
@@ -41,7 +41,7 @@ def grouped_topk(
     routed_scaling_factor: float = 1.0,
     e_score_correction_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The experts of each token, from its best groups of experts only (DeepSeek-V2, arXiv:2405.04434; with a bias
+    """Choose each token's experts, from its best groups of experts only (DeepSeek-V2, arXiv:2405.04434; with a bias
     DeepSeek-V3, arXiv:2412.19437).
 
     A group scores as its best expert or, with a bias, as its two best together. Of the ``topk_group`` best groups the
@@ -82,7 +82,7 @@ def grouped_topk(
 
 
 def _best(scores: Tensor, topk: int, groups: int, kept: int, bias: Tensor | None) -> Tensor:
-    """The ids of the best experts of the best groups, ``[tokens, topk]``."""
+    """Return the ids of the best experts of the best groups, ``[tokens, topk]``."""
     choice = scores if bias is None else scores + bias.to(scores.dtype)
     if kept == groups:
         return _descending(choice)[:, :topk]

@@ -62,7 +62,7 @@ class GroupedTopk(CustomOp):
     def forward_native(
         self, hidden_states: Tensor, gating_output: Tensor, e_score_correction_bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Weights and ids from the logits ``gating_output``, ``[tokens, experts]``; ``hidden_states`` is not read.
+        """Choose weights and ids by the logits ``gating_output``, ``[tokens, experts]``; ``hidden_states`` is not read.
 
         Raises:
             ValueError: ``hidden_states`` has another number of tokens, or ``gating_output`` or the bias, ``[experts]``,
@@ -86,7 +86,7 @@ class GroupedTopk(CustomOp):
         return self.append_shared_experts(weights, ids, gating_output.shape[1])
 
     def append_shared_experts(self, weights: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-        """Weights and ids with those of the shared experts behind them; for kernels too."""
+        """Append the shared experts to weights and ids; for kernels too."""
         if not self.num_fused_shared_experts:
             return weights, ids
         shared = torch.arange(

@@ -53,7 +53,7 @@ def _grouped_topk(
 
 
 def _inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
-    """Eight groups of ``size`` experts; the logits of a token are as many different numbers that every dtype holds."""
+    """Draw eight groups of ``size`` experts; a token's logits are as many different numbers that every dtype holds."""
     logits = draw(math.prod(lead), 8 * size)
     logits.copy_((logits.double().argsort(-1) - 4 * size) / 2 ** math.ceil(math.log2(size + 1)))
     return {
@@ -123,7 +123,7 @@ def _transformers(
     topk_group: int,
     routed_scaling_factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """A router of transformers, whose linear layer passes the logits on; its results in descending order."""
+    """Run a router of transformers, whose linear layer passes the logits on; its results in descending order."""
     experts = gating_output.shape[1]
     config.update(
         {

@@ -1,4 +1,4 @@
-"""Which dtypes and devices an op takes together, for those who ask before it runs: compiled code, which cannot catch
+"""The dtypes and devices that an op takes together, for those who ask before it runs: compiled code, which cannot catch
 what an op raises, and the rules by which ops are traced."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROUNDED_TO_WEIGHT = (
 
 
 def refusal(op: str, arguments: Mapping[str, object]) -> str | None:
-    """What the op says to dtypes and devices that it refuses, ``None`` where it takes them."""
+    """Return what the op says to dtypes and devices that it refuses, ``None`` where it takes them."""
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     first = "query" if "query" in tensors else "x"
     x = tensors[first]
@@ -38,7 +38,7 @@ def refusal(op: str, arguments: Mapping[str, object]) -> str | None:
 
 
 def _taken(op: str, name: str, x: Tensor, weight: Tensor | None) -> tuple[torch.dtype, ...] | None:
-    """The dtypes that an argument may have, ``None`` for any."""
+    """Return the dtypes that an argument may have, ``None`` for any."""
     if name in LIKE_THE_FIRST:
         return (x.dtype,)
     if name == "positions":

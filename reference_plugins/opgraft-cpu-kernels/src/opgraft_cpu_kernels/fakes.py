@@ -1,4 +1,4 @@
-"""What the kernels return, without values: the rules by which torch traces and compiles their callers."""
+"""Fake rules of the kernels, by which torch traces and compiles their callers: their results, without values."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def register() -> None:
 
 
 def _refusing(name: str, rule: Callable[..., object]) -> Callable[..., object]:
-    """The rule, refusing what the op would: torch asks it in place of the op if any of the tensors is on ``meta``."""
+    """Make the rule refuse what the op would: torch asks it in place of the op if any of the tensors is on ``meta``."""
     parameters = [argument.name for argument in getattr(torch.ops.opgraft_cpu_kernels, name).default._schema.arguments]
 
     @functools.wraps(rule)

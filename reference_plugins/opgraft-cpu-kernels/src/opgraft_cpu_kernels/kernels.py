@@ -23,11 +23,11 @@ from opgraft_cpu_kernels.library import missing
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 FP8 = torch.float8_e4m3fn
 REFUSED = (ValueError, NotImplementedError)
-"""What the kernels raise for arguments that they do not take, on other devices too."""
+"""The errors of the kernels for arguments that they do not take, on other devices too."""
 
 
 def op(name: str) -> Callable[..., Any]:
-    """The torch op of that name; one that says what is missing where the library is."""
+    """Return the torch op of that name; one that says what is missing where the library is."""
     packet = getattr(torch.ops.opgraft_cpu_kernels, name, None)
     return packet.default if packet is not None else _absent
 
@@ -37,7 +37,7 @@ def _absent(*args: Any, **kwargs: Any) -> Any:
 
 
 def kernel(form: Any) -> Callable[..., Any]:
-    """The kernel of a form whose arguments are those of the op of the same name."""
+    """Return the kernel of a form whose arguments are those of the op of the same name."""
     name, run, native = form.name, op(form.name), form.native
     parameters = tuple(inspect.signature(native).parameters)
 
@@ -58,7 +58,7 @@ def kernel(form: Any) -> Callable[..., Any]:
 
 
 def rotation(form: Any) -> Callable[..., Any]:
-    """The kernel of a form that rotates query and key by positions."""
+    """Return the kernel of a form that rotates query and key by positions."""
     name, run, native = form.name, op(form.name), form.native
 
     @functools.wraps(native, assigned=("__name__", "__qualname__", "__doc__", "__annotations__"))
@@ -84,7 +84,7 @@ def _rotates(name: str, positions: Tensor, query: Tensor, key: Tensor, cos_sin_c
 
 
 def quant_fp8_static(x: Tensor, scale: Tensor, group_shape: Sequence[int], dtype: torch.dtype = FP8) -> Tensor:
-    """As the form of that name."""
+    """Compute the form of that name."""
     by_rows = (
         x.dim() > 0
         and x.is_cpu
@@ -106,7 +106,7 @@ def quant_fp8_dynamic(
     use_ue8m0: bool = False,
     dtype: torch.dtype = FP8,
 ) -> tuple[Tensor, Tensor]:
-    """As the form of that name."""
+    """Compute the form of that name."""
     bounded_token = scale_ub is None or (scale_ub.numel() == 1 and tuple(group_shape) == (1, -1))
     if x.dim() and x.is_cpu and bounded_token and in_rows(group_shape) and x.dtype in DTYPES and dtype is FP8:
         try:
@@ -117,7 +117,7 @@ def quant_fp8_dynamic(
 
 
 def in_rows(group_shape: Sequence[int]) -> bool:
-    """Whether what shares a scale is the tensor, or a row or a part of one."""
+    """Tell whether what shares a scale is the tensor, or a row or a part of one."""
     return tuple(group_shape) == (-1, -1) or (len(group_shape) == 2 and group_shape[0] == 1)
 
 

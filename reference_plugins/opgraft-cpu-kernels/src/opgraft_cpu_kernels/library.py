@@ -18,7 +18,7 @@ _AGAIN = "build it again by pip install --force-reinstall --no-cache-dir --no-de
 
 @functools.cache
 def missing() -> str | None:
-    """Why the kernels cannot run here, or ``None``; loads them when it is called first."""
+    """Say why the kernels cannot run here, or return ``None``; load them when called first."""
     try:
         record = json.loads((_FOLDER / "_build.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -56,7 +56,7 @@ def _loaded() -> None:
 
 
 def path() -> str:
-    """The path in force.
+    """Return the path in force.
 
     Raises:
         RuntimeError: the library is missing.
@@ -66,12 +66,12 @@ def path() -> str:
 
 
 def path_or_none() -> str:
-    """The path in force, an empty name where the library is missing."""
+    """Return the path in force, an empty name where the library is missing."""
     return _in_force
 
 
 def paths() -> list[str]:
-    """The paths that this CPU has, the fastest first.
+    """Return the paths that this CPU has, the fastest first.
 
     Raises:
         RuntimeError: the library is missing.

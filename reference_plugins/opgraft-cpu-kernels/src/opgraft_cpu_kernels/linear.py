@@ -36,14 +36,14 @@ _COPIES = WeightCache()
 
 
 def has_kernel(platform: object) -> bool:
-    """Whether the path in force has a kernel for linear layers, or something is missing, which the op then tells."""
+    """Tell whether the path in force has a kernel for linear layers; true if something is missing: the op says so."""
     return bool(missing()) or any(path == path_or_none() for path, _ in FEW)
 
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "none", residual: Tensor | None = None
 ) -> Tensor:
-    """As the form of that name, rounded once.
+    """Compute the form of that name, rounded once.
 
     On tiles a float32 number is a sum of three bfloat16 numbers, or of two where
     ``torch.set_float32_matmul_precision`` was told that "high" or "medium" suffices.

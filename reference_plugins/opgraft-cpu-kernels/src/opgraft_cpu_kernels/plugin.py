@@ -1,4 +1,4 @@
-"""What happens when the plugin is activated: its classes take the place of the catalogue's on the CPU platform."""
+"""The plugin's hooks: its classes take the place of the catalogue's on the CPU platform."""
 
 from __future__ import annotations
 

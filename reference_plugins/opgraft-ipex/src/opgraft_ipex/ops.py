@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _served(*tensors: Tensor) -> bool:
-    """Whether the kernels take these: of one dtype that they know, and none empty."""
+    """Tell whether the kernels take these: of one dtype that they know, and none empty."""
     return tensors[0].dtype in DTYPES and all(t.dtype == tensors[0].dtype and t.numel() for t in tensors)
 
 

@@ -1,4 +1,4 @@
-"""What happens when the plugin is activated. Nothing of Intel's extension is imported before it is known to fit."""
+"""The plugin's hooks. Nothing of Intel's extension is imported before it is known to fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EXTENSION = "intel-extension-for-pytorch"
 
 @opgraft.hookimpl
 def opgraft_veto(platform: opgraft.Platform) -> str | None:
-    """Why the extension cannot be used here. Importing one that was built for another torch ends in an error."""
+    """Say why the extension cannot be used here. Importing one that was built for another torch ends in an error."""
     machine = opgraft.Machine()
     installed, build = machine.version_of(EXTENSION), machine.torch_build()
     if installed is None:

@@ -22,7 +22,7 @@ BLOCK = 128
 
 @functools.cache
 def attention(scale: float, is_causal: bool, interpret: bool) -> Callable[..., Any]:
-    """A function of query ``[H, L, E]``, key ``[K, S, E]`` and value ``[K, S, Ev]`` with ``K`` a divisor of ``H``.
+    """Build a function of query ``[H, L, E]``, key ``[K, S, E]`` and value ``[K, S, Ev]``; ``K`` divides ``H``.
 
     The same function for the same arguments, because torch_xla traces a function anew for each identity.
     """
@@ -56,7 +56,7 @@ def _whole_blocks(x: jax.Array) -> jax.Array:
 
 
 def _step(query: Any, key: Any, value: Any, out: Any, highest: Any, total: Any, weighted: Any, **options: Any) -> None:
-    """One block of keys. The last three hold over the blocks what softmax needs: maximum, sum of weights, result."""
+    """Attend to one block of keys. The last three hold over the blocks what softmax needs: maximum, sum, result."""
     row, column = pl.program_id(1), pl.program_id(2)
 
     def begin() -> None:
@@ -84,7 +84,7 @@ def _step(query: Any, key: Any, value: Any, out: Any, highest: Any, total: Any, 
 def _scores(
     query: jax.Array, key: jax.Array, first_row: Any, first_column: Any, *, scale: float, is_causal: bool, keys: int
 ) -> jax.Array:
-    """Scaled products, minus infinity for keys that are padding or come after the query. Key 0 is always seen."""
+    """Scale products; give minus infinity for keys that are padding or come after the query. Key 0 is always seen."""
     scores = _dot(query, key.T) * scale
     columns = first_column + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
     seen = columns < keys
@@ -94,5 +94,5 @@ def _scores(
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The product in float32, which a matrix unit reaches in several passes."""
+    """Multiply in float32, which a matrix unit reaches in several passes."""
     return jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)

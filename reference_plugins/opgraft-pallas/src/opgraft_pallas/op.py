@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @torch.library.custom_op("opgraft_pallas::attention", mutates_args=(), device_types="xla")
 def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, is_causal: bool) -> Tensor:
-    """``[..., heads, tokens, features]``; on XLA's CPU client Pallas interprets the kernel."""
+    """Attend over ``[..., heads, tokens, features]``; on XLA's CPU client Pallas interprets the kernel."""
     interpret = torch_xla.runtime.device_type() == "CPU"
     function = kernel.attention(scale, is_causal, interpret)
     attended: Tensor = call_jax(function, tuple(x.flatten(0, -3) for x in (query, key, value)))

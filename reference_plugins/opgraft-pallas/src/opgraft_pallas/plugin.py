@@ -1,4 +1,4 @@
-"""What happens when the plugin is activated, which is on the TPU platform only."""
+"""The plugin's hooks, for the TPU platform only."""
 
 from __future__ import annotations
 

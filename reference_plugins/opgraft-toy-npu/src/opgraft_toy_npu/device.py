@@ -10,7 +10,7 @@ VARIABLE = "TOY_NPU_DEVICE"
 
 
 def probe(machine: Machine) -> Evidence:
-    """Whether there is a toy NPU: a pure function of the machine's environment and files, which never raises."""
+    """Look for a toy NPU: a pure function of the machine's environment and files, which never raises."""
     path = machine.environ.get(VARIABLE)
     if not path:
         return Evidence(False, f"no device: {VARIABLE} is not set")

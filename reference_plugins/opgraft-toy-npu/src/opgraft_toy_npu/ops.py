@@ -10,7 +10,7 @@ from opgraft.ops import GELU, LayerNorm, RMSNorm, SiluAndMul
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """The device computes half types in float32."""
+    """Widen to float32, in which the device computes half types."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 

@@ -28,7 +28,7 @@ class ToyNpuPlatform(Platform):
         return DeviceMemory(total=total, free=total)
 
     def synchronize(self, index: int = 0) -> None:
-        """The simulated device has no queue."""
+        """Do nothing: the simulated device has no queue."""
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)

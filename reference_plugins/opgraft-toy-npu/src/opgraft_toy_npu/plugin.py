@@ -1,4 +1,4 @@
-"""What happens when the plugin is activated: the host calls these hooks once the platform is decided."""
+"""The plugin's hooks, which the host calls once the platform is decided."""
 
 from __future__ import annotations
 
