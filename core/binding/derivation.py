@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from opgraft.binding.marks import inference_only as mark_inference_only
 from opgraft.binding.marks import needs as mark_needs
 from opgraft.errors import MissingKernelError, RegistrationError
+from opgraft.platform import DISPATCH_KEYS
 from opgraft.registry.op_classes import location_of
 
 Result = TypeVar("Result")
@@ -102,10 +103,9 @@ def derive_kernels(cls: type) -> None:
     Raises:
         RegistrationError: its ``forward_native`` does not take ``functional``, so that nothing can be derived from it.
     """
-    for name in [name for name in vars(cls) if name.startswith(_DECLARED)]:
-        method = f"forward_{name.removeprefix(_DECLARED)}"
-        if method not in vars(cls):
-            setattr(cls, method, _derived(cls, name))
+    for key in DISPATCH_KEYS:
+        if f"{_DECLARED}{key}" in vars(cls) and f"forward_{key}" not in vars(cls):
+            setattr(cls, f"forward_{key}", _derived(cls, f"{_DECLARED}{key}"))
 
 
 def is_derived(method: object) -> bool:

@@ -92,7 +92,7 @@ def bind_exact(target: type, cls: type, enforce: bool = False) -> Binding:
     binding = _cached(lambda caches: caches.existing, (target, cls), lambda: _decide_exact(target, cls))
     if enforce and (binding.kernel.enabled or _gone(target, cls)[1] is None):
         return enforced(binding)
-    return replace(binding, enforced=enforce)
+    return binding if binding.enforced == enforce else replace(binding, enforced=enforce)
 
 
 def _decide_exact(target: type, cls: type) -> Binding:

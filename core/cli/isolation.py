@@ -58,7 +58,7 @@ def _crash(running: Mapping[str, Any], ended: Ended, time_limit: float) -> Findi
     if ended.status is None:
         end = f"did not come back within {time_limit:g} s"
     elif ended.status < 0:
-        end = f"crashed the process with signal {signal.Signals(-ended.status).name}"
+        end = f"crashed the process with signal {_signal_name(-ended.status)}"
     else:
         end = f"ended the process with status {ended.status}"
     said = ended.output.strip().splitlines()[-1:]
@@ -98,3 +98,8 @@ class _Reporter(logging.Handler):
         else:
             self.running.pop()
         _write(self.reply_to, self.running[-1])
+
+
+def _signal_name(number: int) -> str:
+    """Return the name of a signal; those for real-time use have none."""
+    return signal.Signals(number).name if number in set(signal.Signals) else str(number)

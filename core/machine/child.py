@@ -87,9 +87,16 @@ def run_child(
 
     handed_over = json.dumps(data).encode()
     read_end, write_end = os.pipe()
-    path = json.dumps([str(entry) for entry in sys.path])
     # Isolated: neither variables nor the working folder decide what is imported before the preface sets the path.
-    command = [sys.executable, "-I", "-c", _PREFACE + code, path, str(write_end), *arguments]
+    command = [
+        sys.executable,
+        "-I",
+        "-c",
+        _PREFACE + code,
+        json.dumps([*map(str, sys.path)]),
+        str(write_end),
+        *arguments,
+    ]
     try:
         child = subprocess.Popen(  # noqa: S603  # our own interpreter
             command,

@@ -124,3 +124,15 @@ def test_compiled_code_calls_derived_kernels() -> None:
     x, norm = torch.randn(3, 8), ops.RMSNorm(8)
     compiled = torch.compile(norm, fullgraph=True, backend="eager")
     assert torch.equal(compiled(x), norm(x))
+
+
+def test_what_only_looks_like_a_declaration_is_left_alone() -> None:
+    """An attribute that names no dispatch key is the author's own."""
+
+    class Own(CustomOp):
+        functional_helper = staticmethod(doubled)
+
+        def forward_native(self, x: Tensor) -> Tensor:
+            return x
+
+    assert not hasattr(Own, "forward_helper")
