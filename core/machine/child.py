@@ -88,15 +88,7 @@ def run_child(
     handed_over = json.dumps(data).encode()
     read_end, write_end = os.pipe()
     # Isolated: neither variables nor the working folder decide what is imported before the preface sets the path.
-    command = [
-        sys.executable,
-        "-I",
-        "-c",
-        _PREFACE + code,
-        json.dumps([*map(str, sys.path)]),
-        str(write_end),
-        *arguments,
-    ]
+    command = [sys.executable, "-I", "-c", _PREFACE + code, _search_path(), str(write_end), *arguments]
     try:
         child = subprocess.Popen(  # noqa: S603  # our own interpreter
             command,
@@ -125,6 +117,10 @@ def run_child(
         _kill(child)
         raise
     return Ended(status, answer.decode(errors="replace"), printed.decode(errors="replace"))
+
+
+def _search_path() -> str:
+    return json.dumps([str(entry) for entry in sys.path])
 
 
 def _minimal_environment() -> dict[str, str]:

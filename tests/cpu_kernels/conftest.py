@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import opgraft
 import pytest
 import torch
-from cpu_kernels.building import CACHE, PLUGIN, copy_of_sources, install, source_files
+from cpu_kernels.building import CACHE, compiler, copy_of_sources, install, kept
 
 
 @pytest.fixture(scope="session")
@@ -21,18 +19,15 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the installed plugin. A build is kept for the next session and shared by processes."""
     if not shutil.which("g++"):
         pytest.skip("no g++ to build the kernels with")
-    digest = hashlib.sha256(f"{torch.__version__} {sys.version_info[:2]}".encode())
-    for path in source_files():
-        digest.update(str(path.relative_to(PLUGIN)).encode() + path.read_bytes())
-    target = CACHE / digest.hexdigest()[:16]
+    target = kept()
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            for old in sorted(CACHE.glob("*/"), key=lambda folder: folder.stat().st_mtime)[:-3]:
+            for old in sorted(CACHE.glob("*/"), key=lambda folder: folder.stat().st_mtime)[:-6]:
                 shutil.rmtree(old)
             folder = tmp_path_factory.mktemp("cpu-kernels")
-            result = install(copy_of_sources(folder / "source"), folder / "site")
+            result = install(copy_of_sources(folder / "source"), folder / "site", CXX=compiler())
             assert result.returncode == 0, result.stdout + result.stderr
             shutil.copytree(folder / "site", partial := CACHE / f"partial-{os.getpid()}")
             partial.rename(target)

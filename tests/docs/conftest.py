@@ -22,6 +22,7 @@ import opgraft
 import opgraft.ops  # before the host is first reset: what is imported during a test is forgotten after it
 import pytest
 import tomllib
+from cpu_kernels.building import compiler
 from opgraft.plugins import discovery
 
 REPOSITORY = Path(__file__).parents[2]
@@ -199,6 +200,8 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
     monkeypatch.syspath_prepend(str(packages))
     variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "PYTHONPATH")}
     variables["PATH"] = f"{environment / 'bin'}{os.pathsep}{variables['PATH']}"
+    if shutil.which("g++"):
+        variables["CXX"] = compiler()
     if FOREIGN:
         variables["OPGRAFT_PLUGINS_DISABLE"] = ",".join(FOREIGN)
     before = set(sys.modules)
