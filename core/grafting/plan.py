@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-_PASSED_OVER = "{} torch.nn.Linear became ops: quantize_dynamic, which looks for that class, must run before graft."
+_PASSED_OVER = "{} torch.nn.Linear became ops: run quantize_dynamic and its like before graft"
 _COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
