@@ -31,7 +31,7 @@ VARIABLES: Mapping[str, str] = {
     LOG: "what is logged on stderr: debug, info, warning (default) or error",
 }
 
-FLAG_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "off": False}
+FLAG_WORDS = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
 """The spellings of a flag."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error")

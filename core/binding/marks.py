@@ -39,9 +39,13 @@ def unmet_need(kernel: object) -> str | None:
     """Return what a kernel needs and this machine or installation lacks, ``None`` where nothing is missing."""
     check = getattr(kernel, NEEDS, None)
     try:
-        return check() if check else None
+        missing = check() if check else None
     except (Exception, SystemExit) as error:  # a plugin's code; the reason stays in the decision
         return f"its needs() check raised {described(error)}"
+    if missing is None or isinstance(missing, str):
+        return missing
+    wrong = TypeError(f"a value of type {type(missing).__name__}, expected a reason as str, or None")
+    return f"its needs() check raised {described(wrong)}"
 
 
 def falls_back(when: str) -> Callable[[Function], Function]:

@@ -154,16 +154,16 @@ def enforced(binding: Binding) -> Binding:
 def _cached(cache: Callable[[Caches], dict[Key, Binding]], key: Key, decide: Callable[[], Binding]) -> Binding:
     """Return the binding kept under ``key`` for the active scope; keep a new one only if nothing changed meanwhile."""
     state = host_state()
-    try:
-        return cache(state.current_caches())[key]
-    except KeyError:
-        generation = state.generation
-        binding = decide()
-        with state.lock:
-            # Decided without the lock, as plugins' code may run: what changed meanwhile makes it stale.
-            if state.generation == generation:
-                cache(state.current_caches())[key] = binding
-        return binding
+    known = cache(state.current_caches()).get(key)
+    if known is not None:
+        return known
+    generation = state.generation
+    binding = decide()
+    with state.lock:
+        # Decided without the lock, as plugins' code may run: what changed meanwhile makes it stale.
+        if state.generation == generation:
+            cache(state.current_caches())[key] = binding
+    return binding
 
 
 def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:

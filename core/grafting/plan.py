@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
-_PASSED_OVER = "{} torch.nn.Linear became ops: run quantize_dynamic and its like before graft"
+_PASSED_OVER = "{} torch.nn.Linear become ops: run quantize_dynamic and its like before graft"
 _COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -111,13 +111,13 @@ class Plan:
         """Walk over the ops that forwards are going to call."""
         yield from (entry for entry in self.entries if isinstance(entry, Call))
 
-    def report(self) -> GraftReport:
-        """Put the plan in words."""
+    def report(self, applied: bool) -> GraftReport:
+        """Put the plan in words, before it is ``applied`` or after."""
         changes = sorted((e for e in self.entries if not isinstance(e, LeftAlone)), key=lambda e: isinstance(e, Call))
         replaced = tuple(replaced_by(e.op, *_labels(e), e.adapter, e.provider) for e in changes)
         left_alone = tuple(entry for entry in self.entries if isinstance(entry, LeftAlone))
         linears = sum(type(exchange.module) is nn.Linear for exchange in self.exchanges())
-        return GraftReport(replaced, left_alone, (_PASSED_OVER.format(linears),) if linears else ())
+        return GraftReport(replaced, left_alone, (_PASSED_OVER.format(linears),) if linears else (), applied)
 
 
 def plan_of(model: nn.Module) -> Plan:

@@ -55,7 +55,7 @@ def graft(model: nn.Module, *, dry_run: bool = False) -> GraftReport:
         with ExitStack() as undo:
             _apply(plan, undo)
             undo.pop_all()
-    return plan.report()
+    return plan.report(applied=not dry_run)
 
 
 def _apply(plan: Plan, undo: ExitStack) -> None:

@@ -72,11 +72,13 @@ class GraftReport:
         left_alone: one row per module that stayed as it was although it has no children or has parameters of its own,
             is attention, or is known to an adapter.
         notes: what code that works on the model afterwards may stumble over.
+        applied: ``False`` for a dry run, which has replaced nothing.
     """
 
     replaced: tuple[Replaced, ...] = ()
     left_alone: tuple[LeftAlone, ...] = ()
     notes: tuple[str, ...] = ()
+    applied: bool = True
 
     def counts(self) -> tuple[Count, ...]:
         """Count the ops that each implementation serves, those inside composites too, the most frequent first."""
@@ -98,7 +100,8 @@ class GraftReport:
 
     def tables(self, width: int | None = WIDTH) -> str:
         """Return the report as text, without the notes, in tables that fit ``width``; ``None``: a line per row."""
-        head = [f"{len(self.replaced)} modules replaced, {len(self.left_alone)} left alone"]
+        verb = "replaced" if self.applied else "would be replaced"
+        head = [f"{len(self.replaced)} modules {verb}, {len(self.left_alone)} left alone"]
         served = [(str(row.count), row.op, f"{row.implementation} of {row.provider}") for row in self.counts()]
         if served:
             head += ["", *table([("count", "op", "implementation"), *served], width)]

@@ -166,3 +166,10 @@ def test_bad_values_are_config_errors(call, message: str) -> None:
     """Every setting checks its value where it is given."""
     with pytest.raises(ConfigError, match=message):
         call()
+
+
+@pytest.mark.parametrize(("word", "value"), [("no", False), ("off", False), ("0", False), ("yes", True), ("on", True)])
+def test_a_flag_has_the_words_that_are_documented(word: str, value: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each spelling in the reference is taken."""
+    monkeypatch.setenv("OPGRAFT_STRICT", word)
+    assert read_environment().strict is value

@@ -65,6 +65,18 @@ def test_kernels_say_what_they_need_and_whether_they_have_a_backward() -> None:
         assert torch.equal(norm(x), 2 * norm.forward_native(x))
 
 
+def test_a_check_that_returns_no_reason_is_named() -> None:
+    """A check that answers with a truth value is a mistake of its author: the kernel is passed over, and it is said."""
+
+    class Doubled(ops.RMSNorm):
+        functional_oot = FunctionalKernels({"rms_norm": doubled}, needs=lambda: True)  # type: ignore[arg-type, return-value]
+
+    CustomOp.register_oot(Doubled, name="RMSNorm")
+    assert "needs() check raised TypeError: a value of type bool, expected a reason as str, or None" in str(
+        ops.RMSNorm(8).decision
+    )
+
+
 def test_a_static_definition_gives_a_method() -> None:
     """``SiluAndMul.forward_native`` is static, as in vLLM; a kernel derived from it is called like any method."""
 
