@@ -132,8 +132,7 @@ def expect_positive(op: str, argument: str, value: float) -> None:
 def expect_module(function: str, model: object) -> None:
     """Raise ``TypeError`` unless a function was given a module: an instance, not its class."""
     if not isinstance(model, nn.Module):
-        given = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise TypeError(f"{function} was given {given}, expected an instance of torch.nn.Module")
+        raise TypeError(f"{function} was given {model!r}, expected a torch.nn.Module")
 
 
 def values_are_known(x: Tensor) -> bool:
