@@ -61,8 +61,8 @@ def _failure(finding: Finding | None) -> dict[str, Any]:
 
 def _print_details(details: dict[str, Any]) -> None:
     for key, value in details.items():
-        if key == "traceback" and value:
-            print_wrapped(value.splitlines(), indent="  | ")  # which no line of it can forge
+        if key == "traceback":
+            print_wrapped((value or "").splitlines(), indent="  | ")  # which no line of it can forge
         else:
             print_wrapped(f"{key.replace('_', ' ')}: {_in_words(value)}")
     echo()
