@@ -79,6 +79,10 @@ class QuantizationError(OpgraftError, NotImplementedError):
     """A weight method cannot do what a layer needs of it."""
 
 
+class ModelError(OpgraftError, ValueError):
+    """A model cannot be made as its config describes it, or nothing is registered for its architecture."""
+
+
 class PlatformError(OpgraftError):
     """The platform of this process could not be decided, or is not the one that was asked for."""
 

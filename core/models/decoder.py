@@ -12,18 +12,15 @@ from opgraft.distributed import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
 )
-from opgraft.models.construction import architecture_config, quantization_config
 from opgraft.models.decoder_config import DecoderShape, Family
+from opgraft.models.description import architecture_config, joined, quantization_config
+from opgraft.models.model import Model
 from opgraft.ops.activation import GeluAndMul, SiluAndMul
 from opgraft.ops.attention import Attention
 from opgraft.ops.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
 from opgraft.ops.layernorm import GemmaRMSNorm, RMSNorm
-from opgraft.ops.linear import (
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    QuantizationConfig,
-    RowParallelLinear,
-)
+from opgraft.ops.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.rotary import get_rope
 from torch import Tensor, nn
 
@@ -241,7 +238,7 @@ class DecoderModel(nn.Module):
         return self.norm(hidden_states, residual)[0]  # type: ignore[no-any-return]
 
 
-class DecoderForCausalLM(nn.Module):
+class DecoderForCausalLM(Model):
     """A decoder with its logits; a family is a subclass that sets ``family``.
 
     Args:
@@ -256,8 +253,8 @@ class DecoderForCausalLM(nn.Module):
     packed_modules_mapping: ClassVar[Mapping[str, Sequence[str]]] = PACKED_MODULES
 
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
-        super().__init__()
-        quant_config = quantization_config(opgraft_config, type(self))
+        super().__init__(opgraft_config=opgraft_config, prefix=prefix)
+        quant_config = quantization_config(opgraft_config, self)
         config: Any = architecture_config(opgraft_config)
         shape = DecoderShape.of(config, self.family, opgraft_config.model.max_model_len)
         self.config = config
@@ -284,7 +281,3 @@ class DecoderForCausalLM(nn.Module):
         logits: Tensor | None = self.logits_processor(self.lm_head, hidden_states)
         return logits
 
-
-def joined(prefix: str, name: str) -> str:
-    """Return the path of a child, whose parent may be the whole model."""
-    return f"{prefix}.{name}" if prefix else name

@@ -6,14 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
 from opgraft.errors import ModelError, close_matches
 from opgraft.models.description import architecture_config, joined, quantization_config
+from opgraft.models.model import Model
 from opgraft.ops.activation import GELUTanh
 from opgraft.ops.attention import MMEncoderAttention, current_batch
 from opgraft.ops.embedding import VocabParallelEmbedding
 from opgraft.ops.layernorm import LayerNorm
-from opgraft.ops.linear import ColumnParallelLinear, QKVParallelLinear, QuantizationConfig, RowParallelLinear
+from opgraft.ops.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from opgraft.ops.linear.quantization_config import QuantizationConfig
 from torch import Tensor, nn
 
 ACTIVATIONS: Mapping[str, type[nn.Module]] = {
@@ -158,7 +161,8 @@ class EncoderStack(nn.Module):
         return hidden_states
 
 
-class BertModel(nn.Module):
+@PluggableClass.register("BertModel")
+class BertModel(Model):
     """BERT (arXiv:1810.04805): token ids to hidden states. The pooler, which embeddings do not use, is not loaded.
 
     Args:
@@ -171,9 +175,9 @@ class BertModel(nn.Module):
     """Patterns of tensors that checkpoints have and this model does not read."""
 
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
-        super().__init__()
+        super().__init__(opgraft_config=opgraft_config, prefix=prefix)
         config = architecture_config(opgraft_config)
-        quant_config = quantization_config(opgraft_config, type(self))
+        quant_config = quantization_config(opgraft_config, self)
         self.config = config
         self.embeddings = EncoderEmbeddings(
             config, self.first_position(config), quant_config, joined(prefix, "embeddings")
@@ -200,9 +204,15 @@ class BertModel(nn.Module):
         return output
 
 
+@PluggableClass.register("RobertaModel")
 class RobertaModel(BertModel):
-    """RoBERTa (arXiv:1907.11692) and XLM-RoBERTa: BERT whose positions begin behind the padding's."""
+    """RoBERTa (arXiv:1907.11692) : BERT whose positions begin behind the padding's."""
 
     @staticmethod
     def first_position(config: Any) -> int:
         return int(config.pad_token_id) + 1
+
+
+@PluggableClass.register("XLMRobertaModel")
+class XLMRobertaModel(RobertaModel):
+    """XLM-RoBERTa (arXiv:1911.02116): RoBERTa for a hundred languages."""

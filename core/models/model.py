@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
-from opgraft.errors import ModelError, close_matches, listed
+from opgraft.errors import ModelError, close_matches
 from opgraft.plugins.host import load_plugins
 from opgraft.state import host_state
 from torch import Tensor, nn
@@ -60,6 +60,6 @@ def model_class(architectures: Iterable[str]) -> type[Model]:
         if architecture in known:
             return known[architecture]
     raise ModelError(
-        f"no model is registered for the architecture {listed(wanted)}: {close_matches(wanted[0], known)} A plugin adds "
+        f"no model is registered for the architecture {', '.join(wanted)}: {close_matches(wanted[0], known)} A plugin adds "
         "one by @PluggableClass.register; any architecture of transformers runs with --model.implementation transformers"
     )
