@@ -157,8 +157,8 @@ def test_groups_are_set_up_once() -> None:
 
 
 def again(sizes: dict[str, int]) -> str:
+    opgraft.reset()
     with pytest.raises(DistributedError) as caught:
-        opgraft.reset()
         distributed.init_distributed(**sizes)
     distributed.init_distributed(2)
     return str(caught.value)
