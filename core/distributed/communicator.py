@@ -62,11 +62,13 @@ class Communicator(PluggableClass):
 
     def reduce_scatter(self, x: Tensor, dim: int = -1) -> Tensor:
         """Sum ``x`` over the ranks and cut the sum along ``dim``: each rank keeps its part."""
-        parts = torch.cat([part[None] for part in x.chunk(self.world_size, dim)])
-        out = parts.new_empty(parts.shape[1:])
-        reduce_scatter_single(
-            out, parts.flatten(0, 1) if x.dim() > 1 else parts.flatten(), group=self.process_group
-        )
+        if x.shape[dim] % self.world_size:
+            raise DistributedError(
+                f"reduce_scatter: {self.world_size} ranks do not divide dimension {dim} of shape {tuple(x.shape)}"
+            )
+        parts = torch.cat(x.chunk(self.world_size, dim)) if dim not in (0, -x.dim()) else x.contiguous()
+        out = parts.new_empty((parts.shape[0] // self.world_size, *parts.shape[1:]))
+        reduce_scatter_single(out, parts, group=self.process_group)
         return out
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:

@@ -25,8 +25,7 @@ def init_distributed(
 ) -> Parallelism:
     """Join the ranks of a job and set up the groups that this one belongs to.
 
-    A job of one rank needs no ``torch.distributed``. Where that is initialised already, its default group is used, and
-    the arguments by which to join it are not.
+    A job of one rank needs no ``torch.distributed``. Where that is initialised already, its default group is used.
 
     Args:
         tensor: ranks that share each layer; for this and the next two see ``ParallelLayout``.

@@ -157,8 +157,8 @@ def test_groups_are_set_up_once() -> None:
 
 
 def again(sizes: dict[str, int]) -> str:
+    opgraft.reset()
     with pytest.raises(DistributedError) as caught:
-        opgraft.reset()
         distributed.init_distributed(**sizes)
     distributed.init_distributed(2)
     return str(caught.value)
@@ -166,7 +166,9 @@ def again(sizes: dict[str, int]) -> str:
 
 def test_sizes_that_are_not_those_of_the_job(two: Ranks) -> None:
     """The error names the sizes and what they make."""
-    assert "the job has 2 ranks, but tensor 2, pipeline 1 and data 2 make 4" in two.run(again, {"tensor": 2, "data": 2})[0]
+    assert (
+        "the job has 2 ranks, but tensor 2, pipeline 1 and data 2 make 4" in two.run(again, {"tensor": 2, "data": 2})[0]
+    )
 
 
 def test_code_compiled_for_ranks_that_are_gone() -> None:
