@@ -6,9 +6,12 @@ Each message says what failed, which thing was concerned, why, and the next step
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from opgraft.text import printable
+
+MOST_LISTED = 20
+"""Problems that an error names one by one."""
 
 
 class OpgraftError(Exception):
@@ -33,6 +36,18 @@ class InputError(OpgraftError, ValueError):
     """A file or folder handed in by the user cannot be used."""
 
     exit_code = 2
+
+
+class CheckpointError(InputError):
+    """The files of a checkpoint are damaged or refused, or hold other weights than the model has."""
+
+    @classmethod
+    def listing(cls, subject: str, problems: Sequence[str], next_step: str) -> CheckpointError:
+        """Make the error that lists ``problems``, all of them counted and the first ``MOST_LISTED`` named."""
+        shown = "; ".join(problems[:MOST_LISTED])
+        more = f"; and {len(problems) - MOST_LISTED} more" if len(problems) > MOST_LISTED else ""
+        count = f"{len(problems)} problems: " if len(problems) > 1 else ""
+        return cls(f"{subject}: {count}{shown}{more}. Next: {next_step}.")
 
 
 class RegistrationError(OpgraftError, TypeError):
