@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from opgraft.config import OpgraftConfig
-from opgraft.errors import ModelError
+from opgraft.errors import ModelError, close_matches
+from opgraft.models.config import read_config
+from opgraft.models.files import open_weights
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 
 
 def architecture_config(opgraft_config: OpgraftConfig) -> Any:
-    """Return the config of the architecture, of transformers' class for it.
+    """Read the config of the architecture from the checkpoint, of transformers' class for it.
 
     Raises:
-        ModelError: the configuration has none.
+        ModelError: no checkpoint is named, or its config has no such part.
+        CheckpointError: the checkpoint cannot be read.
     """
-    config = opgraft_config.model.hf_config
-    if config is None:
-        raise ModelError(
-            "a model is constructed without its architecture's config: set model.hf_config, or load one with "
-            "opgraft.models.load_model, which reads it from the checkpoint"
-        )
-    return config
+    model = opgraft_config.model
+    if model.name is None:
+        raise ModelError("a model is constructed and model.name, which checkpoint has its config, is not set")
+    config = read_config(open_weights(model.name))
+    if model.part is None:
+        return config
+    part = getattr(config, model.part, None)
+    if not hasattr(part, "to_dict"):
+        parts = [name for name, value in vars(config).items() if hasattr(value, "to_dict")]
+        raise ModelError(f"the config of {model.name} has no part {model.part!r}: {close_matches(model.part, parts)}")
+    return part
+
+
+def part_of(opgraft_config: OpgraftConfig, part: str) -> OpgraftConfig:
+    """Return the configuration of a part of the model, such as ``"text_config"``, to construct it with."""
+    return dataclasses.replace(opgraft_config, model=dataclasses.replace(opgraft_config.model, part=part))
 
 
 def quantization_config(opgraft_config: OpgraftConfig, model: Any) -> QuantizationConfig | None:
