@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import subprocess
 import sys
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -132,6 +134,26 @@ def test_attention_that_writes_to_a_name_of_its_file_stays() -> None:
     before = LAST
     logits(model)
     assert before + 1 == LAST
+
+
+def test_classes_of_grafted_modules_are_not_kept_alive() -> None:
+    """A class that was defined in a function goes with the model, whether that was ungrafted or not."""
+    gone = []
+    for back in (True, False):
+
+        class Local(LlamaAttention):
+            """Attention that nobody else has."""
+
+        model = build()
+        model.model.layers[0].self_attn.__class__ = Local
+        assert "model.layers.0.self_attn" in [row.path for row in graft(model).replaced]
+        logits(model)
+        if back:
+            ungraft(model)
+        gone.append(weakref.ref(Local))
+        del model, Local
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
 
 
 def test_the_configuration_keeps_its_name() -> None:
