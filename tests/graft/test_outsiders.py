@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 import subprocess
 import sys
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from graft import graft_counting
 from opgraft import graft, ungraft
 from opgraft.errors import GraftError
 from torch import nn
@@ -141,6 +145,214 @@ class Prints(Norm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         print("called")  # noqa: T201  # that is what it is about
         return self._norm(x)
+
+
+METER, SUMS, HITS, TOTALS = Meter(), Counter[str](), defaultdict[str, int](int), torch.zeros(1)
+TICKS = itertools.count()
+KEEP = CALLS.append
+
+
+class Register:
+    """A class that counts for whoever asks."""
+
+    total = 0
+    entries: list[int]
+
+    @classmethod
+    def note(cls) -> None:
+        cls.total += 1
+
+
+class CountsInGlobalObject(Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        METER.count()
+        return self._norm(x)
+
+
+class UpdatesGlobalDictionary(Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        SUMS.update(["calls"])
+        return self._norm(x)
+
+
+class ReadsDefaultDictionary(Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._norm(x) * (1 + 0 * HITS["calls"])
+
+
+class AddsToGlobalTensor(Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        TOTALS.add_(1)
+        return self._norm(x)
+
+
+class TakesTheNextNumber(Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        next(TICKS)
+        return self._norm(x)
+
+
+class CallsBoundMethod(Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        KEEP(1)
+        return self._norm(x)
+
+
+class CountsInClass(Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Register.note()
+        return self._norm(x)
+
+
+class AppendsToClassAttribute(Norm):
+    shared: list[int] = []  # noqa: RUF012  # that is what it is about
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = self.shared
+        kept += [1]
+        return self._norm(x)
+
+
+class CountsInModule(Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        graft_counting.note()
+        return self._norm(x)
+
+
+class AppendsInModule(Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = graft_counting.SEEN
+        kept += [1]
+        return self._norm(x)
+
+
+def note(seen: list[int] = []) -> None:  # noqa: B006  # that is what it is about
+    seen += [1]
+
+
+class AppendsToDefault(Norm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        note()
+        return self._norm(x)
+
+
+class CountsInProperty(Norm):
+    @property
+    def scale(self) -> float:
+        METER.count()
+        return 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._norm(x) * self.scale
+
+
+class CountsInParent(CountsInGlobalObject):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def counting(*args: Any) -> Any:
+        METER.count()
+        return function(*args)
+
+    return counting
+
+
+class CountsInDecorator(Norm):
+    @counted
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._norm(x)
+
+
+class CountsInAttribute(Norm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = functools.partial(counted(torch.mul), other=1.0)
+        self.before = METER.count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.before()
+        return self._norm(x)
+
+
+class Deep:
+    def __init__(self) -> None:
+        self.inner = Meter()
+
+
+class AppendsDeepInAttribute(Norm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Deep()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.config.inner.sizes.append(1)
+        return self._norm(x)
+
+
+def enclosing() -> type[Norm]:
+    meter = METER
+
+    class CountsInEnclosedObject(Norm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            meter.count()
+            return self._norm(x)
+
+    return CountsInEnclosedObject
+
+
+CountsInEnclosedObject = enclosing()
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (CountsInGlobalObject, "uses METER"),
+        (UpdatesGlobalDictionary, "uses SUMS"),
+        (ReadsDefaultDictionary, "uses HITS"),
+        (AddsToGlobalTensor, "uses TOTALS"),
+        (TakesTheNextNumber, "uses TICKS"),
+        (CallsBoundMethod, "uses KEEP"),
+        (CountsInClass, "writes to total"),
+        (AppendsToClassAttribute, "uses shared"),
+        (CountsInModule, "writes to an element"),
+        (AppendsInModule, "uses SEEN"),
+        (AppendsToDefault, "uses seen"),
+        (CountsInProperty, "uses METER"),
+        (CountsInParent, "uses METER"),
+        (CountsInDecorator, "uses METER"),
+        (CountsInAttribute, "uses before"),
+        (AppendsDeepInAttribute, "changes sizes"),
+        (CountsInEnclosedObject, "uses meter"),
+    ],
+)
+def test_a_forward_that_writes_to_what_it_does_not_own_stays(cls: type[Norm], reason: str) -> None:
+    """Wherever a forward keeps account of its calls, its module stays, and grafting calls nothing that counts."""
+    model = nn.Sequential(cls())
+    before = repr((vars(METER), CALLS, TOTALS, SUMS, HITS, TICKS, Register.total, graft_counting.SEEN))
+    report = graft(model)
+    assert len(report.left_alone) == 1
+    assert f"its forward {reason}" in report.left_alone[0].reason
+    assert repr((vars(METER), CALLS, TOTALS, SUMS, HITS, TICKS, Register.total, graft_counting.SEEN)) == before
+
+
+FACTORS = {"one": 1.0}
+
+
+class ReadsConstants(Norm):
+    """A norm that looks up what nobody changes."""
+
+    factors = FACTORS
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._norm(x) * FACTORS["one"] * self.factors["one"] * math.cos(0.0)
+
+
+def test_a_forward_that_only_reads_is_replaced() -> None:
+    """Tables of constants, functions of modules and torch's own are no reason to stay."""
+    assert [row.op for row in graft(nn.Sequential(ReadsConstants())).replaced] == ["rms_norm"]
 
 
 @pytest.mark.parametrize(
