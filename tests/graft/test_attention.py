@@ -24,6 +24,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 LAST = 0
@@ -154,6 +155,19 @@ def test_classes_of_grafted_modules_are_not_kept_alive() -> None:
         del model, Local
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
+
+
+def test_what_is_patched_into_the_file_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reaches the forward after ungraft only, as the report says."""
+    model, called = build(), []
+    report = graft(model)
+    assert report.notes[-1] == "2 forwards see what is patched into their files from now on after ungraft only"
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *_, **__: called.append(1) or (q, k))
+    logits(model)
+    assert called == []
+    ungraft(model)
+    logits(model)
+    assert called == [1, 1]
 
 
 def test_the_configuration_keeps_its_name() -> None:

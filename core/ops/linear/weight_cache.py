@@ -111,6 +111,11 @@ def freeze(target: nn.Module | Tensor) -> None:
     moving them to other memory, such as by ``.to()``. Copies are made anew after ``load_state_dict`` and other writes
     that torch counts. After any other write, such as through ``.data``, call ``refresh``.
 
+    It holds for memory, and so for tied weights and all that shares it: views of a weight, ``detach()``, ``.data``, and
+    parameters made of these. They are frozen with it. Each but views and ``detach()`` counts its own writes: after one
+    through another parameter or ``.data``, call ``refresh``. A call of a parameter over the same memory that requires a
+    gradient takes the declaration back for all.
+
     Raises:
         TypeError: ``target`` is neither a module nor a tensor.
     """
