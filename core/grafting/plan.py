@@ -15,7 +15,7 @@ from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.marks import fallback_of
 from opgraft.decision import Provider
 from opgraft.errors import GraftError, OpgraftError
-from opgraft.grafting import attention, rotary
+from opgraft.grafting import attention, direct_attention, rotary
 from opgraft.grafting.adapters import builtin_adapters
 from opgraft.grafting.exchange import build_op
 from opgraft.grafting.forwards import Substitution
@@ -178,6 +178,8 @@ class _Planner:
         entries: list[Entry] = []
         if attention.is_attention(module) and not attention.is_attached(module):
             entries.append(self._attention(module, path))
+        if direct_attention.calls_attention(module):
+            entries.append(self._direct_attention(module, path))
         name = rotary.function_of(module)
         if name is not None:
             entries.append(self._rotary(module, path, name))
@@ -250,6 +252,18 @@ class _Planner:
         except LeaveAlone as verdict:
             return _left_alone(path, module, str(verdict))
         return Call(path, module, "", attention.ADAPTER, self.own, op, attention.SUBSTITUTION)
+
+    def _direct_attention(self, module: nn.Module, path: str) -> Entry:
+        try:
+            with self._reporting(direct_attention.ADAPTER):
+                direct_attention.check(module)
+                substitution = direct_attention.substitution_of(module)
+            with self._reporting(f"class {ScaledDotProductAttention.__name__}", OpgraftError):
+                op = ScaledDotProductAttention()
+            direct_attention.check_op(op)
+        except LeaveAlone as verdict:
+            return _left_alone(path, module, str(verdict))
+        return Call(path, module, "", direct_attention.ADAPTER, self.own, op, substitution)
 
     def _rotary(self, module: nn.Module, path: str, name: str) -> Entry:
         try:

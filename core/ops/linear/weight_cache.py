@@ -40,7 +40,7 @@ class CacheEntry:
 
 
 Place: TypeAlias = tuple[int, int, torch.Size]
-"""Where a weight lies: the ``id`` of its storage, its address, and its shape."""
+"""The place of a weight in memory: the ``id`` of its storage, its address, and its shape."""
 
 
 class WeightCache(dict[Place, CacheEntry]):
