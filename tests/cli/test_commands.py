@@ -242,10 +242,10 @@ def test_doctor_finds_platforms_and_metadata_that_do_not_work(cli, site) -> None
     assert "broken-dist" in result.stdout
 
 
-def test_doctor_speaks_even_where_torch_cannot_be_imported(cli, site) -> None:
+def test_doctor_speaks_even_where_torch_cannot_be_imported(cold_cli, site) -> None:
     """A line without '=' in any entry_points.txt breaks `import torch` itself; the doctor says whose it is."""
     site.install("broken-dist", {}, "[opgraft.plugins]\nbroken")
-    result = cli("plugins", "doctor")
+    result = cold_cli("plugins", "doctor")
     assert result.returncode == 4
     assert "broken-dist" in result.stdout
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in result.stdout
