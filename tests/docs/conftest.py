@@ -42,6 +42,17 @@ VOLATILE = {
 """What differs from machine to machine and from run to run; the pages show it as it was once."""
 
 
+IN_ENVIRONMENT = """import site, sys
+sys.prefix = sys.exec_prefix = {folder!r}
+outer, sys.path[:] = sys.path[1:], sys.path[:1]
+site.addsitedir({packages!r})
+sys.path += outer
+from opgraft.cli import main
+main()
+"""
+"""The command line in a virtual environment, for an interpreter that was started outside of it."""
+
+
 @dataclass(frozen=True)
 class Block:
     """One fenced block: language, file name in its title, text, line on the page, and the heading that it is below."""
@@ -185,7 +196,7 @@ def check_untitled(block: Block, place: str) -> None:
 
 
 @pytest.fixture
-def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) -> Iterator[Reader]:
     """A reader with a checkout to work in and a virtual environment of their own, on top of the packages here."""
     if opgraft.current_platform().name != "cpu":
         pytest.skip("the pages show a machine without accelerators")
@@ -195,7 +206,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
         (folder / name).symlink_to(REPOSITORY / name)
     built = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
     shutil.copytree(REPOSITORY / "reference_plugins", folder / "reference_plugins", ignore=built)
-    packages = make_environment(environment)
+    packages = make_environment(environment, warm_python)
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(packages))
     variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "PYTHONPATH")}
@@ -211,7 +222,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
             del sys.modules[name]
 
 
-def make_environment(folder: Path) -> Path:
+def make_environment(folder: Path, warm_python: str) -> Path:
     """A virtual environment with ``python``, ``pip`` and ``opgraft`` that sees the packages of this one."""
     venv.create(folder, with_pip=False)
     (packages,) = folder.glob("lib/python*/site-packages")
@@ -219,7 +230,7 @@ def make_environment(folder: Path) -> Path:
     (packages / "outer.pth").write_text("\n".join(outer))
     python, options = folder / "bin" / "python", "--quiet --disable-pip-version-check"
     scripts = {
-        "opgraft": f"#!{python}\nfrom opgraft.cli import main\nmain()\n",
+        "opgraft": f"#!{warm_python}\n{IN_ENVIRONMENT.format(folder=str(folder), packages=str(packages))}",
         "pip": "#!/bin/sh\n"
         'if [ "$1" = install ]; then shift; set -- install --no-deps --no-build-isolation "$@"; fi\n'
         f'exec {sys.executable} -m pip {options} --python {python} "$@"\n',

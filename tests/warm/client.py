@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 
-with open(os.path.join(os.path.dirname(sys.argv[0]), "settings.json")) as file:  # noqa: PTH  # pathlib takes long
+with open(os.path.join(os.path.dirname(sys.argv[0]), "settings.json")) as file:  # pathlib takes long
     SETTINGS = json.load(file)
 
 
@@ -16,7 +16,7 @@ def is_served(arguments: list[str], environ: dict[str, str]) -> bool:
     at_start = {
         name: value
         for name, value in environ.items()
-        if name.startswith(tuple(SETTINGS["at_start"])) and name != "PYTHONPATH"
+        if name.startswith(tuple(SETTINGS["at_start"])) and name not in ("PYTHONPATH", "PYTHONIOENCODING")
     }
     known = arguments[:1] == ["-I"] or arguments[:1] in (["-c"], ["-m"]) or not (arguments or ["-"])[0].startswith("-")
     return known and at_start == SETTINGS["environ"]
@@ -25,7 +25,7 @@ def is_served(arguments: list[str], environ: dict[str, str]) -> bool:
 def inherited_files() -> list[int]:
     """Return the open files that an interpreter in this place would have."""
     found = []
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH  # pathlib takes long
+    for name in os.listdir("/proc/self/fd"):  # pathlib takes long
         try:
             if os.get_inheritable(int(name)):
                 found.append(int(name))
@@ -37,7 +37,7 @@ def inherited_files() -> list[int]:
 def served(arguments: list[str], environ: dict[str, str]) -> int:
     """Have the server run it; returns the exit code, negative for a signal."""
     files = inherited_files()
-    request = {"arguments": arguments, "environ": environ, "folder": os.getcwd(), "files": files}  # noqa: PTH
+    request = {"arguments": arguments, "environ": environ, "folder": os.getcwd(), "files": files}
     data = json.dumps({**request, "executable": sys.argv[0]}).encode()
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(SETTINGS["address"])

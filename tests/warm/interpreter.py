@@ -26,7 +26,7 @@ AT_START = ("LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTHON", "TORCH")
 def warm_interpreter(folder: Path) -> Iterator[Path]:
     """Start a server; yields the path of the interpreter that it serves, which lies in ``folder``."""
     here, address, interpreter = Path(__file__).parent, folder / "socket", folder / "python"
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONIOENCODING")}
     settings = {
         "address": str(address),
         "python": sys.executable,

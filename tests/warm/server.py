@@ -35,7 +35,7 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def request_of(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Wait for requests in this process; returns each in a process of its own, or ends where nobody can ask any more."""
+    """Wait for requests; returns each in a process of its own, and ends where nobody can ask any more."""
     while True:
         ready, _, _ = select.select([listener, sys.stdin], [], [])
         if sys.stdin in ready:
@@ -86,11 +86,12 @@ def take_files(numbers: list[int], files: list[int]) -> None:
 
 def open_streams() -> None:
     """Open the standard streams as an interpreter does, for the files that they are now."""
+    encoding, _, handler = os.environ.get("PYTHONIOENCODING", "").partition(":")
     for number, (name, mode, errors) in enumerate(STREAMS):
         old = getattr(sys, name)
-        settings = {"encoding": old.encoding, "errors": errors, "closefd": False}
+        settings = {"encoding": encoding or old.encoding, "errors": handler or errors, "closefd": False}
         buffering = 1 if number == 2 or os.isatty(number) else -1
-        setattr(sys, name, open(number, mode, buffering, **settings))  # noqa: SIM115, PTH123  # for good
+        setattr(sys, name, open(number, mode, buffering, **settings))  # for good
         setattr(sys, f"__{name}__", getattr(sys, name))
         KEPT.append(old)
 
@@ -99,10 +100,10 @@ def become(request: dict[str, Any], files: list[int]) -> list[str]:
     """Take over the client's open files, folder, environment and search path; returns its arguments."""
     os.setsid()
     take_files(request["files"], files)
-    open_streams()
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environ"])
+    open_streams()
     sys.executable = request["executable"]
     arguments: list[str] = request["arguments"]
     isolated = arguments[0] == "-I"
@@ -130,8 +131,8 @@ def run(arguments: list[str]) -> None:
 
 def end(code: object) -> None:
     """End as an interpreter ends with ``sys.exit(code)``, but leave its memory to the system, which takes no time."""
-    if not isinstance(code, int | None):
-        print(code, file=sys.stderr)
+    if not isinstance(code, (int, type(None))):
+        sys.stderr.write(f"{code}\n")
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -150,7 +151,8 @@ if __name__ == "__main__":
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(sys.argv[1])
         listener.listen(64)
-        print("ready", flush=True)
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
         asked = request_of(listener)
     try:
         run(become(*asked))
