@@ -91,7 +91,7 @@ def open_streams() -> None:
         old = getattr(sys, name)
         settings = {"encoding": encoding or old.encoding, "errors": handler or errors, "closefd": False}
         buffering = 1 if number == 2 or os.isatty(number) else -1
-        setattr(sys, name, open(number, mode, buffering, **settings))  # for good
+        setattr(sys, name, open(number, mode, buffering, **settings))  # noqa: SIM115  # for good
         setattr(sys, f"__{name}__", getattr(sys, name))
         KEPT.append(old)
 
