@@ -25,6 +25,9 @@ AT_START = ("LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTHON", "TORCH_")
 @contextmanager
 def warm_interpreter(folder: Path) -> Iterator[Path]:
     """Start a server; yields the path of the interpreter that it serves, which lies in ``folder``."""
+    if sys.platform != "linux":  # elsewhere no process can be waited for as the server waits
+        yield Path(sys.executable)
+        return
     here, address, interpreter = Path(__file__).parent, folder / "socket", folder / "python"
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONIOENCODING")}
     settings = {
