@@ -10,6 +10,7 @@ from opgraft.config import OpgraftConfig, Settings
 from opgraft.decision import Candidate, Decision
 from opgraft.environment import PLATFORM
 from opgraft.errors import PlatformConflictError, PlatformError, close_matches
+from opgraft.finding import Finding
 from opgraft.logger import logger
 from opgraft.machine.evidence import Evidence
 from opgraft.machine.machine import Machine
@@ -113,7 +114,7 @@ def _ask(offer: Offer, config: OpgraftConfig, machine: Machine) -> _Asked:
         evidence = ask(offer, machine)
     except ProbeFailed as failure:
         if offer.name != config.platform and not config.strict:
-            _report(f"platform {offer.name!r} of {offer.provider} is left out: {failure}")
+            _report(offer, f"platform {offer.name!r} of {offer.provider} is left out: {failure}")
         return _Asked(offer, None, str(failure), failed=True)
     return _Asked(offer, evidence, evidence.reason)
 
@@ -156,11 +157,12 @@ def _priority(built_in: Offer) -> int:
     return spec.priority
 
 
-def _report(failure: str) -> None:
-    """Log once a platform that should have worked and did not; keep it for ``opgraft plugins doctor``."""
+def _report(offer: Offer, failure: str) -> None:
+    """Log once a platform that should have worked and did not; keep it for ``opgraft plugins``."""
     state = host_state()
-    if failure not in state.platform_failures:
-        state.platform_failures.append(failure)
+    finding = Finding(failure, offer.provider)
+    if finding not in state.platform_failures:
+        state.platform_failures.append(finding)
         logger.warning("%s", printable(failure))
 
 
@@ -181,7 +183,7 @@ def _select(settings: Settings, machine: Machine) -> PlatformSelection:
         except PlatformError as error:
             if settings.config.platform == offer.name or settings.config.strict or offer.built_in:
                 raise
-            _report(f"platform {offer.name!r} is left out: {error}")
+            _report(offer, f"platform {offer.name!r} is left out: {error}")
             unloadable.append((offer, str(error)))
 
 

@@ -88,16 +88,6 @@ def conflicts() -> Iterator[Finding]:
             yield Finding(str(error))
 
 
-def questionable() -> Iterator[Finding]:
-    """Find replacements of active plugins that were taken, or left out, with a complaint when they were registered."""
-    for replacement in host_state().registry.replacements:
-        record = host_state().plugins.get(replacement.plugin or "")
-        if record is not None and record.status is PluginStatus.ACTIVATED:
-            for finding in replacement.findings:
-                message = f"plugin {record.name} of {replacement.provider}: {finding}"
-                yield Finding(message, replacement.provider, replacement.location)
-
-
 def never_used() -> Iterator[Finding]:
     """Find active replacements that constructing their target does not yield here, unless a setting says so."""
     wanted = host_state().settings().config.providers or {}
@@ -241,7 +231,6 @@ def _target(replacement: Replacement) -> Any:
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     forgotten_marks,
     unknown_device_type,
-    questionable,
     conflicts,
     never_used,
     broken_needs,

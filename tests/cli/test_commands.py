@@ -208,7 +208,7 @@ def test_plugins_show_has_the_traceback(cli, site) -> None:
     ("sources", "code", "finding"),
     [
         ({"acme": PLUGIN}, 0, "nothing wrong"),
-        ({"acme": "raise OSError('no driver')"}, 4, "finding: plugin acme of acme 1.0 failed while it was loaded"),
+        ({"acme": "raise OSError('no driver')"}, 4, "finding: plugin 'acme' of acme 1.0 failed while it was loaded"),
         ({"acme": PLUGIN, "brix": PLUGIN}, 1, "finding: 2 replacements of RMSNorm have priority 0"),
         (
             {"acme": PLUGIN, "brix": PLUGIN.replace("(AcmeRMSNorm)", "(AcmeRMSNorm, priority=1)")},
