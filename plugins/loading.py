@@ -17,7 +17,7 @@ from opgraft.platform import Platform
 from opgraft.plugins import hookspecs
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover
 from opgraft.plugins.outcomes import failure_of, replacements_of
-from opgraft.plugins.requirements import asked_for, check_adjustment, check_names, objection
+from opgraft.plugins.requirements import asked_for, check_adjustment, check_allow_list, objection
 from opgraft.plugins.watching import watched
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
 from opgraft.registry.op_classes import location_of
@@ -32,13 +32,14 @@ class Loading:
         self.state = state
         self.platform = platform
         self.undo_all = undo_all
-        self.config = state.settings().config
+        self.settings = state.settings()
+        self.config = self.settings.config
         self.manager = pluggy.PluginManager(hookspecs.PROJECT)
         self.manager.add_hookspecs(hookspecs)
         self.transactions: dict[str, Transaction] = {}
 
     def run(self) -> None:
-        check_names(self.config.plugins or (), discover().offers, "OPGRAFT_PLUGINS (plugins)")
+        check_allow_list(self.settings)
         for offer in discover().of_group(PLUGIN_GROUP):
             self._consider(offer)
         hooks = self.manager.hook
@@ -62,8 +63,8 @@ class Loading:
             record.status = PluginStatus.REJECTED
             if asked_for(offer, self.config.plugins or ()):
                 raise PluginError(
-                    f"OPGRAFT_PLUGINS (plugins) asks for plugin {offer.name!r} of {offer.provider}, which is not used: "
-                    f"{record.reason}. 'opgraft detect --all' tells about its platform."
+                    f"{self.settings.origins['plugins']} asks for plugin {offer.name!r} of {offer.provider}, which is "
+                    f"not used: {record.reason}. 'opgraft detect --all' tells about its platform."
                 )
             return
         record.status = PluginStatus.SELECTED

@@ -17,7 +17,7 @@ from opgraft.machine.machine import Machine
 from opgraft.platform import Platform, PlatformSpec, effective_chain
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer, discover
 from opgraft.plugins.probing import ProbeFailed, ask
-from opgraft.plugins.requirements import check_adjustment, objection
+from opgraft.plugins.requirements import check_adjustment, check_allow_list, objection
 from opgraft.plugins.watching import watched
 from opgraft.state import PlatformSelection, host_state, loading
 from opgraft.text import described, printable
@@ -81,9 +81,11 @@ def decide_platform(
     ``unloadable`` are offers that were chosen before and whose class could not be loaded, with the reason.
 
     Raises:
+        ConfigError: the allow list names a plugin that is not installed.
         PlatformError: the platform asked for does not exist or is not available, or none is available.
         PlatformConflictError: two out-of-tree platforms are available and no setting chooses.
     """
+    check_allow_list(settings)
     config = settings.config
     offers = discover().of_group(PLATFORM_GROUP)
     wanted = config.platform
@@ -132,9 +134,11 @@ def _winner(asked: Sequence[_Asked], settings: Settings) -> tuple[_Asked, str]:
     available = [a for a in asked if a.available]
     out_of_tree = [a for a in available if not a.offer.built_in]
     if len(out_of_tree) > 1:
+        first, *others = [a.offer.name for a in out_of_tree]
         names = " and ".join(f"{a.offer.name} ({a.offer.provider}: {a.reason})" for a in out_of_tree)
         raise PlatformConflictError(
-            f"{len(out_of_tree)} out-of-tree platforms are available: {names}. Choose with {_SETTING}."
+            f"{len(out_of_tree)} out-of-tree platforms are available: {names}. Choose by {PLATFORM}={first}, "
+            f"--platform {first} or OpgraftConfig(platform={first!r}), likewise {' and '.join(others)}."
         )
     if out_of_tree:
         return out_of_tree[0], f"the one out-of-tree platform available; {out_of_tree[0].reason}"

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import importlib
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import click
-import importlib_metadata
 from opgraft.cli.isolation import isolated
 from opgraft.cli.loading import load_all
-from opgraft.cli.offers import shown_offers
+from opgraft.cli.offers import misspelt_groups, shown_offers
 from opgraft.cli.output import echo, json_option, print_json, print_wrapped, with_settings
 from opgraft.decision import Provider
 from opgraft.errors import close_matches
 from opgraft.finding import Finding
-from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, discover
+from opgraft.plugins.discovery import discover
 from opgraft.plugins.outcomes import findings_of
 from opgraft.state import PluginRecord, PluginStatus, host_state
 
@@ -72,25 +70,13 @@ def examine() -> dict[str, Any]:
 
 def _metadata() -> Iterator[Finding]:
     """Find what is wrong before anything is imported."""
-    for problem in discover().problems:
+    for problem in (*discover().problems, *misspelt_groups()):
         yield Finding(f"{problem.provider}: {problem.reason}", problem.provider)
-    yield from _misspelt_groups()
     known = {offer.name for offer in shown_offers()}
     for name in host_state().settings().config.plugins_disable or ():
         if not any(offer.answers_to(name) for offer in shown_offers()):
             near = close_matches(name, known)
             yield Finding(f"the deny list names {name!r}, which is not installed: {near}")
-
-
-def _misspelt_groups() -> Iterator[Finding]:
-    """Find groups of entry points that nothing reads and whose name is nearly that of one that opgraft reads."""
-    for distribution in importlib_metadata.Distribution.discover():
-        text = distribution.read_text("entry_points.txt") or ""
-        for group in re.findall(r"^\s*\[([^\]\n]+)\]\s*$", text, re.M):
-            near = close_matches(group, (PLATFORM_GROUP, PLUGIN_GROUP))
-            if group not in (PLATFORM_GROUP, PLUGIN_GROUP) and near.startswith("did you mean"):
-                provider = Provider(str(distribution.metadata["Name"]), distribution.version)
-                yield Finding(f"{provider}: nothing reads its entry-point group {group!r}: {near}", provider)
 
 
 def _as_dict(record: PluginRecord) -> dict[str, Any]:

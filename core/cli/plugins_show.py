@@ -9,7 +9,7 @@ import click
 from opgraft.cli.completion import offer_names
 from opgraft.cli.isolation import isolated
 from opgraft.cli.loading import load_all
-from opgraft.cli.offers import as_dict, shown_offers
+from opgraft.cli.offers import as_dict, misspelt_groups, problem_lines, shown_offers
 from opgraft.cli.output import echo, json_option, print_json, print_wrapped, with_settings
 from opgraft.errors import InputError, close_matches
 from opgraft.finding import Finding
@@ -32,7 +32,11 @@ def command(name: str, as_json: bool) -> None:
     offers = [offer for offer in shown_offers() if offer.answers_to(name)]
     if not offers:
         known = {offer.name for offer in shown_offers()}
-        raise InputError(f"no installed plugin or platform is called {name!r}: {close_matches(name, known)}")
+        ignored = "".join(f" {line}" for line in problem_lines(misspelt_groups()))
+        raise InputError(
+            f"no installed plugin or platform is called {name!r}: {close_matches(name, known)}{ignored} "
+            "'opgraft plugins doctor' tells what keeps an installed one from being found."
+        )
     outcome = isolated(__name__, "examine", name)
     report = outcome.result
     if outcome.crash:

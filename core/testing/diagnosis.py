@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from opgraft.binding.functional import FUNCTIONALS, Functional
 from opgraft.binding.kernels import Kernel, declared_kernels
+from opgraft.binding.marks import CHECK_RAISED
 from opgraft.binding.specialisation import Binding, bind
 from opgraft.errors import ConflictError, OpgraftError, close_matches
 from opgraft.finding import Finding
@@ -105,7 +106,7 @@ def broken_needs() -> Iterator[Finding]:
     for replacement in _settled():
         for kernel in declared_kernels(replacement.cls, chain):
             reason = kernel.missing() or ""
-            if kernel.owner not in _target(replacement).__mro__ and reason.startswith("its needs() check raised"):
+            if kernel.owner not in _target(replacement).__mro__ and reason.startswith(CHECK_RAISED):
                 yield Finding(f"{kernel} is never used: {reason}", replacement.provider, kernel.location)
 
 

@@ -96,3 +96,30 @@ class TestDoctor:
         text = cli("plugins", "doctor", OPGRAFT_STRICT=strict).stdout
         assert text.count("FileNotFoundError") == 1
         assert text.startswith("acme (acme 1.0): failed\n")
+
+
+def test_list_and_show_tell_of_a_misspelt_group(cli, site) -> None:
+    """A plugin that is installed and that nothing reads is not passed over in silence, and the doctor is named."""
+    site.install("acme", {"acme.py": ""}, {"opgraft.plugin": ["acme = acme"]})
+    words = "acme 1.0: nothing reads its entry-point group 'opgraft.plugin': did you mean 'opgraft.plugins' or 'opgraft.platforms'?"
+    listed = cli("plugins", "list").stdout
+    assert f"ignored: {words}\n" in listed
+    assert listed.endswith("to load and check them: opgraft plugins doctor\n")
+    assert answer(cli, "plugins", "list")[1]["problems"][0]["reason"] in words
+    shown = cli("plugins", "show", "acme")
+    assert shown.returncode == 2
+    assert words in shown.stderr
+    assert "'opgraft plugins doctor'" in shown.stderr
+
+
+def test_ops_list_has_a_column_for_what_was_passed_over(cli, site) -> None:
+    """A kernel whose check raises is told in the row of its op; where there is none, there is no column."""
+    assert cli("ops", "list").stdout.splitlines()[1].split() == ["op", "class", "kernel", "provider"]
+    site.plugin(
+        "acme",
+        HEAD.replace("    def", "    @opgraft.needs(lambda: 1 / 0)\n    def") + HOOK,
+    )
+    result = cli("ops", "list")
+    row = next(line for line in result.stdout.splitlines() if line.startswith("rms_norm "))
+    assert "AcmeRMSNorm.forward_oot is not used: its needs() check raised ZeroDivisionError" in row
+    assert "AcmeRMSNorm.forward_oot at " in result.stderr
