@@ -90,6 +90,7 @@ def test_detect_explains_the_decision_in_80_columns(terminal, site) -> None:
         (["ops", "list", "--compilation_config.custom_ops", "+rms_nrm"], {}, 2, "did you mean 'rms_norm'"),
         (["ops", "list", "--providers", "{"], {}, 2, "not valid JSON"),
         (["ops", "explain", "rms_nrm"], {}, 2, "did you mean 'rms_norm'"),
+        (["ops", "explain", ""], {}, 2, "no op is called '': 'opgraft ops list' shows the names of all."),
         (["plugins", "show", "nothing"], {}, 2, "no installed plugin or platform is called 'nothing'"),
         (["plugins", "doctor"], {"OPGRAFT_PLUGINS": "nothing"}, 2, "names 'nothing' (OPGRAFT_PLUGINS)"),
         (["detect", "--plugins", "zedd"], {}, 2, "plugins names 'zedd' (the command line), which is not installed"),

@@ -101,7 +101,8 @@ class TestDoctor:
 def test_list_and_show_tell_of_a_misspelt_group(cli, site) -> None:
     """A plugin that is installed and that nothing reads is not passed over in silence, and the doctor is named."""
     site.install("acme", {"acme.py": ""}, {"opgraft.plugin": ["acme = acme"]})
-    words = "acme 1.0: nothing reads its entry-point group 'opgraft.plugin': did you mean 'opgraft.plugins' or 'opgraft.platforms'?"
+    meant = "'opgraft.plugins' or 'opgraft.platforms'"
+    words = f"acme 1.0: nothing reads its entry-point group 'opgraft.plugin': did you mean {meant}?"
     listed = cli("plugins", "list").stdout
     assert f"ignored: {words}\n" in listed
     assert listed.endswith("to load and check them: opgraft plugins doctor\n")
