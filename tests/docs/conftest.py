@@ -30,7 +30,6 @@ FOREIGN = {offer.provider.name for offer in discovery.scan().offers if not offer
 
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```[^\S\n]*$", re.M | re.S)
 _HEADING = re.compile(r"^#+ (.+)$", re.M)
-_INCLUDED = re.compile(r'^--8<-- "(?P<path>[^"]+)"$', re.M)
 _OPGRAFT_ITSELF = r"(.* )?['\"]?\.(\[\w+\])?['\"]?"
 
 VOLATILE = {
@@ -65,14 +64,13 @@ class Block:
 
 
 def read_blocks(page: Path) -> list[Block]:
-    """The fenced blocks of a page, with included files in place."""
+    """The fenced blocks of a page."""
     text = page.read_text(encoding="utf-8")
     blocks = []
     for fence in _FENCE.finditer(text):
         language, _, rest = fence["info"].strip().partition(" ")
         title = re.search(r'title="([^"]+)"', rest)
         body = textwrap.dedent(fence["body"])
-        body = _INCLUDED.sub(lambda line: (REPOSITORY / line["path"]).read_text(encoding="utf-8").rstrip(), body)
         line = text.count("\n", 0, fence.start()) + 2
         section = [heading[1] for heading in _HEADING.finditer(_FENCE.sub("", text[: fence.start()]))][-1]
         blocks.append(Block(language, title and title[1], body, line, section))
