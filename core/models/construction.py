@@ -74,10 +74,11 @@ def construct(cls: type[_T], *, opgraft_config: OpgraftConfig, prefix: str = "",
         ConstructionError: an older signature requires a parameter that none of these is.
     """
     # Of __init__, as __new__ of an op takes whatever its replacement may take.
-    parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]  # of this very class
+    parameters = inspect.signature(cls.__init__).parameters
+    make: Callable[..., _T] = cls
     with constructing(opgraft_config):
         if "opgraft_config" in parameters:
-            return cls(opgraft_config=opgraft_config, prefix=prefix)
+            return make(opgraft_config=opgraft_config, prefix=prefix)
         name = cls.__qualname__
         warnings.warn(
             f"{name} has an older constructor ({', '.join(list(parameters)[1:])}): write it as "
@@ -85,7 +86,7 @@ def construct(cls: type[_T], *, opgraft_config: OpgraftConfig, prefix: str = "",
             DeprecationWarning,
             stacklevel=2,
         )
-        return cls(**_older_arguments(name, parameters, opgraft_config, {"prefix": prefix, **others}))
+        return make(**_older_arguments(name, parameters, opgraft_config, {"prefix": prefix, **others}))
 
 
 def _older_arguments(
