@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
+from opgraft.binding.arguments import expect_module
 from opgraft.errors import GraftError
 from opgraft.grafting import exchange, forwards
 from opgraft.grafting.exchange import install, original_of, put_back
@@ -11,7 +12,6 @@ from opgraft.grafting.forwards import restore_forward, substitute, substitutions
 from opgraft.grafting.obstacles import is_sharded
 from opgraft.grafting.plan import Plan, plan_of
 from opgraft.grafting.report import GraftReport
-from opgraft.ops.checks import expect_module
 from opgraft.plugins.host import load_plugins
 from torch import nn
 

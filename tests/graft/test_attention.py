@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import subprocess
-import sys
 from collections import Counter
 from typing import Any
 
@@ -252,7 +251,7 @@ def test_nested_configurations_are_switched_one_by_one() -> None:
     assert [part._attn_implementation for part in parts] == before
 
 
-def test_a_saved_model_runs_in_a_new_process(tmp_path) -> None:
+def test_a_saved_model_runs_in_a_new_process(tmp_path, warm_python) -> None:
     """A pickled grafted model attends by its ops where it is loaded, and is ungrafted there."""
     model = build()
     graft(model)
@@ -267,7 +266,7 @@ def test_a_saved_model_runs_in_a_new_process(tmp_path) -> None:
         "assert not any('opgraft' in name for name, _ in model.named_modules())\n"
         "torch.testing.assert_close(model(**inputs).logits, expected)\n"
     )
-    subprocess.run([sys.executable, "-c", program, str(tmp_path / "model.pt")], check=True)
+    subprocess.run([warm_python, "-c", program, str(tmp_path / "model.pt")], check=True)
 
 
 def test_dropout_in_training_draws_the_same_numbers() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -335,9 +334,9 @@ dist.destroy_process_group()
 """
 
 
-def test_sharded_and_parallelized_models(tmp_path) -> None:
+def test_sharded_and_parallelized_models(tmp_path, warm_python) -> None:
     """Sharded by layers, a model is ungrafted and goes on; where ops themselves were changed, ungraft refuses."""
     done = subprocess.run(
-        [sys.executable, "-c", DISTRIBUTED, str(tmp_path / "store")], capture_output=True, text=True, check=False
+        [warm_python, "-c", DISTRIBUTED, str(tmp_path / "store")], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr

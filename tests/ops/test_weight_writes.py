@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -213,10 +212,10 @@ with pytest.MonkeyPatch.context() as patch, torch.no_grad():
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast"])
-def test_collectives(tmp_path: Path, name: str) -> None:
+def test_collectives(tmp_path: Path, name: str, warm_python: str) -> None:
     """What two processes sum or send into a parameter is what it computes with."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OPGRAFT_PLUGINS": ""}
-    commands = [[sys.executable, "-c", COLLECTIVES, str(rank), name, str(tmp_path / "store")] for rank in range(2)]
+    commands = [[warm_python, "-c", COLLECTIVES, str(rank), name, str(tmp_path / "store")] for rank in range(2)]
     ranks = [subprocess.Popen(each, env=environment, text=True, stdout=subprocess.PIPE) for each in commands]
     said = [process.communicate(timeout=120)[0].split() for process in ranks]
     assert said == [["False", "True", "False"], [str(name == "broadcast"), "True", "False"]]

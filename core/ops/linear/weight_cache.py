@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from opgraft.binding.arguments import expect_module
 from opgraft.compat.packed_linear import version_of
 from opgraft.compat.packed_linear import watched as watched
-from opgraft.ops.checks import expect_module
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
