@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from opgraft.caches import Caches
-from opgraft.config import CURRENT_SCOPE, OpgraftConfig, Settings, environment_config, resolve
+from opgraft.config import CURRENT_SCOPE, OpgraftConfig, Settings, resolve
 from opgraft.decision import Decision, Provider
 from opgraft.environment import Environment, read_environment
 from opgraft.errors import PluginError
@@ -106,7 +106,9 @@ class HostState:
             if self.environment.log:
                 set_level(self.environment.log)
         scope = CURRENT_SCOPE.get()
-        layers = [*self.adjustments, *environment_config(self.environment), *(scope.layers if scope else ())]
+        file = scope.file if scope and scope.file else self.environment.file
+        from_file, scopes = file.layers if file else (), scope.layers if scope else ()
+        layers = [*self.adjustments, *from_file, *self.environment.layers, *scopes]
         if self.selection is not None:
             layers.insert(0, (f"platform {self.selection.platform.name}", self.selection.defaults))
         return resolve(layers)
