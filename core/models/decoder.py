@@ -280,4 +280,3 @@ class DecoderForCausalLM(Model):
         """Return logits ``[rows, vocab_size]`` of hidden states; ``None`` on ranks that do not gather them."""
         logits: Tensor | None = self.logits_processor(self.lm_head, hidden_states)
         return logits
-

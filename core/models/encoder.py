@@ -32,9 +32,7 @@ ACTIVATIONS: Mapping[str, type[nn.Module]] = {
 class EncoderEmbeddings(nn.Module):
     """The sum of the embeddings of words, positions and token types, normalised."""
 
-    def __init__(
-        self, config: Any, first_position: int, quant_config: QuantizationConfig | None, prefix: str
-    ) -> None:
+    def __init__(self, config: Any, first_position: int, quant_config: QuantizationConfig | None, prefix: str) -> None:
         super().__init__()
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.word_embeddings"
@@ -79,9 +77,7 @@ class EncoderSelfAttention(nn.Module):
 class EncoderOutput(nn.Module):
     """A projection, added to the residual and normalised."""
 
-    def __init__(
-        self, config: Any, input_size: int, quant_config: QuantizationConfig | None, prefix: str
-    ) -> None:
+    def __init__(self, config: Any, input_size: int, quant_config: QuantizationConfig | None, prefix: str) -> None:
         super().__init__()
         self.dense = RowParallelLinear(
             input_size, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.dense", return_bias=False

@@ -9,7 +9,8 @@ import pytest
 from opgraft import CompilationConfig, OpgraftConfig
 from opgraft.config import CacheConfig
 from opgraft.errors import ConstructionError
-from opgraft.models.construction import claim_prefix, construct, constructing
+from opgraft.models.construction import construct, constructing
+from opgraft.ops.prefixes import claim_prefix
 from opgraft.ops import SiluAndMul
 
 

@@ -7,6 +7,7 @@ from opgraft.binding.custom_op import CustomOp, PluggableLayer
 from opgraft.ops.attention.batch import AttentionBatch, current_batch
 from opgraft.ops.attention.functional import expect_kv_heads
 from opgraft.ops.attention.modules import ScaledDotProductAttention
+from opgraft.ops.prefixes import claim_prefix
 from torch import Tensor, nn
 
 
@@ -63,6 +64,7 @@ class Attention(PluggableLayer):
         self.logits_soft_cap = logits_soft_cap
         self.sinks = sinks
         self.prefix = self.layer_name = prefix
+        claim_prefix(prefix, self)
         self.attend = ScaledDotProductAttention()
 
     def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from opgraft.errors import LayerError, QuantizationError, WeightError
 from opgraft.ops.embedding.ranges import DEFAULT_VOCAB_PADDING_SIZE, Vocabulary, get_masked_input_and_mask
 from opgraft.ops.linear.methods import QuantizeMethodBase, UnquantizedEmbeddingMethod
 from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.ops.prefixes import claim_prefix
 from opgraft.ops.weights import LoadedTensor, copy_weight, narrowed, set_weight_attrs
 from torch import Tensor, nn
 
@@ -68,6 +69,7 @@ class VocabParallelEmbedding(PluggableLayer):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.org_vocab_size = num_embeddings if org_num_embeddings is None else org_num_embeddings
         self.padding_size, self.prefix = padding_size, prefix
+        claim_prefix(prefix, self)
         self.params_dtype = params_dtype or torch.get_default_dtype()
         self.vocabulary = Vocabulary(num_embeddings, self.org_vocab_size, padding_size, self.tp_size, prefix)
         self.num_added_embeddings = num_embeddings - self.org_vocab_size

@@ -17,6 +17,7 @@ from opgraft.errors import LayerError
 from opgraft.ops.linear.methods import QuantizeMethodBase, UnquantizedLinearMethod
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.linear.sharding import OutputShard, divide, expect_rows, load_columns, load_rows
+from opgraft.ops.prefixes import claim_prefix
 from opgraft.ops.weights import LoadedTensor, set_weight_attrs
 from opgraft.registry.signatures import called_with
 from torch import Tensor, nn
@@ -58,6 +59,7 @@ class LinearBase(PluggableLayer):
         self.params_dtype = params_dtype or torch.get_default_dtype()
         self.quant_config = quant_config
         self.prefix = prefix
+        claim_prefix(prefix, self)
         self.return_bias = return_bias
         self.disable_tp = disable_tp
         self.tp_rank = 0 if disable_tp else get_tensor_model_parallel_rank()
