@@ -24,7 +24,7 @@ _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 @dataclass(frozen=True)
 class Bundled:
-    """A checkpoint that a package carries: its distribution, the file that marks it, and whether its folder is meant."""
+    """A checkpoint in a package: the distribution, the file that marks it, whether its folder is meant, how to get it."""
 
     distribution: str
     pattern: str

@@ -176,7 +176,9 @@ def _converted(name: str, tensor: LazyTensor, family: Family, metadata: Mapping[
         if part == "attn_k":
             heads = metadata.get(f"{metadata['general.architecture']}.attention.head_count_kv", heads)
         if type(heads) is not int or heads < 1 or tensor.shape[0] % (2 * heads):
-            raise CheckpointError(f"tensor {name!r:.200} has {tensor.shape[0]} rows, which {heads!r:.50} heads do not divide")
+            raise CheckpointError(
+                f"tensor {name!r:.200} has {tensor.shape[0]} rows, which {heads!r:.50} heads do not divide"
+            )
         return LazyTensor(_Permuted(tensor, heads))
     return tensor
 

@@ -50,6 +50,7 @@ LAYERS = [
     # Models.
     "opgraft.bucketing",
     "opgraft.grafting",
+    "opgraft.models",
     "opgraft.pooling",
     "opgraft.checkpoint",
     "opgraft.runner",
