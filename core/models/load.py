@@ -180,7 +180,7 @@ class _Hooks:
 
 
 def _above(name: str) -> Iterator[str]:
-    """Yield the paths of the modules that have a tensor, the innermost first and the model's own, which is empty, last."""
+    """Yield the paths of the modules that have a tensor: the innermost first, the empty path of the model last."""
     while name:
         name = name.rpartition(".")[0]
         yield name

@@ -108,7 +108,7 @@ class Targets:
         parts = {(id(target.tensor), target.shard_id) for target in found}
         packed = {id(target.tensor) for target in self.by_source.values() if target.shard_id is not None}
         started = {tensor for tensor, _ in parts}
-        missing = {}
+        missing: dict[tuple[int, ShardId | None], str] = {}
         for source, target in self.by_source.items():
             key = id(target.tensor)
             by_parts = target.shard_id is not None
