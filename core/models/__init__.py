@@ -1,5 +1,7 @@
-"""Models that are written against the layers, and their loading."""
+"""Models that are written against the layers, and checkpoints: checked, read in pieces, and loaded into them."""
 
+from opgraft.models.build import load_model
+from opgraft.models.config import load_tokenizer, read_config
 from opgraft.models.encoder import BertModel, RobertaModel, XLMRobertaModel
 from opgraft.models.families import (
     Gemma2ForCausalLM,
@@ -13,7 +15,10 @@ from opgraft.models.families import (
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
 )
+from opgraft.models.files import Weights, find_checkpoint, open_weights
+from opgraft.models.load import Loaded, load_weights
 from opgraft.models.model import Model, model_class, model_classes
+from opgraft.models.names import WeightsMapper
 
 __all__ = [
     "BertModel",
@@ -22,6 +27,7 @@ __all__ = [
     "GemmaForCausalLM",
     "GraniteForCausalLM",
     "LlamaForCausalLM",
+    "Loaded",
     "MistralForCausalLM",
     "Model",
     "Olmo2ForCausalLM",
@@ -29,7 +35,15 @@ __all__ = [
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "RobertaModel",
+    "Weights",
+    "WeightsMapper",
     "XLMRobertaModel",
+    "find_checkpoint",
+    "load_model",
+    "load_tokenizer",
+    "load_weights",
     "model_class",
     "model_classes",
+    "open_weights",
+    "read_config",
 ]

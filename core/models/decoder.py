@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +15,7 @@ from opgraft.distributed import (
 from opgraft.models.decoder_config import DecoderShape, Family
 from opgraft.models.description import architecture_config, joined, quantization_config
 from opgraft.models.model import Model
+from opgraft.models.names import ShardId
 from opgraft.ops.activation import GeluAndMul, SiluAndMul
 from opgraft.ops.attention import Attention
 from opgraft.ops.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
@@ -24,9 +25,9 @@ from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.rotary import get_rope
 from torch import Tensor, nn
 
-PACKED_MODULES: Mapping[str, Sequence[str]] = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
+PACKED_MODULES: Mapping[str, Mapping[str, ShardId]] = {
+    "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
+    "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
 }
 """Layers of a decoder, to those of a checkpoint that they hold one after another."""
 
@@ -250,7 +251,7 @@ class DecoderForCausalLM(Model):
     """
 
     family: ClassVar[Family] = Family()
-    packed_modules_mapping: ClassVar[Mapping[str, Sequence[str]]] = PACKED_MODULES
+    packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = PACKED_MODULES
 
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
         super().__init__(opgraft_config=opgraft_config, prefix=prefix)

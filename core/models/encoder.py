@@ -11,6 +11,7 @@ from opgraft.config import OpgraftConfig
 from opgraft.errors import ModelError, close_matches
 from opgraft.models.description import architecture_config, joined, quantization_config
 from opgraft.models.model import Model
+from opgraft.models.names import ShardId
 from opgraft.ops.activation import GELUTanh
 from opgraft.ops.attention import MMEncoderAttention, current_batch
 from opgraft.ops.embedding import VocabParallelEmbedding
@@ -166,7 +167,9 @@ class BertModel(Model):
         prefix: the path of this model in a larger one.
     """
 
-    packed_modules_mapping: ClassVar[Mapping[str, Sequence[str]]] = {"qkv": ("query", "key", "value")}
+    packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = {
+        "qkv": {"query": "q", "key": "k", "value": "v"}
+    }
     ignored_weights: ClassVar[Sequence[str]] = ("pooler.*", "embeddings.position_ids")
     """Patterns of tensors that checkpoints have and this model does not read."""
 

@@ -214,7 +214,8 @@ class _Permuted(StoredTensor):
         heads = range(rows.start // size, -(-rows.stop // size))
         parts = []
         for head in heads:
-            halves = self._tensor[(slice(head * size, (head + 1) * size), *others)].unflatten(0, (size // 2, 2))
-            whole = halves.transpose(0, 1).flatten(0, 1)
+            index = (slice(head * size, (head + 1) * size), *others)
+            halves = self._tensor[index].reshape(size // 2, 2, -1).transpose(0, 1)
+            whole = halves.reshape([size, *map(len, bounds[1:])])
             parts.append(whole[max(0, rows.start - head * size) : rows.stop - head * size])
         return torch.cat(parts) if parts else torch.empty(tuple(map(len, bounds)), dtype=self.dtype)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
 from opgraft.errors import ModelError, close_matches
+from opgraft.models.names import ShardId
 from opgraft.plugins.host import load_plugins
 from opgraft.state import host_state
 from torch import Tensor, nn
@@ -25,8 +26,8 @@ class Model(PluggableClass, nn.Module):
         prefix: the path of this model in a larger one, as checkpoints of that one have it.
     """
 
-    packed_modules_mapping: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Last name of a merged layer → last names of the layers of a checkpoint that it holds, in order."""
+    packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = {}
+    """Last name of a merged layer → those of the layers of a checkpoint that it holds, each with its shard's id."""
     ignored_weights: ClassVar[Sequence[str]] = ()
     """Patterns of tensors that checkpoints have and this model does not read."""
 

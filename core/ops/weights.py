@@ -78,7 +78,7 @@ def copy_weight(target: Tensor, loaded: LoadedTensor, what: str) -> None:
             "model's config and its checkpoint do not belong together"
         )
     with torch.no_grad():
-        target.copy_(loaded[...].reshape(target.shape))
+        target.copy_(loaded if one is False else loaded[...].reshape(target.shape))
 
 
 def _count(shape: Any) -> int:
