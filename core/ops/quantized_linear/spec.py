@@ -65,8 +65,8 @@ def _codes(weight: Tensor, size: int) -> Tensor:
     """Read four-bit codes one by one, from where the documentation says that each lies."""
     inputs = torch.arange(size)
     block, within = inputs // 128, inputs % 128
-    word, nibble = within % 16, within // 16
-    bytes_of_codes = weight[:, block * 64 + word * 4 + nibble // 2]
+    word, nibble = within % 32, within // 32
+    bytes_of_codes = weight[:, block * 64 + word * 2 + nibble // 2]
     return (bytes_of_codes >> (nibble % 2 * 4)) & 15
 
 

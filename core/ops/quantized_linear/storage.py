@@ -2,9 +2,10 @@
 
 A weight is ``code · scale + offset``. Eight-bit codes are ``int8``, ``[out_features, in_features]``. Four-bit codes,
 from 0 to 15, lie two to a byte in ``uint8``, ``[out_features, 64 · ceil(in_features / 128)]``: a row is cut into blocks
-of 128 inputs, the last filled up, and input ``16 k + d`` of a block is in bits ``4 k`` to ``4 k + 3`` of its
-little-endian 32-bit word ``d``. So 16 lanes that shift their words by four bits read 16 inputs that adjoin, which costs
-a kernel one shift and one look-up. Four-bit codes without offsets are symmetric: the weight is ``(code - 8) · scale``.
+of 128 inputs, the last filled up, and input ``32 k + w`` of a block is in bits ``4 k`` to ``4 k + 3`` of its
+little-endian 16-bit word ``w``. So a vector of words that is shifted by four bits holds 32 inputs that adjoin, as pairs
+whose products a processor adds up: a kernel needs one shift and one look-up for these. Four-bit codes without offsets
+are symmetric: the weight is ``(code - 8) · scale``.
 
 Scales and offsets are ``[out_features, groups]``. The groups of a row have the same size; one group is a scale per
 output channel.
@@ -20,8 +21,8 @@ from torch.nn import functional as F
 BLOCK = 128
 """Inputs in a block of four-bit codes."""
 
-LANES = 16
-"""32-bit words in a block."""
+WORDS = 32
+"""16-bit words in a block."""
 
 MIDDLE = 8
 """The four-bit code of zero where there are no offsets."""
@@ -42,7 +43,7 @@ def pack_int4(codes: Tensor) -> Tensor:
         ``[..., 64 · ceil(in_features / 128)]`` in ``uint8``; the last block is filled up with zeros.
     """
     filled = F.pad(codes.to(torch.uint8), (0, -codes.shape[-1] % BLOCK))
-    words = filled.unflatten(-1, (filled.shape[-1] // BLOCK, BLOCK // LANES, LANES)).mT
+    words = filled.unflatten(-1, (filled.shape[-1] // BLOCK, BLOCK // WORDS, WORDS)).mT
     return (words[..., ::2] | words[..., 1::2] << 4).flatten(-3)
 
 
@@ -56,7 +57,7 @@ def unpack_int4(packed: Tensor, in_features: int) -> Tensor:
     Returns:
         ``[..., in_features]`` in ``uint8``, from 0 to 15.
     """
-    pairs = packed.unflatten(-1, (packed.shape[-1] * 2 // BLOCK, LANES, BLOCK // LANES // 2))
+    pairs = packed.unflatten(-1, (packed.shape[-1] * 2 // BLOCK, WORDS, BLOCK // WORDS // 2))
     words = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
     return words.mT.flatten(-3)[..., :in_features]
 

@@ -1,11 +1,12 @@
 """Linear layers with quantized weights: on few rows over the codes as they are, on many over plain numbers, made of some
 rows of the weight at a time; and on 8-bit integers throughout.
 
-For groups whose size is no multiple of 16, save one group for all inputs, the native definition runs.
+For groups whose size is no multiple of 16 (32 with 4 bits), save one group for all inputs, the native definition runs.
 """
 
 from __future__ import annotations
 
+import torch
 from opgraft import functional as forms
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
@@ -13,8 +14,8 @@ from torch.compiler import is_dynamo_compiling
 from opgraft_cpu_kernels.arguments import refusal
 from opgraft_cpu_kernels.kernels import DTYPES, REFUSED, op
 
-LANES = 16
-"""Inputs that kernels take to be of one group."""
+LANES = {torch.int8: 16, torch.uint8: 32}
+"""Inputs that kernels take to be of one group, by the dtype of the weight."""
 
 
 def quantized_linear(
@@ -22,7 +23,7 @@ def quantized_linear(
 ) -> Tensor:
     """Compute the form of that name, with weights in float32 on few rows."""
     named = {"x": x, "weight": weight, "scales": scales, "offsets": offsets, "bias": bias}
-    if _takes("quantized_linear", named) and scales.dim() == 2 and _in_lanes(x, scales):
+    if _takes("quantized_linear", named) and scales.dim() == 2 and _in_lanes(x, weight, scales):
         try:
             return _quantized_linear(x, weight, scales, offsets, bias)  # type: ignore[no-any-return]
         except REFUSED:
@@ -48,9 +49,9 @@ def _takes(name: str, tensors: dict[str, Tensor | None]) -> bool:
     return bool(x.dim()) and not (is_dynamo_compiling() and refusal(name, tensors))
 
 
-def _in_lanes(x: Tensor, scales: Tensor) -> bool:
-    groups = scales.shape[1]
-    return groups == 1 or (groups > 0 and x.shape[-1] % (LANES * groups) == 0)
+def _in_lanes(x: Tensor, weight: Tensor, scales: Tensor) -> bool:
+    groups, lanes = scales.shape[1], LANES.get(weight.dtype, 0)
+    return groups == 1 or (groups > 0 and lanes > 0 and x.shape[-1] % (lanes * groups) == 0)
 
 
 _quantized_linear = op("quantized_linear")

@@ -148,7 +148,7 @@ struct QuantizedLinear {
   const void* bias = nullptr;  // in the dtype of x
   int64_t rows = 0, in_features = 0, out_features = 0, groups = 0, group = 0;
   int64_t padded = 0;                 // in_features, filled up to whole blocks
-  const float* x = nullptr;           // rows of so many
+  const void* x = nullptr;            // rows of so many, prepared
   const float* group_sums = nullptr;  // of rows of x
   float* sums = nullptr;              // results before they are rounded
   MutableRows out;
@@ -177,7 +177,7 @@ using MaximumKernel = float (*)(const Rows& x, int64_t width, int64_t begin, int
 using QuantizationKernel = void (*)(const Quantization&, int64_t begin, int64_t end);
 using LinearKernel = void (*)(const Linear&, int64_t begin, int64_t end);
 using QuantizedLinearKernel = void (*)(const QuantizedLinear&, int64_t begin, int64_t end);
-using PrepareKernel = void (*)(const Rows& x, const QuantizedLinear&, float* to, float* group_sums);
+using PrepareKernel = void (*)(const Rows& x, const QuantizedLinear&, void* to, float* group_sums);
 using DequantizeKernel = void (*)(const QuantizedLinear&, int64_t begin, int64_t end, void* to);
 using Int8RowsKernel = void (*)(const Rows& x, const Int8Linear&, int8_t* codes, float* scales, int64_t begin,
                                 int64_t end);

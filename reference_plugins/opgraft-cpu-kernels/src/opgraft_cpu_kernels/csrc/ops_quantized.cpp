@@ -64,9 +64,10 @@ struct Call {
     q.groups = given_scales.dim() == 2 ? given_scales.size(1) : 0;
     expect_matrix(op, "scales", given_scales, q.out_features, std::max<int64_t>(1, q.groups),
                   given_scales.scalar_type());
-    TORCH_CHECK_VALUE(q.groups == 1 || (x.width % q.groups == 0 && x.width / q.groups % LANES == 0), op,
+    const int64_t lanes = q.bits == 4 ? 2 * LANES : LANES;
+    TORCH_CHECK_VALUE(q.groups == 1 || (x.width % q.groups == 0 && x.width / q.groups % lanes == 0), op,
                       ": scales have ", q.groups, " groups for ", x.width, " inputs, expected groups of a multiple of ",
-                      LANES, " inputs");
+                      lanes, " inputs");
     q.group = x.width / q.groups;
     q.scale_dtype = dtype_of(op, given_scales);
     weight = codes.contiguous();
