@@ -63,6 +63,22 @@ class RecompilationError(OpgraftError):
     """A program was compiled where none may be, because a shape or a value differs from those compiled for."""
 
 
+class DistributedError(OpgraftError):
+    """The ranks of a job cannot be put in groups, or a group was asked for that there is none of."""
+
+
+class LayerError(OpgraftError, ValueError):
+    """A layer cannot be made with these sizes, or for this number of ranks."""
+
+
+class WeightError(OpgraftError, ValueError):
+    """A weight that is loaded does not fit the parameter that it is for."""
+
+
+class QuantizationError(OpgraftError, NotImplementedError):
+    """A weight method cannot do what a layer needs of it."""
+
+
 class PlatformError(OpgraftError):
     """The platform of this process could not be decided, or is not the one that was asked for."""
 

@@ -11,6 +11,7 @@ from opgraft.ops import (
     attention,
     composites,
     conv,
+    embedding,
     layernorm,
     linear,
     quantization,
@@ -22,6 +23,7 @@ from opgraft.ops.activation import *
 from opgraft.ops.attention import *
 from opgraft.ops.composites import *
 from opgraft.ops.conv import *
+from opgraft.ops.embedding import *
 from opgraft.ops.layernorm import *
 from opgraft.ops.linear import *
 from opgraft.ops.quantization import *
@@ -33,6 +35,7 @@ __all__ = ["CustomOp", "PluggableLayer", "maybe_get_oot_by_class"]
 __all__ += activation.__all__
 __all__ += attention.__all__
 __all__ += conv.__all__
+__all__ += embedding.__all__
 __all__ += layernorm.__all__
 __all__ += linear.__all__
 __all__ += quantization.__all__

@@ -42,6 +42,7 @@ LAYERS = [
     "opgraft.plugins",
     # Ops.
     "opgraft.binding",
+    "opgraft.distributed",
     "opgraft.ops",
     "opgraft.functional",
     "opgraft.packing",
