@@ -51,6 +51,7 @@ LAYERS = [
     # Models.
     "opgraft.bucketing",
     "opgraft.grafting",
+    "opgraft.quantization",
     "opgraft.pooling",
     "opgraft.checkpoint",
     "opgraft.runner",
