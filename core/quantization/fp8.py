@@ -22,7 +22,8 @@ class Fp8Config(OnlineConfig):
         return "fp8"
 
     def linear_method(self) -> QuantizeMethodBase:
-        return Fp8OnlineLinearMethod()
+        method: QuantizeMethodBase = Fp8OnlineLinearMethod()
+        return method
 
 
 @PluggableClass.register("fp8_online_linear_method")

@@ -56,7 +56,8 @@ class Int8Config(OnlineConfig):
         return "int8"
 
     def linear_method(self) -> QuantizeMethodBase:
-        return Int8LinearMethod()
+        method: QuantizeMethodBase = Int8LinearMethod()
+        return method
 
 
 @PluggableClass.register("int8_dynamic")
@@ -67,7 +68,8 @@ class Int8DynamicConfig(OnlineConfig):
         return "int8_dynamic"
 
     def linear_method(self) -> QuantizeMethodBase:
-        return Int8DynamicLinearMethod()
+        method: QuantizeMethodBase = Int8DynamicLinearMethod()
+        return method
 
 
 @PluggableClass.register("int4")
@@ -88,7 +90,8 @@ class Int4Config(OnlineConfig):
         return "int4"
 
     def linear_method(self) -> QuantizeMethodBase:
-        return Int4LinearMethod(self.group_size, self.symmetric)
+        method: QuantizeMethodBase = Int4LinearMethod(self.group_size, self.symmetric)
+        return method
 
 
 @PluggableClass.register("int8_linear_method")

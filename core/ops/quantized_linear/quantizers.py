@@ -36,7 +36,8 @@ def quantize_int8(weight: Tensor, group_size: int | None = None) -> tuple[Tensor
     Raises:
         ValueError: the dtype or the shape does not fit, or ``in_features`` cannot be cut into groups of that size.
     """
-    return _by_rows("quantize_int8", weight, group_size, _int8)
+    codes, scales = _by_rows("quantize_int8", weight, group_size, _int8)
+    return codes, scales
 
 
 def quantize_int4(
@@ -60,7 +61,8 @@ def quantize_int4(
         ValueError: the dtype or the shape does not fit, or ``in_features`` cannot be cut into groups of that size.
     """
     if symmetric:
-        return *_by_rows("quantize_int4", weight, group_size, _int4_symmetric), None
+        codes, scales = _by_rows("quantize_int4", weight, group_size, _int4_symmetric)
+        return codes, scales, None
     codes, scales, offsets = _by_rows("quantize_int4", weight, group_size, _int4)
     return codes, scales, offsets
 
@@ -88,7 +90,8 @@ def quantize_fp8(
     (rows, columns), (height, width) = weight.shape, group_shape
     height, width = rows if height == -1 else height, columns if width == -1 else width
     largest = F.pad(weight.detach().abs().float(), (0, -columns % width, 0, -rows % height))
-    largest = largest.unflatten(1, (-1, width)).unflatten(0, (-1, height)).amax((1, 3))
+    down, across = -(-rows // height), -(-columns // width)
+    largest = largest.reshape(down, height, across, width).amax((1, 3))
     scales = (largest / FP8_MAX[dtype]).clamp(min=smallest_scale(dtype))
     codes = quant_fp8_static.native(weight, scales, tuple(group_shape), dtype)
     return codes, scales.reshape(1) if tuple(group_shape) == (-1, -1) else scales
@@ -104,8 +107,9 @@ def _by_rows(
     if size < 1 or columns % size:
         raise ValueError(f"{op}: group_size is {size}, which {columns} inputs cannot be cut into; take a divisor")
     some = max(1, AT_ONCE // columns)
-    made = [quantize(part.unflatten(1, (-1, size))) for part in weight.detach().split(some)]
-    return tuple(torch.cat(parts) for parts in zip(*made, strict=True))
+    parts = torch.split(weight.detach(), some)
+    made = [quantize(part.reshape(part.shape[0], columns // size, size)) for part in parts]
+    return tuple(torch.cat(tensors) for tensors in zip(*made, strict=True))
 
 
 def _int8(groups: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,18 +134,16 @@ def _int4(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _least_loss(groups: Tensor, widest: Tensor, offset_of: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Return packed codes, scales and offsets of the shrunken range that has the least squared error, by group."""
     values, best = groups.float(), torch.full_like(widest, torch.inf)
-    kept = (torch.zeros_like(groups, dtype=torch.uint8), torch.zeros_like(widest), torch.zeros_like(widest))
+    codes, scales, offsets = torch.zeros_like(values), torch.zeros_like(widest), torch.zeros_like(widest)
     for shrink in SHRINKS:
         scale = (widest * shrink).clamp(min=torch.finfo(groups.dtype).tiny).to(groups.dtype).float()
         offset = offset_of(scale).to(groups.dtype).float()
-        codes = ((values - offset[..., None]) / scale[..., None]).round().clamp(0, INT4_MAX)
-        loss = (codes * scale[..., None] + offset[..., None] - values).square().sum(-1)
+        found = ((values - offset[..., None]) / scale[..., None]).round().clamp(0, INT4_MAX)
+        loss = (found * scale[..., None] + offset[..., None] - values).square().sum(-1)
         better = loss < best
         best = torch.where(better, loss, best)
-        found = (codes.to(torch.uint8), scale, offset)
-        mask = (better[..., None], better, better)
-        kept = tuple(torch.where(m, new, old) for m, new, old in zip(mask, found, kept, strict=True))
-    codes, scales, offsets = kept
+        codes = torch.where(better[..., None], found, codes)
+        scales, offsets = torch.where(better, scale, scales), torch.where(better, offset, offsets)
     return pack_int4(codes.flatten(1)), scales.to(groups.dtype), offsets.to(groups.dtype)
 
 

@@ -114,7 +114,7 @@ def _fp8(
     scales = weight_scale.reshape(math.ceil(OUT_FEATURES / height), math.ceil(size / width))
     plain = weight.double() * scales[torch.arange(OUT_FEATURES) // height][:, torch.arange(size) // width]
     parts = []
-    for part in x.split(width, -1):
+    for part in torch.split(x, width, -1):
         largest = part.abs().amax(-1, keepdim=True).clamp(min=1 / 512)
         scale = (largest / 448).float().double() if input_scale is None else input_scale.reshape(1)
         # Torch rounds float64 to float32 on the way to 8 bits.
@@ -127,7 +127,7 @@ def _quantized_op(
     x: Tensor, weight: Tensor, scales: Tensor, offsets: Tensor | None = None, bias: Tensor | None = None
 ) -> tuple[nn.Module, tuple[Any, ...]]:
     bits = 8 if weight.dtype == torch.int8 else 4
-    settings = {"group_size": x.shape[-1] // scales.shape[1], "offsets": offsets is not None}
+    settings: dict[str, Any] = {"group_size": x.shape[-1] // scales.shape[1], "offsets": offsets is not None}
     op = ops.QuantizedLinear(x.shape[-1], OUT_FEATURES, bias is not None, bits=bits, **settings)
     return with_parameters(op, weight=weight, scales=scales, offsets=offsets, bias=bias), (x,)
 
@@ -147,7 +147,7 @@ def _fp8_op(
     bias: Tensor | None = None,
     block_shape: Sequence[int] | None = None,
 ) -> tuple[nn.Module, tuple[Any, ...]]:
-    settings = {"static": input_scale is not None, "block_shape": block_shape}
+    settings: dict[str, Any] = {"static": input_scale is not None, "block_shape": block_shape}
     op = ops.FP8Linear(x.shape[-1], OUT_FEATURES, bias is not None, **settings)
     tensors = {"weight": weight, "weight_scale": weight_scale, "input_scale": input_scale, "bias": bias}
     return with_parameters(op, **tensors), (x,)

@@ -43,7 +43,7 @@ def pack_int4(codes: Tensor) -> Tensor:
         ``[..., 64 · ceil(in_features / 128)]`` in ``uint8``; the last block is filled up with zeros.
     """
     filled = F.pad(codes.to(torch.uint8), (0, -codes.shape[-1] % BLOCK))
-    words = filled.unflatten(-1, (filled.shape[-1] // BLOCK, BLOCK // WORDS, WORDS)).mT
+    words = filled.reshape(*filled.shape[:-1], filled.shape[-1] // BLOCK, BLOCK // WORDS, WORDS).mT
     return (words[..., ::2] | words[..., 1::2] << 4).flatten(-3)
 
 
@@ -57,7 +57,7 @@ def unpack_int4(packed: Tensor, in_features: int) -> Tensor:
     Returns:
         ``[..., in_features]`` in ``uint8``, from 0 to 15.
     """
-    pairs = packed.unflatten(-1, (packed.shape[-1] * 2 // BLOCK, WORDS, BLOCK // WORDS // 2))
+    pairs = packed.reshape(*packed.shape[:-1], packed.shape[-1] * 2 // BLOCK, WORDS, BLOCK // WORDS // 2)
     words = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
     return words.mT.flatten(-3)[..., :in_features]
 

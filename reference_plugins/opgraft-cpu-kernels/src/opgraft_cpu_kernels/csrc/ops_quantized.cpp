@@ -13,7 +13,7 @@ constexpr int64_t VECTOR = 64;  // what rows of integers are filled up to
 constexpr int64_t LANES = 16;   // inputs that a kernel takes to be of one group
 
 // Up to so many rows are multiplied with the codes; for more it pays to make plain numbers of these first.
-constexpr int64_t FEW = 8;
+constexpr int64_t few(int bits) { return bits == 4 ? 16 : 8; }
 
 // Bytes of plain numbers that are made at once: what the last cache keeps.
 constexpr int64_t PLAIN_BYTES = int64_t(1) << 23;
@@ -127,7 +127,7 @@ Tensor quantized_linear(const Tensor& x, const Tensor& weight, const Tensor& sca
   Call call(x, weight, scales, offsets, bias);
   if (!call.out.numel() || !call.q.in_features) {
     if (call.out.numel()) call.bias.defined() ? call.out.copy_(call.bias) : call.out.zero_();
-  } else if (call.q.rows <= FEW) {
+  } else if (call.q.rows <= few(call.q.bits)) {
     on_codes(call);
   } else {
     on_plain_numbers(call);
