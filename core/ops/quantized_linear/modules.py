@@ -16,7 +16,7 @@ Device = torch.device | str | int | None
 
 
 class _Layer(CustomOp):
-    """What these layers have in common: sizes, and a bias that is zero until one is loaded."""
+    """Common ground of these layers: sizes, and a bias that is zero until one is loaded."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool, device: Device, dtype: torch.dtype | None
