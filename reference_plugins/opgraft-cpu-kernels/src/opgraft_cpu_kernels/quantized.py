@@ -1,5 +1,5 @@
-"""Linear layers with quantized weights: on few rows over the codes as they are, on many over plain numbers, made of some
-rows of the weight at a time; and on 8-bit integers throughout.
+"""Linear layers with quantized weights: on few rows over the codes as they are, on many over plain numbers, made of
+some rows of the weight at a time; and on 8-bit integers throughout.
 
 For groups whose size is no multiple of 16 (32 with 4 bits), save one group for all inputs, the native definition runs.
 """
