@@ -18,7 +18,7 @@ PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -
 OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-families test-xla test-ipex test-triton check evidence op-pages settings-page bench bench-ops bench-gpu bench-models bench-ipex charts figures docs clean FORCE
+.PHONY: help run test test-families test-xla test-ipex test-triton check evidence op-pages settings-page bench bench-ops bench-quantized bench-gpu bench-models bench-ipex charts figures docs clean FORCE
 
 help:
 	@echo "make run    the demonstration: a real sentence encoder on the CPU, then on a simulated NPU from a plugin"
@@ -33,6 +33,7 @@ help:
 	@echo "make settings-page  the generated table of settings in the reference"
 	@echo "make bench  what the mechanism costs, against its limits"
 	@echo "make bench-ops     what the CPU kernels gain, op by op: table, JSON and plot in build/bench-ops"
+	@echo "make bench-quantized  what 4 and 8 bits gain over bfloat16 where memory is the limit: table, and JSON in build"
 	@echo "make bench-gpu     what the Triton kernels reach on a GPU: table, and JSON in build/bench-gpu.json"
 	@echo "make bench-models  what they gain on an encoder and a causal model, whole processes"
 	@echo "make bench-ipex    the CPU kernels against Intel's extension, in its environment (8 GB)"
@@ -88,6 +89,9 @@ bench: .venv/opgraft
 # What kernels gain: of the installed demonstration, as an editable install would measure the same and need a build.
 bench-ops: .demo/installed .venv/bench
 	PYTHONPATH=$(CURDIR)/.demo OPGRAFT_PLUGINS=cpu_kernels $(BIN)/python benchmarks/ops.py
+
+bench-quantized: .demo/installed
+	PYTHONPATH=$(CURDIR)/.demo OPGRAFT_PLUGINS=cpu_kernels $(BIN)/python benchmarks/quantized.py
 
 # On a machine with a GPU; BENCH_PYTHON is a Python that has opgraft beside the torch and Triton of that GPU.
 BENCH_PYTHON ?= $(BIN)/python

@@ -55,10 +55,12 @@ def fresh_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(discovery, "scan", scan_without_foreign_plugins)
     opgraft.reset()
     registry = host_state().registry
-    ops, replacements = dict(registry.ops), list(registry.replacements)
+    ops, classes, replacements = dict(registry.ops), dict(registry.classes), list(registry.replacements)
     yield
     registry.ops.clear()
     registry.ops.update(ops)
+    registry.classes.clear()
+    registry.classes.update(classes)
     registry.replacements[:] = replacements
     opgraft.reset()
 
