@@ -68,6 +68,7 @@ class LinearMethodBase(QuantizeMethodBase):
         """Map ``[..., input_size_per_partition]`` to ``[..., output_size_per_partition]``."""
 
 
+@PluggableClass.register("unquantized_linear_method")
 class UnquantizedLinearMethod(LinearMethodBase):
     """The weight is a parameter ``[out_features, in_features]``."""
 
@@ -106,6 +107,7 @@ class UnquantizedLinearMethod(LinearMethodBase):
         """Make the weight an ordinary parameter again, whatever loading has made of it."""
 
 
+@PluggableClass.register("unquantized_embedding_method")
 class UnquantizedEmbeddingMethod(QuantizeMethodBase):
     """The weight is a parameter ``[num_embeddings, embedding_dim]``, a row for each id."""
 
