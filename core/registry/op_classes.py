@@ -35,7 +35,8 @@ def check_replacement(target: type, cls: type) -> tuple[str, ...]:
     if not (isinstance(target, type) and any("__op_base__" in vars(base) for base in target.__mro__)):
         raise RegistrationError(
             f"{qualified(cls)} at {location_of(cls)} is declared for {target!r}, which is no opgraft.CustomOp: only "
-            "ops, and classes that derive from opgraft.PluggableClass, have their class chosen at construction. graft() turns a model's modules into ops first."
+            "ops, and classes that derive from opgraft.PluggableClass, have their class chosen at construction. "
+            "graft() turns a model's modules into ops first."
         )
     if not issubclass(cls, target):
         raise RegistrationError(
