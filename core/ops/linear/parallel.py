@@ -15,6 +15,7 @@ from opgraft.distributed import (
 )
 from opgraft.errors import LayerError
 from opgraft.ops.linear.methods import QuantizeMethodBase, UnquantizedLinearMethod
+from opgraft.ops.linear.packable import PackableLayer
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.linear.sharding import OutputShard, divide, expect_rows, load_columns, load_rows
 from opgraft.ops.weights import LoadedTensor, set_weight_attrs
@@ -25,7 +26,7 @@ Output = Tensor | tuple[Tensor, nn.Parameter | None]
 """The result, and the bias where it was not added; without ``return_bias`` the result only."""
 
 
-class LinearBase(PluggableLayer):
+class LinearBase(PackableLayer, PluggableLayer):
     """Common ground of the parallel linear layers: sizes, and the weight method that holds and applies the weight.
 
     Attributes:
