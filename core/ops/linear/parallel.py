@@ -339,7 +339,8 @@ class RowParallelLinear(LinearBase):
         Raises:
             WeightError: it has another shape.
         """
-        load_columns(param, loaded_weight, self.tp_rank, self.tp_size, self.name)
+        columns = self.input_size_per_partition
+        load_columns(param, loaded_weight, columns, self.tp_rank, self.tp_size, self.name)
 
     def forward(self, input_: Tensor) -> Output:
         if self.tp_size > 1 and not self.input_is_parallel:
