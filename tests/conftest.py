@@ -55,12 +55,12 @@ def fresh_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(discovery, "scan", scan_without_foreign_plugins)
     opgraft.reset()
     registry = host_state().registry
-    ops, classes, replacements = dict(registry.ops), dict(registry.classes), list(registry.replacements)
+    known = [(records, dict(records)) for records in (registry.ops, registry.classes)]
+    replacements = list(registry.replacements)
     yield
-    registry.ops.clear()
-    registry.ops.update(ops)
-    registry.classes.clear()
-    registry.classes.update(classes)
+    for records, before in known:
+        records.clear()
+        records.update(before)
     registry.replacements[:] = replacements
     opgraft.reset()
 

@@ -14,6 +14,8 @@ from opgraft.distributed import (
 from opgraft.errors import LayerError, QuantizationError, WeightError
 from opgraft.ops.embedding.ranges import DEFAULT_VOCAB_PADDING_SIZE, Vocabulary, get_masked_input_and_mask
 from opgraft.ops.linear.methods import QuantizeMethodBase, UnquantizedEmbeddingMethod
+from opgraft.ops.linear.packable import PackableLayer
+from opgraft.ops.linear.packed_only import PackedWeight
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.prefixes import claim_prefix
 from opgraft.ops.weights import LoadedTensor, copy_weight, narrowed, set_weight_attrs
@@ -48,6 +50,7 @@ class VocabParallelEmbedding(PluggableLayer):
 
     looks_up: ClassVar[bool] = True
     """The layer is called with ids, for which its weight method needs ``embedding``."""
+    _packed: PackedWeight | None = None
     bias: nn.Parameter | None
     quant_method: QuantizeMethodBase
 
@@ -158,7 +161,7 @@ class VocabParallelEmbedding(PluggableLayer):
 
 
 @CustomOp.register("parallel_lm_head")
-class ParallelLMHead(VocabParallelEmbedding):
+class ParallelLMHead(PackableLayer, VocabParallelEmbedding):
     """The output layer, a weight of which each rank has a part of the vocabulary, for ``LogitsProcessor``.
 
     Args:
@@ -174,6 +177,8 @@ class ParallelLMHead(VocabParallelEmbedding):
     """
 
     looks_up: ClassVar[bool] = False
+    tied = False
+    """An embedding has the weight, too."""
 
     def __init__(
         self,
@@ -208,7 +213,9 @@ class ParallelLMHead(VocabParallelEmbedding):
         """Share the weight of the embedding; return the layer that has it, to be used in place of this one."""
         if not isinstance(embed_tokens.quant_method, UnquantizedEmbeddingMethod):
             return embed_tokens
-        self.weight = embed_tokens.weight
+        self.release_weights()
+        self.register_parameter("weight", embed_tokens.get_parameter("weight"))
+        self.tied = True
         return self
 
     def forward(self, input_: Tensor) -> Tensor:
