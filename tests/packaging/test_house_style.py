@@ -24,9 +24,9 @@ LAYERS = [
     "opgraft.version",
     "opgraft.moved",
     "opgraft.logger",
-    "opgraft.environment",
     "opgraft.caches",
     "opgraft.config",
+    "opgraft.environment",  # a variable for each setting
     "opgraft.machine",
     "opgraft.decision",  # quotes the evidence of opgraft.machine
     "opgraft.finding",
@@ -49,8 +49,8 @@ LAYERS = [
     "opgraft.torch_library",
     # Models.
     "opgraft.bucketing",
-    "opgraft.grafting",
     "opgraft.models",
+    "opgraft.grafting",
     "opgraft.pooling",
     "opgraft.checkpoint",
     "opgraft.runner",
