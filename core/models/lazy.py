@@ -12,7 +12,7 @@ import torch
 CHUNK_BYTES = 1 << 22
 """The most that is read at a time where a tensor is copied; what a chunk takes comes on top of the weights."""
 
-MAPPED_BYTES = 1 << 25
+MAPPED_BYTES = 1 << 23
 """A file is mapped anew after so many bytes: pages that were read count as memory of the process until then."""
 
 Bounds = tuple[range, ...]

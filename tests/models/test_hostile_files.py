@@ -100,10 +100,10 @@ def test_all_problems_are_in_one_error(file) -> None:
     for name in "abc":
         header[name]["dtype"] = "F99"
     write(file, header, data)
-    with pytest.raises(CheckpointError, match="3 problems: .*'a'.*'b'.*'c'"):
+    with pytest.raises(CheckpointError, match=r"3 problems: .*'a'.*'b'.*'c'"):
         open_weights(file)
     write(file, {f"t{i}": 0 for i in range(100)}, b"")
-    with pytest.raises(CheckpointError, match="100 problems: .*'t19'.*; and 80 more"):
+    with pytest.raises(CheckpointError, match=r"100 problems: .*'t19'.*; and 80 more"):
         open_weights(file)
 
 
@@ -134,7 +134,7 @@ def test_shards_that_contradict_their_index(sharded, tmp_path) -> None:
     for path in ("../model.safetensors", "/etc/model.safetensors", "a\\b.safetensors", ".."):
         with pytest.raises(CheckpointError, match="which is refused"):
             open_weights(with_map(x=path))
-    with pytest.raises(CheckpointError, match="is no .safetensors file: it is refused"):
+    with pytest.raises(CheckpointError, match=r"is no .safetensors file: it is refused"):
         open_weights(with_map(x="pytorch_model.bin"))
     with pytest.raises(CheckpointError, match=r"2 problems: one.safetensors .*missing; two.safetensors .*missing"):
         open_weights(with_map(x="one.safetensors", y="two.safetensors"))

@@ -118,7 +118,7 @@ def test_one_error_lists_all_that_does_not_fit() -> None:
     assert "'other' has no place" in message
     assert "'blocks.1.norm.weight' has shape [9], the model has [8]" in message
     assert model.blocks[0].qkv_proj.processed == []
-    with pytest.raises(CheckpointError, match="embed.weight' is missing"):
+    with pytest.raises(CheckpointError, match=r"embed.weight' is missing"):
         load_weights(Model(), {name: t for name, t in checkpoint().items() if name != "embed.weight"})
 
 
@@ -132,7 +132,7 @@ def test_loaders_that_refuse_are_listed_together() -> None:
 
 def test_many_problems_are_limited() -> None:
     """A checkpoint of another model gives twenty lines and a count."""
-    with pytest.raises(CheckpointError, match="; and 9[0-9] more"):
+    with pytest.raises(CheckpointError, match=r"; and 9[0-9] more"):
         load_weights(Model(), {f"x{i}": torch.ones(1) for i in range(100)})
 
 
