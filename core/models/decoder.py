@@ -103,7 +103,7 @@ class DecoderAttention(nn.Module):
 
     def _normalised(self, norm: nn.Module, x: Tensor) -> Tensor:
         if self.qk_norm == "head":
-            heads: Tensor = norm(x.unflatten(-1, (-1, self.head_size)))
+            heads: Tensor = norm(x.reshape(*x.shape[:-1], -1, self.head_size))
             return heads.flatten(-2)
         size = get_tensor_model_parallel_world_size()
         if size == 1:
@@ -260,11 +260,10 @@ class DecoderForCausalLM(Model):
         shape = DecoderShape.of(config, self.family, opgraft_config.model.max_model_len)
         self.config = config
         self.model = DecoderModel(shape, self.family, quant_config, joined(prefix, "model"))
-        self.lm_head = ParallelLMHead(
+        head = ParallelLMHead(
             shape.vocab_size, shape.hidden_size, quant_config=quant_config, prefix=joined(prefix, "lm_head")
         )
-        if shape.tied:
-            self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+        self.lm_head = head.tie_weights(self.model.embed_tokens) if shape.tied else head
         self.logits_processor = LogitsProcessor(
             shape.vocab_size, scale=shape.logits_scale, soft_cap=shape.logits_soft_cap
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
@@ -11,15 +11,15 @@ from opgraft.errors import ModelError, close_matches
 from opgraft.models.names import ShardId
 from opgraft.plugins.host import load_plugins
 from opgraft.state import host_state
-from torch import Tensor, nn
+from torch import nn
 
 
 class Model(PluggableClass, nn.Module):
     """A model that is made for one config: a shard of it on each rank, quantized as it is made.
 
-    A class serves the architecture that it is registered for, ``@PluggableClass.register("LlamaForCausalLM")``; a plugin
-    adds architectures so, and replaces one by ``register_oot``. Its parameters have the names that checkpoints use,
-    save for layers that hold several one after another, of which ``packed_modules_mapping`` tells.
+    A class serves the architecture that it is registered for by ``@PluggableClass.register("LlamaForCausalLM")``. A
+    plugin adds architectures so, and replaces one by ``register_oot``. Parameters have the names that checkpoints use;
+    layers that hold several one after another stand in ``packed_modules_mapping``.
 
     Args:
         opgraft_config: its ``model`` section names the architecture's config, or the checkpoint that has one.
@@ -34,13 +34,6 @@ class Model(PluggableClass, nn.Module):
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
         nn.Module.__init__(self)
         self.opgraft_config = opgraft_config
-
-    def forward(self, input_ids: Tensor | None, positions: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return hidden states ``[tokens, hidden_size]`` of ids and positions ``[tokens]``.
-
-        The tokens are those of the current ``AttentionBatch``, or of one sequence where there is none.
-        """
-        raise NotImplementedError
 
 
 def model_classes() -> dict[str, type[Model]]:
@@ -61,6 +54,7 @@ def model_class(architectures: Iterable[str]) -> type[Model]:
         if architecture in known:
             return known[architecture]
     raise ModelError(
-        f"no model is registered for the architecture {', '.join(wanted)}: {close_matches(wanted[0], known)} A plugin adds "
-        "one by @PluggableClass.register; any architecture of transformers runs with --model.implementation transformers"
+        f"no model is registered for the architecture {', '.join(wanted) or '(none is named)'}: "
+        f"{close_matches(''.join(wanted[:1]), known)} A plugin adds one by @PluggableClass.register; any architecture "
+        "of transformers runs with --model.implementation transformers"
     )

@@ -10,8 +10,8 @@ from opgraft import CompilationConfig, OpgraftConfig
 from opgraft.config import CacheConfig
 from opgraft.errors import ConstructionError
 from opgraft.models.construction import construct, constructing
-from opgraft.ops.prefixes import claim_prefix
 from opgraft.ops import SiluAndMul
+from opgraft.ops.prefixes import claim_prefix
 
 
 class Layer:

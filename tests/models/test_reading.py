@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from opgraft.models import LazyTensor, WeightSource, open_weights, read_config
+from opgraft.models import open_weights, read_config
+from opgraft.models.lazy import LazyTensor
+from opgraft.ops.weights import LoadedTensor
 from safetensors.torch import save_file
 
 from .conftest import gguf, transformers, write_gguf
@@ -99,8 +101,8 @@ def test_a_copy_reads_in_chunks_and_converts(llama, single, monkeypatch) -> None
 def test_the_protocol_is_that_of_tensors(single) -> None:
     """A lazy tensor and a tensor are both sources of weights, and functions of torch take the former."""
     tensor = open_weights(single).tensors["model.norm.weight"]
-    assert isinstance(tensor, WeightSource)
-    assert isinstance(torch.ones(2), WeightSource)
+    assert isinstance(tensor, LoadedTensor)
+    assert isinstance(torch.ones(2), LoadedTensor)
     assert torch.equal(torch.stack([tensor, tensor]), torch.ones(2, 256))
     assert (tensor.dim(), tensor.size(0), tensor.numel(), tensor.dtype) == (1, 256, 256, torch.float32)
 

@@ -144,7 +144,7 @@ class Attention(PluggableLayer):
     def _softmax(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Attend step by step, as the capped scores and the sinks need, in float32."""
         groups = (self.num_kv_heads, self.num_heads // self.num_kv_heads)
-        scores = query.unflatten(0, groups).float() @ key.unsqueeze(1).float().mT * self.scale
+        scores = query.reshape(*groups, *query.shape[1:]).float() @ key.unsqueeze(1).float().mT * self.scale
         if self.logits_soft_cap is not None:
             scores = self.logits_soft_cap * torch.tanh(scores / self.logits_soft_cap)
         if mask is not None:

@@ -18,7 +18,7 @@ from opgraft.ops.linear.packable import PackableLayer
 from opgraft.ops.linear.packed_only import PackedWeight
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.prefixes import claim_prefix
-from opgraft.ops.weights import LoadedTensor, copy_weight, narrowed, set_weight_attrs
+from opgraft.ops.weights import LoadedTensor, copy_weight, set_weight_attrs
 from torch import Tensor, nn
 
 
@@ -132,7 +132,7 @@ class VocabParallelEmbedding(PluggableLayer):
             )
         shard = self.shard_indices
         size = shard.num_org_elements // unit
-        part = narrowed(loaded_weight, dim, shard.org_vocab_start_index // unit, size)
+        part = loaded_weight.narrow(dim, shard.org_vocab_start_index // unit, size)
         copy_weight(param.data.narrow(dim, 0, size), part, self.name)
         param.data.narrow(dim, size, param.shape[dim] - size).zero_()
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from opgraft.errors import LayerError, WeightError
-from opgraft.ops.weights import LoadedTensor, copy_weight, narrowed
+from opgraft.ops.weights import LoadedTensor, copy_weight
 from torch import Tensor
 
 
@@ -69,7 +69,7 @@ def load_rows(param: Tensor, loaded: LoadedTensor, shard: OutputShard, what: str
     if any(number % unit for number in (shard.offset, on_disk, shard.start, 0 if whole else shard.size)):
         raise _crossing(what, f"rows {shard.start} to {shard.start + shard.size - 1} of a layer", unit)
     target = param.data.narrow(dim, shard.offset // unit, size)
-    copy_weight(target, narrowed(loaded, dim, (on_disk + shard.start) // unit, size), what)
+    copy_weight(target, loaded.narrow(dim, (on_disk + shard.start) // unit, size), what)
 
 
 def expect_rows(param: Tensor, loaded: LoadedTensor, rows: int, what: str) -> None:
@@ -102,7 +102,7 @@ def load_columns(param: Tensor, loaded: LoadedTensor, columns: int, rank: int, r
                 f"{what}: the weight that is loaded has shape {tuple(loaded.shape)}, expected {size * ranks} in "
                 f"dimension {dim} of {param.dim()}: the model's config and its checkpoint do not belong together"
             )
-        loaded = narrowed(loaded, dim, rank * size, size)
+        loaded = loaded.narrow(dim, rank * size, size)
     copy_weight(param.data, loaded, what)
 
 
