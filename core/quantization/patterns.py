@@ -34,8 +34,7 @@ class Patterns:
             QuantizationError: only some of those that a merged layer stands for answer to a pattern.
         """
         whole = self._matches(prefix)
-        holder, _, name = prefix.rpartition(".")
-        parts = [f"{holder}.{part}" if holder else part for part in merged.get(name, ())]
+        parts = names_of(prefix, merged)
         found = [part for part in parts if self._matches(part)]
         if found and not whole and len(found) < len(parts):
             raise QuantizationError(
@@ -52,6 +51,12 @@ class Patterns:
         found = {pattern for pattern in self.patterns if _compiled(pattern).match(name)}
         self.used |= found
         return bool(found)
+
+
+def names_of(prefix: str, merged: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the names of the layers that a merged layer stands for; none for any other."""
+    holder, _, name = prefix.rpartition(".")
+    return [f"{holder}.{part}" if holder else part for part in merged.get(name, ())]
 
 
 def expect_used(several: Iterable[Patterns]) -> None:

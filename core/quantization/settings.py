@@ -16,7 +16,7 @@ from opgraft.quantization.registry import quantization_named
 from torch import nn
 
 GGUF = "gguf"
-"""The one quantization of checkpoints that is not kept unless it is asked for: its blocks can be read as numbers."""
+"""A quantization of checkpoints that is kept where it is asked for only: its blocks can be read as numbers."""
 
 
 class SettingsConfig(QuantizationConfig):
@@ -51,7 +51,7 @@ class SettingsConfig(QuantizationConfig):
 
     @property
     def patterns(self) -> list[Patterns]:
-        """Those that settings have, each of which a layer has to answer to."""
+        """Patterns of the settings, each of which a layer has to answer to."""
         return [self.skip, *(patterns for _, patterns in self.others)]
 
     def get_name(self) -> str:

