@@ -43,7 +43,7 @@ def _half(blocks: Tensor, start: int) -> Tensor:
 
 def _nibbles(data: Tensor, width: int) -> Tensor:
     """Return four-bit numbers: those in the low halves of ``width`` bytes, then those in the high halves, and so on."""
-    words = data.unflatten(-1, (-1, width))
+    words = data.reshape(*data.shape[:-1], -1, width)
     return torch.stack((words & 15, words >> 4), -2).flatten(-3)
 
 
@@ -76,7 +76,7 @@ def _q8_0(blocks: Tensor) -> Codes:
 
 def _scales_of_k(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scales and offsets of the eight groups of a block, from 12 bytes of six-bit numbers."""
-    low, high, rest = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
+    low, high, rest = blocks[..., 4:16].reshape(*blocks.shape[:-1], 3, 4).unbind(-2)
     scales = torch.cat((low & 63, (rest & 15) | (low >> 2 & 48)), -1)
     offsets = torch.cat((high & 63, (rest >> 4) | (high >> 2 & 48)), -1)
     wide = _half(blocks, 0)[..., None].float() * scales.float()
@@ -94,7 +94,11 @@ def _q5_k(blocks: Tensor) -> Codes:
 
 
 def _q6_k(blocks: Tensor) -> Codes:
-    high = blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8) & 3
+    high = (
+        blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 1, 32)
+        >> torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8)
+        & 3
+    )
     codes = _nibbles(blocks[..., :128], 64) | high.flatten(-3) << 4
     scales = _half(blocks, 208)[..., None].float() * blocks[..., 192:208].contiguous().view(torch.int8).float()
     return Codes((codes.to(torch.int8) - 32).flatten(1), scales.flatten(1))

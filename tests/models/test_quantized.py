@@ -13,9 +13,11 @@ import torch
 from opgraft.config import LoadConfig, ModelConfig, OpgraftConfig, QuantizationSettings
 from opgraft.errors import CheckpointError, QuantizationError
 from opgraft.models import load_model
+from ranks import Ranks
 from torch import Tensor
 
 from .conftest import write_gguf
+from .test_quantized_checkpoints import logits_on_rank
 
 TOKENS = torch.tensor([1, 5, 9, 33, 2, 71, 8])
 BOUNDS = {"int8": 0.02, "int8_dynamic": 0.03, "int4": 0.2, "fp8": 0.1}
@@ -134,6 +136,16 @@ def test_the_blocks_of_a_gguf_file(kind: str, llama: Any, tmp_path: Path) -> Non
     kept, numbers = load_model(config(file, method="gguf", skip=["*.o_proj"])), load_model(config(file))
     torch.testing.assert_close(logits_of(kept), logits_of(numbers), rtol=1e-4, atol=1e-5)
     assert bytes_of(kept) < 0.5 * sum(4 * p.numel() for name, p in llama.named_parameters() if "_proj" in name)
+
+
+def test_the_blocks_of_a_gguf_file_on_two_ranks(llama: Any, tmp_path: Path) -> None:
+    """Each rank reads the blocks of its part, and the two give the logits of one."""
+    file = tmp_path / "model.gguf"
+    write_gguf(file, llama, "Q4_1")
+    expected = logits_of(load_model(config(file, method="gguf")))
+    with Ranks(2) as ranks:
+        for answer in ranks.run(logits_on_rank, file, "gguf"):
+            torch.testing.assert_close(torch.tensor(answer), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
