@@ -6,6 +6,7 @@ Each message says what failed, which thing was concerned, why, and the next step
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable
 
 from opgraft.text import printable
@@ -55,6 +56,10 @@ class GraftError(OpgraftError):
     """A model cannot be grafted, or put back to what it was, as it stands."""
 
 
+class ConstructionError(OpgraftError):
+    """A model cannot be constructed as it is written."""
+
+
 class PackError(OpgraftError):
     """The weights of a model cannot be packed as it stands, or something needs the plain ones that were dropped."""
 
@@ -94,15 +99,27 @@ class ChildError(OpgraftError):
 
 
 class PluginError(OpgraftError):
-    """A plugin could not be discovered, selected, loaded or activated."""
+    """A plugin could not be discovered, selected, loaded or activated.
+
+    ``location`` is ``file:line`` of the fault, where it lies in the plugin and no traceback leads to it.
+    """
 
     exit_code = 4
+
+    def __init__(self, message: str, location: str | None = None) -> None:
+        super().__init__(message)
+        self.location = location
+
+
+def near_matches(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """Return up to three of the ``known`` names that ``name`` may be a misspelling of, the nearest first."""
+    return difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=cutoff)
 
 
 def close_matches(name: str, known: Iterable[str]) -> str:
     """Give words for an error about an unknown ``name``: the nearest known names, or all of them where none is near."""
     names = sorted(set(known))
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    near = near_matches(name, names)
     if near:
         return "did you mean " + " or ".join(repr(match) for match in near) + "?"
     return f"known: {', '.join(names) or 'none'}."
@@ -110,7 +127,21 @@ def close_matches(name: str, known: Iterable[str]) -> str:
 
 def raised_at(error: BaseException) -> str:
     """Give ``file:line`` of the code that raised a caught ``error``, for messages about other people's code."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    return f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}" if frame else "an unknown place"
+    places = [place for _, place in _places(error) if not place.startswith("<frozen ")]  # as of an import that fails
+    return places[-1] if places else "an unknown place"
+
+
+def raised_in(package: str, error: BaseException) -> str | None:
+    """Give ``file:line`` of the innermost code of a top-level ``package`` that a caught ``error`` passed through.
+
+    For a file that is no Python it is the place that the parser names. ``None`` where no code of the package ran.
+    """
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        return f"{error.filename}:{error.lineno}"
+    return next((place for module, place in reversed(_places(error)) if module.partition(".")[0] == package), None)
+
+
+def _places(error: BaseException) -> list[tuple[str, str]]:
+    """List the module and ``file:line`` of each frame of a traceback, the outermost first."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return [(str(frame.f_globals.get("__name__")), f"{frame.f_code.co_filename}:{line}") for frame, line in frames]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,13 @@ class Finding:
     exit_code: int = 1
 
     def __str__(self) -> str:
-        return f"{self.message} ({self.location})" if self.location else self.message
+        told = self.location is None or self.location in self.message
+        return self.message if told else f"{self.message} ({self.location})"
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Finding:
+        """Return the finding that ``to_dict`` wrote down."""
+        return cls(**{**data, "provider": Provider(**data["provider"]) if data["provider"] else None})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the finding as plain data, with the names that all JSON of opgraft has for it."""

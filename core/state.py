@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from opgraft.caches import Caches
-from opgraft.config import CURRENT_SCOPE, OpgraftConfig, Settings, environment_config, resolve
+from opgraft.config import CURRENT_SCOPE, OpgraftConfig, Settings, resolve
 from opgraft.decision import Decision, Provider
 from opgraft.environment import Environment, read_environment
 from opgraft.errors import PluginError
+from opgraft.finding import Finding
 from opgraft.logger import logger, set_level
 from opgraft.platform import Platform
 from opgraft.registry.declarations import Registry, Replacement
@@ -46,7 +47,10 @@ class PluginStatus(enum.Enum):
 
 @dataclass
 class PluginRecord:
-    """One entry point of the group ``opgraft.plugins`` and what became of it."""
+    """One entry point of the group ``opgraft.plugins`` and what became of it.
+
+    ``location`` is the ``file:line`` in the plugin where it failed, where that is known.
+    """
 
     name: str
     value: str
@@ -54,6 +58,7 @@ class PluginRecord:
     status: PluginStatus = PluginStatus.DISCOVERED
     reason: str = ""
     traceback: str | None = None
+    location: str | None = None
     platforms: tuple[str, ...] = ()
 
 
@@ -79,7 +84,7 @@ class HostState:
     loading_lock: threading.RLock = field(default_factory=threading.RLock)
     """Held by the one thread that decides on the platform and loads plugins; taken before ``lock``, never after it."""
     selection: PlatformSelection | None = None
-    platform_failures: list[str] = field(default_factory=list)
+    platform_failures: list[Finding] = field(default_factory=list)
     plugins: dict[str, PluginRecord] = field(default_factory=dict)
     plugins_loaded: bool = False
     loaded_with: OpgraftConfig | None = None
@@ -103,7 +108,9 @@ class HostState:
             if self.environment.log:
                 set_level(self.environment.log)
         scope = CURRENT_SCOPE.get()
-        layers = [*self.adjustments, *environment_config(self.environment), *(scope.layers if scope else ())]
+        file = scope.file if scope and scope.file else self.environment.file
+        from_file, scopes = file.layers if file else (), scope.layers if scope else ()
+        layers = [*self.adjustments, *from_file, *self.environment.layers, *scopes]
         if self.selection is not None:
             layers.insert(0, (f"platform {self.selection.platform.name}", self.selection.defaults))
         return resolve(layers)

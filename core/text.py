@@ -42,16 +42,30 @@ def described(error: BaseException) -> str:
 def table(rows: Sequence[Sequence[object]], width: int | None = WIDTH) -> list[str]:
     """Lay rows, the header first, out as lines of aligned columns. The widest give way: their cells go on below.
 
-    Without a ``width`` every row is one line.
+    Words, such as paths, are broken only where no width would do otherwise. Without a ``width`` every row is one line.
     """
     texts = [[printable(str(cell)) for cell in row] for row in rows]
-    widths = [max(len(cell) for cell in column) for column in zip(*texts, strict=True)]
-    gaps = 2 * (len(widths) - 1)
-    while width is not None and sum(widths) + gaps > width and max(widths) > 1:
-        widths[widths.index(max(widths))] -= 1
+    columns = list(zip(*texts, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    if width is not None:
+        room = width - 2 * (len(widths) - 1)
+        words = [max(len(word) for word in " ".join(column).split() or [""]) for column in columns]
+        widths = _narrowed(_narrowed(widths, room, words), room, [1] * len(widths))
     lines = []
     for row in texts:
-        cells = [textwrap.wrap(cell, max(size, 1)) for cell, size in zip(row, widths, strict=True)]
+        sizes = [max(size, 1) for size in widths]
+        cells = [textwrap.wrap(cell, size, break_on_hyphens=False) for cell, size in zip(row, sizes, strict=True)]
         for parts in zip_longest(*cells, fillvalue=""):
             lines.append("  ".join(part.ljust(size) for part, size in zip(parts, widths, strict=True)).rstrip())
     return lines
+
+
+def _narrowed(widths: Sequence[int], room: int, least: Sequence[int]) -> list[int]:
+    """Take columns off the widest until all fit into ``room``, as far as each stays as wide as its ``least``."""
+    narrowed = list(widths)
+    while sum(narrowed) > room:
+        spare = [index for index, size in enumerate(narrowed) if size > least[index]]
+        if not spare:
+            break
+        narrowed[max(spare, key=lambda index: narrowed[index])] -= 1
+    return narrowed

@@ -23,6 +23,7 @@ def load_plugins() -> None:
     Ops call it on first construction. A plugin that fails is recorded, reported once as a warning and left out.
 
     Raises:
+        ConfigError: the allow list names a plugin that is not installed.
         PluginError: in strict mode, or for a plugin that a setting asks for by name, instead of the warning.
         PlatformError, ConflictError: no platform could be decided.
         UnknownTargetError: a replacement registered outside of plugins names a target that does not exist.
@@ -95,6 +96,5 @@ def plugins_decision(records: Iterable[PluginRecord]) -> Decision:
     )
     chosen = ", ".join(record.name for record, active in rows if active) or None
     reason = f"{sum(active for _, active in rows)} of {len(rows)} installed plugins active"
-    return Decision(
-        "plugins", chosen, reason, candidates, f"{PLUGINS}, {PLUGINS_DISABLE} or OpgraftConfig(plugins=...)"
-    )
+    setting = f"{PLUGINS}, {PLUGINS_DISABLE} or OpgraftConfig(plugins=...)" if candidates else ""
+    return Decision("plugins", chosen, reason, candidates, setting)

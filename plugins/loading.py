@@ -11,14 +11,16 @@ from typing import Any
 import pluggy
 from opgraft.adapter import Adapter
 from opgraft.config import OpgraftConfig
-from opgraft.errors import PluginError, UnknownTargetError, close_matches
+from opgraft.errors import PluginError, UnknownTargetError, close_matches, raised_in
 from opgraft.logger import logger
 from opgraft.platform import Platform
 from opgraft.plugins import hookspecs
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover
-from opgraft.plugins.requirements import asked_for, check_adjustment, check_names, objection
+from opgraft.plugins.outcomes import failure_of, replacements_of
+from opgraft.plugins.requirements import asked_for, check_adjustment, check_allow_list, objection
 from opgraft.plugins.watching import watched
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
+from opgraft.registry.op_classes import location_of
 from opgraft.state import ACTIVATING, HostState, PluginRecord, PluginStatus, Transaction
 from opgraft.text import described, printable
 
@@ -30,13 +32,14 @@ class Loading:
         self.state = state
         self.platform = platform
         self.undo_all = undo_all
-        self.config = state.settings().config
+        self.settings = state.settings()
+        self.config = self.settings.config
         self.manager = pluggy.PluginManager(hookspecs.PROJECT)
         self.manager.add_hookspecs(hookspecs)
         self.transactions: dict[str, Transaction] = {}
 
     def run(self) -> None:
-        check_names(self.config.plugins or (), discover().offers, "OPGRAFT_PLUGINS (plugins)")
+        check_allow_list(self.settings)
         for offer in discover().of_group(PLUGIN_GROUP):
             self._consider(offer)
         hooks = self.manager.hook
@@ -48,7 +51,7 @@ class Loading:
         self._check_adjusted_names()
         for name in self._alive():
             self.state.plugins[name].status = PluginStatus.ACTIVATED
-            self.state.plugins[name].reason = f"applies on {', '.join(self.state.plugins[name].platforms)}"
+            self.state.plugins[name].reason = _as_activated(self.state.plugins[name])
 
     def _consider(self, offer: Offer) -> None:
         record = self.state.plugins[offer.name] = PluginRecord(offer.name, offer.value, offer.provider)
@@ -60,8 +63,8 @@ class Loading:
             record.status = PluginStatus.REJECTED
             if asked_for(offer, self.config.plugins or ()):
                 raise PluginError(
-                    f"OPGRAFT_PLUGINS (plugins) asks for plugin {offer.name!r} of {offer.provider}, which is not used: "
-                    f"{record.reason}. 'opgraft detect --all' tells about its platform."
+                    f"{self.settings.origins['plugins']} asks for plugin {offer.name!r} of {offer.provider}, which is "
+                    f"not used: {record.reason}. 'opgraft detect --all' tells about its platform."
                 )
             return
         record.status = PluginStatus.SELECTED
@@ -77,14 +80,25 @@ class Loading:
             self._withdraw(offer.name, PluginStatus.REJECTED, _not_here(record.platforms, self.platform))
             return
         self._adopt_declarations(record)
+        self._check_hook_names(plugin)
         self.manager.register(plugin, offer.name)
-        self.manager.check_pending()  # rejects functions that are marked as hooks and are none
         declared = any(replacement.plugin == offer.name for replacement in self.state.registry.replacements)
         if not self.manager.get_hookcallers(plugin) and not declared:
             raise PluginError(
                 f"{offer.value} implements no hook and registers no op: mark a function named opgraft_register_ops "
                 "with @opgraft.hookimpl"
             )
+
+    def _check_hook_names(self, plugin: object) -> None:
+        """Reject a function that is marked as a hook of a name that no hook has, unless it is marked as optional."""
+        for name in dir(plugin):
+            marked = self.manager.parse_hookimpl_opts(plugin, name)
+            if marked and not marked["optionalhook"] and name not in hookspecs.RESULT_TYPES:
+                place = location_of(getattr(plugin, name))
+                near = close_matches(name, hookspecs.RESULT_TYPES)
+                raise PluginError(
+                    f"{name} at {place} is marked as a hook, and there is none of that name: {near}", place
+                )
 
     def _adopt_declarations(self, record: PluginRecord) -> None:
         """Activate what the plugin's modules declare, whoever imported them first, now that their scope is known."""
@@ -102,16 +116,19 @@ class Loading:
             offered = {"platform": self.platform}
             arguments = [offered[name] for name in implementation.argnames]
             call = partial(implementation.function, *arguments)
-            step = partial(self._call, hook.name, implementation.plugin_name, call, use)
+            step = partial(self._call, hook.name, implementation, call, use)
             self._attempt(implementation.plugin_name, f"in its hook {hook.name}", step)
 
-    def _call(self, hook: str, plugin: str, call: Callable[[], Any], use: Callable[[str, Any], None]) -> None:
+    def _call(
+        self, hook: str, implementation: pluggy.HookImpl, call: Callable[[], Any], use: Callable[[str, Any], None]
+    ) -> None:
         result = call()
         expected = hookspecs.RESULT_TYPES[hook]
         if not isinstance(result, expected):
             names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in expected)
-            raise PluginError(f"{hook} returned a {type(result).__name__}, expected {names}")
-        use(plugin, result)
+            place = location_of(implementation.function)
+            raise PluginError(f"{hook} returned a {type(result).__name__}, expected {names}", place)
+        use(implementation.plugin_name, result)
 
     def _heed_veto(self, name: str, reason: str | None) -> None:
         if reason is not None:
@@ -179,10 +196,9 @@ class Loading:
             record = self.state.plugins[name]
             self._withdraw(name, PluginStatus.FAILED, f"{when}: {described(error)}")
             record.traceback = "".join(traceback.format_exception(error))
-            advice = (
-                f"Go without it by OPGRAFT_PLUGINS_DISABLE={name}; 'opgraft plugins show {name}' has the traceback."
-            )
-            message = f"plugin {name!r} of {record.provider} failed {record.reason.rstrip('.')}. {advice}"
+            known = error.location if isinstance(error, PluginError) else None
+            record.location = known or raised_in(record.value.partition(":")[0].partition(".")[0].strip(), error)
+            message = failure_of(record)
             if self.config.strict or any(offer.name == name for offer in self._named()):
                 raise PluginError(message) from error
             logger.warning("%s It is left out.", printable(message))
@@ -201,6 +217,13 @@ class Loading:
 
     def _alive(self) -> list[str]:
         return [name for name in self.transactions if self.state.plugins[name].status is PluginStatus.LOADED]
+
+
+def _as_activated(record: PluginRecord) -> str:
+    """Say where an active plugin applies, and which of its rows do not."""
+    dead = ", ".join(row.asked_for for row in replacements_of(record) if row.target is None)
+    left_out = f"; left out: {dead}, which no registered op answers to" if dead else ""
+    return f"applies on {', '.join(record.platforms)}{left_out}"
 
 
 def _reject_names(unknown: list[str], known: Iterable[str]) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from opgraft.config import OpgraftConfig
-from opgraft.errors import PluginError, close_matches
-from opgraft.plugins.discovery import Offer
+from opgraft.config import OpgraftConfig, Settings
+from opgraft.errors import ConfigError, PluginError, close_matches
+from opgraft.plugins.discovery import Offer, discover
 from opgraft.version import __version__
 
 
@@ -37,17 +37,17 @@ def check_adjustment(config: OpgraftConfig) -> None:
         raise PluginError(f"it sets {', '.join(early)}, which was decided before it was asked: leave it unset")
 
 
-def check_names(names: Iterable[str], offers: Iterable[Offer], setting: str) -> None:
-    """Reject a setting that names a plugin which is not installed.
+def check_allow_list(settings: Settings) -> None:
+    """Reject an allow list that names a plugin which is not installed.
 
     Raises:
-        PluginError: a name that no offer answers to, with close matches.
+        ConfigError: a name that no offer answers to, with close matches.
     """
-    known = list(offers)
-    for name in names:
+    known = discover().offers
+    for name in settings.config.plugins or ():
         if not any(offer.answers_to(name) for offer in known):
-            installed = {offer.name for offer in known} | {offer.provider.name for offer in known}
-            raise PluginError(f"{setting} names {name!r}, which is not installed: {close_matches(name, installed)}")
+            near = close_matches(name, {offer.name for offer in known} | {offer.provider.name for offer in known})
+            raise ConfigError(f"plugins names {name!r} ({settings.origins['plugins']}), which is not installed: {near}")
 
 
 def _unmet_requirement(offer: Offer) -> str | None:

@@ -10,13 +10,14 @@ from opgraft.config import OpgraftConfig, Settings
 from opgraft.decision import Candidate, Decision
 from opgraft.environment import PLATFORM
 from opgraft.errors import PlatformConflictError, PlatformError, close_matches
+from opgraft.finding import Finding
 from opgraft.logger import logger
 from opgraft.machine.evidence import Evidence
 from opgraft.machine.machine import Machine
 from opgraft.platform import Platform, PlatformSpec, effective_chain
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer, discover
 from opgraft.plugins.probing import ProbeFailed, ask
-from opgraft.plugins.requirements import check_adjustment, objection
+from opgraft.plugins.requirements import check_adjustment, check_allow_list, objection
 from opgraft.plugins.watching import watched
 from opgraft.state import PlatformSelection, host_state, loading
 from opgraft.text import described, printable
@@ -80,9 +81,11 @@ def decide_platform(
     ``unloadable`` are offers that were chosen before and whose class could not be loaded, with the reason.
 
     Raises:
+        ConfigError: the allow list names a plugin that is not installed.
         PlatformError: the platform asked for does not exist or is not available, or none is available.
         PlatformConflictError: two out-of-tree platforms are available and no setting chooses.
     """
+    check_allow_list(settings)
     config = settings.config
     offers = discover().of_group(PLATFORM_GROUP)
     wanted = config.platform
@@ -113,7 +116,7 @@ def _ask(offer: Offer, config: OpgraftConfig, machine: Machine) -> _Asked:
         evidence = ask(offer, machine)
     except ProbeFailed as failure:
         if offer.name != config.platform and not config.strict:
-            _report(f"platform {offer.name!r} of {offer.provider} is left out: {failure}")
+            _report(offer, f"platform {offer.name!r} of {offer.provider} is left out: {failure}")
         return _Asked(offer, None, str(failure), failed=True)
     return _Asked(offer, evidence, evidence.reason)
 
@@ -131,9 +134,11 @@ def _winner(asked: Sequence[_Asked], settings: Settings) -> tuple[_Asked, str]:
     available = [a for a in asked if a.available]
     out_of_tree = [a for a in available if not a.offer.built_in]
     if len(out_of_tree) > 1:
+        first, *others = [a.offer.name for a in out_of_tree]
         names = " and ".join(f"{a.offer.name} ({a.offer.provider}: {a.reason})" for a in out_of_tree)
         raise PlatformConflictError(
-            f"{len(out_of_tree)} out-of-tree platforms are available: {names}. Choose with {_SETTING}."
+            f"{len(out_of_tree)} out-of-tree platforms are available: {names}. Choose by {PLATFORM}={first}, "
+            f"--platform {first} or OpgraftConfig(platform={first!r}), likewise {' and '.join(others)}."
         )
     if out_of_tree:
         return out_of_tree[0], f"the one out-of-tree platform available; {out_of_tree[0].reason}"
@@ -156,11 +161,12 @@ def _priority(built_in: Offer) -> int:
     return spec.priority
 
 
-def _report(failure: str) -> None:
-    """Log once a platform that should have worked and did not; keep it for ``opgraft plugins doctor``."""
+def _report(offer: Offer, failure: str) -> None:
+    """Log once a platform that should have worked and did not; keep it for ``opgraft plugins``."""
     state = host_state()
-    if failure not in state.platform_failures:
-        state.platform_failures.append(failure)
+    finding = Finding(failure, offer.provider)
+    if finding not in state.platform_failures:
+        state.platform_failures.append(finding)
         logger.warning("%s", printable(failure))
 
 
@@ -181,7 +187,7 @@ def _select(settings: Settings, machine: Machine) -> PlatformSelection:
         except PlatformError as error:
             if settings.config.platform == offer.name or settings.config.strict or offer.built_in:
                 raise
-            _report(f"platform {offer.name!r} is left out: {error}")
+            _report(offer, f"platform {offer.name!r} is left out: {error}")
             unloadable.append((offer, str(error)))
 
 

@@ -13,6 +13,9 @@ import pytest
 from opgraft import ops as _catalogue  # noqa: F401  # so that no test is the first to register it
 from opgraft.plugins import discovery
 from opgraft.state import host_state
+from warm.interpreter import warm_interpreter
+
+os.environ.setdefault("SYMPY_CACHE_SIZE", "100000")  # of 1000 as is, compilers work out the same sizes over and over
 
 REPOSITORY = Path(__file__).parent.parent
 TOY_NPU = REPOSITORY / "reference_plugins" / "opgraft-toy-npu"
@@ -162,16 +165,32 @@ def toy_npu(toy_npu_site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-@pytest.fixture
-def cli(site: Site, tmp_path: Path) -> Cli:
-    """Run the command line as its own process, seeing the distributions of ``site``."""
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An interpreter that has torch imported when it starts; see ``warm/interpreter.py``."""
+    with warm_interpreter(tmp_path_factory.mktemp("warm")) as interpreter:
+        yield str(interpreter)
 
+
+@pytest.fixture
+def cli(site: Site, tmp_path: Path, warm_python: str) -> Cli:
+    """Run the command line as its own process, seeing the distributions of ``site``."""
+    return _command_line(warm_python, site, tmp_path)
+
+
+@pytest.fixture
+def cold_cli(site: Site, tmp_path: Path) -> Cli:
+    """``cli`` in an interpreter that has imported nothing, for what depends on how torch is imported."""
+    return _command_line(sys.executable, site, tmp_path)
+
+
+def _command_line(python: str, site: Site, folder: Path) -> Cli:
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         path = os.pathsep.join([str(site.folder), *filter(None, [variables.pop("PYTHONPATH", "")])])
         environ = {**os.environ, "PYTHONPATH": path, **variables}
         if _FOREIGN:
             environ.setdefault("OPGRAFT_PLUGINS_DISABLE", ",".join(_FOREIGN))
-        command = [sys.executable, "-m", "opgraft", *arguments]
-        return subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
+        command = [python, "-m", "opgraft", *arguments]
+        return subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True, check=False)
 
     return run

@@ -244,6 +244,10 @@ class PluggableLayer(CustomOp):
         """Register as ``CustomOp.register_oot`` does; vLLM calls the class here ``_decorated_layer_cls``."""
         return super().register_oot(_decorated_layer_cls or _decorated_op_cls, name, priority=priority, when=when)
 
+    def idle(self) -> frozenset[str]:
+        """Return the names of the children that a call does not run as things are, if no gradient is required."""
+        return frozenset()
+
 
 def maybe_get_oot_by_class(cls: type) -> type:
     """Return the class that constructing ``cls`` here and now yields: its active replacement, or ``cls`` itself."""

@@ -6,13 +6,16 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.arguments import expect_module
+from opgraft.binding.custom_op import CustomOp, PluggableLayer
 from opgraft.binding.rebinding import hidden_by
 from opgraft.binding.specialisation import op_name_of
 from opgraft.decision import Provider
 from opgraft.state import host_state
 from opgraft.text import table
 from torch import nn
+
+_SPARED = "not run, as the layer that it is in does its work where no gradient is required"
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class ExplainedOp:
         kernel: the class that defines its kernel and the method, such as ``RMSNorm.forward_native``.
         provider: who provides the kernel.
         reason: why that kernel, or what runs in its place.
+        runs: ``False`` where the layer that it is in does its work, as long as no gradient is required.
     """
 
     path: str
@@ -34,6 +38,7 @@ class ExplainedOp:
     kernel: str
     provider: Provider
     reason: str
+    runs: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as plain data, with the names that all JSON of opgraft has for it."""
@@ -44,12 +49,13 @@ class ExplainedOp:
             "kernel": self.kernel,
             "provider": self.provider.to_dict(),
             "reason": self.reason,
+            "runs": self.runs,
         }
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The ops of a model, one row each, in the model's order; printed, a table and each reason once."""
+    """The ops of a model, one row each, in the model's order; printed, equal ones are one line with their count."""
 
     rows: tuple[ExplainedOp, ...]
 
@@ -60,10 +66,17 @@ class Explanation:
     def __str__(self) -> str:
         if not self.rows:
             return "no module of this model is an op: see opgraft.graft"
-        cells = [(row.path or "(model)", row.op, row.op_class, row.kernel, str(row.provider)) for row in self.rows]
-        lines = table([("path", "op", "class", "kernel", "provider"), *cells], None)
-        reasons = Counter((row.kernel, row.reason) for row in self.rows)
-        return "\n".join([*lines, "", *(f"{n} x {kernel}: {reason}" for (kernel, reason), n in reasons.items())])
+        running = [row for row in self.rows if row.runs]
+        counts = Counter((row.op, row.op_class, row.kernel, str(row.provider)) for row in running)
+        first = {(row.op, row.op_class, row.kernel, str(row.provider)): row.path for row in reversed(running)}
+        cells = [(str(count), *key, first[key] or "(model)") for key, count in counts.items()]
+        lines = table([("count", "op", "class", "kernel", "provider", "the first"), *cells], None)
+        reasons = Counter((row.kernel, row.reason) for row in running)
+        told = [f"{n} x {kernel}: {reason}" for (kernel, reason), n in reasons.items()]
+        spared = Counter((row.op_class, row.path.rpartition(".")[2]) for row in self.rows if not row.runs)
+        return "\n".join(
+            [*lines, "", *told, *(f"{n} x {cls} as {name}: {_SPARED}" for (cls, name), n in spared.items())]
+        )
 
 
 def explain(model: nn.Module) -> Explanation:
@@ -74,14 +87,28 @@ def explain(model: nn.Module) -> Explanation:
     Raises:
         TypeError: ``model`` is no module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"explain was given {model!r}, expected a torch.nn.Module")
-    return Explanation(tuple(_row(path, op) for path, op in model.named_modules() if isinstance(op, CustomOp)))
+    expect_module("explain", model)
+    run = _run(model)
+    ops = ((path, op) for path, op in model.named_modules() if isinstance(op, CustomOp))
+    return Explanation(tuple(_row(path, op, op in run) for path, op in ops))
 
 
-def _row(path: str, op: CustomOp) -> ExplainedOp:
+def _run(model: nn.Module) -> set[nn.Module]:
+    """Collect the modules that a call of ``model`` may reach in one place at least."""
+    reached = {model}
+    left = [model]
+    while left:
+        layer = left.pop()
+        idle = layer.idle() if isinstance(layer, PluggableLayer) else ()
+        further = {child for name, child in layer.named_children() if name not in idle} - reached
+        reached |= further
+        left += further
+    return reached
+
+
+def _row(path: str, op: CustomOp, runs: bool) -> ExplainedOp:
     binding = op.binding
     name = op_name_of(binding.replacement.target, host_state()) or ""
     decision = binding.decision
     reason = hidden_by(op) or f"{decision.candidates[0].reason}; {decision.reason}"  # the winner's own comes first
-    return ExplainedOp(path, name, op.op_class.__qualname__, str(binding.kernel.winner), binding.provider, reason)
+    return ExplainedOp(path, name, op.op_class.__qualname__, str(binding.kernel.winner), binding.provider, reason, runs)

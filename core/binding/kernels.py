@@ -77,6 +77,13 @@ class KernelChoice:
         return self.found[0]
 
     @property
+    def passed_over(self) -> list[tuple[Kernel, str]]:
+        """The kernels that would come before the winner and cannot run, and why."""
+        order = declared_kernels(self.cls, self.chain)
+        first = order.index(self.winner)
+        return [(kernel, why) for kernel, why in self.missing if self.enabled and order.index(kernel) < first]
+
+    @property
     def decision(self) -> Decision:
         candidates = tuple(
             Candidate(str(kernel), kernel is self.winner, self._verdict(kernel), location=kernel.location)
@@ -84,7 +91,7 @@ class KernelChoice:
         ) + tuple(Candidate(str(kernel), False, why, location=kernel.location) for kernel, why in self.missing)
         state = "enabled" if self.enabled else "disabled"
         reason = f"{state}: {self.enabled_because}; dispatch chain {' > '.join(self.chain)}"
-        switchable = getattr(self.cls, "switchable", True)
+        switchable = getattr(self.cls, "switchable", True) and len(self.found) > 1
         setting = "OPGRAFT_CUSTOM_OPS or compilation_config.custom_ops (+op, -op)" if switchable else ""
         return Decision(f"kernel of {self.cls.__qualname__}", str(self.winner), reason, candidates, setting)
 

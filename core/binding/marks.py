@@ -8,8 +8,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 from opgraft.compat.tracing import transformed
-from opgraft.errors import RegistrationError
-from opgraft.registry.op_classes import NEEDS
+from opgraft.errors import RegistrationError, raised_at
+from opgraft.registry.op_classes import NEEDS, location_of
 from opgraft.state import host_state
 from opgraft.text import described
 
@@ -17,6 +17,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 NEEDS_GRADIENT = "a gradient is required, and it has no backward"
 """The reason why a call of a kernel that is marked ``inference_only`` runs the native definition."""
+
+CHECK_RAISED = "its needs() check raised"
+"""The beginning of the reason why a kernel is not used whose check is at fault."""
 
 _INFERENCE_ONLY = "__opgraft_inference_only__"
 _FALLS_BACK = "__opgraft_falls_back__"
@@ -41,11 +44,11 @@ def unmet_need(kernel: object) -> str | None:
     try:
         missing = check() if check else None
     except (Exception, SystemExit) as error:  # a plugin's code; the reason stays in the decision
-        return f"its needs() check raised {described(error)}"
+        return f"{CHECK_RAISED} {described(error)} at {raised_at(error)}"
     if missing is None or isinstance(missing, str):
         return missing
     wrong = TypeError(f"a value of type {type(missing).__name__}, expected a reason as str, or None")
-    return f"its needs() check raised {described(wrong)}"
+    return f"{CHECK_RAISED} {described(wrong)} at {location_of(check)}"
 
 
 def falls_back(when: str) -> Callable[[Function], Function]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from opgraft.binding.arguments import expect_module
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.specialisation import Binding, bind, enforced, own_constructor
 from torch import nn
@@ -32,8 +33,7 @@ def rebind(model: nn.Module) -> list[Rebound]:
     Raises:
         OpgraftError: as constructing one of the ops anew would.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"rebind was given {model!r}, expected a torch.nn.Module")
+    expect_module("rebind", model)
     ops = [(path, module) for path, module in model.named_modules() if isinstance(module, CustomOp)]
     plans = [(path, op, bind(op.binding.replacement.target)) for path, op in ops]
     rows = []

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from opgraft.binding.derivation import prepare
 from opgraft.binding.kernels import OWN_FORWARD, Kernel, KernelChoice, choose_kernel, continuations
-from opgraft.binding.marks import is_inference_only
+from opgraft.binding.marks import CHECK_RAISED, is_inference_only
 from opgraft.caches import Caches
 from opgraft.config import Settings
 from opgraft.decision import Decision, Provider
@@ -28,6 +28,7 @@ from opgraft.registry.choice import ReplacementChoice, choose_replacement, objec
 from opgraft.registry.declarations import Registry, Replacement
 from opgraft.registry.op_classes import definer, location_of, own_classes, qualified
 from opgraft.state import HostState, host_state
+from opgraft.text import printable
 
 Key = TypeVar("Key")
 
@@ -63,9 +64,16 @@ class Binding:
         """The whole story: the kernel, resting on the choice of the class, of the plugins and of the platform."""
         kernel = self.kernel.decision
         parts = (self.replacement.decision, *self.background)
-        name = self.replacement.op_name or self.replacement.target.__qualname__
         reason = f"{kernel.reason}; class {self.replacement.decision.reason}"
-        return Decision(f"op {name}", kernel.chosen, reason, kernel.candidates, kernel.setting, parts)
+        return Decision(self.subject, kernel.chosen, reason, kernel.candidates, kernel.setting, parts)
+
+    @property
+    def subject(self) -> str:
+        """The op that is decided about; of a variant, its class, and the op whose name switches it."""
+        target, name = self.replacement.target, self.replacement.op_name
+        record = host_state().registry.ops.get(name or "")
+        variant = record is not None and record.cls is not target
+        return f"{target.__qualname__}, a variant of op {name}" if variant else f"op {name or target.__qualname__}"
 
 
 def bind(cls: type) -> Binding:
@@ -183,11 +191,19 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
         choice = choose_replacement(cls, name, own, active, selection.platform, settings, kin_of(cls, active))
     enabled, because = _enabled(choice, settings)
     kernel = choose_kernel(choice.cls, effective_chain(selection.platform), enabled, because, cls)
+    _report_broken_checks(kernel)
     background = (plugins_decision(state.plugins.values()), selection.decision)
     binding = Binding(choice, kernel, specialise(kernel), background)
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug("%s", binding.decision.summary())
     return binding
+
+
+def _report_broken_checks(kernel: KernelChoice) -> None:
+    """Log once each kernel that is not used because the check of what it needs is at fault."""
+    for skipped, why in kernel.passed_over:
+        if why.startswith(CHECK_RAISED):
+            logger.warning_once("%s", printable(f"{skipped} at {skipped.location} is not used: {why}"))
 
 
 def _enabled(choice: ReplacementChoice, settings: Settings) -> tuple[bool, str]:

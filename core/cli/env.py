@@ -39,7 +39,8 @@ def command(as_json: bool) -> None:
         print_json("opgraft.env/2", {"sections": report})
         return
     for title, rows in report.items():
-        echo(f"### {title}\n\n| | |\n|---|---|")
+        echo(f"### {title}\n")
+        echo("| | |\n|---|---|" if rows else "(none)")
         for name, value in rows.items():
             echo(f"| {_cell(name)} | {_cell(value)} |")
         echo()

@@ -9,12 +9,14 @@ import click
 from opgraft.binding.specialisation import op_name_of
 from opgraft.cli.completion import op_names
 from opgraft.cli.output import json_option, print_json, print_wrapped, with_settings
-from opgraft.errors import InputError, close_matches
+from opgraft.errors import InputError, near_matches
 from opgraft.ops import CustomOp
 from opgraft.plugins.host import load_plugins
 from opgraft.registry.declarations import Replacement
 from opgraft.state import host_state
 from opgraft.testing import inventory
+
+_ALL_NAMES = "'opgraft ops list' shows the names of all."
 
 
 @click.command("explain")
@@ -30,7 +32,8 @@ def command(name: str, as_json: bool) -> None:
     load_plugins()
     target = inventory.find_op(name)
     if target is None:
-        raise InputError(f"no op is called {name!r}: {close_matches(name, inventory.known_names())}")
+        near = " or ".join(map(repr, near_matches(name, inventory.known_names())))
+        raise InputError(f"no op is called {name!r}: {f'did you mean {near}?' if near else _ALL_NAMES}")
     decision = inventory.decision_here(target)
     variants = inventory.variants_of(target) if target in CustomOp.op_registry.values() else []
     here = {cls.__qualname__: inventory.kernel_here(cls) for cls in variants}

@@ -31,7 +31,9 @@ def command(details: bool, as_json: bool) -> None:
     else:
         print_wrapped(f"platform: {current_platform().name}")
         rows = [_cells(name, cls, here) for name, op in ops.items() for cls in (op, *inventory.variants_of(op))]
-        print_table(("op", "class", "kernel", "provider"), rows)
+        header = ("op", "class", "kernel", "provider", "reason")
+        columns = len(header) if any(row[-1] for row in rows) else len(header) - 1
+        print_table(header[:columns], [row[:columns] for row in rows])
         if details:
             _print_details(ops)
         for error in dict.fromkeys(row.error for row in here.values() if row.error):
@@ -40,13 +42,13 @@ def command(details: bool, as_json: bool) -> None:
         sys.exit(1)
 
 
-def _cells(name: str, cls: type, here: dict[type, KernelHere]) -> tuple[str, str, str, str]:
+def _cells(name: str, cls: type, here: dict[type, KernelHere]) -> tuple[str, ...]:
     row, variant = here[cls], CustomOp.op_registry[name] is not cls
     label = f"  {name}" if variant else name
     if row.error:
-        return label, cls.__qualname__, inventory.CONFLICT, ""
+        return label, cls.__qualname__, inventory.CONFLICT, "", ""
     state = "" if row.enabled else ", disabled"
-    return label, row.op_class or "", f"{row.key}{state}", row.provider.name if row.provider else ""
+    return label, row.op_class or "", f"{row.key}{state}", row.provider.name if row.provider else "", row.reason or ""
 
 
 def _print_details(ops: dict[str, type]) -> None:

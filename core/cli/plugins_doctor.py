@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import importlib
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import click
-import importlib_metadata
 from opgraft.cli.isolation import isolated
 from opgraft.cli.loading import load_all
-from opgraft.cli.offers import shown_offers
+from opgraft.cli.offers import misspelt_groups, shown_offers
 from opgraft.cli.output import echo, json_option, print_json, print_wrapped, with_settings
 from opgraft.decision import Provider
 from opgraft.errors import close_matches
 from opgraft.finding import Finding
-from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, discover
+from opgraft.plugins.discovery import discover
+from opgraft.plugins.outcomes import findings_of
 from opgraft.state import PluginRecord, PluginStatus, host_state
 
 
@@ -41,11 +40,11 @@ def command(as_json: bool) -> None:
 
 def _print(report: Mapping[str, Any]) -> None:
     for row in report["plugins"]:
-        reason = f": {row['reason']}" if row["reason"] else ""
+        told_below = any(row["reason"] in finding["message"] for finding in report["findings"])
+        reason = f": {row['reason']}" if row["reason"] and not told_below else ""
         print_wrapped(f"{row['name']} ({_in_words(row['provider'])}): {row['status']}{reason}")
     for finding in report["findings"]:
-        place = f" ({finding['location']})" if finding["location"] else ""
-        print_wrapped(f"finding: {finding['message']}{place}")
+        print_wrapped(f"finding: {Finding.from_dict(finding)}")
     if not report["findings"]:
         active = sum(row["status"] == PluginStatus.ACTIVATED.value for row in report["plugins"])
         echo(f"{active} of {len(report['plugins'])} plugins active, nothing wrong")
@@ -58,9 +57,11 @@ def _in_words(provider: Mapping[str, Any]) -> str:
 def examine() -> dict[str, Any]:
     """Load everything in this process; returns the plugins and the findings as plain data."""
     error = load_all()
-    findings = [*_metadata(), *map(Finding, host_state().platform_failures), *_outcomes()]
+    outcomes = [finding for record in host_state().plugins.values() for finding in findings_of(record)]
+    findings = [*_metadata(), *host_state().platform_failures, *outcomes]
     if error is not None:
-        findings.append(Finding(str(error), exit_code=error.exit_code))
+        if str(error) not in {finding.message for finding in outcomes}:  # in strict mode it is one plugin's failure
+            findings.append(Finding(str(error), exit_code=error.exit_code))
     else:
         findings += importlib.import_module("opgraft.testing.diagnosis").diagnose()
     plugins = [_as_dict(record) for record in host_state().plugins.values()]
@@ -69,37 +70,13 @@ def examine() -> dict[str, Any]:
 
 def _metadata() -> Iterator[Finding]:
     """Find what is wrong before anything is imported."""
-    for problem in discover().problems:
+    for problem in (*discover().problems, *misspelt_groups()):
         yield Finding(f"{problem.provider}: {problem.reason}", problem.provider)
-    yield from _misspelt_groups()
     known = {offer.name for offer in shown_offers()}
     for name in host_state().settings().config.plugins_disable or ():
         if not any(offer.answers_to(name) for offer in shown_offers()):
             near = close_matches(name, known)
             yield Finding(f"the deny list names {name!r}, which is not installed: {near}")
-
-
-def _misspelt_groups() -> Iterator[Finding]:
-    """Find groups of entry points that nothing reads and whose name is nearly that of one that opgraft reads."""
-    for distribution in importlib_metadata.Distribution.discover():
-        text = distribution.read_text("entry_points.txt") or ""
-        for group in re.findall(r"^\s*\[([^\]\n]+)\]\s*$", text, re.M):
-            near = close_matches(group, (PLATFORM_GROUP, PLUGIN_GROUP))
-            if group not in (PLATFORM_GROUP, PLUGIN_GROUP) and near.startswith("did you mean"):
-                provider = Provider(str(distribution.metadata["Name"]), distribution.version)
-                yield Finding(f"{provider}: nothing reads its entry-point group {group!r}: {near}", provider)
-
-
-def _outcomes() -> Iterator[Finding]:
-    """Find plugins that should have become active and did not."""
-    for record in host_state().plugins.values():
-        whose = f"plugin {record.name} of {record.provider}"
-        if record.status is PluginStatus.REJECTED and record.reason.startswith("it requires"):
-            yield Finding(f"{whose} is not used: {record.reason}", record.provider)
-        if record.status is PluginStatus.VETOED:
-            yield Finding(f"{whose} is not used, as it vetoed itself: {record.reason}", record.provider)
-        if record.status is PluginStatus.FAILED:
-            yield Finding(f"{whose} failed {record.reason}", record.provider, exit_code=4)
 
 
 def _as_dict(record: PluginRecord) -> dict[str, Any]:

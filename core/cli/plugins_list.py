@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import click
-from opgraft.cli.offers import admission, as_dict, problem_lines, problems, shown_offers
+from opgraft.cli.offers import admission, as_dict, misspelt_groups, problem_lines, problems, shown_offers
 from opgraft.cli.output import json_option, print_json, print_table, print_wrapped, with_settings
+from opgraft.plugins.requirements import check_allow_list
 from opgraft.state import host_state
 
 
@@ -16,13 +17,15 @@ def command(as_json: bool) -> None:
 
     Imports none of them.
     """
-    config = host_state().settings().config
-    rows = [(offer, *admission(offer, config)) for offer in shown_offers()]
+    settings = host_state().settings()
+    check_allow_list(settings)
+    rows = [(offer, *admission(offer, settings.config)) for offer in shown_offers()]
     if as_json:
         offers = [{**as_dict(offer), "status": status, "reason": reason} for offer, status, reason in rows]
-        print_json("opgraft.plugins.list/2", {"offers": offers, "problems": problems()})
+        print_json("opgraft.plugins.list/2", {"offers": offers, "problems": problems(misspelt_groups())})
         return
     cells = [(as_dict(offer)["kind"], offer.name, offer.provider, status, reason) for offer, status, reason in rows]
     print_table(("kind", "name", "provider", "status", "reason"), cells)
-    for problem in problem_lines():
+    for problem in problem_lines(misspelt_groups()):
         print_wrapped(f"ignored: {problem}")
+    print_wrapped("to load and check them: opgraft plugins doctor")

@@ -9,11 +9,12 @@ import click
 from opgraft.cli.completion import offer_names
 from opgraft.cli.isolation import isolated
 from opgraft.cli.loading import load_all
-from opgraft.cli.offers import as_dict, shown_offers
+from opgraft.cli.offers import as_dict, misspelt_groups, problem_lines, shown_offers
 from opgraft.cli.output import echo, json_option, print_json, print_wrapped, with_settings
 from opgraft.errors import InputError, close_matches
 from opgraft.finding import Finding
 from opgraft.plugins.discovery import PLUGIN_GROUP, Offer
+from opgraft.plugins.outcomes import findings_of, replacements_of
 from opgraft.state import host_state
 from opgraft.text import printable
 
@@ -31,32 +32,52 @@ def command(name: str, as_json: bool) -> None:
     offers = [offer for offer in shown_offers() if offer.answers_to(name)]
     if not offers:
         known = {offer.name for offer in shown_offers()}
-        raise InputError(f"no installed plugin or platform is called {name!r}: {close_matches(name, known)}")
+        ignored = "".join(f" {line}" for line in problem_lines(misspelt_groups()))
+        raise InputError(
+            f"no installed plugin or platform is called {name!r}: {close_matches(name, known)}{ignored} "
+            "'opgraft plugins doctor' tells what keeps an installed one from being found."
+        )
     outcome = isolated(__name__, "examine", name)
     report = outcome.result
     if outcome.crash:
-        report = {"offers": [_installed(offer) for offer in offers], **_failure(outcome.crash)}
+        report = _report([_installed(offer) for offer in offers], [], outcome.crash)
     exit_code = report.pop("exit_code")
     if as_json:
         print_json("opgraft.plugins.show/2", report)
     else:
         for details in report["offers"]:
             _print_details(details)
+        for finding in report["findings"]:
+            print_wrapped(f"finding: {Finding.from_dict(finding)}")
     if report["error"]:
         click.echo(f"error: {printable(report['error'])}", err=True)
     sys.exit(exit_code)
 
 
 def examine(name: str) -> dict[str, Any]:
-    """Load everything in this process; returns what is installed under a name, and an error, as plain data."""
+    """Load everything in this process; returns what is installed under a name, and what is wrong, as plain data."""
     error = load_all()
     offers = [offer for offer in shown_offers() if offer.answers_to(name)]
-    failure = _failure(Finding(str(error), exit_code=error.exit_code) if error else None)
-    return {"offers": [_details(offer) for offer in offers], **failure}
+    findings = [finding for offer in offers for finding in _findings(offer)]
+    details = [_details(offer) for offer in offers]
+    return _report(details, findings, Finding(str(error), exit_code=error.exit_code) if error else None)
 
 
-def _failure(finding: Finding | None) -> dict[str, Any]:
-    return {"error": finding and finding.message, "exit_code": finding.exit_code if finding else 0}
+def _report(offers: list[dict[str, Any]], findings: list[Finding], error: Finding | None) -> dict[str, Any]:
+    return {
+        "offers": offers,
+        "findings": [finding.to_dict() for finding in findings],
+        "error": error and error.message,
+        "exit_code": max((finding.exit_code for finding in (*findings, error) if finding), default=0),
+    }
+
+
+def _findings(offer: Offer) -> list[Finding]:
+    """List what is wrong with one plugin or platform."""
+    if offer.group != PLUGIN_GROUP:
+        return [finding for finding in host_state().platform_failures if finding.provider == offer.provider]
+    record = host_state().plugins.get(offer.name)
+    return list(findings_of(record)) if record else []
 
 
 def _print_details(details: dict[str, Any]) -> None:
@@ -77,7 +98,7 @@ def _in_words(value: Any) -> str:
 
 
 def _replacement(row: dict[str, Any]) -> str:
-    return f"{row['target']} -> {row['class']} at {row['location']}"
+    return f"{row['target']} -> {row['class']} at {row['location']}{'' if row['active'] else ' (not active)'}"
 
 
 def _installed(offer: Offer) -> dict[str, Any]:
@@ -89,14 +110,20 @@ def _details(offer: Offer) -> dict[str, Any]:
     record = host_state().plugins.get(offer.name) if offer.group == PLUGIN_GROUP else None
     if record is None:
         return details
-    declared = [r for r in host_state().registry.replacements if r.plugin == record.name]
+    rows = replacements_of(record)
     return {
         **details,
         "status": record.status.value,
         "reason": record.reason,
         "platforms": list(record.platforms),
         "replacements": [
-            {"target": r.asked_for, "class": r.cls.__qualname__, "location": r.location} for r in declared
+            {
+                "target": row.asked_for,
+                "class": row.cls.__qualname__,
+                "location": row.location,
+                "active": row in host_state().active,
+            }
+            for row in rows
         ],
         "traceback": record.traceback,
     }

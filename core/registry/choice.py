@@ -7,22 +7,30 @@ from dataclasses import dataclass
 
 from opgraft.config import Settings
 from opgraft.decision import Candidate, Decision, Provider
+from opgraft.environment import PLUGINS_DISABLE, PROVIDERS
 from opgraft.errors import ConflictError
 from opgraft.platform import Platform
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
 from opgraft.registry.op_classes import location_of
 from opgraft.text import described
 
+_NOT_ASKED = "providers asks for"
+
 
 @dataclass(frozen=True)
 class ReplacementChoice:
-    """The class constructed for ``target``. ``rows`` pairs each active replacement with what speaks against it."""
+    """The class constructed for ``target``.
+
+    ``rows`` pairs each active replacement with what speaks against it. ``kept`` says which setting keeps the op's own
+    class, where one does.
+    """
 
     target: type
     own: Provider
     op_name: str | None
     rows: tuple[tuple[Replacement, str | None], ...]
     winner: Replacement | None
+    kept: str = ""
 
     @property
     def cls(self) -> type:
@@ -34,7 +42,8 @@ class ReplacementChoice:
 
     @property
     def decision(self) -> Decision:
-        own_reason = f"replaced by {self.cls.__qualname__}" if self.winner else "no active replacement applies"
+        kept = f"kept, as {self.kept}" if self.kept else "no active replacement applies"
+        own_reason = f"replaced by {self.cls.__qualname__}" if self.winner else kept
         rows = [
             Candidate(r.cls.__qualname__, r is self.winner, self._verdict(r, against), r.provider, r.location)
             for r, against in self.rows
@@ -44,7 +53,14 @@ class ReplacementChoice:
         )
         reason = f"provided by {_who(self.winner)}" if self.winner else own_reason
         subject = f"class of {self.target.__qualname__}"
-        return Decision(subject, self.cls.__qualname__, reason, tuple(rows), _providers_setting(self.op_name))
+        return Decision(subject, self.cls.__qualname__, reason, tuple(rows), self._setting())
+
+    def _setting(self) -> str:
+        """Say which setting would choose another class, or return "" where none does."""
+        free = [_name(r) for r, no in self.rows if r is not self.winner and (no is None or no.startswith(_NOT_ASKED))]
+        if self.winner is None:
+            return _choosing(self.op_name, free)
+        return _choosing(self.op_name, [self.own.name, *free], _name(self.winner))
 
     def _verdict(self, row: Replacement, against: str | None) -> str:
         if against or self.winner is None:
@@ -72,12 +88,13 @@ def choose_replacement(
         ConflictError: several apply at equal priority and ``providers`` does not choose, or chooses what is not there.
     """
     wanted = (settings.config.providers or {}).get(op_name or "")
+    asked = f"{_NOT_ASKED} {wanted!r} for {op_name!r} ({settings.origins['providers']})"
     rows = tuple((r, objection_to(r, platform, wanted)) for r in active if r.target is target)
     eligible = [r for r, against in rows if against is None]
     best = max((r.priority for r in eligible), default=0)
     top = [r for r in eligible if r.priority == best]
     if len(top) > 1:
-        choices = f"Choose with {_providers_setting(op_name, *(r.plugin or r.provider.name for r in top))}."
+        choices = f"Choose by {_choosing(op_name, [_name(r) for r in top], _name(top[0]))}."
         if len({(r.provider, r.plugin) for r in top}) == 1:
             choices = "They have one provider, which decides by register_oot(priority=...) or unregister_oot."
         rivals = " and ".join(f"{r.cls.__qualname__} at {r.location} ({_who(r)})" for r in top)
@@ -88,10 +105,11 @@ def choose_replacement(
     if wanted and not top and wanted != own.name and not any(wanted in (r.provider.name, r.plugin) for r in kin):
         offered = ", ".join(_who(r) for r, _ in rows) or "none"
         raise ConflictError(
-            f"providers asks for {wanted!r} for {op_name!r}, which has no replacement of {target.__qualname__} that "
+            f"{asked}, which has no replacement of {target.__qualname__} that "
             f"applies on {platform.name} (active: {offered}; {own.name!r} keeps the op's own class)."
         )
-    return ReplacementChoice(target, own, op_name, rows, top[0] if top else None)
+    kept = f"{asked}{'' if wanted == own.name else ', which serves other classes of that op'}" if wanted else ""
+    return ReplacementChoice(target, own, op_name, rows, top[0] if top else None, kept)
 
 
 def objection_to(replacement: Replacement, platform: Platform, wanted: str | None) -> str | None:
@@ -99,7 +117,7 @@ def objection_to(replacement: Replacement, platform: Platform, wanted: str | Non
     if ANY_PLATFORM not in replacement.platforms and platform.name not in replacement.platforms:
         return f"applies on {', '.join(replacement.platforms)} only, this is {platform.name}"
     if wanted and wanted not in (replacement.provider.name, replacement.plugin):
-        return f"providers asks for {wanted}"
+        return f"{_NOT_ASKED} {wanted}"
     if replacement.when is not None:
         try:
             return None if replacement.when(platform) else "its when= condition is false here"
@@ -108,9 +126,24 @@ def objection_to(replacement: Replacement, platform: Platform, wanted: str | Non
     return None
 
 
-def _providers_setting(op_name: str | None, *names: str) -> str:
-    plugins = " or ".join(map(repr, names)) or "<plugin>"
-    return f"OpgraftConfig(providers={{{op_name or '<op name>'!r}: {plugins}}}) or OPGRAFT_PLUGINS_DISABLE=<plugin>"
+def _choosing(op_name: str | None, names: Sequence[str], dispensable: str = "") -> str:
+    """Say how to choose the first of ``names``, in each form that a user may paste, or to go without a plugin.
+
+    A class that derives from no registered op has no name by which to choose.
+    """
+    ways = []
+    if op_name and names:
+        first, *others = dict.fromkeys(names)
+        python = f"OpgraftConfig(providers={{{op_name!r}: {first!r}}})"
+        likewise = f", likewise {' and '.join(others)}" if others else ""
+        ways.append(f"{PROVIDERS}={op_name}={first}, --providers {op_name}={first} or {python}{likewise}")
+    if dispensable:
+        ways.append(f"{PLUGINS_DISABLE}={dispensable}")
+    return "; or ".join(ways)
+
+
+def _name(replacement: Replacement) -> str:
+    return replacement.plugin or replacement.provider.name
 
 
 def _who(replacement: Replacement) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from opgraft.binding.functional import FUNCTIONALS, Functional
 from opgraft.binding.kernels import Kernel, declared_kernels
+from opgraft.binding.marks import CHECK_RAISED
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.binding.specialisation import Binding, bind
 from opgraft.errors import ConflictError, OpgraftError, close_matches
@@ -90,16 +91,6 @@ def conflicts() -> Iterator[Finding]:
             yield Finding(str(error))
 
 
-def questionable() -> Iterator[Finding]:
-    """Find replacements of active plugins that were taken, or left out, with a complaint when they were registered."""
-    for replacement in host_state().registry.replacements:
-        record = host_state().plugins.get(replacement.plugin or "")
-        if record is not None and record.status is PluginStatus.ACTIVATED:
-            for finding in replacement.findings:
-                message = f"plugin {record.name} of {replacement.provider}: {finding}"
-                yield Finding(message, replacement.provider, replacement.location)
-
-
 def never_used() -> Iterator[Finding]:
     """Find active replacements that constructing their target does not yield here, unless a setting says so."""
     wanted = host_state().settings().config.providers or {}
@@ -116,7 +107,7 @@ def broken_needs() -> Iterator[Finding]:
     for replacement in _settled():
         for kernel in declared_kernels(replacement.cls, chain):
             reason = kernel.missing() or ""
-            if kernel.owner not in _target(replacement).__mro__ and reason.startswith("its needs() check raised"):
+            if kernel.owner not in _target(replacement).__mro__ and reason.startswith(CHECK_RAISED):
                 yield Finding(f"{kernel} is never used: {reason}", replacement.provider, kernel.location)
 
 
@@ -249,7 +240,6 @@ def _target(replacement: Replacement) -> Any:
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     forgotten_marks,
     unknown_device_type,
-    questionable,
     conflicts,
     never_used,
     broken_needs,

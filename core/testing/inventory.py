@@ -151,6 +151,7 @@ class KernelHere:
         key: the dispatch key of the kernel.
         provider: who provides the kernel.
         enabled: whether ``custom_ops`` enables the op.
+        reason: which kernels would come first and cannot run here, and why; ``None`` where there are none.
         error: why no choice can be made; the others are ``None`` then.
     """
 
@@ -159,6 +160,7 @@ class KernelHere:
     key: str | None = None
     provider: Provider | None = None
     enabled: bool | None = None
+    reason: str | None = None
     error: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -169,6 +171,7 @@ class KernelHere:
             "key": self.key,
             "provider": self.provider.to_dict() if self.provider else None,
             "enabled": self.enabled,
+            "reason": self.reason,
             "error": self.error,
         }
 
@@ -191,7 +194,8 @@ def kernel_here(cls: type) -> KernelHere:
         return KernelHere(error=str(error))
     kernel = binding.kernel.winner
     name = binding.replacement.cls.__qualname__
-    return KernelHere(name, str(kernel), kernel.key, binding.provider, binding.kernel.enabled)
+    passed_over = "; ".join(f"{skipped} is not used: {why}" for skipped, why in binding.kernel.passed_over)
+    return KernelHere(name, str(kernel), kernel.key, binding.provider, binding.kernel.enabled, passed_over or None)
 
 
 def variants_of(cls: type) -> list[type]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pty
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ Terminal = Callable[..., list[str]]
 
 
 @pytest.fixture
-def terminal(site, tmp_path: Path) -> Terminal:
+def terminal(site, tmp_path: Path, warm_python: str) -> Terminal:
     """Run a command whose stdout is a terminal of ``columns``; returns the lines that it showed."""
 
     def run(*arguments: str, columns: int, **variables: str) -> list[str]:
@@ -33,7 +32,7 @@ def terminal(site, tmp_path: Path) -> Terminal:
 
         reader = threading.Thread(target=read)
         reader.start()
-        command = [sys.executable, "-m", "opgraft", *arguments]
+        command = [warm_python, "-m", "opgraft", *arguments]
         subprocess.run(command, env=environ, cwd=tmp_path, stdout=theirs, stderr=subprocess.DEVNULL, check=False)
         os.close(theirs)
         reader.join(30)

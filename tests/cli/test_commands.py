@@ -90,8 +90,11 @@ def test_detect_explains_the_decision_in_80_columns(terminal, site) -> None:
         (["ops", "list", "--compilation_config.custom_ops", "+rms_nrm"], {}, 2, "did you mean 'rms_norm'"),
         (["ops", "list", "--providers", "{"], {}, 2, "not valid JSON"),
         (["ops", "explain", "rms_nrm"], {}, 2, "did you mean 'rms_norm'"),
+        (["ops", "explain", ""], {}, 2, "no op is called '': 'opgraft ops list' shows the names of all."),
         (["plugins", "show", "nothing"], {}, 2, "no installed plugin or platform is called 'nothing'"),
-        (["plugins", "doctor"], {"OPGRAFT_PLUGINS": "nothing"}, 4, "names 'nothing'"),
+        (["plugins", "doctor"], {"OPGRAFT_PLUGINS": "nothing"}, 2, "names 'nothing' (OPGRAFT_PLUGINS)"),
+        (["detect", "--plugins", "zedd"], {}, 2, "plugins names 'zedd' (the command line), which is not installed"),
+        (["plugins", "list", "--plugins", "zedd"], {}, 2, "plugins names 'zedd' (the command line)"),
         (["plugins", "doctor"], {"OPGRAFT_PLUGINS_DISABLE": "cpuu"}, 1, "the deny list names 'cpuu'"),
         (["detect", "--strict", "maybe"], {}, 2, "--strict='maybe' is not a flag"),
         (["detect", "--compilation_config.mode", "²"], {}, 2, "mode is '²'"),
@@ -208,7 +211,7 @@ def test_plugins_show_has_the_traceback(cli, site) -> None:
     ("sources", "code", "finding"),
     [
         ({"acme": PLUGIN}, 0, "nothing wrong"),
-        ({"acme": "raise OSError('no driver')"}, 4, "finding: plugin acme of acme 1.0 failed while it was loaded"),
+        ({"acme": "raise OSError('no driver')"}, 4, "finding: plugin 'acme' of acme 1.0 failed while it was loaded"),
         ({"acme": PLUGIN, "brix": PLUGIN}, 1, "finding: 2 replacements of RMSNorm have priority 0"),
         (
             {"acme": PLUGIN, "brix": PLUGIN.replace("(AcmeRMSNorm)", "(AcmeRMSNorm, priority=1)")},
@@ -242,10 +245,10 @@ def test_doctor_finds_platforms_and_metadata_that_do_not_work(cli, site) -> None
     assert "broken-dist" in result.stdout
 
 
-def test_doctor_speaks_even_where_torch_cannot_be_imported(cli, site) -> None:
+def test_doctor_speaks_even_where_torch_cannot_be_imported(cold_cli, site) -> None:
     """A line without '=' in any entry_points.txt breaks `import torch` itself; the doctor says whose it is."""
     site.install("broken-dist", {}, "[opgraft.plugins]\nbroken")
-    result = cli("plugins", "doctor")
+    result = cold_cli("plugins", "doctor")
     assert result.returncode == 4
     assert "broken-dist" in result.stdout
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in result.stdout

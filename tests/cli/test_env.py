@@ -72,3 +72,11 @@ def test_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Path, "home", unknown)
     assert "### Platform" in report()
+
+
+def test_a_section_without_rows_has_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no variable concerns opgraft, the report says so instead of showing the head of a table."""
+    monkeypatch.setattr(env, "VARIABLES", {})
+    monkeypatch.setattr(env, "_FURTHER_VARIABLES", ("ACME_THREADS",))
+    assert report().rstrip().endswith("### Environment\n\n(none)")
+    assert report(ACME_THREADS="2").rstrip().endswith("### Environment\n\n| | |\n|---|---|\n| ACME_THREADS | 2 |")

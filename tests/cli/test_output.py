@@ -43,7 +43,7 @@ def test_pipes_are_never_wrapped(cli) -> None:
     """Into a pipe every candidate, with place and reason, is one line, however narrow the terminal is said to be."""
     lines = cli("detect", "--all", COLUMNS="40").stdout.splitlines()
     assert any(line.startswith("  - cuda [opgraft") and line.endswith("no NVIDIA GPU") for line in lines)
-    header, *rows = cli("plugins", "list", COLUMNS="20").stdout.splitlines()
+    header, *rows, _ = cli("plugins", "list", COLUMNS="20").stdout.splitlines()
     assert header.split() == ["kind", "name", "provider", "status", "reason"]
     assert len(rows) == 5
 

@@ -60,7 +60,7 @@ def test_the_schemas_are_schemas() -> None:
         (("env",), 0),
         (("plugins", "list"), 0),
         (("plugins", "show", "acme"), 0),
-        (("plugins", "show", "broken"), 0),
+        (("plugins", "show", "broken"), 4),
         (("plugins", "doctor"), 4),
         (("ops", "list"), 0),
         (("ops", "explain", "rotary_embedding"), 0),

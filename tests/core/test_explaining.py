@@ -5,7 +5,7 @@ from __future__ import annotations
 import opgraft
 import pytest
 import torch
-from opgraft.ops import GELU, RMSNorm
+from opgraft.ops import GELU, GatedMLP, RMSNorm, SiLU
 from torch import nn
 
 
@@ -30,6 +30,7 @@ def test_each_op_is_a_row_with_its_kernel_provider_and_reason() -> None:
         "kernel": explanation.rows[0].kernel,
         "provider": explanation.rows[0].provider.to_dict(),
         "reason": explanation.rows[0].reason,
+        "runs": True,
     }
 
 
@@ -61,16 +62,43 @@ def test_what_hides_a_kernel_is_the_reason() -> None:
 
 
 def test_it_prints_as_a_table() -> None:
-    """Printed, there is a line per op, and each reason once with a count."""
+    """Printed, equal ops are one line with their count and the first path, and each reason is told once."""
     text = str(opgraft.explain(model()))
     lines = text.splitlines()
-    assert lines[0].split() == ["path", "op", "class", "kernel", "provider"]
-    assert [line.split()[0] for line in lines[1:4]] == ["norm", "act", "inner.1"]
+    assert lines[0].split() == ["count", "op", "class", "kernel", "provider", "the", "first"]
+    assert [(line.split()[0], line.split()[-1]) for line in lines[1:3]] == [("2", "norm"), ("1", "act")]
+    assert lines[3] == ""
     assert any(line.startswith("2 x RMSNorm.") for line in lines)
     assert str(opgraft.explain(nn.Linear(2, 2))) == "no module of this model is an op: see opgraft.graft"
 
 
-def test_something_else_than_a_module_is_refused() -> None:
-    """A tensor has no ops."""
-    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module"):
-        opgraft.explain(torch.ones(1))
+@pytest.mark.parametrize("act_is_watched", [False, True])
+def test_an_op_that_a_composite_absorbs(act_is_watched: bool) -> None:
+    """The activation of a gated MLP is not said to run, unless it does or stands in another place too."""
+    act = SiLU()
+    calls = []
+    if act_is_watched:
+        act.register_forward_hook(lambda *arguments: calls.append(1))
+    mlp = GatedMLP(8, 8, act=act).eval()
+    with torch.inference_mode():
+        mlp(torch.ones(2, 8))
+    explanation = opgraft.explain(nn.ModuleDict({"mlp": mlp}))
+    runs = {row.path: row.runs for row in explanation.rows}
+    assert runs["mlp.act_fn"] == bool(calls) == act_is_watched
+    assert runs["mlp.act_and_mul"] != act_is_watched
+    assert runs["mlp"]
+    assert runs["mlp.down_proj"]
+    spared = "SiluAndMul as act_and_mul" if act_is_watched else "SiLU as act_fn"
+    assert f"1 x {spared}: not run, as the layer that it is in does its work" in str(explanation)
+    assert all(row.runs for row in opgraft.explain(nn.Sequential(mlp, act)).rows if row.op == "silu")
+
+
+@pytest.mark.parametrize(
+    ("thing", "named"),
+    [({}, "a value of type dict"), ("text" * 1000, "a value of type str"), (nn.Linear, "the class Linear")],
+)
+@pytest.mark.parametrize("function", [opgraft.explain, opgraft.rebind, opgraft.graft, opgraft.ungraft, opgraft.freeze])
+def test_something_else_than_a_module_is_refused(function, thing: object, named: str) -> None:
+    """The error names the type, as a repr may be endless."""
+    with pytest.raises(TypeError, match=rf"{function.__name__} was given {named}, expected a torch\.nn\.Module"):
+        function(thing)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import opgraft
@@ -29,22 +28,22 @@ for _ in range(3):
 """
 
 
-def run(tmp_path: Path, level: str) -> list[str]:
+def run(python: str, tmp_path: Path, level: str) -> list[str]:
     environ = {**os.environ, "OPGRAFT_LOG": level, "OPGRAFT_PLUGINS": ""}
-    command = [sys.executable, "-c", PROGRAM]
+    command = [python, "-c", PROGRAM]
     return subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True).stderr.splitlines()
 
 
-def test_debug_shows_platform_plugins_bindings_and_each_first_fallback(tmp_path: Path) -> None:
+def test_debug_shows_platform_plugins_bindings_and_each_first_fallback(tmp_path: Path, warm_python: str) -> None:
     """At debug there is a line for each of them, for three equal fallbacks one; at info the first two only."""
-    lines = run(tmp_path, "debug")
+    lines = run(warm_python, tmp_path, "debug")
     for start, count in (("INFO: platform: ", 1), ("INFO: plugins: ", 1), ("DEBUG: op rms_norm: Fast.forward_oot", 1)):
         assert len([line for line in lines if line.startswith(f"opgraft {start}")]) == count, lines
     (fallback,) = [line for line in lines if "gives way" in line]
     assert fallback.startswith("opgraft DEBUG: Fast.forward_oot gives way to the native definition for the first time")
     assert fallback.endswith("a gradient is required, and it has no backward")
-    assert {line.split()[1] for line in run(tmp_path, "info")} == {"INFO:"}
-    assert run(tmp_path, "error") == []
+    assert {line.split()[1] for line in run(warm_python, tmp_path, "info")} == {"INFO:"}
+    assert run(warm_python, tmp_path, "error") == []
 
 
 def test_functional_forms_log_their_fallback(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,21 @@ from opgraft.ops import RMSNorm
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no g++ to build the kernels with")
 
 
-def python(*arguments: str, site: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+Python = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def python(warm_python: str) -> Python:
     """Run Python in a process that sees the plugin."""
-    environ = {**os.environ, "PYTHONPATH": str(site), **variables}
-    return subprocess.run([sys.executable, *arguments], env=environ, capture_output=True, text=True, check=False)
+
+    def run(*arguments: str, site: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        environ = {**os.environ, "PYTHONPATH": str(site), **variables}
+        return subprocess.run([warm_python, *arguments], env=environ, capture_output=True, text=True, check=False)
+
+    return run
 
 
-def explained(site: Path, **variables: str) -> str:
+def explained(python: Python, site: Path, **variables: str) -> str:
     result = python("-m", "opgraft", "ops", "explain", "rms_norm", site=site, **variables)
     assert result.returncode == 0, result.stderr
     return " ".join(result.stdout.split())
@@ -61,7 +70,7 @@ def test_the_rest_of_the_suite_does_not_see_it() -> None:
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["avx2", "scalar"])
-def test_a_path_is_forced_by_the_environment(installed: Path, path: str) -> None:
+def test_a_path_is_forced_by_the_environment(python: Python, installed: Path, path: str) -> None:
     """The variable chooses the path before the first call."""
     code = "import opgraft_cpu_kernels as k; print(k.path() if k.missing() is None else k.missing())"
     result = python("-c", code, site=installed, CPU_KERNELS_PATH=path)
@@ -70,9 +79,9 @@ def test_a_path_is_forced_by_the_environment(installed: Path, path: str) -> None
 
 @needs_compiler
 @pytest.mark.slow
-def test_a_path_that_is_none(installed: Path) -> None:
+def test_a_path_that_is_none(python: Python, installed: Path) -> None:
     """A path by a wrong name is an error of the plugin, which is left out, or stops the program in strict mode."""
-    text = explained(installed, CPU_KERNELS_PATH="avx1024")
+    text = explained(python, installed, CPU_KERNELS_PATH="avx1024")
     assert "CPU_KERNELS_PATH: path is 'avx1024', expected one of those that this CPU has" in text
     code = "from opgraft.ops import SiLU; SiLU()"
     strict = python("-c", code, site=installed, CPU_KERNELS_PATH="avx1024", OPGRAFT_STRICT="1")
@@ -83,7 +92,7 @@ def test_a_path_that_is_none(installed: Path) -> None:
 
 @needs_compiler
 @pytest.mark.slow
-def test_a_path_without_a_linear_kernel(installed: Path) -> None:
+def test_a_path_without_a_linear_kernel(python: Python, installed: Path) -> None:
     """There opgraft's own linear layer is not replaced; norms are."""
     code = "from opgraft.ops import Linear, SiLU; print(*(op.op_class.__module__ for op in (Linear(2, 2), SiLU())))"
     result = python("-c", code, site=installed, CPU_KERNELS_PATH="scalar")
@@ -92,13 +101,13 @@ def test_a_path_without_a_linear_kernel(installed: Path) -> None:
 
 @needs_compiler
 @pytest.mark.slow
-def test_a_library_for_another_torch(installed: Path, tmp_path: Path) -> None:
+def test_a_library_for_another_torch(python: Python, installed: Path, tmp_path: Path) -> None:
     """A library is not loaded into a torch that it was not built for."""
     site = tmp_path / "site"
     shutil.copytree(installed, site)
     record = site / "opgraft_cpu_kernels" / "_build.json"
     record.write_text(json.dumps({"torch": "2.8.0", "missing": None}))
-    assert f"built for torch 2.8.0, this is {torch.__version__}" in explained(site)
+    assert f"built for torch 2.8.0, this is {torch.__version__}" in explained(python, site)
 
 
 @pytest.mark.slow
@@ -109,11 +118,11 @@ def test_a_library_for_another_torch(installed: Path, tmp_path: Path) -> None:
         ("false", "does not compile an empty program"),
     ],
 )
-def test_without_a_compiler(tmp_path: Path, compiler: str, reason: str) -> None:
+def test_without_a_compiler(python: Python, tmp_path: Path, compiler: str, reason: str) -> None:
     """Without a compiler that works the installation succeeds; the native definition runs, and the reason is told."""
     result = install(copy_of_sources(tmp_path / "source"), tmp_path / "site", CXX=compiler)
     assert result.returncode == 0, result.stderr
-    text = explained(tmp_path / "site")
+    text = explained(python, tmp_path / "site")
     assert "op rms_norm: RMSNorm.forward_native" in text
     assert reason in text
     code = "import torch; from opgraft import ops, functional; x = torch.ones(2, 4); functional.silu(ops.RMSNorm(4)(x))"

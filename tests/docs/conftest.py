@@ -30,7 +30,6 @@ FOREIGN = {offer.provider.name for offer in discovery.scan().offers if not offer
 
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```[^\S\n]*$", re.M | re.S)
 _HEADING = re.compile(r"^#+ (.+)$", re.M)
-_INCLUDED = re.compile(r'^--8<-- "(?P<path>[^"]+)"$', re.M)
 _OPGRAFT_ITSELF = r"(.* )?['\"]?\.(\[\w+\])?['\"]?"
 
 VOLATILE = {
@@ -40,6 +39,17 @@ VOLATILE = {
     r" +[\d.]+ s +[\d.]+ +(the same|others) +\d\.\de[+-]\d\d": r" <times> \1",
 }
 """What differs from machine to machine and from run to run; the pages show it as it was once."""
+
+
+IN_ENVIRONMENT = """import site, sys
+sys.prefix = sys.exec_prefix = {folder!r}
+outer, sys.path[:] = sys.path[1:], sys.path[:1]
+site.addsitedir({packages!r})
+sys.path += outer
+from opgraft.cli import main
+main()
+"""
+"""The command line in a virtual environment, for an interpreter that was started outside of it."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +64,13 @@ class Block:
 
 
 def read_blocks(page: Path) -> list[Block]:
-    """The fenced blocks of a page, with included files in place."""
+    """The fenced blocks of a page."""
     text = page.read_text(encoding="utf-8")
     blocks = []
     for fence in _FENCE.finditer(text):
         language, _, rest = fence["info"].strip().partition(" ")
         title = re.search(r'title="([^"]+)"', rest)
         body = textwrap.dedent(fence["body"])
-        body = _INCLUDED.sub(lambda line: (REPOSITORY / line["path"]).read_text(encoding="utf-8").rstrip(), body)
         line = text.count("\n", 0, fence.start()) + 2
         section = [heading[1] for heading in _HEADING.finditer(_FENCE.sub("", text[: fence.start()]))][-1]
         blocks.append(Block(language, title and title[1], body, line, section))
@@ -185,7 +194,7 @@ def check_untitled(block: Block, place: str) -> None:
 
 
 @pytest.fixture
-def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) -> Iterator[Reader]:
     """A reader with a checkout to work in and a virtual environment of their own, on top of the packages here."""
     if opgraft.current_platform().name != "cpu":
         pytest.skip("the pages show a machine without accelerators")
@@ -195,7 +204,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
         (folder / name).symlink_to(REPOSITORY / name)
     built = shutil.ignore_patterns("build", "*.egg-info", "__pycache__")
     shutil.copytree(REPOSITORY / "reference_plugins", folder / "reference_plugins", ignore=built)
-    packages = make_environment(environment)
+    packages = make_environment(environment, warm_python)
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(packages))
     variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "PYTHONPATH")}
@@ -211,7 +220,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
             del sys.modules[name]
 
 
-def make_environment(folder: Path) -> Path:
+def make_environment(folder: Path, warm_python: str) -> Path:
     """A virtual environment with ``python``, ``pip`` and ``opgraft`` that sees the packages of this one."""
     venv.create(folder, with_pip=False)
     (packages,) = folder.glob("lib/python*/site-packages")
@@ -219,7 +228,7 @@ def make_environment(folder: Path) -> Path:
     (packages / "outer.pth").write_text("\n".join(outer))
     python, options = folder / "bin" / "python", "--quiet --disable-pip-version-check"
     scripts = {
-        "opgraft": f"#!{python}\nfrom opgraft.cli import main\nmain()\n",
+        "opgraft": f"#!{warm_python}\n{IN_ENVIRONMENT.format(folder=str(folder), packages=str(packages))}",
         "pip": "#!/bin/sh\n"
         'if [ "$1" = install ]; then shift; set -- install --no-deps --no-build-isolation "$@"; fi\n'
         f'exec {sys.executable} -m pip {options} --python {python} "$@"\n',

@@ -6,7 +6,6 @@ import copy
 import os
 import pickle
 import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -141,7 +140,7 @@ def test_copies_have_an_op_of_their_own(duplicate: Callable[[Any], Any], rotated
     assert torch.equal(logits(copied), expected)
 
 
-def test_a_pickle_is_read_in_another_process(tmp_path) -> None:
+def test_a_pickle_is_read_in_another_process(tmp_path, warm_python) -> None:
     """A saved model finds its class again where it is loaded, and an op that is bound there."""
     program = (
         "import sys, torch, opgraft, transformers\n"
@@ -162,7 +161,7 @@ def test_a_pickle_is_read_in_another_process(tmp_path) -> None:
         "    assert '_opgraft_forward' in vars(model.model.layers[0].self_attn)\n"
     )
     for step in ("save", "load"):
-        subprocess.run([sys.executable, "-c", program, step, str(tmp_path / "model.pt")], check=True)
+        subprocess.run([warm_python, "-c", program, step, str(tmp_path / "model.pt")], check=True)
 
 
 def test_gradients_agree(rotated: Shapes) -> None:
@@ -215,6 +214,12 @@ def other_arguments(q, k, cos, sin, section):
 
 
 ROTATE = modeling_llama.apply_rotary_pos_emb
+COUNTS: list[int] = []
+
+
+def counting(q, k, cos, sin):
+    COUNTS.append(1)
+    return ROTATE(q, k, cos, sin)
 
 
 @pytest.mark.parametrize(
@@ -223,6 +228,7 @@ ROTATE = modeling_llama.apply_rotary_pos_emb
         (interleaved, "nothing in the model shows that its cosines and sines have each number twice"),
         (promoted, "apply_rotary_pos_emb computes something else than apply_rotary_emb on a query and a key"),
         (other_arguments, "apply_rotary_pos_emb computes something else than apply_rotary_emb on a query and a key"),
+        (counting, "counting uses COUNTS, and whoever reads that would miss its calls"),
     ],
 )
 def test_functions_that_compute_something_else_stay(function: Any, reason: str, rotated: Shapes, monkeypatch) -> None:

@@ -371,5 +371,5 @@ def test_public_names() -> None:
 @pytest.mark.parametrize("function", [opgraft.graft, opgraft.ungraft, opgraft.rebind, opgraft.refresh])
 def test_what_is_no_module_is_refused(function: Callable[[Any], object]) -> None:
     """The error names the function and what it was given, such as a class in the place of an instance."""
-    with pytest.raises(TypeError, match=rf"{function.__name__} was given <class .*Linear'>, expected a torch.nn"):
+    with pytest.raises(TypeError, match=rf"{function.__name__} was given the class .*Linear, expected a torch.nn"):
         function(nn.Linear)

@@ -269,7 +269,9 @@ def test_training_is_refused() -> None:
 @pytest.mark.parametrize("function", [opgraft.pack, opgraft.unpack])
 def test_what_is_no_module(function: Callable[..., object]) -> None:
     """Anything but a module is a TypeError."""
-    with pytest.raises(TypeError, match=f"{function.__name__} was given <class .*Linear'>, expected a torch.nn.Module"):
+    with pytest.raises(
+        TypeError, match=f"{function.__name__} was given the class .*Linear, expected a torch.nn.Module"
+    ):
         function(Linear)
 
 

@@ -24,9 +24,9 @@ LAYERS = [
     "opgraft.version",
     "opgraft.moved",
     "opgraft.logger",
-    "opgraft.environment",
     "opgraft.caches",
     "opgraft.config",
+    "opgraft.environment",  # a variable for each setting
     "opgraft.machine",
     "opgraft.decision",  # quotes the evidence of opgraft.machine
     "opgraft.finding",
@@ -50,6 +50,7 @@ LAYERS = [
     "opgraft.torch_library",
     # Models.
     "opgraft.bucketing",
+    "opgraft.models",
     "opgraft.grafting",
     "opgraft.pooling",
     "opgraft.checkpoint",

@@ -10,7 +10,7 @@ import opgraft
 import pytest
 import torch
 from opgraft import CustomOp, OpgraftConfig, load_plugins, set_config, state
-from opgraft.errors import ConflictError, PluginError, UnknownTargetError
+from opgraft.errors import ConfigError, ConflictError, PluginError, UnknownTargetError
 from opgraft.ops import RMSNorm
 from opgraft.state import PluginStatus, host_state
 
@@ -198,7 +198,7 @@ def test_an_allow_list_that_names_what_is_not_installed(site) -> None:
     site.plugin("acme", GOOD)
     with (
         set_config(OpgraftConfig(plugins=["akme"])),
-        pytest.raises(PluginError, match=r"names 'akme'.*did you mean 'acme'"),
+        pytest.raises(ConfigError, match=r"names 'akme' \(set_config\).*did you mean 'acme'"),
     ):
         load_plugins()
 

@@ -20,10 +20,6 @@ class Composite(PluggableLayer):
         super().__init__()
         self.__dict__["_choice"] = None
 
-    def idle(self) -> frozenset[str]:
-        """Return the names of the children that a call does not run as things are, if no gradient is required."""
-        return frozenset()
-
     def release_weights(self) -> None:
         """Give up what this layer has done to the memory of its children's weights, for its own kernels."""
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from opgraft.binding.arguments import expect_module
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.specialisation import Binding, bind_exact
 from opgraft.errors import PackError
-from opgraft.ops.checks import expect_module
 from opgraft.ops.composites.composite import Composite, served_by
 from opgraft.ops.linear import packed as packed_linear
 from opgraft.ops.linear.modules import Linear

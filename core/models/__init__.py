@@ -1,0 +1,1 @@
+"""Models: how they are constructed."""

@@ -1,0 +1,64 @@
+"""Findings about what became of the plugins and platforms of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from opgraft.environment import PLUGINS_DISABLE
+from opgraft.errors import near_matches
+from opgraft.finding import Finding
+from opgraft.plugins.discovery import PLATFORM_GROUP, discover
+from opgraft.registry.declarations import ANY_PLATFORM, Replacement
+from opgraft.state import PluginRecord, PluginStatus, host_state
+
+_PLATFORM_CUTOFF = 0.7
+"""Above it two names of platforms are one misspelt; 'npu' and 'cpu', at two thirds, are two vendors' words."""
+
+
+def findings_of(record: PluginRecord) -> Iterator[Finding]:
+    """Find why a plugin is not active, or not in every part."""
+    if record.status is PluginStatus.FAILED:
+        yield Finding(failure_of(record), record.provider, record.location, exit_code=4)
+    if record.status is PluginStatus.VETOED:
+        yield _finding(record, f"is not used, as it vetoed itself: {record.reason}")
+    if record.status is PluginStatus.REJECTED and record.reason.startswith(("it requires", "its requirement")):
+        yield _finding(record, f"is not used: {record.reason}")
+    yield from _misspelt_platforms(record)
+    if record.status is PluginStatus.ACTIVATED:
+        for replacement in replacements_of(record):
+            for complaint in replacement.findings:
+                message = f"plugin {record.name} of {replacement.provider}: {complaint}"
+                yield Finding(message, replacement.provider, replacement.location)
+
+
+def failure_of(record: PluginRecord) -> str:
+    """Tell of a plugin that failed: why, how to go without it, and where its traceback is."""
+    reason = record.reason if record.reason.endswith("?") else f"{record.reason.rstrip('.')}."
+    return (
+        f"plugin {record.name!r} of {record.provider} failed {reason} Go without it by "
+        f"{PLUGINS_DISABLE}={record.name}; 'opgraft plugins show {record.name}' has the traceback."
+    )
+
+
+def replacements_of(record: PluginRecord) -> list[Replacement]:
+    """Return what a plugin declares, whether or not it is active."""
+    return [replacement for replacement in host_state().registry.replacements if replacement.plugin == record.name]
+
+
+def _misspelt_platforms(record: PluginRecord) -> Iterator[Finding]:
+    """Find platforms that a plugin states, that no distribution offers, and whose name is nearly that of one offered.
+
+    Another name is no fault: its platform may be installed on other machines.
+    """
+    offered = {offer.name for offer in discover().of_group(PLATFORM_GROUP)}
+    for name in record.platforms:
+        near = near_matches(name.lower(), offered, _PLATFORM_CUTOFF)
+        if name not in (*offered, ANY_PLATFORM) and near:
+            words = " or ".join(map(repr, near))
+            yield _finding(
+                record, f"states the platform {name!r}, which nothing installed offers: did you mean {words}?"
+            )
+
+
+def _finding(record: PluginRecord, says: str) -> Finding:
+    return Finding(f"plugin {record.name} of {record.provider} {says}", record.provider)

@@ -1,0 +1,126 @@
+"""What became of a plugin is told truthfully: by 'plugins show', 'list' and 'doctor', each with its exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+HEAD = """
+import opgraft
+from opgraft.ops import RMSNorm
+platforms = "any"
+class AcmeRMSNorm(RMSNorm):
+    def forward_oot(self, x, residual=None):
+        return RMSNorm.forward_native(self, x, residual)
+"""
+HOOK = "@opgraft.hookimpl\ndef opgraft_register_ops(platform):\n    RMSNorm.register_oot(AcmeRMSNorm)\n"
+DEAD_ROW = "    opgraft.CustomOp.register_oot('RMSNormClamp')(AcmeRMSNorm)\n"
+
+
+def answer(cli, *arguments: str, **variables: str) -> tuple[int, dict]:
+    """The exit code and the JSON of a command."""
+    result = cli(*arguments, "--json", **variables)
+    return result.returncode, json.loads(result.stdout)
+
+
+def place(file: Path, text: str) -> str:
+    """``file:line`` of the line that holds ``text``."""
+    lines = file.read_text().splitlines()
+    return f"{file}:{next(number for number, line in enumerate(lines, 1) if text in line)}"
+
+
+class TestShow:
+    """'opgraft plugins show' ends as the doctor does for the same plugin."""
+
+    def test_a_row_that_was_left_out(self, cli, site) -> None:
+        """Status and rows say which replacement is not active; the exit code is that of a finding."""
+        site.plugin("acme", HEAD + HOOK + DEAD_ROW)
+        code, shown = answer(cli, "plugins", "show", "acme")
+        (offer,) = shown["offers"]
+        (finding,) = shown["findings"]
+        assert (code, offer["status"]) == (1, "activated")
+        assert offer["reason"] == "applies on any; left out: RMSNormClamp, which no registered op answers to"
+        assert [(row["target"], row["active"]) for row in offer["replacements"]] == [
+            ("opgraft.ops.layernorm.modules:RMSNorm", True),
+            ("RMSNormClamp", False),
+        ]
+        assert "replaces 'RMSNormClamp', which no registered op answers to" in finding["message"]
+        text = cli("plugins", "show", "acme").stdout
+        assert f"RMSNormClamp -> AcmeRMSNorm at {place(site.folder / 'acme.py', 'class')} (not active)" in text
+        assert "finding: plugin acme of acme 1.0: acme:AcmeRMSNorm" in text
+
+    @pytest.mark.parametrize(
+        ("source", "code", "status"),
+        [
+            (HEAD + HOOK, 0, "activated"),
+            (HEAD + HOOK + "@opgraft.hookimpl\ndef opgraft_veto():\n    return 'old driver'\n", 1, "vetoed"),
+            (HEAD + HOOK + "    raise OSError('no driver')\n", 4, "failed"),
+            ("raise OSError('no driver')", 4, "failed"),
+        ],
+    )
+    def test_the_exit_code_is_the_doctors(self, cli, site, source: str, code: int, status: str) -> None:
+        """0 where it works, 1 where it is not used, 4 where it failed."""
+        site.plugin("acme", source)
+        shown = answer(cli, "plugins", "show", "acme")
+        assert (shown[0], shown[1]["offers"][0]["status"]) == (code, status)
+        assert answer(cli, "plugins", "doctor")[0] == code
+
+    def test_another_plugin_that_failed_is_not_its_fault(self, cli, site) -> None:
+        """Findings are those of the plugin that was asked for."""
+        site.plugin("acme", HEAD + HOOK)
+        site.plugin("brix", "raise OSError('no driver')")
+        assert answer(cli, "plugins", "show", "acme")[0] == 0
+
+    def test_a_platform_whose_probe_failed(self, cli, site) -> None:
+        """A platform is shown with what its probe raised."""
+        site.platform("brix", probe="raise OSError('bus error')")
+        code, shown = answer(cli, "plugins", "show", "brix")
+        assert code == 1
+        assert "raised OSError: bus error" in shown["findings"][0]["message"]
+
+
+class TestDoctor:
+    """'opgraft plugins doctor' tells each fault once, with its place and the next step."""
+
+    @pytest.mark.parametrize("strict", ["0", "1"])
+    def test_one_failure_is_told_once(self, cli, site, strict: str) -> None:
+        """In strict mode too it is one finding, with its place and the way to its traceback."""
+        site.plugin("acme", "import os\ndef kaboom():\n    os.stat('/no/driver')\nkaboom()\n")
+        code, told = answer(cli, "plugins", "doctor", OPGRAFT_STRICT=strict)
+        (finding,) = told["findings"]
+        assert code == 4
+        assert finding["location"] == place(site.folder / "acme.py", "os.stat")
+        assert "'opgraft plugins show acme' has the traceback" in finding["message"]
+        text = cli("plugins", "doctor", OPGRAFT_STRICT=strict).stdout
+        assert text.count("FileNotFoundError") == 1
+        assert text.startswith("acme (acme 1.0): failed\n")
+
+
+def test_list_and_show_tell_of_a_misspelt_group(cli, site) -> None:
+    """A plugin that is installed and that nothing reads is not passed over in silence, and the doctor is named."""
+    site.install("acme", {"acme.py": ""}, {"opgraft.plugin": ["acme = acme"]})
+    meant = "'opgraft.plugins' or 'opgraft.platforms'"
+    words = f"acme 1.0: nothing reads its entry-point group 'opgraft.plugin': did you mean {meant}?"
+    listed = cli("plugins", "list").stdout
+    assert f"ignored: {words}\n" in listed
+    assert listed.endswith("to load and check them: opgraft plugins doctor\n")
+    assert answer(cli, "plugins", "list")[1]["problems"][0]["reason"] in words
+    shown = cli("plugins", "show", "acme")
+    assert shown.returncode == 2
+    assert words in shown.stderr
+    assert "'opgraft plugins doctor'" in shown.stderr
+
+
+def test_ops_list_has_a_column_for_what_was_passed_over(cli, site) -> None:
+    """A kernel whose check raises is told in the row of its op; where there is none, there is no column."""
+    assert cli("ops", "list").stdout.splitlines()[1].split() == ["op", "class", "kernel", "provider"]
+    site.plugin(
+        "acme",
+        HEAD.replace("    def", "    @opgraft.needs(lambda: 1 / 0)\n    def") + HOOK,
+    )
+    result = cli("ops", "list")
+    row = next(line for line in result.stdout.splitlines() if line.startswith("rms_norm "))
+    assert "AcmeRMSNorm.forward_oot is not used: its needs() check raised ZeroDivisionError" in row
+    assert "AcmeRMSNorm.forward_oot at " in result.stderr

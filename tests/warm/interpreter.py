@@ -1,0 +1,46 @@
+"""A Python that has torch imported when it starts: a process of its own as ever, without the second that this takes.
+
+A server imports what most processes of these tests import first. The interpreter that it serves is a small program,
+which hands over its arguments, environment, folder and open files. The server forks a process that goes on with them,
+and the program ends as that process ends.
+
+What an interpreter or torch decides at its start is decided once, in the server. An interpreter that is given other
+variables for that is therefore a real one, and a test of how something starts takes ``sys.executable``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+AT_START = ("LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTHON", "TORCH_")
+"""How the names of variables begin that are read before the first line of a program runs."""
+
+
+@contextmanager
+def warm_interpreter(folder: Path) -> Iterator[Path]:
+    """Start a server; yields the path of the interpreter that it serves, which lies in ``folder``."""
+    if sys.platform != "linux":  # elsewhere no process can be waited for as the server waits
+        yield Path(sys.executable)
+        return
+    here, address, interpreter = Path(__file__).parent, folder / "socket", folder / "python"
+    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONIOENCODING")}
+    settings = {
+        "address": str(address),
+        "python": sys.executable,
+        "at_start": AT_START,
+        "environ": {name: value for name, value in environ.items() if name.startswith(AT_START)},
+    }
+    (folder / "settings.json").write_text(json.dumps(settings))
+    interpreter.write_text(f"#!{sys.executable} -IS\n{(here / 'client.py').read_text()}")
+    interpreter.chmod(0o755)
+    command = [sys.executable, str(here / "server.py"), str(address)]
+    with subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"ready\n"
+        yield interpreter  # the server ends when its stdin is closed

@@ -1,0 +1,164 @@
+"""The server of ``interpreter.py``: it imports, waits, and forks a process for each request."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import threading
+import types
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+PRELOADED = ("torch", "numpy", "importlib_metadata", "pluggy", "click", "rich.console", "rich.table")
+
+STREAMS = (("stdin", "r", "strict"), ("stdout", "w", "strict"), ("stderr", "w", "backslashreplace"))
+KEPT: list[Any] = []
+"""The server's streams, whose files would be closed with them."""
+
+
+def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Read a request, and the open files that came with it."""
+    head, files, *_ = socket.recv_fds(connection, 8, 250)
+    size, data = int.from_bytes(head, "little"), b""
+    while len(data) < size:
+        data += connection.recv(size - len(data))
+    return json.loads(data), files
+
+
+def request_of(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Wait for requests; returns each in a process of its own, and ends where nobody can ask any more."""
+    while True:
+        ready, _, _ = select.select([listener, sys.stdin], [], [])
+        if sys.stdin in ready:
+            os._exit(0)
+        connection, _ = listener.accept()
+        with connection:
+            if os.fork() == 0:
+                listener.close()
+                return attended(connection)
+
+
+def reap(*_: object) -> None:
+    """Take notice of every process that has ended, so that the time that it took is counted as this one's."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass
+
+
+def attended(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Return the request in a forked process; this one waits for its end, and ends it if the client is gone."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    request, files = receive(connection)
+    child = os.fork()
+    if child == 0:
+        connection.close()
+        return request, files
+    for file in files:
+        os.close(file)
+    ended = os.pidfd_open(child)
+    ready, _, _ = select.select([ended, connection], [], [])
+    if ended not in ready:
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if ended in ready:
+        connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+    os._exit(0)
+
+
+def take_files(numbers: list[int], files: list[int]) -> None:
+    """Give the open files the numbers that they have for the client."""
+    spare = [os.dup2(file, 1000 + index, inheritable=False) for index, file in enumerate(files)]
+    for file in files:
+        os.close(file)
+    for number, file in zip(numbers, spare, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+
+
+def open_streams() -> None:
+    """Open the standard streams as an interpreter does, for the files that they are now."""
+    encoding, _, handler = os.environ.get("PYTHONIOENCODING", "").partition(":")
+    for number, (name, mode, errors) in enumerate(STREAMS):
+        old = getattr(sys, name)
+        settings = {"encoding": encoding or old.encoding, "errors": handler or errors, "closefd": False}
+        buffering = 1 if number == 2 or os.isatty(number) else -1
+        setattr(sys, name, open(number, mode, buffering, **settings))  # noqa: SIM115  # for good
+        setattr(sys, f"__{name}__", getattr(sys, name))
+        KEPT.append(old)
+
+
+def become(request: dict[str, Any], files: list[int]) -> list[str]:
+    """Take over the client's open files, folder, environment and search path; returns its arguments."""
+    os.setsid()
+    take_files(request["files"], files)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    open_streams()
+    sys.executable = request["executable"]
+    arguments: list[str] = request["arguments"]
+    isolated = arguments[0] == "-I"
+    arguments = arguments[isolated:]
+    first = {"-c": "", "-m": request["folder"]}.get(arguments[0], str(Path(arguments[0]).parent))
+    own = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.path[:] = [*([] if isolated else own), *sys.path[1:]]
+    return arguments
+
+
+def run(arguments: list[str]) -> None:
+    """Run what an interpreter with these arguments runs."""
+    kind, *rest = arguments
+    if kind == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)  # noqa: S102  # what -c is for
+    else:
+        sys.argv = arguments
+        runpy.run_path(kind, run_name="__main__")
+
+
+def end(code: object) -> None:
+    """End as an interpreter ends with ``sys.exit(code)``, but leave its memory to the system, which takes no time."""
+    if not isinstance(code, (int, type(None))):
+        sys.stderr.write(f"{code}\n")
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code or 0)
+
+
+if __name__ == "__main__":
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, reap)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(sys.argv[1])
+        listener.listen(64)
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+        asked = request_of(listener)
+    try:
+        run(become(*asked))
+    except SystemExit as ended:
+        end(ended.code)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        end(1)
+    end(0)
