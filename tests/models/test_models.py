@@ -170,10 +170,9 @@ def test_encoders(architecture: str, tmp_path: Path, two: Ranks) -> None:
         torch.testing.assert_close(states, expected, **TOLERANCE)
 
 
-@torch.no_grad()
 def encoded(folder: str) -> torch.Tensor:
     model = loaded(Path(folder))
-    with attending(AttentionBatch((7, 12), (0, 0), (0, 1), {})):
+    with torch.no_grad(), attending(AttentionBatch((7, 12), (0, 0), (0, 1), {})):
         states: torch.Tensor = model(torch.cat((ids(7), ids(12))), torch.cat((torch.arange(7), torch.arange(12))))
     return states
 
@@ -190,7 +189,9 @@ def test_greedy_generation(checkpoints: dict[str, tuple[Path, Any]]) -> None:
 def test_a_part_of_a_larger_model(tmp_path: Path) -> None:
     """A model is made of a part of a config, under a prefix of its own, which names its caches."""
     text = transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 2})
-    config = transformers.LlavaConfig(text_config=text, vision_config=transformers.CLIPVisionConfig(hidden_size=8, num_attention_heads=2))
+    config = transformers.LlavaConfig(
+        text_config=text, vision_config=transformers.CLIPVisionConfig(hidden_size=8, num_attention_heads=2)
+    )
     config.save_pretrained(tmp_path)
     saved(transformers.LlamaForCausalLM(text), tmp_path / "weights")
     (tmp_path / "weights" / "model.safetensors").rename(tmp_path / "model.safetensors")
@@ -205,9 +206,7 @@ def test_a_part_of_a_larger_model(tmp_path: Path) -> None:
 
 def test_an_architecture_that_nobody_registered() -> None:
     """The message has near matches, and the other path."""
-    with pytest.raises(
-        ModelError, match="LamaForCausalLM: did you mean 'LlamaForCausalLM'"
-    ):
+    with pytest.raises(ModelError, match="LamaForCausalLM: did you mean 'LlamaForCausalLM'"):
         model_class(["LamaForCausalLM"])
     assert "Qwen3ForCausalLM" in model_classes()
 
