@@ -69,7 +69,7 @@ COMMANDS = dict(walk(root, "opgraft"))
 
 def section_of(path: str) -> str:
     """What the page says below a command's heading, up to the next one."""
-    found = re.search(rf"^## `{path}( [A-Z]+)?`\n(.*?)(?=^## |\Z)", text_of("cli"), re.M | re.S)
+    found = re.search(rf"^## `{path}( [A-Z]+)?(?: \[[A-Z]+\])?`\n(.*?)(?=^## |\Z)", text_of("cli"), re.M | re.S)
     assert found, f"cli.md has no heading for {path}"
     return found[2]
 
@@ -99,7 +99,7 @@ def test_no_command_or_option_is_invented() -> None:
 def test_schemas_are_those_that_commands_print() -> None:
     """The names of JSON schemas on the page are those in the source of the commands."""
     source = "".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "core/cli").glob("*.py"))
-    printed = set(re.findall(r'print_json\("([^"]+)"', source))
+    printed = set(re.findall(r'print_json\(\s*"([^"]+)"', source))
     published = {
         json.loads(path.read_text())["properties"]["schema"]["const"] for path in SCHEMAS.glob("opgraft.*.json")
     }
