@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from opgraft.caches import Caches
-from opgraft.config import CURRENT_SCOPE, OpgraftConfig, Settings, environment_config, resolve
+from opgraft.config import CURRENT_SCOPE, OpgraftConfig, Settings, resolve
 from opgraft.decision import Decision, Provider
 from opgraft.environment import Environment, read_environment
 from opgraft.errors import PluginError
@@ -98,6 +98,8 @@ class HostState:
     """Kernels that gave way to the native definition at a call, each with the reason, as they were logged."""
     generation: int = 0
     discovery: Any = None
+    parallelism: Any = None
+    """The groups that this process belongs to, which ``opgraft.distributed`` keeps here; ``None``: it is alone."""
 
     def settings(self) -> Settings:
         """Return the settings that hold here and now: all layers, from the platform's defaults to the active scope."""
@@ -106,7 +108,9 @@ class HostState:
             if self.environment.log:
                 set_level(self.environment.log)
         scope = CURRENT_SCOPE.get()
-        layers = [*self.adjustments, *environment_config(self.environment), *(scope.layers if scope else ())]
+        file = scope.file if scope and scope.file else self.environment.file
+        from_file, scopes = file.layers if file else (), scope.layers if scope else ()
+        layers = [*self.adjustments, *from_file, *self.environment.layers, *scopes]
         if self.selection is not None:
             layers.insert(0, (f"platform {self.selection.platform.name}", self.selection.defaults))
         return resolve(layers)

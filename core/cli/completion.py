@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import click
-from opgraft.environment import FLAG_WORDS
+from opgraft.config import FIELDS, FLAG_WORDS
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, discover
 
 Completion = Callable[[click.Context, click.Parameter, str], list[str]]
@@ -44,12 +44,16 @@ offer_names = _quietly(lambda: _of_group(PLATFORM_GROUP, PLUGIN_GROUP))
 op_names = _quietly(_ops)
 flag_words = _quietly(lambda: FLAG_WORDS)
 
+
+def _choices(names: tuple[str, ...]) -> Completion:
+    return _quietly(lambda: names)
+
+
 COMPLETIONS = {
+    **{field.name: _choices(field.bounds.choices) for field in FIELDS.values() if field.bounds.choices},
+    **{field.name: flag_words for field in FIELDS.values() if field.kind.metavar == "FLAG"},
     "platform": platform_names,
     "plugins": plugin_names,
     "plugins_disable": plugin_names,
-    "strict": flag_words,
-    "check_values": flag_words,
-    "cpu_keep_memory": flag_words,
 }
 """By setting, what completes its value."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from opgraft.cli.output import COMMAND_LINE
-from opgraft.config import config_from_fields, parse_text, set_config
+from opgraft.config import CURRENT_SCOPE, config_from_fields, parse_text, read_file, set_config
 from opgraft.decision import Provider
 from opgraft.environment import PLUGINS_DISABLE
 from opgraft.errors import ChildError
@@ -37,7 +37,9 @@ class Outcome:
 def isolated(module: str, function: str, *arguments: str, time_limit: float = TIME_LIMIT) -> Outcome:
     """Call a function that returns plain data in a child process, with this process's environment and settings."""
     given = {name: text for name, text, origin in host_state().settings().rows() if origin == COMMAND_LINE}
-    data = {"module": module, "function": function, "arguments": arguments, "given": given}
+    scope = CURRENT_SCOPE.get()
+    file = scope.file.path if scope and scope.file else None
+    data = {"module": module, "function": function, "arguments": arguments, "given": given, "file": file}
     try:
         ended = run_child(_CHILD, (), data, time_limit, os.environ)
     except ChildError as error:
@@ -67,13 +69,16 @@ def _crash(running: Mapping[str, Any], ended: Ended, time_limit: float) -> Findi
     return Finding(f"{words}. {advice}", provider, exit_code=4)
 
 
-def answer(reply_to: int, module: str, function: str, arguments: Sequence[str], given: Mapping[str, str]) -> None:
+def answer(
+    reply_to: int, module: str, function: str, arguments: Sequence[str], given: Mapping[str, str], file: str | None
+) -> None:
     """Call the function on the child's side; write whose code runs, then what it returned, a line of JSON each."""
     logger.addHandler(_Reporter(reply_to))
     logger.setLevel(logging.DEBUG)
     logger.propagate = False
     values = {name: parse_text(name, text) for name, text in given.items()}
-    with set_config(config_from_fields(values), origin=COMMAND_LINE):
+    settings_file = read_file(file) if file is not None else None
+    with set_config(config_from_fields(values), origin=COMMAND_LINE, file=settings_file):
         result = getattr(importlib.import_module(module), function)(*arguments)
     _write(reply_to, {"result": result})
 

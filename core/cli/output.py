@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import click
-from opgraft.config import FIELDS, config_from_fields, parse_text, set_config
+from opgraft.config import FIELDS, Field, config_from_fields, parse_text, read_file, set_config, text_of
+from opgraft.environment import CONFIG, VARIABLES
 from opgraft.text import WIDTH, printable, table
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON of a versioned schema instead of text.")
@@ -20,25 +21,40 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON o
 COMMAND_LINE = "the command line"
 """The origin of settings that are given as options."""
 
+_FILE = "config_file"
+"""The parameter of the option ``--config``."""
+
 _TEXT_WIDTH = 100
 """Columns that sentences fill at most, however wide the terminal is."""
 
 
 def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command one option per setting, such as ``--compilation_config.custom_ops``, and run it under them."""
+    """Give a command ``--config`` and one option per setting, such as ``--parallel.tensor``, and run it under them."""
 
     @functools.wraps(command)
     def run(**options: Any) -> Any:
         given = {name: options.pop(_parameter(name)) for name in FIELDS}
+        path = options.pop(_FILE)
+        file = read_file(path) if path is not None else None
         values = {name: parse_text(name, text) for name, text in given.items() if text is not None}
-        with set_config(config_from_fields(values), origin=COMMAND_LINE):
+        with set_config(config_from_fields(values), origin=COMMAND_LINE, file=file):
             return command(**options)
 
-    for name in reversed(list(FIELDS)):
-        help = f"Set {name} for this command."
+    for name, field in reversed(list(FIELDS.items())):
         complete = functools.partial(_complete, name)
-        run = click.option(f"--{name}", _parameter(name), metavar="VALUE", help=help, shell_complete=complete)(run)
-    return run
+        option = click.option(
+            f"--{name}", _parameter(name), metavar=field.metavar, help=_help(field), shell_complete=complete
+        )
+        run = option(run)
+    help = f"{VARIABLES[CONFIG]} (instead of {CONFIG})."
+    return click.option("--config", _FILE, metavar="FILE", help=help, type=click.Path())(run)
+
+
+def _help(field: Field) -> str:
+    """Say what a setting does, which values it takes, and its default."""
+    default = field.unset if field.default is None else text_of(field.default)
+    bounds = f"; {field.bounds}" if str(field.bounds) else ""
+    return f"{field.help}{bounds} [default: {default}]"
 
 
 def _complete(name: str, context: click.Context, parameter: click.Parameter, incomplete: str) -> list[Any]:

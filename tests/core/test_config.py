@@ -118,8 +118,9 @@ def test_bad_variables_are_named(variables: dict[str, str], message: str) -> Non
 
 def test_an_empty_allow_list_means_none() -> None:
     """OPGRAFT_PLUGINS set to nothing allows no plugin; unset it allows all."""
-    assert read_environment({"OPGRAFT_PLUGINS": ""}).plugins == ()
-    assert read_environment({}).plugins is None
+    ((_, layer),) = read_environment({"OPGRAFT_PLUGINS": ""}).layers
+    assert layer.plugins == ()
+    assert read_environment({"OPGRAFT_PLATFORM": ""}).layers == ()
 
 
 def test_a_contradiction_in_the_environment_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,4 +173,5 @@ def test_bad_values_are_config_errors(call, message: str) -> None:
 def test_a_flag_has_the_words_that_are_documented(word: str, value: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each spelling in the reference is taken."""
     monkeypatch.setenv("OPGRAFT_STRICT", word)
-    assert read_environment().strict is value
+    ((_, layer),) = read_environment().layers
+    assert layer.strict is value

@@ -24,9 +24,9 @@ LAYERS = [
     "opgraft.version",
     "opgraft.moved",
     "opgraft.logger",
-    "opgraft.environment",
     "opgraft.caches",
     "opgraft.config",
+    "opgraft.environment",  # a variable for each setting
     "opgraft.machine",
     "opgraft.decision",  # quotes the evidence of opgraft.machine
     "opgraft.finding",
@@ -42,6 +42,7 @@ LAYERS = [
     "opgraft.plugins",
     # Ops.
     "opgraft.binding",
+    "opgraft.distributed",
     "opgraft.ops",
     "opgraft.functional",
     "opgraft.packing",

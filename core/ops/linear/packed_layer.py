@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from opgraft.compat import packed_linear as onednn
+from opgraft.ops.linear import functional as forms
 from opgraft.ops.linear import packed_only
-from opgraft.ops.linear.methods import Kernel, LinearMethodBase, UnquantizedLinearMethod
+from opgraft.ops.linear.methods import Kernel, UnquantizedLinearMethod
 from opgraft.ops.linear.modules import Linear
 from opgraft.ops.linear.packed_only import PackedWeight
 from torch import Tensor, nn
@@ -30,12 +31,21 @@ class Beside:
 class PackedLinearMethod(UnquantizedLinearMethod):
     """The weight is packed and no parameter, save where it cannot be packed."""
 
-    def apply(self, layer: Any, x: Tensor, activation: str, residual: Tensor | None, kernel: Kernel) -> Tensor:
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        activation: str = "none",
+        residual: Tensor | None = None,
+        kernel: Kernel = forms.linear,
+    ) -> Tensor:
         """Apply as the base class does; while the weight is packed, over that and not by ``kernel``."""
         packed = layer._packed
         if packed is None:
-            return super().apply(layer, x, activation, residual, kernel)
-        return packed_only.linear(x, packed, layer.bias, activation, residual)
+            return kernel(x, layer.weight, bias, activation, residual)
+        return packed_only.linear(x, packed, bias, activation, residual)
 
     def holds_weight(self, layer: Any) -> bool:
         return layer._packed is not None or super().holds_weight(layer)
@@ -67,7 +77,7 @@ class PackedLinear(Linear):
     with ``assign=True`` too, until the next ``pack``, which sees whom it shares memory with.
     """
 
-    quant_method: LinearMethodBase = PackedLinearMethod()
+    quant_method: UnquantizedLinearMethod = object.__new__(PackedLinearMethod)
 
     _packed: PackedWeight | None = None
     _beside: Beside

@@ -125,7 +125,9 @@ class Linear(catalogue.Linear):
 
     @opgraft.needs(missing)
     def forward_cpu(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        return self.quant_method.apply(self, input, self.activation, residual, linear.linear)
+        return self.quant_method.apply(
+            self, input, self.bias, activation=self.activation, residual=residual, kernel=linear.linear
+        )
 
 
 REPLACEMENTS = (

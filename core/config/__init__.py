@@ -1,0 +1,50 @@
+"""One configuration object, its layers and its scope.
+
+A field that is ``None`` is not set in that layer. Layers, highest first: ``set_config`` scopes (inner before outer; the
+command line is one), the environment, a file, plugins, the platform, the built-in defaults.
+"""
+
+from __future__ import annotations
+
+from opgraft.config.compilation import CompilationConfig, CompilationMode, CustomOpsSetting
+from opgraft.config.declaration import FLAG_WORDS, Field, Section, setting
+from opgraft.config.files import ConfigFile, Layers, read_file
+from opgraft.config.scope import CURRENT_SCOPE, Scope, set_config
+from opgraft.config.sections import (
+    CacheConfig,
+    LoadConfig,
+    ModelConfig,
+    ParallelConfig,
+    QuantizationSettings,
+    SchedulerConfig,
+)
+from opgraft.config.whole import FIELDS, OpgraftConfig, Settings, config_from_fields, parse_text, resolve, text_of
+
+__all__ = [
+    "CURRENT_SCOPE",
+    "FIELDS",
+    "FLAG_WORDS",
+    "CacheConfig",
+    "CompilationConfig",
+    "CompilationMode",
+    "ConfigFile",
+    "CustomOpsSetting",
+    "Field",
+    "Layers",
+    "LoadConfig",
+    "ModelConfig",
+    "OpgraftConfig",
+    "ParallelConfig",
+    "QuantizationSettings",
+    "SchedulerConfig",
+    "Scope",
+    "Section",
+    "Settings",
+    "config_from_fields",
+    "parse_text",
+    "read_file",
+    "resolve",
+    "set_config",
+    "setting",
+    "text_of",
+]

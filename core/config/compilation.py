@@ -1,0 +1,102 @@
+"""Settings of compilation, and of which custom ops are enabled."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from opgraft.config.declaration import KINDS, Kind, Section, setting
+from opgraft.errors import ConfigError
+
+
+class CompilationMode(enum.IntEnum):
+    """The way in which a model built under this config is meant to be compiled; vLLM's names and numbers.
+
+    ``NONE``: not at all. ``STOCK_TORCH_COMPILE``: by ``torch.compile``. ``DYNAMO_TRACE_ONCE``: by one trace of Dynamo,
+    without its guards. ``FULL``, which vLLM calls ``VLLM_COMPILE``: by the host's own passes and pieces.
+    ``TORCH_COMPILE`` is the older name of ``STOCK_TORCH_COMPILE``. Today only ``NONE`` differs from the others: they
+    let custom ops default to ``none`` where ``backend`` is ``inductor``.
+    """
+
+    NONE = 0
+    STOCK_TORCH_COMPILE = 1
+    DYNAMO_TRACE_ONCE = 2
+    FULL = 3
+    TORCH_COMPILE = 1
+    VLLM_COMPILE = 3
+
+
+def _mode(value: Any) -> Any:
+    """Return the mode of a name or a number; another value as it is, which the check of its type rejects."""
+    names = CompilationMode.__members__
+    text = str(value)
+    if isinstance(value, str) and text.upper() in names:
+        return names[text.upper()]
+    return int(text) if isinstance(value, str) and re.fullmatch("[0-9]", text) else value
+
+
+_MODES = f"one of {', '.join(CompilationMode.__members__)} or a number from 0 to 3"
+KINDS["CompilationMode"] = Kind("MODE", _MODES, CompilationMode, lambda text, source: text, _mode)
+
+
+@dataclass(frozen=True)
+class CompilationConfig(Section):
+    """The settings of compilation, and of which custom ops are enabled.
+
+    Attributes:
+        custom_ops: ``all`` or ``none`` (one of them at most), ``+op``, ``-op``; ``["none,+a"]`` is ``["none", "+a"]``.
+            Without either, ``none`` holds if ``backend`` is ``inductor`` and ``mode`` is not ``NONE``, else ``all``.
+        backend: name of the ``torch.compile`` backend.
+        mode: a ``CompilationMode``, its name or its number.
+    """
+
+    section: ClassVar[str] = "compilation_config"
+
+    custom_ops: Sequence[str] | None = setting(
+        "which ops are enabled: all or none, one of them at most, +op and -op",
+        default=(),
+        variable="OPGRAFT_CUSTOM_OPS",
+    )
+    backend: str | None = setting("the torch.compile backend that models are meant for", default="inductor")
+    mode: CompilationMode | None = setting("how models are compiled", default=CompilationMode.NONE)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.custom_ops is not None:
+            object.__setattr__(self, "custom_ops", CustomOpsSetting.parse(self.custom_ops).tokens)
+
+
+@dataclass(frozen=True)
+class CustomOpsSetting:
+    """A parsed ``custom_ops``: the default (``None`` where not stated) and the ops switched on and off by name."""
+
+    tokens: tuple[str, ...]
+    default: bool | None
+    on: frozenset[str]
+    off: frozenset[str]
+
+    @classmethod
+    def parse(cls, value: Sequence[str]) -> CustomOpsSetting:
+        """Parse tokens, each possibly several joined by commas.
+
+        Raises:
+            ConfigError: a token of another form, ``all`` with ``none``, or ``+x`` with ``-x``.
+        """
+        tokens = tuple(part.strip() for name in value for part in name.split(",") if part.strip())
+        wrong = [t for t in tokens if t not in ("all", "none") and not (t[0] in "+-" and len(t) > 1)]
+        if wrong:
+            raise ConfigError(
+                f"custom_ops has {wrong[0]!r}: each entry is 'all', 'none', '+op' or '-op' (got {tokens})"
+            )
+        if "all" in tokens and "none" in tokens:
+            raise ConfigError(f"custom_ops has both 'all' and 'none' (got {tokens}): keep one of them")
+        on = frozenset(token[1:] for token in tokens if token[0] == "+")
+        off = frozenset(token[1:] for token in tokens if token[0] == "-")
+        if on & off:
+            name = min(on & off)
+            raise ConfigError(f"custom_ops has both '+{name}' and '-{name}' (got {tokens}): keep one of them")
+        default = True if "all" in tokens else False if "none" in tokens else None
+        return cls(tokens, default, on, off)

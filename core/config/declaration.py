@@ -1,0 +1,279 @@
+"""The declaration of settings: each is a field of a section, written once with its type, default, bounds and help.
+
+Names, environment variables, options of the command line, files and the reference page all come from here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+
+from opgraft.errors import ConfigError, close_matches
+
+FLAG_WORDS = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
+"""The spellings of a flag."""
+
+_DECLARED = "opgraft_setting"
+_S = TypeVar("_S", bound="Section")
+
+
+def setting(
+    help: str,
+    *,
+    default: Any = None,
+    unset: str = "",
+    choices: tuple[str, ...] = (),
+    minimum: int | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    variable: str = "",
+) -> Any:
+    """Declare a setting, in a class that derives from ``Section``. Its type is the field's annotation.
+
+    Args:
+        help: what it does, in one line, as the command line and the reference show it.
+        default: the built-in default; ``None`` where the code that reads it decides.
+        unset: that decision, in words.
+        choices: the values that it may have.
+        minimum, above, maximum: the bounds of a number.
+        variable: its environment variable, where that has an older name than the rule gives.
+    """
+    bounds = Bounds(choices, minimum, above, maximum)
+    return dataclasses.field(default=None, metadata={_DECLARED: (help, default, unset, bounds, variable)})
+
+
+class Bounds(NamedTuple):
+    """The values that a setting may have within its type."""
+
+    choices: tuple[str, ...]
+    minimum: int | None
+    above: float | None
+    maximum: float | None
+
+    def __str__(self) -> str:
+        limits = {"at least": self.minimum, "above": self.above, "at most": self.maximum}
+        return " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if limit is not None)
+
+
+class Kind(NamedTuple):
+    """A type of settings.
+
+    Attributes:
+        metavar: the value in the help of the command line.
+        words: the value in messages and in the reference.
+        type: the type that a value is checked against, by msgspec.
+        parse: turns text from the command line or the environment into a value; the first argument names the source.
+        prepare: turns other spellings in Python into the type.
+    """
+
+    metavar: str
+    words: str
+    type: Any
+    parse: Callable[[str, str], Any]
+    prepare: Callable[[Any], Any] = lambda value: value
+
+
+class Field(NamedTuple):
+    """A declared setting.
+
+    Attributes:
+        name: the dotted name, such as ``parallel.tensor``.
+        kind, bounds: the values that it may have.
+        default: the built-in default, ``None`` where the code that reads it decides as ``unset`` tells.
+        help: what it does.
+        variable: its environment variable.
+    """
+
+    name: str
+    kind: Kind
+    bounds: Bounds
+    default: Any
+    unset: str
+    help: str
+    variable: str
+
+    @property
+    def words(self) -> str:
+        """Say which values it takes."""
+        if self.bounds.choices:
+            return f"one of {', '.join(self.bounds.choices)}"
+        return " ".join(filter(None, (self.kind.words, str(self.bounds))))
+
+    @property
+    def metavar(self) -> str:
+        """Return its value as the help of the command line shows it."""
+        return "|".join(self.bounds.choices) or self.kind.metavar
+
+    def check(self, value: Any) -> Any:
+        """Return the value in the form in which it is kept.
+
+        Raises:
+            ConfigError: it is not of the type, or out of the bounds.
+        """
+        from msgspec import ValidationError, convert  # costs 6 ms, which a command without settings need not pay
+
+        try:
+            return convert(self.kind.prepare(value), _checked_type(self.kind.type, self.bounds))
+        except ValidationError as error:
+            raise ConfigError(f"{self.name} is {value!r}: use {self.words}") from error
+
+    def parse(self, text: str, source: str) -> Any:
+        """Parse text that ``source`` gives, such as an option or an environment variable; ``check`` comes after it.
+
+        Raises:
+            ConfigError: the text is not of the form.
+        """
+        return self.kind.parse(text, source)
+
+
+@functools.cache
+def _checked_type(type_: Any, bounds: Bounds) -> Any:
+    """Give msgspec the type of a setting, with its bounds."""
+    from msgspec import Meta
+
+    if bounds.choices:
+        return Literal[bounds.choices]
+    if not str(bounds):
+        return type_
+    limits: dict[str, Any] = {"ge": bounds.minimum, "gt": bounds.above, "le": bounds.maximum}
+    return Annotated[type_, Meta(**limits)]
+
+
+class Section:
+    """Base of the frozen dataclasses that hold settings. Values are checked when a section is made.
+
+    A subclass may add settings of its own; they reach whatever reads them with the rest.
+
+    Attributes:
+        section: the name that stands before those of its fields, empty for the whole.
+    """
+
+    section: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for attribute, field in own_fields(type(self)).items():
+            value = getattr(self, attribute)
+            if value is not None:
+                object.__setattr__(self, attribute, field.check(value))
+        for attribute, kind in subsections(type(self)).items():
+            value = getattr(self, attribute)
+            if not isinstance(value, kind):
+                raise ConfigError(f"{attribute} is {value!r}: use a {kind.__name__}")
+
+
+_FIELDS: dict[type, dict[str, Field]] = {}
+_SUBSECTIONS: dict[type, dict[str, type[Section]]] = {}
+
+
+def own_fields(cls: type[Section]) -> Mapping[str, Field]:
+    """Return the settings that a section declares itself, by attribute."""
+    if cls not in _FIELDS:
+        attributes = dataclasses.fields(cls)  # type: ignore[arg-type]  # every subclass is a dataclass
+        _FIELDS[cls] = {a.name: _field(cls.section, a) for a in attributes if _DECLARED in a.metadata}
+    return _FIELDS[cls]
+
+
+def _field(section: str, attribute: dataclasses.Field[Any]) -> Field:
+    help, default, unset, bounds, variable = attribute.metadata[_DECLARED]
+    name = f"{section}.{attribute.name}" if section else attribute.name
+    variable = variable or f"OPGRAFT_{name.replace('.', '_').upper()}"
+    return Field(name, _kind(name, attribute.type), bounds, default, unset, help, variable)
+
+
+def subsections(cls: type[Section]) -> Mapping[str, type[Section]]:
+    """Return the classes of the sections within a section, by attribute."""
+    if cls not in _SUBSECTIONS:
+        made: dict[str, Any] = {a.name: a.default_factory for a in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        _SUBSECTIONS[cls] = {n: c for n, c in made.items() if isinstance(c, type) and issubclass(c, Section)}
+    return _SUBSECTIONS[cls]
+
+
+def all_fields(cls: type[Section]) -> dict[str, Field]:
+    """Return the settings of a section and of those within it, by dotted name."""
+    fields = {field.name: field for field in own_fields(cls).values()}
+    for inner in subsections(cls).values():
+        fields |= all_fields(inner)
+    return fields
+
+
+def values_of(section: Section) -> Iterator[tuple[Field, Any]]:
+    """Yield each setting of a section, and of those within it, with its value; ``None`` is not set."""
+    cls = type(section)
+    for attribute, field in own_fields(cls).items():
+        yield field, getattr(section, attribute)
+    for attribute in subsections(cls):
+        yield from values_of(getattr(section, attribute))
+
+
+def made_of(cls: type[_S], values: Mapping[str, Any], classes: Mapping[str, type[Section]]) -> _S:
+    """Make a section of values by dotted name that have been checked, with sections of the given ``classes``."""
+    attributes = {attribute: values.get(field.name) for attribute, field in own_fields(cls).items()}
+    inner = {name: made_of(classes.get(name, kind), values, classes) for name, kind in subsections(cls).items()}
+    section = cls.__new__(cls)  # without __init__, which would check what was checked when its layer was made
+    vars(section).update(attributes | inner)
+    return section
+
+
+def parse_flag(text: str, source: str) -> bool:
+    try:
+        return FLAG_WORDS[text.strip().lower()]
+    except KeyError:
+        raise ConfigError(f"{source}={text!r} is not a flag: use one of {', '.join(FLAG_WORDS)}") from None
+
+
+def _parse_number(number: type, words: str, text: str, source: str) -> Any:
+    try:
+        return number(text)
+    except ValueError:
+        raise ConfigError(f"{source}={text!r} is not {words}") from None
+
+
+def _parse_json(text: str, source: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{source} {text!r} is not valid JSON: {error}") from error
+
+
+def _parse_list(text: str, source: str) -> Any:
+    if text.lstrip().startswith("["):
+        return _parse_json(text, source)
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _parse_mapping(text: str, source: str) -> Any:
+    if text.lstrip().startswith("{"):
+        found = _parse_json(text, source)
+    else:
+        pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+        found = {key.strip(): value.strip() for key, _, value in pairs}
+    if not all(isinstance(value, str) and key and value for key, value in found.items()):
+        raise ConfigError(f"{source} is {text!r}: use key=value pairs separated by commas, or a JSON object of them")
+    return found
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+KINDS: dict[str, Kind] = {
+    "str": Kind("NAME", "a string", str, lambda text, source: text),
+    "bool": Kind("FLAG", "True or False", bool, parse_flag),
+    "int": Kind("INTEGER", "an integer", int, functools.partial(_parse_number, int, "an integer")),
+    "float": Kind("NUMBER", "a number", float, functools.partial(_parse_number, float, "a number")),
+    "Sequence[str]": Kind("LIST", "a list of strings", tuple[str, ...], _parse_list, _as_tuple),
+    "Mapping[str, str]": Kind("MAPPING", "a mapping of strings to strings", dict[str, str], _parse_mapping),
+}
+"""By annotation, without ``| None``."""
+
+
+def _kind(name: str, annotation: Any) -> Kind:
+    text = annotation.__name__ if isinstance(annotation, type) and annotation in (str, bool, int, float) else annotation
+    text = re.sub(r"\b[a-z]+(\.[a-z]+)*\.", "", str(text)).removesuffix(" | None")
+    if text not in KINDS:
+        raise ConfigError(f"the setting {name} is declared as {annotation}: {close_matches(text, KINDS)}")
+    return KINDS[text]

@@ -1,0 +1,100 @@
+"""Settings of models: what is loaded, how it is cut into shards and quantized, and what an engine may use.
+
+The annotation of a field is the type that it has in a resolved config; in a layer it may also be ``None``, not set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from opgraft.config.declaration import Section, setting
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Section):
+    """The model: which one, in which precision, for how long a context."""
+
+    section: ClassVar[str] = "model"
+
+    name: str | None = setting("the checkpoint: a folder, a file, or the name of a packaged model", unset="none")
+    dtype: str = setting(
+        "dtype of weights and activations; auto takes the checkpoint's", default="auto", choices=DTYPES
+    )
+    max_model_len: int | None = setting("longest context in tokens", minimum=1, unset="the checkpoint's")
+    seed: int = setting("seed of random numbers", default=0, minimum=0)
+    implementation: str = setting(
+        "whose definition of the model runs; auto takes opgraft's where there is one",
+        default="auto",
+        choices=("auto", "opgraft", "transformers"),
+    )
+    part: str | None = setting(
+        "name in the checkpoint's config of the part that is the model, such as text_config", unset="the whole"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig(Section):
+    """The cache of keys and values."""
+
+    section: ClassVar[str] = "cache"
+
+    block_size: int = setting("tokens in a block of the cache", default=32, minimum=1)
+    memory_share: float = setting("share of the free memory that the cache takes", default=0.9, above=0, maximum=1)
+    memory_bytes: int | None = setting("bytes that the cache takes, instead of a share", minimum=1, unset="the share")
+    dtype: str = setting("dtype of the cache; auto takes the model's", default="auto", choices=(*DTYPES, "fp8", "int8"))
+    prefix_reuse: bool = setting("reuse blocks of prompts that begin alike", default=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig(Section):
+    """The choice of requests for a step."""
+
+    section: ClassVar[str] = "scheduler"
+
+    max_num_seqs: int = setting("requests that run at once, at most", default=256, minimum=1)
+    max_num_batched_tokens: int = setting("tokens of a step, at most", default=2048, minimum=1)
+    chunked_prefill: bool = setting("process long prompts in chunks beside other requests", default=True)
+    policy: str = setting(
+        "order of requests: first come, first served, or by priority", default="fcfs", choices=("fcfs", "priority")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Section):
+    """The sizes of the groups that ranks form."""
+
+    section: ClassVar[str] = "parallel"
+
+    tensor: int = setting("ranks that share each layer", default=1, minimum=1)
+    pipeline: int = setting("ranks that share the stack of layers", default=1, minimum=1)
+    data: int = setting("replicas that share the requests", default=1, minimum=1)
+    expert: int = setting("ranks that share the experts of a layer", default=1, minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadConfig(Section):
+    """The loading of checkpoints."""
+
+    section: ClassVar[str] = "load"
+
+    format: str = setting(
+        "format of the checkpoint; auto tells by its files", default="auto", choices=("auto", "safetensors", "gguf")
+    )
+    device: str | None = setting("device that weights are loaded to", unset="the platform's")
+    strict: bool = setting("missing and unexpected tensors are an error", default=True)
+    progress: bool = setting("show a progress bar on stderr", default=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationSettings(Section):
+    """The quantization of weights: of the whole model, and of parts by the prefixes of their names."""
+
+    section: ClassVar[str] = "quantization"
+
+    method: str | None = setting("name of a quantization method", unset="the checkpoint's")
+    skip: Sequence[str] = setting("prefixes, or patterns with *, of layers that stay as they are", default=())
+    by_prefix: Mapping[str, str] = setting("prefix or pattern of layers to the method that they take", default={})

@@ -1,0 +1,230 @@
+"""The whole configuration, the merge of its layers, and contradictions between sections."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from opgraft.config.compilation import CompilationConfig, CompilationMode, CustomOpsSetting
+from opgraft.config.declaration import Field, Section, all_fields, made_of, own_fields, setting, subsections, values_of
+from opgraft.config.sections import (
+    CacheConfig,
+    LoadConfig,
+    ModelConfig,
+    ParallelConfig,
+    QuantizationSettings,
+    SchedulerConfig,
+)
+from opgraft.errors import ConfigError, close_matches
+
+
+@dataclass(frozen=True)
+class OpgraftConfig(Section):
+    """Every setting of opgraft; ``None`` means "not set here". ``resolved()`` puts the defaults in their place.
+
+    Attributes:
+        platform: name of the platform to use instead of the detected one. Decided once per process.
+        plugins: allow list of plugins, by entry-point or distribution name; ``()`` means none. Read when plugins load.
+        plugins_disable: deny list of plugins, likewise.
+        strict: whether a failing plugin or probe raises.
+        check_values: whether ops check values of tensors, such as positions, on accelerators too, which then must wait.
+        cpu_keep_memory: whether the CPU platform has glibc keep freed memory in the process. Decided once per process.
+        providers: op name to the entry-point or distribution name of the provider whose replacement is to be used.
+        compilation_config, model, cache, scheduler, parallel, load, quantization: sections, see their classes.
+    """
+
+    platform: str | None = setting("the platform to use; decided once per process", unset="detected")
+    plugins: Sequence[str] | None = setting(
+        "allow list of plugins, by entry-point or distribution name; empty allows none, and each named must be active",
+        unset="all",
+    )
+    plugins_disable: Sequence[str] | None = setting("deny list of plugins, likewise", default=())
+    strict: bool | None = setting(
+        "a failing plugin or probe raises, instead of being recorded, reported and left out", default=False
+    )
+    check_values: bool | None = setting(
+        "ops check values such as positions on accelerators too, and wait for the device to do so", default=False
+    )
+    cpu_keep_memory: bool | None = setting(
+        "on the CPU platform freed memory stays with the process; needs glibc, cannot be taken back", default=False
+    )
+    providers: Mapping[str, str] | None = setting(
+        "op name to the plugin or distribution whose replacement is used; opgraft keeps the op's own class", default={}
+    )
+    compilation_config: CompilationConfig = dataclasses.field(default_factory=CompilationConfig)
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig, kw_only=True)
+    cache: CacheConfig = dataclasses.field(default_factory=CacheConfig, kw_only=True)
+    scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig, kw_only=True)
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig, kw_only=True)
+    load: LoadConfig = dataclasses.field(default_factory=LoadConfig, kw_only=True)
+    quantization: QuantizationSettings = dataclasses.field(default_factory=QuantizationSettings, kw_only=True)
+
+    def op_names(self) -> dict[str, list[str]]:
+        """Map a field to the names of ops that it mentions; whether they exist is known once plugins are loaded."""
+        setting = CustomOpsSetting.parse(self.compilation_config.custom_ops or ())
+        return {
+            "compilation_config.custom_ops": sorted(setting.on | setting.off),
+            "providers": sorted(self.providers or ()),
+        }
+
+    def resolved(self) -> OpgraftConfig:
+        """Return this config with the built-in default of every field that it does not set.
+
+        Code that is handed a config reads it through this, so that it can be constructed with ``OpgraftConfig()``
+        alone. Neither the environment nor a ``set_config`` scope has a say: an entry point merges those in before it
+        hands the config down. A config that is complete is returned as it is.
+
+        Raises:
+            ConfigError: two settings contradict each other.
+        """
+        if all(value is not None or field.default is None for field, value in values_of(self)):
+            return self
+        return resolve([("the config", self)]).config
+
+
+FIELDS: Mapping[str, Field] = all_fields(OpgraftConfig)
+"""Every setting by its dotted name."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The layers merged: a config with every field set, and for each dotted field name the layer that set it."""
+
+    config: OpgraftConfig
+    origins: Mapping[str, str]
+
+    def rows(self) -> Iterator[tuple[str, str, str]]:
+        """Yield every setting by its dotted name, its value as the command line takes it, and the layer that set it."""
+        for field, value in values_of(self.config):
+            yield field.name, text_of(value), self.origins[field.name]
+
+    def enabled(self, op_name: str | None) -> tuple[bool, str]:
+        """Decide whether the custom op of that registered name is enabled, and give the reason in words."""
+        compilation = self.config.compilation_config
+        setting = CustomOpsSetting.parse(compilation.custom_ops or ())
+        origin = self.origins["compilation_config.custom_ops"]
+        if op_name in setting.on:
+            return True, f"'+{op_name}' in custom_ops ({origin})"
+        if op_name in setting.off:
+            return False, f"'-{op_name}' in custom_ops ({origin})"
+        if setting.default is not None:
+            return setting.default, f"{'all' if setting.default else 'none'!r} in custom_ops ({origin})"
+        if compilation.backend == "inductor" and compilation.mode != CompilationMode.NONE:
+            return False, f"custom_ops defaults to 'none': backend inductor compiles (mode {compilation.mode!s})"
+        return True, "custom_ops defaults to 'all'"
+
+
+def text_of(value: Any) -> str:
+    """Return the value of a setting as the command line takes it; empty where it is not set."""
+    if value is None:
+        return ""
+    return value.name if isinstance(value, enum.Enum) else value if isinstance(value, str) else json.dumps(value)
+
+
+def resolve(layers: Iterable[tuple[str, OpgraftConfig]]) -> Settings:
+    """Merge layers, lowest first, each with the words that name its origin, over the built-in defaults.
+
+    A section is of the most derived class that a layer has for it, so that settings of a subclass come through.
+
+    Raises:
+        ConfigError: two settings contradict each other; the message names both and where each was set.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    classes: dict[str, type[Section]] = dict(subsections(OpgraftConfig))
+    for origin, config in layers:
+        for name, base in classes.items():
+            given = type(getattr(config, name))
+            classes[name] = given if issubclass(given, base) else base
+        for field, value in values_of(config):
+            if value is not None:
+                values[field.name], origins[field.name] = value, origin
+    sections: list[type[Section]] = [OpgraftConfig, *classes.values()]
+    for section in sections:
+        for field in own_fields(section).values():
+            if field.name not in values:
+                values[field.name], origins[field.name] = field.default, "default"
+    config = made_of(OpgraftConfig, values, classes)
+    _check_contradictions(config, origins)
+    return Settings(config, origins)
+
+
+def config_from_fields(values: Mapping[str, Any]) -> OpgraftConfig:
+    """Make a config from dotted field names, such as ``{"compilation_config.custom_ops": ["none"]}``.
+
+    Raises:
+        ConfigError: an unknown field, with close matches, or a value that its field does not take.
+    """
+    for name in values:
+        check_known(name)
+    sections = {}
+    for section, cls in subsections(OpgraftConfig).items():
+        prefix = f"{section}."
+        sections[section] = cls(**{n.removeprefix(prefix): v for n, v in values.items() if n.startswith(prefix)})
+    return OpgraftConfig(**{n: v for n, v in values.items() if "." not in n}, **sections)  # type: ignore[arg-type]
+
+
+def check_known(name: str) -> None:
+    """Reject a dotted name that is no setting.
+
+    Raises:
+        ConfigError: with close matches.
+    """
+    if name not in FIELDS:
+        raise ConfigError(f"unknown setting {name!r}: {close_matches(name, FIELDS)}")
+
+
+def parse_text(name: str, text: str) -> Any:
+    """Parse the value of the field ``name`` from a command line: JSON for lists and mappings, else plain text.
+
+    Raises:
+        ConfigError: an unknown field, or text that is not of its form.
+    """
+    check_known(name)
+    return FIELDS[name].parse(text, f"--{name}")
+
+
+def _long_prompts_fit(config: OpgraftConfig) -> bool:
+    longest, budget = config.model.max_model_len, config.scheduler.max_num_batched_tokens
+    return config.scheduler.chunked_prefill or longest is None or longest <= budget
+
+
+def _requests_fit(config: OpgraftConfig) -> bool:
+    return config.scheduler.max_num_seqs <= config.scheduler.max_num_batched_tokens
+
+
+def _skipped_or_quantized(config: OpgraftConfig) -> bool:
+    return not set(config.quantization.skip) & set(config.quantization.by_prefix)
+
+
+_RULES: tuple[tuple[tuple[str, ...], Callable[[OpgraftConfig], bool], str], ...] = (
+    (
+        ("scheduler.max_num_batched_tokens", "model.max_model_len", "scheduler.chunked_prefill"),
+        _long_prompts_fit,
+        "a prompt that fills the context would never fit into a step: raise the budget, shorten the context, or let "
+        "prompts come in chunks",
+    ),
+    (
+        ("scheduler.max_num_seqs", "scheduler.max_num_batched_tokens"),
+        _requests_fit,
+        "each request takes a token of a step: raise the budget, or run fewer at once",
+    ),
+    (
+        ("quantization.skip", "quantization.by_prefix"),
+        _skipped_or_quantized,
+        "a prefix is either skipped or quantized: take it out of one of them",
+    ),
+)
+"""Settings that can contradict each other, the test that they do not, and why, with the way out."""
+
+
+def _check_contradictions(config: OpgraftConfig, origins: Mapping[str, str]) -> None:
+    for names, holds, reason in _RULES:
+        if not holds(config):
+            values = {field.name: value for field, value in values_of(config)}
+            stated = ", ".join(f"{name} = {text_of(values[name])} ({origins[name]})" for name in names)
+            raise ConfigError(f"settings contradict each other: {stated}. {reason[0].upper()}{reason[1:]}.")

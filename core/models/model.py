@@ -1,0 +1,65 @@
+"""``Model``, the base of models that are written against the layers, and their registry by architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.config import OpgraftConfig
+from opgraft.errors import ModelError, close_matches
+from opgraft.plugins.host import load_plugins
+from opgraft.state import host_state
+from torch import Tensor, nn
+
+
+class Model(PluggableClass, nn.Module):
+    """A model that is made for one config: a shard of it on each rank, quantized as it is made.
+
+    A class serves the architecture that it is registered for, ``@PluggableClass.register("LlamaForCausalLM")``; a plugin
+    adds architectures so, and replaces one by ``register_oot``. Its parameters have the names that checkpoints use,
+    save for layers that hold several one after another, of which ``packed_modules_mapping`` tells.
+
+    Args:
+        opgraft_config: its ``model`` section names the architecture's config, or the checkpoint that has one.
+        prefix: the path of this model in a larger one, as checkpoints of that one have it.
+    """
+
+    packed_modules_mapping: ClassVar[Mapping[str, Sequence[str]]] = {}
+    """Last name of a merged layer → last names of the layers of a checkpoint that it holds, in order."""
+    ignored_weights: ClassVar[Sequence[str]] = ()
+    """Patterns of tensors that checkpoints have and this model does not read."""
+
+    def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
+        nn.Module.__init__(self)
+        self.opgraft_config = opgraft_config
+
+    def forward(self, input_ids: Tensor | None, positions: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return hidden states ``[tokens, hidden_size]`` of ids and positions ``[tokens]``.
+
+        The tokens are those of the current ``AttentionBatch``, or of one sequence where there is none.
+        """
+        raise NotImplementedError
+
+
+def model_classes() -> dict[str, type[Model]]:
+    """Return the classes that are registered for architectures, those of plugins with them."""
+    load_plugins()
+    records = host_state().registry.classes
+    return {name: record.cls for name, record in records.items() if issubclass(record.cls, Model)}
+
+
+def model_class(architectures: Iterable[str]) -> type[Model]:
+    """Return the class for the first of the architectures, as a config lists them, that has one.
+
+    Raises:
+        ModelError: none has; the message has near matches and names the path through transformers.
+    """
+    wanted, known = list(architectures), model_classes()
+    for architecture in wanted:
+        if architecture in known:
+            return known[architecture]
+    raise ModelError(
+        f"no model is registered for the architecture {', '.join(wanted)}: {close_matches(wanted[0], known)} A plugin adds "
+        "one by @PluggableClass.register; any architecture of transformers runs with --model.implementation transformers"
+    )
