@@ -18,7 +18,7 @@ PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -
 OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-families test-xla test-ipex test-triton check evidence op-pages bench bench-ops bench-gpu bench-models bench-ipex charts figures docs clean FORCE
+.PHONY: help run test test-families test-xla test-ipex test-triton check evidence op-pages settings-page bench bench-ops bench-gpu bench-models bench-ipex charts figures docs clean FORCE
 
 help:
 	@echo "make run    the demonstration: a real sentence encoder on the CPU, then on a simulated NPU from a plugin"
@@ -30,6 +30,7 @@ help:
 	@echo "make check  lint, formatting, strict types"
 	@echo "make evidence   prove every op, and write down what was proved; FORMS='rms_norm ...' renews those only"
 	@echo "make op-pages   the generated pages of the op reference, from what the code and the evidence say"
+	@echo "make settings-page  the generated table of settings in the reference"
 	@echo "make bench  what the mechanism costs, against its limits"
 	@echo "make bench-ops     what the CPU kernels gain, op by op: table, JSON and plot in build/bench-ops"
 	@echo "make bench-gpu     what the Triton kernels reach on a GPU: table, and JSON in build/bench-gpu.json"
@@ -76,6 +77,9 @@ evidence: .venv/opgraft
 
 op-pages: .venv/opgraft
 	$(BIN)/python tools/op_pages.py
+
+settings-page: .venv/opgraft
+	$(BIN)/python tools/settings_page.py
 
 bench: .venv/opgraft
 	$(BIN)/python benchmarks/mechanism.py

@@ -71,6 +71,10 @@ class GraftError(OpgraftError):
     """A model cannot be grafted, or put back to what it was, as it stands."""
 
 
+class ConstructionError(OpgraftError):
+    """A model cannot be constructed as it is written."""
+
+
 class PackError(OpgraftError):
     """The weights of a model cannot be packed as it stands, or something needs the plain ones that were dropped."""
 

@@ -35,11 +35,14 @@ def _mode(value: Any) -> Any:
     text = str(value)
     if isinstance(value, str) and text.upper() in names:
         return names[text.upper()]
-    return int(text) if isinstance(value, str) and re.fullmatch("[0-9]", text) else value
+    known = re.fullmatch("[0-9]", text) and int(text) in tuple(CompilationMode)
+    return CompilationMode(int(text)) if known else value
 
 
 _MODES = f"one of {', '.join(CompilationMode.__members__)} or a number from 0 to 3"
-KINDS["CompilationMode"] = Kind("MODE", _MODES, CompilationMode, lambda text, source: text, _mode)
+KINDS["CompilationMode"] = Kind(
+    "MODE", _MODES, lambda value: isinstance(value, CompilationMode), lambda text, source: text, _mode
+)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from opgraft.errors import ConfigError, close_matches
 
@@ -54,6 +54,15 @@ class Bounds(NamedTuple):
     above: float | None
     maximum: float | None
 
+    def hold(self, value: Any) -> bool:
+        """Tell whether a value of the type is one of the choices and within the limits, which NaN never is."""
+        return (
+            (not self.choices or value in self.choices)
+            and (self.minimum is None or value >= self.minimum)
+            and (self.above is None or value > self.above)
+            and (self.maximum is None or value <= self.maximum)
+        )
+
     def __str__(self) -> str:
         limits = {"at least": self.minimum, "above": self.above, "at most": self.maximum}
         return " and ".join(f"{word} {limit:g}" for word, limit in limits.items() if limit is not None)
@@ -65,14 +74,14 @@ class Kind(NamedTuple):
     Attributes:
         metavar: the value in the help of the command line.
         words: the value in messages and in the reference.
-        type: the type that a value is checked against, by msgspec.
+        accepts: tells whether a value is of the type.
         parse: turns text from the command line or the environment into a value; the first argument names the source.
         prepare: turns other spellings in Python into the type.
     """
 
     metavar: str
     words: str
-    type: Any
+    accepts: Callable[[Any], bool]
     parse: Callable[[str, str], Any]
     prepare: Callable[[Any], Any] = lambda value: value
 
@@ -114,12 +123,10 @@ class Field(NamedTuple):
         Raises:
             ConfigError: it is not of the type, or out of the bounds.
         """
-        from msgspec import ValidationError, convert  # costs 6 ms, which a command without settings need not pay
-
-        try:
-            return convert(self.kind.prepare(value), _checked_type(self.kind.type, self.bounds))
-        except ValidationError as error:
-            raise ConfigError(f"{self.name} is {value!r}: use {self.words}") from error
+        kept = self.kind.prepare(value)
+        if not (self.kind.accepts(kept) and self.bounds.hold(kept)):
+            raise ConfigError(f"{self.name} is {value!r}: use {self.words}")
+        return kept
 
     def parse(self, text: str, source: str) -> Any:
         """Parse text that ``source`` gives, such as an option or an environment variable; ``check`` comes after it.
@@ -128,19 +135,6 @@ class Field(NamedTuple):
             ConfigError: the text is not of the form.
         """
         return self.kind.parse(text, source)
-
-
-@functools.cache
-def _checked_type(type_: Any, bounds: Bounds) -> Any:
-    """Give msgspec the type of a setting, with its bounds."""
-    from msgspec import Meta
-
-    if bounds.choices:
-        return Literal[bounds.choices]
-    if not str(bounds):
-        return type_
-    limits: dict[str, Any] = {"ge": bounds.minimum, "gt": bounds.above, "le": bounds.maximum}
-    return Annotated[type_, Meta(**limits)]
 
 
 class Section:
@@ -260,13 +254,30 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
+def _as_dict(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _is(*types: type) -> Callable[[Any], bool]:
+    """Accept values of the types; True and False are no numbers."""
+    return lambda value: isinstance(value, types) and (bool in types or not isinstance(value, bool))
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+
+
+def _maps_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for pair in value.items() for text in pair)
+
+
 KINDS: dict[str, Kind] = {
-    "str": Kind("NAME", "a string", str, lambda text, source: text),
-    "bool": Kind("FLAG", "True or False", bool, parse_flag),
-    "int": Kind("INTEGER", "an integer", int, functools.partial(_parse_number, int, "an integer")),
-    "float": Kind("NUMBER", "a number", float, functools.partial(_parse_number, float, "a number")),
-    "Sequence[str]": Kind("LIST", "a list of strings", tuple[str, ...], _parse_list, _as_tuple),
-    "Mapping[str, str]": Kind("MAPPING", "a mapping of strings to strings", dict[str, str], _parse_mapping),
+    "str": Kind("NAME", "a string", _is(str), lambda text, source: text),
+    "bool": Kind("FLAG", "True or False", _is(bool), parse_flag),
+    "int": Kind("INTEGER", "an integer", _is(int), functools.partial(_parse_number, int, "an integer")),
+    "float": Kind("NUMBER", "a number", _is(int, float), functools.partial(_parse_number, float, "a number")),
+    "Sequence[str]": Kind("LIST", "a list of strings", _are_texts, _parse_list, _as_tuple),
+    "Mapping[str, str]": Kind("MAPPING", "a mapping of strings to strings", _maps_texts, _parse_mapping, _as_dict),
 }
 """By annotation, without ``| None``."""
 

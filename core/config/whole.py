@@ -39,7 +39,7 @@ class OpgraftConfig(Section):
 
     platform: str | None = setting("the platform to use; decided once per process", unset="detected")
     plugins: Sequence[str] | None = setting(
-        "allow list of plugins, by entry-point or distribution name; empty allows none, and each named must be active",
+        "allow list of plugins, by entry-point or distribution name; empty allows none, each named must become active",
         unset="all",
     )
     plugins_disable: Sequence[str] | None = setting("deny list of plugins, likewise", default=())

@@ -25,6 +25,7 @@ from opgraft.grafting.expressions import (
 from opgraft.grafting.gated_norms import gated_norm
 from opgraft.grafting.interface import check_interface
 from opgraft.grafting.norms import NORMS, UNKNOWN, Dtypes, Norm, check_dtypes
+from opgraft.grafting.traced import once_per_kind
 from opgraft.grafting.transposed import transposed_linear
 from opgraft.ops import (
     GELU,
@@ -72,8 +73,8 @@ def builtin_adapters(dtypes: Dtypes = UNKNOWN) -> tuple[Adapter, ...]:
         Adapter("torch.nn.ReLU", ReLU, partial(_elementwise, nn.ReLU)),
         *(Adapter(name, op, partial(leaves.activation, form, kwargs)) for name, op, kwargs, form in _ACTIVATIONS),
         *(Adapter(norm.name, norm.op, partial(leaves.norm, norm)) for norm in NORMS),
-        Adapter("gated RMS norm", RMSNormGated, partial(gated_norm, dtypes.usual)),
-        Adapter("transposed linear", TransposedLinear, transposed_linear),
+        Adapter("gated RMS norm", RMSNormGated, once_per_kind(partial(gated_norm, dtypes.usual))),
+        Adapter("transposed linear", TransposedLinear, once_per_kind(transposed_linear)),
         *composite_adapters(),
         Adapter("none", CustomOp, leaves.refuse),
     )
@@ -121,11 +122,11 @@ def _elementwise(cls: type[nn.Module], module: nn.Module) -> Mapping[str, Any] |
 
 
 class _Leaves:
-    """Recognises modules without children by their expressions; each module is traced once."""
+    """Recognises modules without children by their expressions; each kind of module is traced once."""
 
     def __init__(self, dtypes: Dtypes) -> None:
         self._dtypes = dtypes
-        self._seen: dict[nn.Module, Expression | NotExpressible] = {}
+        self._expression = once_per_kind(_attempt)
 
     def activation(
         self, form: Callable[[Tensor], Tensor], kwargs: Mapping[str, Any], module: nn.Module
@@ -149,11 +150,6 @@ class _Leaves:
             expression = self._expression(module)
             why = f": {expression}" if isinstance(expression, NotExpressible) and str(expression) else ""
             raise LeaveAlone(f"no adapter recognises it{why}")
-
-    def _expression(self, module: nn.Module) -> Expression | NotExpressible:
-        if module not in self._seen:
-            self._seen[module] = _attempt(module)
-        return self._seen[module]
 
 
 def _attempt(module: nn.Module) -> Expression | NotExpressible:

@@ -108,10 +108,16 @@ def _original_class(module: nn.Module) -> Any:
     return type(module) if derived is None else derived.__mro__[1]
 
 
-@functools.lru_cache(maxsize=256)
 def _derived(cls: Any, substitutions: tuple[Substitution, ...]) -> Any:
-    """Return a class that is ``cls`` by all appearances, whose forward is the one that each instance carries."""
+    """Return a class that is ``cls`` by all appearances, whose forward is the one that each instance carries.
 
+    There is one for all instances, for as long as there are some.
+    """
+    present = (each for each in type.__subclasses__(cls) if vars(each).get("opgraft_substitutions") == substitutions)
+    return next(present, None) or _derive(cls, substitutions)
+
+
+def _derive(cls: Any, substitutions: tuple[Substitution, ...]) -> Any:
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._opgraft_forward(self, *args, **kwargs)

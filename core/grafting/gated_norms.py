@@ -13,7 +13,7 @@ import torch
 from opgraft.adapter import LeaveAlone
 from opgraft.grafting.expressions import Expression, constants_of
 from opgraft.grafting.interface import check_interface
-from opgraft.grafting.traced import SHAPES, takes, traced_function, traced_module
+from opgraft.grafting.traced import SHAPES, USUAL, Shape, refuses, traced_function, traced_module
 from opgraft.ops.layernorm.functional import rms_norm_gated
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -29,9 +29,11 @@ def gated_norm(dtype: torch.dtype | None, module: nn.Module) -> Mapping[str, Any
     first = traced_module(module, ("weight",), *_inputs(size, *calls[0]))
     if first is None:
         return None
-    # Where a module takes no such input the op takes more than it.
-    taken = [call for call in calls[1:] if takes(module, ("weight",), *_inputs(size, *call))]
-    found = {call: traced_module(module, ("weight",), *_inputs(size, *call)) for call in taken} | {calls[0]: first}
+    found = {call: traced_module(module, ("weight",), *_inputs(size, *call)) for call in calls[1:]} | {calls[0]: first}
+    for call in [call for call, expression in found.items() if expression is None]:
+        if not refuses(module, ("weight",), *_inputs(size, *call)):
+            return None
+        del found[call]
     for settings in _settings(first, size):
         if all(expression == _form(size, call, *settings) for call, expression in found.items()):
             check_interface(type(module))
@@ -54,8 +56,8 @@ def _arguments(module: nn.Module) -> list[inspect.Parameter]:
     return arguments if first is inspect.Parameter.empty and second in (None, inspect.Parameter.empty) else []
 
 
-def _inputs(size: int, rows: tuple[int, ...], gated: bool) -> list[Tensor]:
-    return [torch.zeros(*rows, size) for _ in range(1 + gated)]
+def _inputs(size: int, rows: Shape, gated: bool) -> list[Shape]:
+    return [(*rows, size)] * (1 + gated)
 
 
 def _settings(expression: Expression, size: int) -> Iterator[tuple[float, int | None, bool, str]]:
@@ -75,7 +77,7 @@ def _views(expression: Expression) -> Iterator[tuple[int, ...]]:
 
 @functools.lru_cache(maxsize=256)
 def _form(
-    size: int, call: tuple[tuple[int, ...], bool], eps: float, group_size: int | None, before: bool, activation: str
+    size: int, call: tuple[Shape, bool], eps: float, group_size: int | None, before: bool, activation: str
 ) -> Expression:
     def form(parameters: Mapping[str, Tensor], x: Tensor, z: Tensor | None = None) -> Tensor:
         return rms_norm_gated.native(x, parameters["weight"], z, eps, group_size, before, activation)
@@ -87,7 +89,7 @@ def _check_dtype(module: nn.Module, dtype: torch.dtype | None) -> None:
     """Raise ``LeaveAlone`` if the norm would return another dtype than its input's, which the op returns."""
     weight = module.get_parameter("weight")
     for given in dict.fromkeys((dtype or weight.dtype, weight.dtype)):
-        x = torch.empty(*SHAPES[0], len(weight), dtype=given, device="meta")
+        x = torch.empty(*USUAL, len(weight), dtype=given, device="meta")
         parameters = {"weight": torch.empty_like(weight, device="meta")}
         with torch.no_grad():
             returned = functional_call(copy.copy(module), parameters, (x, x)).dtype

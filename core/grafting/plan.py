@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 import torch
 from opgraft.adapter import Adapter, LeaveAlone
 from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.marks import fallback_of
 from opgraft.decision import Provider
 from opgraft.errors import GraftError, OpgraftError
-from opgraft.grafting import attention, rotary
+from opgraft.grafting import attention, direct_attention, rotary
 from opgraft.grafting.adapters import builtin_adapters
 from opgraft.grafting.exchange import build_op
 from opgraft.grafting.forwards import Substitution
@@ -30,6 +31,8 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 _PASSED_OVER = "{} torch.nn.Linear become ops: run quantize_dynamic and its like before graft"
+_NOT_PATCHED = "{} forwards see what is patched into their files from now on after ungraft only"
+_FALLING_BACK = "opgraft.explain(model) says what {} of the ops do under a compiler or an export"
 _COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -116,8 +119,16 @@ class Plan:
         changes = sorted((e for e in self.entries if not isinstance(e, LeftAlone)), key=lambda e: isinstance(e, Call))
         replaced = tuple(replaced_by(e.op, *_labels(e), e.adapter, e.provider) for e in changes)
         left_alone = tuple(entry for entry in self.entries if isinstance(entry, LeftAlone))
-        linears = sum(type(exchange.module) is nn.Linear for exchange in self.exchanges())
-        return GraftReport(replaced, left_alone, (_PASSED_OVER.format(linears),) if linears else (), applied)
+        return GraftReport(replaced, left_alone, tuple(self._notes()), applied)
+
+    def _notes(self) -> Iterator[str]:
+        ops: list[Any] = [*(each.op for each in self.exchanges()), *(each.op for each in self.calls())]
+        counts = {
+            _PASSED_OVER: sum(type(exchange.module) is nn.Linear for exchange in self.exchanges()),
+            _FALLING_BACK: sum(fallback_of(op.forward) is not None for op in ops),
+            _NOT_PATCHED: len({call.module for call in self.calls()}),
+        }
+        yield from (note.format(count) for note, count in counts.items() if count)
 
 
 def plan_of(model: nn.Module) -> Plan:
@@ -167,6 +178,8 @@ class _Planner:
         entries: list[Entry] = []
         if attention.is_attention(module) and not attention.is_attached(module):
             entries.append(self._attention(module, path))
+        if direct_attention.calls_attention(module):
+            entries.append(self._direct_attention(module, path))
         name = rotary.function_of(module)
         if name is not None:
             entries.append(self._rotary(module, path, name))
@@ -239,6 +252,18 @@ class _Planner:
         except LeaveAlone as verdict:
             return _left_alone(path, module, str(verdict))
         return Call(path, module, "", attention.ADAPTER, self.own, op, attention.SUBSTITUTION)
+
+    def _direct_attention(self, module: nn.Module, path: str) -> Entry:
+        try:
+            with self._reporting(direct_attention.ADAPTER):
+                direct_attention.check(module)
+                substitution = direct_attention.substitution_of(module)
+            with self._reporting(f"class {ScaledDotProductAttention.__name__}", OpgraftError):
+                op = ScaledDotProductAttention()
+            direct_attention.check_op(op)
+        except LeaveAlone as verdict:
+            return _left_alone(path, module, str(verdict))
+        return Call(path, module, "", direct_attention.ADAPTER, self.own, op, substitution)
 
     def _rotary(self, module: nn.Module, path: str, name: str) -> Entry:
         try:

@@ -13,6 +13,7 @@ import torch
 from opgraft.adapter import LeaveAlone
 from opgraft.grafting.forwards import Substitution, check_forward, plain_forward
 from opgraft.grafting.rotations import Function, Rotation, rotation_of
+from opgraft.grafting.side_effects import side_effect_of_function
 from opgraft.ops import ApplyRotaryEmb
 from torch import Tensor, nn
 
@@ -35,6 +36,9 @@ def check(module: nn.Module, name: str, model: nn.Module) -> None:
     obstacle = check_forward(module)
     if obstacle:
         raise LeaveAlone(obstacle)
+    effect = side_effect_of_function(plain_forward(module).__globals__[name])
+    if effect:
+        raise LeaveAlone(effect)
     rotation = _rotation_of(module, name)
     if rotation is None:
         raise LeaveAlone(f"{name} computes something else than apply_rotary_emb on a query and a key")

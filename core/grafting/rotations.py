@@ -7,6 +7,7 @@ sequence, head_size]``, and cosines and sines ``[batch or 1, sequence, rotary_di
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -71,9 +72,17 @@ _FULL = [
 ]
 
 
-@functools.lru_cache(maxsize=256)
+_FOUND: weakref.WeakKeyDictionary[Function, Rotation | None] = weakref.WeakKeyDictionary()
+
+
 def rotation_of(function: Function) -> Rotation | None:
     """Find the way in which a function rotates heads, ``None`` if it is none of those known."""
+    if function not in _FOUND:
+        _FOUND[function] = _found(function)
+    return _FOUND[function]
+
+
+def _found(function: Function) -> Rotation | None:
     for rotation in _FULL:
         if _computes(function, rotation, 8):
             partial = Rotation(rotation.interleaved, rotation.to_halves, rotation.table_in_pairs, True)
@@ -90,14 +99,24 @@ def _by_token(op: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned.transpose(1, 2)
 
 
+_TRIALS = (
+    (torch.float32, 2, 5),
+    (torch.float32, 1, 5),
+    (torch.bfloat16, 2, 5),
+    (torch.float32, 1, 1),
+    (torch.float32, 2, 4097),
+)
+"""Dtype, rows of the tables, and tokens: functions might branch on each, and on a single token or many of them."""
+
+
 def _computes(function: Function, rotation: Rotation, head_size: int) -> bool:
     """Return whether a function computes on random heads, with tables for 8 elements, what the op computes."""
     generator = torch.Generator().manual_seed(0)
     op = _Native(rotation.is_neox_style())
-    for dtype, batch in ((torch.float32, 2), (torch.float32, 1), (torch.bfloat16, 2)):
+    for dtype, batch, tokens in _TRIALS:
         random = functools.partial(torch.randn, dtype=torch.float32, device="cpu", generator=generator)
-        query, key = (random(2, n, 5, head_size) for n in (4, 2))
-        angles = random(batch, 5, 4)
+        query, key = (random(2, n, tokens, head_size) for n in (4, 2))
+        angles = random(batch, tokens, 4)
         angles = angles.repeat_interleave(2, -1) if rotation.table_in_pairs else angles.repeat(1, 1, 2)
         query, key, cos, sin = (t.to(dtype) for t in (query, key, angles.cos(), angles.sin()))
         try:

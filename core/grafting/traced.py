@@ -7,8 +7,8 @@ tensors of a few shapes, down to torch's own operations, and an op that they may
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from opgraft.grafting.expressions import METHODS, Expression, NotExpressible, product_form
@@ -17,14 +17,26 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
-SHAPES = ((2, 3), (2, 1), (6,))
-"""Shapes of an input before its last dimension: the usual one, a single token, and no batch."""
+Shape = tuple[int, ...]
+Found = TypeVar("Found")
+
+_SETTING = (int, float, str, type(None))
+_OWN = vars(nn.Module()).keys() - {"training"}
+
+USUAL = (2, 3)
+"""Shape of an input before its last dimension, which every module takes."""
+
+SHAPES = (USUAL, (1024, 4096), (2, 1), (6,), (2, 3, 4))
+"""Shapes on which a forward might branch: the usual one, a large one, a single token, no batch, and four dimensions."""
+
+_FEW = 4
 
 
-def traced_module(module: nn.Module, parameters: tuple[str, ...], *arguments: Tensor) -> Expression | None:
+def traced_module(module: nn.Module, parameters: tuple[str, ...], *arguments: Shape) -> Expression | None:
     """Return the expression of a forward; ``None`` if it has none, another one in training, or does more than compute.
 
-    The arguments are ``"argument 0"`` and so on; the parameters, taken as float32, have their names.
+    The arguments, of the given shapes, are ``"argument 0"`` and so on; the parameters have their names. All are taken
+    as float32.
     """
     found: list[Expression] = []
     if side_effect_of(module):
@@ -43,20 +55,47 @@ def traced_module(module: nn.Module, parameters: tuple[str, ...], *arguments: Te
     return found[0] if found[0] == found[1] else None
 
 
-def takes(module: nn.Module, parameters: tuple[str, ...], *arguments: Tensor) -> bool:
-    """Return whether a forward takes such arguments at all; where it does not, it raises."""
+def kind_of(module: nn.Module) -> Hashable:
+    """Describe all that the result of a forward without children may depend on, save for numbers in tensors.
+
+    For as long as the module and its attributes live.
+    """
+    settings = [(k, type(v), v if isinstance(v, _SETTING) else id(v)) for k, v in vars(module).items() if k not in _OWN]
+    tensors = [
+        (name, None if tensor is None else (type(tensor), tensor.shape, tensor.dtype, tensor.device))
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+    ]
+    return type(module), *settings, *tensors, *module._modules.items()
+
+
+def once_per_kind(recognise: Callable[[nn.Module], Found]) -> Callable[[nn.Module], Found]:
+    """Make a recogniser that is asked once for modules of a kind. For use in one walk over a model."""
+    found: dict[Hashable, Found] = {}
+
+    def recognised(module: nn.Module) -> Found:
+        kind = kind_of(module)
+        if kind not in found:
+            found[kind] = recognise(module)
+        return found[kind]
+
+    return recognised
+
+
+def refuses(module: nn.Module, parameters: tuple[str, ...], *arguments: Shape) -> bool:
+    """Return whether a forward raises on such arguments, of which an op may take more than the module.
+
+    A forward that takes few rows takes many too, so it is not run on many.
+    """
     zeros = {name: torch.zeros(module.get_parameter(name).shape) for name in parameters}
     try:
         with torch.no_grad():
-            _call(detached(module), zeros, *arguments)
+            _call(detached(module), zeros, *(torch.zeros(*(min(n, _FEW) for n in rows), n) for *rows, n in arguments))
     except Exception:  # whatever code of the model's author raises
-        return False
-    return True
+        return True
+    return False
 
 
-def traced_function(
-    function: Callable[..., Tensor], shapes: Mapping[str, tuple[int, ...]], *arguments: Tensor
-) -> Expression:
+def traced_function(function: Callable[..., Tensor], shapes: Mapping[str, Shape], *arguments: Shape) -> Expression:
     """Return the expression of a function of named parameters, given as a mapping, and of arguments.
 
     Raises:
@@ -64,12 +103,15 @@ def traced_function(
     """
     names = [*shapes, *(f"argument {i}" for i in range(len(arguments)))]
 
-    def flat(*tensors: Tensor) -> Tensor:
+    def of_seeds(*seeds: Tensor) -> Tensor:
+        # Made while it is traced, tensors of any size take no memory.
+        tensors = [seed.new_empty(shape) for seed, shape in zip(seeds, (*shapes.values(), *arguments), strict=True)]
         return function(dict(zip(shapes, tensors, strict=False)), *tensors[len(shapes) :])
 
-    zeros = [torch.zeros(shape) for shape in shapes.values()]
-    graph = make_fx(flat, tracing_mode="fake")(*zeros, *arguments).graph
-    values: dict[fx.Node, Expression] = dict(zip(graph.find_nodes(op="placeholder"), names, strict=True))
+    graph = make_fx(of_seeds, tracing_mode="fake")(*(torch.empty(0) for _ in names)).graph
+    values: dict[fx.Node, Expression] = {}
+    for seed, name in zip(graph.find_nodes(op="placeholder"), names, strict=True):
+        values.update(dict.fromkeys((seed, *seed.users), name))
     for node in graph.nodes:
         if node.op == "output":
             result: Any = node.args[0]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from opgraft.grafting.expressions import Expression
 from opgraft.grafting.interface import check_interface
-from opgraft.grafting.traced import SHAPES, takes, traced_function, traced_module
-from torch import Tensor, nn
+from opgraft.grafting.traced import SHAPES, Shape, refuses, traced_function, traced_module
+from torch import nn
 from torch.nn import functional as F
 
 _PARAMETERS = ("weight", "bias")
@@ -22,17 +22,19 @@ def transposed_linear(module: nn.Module) -> Mapping[str, Any] | None:
         return None
     if type(module).__module__.startswith("torch.") or weight.dim() != 2 or bias.shape != weight.shape[1:]:
         return None
-    inputs = [torch.zeros(*rows, weight.shape[0]) for rows in SHAPES]
-    if traced_module(module, _PARAMETERS, inputs[0]) != _form(weight, bias, inputs[0]):
-        return None
-    # Where a module takes no such input the op takes more than it.
-    further = [x for x in inputs[1:] if takes(module, _PARAMETERS, x)]
-    if any(traced_module(module, _PARAMETERS, x) != _form(weight, bias, x) for x in further):
+    if not all(_agrees(module, (*rows, weight.shape[0])) for rows in SHAPES):
         return None
     check_interface(type(module))
     return {"in_features": weight.shape[0], "out_features": weight.shape[1]}
 
 
-def _form(weight: Tensor, bias: Tensor, x: Tensor) -> Expression:
-    shapes = {"weight": tuple(weight.shape), "bias": tuple(bias.shape)}
+def _agrees(module: nn.Module, x: Shape) -> bool:
+    form = _form(*(tuple(module.get_parameter(name).shape) for name in _PARAMETERS), x)
+    expression = traced_module(module, _PARAMETERS, x)
+    return expression == form or (expression is None and refuses(module, _PARAMETERS, x))
+
+
+@functools.lru_cache(maxsize=256)
+def _form(weight: Shape, bias: Shape, x: Shape) -> Expression:
+    shapes = {"weight": weight, "bias": bias}
     return traced_function(lambda parameters, x: F.linear(x, parameters["weight"].t(), parameters["bias"]), shapes, x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import json
 import re
@@ -79,7 +80,7 @@ def test_every_command_is_described_with_its_options_and_schema(path: str) -> No
     section = section_of(path)
     settings = {f"--{name}" for name in FIELDS}
     for parameter in COMMANDS[path].params:
-        options = set(parameter.opts) - settings - {"--json", "--help"}
+        options = set(parameter.opts) - settings - {"--json", "--help", "--config"}
         if isinstance(parameter, click.Option) and options:
             (option,) = options
             assert f"| `{option}" in section, option
@@ -107,17 +108,22 @@ def test_schemas_are_those_that_commands_print() -> None:
 
 
 def test_every_setting_is_an_option_and_a_row() -> None:
-    """The settings of both tables are the fields of the config."""
-    assert sorted(names("settings", "setting")) == sorted(FIELDS)
-    assert [cell.split()[0] for cell in names("cli", "option")[: len(FIELDS)]] == [f"--{name}" for name in FIELDS]
+    """The table of settings is the declaration, as the tool writes it; each is an option of commands."""
+    assert names("settings", "setting") == list(FIELDS)
+    spec = importlib.util.spec_from_file_location("settings_page", REPOSITORY / "tools/settings_page.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    assert tool.page(text_of("settings")) == text_of("settings"), "run 'make settings-page'"
+    options = {option for parameter in COMMANDS["opgraft detect"].params for option in parameter.opts}
+    assert {f"--{name}" for name in FIELDS} <= options
 
 
 def test_every_variable_is_a_row() -> None:
-    """The variables of the table are those that are read, and each names a setting."""
-    assert sorted(names("settings", "variable")) == sorted(VARIABLES)
-    settings = [code(row[1]) for row in rows_of("settings", "variable") if row[1].startswith("`")]
-    assert set(settings) <= set(FIELDS)
-    assert len(settings) == len(VARIABLES) - 1  # the one that is no setting
+    """The variables of both tables are those that are read."""
+    of_settings = [code(row[3]) for row in rows_of("settings", "setting")]
+    assert sorted([*of_settings, *names("settings", "variable")]) == sorted(VARIABLES)
 
 
 def test_every_hook_is_a_row_with_its_arguments() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import subprocess
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -21,6 +23,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 LAST = 0
@@ -131,6 +134,39 @@ def test_attention_that_writes_to_a_name_of_its_file_stays() -> None:
     before = LAST
     logits(model)
     assert before + 1 == LAST
+
+
+def test_classes_of_grafted_modules_are_not_kept_alive() -> None:
+    """A class that was defined in a function goes with the model, whether that was ungrafted or not."""
+    gone = []
+    for back in (True, False):
+
+        class Local(LlamaAttention):
+            """Attention that nobody else has."""
+
+        model = build()
+        model.model.layers[0].self_attn.__class__ = Local
+        assert "model.layers.0.self_attn" in [row.path for row in graft(model).replaced]
+        logits(model)
+        if back:
+            ungraft(model)
+        gone.append(weakref.ref(Local))
+        del model, Local
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
+def test_what_is_patched_into_the_file_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reaches the forward after ungraft only, as the report says."""
+    model, called = build(), []
+    report = graft(model)
+    assert report.notes[-1] == "2 forwards see what is patched into their files from now on after ungraft only"
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *_, **__: called.append(1) or (q, k))
+    logits(model)
+    assert called == []
+    ungraft(model)
+    logits(model)
+    assert called == [1, 1]
 
 
 def test_the_configuration_keeps_its_name() -> None:

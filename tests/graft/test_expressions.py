@@ -95,6 +95,20 @@ def test_spellings_of_activations(op: str, formula: Callable[..., torch.Tensor])
     check(Activation(formula), op, torch.randn(3, 8) * 3)
 
 
+def test_modules_of_one_class_are_told_apart() -> None:
+    """Norms that differ in a setting or a size alone become ops that differ in it."""
+    norms = [Norm(llama), Norm(llama), Norm(RMS_NORMS["by division"]), Norm(GEMMA_NORMS["gemma"]), Norm(llama, 4)]
+    norms[1].eps = 1e-3
+    model = nn.Sequential(*norms)
+    assert [row.op for row in graft(model).replaced] == ["rms_norm"] * 3 + ["gemma_rms_norm", "rms_norm"]
+    assert [(op.variance_epsilon, len(op.weight)) for op in model] == [
+        (1e-5, 8),
+        (1e-3, 8),
+        *[(1e-5, 8)] * 2,
+        (1e-5, 4),
+    ]
+
+
 def test_tanh_form_of_torch() -> None:
     """The approximation asked of torch's function reaches the op."""
     model = nn.Sequential(Activation(lambda x: F.gelu(x, approximate="tanh")))

@@ -69,3 +69,14 @@ def test_refresh_of_either(packed: list[int], name: str) -> None:
     opgraft.refresh(weight)
     agrees(layer, x)
     agrees(copy.deepcopy(layer), x)
+
+
+def test_loading_again_and_again_keeps_one_copy(packed: list[int]) -> None:
+    """Gate and up are joined anew by each load, over the same memory, and the copy of before makes room."""
+    layer, x, before = GatedMLP(32, 48).eval(), torch.randn(3, 32), {*packed_linear._COPIES}
+    layer.join()
+    opgraft.freeze(layer)
+    for _ in range(4):
+        layer.load_state_dict({name: tensor * 0.9 for name, tensor in layer.state_dict().items()})
+        agrees(layer, x)
+        assert len({*packed_linear._COPIES} - before) == 2

@@ -237,6 +237,22 @@ class OtherwiseForOneToken(MambaRMSNormGated):
         return out.clamp(-0.1, 0.1) if hidden_states.shape[-2:-1] == (1,) else out
 
 
+class OtherwiseForManyTokens(MambaRMSNormGated):
+    """A gated norm with one operation more where it is given long sequences."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        out: Tensor = super().forward(hidden_states, gate)
+        return out.clamp(-0.1, 0.1) if hidden_states.shape[-2] > 2048 else out
+
+
+class OtherwiseForFourDimensions(MambaRMSNormGated):
+    """A gated norm with one operation more where it is given four dimensions."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        out: Tensor = super().forward(hidden_states, gate)
+        return out.clamp(-0.1, 0.1) if hidden_states.dim() == 4 else out
+
+
 class Remembers(MambaRMSNormGated):
     """A gated norm that keeps its gate for somebody to look at."""
 
@@ -252,6 +268,8 @@ class Remembers(MambaRMSNormGated):
         GateAfterTheWeight,
         lambda: InTrainingOnly(WIDTH, 6),
         lambda: OtherwiseForOneToken(WIDTH, 6),
+        lambda: OtherwiseForManyTokens(WIDTH, 6),
+        lambda: OtherwiseForFourDimensions(WIDTH, 6),
         lambda: Remembers(WIDTH, 6),
     ],
 )

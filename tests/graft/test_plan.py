@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from opgraft import Adapter, CustomOp, LeaveAlone, Provider, graft, load_plugins, reset, ungraft
+from opgraft import Adapter, CustomOp, LeaveAlone, Provider, explain, graft, load_plugins, reset, ungraft
 from opgraft.errors import ConfigError, GraftError
 from opgraft.grafting.plan import Exchange, plan_of
 from opgraft.ops import ApplyRotaryEmb, Linear
@@ -191,7 +191,17 @@ def test_notes_for_code_that_looks_for_exact_classes() -> None:
     """quantize_dynamic finds no linear layer in a grafted model: the report says so, and what to do."""
     model = gated()
     report = graft(model, dry_run=True)
-    assert report.notes == ("4 torch.nn.Linear become ops: run quantize_dynamic and its like before graft",)
+    assert report.notes[0] == "4 torch.nn.Linear become ops: run quantize_dynamic and its like before graft"
     assert "quantize_dynamic" in str(report)
     assert report.to_dict()["notes"] == [*report.notes]
     assert graft(nn.Sequential(nn.SiLU())).notes == ()
+
+
+def test_a_note_leads_to_what_compilers_get() -> None:
+    """Ops that fall back under a compiler are counted, and explain(model) says how each does."""
+    model = gated()
+    notes = graft(model).notes
+    assert "opgraft.explain(model) says what 5 of the ops do under a compiler or an export" in notes
+    said = str(explain(model))
+    assert "while a compiler traces, gate, up and the activation are computed one after the other" in said
+    assert "under torch.export and torch.jit.trace torch's own linear runs" in said

@@ -214,6 +214,12 @@ def other_arguments(q, k, cos, sin, section):
 
 
 ROTATE = modeling_llama.apply_rotary_pos_emb
+COUNTS: list[int] = []
+
+
+def counting(q, k, cos, sin):
+    COUNTS.append(1)
+    return ROTATE(q, k, cos, sin)
 
 
 @pytest.mark.parametrize(
@@ -222,6 +228,7 @@ ROTATE = modeling_llama.apply_rotary_pos_emb
         (interleaved, "nothing in the model shows that its cosines and sines have each number twice"),
         (promoted, "apply_rotary_pos_emb computes something else than apply_rotary_emb on a query and a key"),
         (other_arguments, "apply_rotary_pos_emb computes something else than apply_rotary_emb on a query and a key"),
+        (counting, "counting uses COUNTS, and whoever reads that would miss its calls"),
     ],
 )
 def test_functions_that_compute_something_else_stay(function: Any, reason: str, rotated: Shapes, monkeypatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -78,10 +80,41 @@ def raises(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     raise RuntimeError("not today")
 
 
-@pytest.mark.parametrize("function", [turned_back, query_only, raises, lambda q, k, cos, sin: (q, k)])
+def otherwise_for_one_token(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    return (q, k) if q.shape[2] == 1 else function_of("llama")(q, k, cos, sin)
+
+
+def otherwise_for_many_tokens(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    return (q, k) if q.shape[2] > 4096 else function_of("llama")(q, k, cos, sin)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        turned_back,
+        query_only,
+        raises,
+        lambda q, k, cos, sin: (q, k),
+        otherwise_for_one_token,
+        otherwise_for_many_tokens,
+    ],
+)
 def test_what_is_nearly_a_rotation_is_none(function: Callable[..., Any]) -> None:
     """Another sign, a key left as it is, or an error: no rotation is found."""
     assert rotation_of(function) is None
+
+
+def test_functions_that_were_asked_about_are_not_kept_alive() -> None:
+    """A function that its file has forgotten goes, with all that it encloses."""
+
+    def function(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        return function_of("llama")(q, k, cos, sin)
+
+    assert rotation_of(function) == HALVES
+    gone = weakref.ref(function)
+    del function
+    gc.collect()
+    assert gone() is None
 
 
 def test_what_does_not_fit_is_told() -> None:

@@ -80,8 +80,32 @@ class OtherwiseForOneToken(Conv1D):
         return out.clamp(-0.1, 0.1) if x.shape[-2:-1] == (1,) else out
 
 
+class OtherwiseForManyTokens(Conv1D):
+    """The layer with one operation more where it is given much at once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)
+        return out.clamp(-0.1, 0.1) if x.numel() > 100_000 else out
+
+
+class OtherwiseForFourDimensions(Conv1D):
+    """The layer with one operation more where it is given four dimensions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)
+        return out.clamp(-0.1, 0.1) if x.dim() == 4 else out
+
+
 @pytest.mark.parametrize(
-    "make", [lambda: Twice(5, 7), TheOtherWay, lambda: WithoutBias(5, 7), lambda: OtherwiseForOneToken(5, 7)]
+    "make",
+    [
+        lambda: Twice(5, 7),
+        TheOtherWay,
+        lambda: WithoutBias(5, 7),
+        lambda: OtherwiseForOneToken(5, 7),
+        lambda: OtherwiseForManyTokens(5, 7),
+        lambda: OtherwiseForFourDimensions(5, 7),
+    ],
 )
 def test_what_is_nearly_such_a_layer_stays(make: Callable[[], nn.Module]) -> None:
     """One other operation, and the module is left alone."""
@@ -89,6 +113,23 @@ def test_what_is_nearly_such_a_layer_stays(make: Callable[[], nn.Module]) -> Non
     model = nn.Sequential(module)
     assert graft(model).replaced == ()
     assert model[0] is module
+
+
+class OfThreeDimensions(Conv1D):
+    """The layer for batches of sequences only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, sequence, _ = x.shape
+        out: Tensor = super().forward(x.reshape(batch * sequence, -1)).view(batch, sequence, -1)
+        return out
+
+
+def test_a_layer_that_takes_fewer_shapes_than_the_op() -> None:
+    """Where a module raises it has nothing to agree on."""
+    model, x = nn.Sequential(OfThreeDimensions(5, 7)), torch.randn(2, 3, 7)
+    expected = model(x)
+    assert len(graft(model).replaced) == 1
+    torch.testing.assert_close(model(x), expected)
 
 
 @pytest.mark.parametrize(

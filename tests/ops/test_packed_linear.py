@@ -12,8 +12,9 @@ from collections.abc import Callable
 import opgraft
 import pytest
 import torch
-from opgraft.ops import Linear
+from opgraft.ops import GatedMLP, Linear
 from opgraft.ops.linear import packed as packed_linear
+from opgraft.ops.linear import weight_cache
 from opgraft.ops.linear.functional import linear as form
 from ops.packing import DTYPES, REFERENCES, TOLERANCES, Calls, check, each_dtype, make, needs_onednn, record_calls
 from torch import nn
@@ -226,14 +227,43 @@ def test_a_weight_is_packed_once(calls: Calls) -> None:
 
 
 def test_packed_weights_go_with_their_parameters(calls: Calls) -> None:
-    """When a parameter is gone, so is what was kept of it."""
-    op = make()
-    op(torch.randn(3, 13))
-    key = id(op.weight)
-    assert key in packed_linear._COPIES
-    del op
+    """When a model is gone, so is all that was kept of it, gate and up of a gated MLP too."""
+    before = {*packed_linear._COPIES}, {*weight_cache._FROZEN}
+    model = nn.Sequential(make(), nn.Linear(7, 13), GatedMLP(13, 24).eval())
+    opgraft.graft(model)
+    model[2].join()
+    opgraft.freeze(model)
+    model(torch.randn(3, 13))
+    kept = {*packed_linear._COPIES} - before[0]
+    copies = [weakref.ref(packed_linear._COPIES[place].copy) for place in kept]
+    assert len(copies) == 4
+    del model
     gc.collect()
-    assert key not in packed_linear._COPIES
+    assert [copy() for copy in copies] == [None] * 4
+    assert ({*packed_linear._COPIES}, {*weight_cache._FROZEN}) == before
+
+
+def test_no_copies_of_views(calls: Calls) -> None:
+    """Rows of a frozen weight that are taken for one call are read as they are, and leave nothing behind."""
+    weight, x, before = nn.Parameter(torch.randn(32, 13)), torch.randn(3, 13), {*packed_linear._COPIES}
+    opgraft.freeze(weight)
+    for start in range(8):
+        part = weight[start : start + 16]
+        torch.testing.assert_close(packed_linear.linear(x, part), F.linear(x, part))
+    assert {*packed_linear._COPIES} == before
+    assert "pack" not in calls
+
+
+def test_one_copy_for_parameters_that_follow_each_other(calls: Calls) -> None:
+    """Where code puts one parameter after the other over the same memory, the copy of the last one is kept."""
+    op, x, before = make(), torch.randn(3, 13), {*packed_linear._COPIES}
+    for _ in range(4):
+        op.weight = nn.Parameter(op.weight.data, requires_grad=False)
+        check(op(x), x, op)
+        with torch.no_grad():
+            op.weight.mul_(2)
+        check(op(x), x, op)
+    assert len({*packed_linear._COPIES} - before) == 1
 
 
 def test_copies_and_files(calls: Calls) -> None:

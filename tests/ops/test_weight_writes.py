@@ -185,6 +185,41 @@ def test_what_cannot_be_declared() -> None:
         opgraft.freeze("a model")  # type: ignore[arg-type]
 
 
+ALIASES: dict[str, Callable[[nn.Parameter], torch.Tensor]] = {
+    "tied": lambda weight: weight,
+    "view": lambda weight: weight[:2],
+    "detach": lambda weight: weight.detach(),
+    ".data": lambda weight: weight.data,
+    "parameter": lambda weight: nn.Parameter(weight.data, requires_grad=False),
+}
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_aliases_are_frozen_with_a_weight(calls: Calls, alias: str) -> None:
+    """The declaration holds for memory; torch counts writes through views, others are told by ``refresh``."""
+    op, x = Linear(13, 7), torch.randn(3, 13)
+    opgraft.freeze(op)
+    op(x)
+    other = ALIASES[alias](op.weight)
+    assert weight_cache.declaration(other) == weight_cache.declaration(op.weight) != 0
+    other.mul_(2)
+    if alias in (".data", "parameter"):
+        opgraft.refresh(other)
+    check(op(x), x, op)
+    weight_cache.thaw(other)
+    assert weight_cache.declaration(op.weight) == 0
+
+
+def test_an_alias_that_requires_a_gradient_thaws(calls: Calls) -> None:
+    """A parameter that is trained over the memory of a frozen one takes the declaration back at its first call."""
+    op, x = Linear(13, 7), torch.randn(3, 13)
+    opgraft.freeze(op)
+    other = Linear(13, 7)
+    other.weight = nn.Parameter(op.weight.data)
+    other(x)
+    assert weight_cache.declaration(op.weight) == 0
+
+
 COLLECTIVES = """
 import sys
 import pytest, torch

@@ -50,6 +50,7 @@ LAYERS = [
     "opgraft.torch_library",
     # Models.
     "opgraft.bucketing",
+    "opgraft.models",
     "opgraft.grafting",
     "opgraft.pooling",
     "opgraft.checkpoint",

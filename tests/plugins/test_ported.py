@@ -12,8 +12,8 @@ import opgraft
 import pytest
 import torch
 from opgraft import OpgraftConfig, load_plugins, ops, set_config
+from opgraft.plugins import outcomes
 from opgraft.state import host_state
-from opgraft.testing import diagnosis
 
 PLUGIN = """
 import torch
@@ -117,7 +117,7 @@ def install(site: Any, classes: str, registration: str = TABLE) -> None:
 
 def findings() -> list[str]:
     """What the doctor says of the plugin's replacements."""
-    return [finding.message for finding in diagnosis.questionable()]
+    return [finding.message for finding in outcomes.findings_of(host_state().plugins["acme"])]
 
 
 def assert_agrees(op: Any, cls: str, *arguments: Any) -> None:

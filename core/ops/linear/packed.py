@@ -168,12 +168,13 @@ def _operand(x: Tensor, weight: Tensor, bias: Tensor | None, fused: str, residua
         return None
     ranges, elements = ranges_for(weight.dtype, weight.shape), x.numel()
     packed = ranges.packed.has(elements, fused) and declaration(weight) > 0
-    if not (packed or ranges.direct.has(elements, fused)):
+    direct = ranges.direct.has(elements, fused)
+    if not (packed or direct):
         return None
     if not fits(x, weight, bias, residual) or requires_gradient(x, weight, bias, residual) or onednn.watched():
         return None
     copy = _COPIES.copy_of(weight, onednn.pack) if packed else None
-    return weight if copy is None else copy
+    return weight if copy is None and direct else copy
 
 
 @functools.lru_cache(maxsize=4096)  # every eager call of a linear layer asks

@@ -12,7 +12,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from opgraft.binding.arguments import expect_module
@@ -39,36 +39,46 @@ class CacheEntry:
     copy: Tensor
 
 
-class WeightCache(dict[int, CacheEntry]):
-    """The copies that one kernel keeps, by the ``id`` of the weight; a copy goes with the weight's memory."""
+Place: TypeAlias = tuple[int, int, torch.Size]
+"""The place of a weight in memory: the ``id`` of its storage, its address, and its shape."""
+
+
+class WeightCache(dict[Place, CacheEntry]):
+    """The copies that one kernel keeps: one for each place in memory, with which it goes.
+
+    Not one for each parameter. ``torch.utils.swap_tensors`` refuses to swap what has weak references, so that nobody
+    could tell when a parameter is gone that others have replaced over the same memory.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         _CACHES[id(self)] = self
 
     def copy_of(self, weight: Tensor, make: Callable[[Tensor], Tensor], variant: object = None) -> Tensor | None:
-        """Return the copy that ``make`` makes of a frozen weight, made anew when the weight has changed.
+        """Return the copy that ``make`` makes of a frozen parameter, made anew when the parameter has changed.
 
         Args:
-            weight: a parameter, or another tensor.
+            weight: a parameter. No copies are kept of other tensors, such as views, which are often made for one call.
             make: is given the weight without its autograd.
             variant: copies made under another value are not used.
 
         Returns:
-            The copy; ``None`` where the weight is not declared frozen, for which the kernel reads the weight itself.
+            The copy; ``None`` for what is no parameter, or not declared frozen: the kernel reads the weight itself.
         """
         number = declaration(weight)
-        if not number:
+        if not number or type(weight) is not nn.Parameter:
             return None
         storage = weight.untyped_storage()
-        state = (number, variant, weight.data_ptr(), version_of(weight), weight.dtype, weight.shape, weight.stride())
-        entry = self.get(id(weight))
-        # The id of a weight that is gone may be that of another one: the storage tells them apart.
+        place = (id(storage), weight.data_ptr(), weight.shape)
+        # Each parameter over the same memory counts its own writes.
+        state = (id(weight), number, variant, version_of(weight), weight.dtype, weight.stride())
+        entry = self.get(place)
+        # The id of a storage that is gone may be that of another one.
         if entry is None or entry.storage() is not storage or entry.state != state:
             if weight.is_shared():  # type: ignore[no-untyped-call]  # torch leaves it so
                 return None  # processes that were not asked may write to it
-            entry = CacheEntry(weakref.ref(storage, self._forget(id(weight))), state, make(weight.detach()))
-            self[id(weight)] = entry
+            entry = CacheEntry(weakref.ref(storage, self._forget(place)), state, make(weight.detach()))
+            self[place] = entry
         return entry.copy
 
     def discard(self, changed: Sequence[range]) -> None:
@@ -78,11 +88,11 @@ class WeightCache(dict[int, CacheEntry]):
             if storage is None or any(_overlap(_addresses(storage), other) for other in changed):
                 self.pop(key, None)
 
-    def _forget(self, key: int) -> Callable[[Storage], None]:
+    def _forget(self, place: Place) -> Callable[[Storage], None]:
         def forget(gone: Storage) -> None:
-            entry = self.get(key)
-            if entry is not None and entry.storage is gone:  # a newer weight may have the id by now
-                del self[key]
+            entry = self.get(place)
+            if entry is not None and entry.storage is gone:  # a newer storage may have the id by now
+                del self[place]
 
         return forget
 
@@ -100,6 +110,11 @@ def freeze(target: nn.Module | Tensor) -> None:
     afterwards. Requiring one takes the declaration back, and so does a step of an optimizer that changes them, or
     moving them to other memory, such as by ``.to()``. Copies are made anew after ``load_state_dict`` and other writes
     that torch counts. After any other write, such as through ``.data``, call ``refresh``.
+
+    It holds for memory, and so for tied weights and all that shares it: views of a weight, ``detach()``, ``.data``, and
+    parameters made of these. They are frozen with it. Each but views and ``detach()`` counts its own writes: after one
+    through another parameter or ``.data``, call ``refresh``. A call of a parameter over the same memory that requires a
+    gradient takes the declaration back for all.
 
     Raises:
         TypeError: ``target`` is neither a module nor a tensor.

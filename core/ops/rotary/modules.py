@@ -194,11 +194,8 @@ class RotaryEmbeddingBase(CustomOp):
             ValueError: positions outside the table, tokens of query or key that are not those of ``positions``, a last
                 dimension that is no multiple of ``head_size``, or dtypes or devices that do not fit.
         """
-        pair = (query, no_heads(query) if key is None else key)
-        rotated = functional.rotary_embedding(
-            positions, *pair, self.head_size, self.cos_sin_cache, is_neox_style=self.is_neox_style
-        )
-        return rotated[0], None if key is None else rotated[1]
+        table = (self.head_size, self.cos_sin_cache, self.is_neox_style)
+        return rotated_by(functional.rotary_embedding, positions, query, key, *table)
 
     functional_cuda = functional_xpu = TRITON
 
@@ -226,11 +223,19 @@ class RotaryEmbedding(RotaryEmbeddingBase):
         is_neox_style: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Rotate query and key without an op, by a table of ``rotary_dim`` columns."""
-        some_key = no_heads(query) if key is None else key
-        rotated = forms.rotary_embedding.native(positions, query, some_key, head_size, cos_sin_cache, is_neox_style)
-        return rotated[0], None if key is None else rotated[1]
+        table = (head_size, cos_sin_cache, is_neox_style)
+        return rotated_by(forms.rotary_embedding.native, positions, query, key, *table)
 
 
-def no_heads(query: Tensor) -> Tensor:
-    """Return a stand-in for a key that there is none of: the tokens of ``query`` without heads."""
-    return query.new_empty((*query.shape[:-1], 0))
+def rotated_by(
+    form: Any, positions: Tensor, query: Tensor, key: Tensor | None, *settings: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Apply a form that rotates query and key, to no heads where there is no key."""
+    some_key = query.new_empty((*query.shape[:-1], 0)) if key is None else key
+    rotated = form(positions, query, some_key, *settings)
+    return rotated[0], None if key is None else rotated[1]
+
+
+def moved(positions: Tensor, offsets: Tensor | None) -> Tensor:
+    """Add offsets to positions, where there are some."""
+    return positions if offsets is None else positions + offsets

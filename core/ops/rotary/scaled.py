@@ -15,7 +15,8 @@ from opgraft.ops.rotary.modules import (
     RotaryEmbeddingBase,
     cos_sin_table,
     inverse_frequencies,
-    no_heads,
+    moved,
+    rotated_by,
 )
 from opgraft.registry.signatures import called_with
 from torch import Tensor
@@ -260,10 +261,8 @@ class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbeddingBase):
         """Rotate as ``RotaryEmbeddingBase`` does, at ``positions + offsets``."""
         trained, table = self.original_max_position_embeddings, self.long_short_cos_sin_cache
         table = table[trained:] if self.use_long_rope else table[:trained]
-        positions = positions if offsets is None else positions + offsets
-        some_key = no_heads(query) if key is None else key
-        rotated = functional.rotary_embedding(positions, query, some_key, self.head_size, table, self.is_neox_style)
-        return rotated[0], None if key is None else rotated[1]
+        settings = (self.head_size, table, self.is_neox_style)
+        return rotated_by(functional.rotary_embedding, moved(positions, offsets), query, key, *settings)
 
     functional_cuda = functional_xpu = TRITON
 

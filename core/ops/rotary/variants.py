@@ -20,7 +20,8 @@ from opgraft.ops.rotary.modules import (
     RotaryEmbeddingBase,
     cos_sin_table,
     inverse_frequencies,
-    no_heads,
+    moved,
+    rotated_by,
 )
 from opgraft.registry.signatures import called_with
 from torch import Tensor
@@ -35,10 +36,6 @@ _OF_SOME_VERSIONS = (
     "truncate",
 )
 """Parameters of YaRN that constructors of plugins have or lack by the version of vLLM that they were written for."""
-
-
-def _moved(positions: Tensor, offsets: Tensor | None) -> Tensor:
-    return positions if offsets is None else positions + offsets
 
 
 def _slowed(inv_freq: Tensor, kept: Tensor, factor: float) -> Tensor:
@@ -281,7 +278,7 @@ class DeepseekScalingRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
         functional: Any = NATIVE,
     ) -> tuple[Tensor, Tensor | None]:
         """Rotate as ``RotaryEmbeddingBase`` does, at ``positions + offsets``."""
-        return super().forward_native(_moved(positions, offsets), query, key, functional=functional)
+        return super().forward_native(moved(positions, offsets), query, key, functional=functional)
 
     functional_cuda = functional_xpu = TRITON
 
@@ -378,14 +375,10 @@ class MRotaryEmbedding(_YaRNTable, RotaryEmbeddingBase):
         Raises:
             ValueError: as ``RotaryEmbeddingBase``.
         """
-        positions = _moved(positions, offsets)
+        positions = moved(positions, offsets)
         if self.mrope_section is None or positions.dim() == 1:
             return super().forward_native(positions, query, key, functional=functional)
-        pair = (query, no_heads(query) if key is None else key)
-        sections = {"mrope_section": self.mrope_section, "interleaved": self.mrope_interleaved}
-        rotated = functional.mrope(
-            positions, *pair, self.head_size, self.cos_sin_cache, is_neox_style=self.is_neox_style, **sections
-        )
-        return rotated[0], None if key is None else rotated[1]
+        sections = (self.mrope_section, self.is_neox_style, self.mrope_interleaved)
+        return rotated_by(functional.mrope, positions, query, key, self.head_size, self.cos_sin_cache, *sections)
 
     functional_cuda = functional_xpu = TRITON

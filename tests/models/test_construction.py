@@ -1,0 +1,110 @@
+"""Construction of models: one signature, older ones adapted, each prefix used once."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+from opgraft import CompilationConfig, OpgraftConfig
+from opgraft.config import CacheConfig
+from opgraft.errors import ConstructionError
+from opgraft.models.construction import claim_prefix, construct, constructing
+from opgraft.ops import SiluAndMul
+
+
+class Layer:
+    def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
+        claim_prefix(prefix, self)
+        self.prefix = prefix
+        self.op = SiluAndMul()
+
+
+class Decoder:
+    def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "", names: tuple[str, ...] = ("a", "b")) -> None:
+        self.layers = [Layer(opgraft_config=opgraft_config, prefix=f"{prefix}layers.{name}") for name in names]
+
+
+class Twice(Decoder):
+    def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
+        super().__init__(opgraft_config=opgraft_config, prefix=prefix, names=("a", "a"))
+
+
+class Pair:
+    """A model made of two, the second of which may be given the prefix of the first."""
+
+    second = "language."
+
+    def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
+        self.vision = Decoder(opgraft_config=opgraft_config, prefix=f"{prefix}vision.")
+        self.language = construct(Decoder, opgraft_config=opgraft_config, prefix=f"{prefix}{self.second}")
+
+
+class OlderDecoder:
+    def __init__(self, config: Any, cache_config: Any = None, quant_config: Any = None, prefix: str = "") -> None:
+        self.arguments = (config, cache_config, quant_config, prefix)
+
+
+class Demanding:
+    def __init__(self, config: Any, lora_config: Any) -> None: ...
+
+
+def test_every_part_can_be_constructed_alone() -> None:
+    """A layer and a model are constructed with an empty config, without anything around them, as often as one likes."""
+    for _ in range(2):
+        assert Layer(opgraft_config=OpgraftConfig(), prefix="x").prefix == "x"
+        assert len(Pair(opgraft_config=OpgraftConfig()).language.layers) == 2
+
+
+def test_a_model_is_composed_of_models() -> None:
+    """Parts have the prefix of their place; a second model of the same names is another model."""
+    for _ in range(2):
+        made = construct(Pair, opgraft_config=OpgraftConfig())
+        assert [layer.prefix for layer in made.language.layers] == ["language.layers.a", "language.layers.b"]
+
+
+def test_a_prefix_that_is_used_twice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers under one prefix would load the same weights: the error names prefix and classes."""
+    message = r"under the prefix 'm\.layers\.a': Layer and Layer"
+    with pytest.raises(ConstructionError, match=message):
+        construct(Twice, opgraft_config=OpgraftConfig(), prefix="m.")
+    monkeypatch.setattr(Pair, "second", "vision.")
+    with pytest.raises(ConstructionError, match=r"'vision\.layers\.a'"):
+        construct(Pair, opgraft_config=OpgraftConfig())
+    assert construct(Decoder, opgraft_config=OpgraftConfig(), prefix="m.")  # what failed is forgotten
+
+
+def test_ops_within_a_model_follow_its_config() -> None:
+    """The config that is handed down decides on the ops that layers construct."""
+    config = OpgraftConfig(compilation_config=CompilationConfig(custom_ops=["none"]))
+    made = construct(Decoder, opgraft_config=config)
+    assert "'none' in custom_ops (opgraft_config)" in made.layers[0].op.decision.reason
+    with constructing(OpgraftConfig()):
+        assert "disabled" not in SiluAndMul().decision.reason
+
+
+def test_older_signatures_are_adapted_with_a_warning() -> None:
+    """An older constructor gets the sections that it names, resolved, and a warning that names its class."""
+    config = OpgraftConfig(cache=CacheConfig(block_size=64))
+    with pytest.warns(DeprecationWarning, match=r"OlderDecoder has an older constructor \(config, cache_config"):
+        made = construct(OlderDecoder, opgraft_config=config, prefix="m", config="checkpoint")
+    checkpoint, cache, quant, prefix = made.arguments
+    assert (checkpoint, cache.block_size, cache.prefix_reuse, prefix) == ("checkpoint", 64, True, "m")
+    assert quant == OpgraftConfig().resolved().quantization
+    with pytest.warns(DeprecationWarning, match="OlderDecoder"):
+        made = construct(OlderDecoder, opgraft_config=config, config=1, quant_config="awq")
+    assert made.arguments[2] == "awq"
+
+
+def test_the_present_signature_warns_of_nothing() -> None:
+    """A class with the uniform constructor is called as it is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        construct(Decoder, opgraft_config=OpgraftConfig(), config="unused")
+
+
+def test_an_older_signature_that_asks_for_more_is_an_error() -> None:
+    """A required parameter that nothing gives is named, with what there is."""
+    error = pytest.raises(ConstructionError, match=r"Demanding requires .*'lora_config'")
+    with pytest.warns(DeprecationWarning, match="Demanding"), error:
+        construct(Demanding, opgraft_config=OpgraftConfig(), config=1)
