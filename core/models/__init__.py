@@ -1,4 +1,4 @@
-"""Models that are written against the layers, and their loading."""
+"""Models that are written against the layers, and their loading from checkpoints."""
 
 from opgraft.models.encoder import BertModel, RobertaModel, XLMRobertaModel
 from opgraft.models.families import (
@@ -14,6 +14,11 @@ from opgraft.models.families import (
     Qwen3ForCausalLM,
 )
 from opgraft.models.model import Model, model_class, model_classes
+from opgraft.models.config import load_tokenizer, read_config
+from opgraft.models.files import Weights, find_checkpoint, open_weights
+from opgraft.models.lazy import LazyTensor, WeightSource
+from opgraft.models.load import Loaded, default_weight_loader, load_weights
+from opgraft.models.names import WeightsMapper
 
 __all__ = [
     "BertModel",
@@ -21,7 +26,9 @@ __all__ = [
     "Gemma3ForCausalLM",
     "GemmaForCausalLM",
     "GraniteForCausalLM",
+    "LazyTensor",
     "LlamaForCausalLM",
+    "Loaded",
     "MistralForCausalLM",
     "Model",
     "Olmo2ForCausalLM",
@@ -29,7 +36,16 @@ __all__ = [
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "RobertaModel",
+    "WeightSource",
+    "Weights",
+    "WeightsMapper",
     "XLMRobertaModel",
+    "default_weight_loader",
+    "find_checkpoint",
+    "load_tokenizer",
+    "load_weights",
     "model_class",
     "model_classes",
+    "open_weights",
+    "read_config",
 ]

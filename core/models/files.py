@@ -24,7 +24,7 @@ _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 @dataclass(frozen=True)
 class Bundled:
-    """A checkpoint that a package carries: its distribution, the file that marks it, and whether its folder is meant."""
+    """A checkpoint in a package: its distribution, the file that marks it or its folder, and how to install it."""
 
     distribution: str
     pattern: str

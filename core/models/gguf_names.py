@@ -176,7 +176,9 @@ def _converted(name: str, tensor: LazyTensor, family: Family, metadata: Mapping[
         if part == "attn_k":
             heads = metadata.get(f"{metadata['general.architecture']}.attention.head_count_kv", heads)
         if type(heads) is not int or heads < 1 or tensor.shape[0] % (2 * heads):
-            raise CheckpointError(f"tensor {name!r:.200} has {tensor.shape[0]} rows, which {heads!r:.50} heads do not divide")
+            raise CheckpointError(
+                f"tensor {name!r:.200} has {tensor.shape[0]} rows, which {heads!r:.50} heads do not divide"
+            )
         return LazyTensor(_Permuted(tensor, heads))
     return tensor
 
@@ -212,7 +214,8 @@ class _Permuted(StoredTensor):
         heads = range(rows.start // size, -(-rows.stop // size))
         parts = []
         for head in heads:
-            halves = self._tensor[(slice(head * size, (head + 1) * size), *others)].unflatten(0, (size // 2, 2))
-            whole = halves.transpose(0, 1).flatten(0, 1)
+            index = (slice(head * size, (head + 1) * size), *others)
+            halves = self._tensor[index].reshape(size // 2, 2, -1).transpose(0, 1)
+            whole = halves.reshape([size, *map(len, bounds[1:])])
             parts.append(whole[max(0, rows.start - head * size) : rows.stop - head * size])
         return torch.cat(parts) if parts else torch.empty(tuple(map(len, bounds)), dtype=self.dtype)

@@ -144,7 +144,8 @@ def _entry(name: str, row: object) -> tuple[Entry | None, str]:
     if not isinstance(row, dict):
         return None, "its entry is no JSON object"
     dtype = DTYPES.get(row["dtype"]) if isinstance(row.get("dtype"), str) else None
-    shape, offsets = row.get("shape"), row.get("data_offsets")
+    shape: Any = row.get("shape")
+    offsets: Any = row.get("data_offsets")
     if dtype is None:
         return None, f"the dtype {row.get('dtype')!r:.50} is not known (known: {', '.join(DTYPES)})"
     if not _are_sizes(shape):

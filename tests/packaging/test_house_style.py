@@ -52,6 +52,7 @@ LAYERS = [
     "opgraft.bucketing",
     "opgraft.models",
     "opgraft.grafting",
+    "opgraft.models",
     "opgraft.pooling",
     "opgraft.checkpoint",
     "opgraft.runner",
