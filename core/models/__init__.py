@@ -1,5 +1,6 @@
 """Models that are written against the layers, and their loading from checkpoints."""
 
+from opgraft.models.config import load_tokenizer, read_config
 from opgraft.models.encoder import BertModel, RobertaModel, XLMRobertaModel
 from opgraft.models.families import (
     Gemma2ForCausalLM,
@@ -13,12 +14,13 @@ from opgraft.models.families import (
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
 )
-from opgraft.models.model import Model, model_class, model_classes
-from opgraft.models.config import load_tokenizer, read_config
 from opgraft.models.files import Weights, find_checkpoint, open_weights
 from opgraft.models.lazy import LazyTensor, WeightSource
 from opgraft.models.load import Loaded, default_weight_loader, load_weights
+from opgraft.models.model import Model, model_class, model_classes
 from opgraft.models.names import WeightsMapper
+from opgraft.models.through_transformers import TransformersForCausalLM, TransformersModel
+from opgraft.models.transformers_report import TransformersReport
 
 __all__ = [
     "BertModel",
@@ -37,6 +39,9 @@ __all__ = [
     "Qwen3ForCausalLM",
     "RobertaModel",
     "WeightSource",
+    "TransformersForCausalLM",
+    "TransformersModel",
+    "TransformersReport",
     "Weights",
     "WeightsMapper",
     "XLMRobertaModel",

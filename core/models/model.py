@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -49,17 +50,46 @@ def model_classes() -> dict[str, type[Model]]:
     return {name: record.cls for name, record in records.items() if issubclass(record.cls, Model)}
 
 
-def model_class(architectures: Iterable[str]) -> type[Model]:
+def model_class(architectures: Iterable[str], implementation: str = "auto") -> type[Model]:
     """Return the class for the first of the architectures, as a config lists them, that has one.
 
+    Args:
+        architectures: names of classes.
+        implementation: ``model.implementation``: ``"auto"`` takes the class of transformers, within one of ours, where
+            none is registered; ``"opgraft"`` and ``"transformers"`` take one of that kind only.
+
     Raises:
-        ModelError: none has; the message has near matches and names the path through transformers.
+        ModelError: none has; the message has near matches.
     """
     wanted, known = list(architectures), model_classes()
+    if implementation != "transformers":
+        for architecture in wanted:
+            if architecture in known:
+                return known[architecture]
+    foreign = {} if implementation == "opgraft" else _classes_of_transformers()
     for architecture in wanted:
-        if architecture in known:
-            return known[architecture]
+        if architecture in foreign:
+            return known[foreign[architecture]]
+    near = close_matches(wanted[0] if wanted else "", {**known, **foreign})
+    further = "transformers has no model of it either"
+    if implementation == "opgraft":
+        further = "any architecture of transformers runs with --model.implementation transformers"
     raise ModelError(
-        f"no model is registered for the architecture {', '.join(wanted)}: {close_matches(wanted[0], known)} A plugin adds "
-        "one by @PluggableClass.register; any architecture of transformers runs with --model.implementation transformers"
+        f"no model is registered for the architecture {', '.join(wanted)}: {near} A plugin adds one by "
+        f"@PluggableClass.register; {further}"
     )
+
+
+def _classes_of_transformers() -> dict[str, str]:
+    """Return the architectures that run through transformers, to the name of the class of ours around them."""
+    try:
+        auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    except ImportError:
+        return {}
+    bases = (name for names in auto.MODEL_MAPPING_NAMES.values() for name in _names(names))
+    decoders = (name for names in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in _names(names))
+    return {**dict.fromkeys(bases, "TransformersModel"), **dict.fromkeys(decoders, "TransformersForCausalLM")}
+
+
+def _names(names: str | Sequence[str]) -> Sequence[str]:
+    return (names,) if isinstance(names, str) else names

@@ -1,0 +1,292 @@
+"""Models of any architecture that ``transformers`` has: its modules, with layers, ops and attention of ours."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.config import OpgraftConfig
+from opgraft.distributed import get_tensor_model_parallel_world_size
+from opgraft.errors import ModelError
+from opgraft.grafting import graft
+from opgraft.grafting.report import LeftAlone
+from opgraft.models.description import architecture_config, joined, quantization_config
+from opgraft.models.extras import import_extra
+from opgraft.models.model import Model
+from opgraft.models.transformers_attention import AttentionCall, Recorder, attach_layer
+from opgraft.models.transformers_layers import ParametersOnMeta, Replacer, materialise
+from opgraft.models.transformers_names import TransformersNames
+from opgraft.models.transformers_report import TransformersReport
+from opgraft.ops.attention import current_batch
+from opgraft.ops.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
+from opgraft.text import described
+from torch import Tensor, nn
+
+_KINDS = (None, "full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The findings of a call of the model without memory.
+
+    Attributes:
+        stack: path of the module that gives hidden states, empty where that is the model itself.
+        output: the class of its result.
+        calls: path of an attention module → how it calls its function.
+        uncached: why the model cannot run with a cache, empty if it can.
+        names: changes of the names that checkpoints have.
+    """
+
+    stack: str
+    output: type[Any]
+    calls: Mapping[str, AttentionCall]
+    uncached: str
+    names: TransformersNames
+
+
+def examine(cls: type[nn.Module], config: Any) -> Examination:
+    """Construct a model without memory and call it with two tokens.
+
+    Raises:
+        ModelError: it cannot be constructed or called so.
+    """
+    config = copy.deepcopy(config)
+    try:
+        with torch.device("meta"), torch.no_grad():
+            model: Any = cls(config).eval()
+            recorder = Recorder(torch.zeros(1, 1, 2, 2))
+            recorder.attach(model)
+            stacks = _called_stacks(model)
+            ids = torch.zeros(1, 2, dtype=torch.long)
+            options = {"position_ids": ids} if _takes_positions(model) else {}
+            result = model(input_ids=ids, attention_mask=recorder.mask, use_cache=False, **options)
+    except Exception as error:  # whatever the code of the model raises
+        version = import_extra("transformers").__version__
+        raise ModelError(
+            f"{cls.__name__} of transformers {version} cannot be examined without memory: {described(error)}"
+        ) from error
+    paths = {module: path for path, module in model.named_modules()}
+    calls = {paths[module]: call for module, call in recorder.calls.items()}
+    stack, output = stacks[-1] if stacks else ("", type(result))
+    return Examination(stack, output, calls, _uncached(model, calls), TransformersNames.of(model))
+
+
+def _called_stacks(model: nn.Module) -> list[tuple[str, type[Any]]]:
+    """Return a list that fills with the models within a model, and the classes of their results, as calls end."""
+    base = import_extra("transformers").PreTrainedModel
+    ended: list[tuple[str, type[Any]]] = []
+
+    def note(path: str) -> Callable[..., None]:
+        return lambda module, arguments, result: ended.append((path, type(result)))
+
+    for path, module in model.named_modules():
+        if path and isinstance(module, base):
+            module.register_forward_hook(note(path))
+    return ended
+
+
+def _takes_positions(model: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def _uncached(model: Any, calls: Mapping[str, AttentionCall]) -> str:
+    """Say why the calls of attention functions are not all by which tokens come together."""
+    config = model.config.get_text_config()
+    for path, call in calls.items():
+        if call.refused:
+            return f"{path}: {call.refused}"
+    if len(calls) != config.num_hidden_layers:
+        return f"{len(calls)} of {config.num_hidden_layers} layers call their attention through transformers' registry"
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(_KINDS))
+    if kinds:
+        return f"it has layers of the kind {', '.join(kinds)}"
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Conv1d):
+            return f"{path} is a convolution over tokens"
+    return "" if _takes_positions(model) else "it takes no positions"
+
+
+@PluggableClass.register("TransformersModel")
+class TransformersModel(Model):
+    """A base model of transformers, such as an encoder: token ids to hidden states.
+
+    It is made without memory. Its linear layers and its embedding become layers of ours, cut by the plan of its config;
+    attention modules call ``Attention`` or ``MMEncoderAttention``; ``graft`` does the rest. Paths, and so the names of
+    weights, stay.
+
+    Args:
+        opgraft_config: its ``model`` section names the architecture's config, or the checkpoint that has one.
+        prefix: the path of this model in a larger one.
+
+    Attributes:
+        weights_mapper: changes of the names that checkpoints have, for ``load_weights``.
+        report: what became of the modules, and what stayed as it was and why.
+
+    Raises:
+        ModelError: transformers has no such model, or it cannot be run so; heads do not divide by ranks.
+    """
+
+    def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
+        super().__init__(opgraft_config=opgraft_config, prefix=prefix)
+        config = copy.deepcopy(architecture_config(opgraft_config))
+        cls = transformers_class(config.architectures or ())
+        self.config = config
+        self.examination = examine(cls, config)
+        self.prefix = prefix
+        self.weights_mapper = self.examination.names
+        with ParametersOnMeta():
+            model = cls(config).eval().requires_grad_(False)
+        self.report = self._adapt(model)
+        # the same dictionaries: whoever exchanges a module or a weight here does so there
+        for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[name] = vars(model)[name]
+        self.__dict__["transformers_model"] = model  # not a child: its weights would be listed twice
+        self.stack = model.get_submodule(self.examination.stack) if self.examination.stack else model
+
+    def _adapt(self, model: Any) -> TransformersReport:
+        """Replace layers, give memory to the rest, graft, and attach attention."""
+        model.tie_weights()
+        found = self.examination
+        base = next((f"{name}." for name, part in model.named_modules() if part is model.base_model and name), "")
+        plan = {base + path: style for path, style in (self.config.base_model_tp_plan or {}).items()}
+        whole = {path: "attention has sinks" for path, call in found.calls.items() if call.sinks}
+        replacer = Replacer(model, plan, whole, quantization_config(self.opgraft_config, self), self.prefix)
+        layers = {} if found.uncached else dict(self._attention(replacer))
+        replacer.embeddings(model.get_input_embeddings(), model.get_output_embeddings())
+        replacer.linears()
+        undefined = list(materialise(model))
+        if undefined:
+            raise ModelError(f"{type(model).__name__}: nothing computes the buffers {', '.join(undefined[:5])}")
+        for path, make in layers.items():
+            attach_layer(model.get_submodule(path), make())
+        grafted = graft(model)
+        if found.uncached:
+            replacer.left.append(LeftAlone("", type(model).__name__, f"it runs without a cache: {found.uncached}"))
+        return TransformersReport(tuple(replacer.cuts), tuple(replacer.left), tuple(layers), grafted)
+
+    def _attention(self, replacer: Replacer) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
+        """Yield how the layer of each attention module is made."""
+        size = get_tensor_model_parallel_world_size()
+        for path, call in self.examination.calls.items():
+            ranks = size if replacer.is_cut(path) else 1
+            call.check(ranks, path)
+            module = replacer.model.get_submodule(path)
+            yield (
+                path,
+                lambda call=call, ranks=ranks, path=path, module=module: call.layer(  # type: ignore[misc]
+                    ranks, module._parameters[call.sinks] if call.sinks else None, joined(self.prefix, path)
+                ),
+            )
+
+    def forward(self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
+        """Return hidden states ``[tokens, hidden_size]`` of ids and positions ``[tokens]``.
+
+        The tokens are those of the current ``AttentionBatch``, or of one sequence where there is none.
+
+        Raises:
+            ModelError: there is a batch, and the model cannot run with a cache.
+        """
+        found = self.examination
+        if found.uncached and current_batch() is not None:
+            raise ModelError(
+                f"{type(self.transformers_model).__name__} cannot run with a cache of ours: {found.uncached}"
+            )
+        given = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
+        options: dict[str, Any] = {name: x[None] for name, x in given.items() if x is not None}
+        if _takes_positions(self.stack):
+            options["position_ids"] = positions[None]
+        if not found.uncached:
+            options["attention_mask"] = positions.new_empty(1, 1, 0, 0)  # with which transformers makes no masks
+        output: Tensor = self.stack(**options, use_cache=False)[0][0]
+        return output
+
+
+class _NotGatheredError(Exception):
+    """Leaves the forward of transformers on ranks that have no logits."""
+
+
+class _HiddenStates(nn.Module):
+    """Stands for the stack of a model where only what follows it is called."""
+
+    def __init__(self, output: type[Any]) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, inputs_embeds: Tensor, **_: Any) -> Any:
+        return self.output(last_hidden_state=inputs_embeds)
+
+
+class _Logits(nn.Module):
+    """The output layer as transformers calls it."""
+
+    def __init__(self, head: VocabParallelEmbedding, processor: LogitsProcessor) -> None:
+        super().__init__()
+        self.head = head
+        self.processor = processor
+
+    @property
+    def weight(self) -> Tensor:
+        return self.head.weight
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        logits: Tensor | None = self.processor(self.head, hidden_states)
+        if logits is None:
+            raise _NotGatheredError
+        return logits
+
+
+@PluggableClass.register("TransformersForCausalLM")
+class TransformersForCausalLM(TransformersModel):
+    """A decoder of transformers with its logits; see ``TransformersModel``."""
+
+    def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
+        super().__init__(opgraft_config=opgraft_config, prefix=prefix)
+        self.logits_processor = LogitsProcessor(self.config.get_text_config().vocab_size)
+        found = self.examination
+        model = _with(self.transformers_model, found.stack, _HiddenStates(found.output))
+        for name, module in self._modules.items():
+            if isinstance(module, ParallelLMHead):
+                model = _with(model, name, _Logits(module, self.logits_processor))
+        self.__dict__["behind_stack"] = model
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        """Return logits ``[rows, vocab_size]`` of hidden states; ``None`` on ranks that do not gather them.
+
+        All that transformers does behind the stack is done: scales, caps and further layers.
+        """
+        try:
+            logits: Tensor = self.behind_stack(inputs_embeds=hidden_states[None], use_cache=False).logits[0]
+        except _NotGatheredError:
+            return None
+        return logits
+
+
+def _with(module: nn.Module, path: str, child: nn.Module) -> nn.Module:
+    """Return a view of a module, with the same tensors, in which ``child`` stands at ``path``."""
+    name, _, rest = path.partition(".")
+    view: nn.Module = object.__new__(type(module))  # nobody has the arguments of its constructor
+    inner = module._modules[name]
+    placed = _with(inner, rest, child) if rest and inner is not None else child
+    view.__dict__.update(vars(module), _modules={**module._modules, name: placed})
+    return view
+
+
+def transformers_class(architectures: Any) -> type[nn.Module]:
+    """Return the class of transformers for the first architecture.
+
+    Raises:
+        ModelError: it has none.
+    """
+    transformers = import_extra("transformers")
+    for name in architectures:
+        cls = getattr(transformers, name, None)
+        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
+            return cls
+    raise ModelError(
+        f"transformers {transformers.__version__} has no model {', '.join(architectures) or '(none named)'}"
+    )
