@@ -56,24 +56,35 @@ def examine(cls: type[nn.Module], config: Any) -> Examination:
         ModelError: it cannot be constructed or called so.
     """
     config = copy.deepcopy(config)
-    try:
-        with torch.device("meta"), torch.no_grad():
-            model: Any = cls(config).eval()
-            recorder = Recorder(torch.zeros(1, 1, 2, 2))
-            recorder.attach(model)
-            stacks = _called_stacks(model)
-            ids = torch.zeros(1, 2, dtype=torch.long)
-            options = {"position_ids": ids} if _takes_positions(model) else {}
-            result = model(input_ids=ids, attention_mask=recorder.mask, use_cache=False, **options)
-    except Exception as error:  # whatever the code of the model raises
-        version = import_extra("transformers").__version__
-        raise ModelError(
-            f"{cls.__name__} of transformers {version} cannot be examined without memory: {described(error)}"
-        ) from error
+    config._experts_implementation = "batched_mm"  # the shapes of others depend on which experts are chosen
+    with torch.device("meta"):
+        mask = torch.zeros(1, 1, 2, 2)
+        try:
+            try:
+                model, recorder, stack = _called(cls, config, mask)
+            except Exception:  # some models take no mask of that kind: they make their own
+                model, recorder, stack = _called(cls, config, None)
+        except Exception as error:  # whatever the code of the model raises
+            version = import_extra("transformers").__version__
+            raise ModelError(
+                f"{cls.__name__} of transformers {version} cannot be examined without memory: {described(error)}"
+            ) from error
     paths = {module: path for path, module in model.named_modules()}
     calls = {paths[module]: call for module, call in recorder.calls.items()}
-    stack, output = stacks[-1] if stacks else ("", type(result))
-    return Examination(stack, output, calls, _uncached(model, calls), TransformersNames.of(model))
+    return Examination(*stack, calls, _uncached(model, calls), TransformersNames.of(model))
+
+
+def _called(cls: type[nn.Module], config: Any, mask: Tensor | None) -> tuple[Any, Recorder, tuple[str, type[Any]]]:
+    """Construct a model and call it; return what its attention modules asked for, and what gives hidden states."""
+    model: Any = cls(config).eval()
+    recorder = Recorder(mask)
+    recorder.attach(model)
+    stacks = _called_stacks(model)
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    options = {"position_ids": ids} if _takes_positions(model) else {}
+    with torch.no_grad():
+        result = model(input_ids=ids, attention_mask=mask, use_cache=False, **options)
+    return model, recorder, stacks[-1] if stacks else ("", type(result))
 
 
 def _called_stacks(model: nn.Module) -> list[tuple[str, type[Any]]]:
@@ -92,6 +103,14 @@ def _called_stacks(model: nn.Module) -> list[tuple[str, type[Any]]]:
 
 def _takes_positions(model: nn.Module) -> bool:
     return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def _first_position(model: nn.Module) -> int:
+    """Return the row of the position embeddings that the first token takes: behind the padding's, as in RoBERTa."""
+    for path, module in model.named_modules():
+        if "position" in path.rpartition(".")[2] and isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            return module.padding_idx + 1
+    return 0
 
 
 def _uncached(model: Any, calls: Mapping[str, AttentionCall]) -> str:
@@ -146,7 +165,13 @@ class TransformersModel(Model):
         for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[name] = vars(model)[name]
         self.__dict__["transformers_model"] = model  # not a child: its weights would be listed twice
-        self.stack = model.get_submodule(self.examination.stack) if self.examination.stack else model
+        self.takes_positions = _takes_positions(self.stack)
+        self.first_position = _first_position(self.stack)
+
+    @property
+    def stack(self) -> Any:
+        """The module of transformers that gives hidden states."""
+        return self.transformers_model.get_submodule(self.examination.stack)
 
     def _adapt(self, model: Any) -> TransformersReport:
         """Replace layers, give memory to the rest, graft, and attach attention."""
@@ -198,12 +223,12 @@ class TransformersModel(Model):
             )
         given = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
         options: dict[str, Any] = {name: x[None] for name, x in given.items() if x is not None}
-        if _takes_positions(self.stack):
-            options["position_ids"] = positions[None]
+        if self.takes_positions:
+            options["position_ids"] = (positions + self.first_position)[None]
         if not found.uncached:
             options["attention_mask"] = positions.new_empty(1, 1, 0, 0)  # with which transformers makes no masks
-        output: Tensor = self.stack(**options, use_cache=False)[0][0]
-        return output
+        output: Tensor = self.stack(**options, use_cache=False)[0]
+        return output[0]
 
 
 class _NotGatheredError(Exception):
@@ -217,7 +242,7 @@ class _HiddenStates(nn.Module):
         super().__init__()
         self.output = output
 
-    def forward(self, inputs_embeds: Tensor, **_: Any) -> Any:
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
         return self.output(last_hidden_state=inputs_embeds)
 
 

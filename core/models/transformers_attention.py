@@ -71,7 +71,7 @@ class AttentionCall:
 class Recorder:
     """Collects the calls of attention functions, by the module that makes them."""
 
-    mask: Tensor
+    mask: Tensor | None
     calls: dict[nn.Module, AttentionCall] = field(default_factory=dict)
 
     def attach(self, model: nn.Module) -> None:

@@ -67,8 +67,12 @@ class Replacer:
     kept_whole: Mapping[str, str]
     quant_config: QuantizationConfig | None
     prefix: str
+    untouched: dict[nn.Module, str] = field(init=False)
     cuts: list[Cut] = field(default_factory=list)
     left: list[LeftAlone] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.untouched = read_by_parents(self.model)
 
     def style(self, path: str) -> str | None:
         """Return the style that the plan has for a module or a parameter."""
@@ -83,9 +87,8 @@ class Replacer:
 
     def linears(self) -> None:
         """Replace every ``nn.Linear``; report those that the plan cuts and that stay whole."""
-        untouched = read_by_parents(self.model)
         for path, module in list(self.model.named_modules()):
-            if type(module) is nn.Linear and module not in untouched:
+            if type(module) is nn.Linear and module not in self.untouched:
                 self.put(path, module, self._linear(path, module))
         for pattern, style in self.plan.items():
             if style not in STYLES and style not in WHOLE and not style.startswith("embedding"):
@@ -117,21 +120,25 @@ class Replacer:
         styles = {self.style(joined(parent, name)) for name in names} - {None, *STYLES, *WHOLE}
         return f"the plan has {', '.join(map(repr, styles))} beside it" if styles else None
 
-    def embeddings(self, embedding: nn.Module | None, head: nn.Module | None) -> None:
+    def embeddings(self, embedding: Any, head: Any) -> None:
         """Replace the embedding of the ids, and the output layer where it stands right below the model."""
         tied = head is not None and embedding is not None and head.weight is embedding.weight
         paths = {module: path for path, module in self.model.named_modules()}
+        plain = type(embedding) is nn.Embedding
+        outer = type(head) is nn.Linear and "." not in paths[head]
+        if tied and not (plain and outer):
+            reason = "embedding and output layer share a weight, and one of them is of another kind: whole"
+            self.untouched[head] = self.untouched[embedding] = reason
+        for module in filter(None, (embedding, head)):
+            if module in self.untouched:
+                self.left.append(LeftAlone(paths[module], type(module).__name__, self.untouched[module]))
         replaced = None
-        if type(embedding) is nn.Embedding and embedding in paths:
+        if plain and embedding not in self.untouched:
             replaced = self._vocabulary(VocabParallelEmbedding, paths[embedding], embedding.weight)
             self.put(paths[embedding], embedding, replaced)
-        elif embedding is not None:
-            source = type(embedding).__name__
-            self.left.append(LeftAlone(paths.get(embedding, ""), source, "it does more than look up rows: whole"))
-        if type(head) is not nn.Linear or "." in paths[head] or (tied and replaced is None):
-            return
-        made: Any = self._vocabulary(ParallelLMHead, paths[head], head.weight, bias=head.bias is not None)
-        self.put(paths[head], head, made.tie_weights(replaced) if tied else made)
+        if outer and head not in self.untouched:
+            made: Any = self._vocabulary(ParallelLMHead, paths[head], head.weight, bias=head.bias is not None)
+            self.put(paths[head], head, made.tie_weights(replaced) if tied else made)
 
     def _vocabulary(self, cls: type[nn.Module], path: str, weight: Tensor, **options: Any) -> nn.Module:
         return cls(
