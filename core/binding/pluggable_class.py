@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 from opgraft.binding.declaring import Replaceable
 from opgraft.binding.specialisation import check_names, kin_of, op_name_of
-from opgraft.decision import Decision
 from opgraft.errors import RegistrationError
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.host import check_loaded_with, load_plugins
@@ -91,8 +90,3 @@ def _decide(cls: type) -> ReplacementChoice:
     check_loaded_with(settings, state)
     own = discover().provider_of(cls.__module__)
     return choose_replacement(cls, name, own, active, platform, settings, kin_of(cls, active))
-
-
-def decision_for(cls: type) -> Decision:
-    """Explain which class constructing ``cls`` yields here and now."""
-    return choose_class(cls).decision

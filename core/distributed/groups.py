@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 from opgraft.distributed.communicator import Communicator
 from opgraft.distributed.layout import KINDS, ParallelLayout
+from opgraft.errors import DistributedError
 from opgraft.state import host_state
 from torch import Tensor
 
 
 @dataclass(frozen=True)
 class ParallelGroup:
-    """A group of ranks, as one of them sees it.
+    """A group of ranks, as one of them sees it. Its collectives refuse, over several ranks, to pass on gradients.
 
     Attributes:
         kind: one of ``KINDS``.
@@ -52,6 +53,7 @@ class ParallelGroup:
         """Sum ``x`` over the ranks; ``x`` itself where there is one rank."""
         if self.communicator is None:
             return x
+        _refuse_gradient("all_reduce", x)
         if torch.compiler.is_compiling():
             summed: Tensor = torch.ops.opgraft.all_reduce(x, self.kind)
             return summed
@@ -61,6 +63,7 @@ class ParallelGroup:
         """Put the ``x`` of all ranks one after another along ``dim``."""
         if self.communicator is None:
             return x
+        _refuse_gradient("all_gather", x)
         if torch.compiler.is_compiling():
             gathered: Tensor = torch.ops.opgraft.all_gather(x, dim, self.world_size, self.kind)
             return gathered
@@ -70,6 +73,7 @@ class ParallelGroup:
         """Sum ``x`` over the ranks and keep this rank's part along ``dim``, which they divide."""
         if self.communicator is None:
             return x
+        _refuse_gradient("reduce_scatter", x)
         if torch.compiler.is_compiling():
             part: Tensor = torch.ops.opgraft.reduce_scatter(x, dim, self.world_size, self.kind)
             return part
@@ -77,11 +81,25 @@ class ParallelGroup:
 
     def gather(self, x: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
         """Put the ``x`` of all ranks one after another along ``dim`` on rank ``dst`` of the group; else ``None``."""
-        return x if self.communicator is None else self.communicator.gather(x, dst, dim)
+        if self.communicator is None:
+            return x
+        _refuse_gradient("gather", x)
+        return self.communicator.gather(x, dst, dim)
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         """Return the ``x`` of rank ``src`` of the group."""
-        return x if self.communicator is None else self.communicator.broadcast(x, src)
+        if self.communicator is None:
+            return x
+        _refuse_gradient("broadcast", x)
+        return self.communicator.broadcast(x, src)
+
+
+def _refuse_gradient(name: str, x: Tensor) -> None:
+    if x.requires_grad and torch.is_grad_enabled():
+        raise DistributedError(
+            f"{name} was given a tensor that requires a gradient, which would stop at the ranks' border: layers over "
+            "several ranks are for inference. Call the model under torch.inference_mode() or torch.no_grad()"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
-"""Models that are written against the layers, and their loading from checkpoints."""
+"""Models that are written against the layers, and checkpoints: checked, read in pieces, and loaded into them."""
 
+from opgraft.models.build import load_model
 from opgraft.models.config import load_tokenizer, read_config
 from opgraft.models.encoder import BertModel, RobertaModel, XLMRobertaModel
 from opgraft.models.families import (
@@ -15,8 +16,7 @@ from opgraft.models.families import (
     Qwen3ForCausalLM,
 )
 from opgraft.models.files import Weights, find_checkpoint, open_weights
-from opgraft.models.lazy import LazyTensor, WeightSource
-from opgraft.models.load import Loaded, default_weight_loader, load_weights
+from opgraft.models.load import Loaded, load_weights
 from opgraft.models.model import Model, model_class, model_classes
 from opgraft.models.names import WeightsMapper
 from opgraft.models.through_transformers import TransformersForCausalLM, TransformersModel
@@ -38,15 +38,14 @@ __all__ = [
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "RobertaModel",
-    "WeightSource",
     "TransformersForCausalLM",
     "TransformersModel",
     "TransformersReport",
     "Weights",
     "WeightsMapper",
     "XLMRobertaModel",
-    "default_weight_loader",
     "find_checkpoint",
+    "load_model",
     "load_tokenizer",
     "load_weights",
     "model_class",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +15,7 @@ from opgraft.distributed import (
 from opgraft.models.decoder_config import DecoderShape, Family
 from opgraft.models.description import architecture_config, joined, quantization_config
 from opgraft.models.model import Model
+from opgraft.models.names import ShardId
 from opgraft.ops.activation import GeluAndMul, SiluAndMul
 from opgraft.ops.attention import Attention
 from opgraft.ops.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
@@ -24,9 +25,9 @@ from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.rotary import get_rope
 from torch import Tensor, nn
 
-PACKED_MODULES: Mapping[str, Sequence[str]] = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
+PACKED_MODULES: Mapping[str, Mapping[str, ShardId]] = {
+    "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
+    "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
 }
 """Layers of a decoder, to those of a checkpoint that they hold one after another."""
 
@@ -102,7 +103,7 @@ class DecoderAttention(nn.Module):
 
     def _normalised(self, norm: nn.Module, x: Tensor) -> Tensor:
         if self.qk_norm == "head":
-            heads: Tensor = norm(x.unflatten(-1, (-1, self.head_size)))
+            heads: Tensor = norm(x.reshape(*x.shape[:-1], -1, self.head_size))
             return heads.flatten(-2)
         size = get_tensor_model_parallel_world_size()
         if size == 1:
@@ -250,7 +251,7 @@ class DecoderForCausalLM(Model):
     """
 
     family: ClassVar[Family] = Family()
-    packed_modules_mapping: ClassVar[Mapping[str, Sequence[str]]] = PACKED_MODULES
+    packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = PACKED_MODULES
 
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
         super().__init__(opgraft_config=opgraft_config, prefix=prefix)
@@ -259,11 +260,10 @@ class DecoderForCausalLM(Model):
         shape = DecoderShape.of(config, self.family, opgraft_config.model.max_model_len)
         self.config = config
         self.model = DecoderModel(shape, self.family, quant_config, joined(prefix, "model"))
-        self.lm_head = ParallelLMHead(
+        head = ParallelLMHead(
             shape.vocab_size, shape.hidden_size, quant_config=quant_config, prefix=joined(prefix, "lm_head")
         )
-        if shape.tied:
-            self.lm_head = self.lm_head.tie_weights(self.model.embed_tokens)
+        self.lm_head = head.tie_weights(self.model.embed_tokens) if shape.tied else head
         self.logits_processor = LogitsProcessor(
             shape.vocab_size, scale=shape.logits_scale, soft_cap=shape.logits_soft_cap
         )
@@ -280,4 +280,3 @@ class DecoderForCausalLM(Model):
         """Return logits ``[rows, vocab_size]`` of hidden states; ``None`` on ranks that do not gather them."""
         logits: Tensor | None = self.logits_processor(self.lm_head, hidden_states)
         return logits
-

@@ -22,19 +22,27 @@ def architecture_config(opgraft_config: OpgraftConfig) -> Any:
     model = opgraft_config.model
     if model.name is None:
         raise ModelError("a model is constructed and model.name, which checkpoint has its config, is not set")
-    config = read_config(open_weights(model.name))
-    if model.part is None:
+    return part(read_config(open_weights(model.name)), model.part)
+
+
+def part(config: Any, name: str | None) -> Any:
+    """Return the part of a config that has that name, or the whole for ``None``.
+
+    Raises:
+        ModelError: it has no such part.
+    """
+    if name is None:
         return config
-    part = getattr(config, model.part, None)
-    if not hasattr(part, "to_dict"):
-        parts = [name for name, value in vars(config).items() if hasattr(value, "to_dict")]
-        raise ModelError(f"the config of {model.name} has no part {model.part!r}: {close_matches(model.part, parts)}")
-    return part
+    found = getattr(config, name, None)
+    if not hasattr(found, "to_dict"):
+        parts = [known for known, value in vars(config).items() if hasattr(value, "to_dict")]
+        raise ModelError(f"{type(config).__name__} has no part {name!r}: {close_matches(name, parts)}")
+    return found
 
 
-def part_of(opgraft_config: OpgraftConfig, part: str) -> OpgraftConfig:
+def part_of(opgraft_config: OpgraftConfig, name: str) -> OpgraftConfig:
     """Return the configuration of a part of the model, such as ``"text_config"``, to construct it with."""
-    return dataclasses.replace(opgraft_config, model=dataclasses.replace(opgraft_config.model, part=part))
+    return dataclasses.replace(opgraft_config, model=dataclasses.replace(opgraft_config.model, part=name))
 
 
 def quantization_config(opgraft_config: OpgraftConfig, model: Any) -> QuantizationConfig | None:

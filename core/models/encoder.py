@@ -11,6 +11,7 @@ from opgraft.config import OpgraftConfig
 from opgraft.errors import ModelError, close_matches
 from opgraft.models.description import architecture_config, joined, quantization_config
 from opgraft.models.model import Model
+from opgraft.models.names import ShardId
 from opgraft.ops.activation import GELUTanh
 from opgraft.ops.attention import MMEncoderAttention, current_batch
 from opgraft.ops.embedding import VocabParallelEmbedding
@@ -32,9 +33,7 @@ ACTIVATIONS: Mapping[str, type[nn.Module]] = {
 class EncoderEmbeddings(nn.Module):
     """The sum of the embeddings of words, positions and token types, normalised."""
 
-    def __init__(
-        self, config: Any, first_position: int, quant_config: QuantizationConfig | None, prefix: str
-    ) -> None:
+    def __init__(self, config: Any, first_position: int, quant_config: QuantizationConfig | None, prefix: str) -> None:
         super().__init__()
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.word_embeddings"
@@ -79,9 +78,7 @@ class EncoderSelfAttention(nn.Module):
 class EncoderOutput(nn.Module):
     """A projection, added to the residual and normalised."""
 
-    def __init__(
-        self, config: Any, input_size: int, quant_config: QuantizationConfig | None, prefix: str
-    ) -> None:
+    def __init__(self, config: Any, input_size: int, quant_config: QuantizationConfig | None, prefix: str) -> None:
         super().__init__()
         self.dense = RowParallelLinear(
             input_size, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.dense", return_bias=False
@@ -170,7 +167,9 @@ class BertModel(Model):
         prefix: the path of this model in a larger one.
     """
 
-    packed_modules_mapping: ClassVar[Mapping[str, Sequence[str]]] = {"qkv": ("query", "key", "value")}
+    packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = {
+        "qkv": {"query": "q", "key": "k", "value": "v"}
+    }
     ignored_weights: ClassVar[Sequence[str]] = ("pooler.*", "embeddings.position_ids")
     """Patterns of tensors that checkpoints have and this model does not read."""
 

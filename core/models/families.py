@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.models.decoder import DecoderForCausalLM
 from opgraft.models.decoder_config import Family
 
-_SANDWICH = {
-    "after_attention": "post_attention_layernorm",
-    "before_mlp": "pre_feedforward_layernorm",
-    "after_mlp": "post_feedforward_layernorm",
-}
-"""Norms before and after both parts of a layer, as Gemma 2 has them."""
+_GEMMA2 = Family(
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+    gemma_norm=True,
+    scaled_embedding=True,
+)
 
 
 @PluggableClass.register("LlamaForCausalLM")
@@ -54,14 +57,14 @@ class GemmaForCausalLM(DecoderForCausalLM):
 class Gemma2ForCausalLM(DecoderForCausalLM):
     """Gemma 2 (arXiv:2408.00118): norms before and after each part, capped scores and logits, windows in turn."""
 
-    family = Family(gemma_norm=True, scaled_embedding=True, **_SANDWICH)
+    family = _GEMMA2
 
 
 @PluggableClass.register("Gemma3ForCausalLM")
 class Gemma3ForCausalLM(DecoderForCausalLM):
     """Gemma 3 (arXiv:2503.19786): as Gemma 2, with norms of query and key and a rope per kind of layer, uncapped."""
 
-    family = Family(gemma_norm=True, scaled_embedding=True, qk_norm="head", **_SANDWICH)
+    family = dataclasses.replace(_GEMMA2, qk_norm="head")
 
 
 @PluggableClass.register("GraniteForCausalLM")

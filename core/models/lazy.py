@@ -5,41 +5,18 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
 CHUNK_BYTES = 1 << 22
 """The most that is read at a time where a tensor is copied; what a chunk takes comes on top of the weights."""
 
-MAPPED_BYTES = 1 << 25
+MAPPED_BYTES = 1 << 23
 """A file is mapped anew after so many bytes: pages that were read count as memory of the process until then."""
 
 Bounds = tuple[range, ...]
 """The part of a tensor that is meant: a range of indices per dimension."""
-
-
-@runtime_checkable
-class WeightSource(Protocol):
-    """The interface by which weight loaders take a tensor; a ``torch.Tensor`` has it too.
-
-    ``narrow`` gives a part and reads nothing, an index reads, and ``parameter.copy_(source)`` fills a parameter,
-    converting to its dtype, without ever holding the whole source.
-    """
-
-    @property
-    def shape(self) -> torch.Size:
-        """Return the sizes."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype that reading gives."""
-
-    def narrow(self, dim: int, start: int, length: int, /) -> Any:
-        """Return the part ``[start, start + length)`` of one dimension."""
-
-    def __getitem__(self, index: Any, /) -> torch.Tensor:
-        """Read a part."""
 
 
 class StoredTensor(ABC):
@@ -70,7 +47,7 @@ class StoredTensor(ABC):
 
 
 class LazyTensor:
-    """A tensor in a file, or a part of one, as a ``WeightSource``.
+    """A tensor in a file, or a part of one, as a ``LoadedTensor``.
 
     Functions of torch accept it and read it; ``Tensor.copy_`` reads it in chunks.
     """

@@ -8,24 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
 
 import torch
 from opgraft.errors import CheckpointError, OpgraftError
-from opgraft.models.lazy import WeightSource
 from opgraft.models.names import IGNORED, Target, Targets, WeightsMapper, is_ignored
+from opgraft.ops.weights import LoadedTensor, PostLoadHook, default_weight_loader
 from opgraft.text import described
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import nn
-
-
-@runtime_checkable
-class ProcessesWeights(Protocol):
-    """A module that changes its weights once they are loaded: packs, quantizes or transposes them."""
-
-    def process_weights_after_loading(self) -> None:
-        """Change the weights. It is called when all tensors at and below the module are filled."""
 
 
 @dataclass(frozen=True)
@@ -43,22 +34,10 @@ class Loaded:
     seconds: float
 
 
-def default_weight_loader(parameter: torch.Tensor, loaded: WeightSource) -> None:
-    """Fill a parameter with a tensor of its shape, converting to its dtype.
-
-    Raises:
-        CheckpointError: the shapes differ.
-    """
-    if parameter.shape != loaded.shape:
-        raise CheckpointError(f"its shape is {list(loaded.shape)}, and the model has {list(parameter.shape)}")
-    copy: Any = parameter.data.copy_
-    copy(loaded)
-
-
 @torch.no_grad()
 def load_weights(
     model: nn.Module,
-    weights: Mapping[str, WeightSource],
+    weights: Mapping[str, LoadedTensor],
     *,
     mapper: WeightsMapper | None = None,
     ignored: Sequence[str] = (),
@@ -68,7 +47,7 @@ def load_weights(
 
     The model's ``packed_modules_mapping`` (see ``HasPackedModules``) tells which layers of the checkpoint it keeps as
     one. A parameter with a ``weight_loader(parameter, loaded[, shard_id])`` takes its tensor by that; ``loaded`` is a
-    ``WeightSource``, of which it reads the part that it keeps.
+    ``LoadedTensor``, of which it reads the part that it keeps.
 
     Args:
         model: constructed, on its device, with its dtypes.
@@ -105,11 +84,11 @@ def load_weights(
     return Loaded(len(plan), tuple(left), time.perf_counter() - start)
 
 
-_Plan = list[tuple[Target, WeightSource]]
+_Plan = list[tuple[Target, LoadedTensor]]
 
 
 def _plan(
-    targets: Targets, weights: Mapping[str, WeightSource], mapper: WeightsMapper, ignored: Sequence[str]
+    targets: Targets, weights: Mapping[str, LoadedTensor], mapper: WeightsMapper, ignored: Sequence[str]
 ) -> tuple[_Plan, list[str], list[str]]:
     """Return which target takes which tensor, in the model's order, and the names ignored and without a place."""
     plan: _Plan = []
@@ -134,7 +113,7 @@ def _near(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
     return f" (near: {near[0]!r:.200})" if near else ""
 
 
-def _misfit(target: Target, loaded: WeightSource) -> str:
+def _misfit(target: Target, loaded: LoadedTensor) -> str:
     """Return words for a tensor of another shape, where no loader of the parameter has a say."""
     if _loader_of(target) is not None or target.tensor.shape == loaded.shape:
         return ""
@@ -146,7 +125,7 @@ def _loader_of(target: Target) -> Callable[..., None] | None:
     return loader
 
 
-def _fill(target: Target, loaded: WeightSource) -> list[str]:
+def _fill(target: Target, loaded: LoadedTensor) -> list[str]:
     """Hand a tensor to its loader; return what is wrong with it."""
     loader = _loader_of(target) or default_weight_loader
     try:
@@ -162,7 +141,7 @@ class _Hooks:
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         self._waiting = {
-            path: module for path, module in reversed([*model.named_modules()]) if isinstance(module, ProcessesWeights)
+            path: module for path, module in reversed([*model.named_modules()]) if isinstance(module, PostLoadHook)
         }
         self._unfilled = Counter(path for name in names for path in _above(name))
 

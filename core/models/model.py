@@ -4,43 +4,37 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
 from opgraft.errors import ModelError, close_matches
+from opgraft.models.names import ShardId
 from opgraft.plugins.host import load_plugins
 from opgraft.state import host_state
-from torch import Tensor, nn
+from torch import nn
 
 
 class Model(PluggableClass, nn.Module):
     """A model that is made for one config: a shard of it on each rank, quantized as it is made.
 
-    A class serves the architecture that it is registered for, ``@PluggableClass.register("LlamaForCausalLM")``; a plugin
-    adds architectures so, and replaces one by ``register_oot``. Its parameters have the names that checkpoints use,
-    save for layers that hold several one after another, of which ``packed_modules_mapping`` tells.
+    A class serves the architecture that it is registered for by ``@PluggableClass.register("LlamaForCausalLM")``. A
+    plugin adds architectures so, and replaces one by ``register_oot``. Parameters have the names that checkpoints use;
+    layers that hold several one after another stand in ``packed_modules_mapping``.
 
     Args:
         opgraft_config: its ``model`` section names the architecture's config, or the checkpoint that has one.
         prefix: the path of this model in a larger one, as checkpoints of that one have it.
     """
 
-    packed_modules_mapping: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Last name of a merged layer → last names of the layers of a checkpoint that it holds, in order."""
+    packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = {}
+    """Last name of a merged layer → those of the layers of a checkpoint that it holds, each with its shard's id."""
     ignored_weights: ClassVar[Sequence[str]] = ()
     """Patterns of tensors that checkpoints have and this model does not read."""
 
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
         nn.Module.__init__(self)
         self.opgraft_config = opgraft_config
-
-    def forward(self, input_ids: Tensor | None, positions: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return hidden states ``[tokens, hidden_size]`` of ids and positions ``[tokens]``.
-
-        The tokens are those of the current ``AttentionBatch``, or of one sequence where there is none.
-        """
-        raise NotImplementedError
 
 
 def model_classes() -> dict[str, type[Model]]:
@@ -75,8 +69,8 @@ def model_class(architectures: Iterable[str], implementation: str = "auto") -> t
     if implementation == "opgraft":
         further = "any architecture of transformers runs with --model.implementation transformers"
     raise ModelError(
-        f"no model is registered for the architecture {', '.join(wanted)}: {near} A plugin adds one by "
-        f"@PluggableClass.register; {further}"
+        f"no model is registered for the architecture {', '.join(wanted) or '(none is named)'}: {near} A plugin adds "
+        f"one by @PluggableClass.register; {further}"
     )
 
 

@@ -15,6 +15,7 @@ from opgraft.ops import (
     layernorm,
     linear,
     quantization,
+    quantized_linear,
     rotary,
     routing,
 )
@@ -26,6 +27,7 @@ from opgraft.ops.embedding import *
 from opgraft.ops.layernorm import *
 from opgraft.ops.linear import *
 from opgraft.ops.quantization import *
+from opgraft.ops.quantized_linear import *
 from opgraft.ops.rotary import *
 from opgraft.ops.routing import *
 
@@ -37,6 +39,7 @@ __all__ += embedding.__all__
 __all__ += layernorm.__all__
 __all__ += linear.__all__
 __all__ += quantization.__all__
+__all__ += quantized_linear.__all__
 __all__ += rotary.__all__
 __all__ += routing.__all__
 __all__ += composites.__all__

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 class LoadedTensor(Protocol):
     """A tensor of a checkpoint that may not have been read yet; every ``torch.Tensor`` is one.
 
-    Only what ``[index]`` asks for is read: slices, one per dimension, or ``...`` for everything.
+    ``narrow`` reads nothing, an index reads the part that it asks for, and ``parameter.copy_(loaded)`` fills a
+    parameter, converting to its dtype, without ever holding the whole.
     """
 
     @property
@@ -23,10 +24,13 @@ class LoadedTensor(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype as it is stored."""
+        """The dtype that reading gives."""
+
+    def narrow(self, dim: int, start: int, length: int, /) -> Any:
+        """Return the part ``[start, start + length)`` of one dimension."""
 
     def __getitem__(self, index: Any, /) -> Tensor:
-        """Read a part."""
+        """Read a part: slices, one per dimension, or ``...`` for everything."""
 
 
 @runtime_checkable
@@ -56,15 +60,6 @@ def set_weight_attrs(weight: Tensor, attributes: Mapping[str, Any] | None) -> No
         setattr(weight, name, value)
 
 
-def narrowed(loaded: LoadedTensor, dim: int, start: int, size: int) -> LoadedTensor:
-    """Read ``size`` entries of a dimension, from ``start`` on."""
-    if start == 0 and size == loaded.shape[dim]:
-        return loaded
-    index = [slice(None)] * len(loaded.shape)
-    index[dim] = slice(start, start + size)
-    return loaded[tuple(index)]
-
-
 def copy_weight(target: Tensor, loaded: LoadedTensor, what: str) -> None:
     """Read a weight and copy it to a parameter, or to a part of one.
 
@@ -77,8 +72,9 @@ def copy_weight(target: Tensor, loaded: LoadedTensor, what: str) -> None:
             f"{what}: the weight that is loaded has shape {tuple(loaded.shape)}, expected {tuple(target.shape)}: the "
             "model's config and its checkpoint do not belong together"
         )
+    source: Any = loaded[...].reshape(target.shape) if one else loaded
     with torch.no_grad():
-        target.copy_(loaded[...].reshape(target.shape))
+        target.copy_(source)
 
 
 def _count(shape: Any) -> int:

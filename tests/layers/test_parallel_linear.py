@@ -9,6 +9,7 @@ import pytest
 import torch
 from opgraft import ops
 from opgraft.errors import LayerError, WeightError
+from opgraft.models.lazy import Bounds, LazyTensor, StoredTensor
 from opgraft.ops.weights import LoadedTensor, process_weights_after_loading
 from ranks import Ranks
 from torch import nn
@@ -27,24 +28,17 @@ def four() -> Iterator[Ranks]:
         yield ranks
 
 
-class Lazy:
-    """A tensor that is read in parts, and counts what is read."""
+class Counted(StoredTensor):
+    """A stored tensor that counts what is read of it."""
 
     def __init__(self, whole: torch.Tensor) -> None:
+        super().__init__(whole.shape, whole.dtype)
         self.whole = whole
-        self.read = 0
+        self.elements = 0
 
-    @property
-    def shape(self) -> torch.Size:
-        return self.whole.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.whole.dtype
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        part = self.whole[index].clone()
-        self.read += part.numel()
+    def read(self, bounds: Bounds) -> torch.Tensor:
+        part = self.whole[tuple(slice(one.start, one.stop) for one in bounds)].clone()
+        self.elements += part.numel()
         return part
 
 
@@ -56,9 +50,9 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 def load(layer: nn.Module, name: str, whole: torch.Tensor, *shard: Any) -> int:
     """Load a weight as a loader does; return how many elements were read."""
     param: Any = layer.get_parameter(name)
-    lazy = Lazy(whole)
-    param.weight_loader(param, lazy, *shard)
-    return lazy.read
+    stored = Counted(whole)
+    param.weight_loader(param, LazyTensor(stored), *shard)
+    return stored.elements
 
 
 X, W, B = drawn(5, 12), drawn(8, 12), drawn(8)
@@ -220,7 +214,7 @@ def test_alone() -> None:
 def test_every_tensor_can_be_loaded() -> None:
     """A tensor is a loaded tensor, and so is anything with a shape, a dtype and parts."""
     assert isinstance(W, LoadedTensor)
-    assert isinstance(Lazy(W), LoadedTensor)
+    assert isinstance(LazyTensor(Counted(W)), LoadedTensor)
 
 
 def refusals() -> list[str]:

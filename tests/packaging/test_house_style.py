@@ -50,8 +50,8 @@ LAYERS = [
     "opgraft.torch_library",
     # Models.
     "opgraft.bucketing",
-    "opgraft.models",
     "opgraft.grafting",
+    "opgraft.quantization",
     "opgraft.models",
     "opgraft.pooling",
     "opgraft.checkpoint",

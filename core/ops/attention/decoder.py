@@ -7,6 +7,7 @@ from opgraft.binding.custom_op import CustomOp, PluggableLayer
 from opgraft.ops.attention.batch import AttentionBatch, current_batch
 from opgraft.ops.attention.functional import expect_kv_heads
 from opgraft.ops.attention.modules import ScaledDotProductAttention
+from opgraft.ops.prefixes import claim_prefix
 from torch import Tensor, nn
 
 
@@ -63,6 +64,7 @@ class Attention(PluggableLayer):
         self.logits_soft_cap = logits_soft_cap
         self.sinks = sinks
         self.prefix = self.layer_name = prefix
+        claim_prefix(prefix, self)
         self.attend = ScaledDotProductAttention()
 
     def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
@@ -142,7 +144,7 @@ class Attention(PluggableLayer):
     def _softmax(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Attend step by step, as the capped scores and the sinks need, in float32."""
         groups = (self.num_kv_heads, self.num_heads // self.num_kv_heads)
-        scores = query.unflatten(0, groups).float() @ key.unsqueeze(1).float().mT * self.scale
+        scores = query.reshape(*groups, *query.shape[1:]).float() @ key.unsqueeze(1).float().mT * self.scale
         if self.logits_soft_cap is not None:
             scores = self.logits_soft_cap * torch.tanh(scores / self.logits_soft_cap)
         if mask is not None:

@@ -14,8 +14,11 @@ from opgraft.distributed import (
 from opgraft.errors import LayerError, QuantizationError, WeightError
 from opgraft.ops.embedding.ranges import DEFAULT_VOCAB_PADDING_SIZE, Vocabulary, get_masked_input_and_mask
 from opgraft.ops.linear.methods import QuantizeMethodBase, UnquantizedEmbeddingMethod
+from opgraft.ops.linear.packable import PackableLayer
+from opgraft.ops.linear.packed_only import PackedWeight
 from opgraft.ops.linear.quantization_config import QuantizationConfig
-from opgraft.ops.weights import LoadedTensor, copy_weight, narrowed, set_weight_attrs
+from opgraft.ops.prefixes import claim_prefix
+from opgraft.ops.weights import LoadedTensor, copy_weight, set_weight_attrs
 from torch import Tensor, nn
 
 
@@ -47,6 +50,7 @@ class VocabParallelEmbedding(PluggableLayer):
 
     looks_up: ClassVar[bool] = True
     """The layer is called with ids, for which its weight method needs ``embedding``."""
+    _packed: PackedWeight | None = None
     bias: nn.Parameter | None
     quant_method: QuantizeMethodBase
 
@@ -68,6 +72,7 @@ class VocabParallelEmbedding(PluggableLayer):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.org_vocab_size = num_embeddings if org_num_embeddings is None else org_num_embeddings
         self.padding_size, self.prefix = padding_size, prefix
+        claim_prefix(prefix, self)
         self.params_dtype = params_dtype or torch.get_default_dtype()
         self.vocabulary = Vocabulary(num_embeddings, self.org_vocab_size, padding_size, self.tp_size, prefix)
         self.num_added_embeddings = num_embeddings - self.org_vocab_size
@@ -127,7 +132,7 @@ class VocabParallelEmbedding(PluggableLayer):
             )
         shard = self.shard_indices
         size = shard.num_org_elements // unit
-        part = narrowed(loaded_weight, dim, shard.org_vocab_start_index // unit, size)
+        part = loaded_weight.narrow(dim, shard.org_vocab_start_index // unit, size)
         copy_weight(param.data.narrow(dim, 0, size), part, self.name)
         param.data.narrow(dim, size, param.shape[dim] - size).zero_()
 
@@ -156,7 +161,7 @@ class VocabParallelEmbedding(PluggableLayer):
 
 
 @CustomOp.register("parallel_lm_head")
-class ParallelLMHead(VocabParallelEmbedding):
+class ParallelLMHead(PackableLayer, VocabParallelEmbedding):
     """The output layer, a weight of which each rank has a part of the vocabulary, for ``LogitsProcessor``.
 
     Args:
@@ -172,6 +177,8 @@ class ParallelLMHead(VocabParallelEmbedding):
     """
 
     looks_up: ClassVar[bool] = False
+    tied = False
+    """An embedding has the weight, too."""
 
     def __init__(
         self,
@@ -206,7 +213,9 @@ class ParallelLMHead(VocabParallelEmbedding):
         """Share the weight of the embedding; return the layer that has it, to be used in place of this one."""
         if not isinstance(embed_tokens.quant_method, UnquantizedEmbeddingMethod):
             return embed_tokens
-        self.weight = embed_tokens.weight
+        self.release_weights()
+        self.register_parameter("weight", embed_tokens.get_parameter("weight"))
+        self.tied = True
         return self
 
     def forward(self, input_: Tensor) -> Tensor:

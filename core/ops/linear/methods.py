@@ -7,8 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from opgraft.binding.functional import binding_of
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.ops.linear import functional as forms
+from opgraft.ops.linear import packed as packed_linear
+from opgraft.ops.linear import packed_only
+from opgraft.ops.linear.packable import PackableLayer, obstacle
 from opgraft.ops.weights import set_weight_attrs
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -68,8 +72,9 @@ class LinearMethodBase(QuantizeMethodBase):
         """Map ``[..., input_size_per_partition]`` to ``[..., output_size_per_partition]``."""
 
 
+@PluggableClass.register("unquantized_linear_method")
 class UnquantizedLinearMethod(LinearMethodBase):
-    """The weight is a parameter ``[out_features, in_features]``."""
+    """The weight is a parameter ``[out_features, in_features]``, or packed; of a ``Linear`` or a ``PackableLayer``."""
 
     def create_weights(
         self,
@@ -95,17 +100,23 @@ class UnquantizedLinearMethod(LinearMethodBase):
         residual: Tensor | None = None,
         kernel: Kernel = forms.linear,
     ) -> Tensor:
-        """Map ``x``, with what follows the map; by ``kernel``, where that suits the weight as it is."""
-        return kernel(x, layer.weight, bias, activation, residual)
+        """Map ``x``, with what follows the map; by ``kernel``, unless the weight is packed."""
+        packed = layer._packed
+        if packed is None:
+            return kernel(x, layer.weight, bias, activation, residual)
+        return packed_only.linear(x, packed, bias, activation, residual)
 
-    def holds_weight(self, layer: nn.Module) -> bool:
+    def holds_weight(self, layer: Any) -> bool:
         """Say whether the weight is the layer's own, and is not computed for a call."""
-        return "weight" in layer._parameters
+        return layer._packed is not None or "weight" in layer._parameters
 
-    def release_weights(self, layer: Any) -> None:
-        """Make the weight an ordinary parameter again, whatever loading has made of it."""
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Hold the weight packed only, where that pays on this platform and nobody trains it."""
+        if _gains(layer):
+            layer.hold_packed()
 
 
+@PluggableClass.register("unquantized_embedding_method")
 class UnquantizedEmbeddingMethod(QuantizeMethodBase):
     """The weight is a parameter ``[num_embeddings, embedding_dim]``, a row for each id."""
 
@@ -125,10 +136,28 @@ class UnquantizedEmbeddingMethod(QuantizeMethodBase):
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Map hidden states to logits."""
-        return forms.linear(x, layer.weight, bias)
+        packed = layer._packed
+        if packed is None:
+            return forms.linear(x, layer.weight, bias)
+        return packed_only.linear(x, packed, bias, "none", None)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Hold the weight of an output layer packed only, where that pays here and no embedding has it too."""
+        if not layer.looks_up and not layer.tied and _gains(layer):
+            layer.hold_packed()
 
     def embedding(self, layer: Any, input_: Tensor) -> Tensor:
         return F.embedding(input_, layer.weight)
+
+
+def _gains(layer: Any) -> bool:
+    """Tell whether calls of a layer gain from a packed weight: where the form ``linear`` would run oneDNN, too."""
+    weight = layer._parameters.get("weight")
+    if weight is None or weight.requires_grad or not isinstance(layer, PackableLayer):
+        return False
+    if obstacle(weight) is not None or not packed_linear.pays_packed(weight) or packed_linear.missing() is not None:
+        return False
+    return binding_of(forms.linear).kernel.winner.functional("linear") is packed_linear.linear
 
 
 def create_plain_weight(

@@ -11,6 +11,7 @@ from opgraft.ops.checks import expect_choice
 from opgraft.ops.linear import functional as forms
 from opgraft.ops.linear import packed as packed_linear
 from opgraft.ops.linear.methods import UnquantizedLinearMethod
+from opgraft.ops.linear.packed_only import PackedWeight
 from torch import Tensor, nn
 
 
@@ -29,6 +30,7 @@ class Linear(CustomOp, nn.Linear):
     """
 
     quant_method: UnquantizedLinearMethod = object.__new__(UnquantizedLinearMethod)  # chosen here, not by plugins
+    _packed: PackedWeight | None = None
     functional_cpu: ClassVar = {"linear": packed_linear.linear}
 
     def __init__(
@@ -61,12 +63,10 @@ class Linear(CustomOp, nn.Linear):
         )
 
     def process_weights_after_loading(self) -> None:
-        """Bring the weight into the layout that the layer's weight method prefers."""
-        self.quant_method.process_weights_after_loading(self)
+        """Leave the weight as it is: ``pack`` and ``freeze`` say when something else may be made of it."""
 
     def release_weights(self) -> None:
-        """Make the weight an ordinary parameter again, whatever the weight method has made of it."""
-        self.quant_method.release_weights(self)
+        """Make the weight an ordinary parameter again, whatever the layer has made of it."""
 
     def extra_repr(self) -> str:
         activation = "" if self.activation == "none" else f", activation={self.activation!r}"

@@ -15,8 +15,10 @@ from opgraft.distributed import (
 )
 from opgraft.errors import LayerError
 from opgraft.ops.linear.methods import QuantizeMethodBase, UnquantizedLinearMethod
+from opgraft.ops.linear.packable import PackableLayer
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.linear.sharding import OutputShard, divide, expect_rows, load_columns, load_rows
+from opgraft.ops.prefixes import claim_prefix
 from opgraft.ops.weights import LoadedTensor, set_weight_attrs
 from opgraft.registry.signatures import called_with
 from torch import Tensor, nn
@@ -25,7 +27,7 @@ Output = Tensor | tuple[Tensor, nn.Parameter | None]
 """The result, and the bias where it was not added; without ``return_bias`` the result only."""
 
 
-class LinearBase(PluggableLayer):
+class LinearBase(PackableLayer, PluggableLayer):
     """Common ground of the parallel linear layers: sizes, and the weight method that holds and applies the weight.
 
     Attributes:
@@ -58,6 +60,7 @@ class LinearBase(PluggableLayer):
         self.params_dtype = params_dtype or torch.get_default_dtype()
         self.quant_config = quant_config
         self.prefix = prefix
+        claim_prefix(prefix, self)
         self.return_bias = return_bias
         self.disable_tp = disable_tp
         self.tp_rank = 0 if disable_tp else get_tensor_model_parallel_rank()
@@ -338,7 +341,8 @@ class RowParallelLinear(LinearBase):
         Raises:
             WeightError: it has another shape.
         """
-        load_columns(param, loaded_weight, self.tp_rank, self.tp_size, self.name)
+        columns = self.input_size_per_partition
+        load_columns(param, loaded_weight, columns, self.tp_rank, self.tp_size, self.name)
 
     def forward(self, input_: Tensor) -> Output:
         if self.tp_size > 1 and not self.input_is_parallel:

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.ops.linear.methods import QuantizeMethodBase
 from torch import nn
 
 
-class QuantizationConfig(ABC):
+class QuantizationConfig(PluggableClass, ABC):
     """A quantization of a model, which layers are constructed with.
 
     Attributes:

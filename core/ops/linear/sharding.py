@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from opgraft.errors import LayerError, WeightError
-from opgraft.ops.weights import LoadedTensor, copy_weight, narrowed
+from opgraft.ops.weights import LoadedTensor, copy_weight
 from torch import Tensor
 
 
@@ -53,7 +53,7 @@ def load_rows(param: Tensor, loaded: LoadedTensor, shard: OutputShard, what: str
     """Load this rank's rows of one layer; ``on_disk``: the first row of that layer in ``loaded``.
 
     Raises:
-        WeightError: the weight that is loaded has another shape.
+        WeightError: the weight that is loaded has another shape, or its blocks cross the border of the rank's rows.
     """
     dim: int | None = getattr(param, "output_dim", None)
     if dim is None:
@@ -65,8 +65,11 @@ def load_rows(param: Tensor, loaded: LoadedTensor, shard: OutputShard, what: str
         return
     unit = _unit(param, dim, "output_unit")
     size = _parts(shard.size, unit)
+    whole = shard.size == shard.total
+    if any(number % unit for number in (shard.offset, on_disk, shard.start, 0 if whole else shard.size)):
+        raise _crossing(what, f"rows {shard.start} to {shard.start + shard.size - 1} of a layer", unit)
     target = param.data.narrow(dim, shard.offset // unit, size)
-    copy_weight(target, narrowed(loaded, dim, (on_disk + shard.start) // unit, size), what)
+    copy_weight(target, loaded.narrow(dim, (on_disk + shard.start) // unit, size), what)
 
 
 def expect_rows(param: Tensor, loaded: LoadedTensor, rows: int, what: str) -> None:
@@ -82,22 +85,32 @@ def expect_rows(param: Tensor, loaded: LoadedTensor, rows: int, what: str) -> No
         )
 
 
-def load_columns(param: Tensor, loaded: LoadedTensor, rank: int, ranks: int, what: str) -> None:
-    """Load this rank's columns, those along the layer's input.
+def load_columns(param: Tensor, loaded: LoadedTensor, columns: int, rank: int, ranks: int, what: str) -> None:
+    """Load this rank's columns, those along the layer's input, of which each rank has so many.
 
     Raises:
-        WeightError: the weight that is loaded has another shape.
+        WeightError: the weight that is loaded has another shape, or its blocks cross the border of the rank's columns.
     """
     dim: int | None = getattr(param, "input_dim", None)
     if dim is not None and len(loaded.shape):
+        unit = _unit(param, dim, "input_unit")
+        if ranks > 1 and columns % unit:
+            raise _crossing(what, f"columns {rank * columns} to {(rank + 1) * columns - 1}", unit)
         size = param.shape[dim]
         if len(loaded.shape) != param.dim() or loaded.shape[dim] != size * ranks:
             raise WeightError(
                 f"{what}: the weight that is loaded has shape {tuple(loaded.shape)}, expected {size * ranks} in "
                 f"dimension {dim} of {param.dim()}: the model's config and its checkpoint do not belong together"
             )
-        loaded = narrowed(loaded, dim, rank * size, size)
+        loaded = loaded.narrow(dim, rank * size, size)
     copy_weight(param.data, loaded, what)
+
+
+def _crossing(what: str, part: str, unit: int) -> WeightError:
+    return WeightError(
+        f"{what}: this rank has {part}, but the checkpoint has one number for each {unit} of them, which the border of "
+        "the part cuts: choose a number of ranks of which each has whole blocks"
+    )
 
 
 def _unit(param: Tensor, dim: int, name: str) -> int:

@@ -1,0 +1,14 @@
+"""Quantizations of a model's linear layers, by name: made while a plain checkpoint is loaded, or read from one."""
+
+from opgraft.quantization.fp8 import Fp8Config
+from opgraft.quantization.integers import Int4Config, Int8Config, Int8DynamicConfig
+from opgraft.quantization.registry import quantization_named, quantizations
+
+__all__ = [
+    "Fp8Config",
+    "Int4Config",
+    "Int8Config",
+    "Int8DynamicConfig",
+    "quantization_named",
+    "quantizations",
+]
