@@ -28,7 +28,6 @@ __all__ = [
     "Gemma3ForCausalLM",
     "GemmaForCausalLM",
     "GraniteForCausalLM",
-    "LazyTensor",
     "LlamaForCausalLM",
     "Loaded",
     "MistralForCausalLM",

@@ -9,7 +9,7 @@ from typing import ClassVar
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
 from opgraft.errors import ModelError, close_matches
-from opgraft.models.names import ShardId
+from opgraft.models.names import ShardId, WeightsMapper
 from opgraft.plugins.host import load_plugins
 from opgraft.state import host_state
 from torch import nn
@@ -31,6 +31,8 @@ class Model(PluggableClass, nn.Module):
     """Last name of a merged layer → those of the layers of a checkpoint that it holds, each with its shard's id."""
     ignored_weights: ClassVar[Sequence[str]] = ()
     """Patterns of tensors that checkpoints have and this model does not read."""
+    weights_mapper: WeightsMapper = WeightsMapper()
+    """Changes of the names that checkpoints have to those of this model."""
 
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
         nn.Module.__init__(self)

@@ -108,7 +108,11 @@ def _takes_positions(model: nn.Module) -> bool:
 def _first_position(model: nn.Module) -> int:
     """Return the row of the position embeddings that the first token takes: behind the padding's, as in RoBERTa."""
     for path, module in model.named_modules():
-        if "position" in path.rpartition(".")[2] and isinstance(module, nn.Embedding) and module.padding_idx is not None:
+        if (
+            "position" in path.rpartition(".")[2]
+            and isinstance(module, nn.Embedding)
+            and module.padding_idx is not None
+        ):
             return module.padding_idx + 1
     return 0
 
@@ -143,7 +147,6 @@ class TransformersModel(Model):
         prefix: the path of this model in a larger one.
 
     Attributes:
-        weights_mapper: changes of the names that checkpoints have, for ``load_weights``.
         report: what became of the modules, and what stayed as it was and why.
 
     Raises:

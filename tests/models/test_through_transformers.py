@@ -14,7 +14,7 @@ import transformers
 from opgraft import OpgraftConfig
 from opgraft.config import ModelConfig
 from opgraft.errors import CheckpointError, ModelError
-from opgraft.models import TransformersForCausalLM, load_weights, model_class, open_weights, read_config
+from opgraft.models import TransformersForCausalLM, load_model, load_weights, model_class
 from opgraft.ops.attention import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
 from ranks import Ranks
@@ -44,7 +44,12 @@ DECODERS: dict[str, dict[str, Any]] = {
     "glm": {},
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
     "gpt_neox": {},
-    "gpt_oss": {**WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "gpt_oss": {
+        **WINDOWS,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "nemotron": {},
     "olmo": {},
@@ -79,11 +84,7 @@ def reference(kind: str, options: dict[str, Any], folder: Path, auto: Any = None
 
 def through(folder: Path) -> Any:
     """Construct the model of a checkpoint through transformers and load it."""
-    weights = open_weights(folder)
-    cls = model_class(read_config(weights).architectures, "transformers")
-    model: Any = cls(opgraft_config=OpgraftConfig(model=ModelConfig(name=str(folder))))
-    load_weights(model, weights.tensors, mapper=model.weights_mapper)
-    return model
+    return load_model(OpgraftConfig(model=ModelConfig(name=str(folder), implementation="transformers")))
 
 
 def tokens(seed: int) -> Tensor:
@@ -215,7 +216,10 @@ def test_the_report_and_explain_tell_what_runs(tmp_path: Path) -> None:
     assert "2 modules call our attention layers" in text
     assert "14     Linear          ReplicatedLinear" in text
     assert "StableLmRotaryEmbedding" in text
-    assert json.loads(json.dumps(model.report.to_dict()))["attention"] == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    assert json.loads(json.dumps(model.report.to_dict()))["attention"] == [
+        "model.layers.0.self_attn",
+        "model.layers.1.self_attn",
+    ]
     explained = str(opgraft.explain(model))
     assert "replicated_linear" in explained
     assert "attention" in explained
