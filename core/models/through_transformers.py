@@ -153,6 +153,9 @@ class TransformersModel(Model):
         ModelError: transformers has no such model, or it cannot be run so; heads do not divide by ranks.
     """
 
+    transformers_model: Any
+    """The model as transformers has it; not a child, since its weights would be listed twice."""
+
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
         super().__init__(opgraft_config=opgraft_config, prefix=prefix)
         config = copy.deepcopy(architecture_config(opgraft_config))
@@ -167,7 +170,7 @@ class TransformersModel(Model):
         # the same dictionaries: whoever exchanges a module or a weight here does so there
         for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[name] = vars(model)[name]
-        self.__dict__["transformers_model"] = model  # not a child: its weights would be listed twice
+        self.__dict__["transformers_model"] = model
         self.takes_positions = _takes_positions(self.stack)
         self.first_position = _first_position(self.stack)
 
@@ -193,6 +196,8 @@ class TransformersModel(Model):
         for path, make in layers.items():
             attach_layer(model.get_submodule(path), make())
         grafted = graft(model)
+        if not plan and get_tensor_model_parallel_world_size() > 1:
+            replacer.left.append(LeftAlone("", type(model).__name__, "its config has no plan: whole on every rank"))
         if found.uncached:
             replacer.left.append(LeftAlone("", type(model).__name__, f"it runs without a cache: {found.uncached}"))
         return TransformersReport(tuple(replacer.cuts), tuple(replacer.left), tuple(layers), grafted)
@@ -259,7 +264,7 @@ class _Logits(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        return self.head.weight
+        return self.head.get_parameter("weight")
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         logits: Tensor | None = self.processor(self.head, hidden_states)
@@ -271,6 +276,9 @@ class _Logits(nn.Module):
 @PluggableClass.register("TransformersForCausalLM")
 class TransformersForCausalLM(TransformersModel):
     """A decoder of transformers with its logits; see ``TransformersModel``."""
+
+    behind_stack: Any
+    """A view of it in which the stack gives back what it is given; not a child either."""
 
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
         super().__init__(opgraft_config=opgraft_config, prefix=prefix)

@@ -148,8 +148,8 @@ class _Registry(Mapping[str, Callable[..., Any]]):
         return len(self.registry)
 
 
-def _recorded(place: nn.Module, registry: Any) -> _Registry:
-    return _Registry(registry, place.recorder.record)  # type: ignore[operator,union-attr]  # of a _Place
+def _recorded(place: Any, registry: Any) -> _Registry:
+    return _Registry(registry, place.recorder.record)
 
 
 def _attended(layer: nn.Module, registry: Any) -> _Registry:

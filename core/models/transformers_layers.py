@@ -95,10 +95,10 @@ class Replacer:
                 self.left.append(LeftAlone(pattern, "plan", f"the style {style!r} is not served: whole on every rank"))
 
     def _linear(self, path: str, linear: nn.Linear) -> nn.Module:
-        style = self.style(path)
+        served = STYLES.get(self.style(path) or "")
         reason = self._whole_because(path.rpartition(".")[0])
-        cls, options = (ReplicatedLinear, {}) if reason or style not in STYLES else STYLES[style]
-        if reason and style in STYLES:
+        cls, options = (ReplicatedLinear, {}) if reason or served is None else served
+        if reason and served is not None:
             self.left.append(LeftAlone(path, type(linear).__name__, f"whole on every rank: {reason}"))
         return cls(
             linear.in_features,
