@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,11 +123,16 @@ def _uncached(model: Any, calls: Mapping[str, AttentionCall]) -> str:
     for path, call in calls.items():
         if call.refused:
             return f"{path}: {call.refused}"
-    if len(calls) != config.num_hidden_layers:
-        return f"{len(calls)} of {config.num_hidden_layers} layers call their attention through transformers' registry"
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - set(_KINDS))
-    if kinds:
-        return f"it has layers of the kind {', '.join(kinds)}"
+    layers = getattr(config, "num_hidden_layers", None)
+    if len(calls) != layers:
+        return f"{len(calls)} of {layers} layers call their attention through transformers' registry"
+    usual = None if getattr(config, "sliding_window", None) is None else "sliding_attention"
+    kinds = getattr(config, "layer_types", None) or [usual] * len(calls)
+    for (path, call), kind in zip(calls.items(), kinds, strict=True):
+        if kind not in _KINDS:
+            return f"{path} is of the kind {kind!r}"
+        if kind and call.causal and (kind == "sliding_attention") != (call.sliding_window is not None):
+            return f"{path} is of the kind {kind!r} and passes the window {call.sliding_window}"
     for path, module in model.named_modules():
         if isinstance(module, nn.Conv1d):
             return f"{path} is a convolution over tokens"
@@ -187,34 +192,29 @@ class TransformersModel(Model):
         plan = {base + path: style for path, style in (self.config.base_model_tp_plan or {}).items()}
         whole = {path: "attention has sinks" for path, call in found.calls.items() if call.sinks}
         replacer = Replacer(model, plan, whole, quantization_config(self.opgraft_config, self), self.prefix)
-        layers = {} if found.uncached else dict(self._attention(replacer))
+        ranks = {path: self._ranks(replacer, path, call) for path, call in found.calls.items()}
         replacer.embeddings(model.get_input_embeddings(), model.get_output_embeddings())
         replacer.linears()
         undefined = list(materialise(model))
         if undefined:
             raise ModelError(f"{type(model).__name__}: nothing computes the buffers {', '.join(undefined[:5])}")
-        for path, make in layers.items():
-            attach_layer(model.get_submodule(path), make())
+        attached = {} if found.uncached else found.calls
+        for path, call in attached.items():
+            module = model.get_submodule(path)
+            sinks = module._parameters[call.sinks] if call.sinks else None
+            attach_layer(module, call.layer(ranks[path], sinks, joined(self.prefix, path)))
         grafted = graft(model)
         if not plan and get_tensor_model_parallel_world_size() > 1:
             replacer.left.append(LeftAlone("", type(model).__name__, "its config has no plan: whole on every rank"))
         if found.uncached:
             replacer.left.append(LeftAlone("", type(model).__name__, f"it runs without a cache: {found.uncached}"))
-        return TransformersReport(tuple(replacer.cuts), tuple(replacer.left), tuple(layers), grafted)
+        return TransformersReport(tuple(replacer.cuts), tuple(replacer.left), tuple(attached), grafted)
 
-    def _attention(self, replacer: Replacer) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
-        """Yield how the layer of each attention module is made."""
-        size = get_tensor_model_parallel_world_size()
-        for path, call in self.examination.calls.items():
-            ranks = size if replacer.is_cut(path) else 1
-            call.check(ranks, path)
-            module = replacer.model.get_submodule(path)
-            yield (
-                path,
-                lambda call=call, ranks=ranks, path=path, module=module: call.layer(  # type: ignore[misc]
-                    ranks, module._parameters[call.sinks] if call.sinks else None, joined(self.prefix, path)
-                ),
-            )
+    def _ranks(self, replacer: Replacer, path: str, call: AttentionCall) -> int:
+        """Return how many ranks share the heads of an attention module; they must divide."""
+        ranks = get_tensor_model_parallel_world_size() if replacer.is_cut(path) else 1
+        call.check(ranks, path)
+        return ranks
 
     def forward(self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
         """Return hidden states ``[tokens, hidden_size]`` of ids and positions ``[tokens]``.
@@ -239,10 +239,6 @@ class TransformersModel(Model):
         return output[0]
 
 
-class _NotGatheredError(Exception):
-    """Leaves the forward of transformers on ranks that have no logits."""
-
-
 class _HiddenStates(nn.Module):
     """Stands for the stack of a model where only what follows it is called."""
 
@@ -255,7 +251,7 @@ class _HiddenStates(nn.Module):
 
 
 class _Logits(nn.Module):
-    """The output layer as transformers calls it."""
+    """The output layer as transformers calls it; it gives logits of no id on ranks that do not gather them."""
 
     def __init__(self, head: VocabParallelEmbedding, processor: LogitsProcessor) -> None:
         super().__init__()
@@ -268,9 +264,7 @@ class _Logits(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         logits: Tensor | None = self.processor(self.head, hidden_states)
-        if logits is None:
-            raise _NotGatheredError
-        return logits
+        return hidden_states[..., :0] if logits is None else logits
 
 
 @PluggableClass.register("TransformersForCausalLM")
@@ -295,11 +289,8 @@ class TransformersForCausalLM(TransformersModel):
 
         All that transformers does behind the stack is done: scales, caps and further layers.
         """
-        try:
-            logits: Tensor = self.behind_stack(inputs_embeds=hidden_states[None], use_cache=False).logits[0]
-        except _NotGatheredError:
-            return None
-        return logits
+        logits: Tensor = self.behind_stack(inputs_embeds=hidden_states[None], use_cache=False).logits[0]
+        return logits if logits.shape[-1] else None
 
 
 def _with(module: nn.Module, path: str, child: nn.Module) -> nn.Module:

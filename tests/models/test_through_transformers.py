@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ import transformers
 from opgraft import OpgraftConfig
 from opgraft.config import ModelConfig
 from opgraft.errors import CheckpointError, ModelError
-from opgraft.models import TransformersForCausalLM, load_model, load_weights, model_class
+from opgraft.models import TransformersForCausalLM, load_model, load_weights, model_class, through_transformers
+from opgraft.models.transformers_layers import Replacer
 from opgraft.ops.attention import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
+from opgraft.ops.linear.quantization_config import QuantizationConfig
 from ranks import Ranks
 from torch import Tensor
 
@@ -160,6 +162,60 @@ def test_two_ranks_give_the_logits_of_one(two: Ranks, kind: str, tmp_path: Path)
         assert part < 0.56 * size
 
 
+@torch.no_grad()
+def test_embeddings_may_be_given_in_place_of_ids(tmp_path: Path) -> None:
+    """Hidden states of embeddings are those of their ids."""
+    reference("olmo", {}, tmp_path)
+    model = through(tmp_path)
+    ids, positions = tokens(0), torch.arange(TOKENS)
+    torch.testing.assert_close(model(None, positions, model.model.embed_tokens(ids)), model(ids, positions))
+
+
+@torch.no_grad()
+def test_ranks_that_do_not_gather_have_no_logits(tmp_path: Path) -> None:
+    """Where the logits processor has none, as behind a gather on other ranks, neither has the model."""
+    reference("cohere", {}, tmp_path)
+    model = through(tmp_path)
+    hidden = model(tokens(0), torch.arange(TOKENS))
+    assert model.compute_logits(hidden).shape == (TOKENS, 128)
+    model.logits_processor.__dict__["forward"] = lambda head, hidden_states: None
+    assert model.compute_logits(hidden) is None
+
+
+class Noting(QuantizationConfig):
+    """Quantizes nothing, and notes what it is asked about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: dict[str, str] = {}
+
+    def get_name(self) -> str:
+        return "noting"
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.float32]
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Noting:
+        return cls()
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> None:
+        self.asked[prefix] = type(layer).__name__
+
+
+def test_quantization_is_asked_about_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers ask by the names that the checkpoint has: cut or not, embeddings and the output layer with them."""
+    expected, noting = reference("gpt_neox", {}, tmp_path), Noting()
+    monkeypatch.setattr(through_transformers, "quantization_config", lambda config, model: noting)
+    through(tmp_path)
+    linears = [
+        name for name, part in expected.named_modules() if isinstance(part, torch.nn.Linear | torch.nn.Embedding)
+    ]
+    assert sorted(noting.asked) == sorted(linears)
+    assert noting.asked["lm_head"] == "ParallelLMHead"
+    assert noting.asked["gpt_neox.layers.0.attention.dense"] == "RowParallelLinear"
+
+
 def construct_on_rank(folder: str) -> str:
     try:
         through(Path(folder))
@@ -211,9 +267,9 @@ def test_nothing_is_allocated_before_it_is_cut(tmp_path: Path, monkeypatch: pyte
     """The model of transformers has no weights of its own: its linear layers are on meta when ours are made."""
     reference("olmo", {}, tmp_path)
     seen = []
-    from_meta = opgraft.models.transformers_layers.Replacer._linear
+    from_meta = Replacer._linear
     monkeypatch.setattr(
-        opgraft.models.transformers_layers.Replacer,
+        Replacer,
         "_linear",
         lambda self, path, linear: seen.append(linear.weight.device.type) or from_meta(self, path, linear),
     )
