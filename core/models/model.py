@@ -23,7 +23,7 @@ class Model(PluggableClass, nn.Module):
     layers that hold several one after another stand in ``packed_modules_mapping``.
 
     Args:
-        opgraft_config: its ``model`` section names the architecture's config, or the checkpoint that has one.
+        opgraft_config: its ``model`` section names the checkpoint, which has the architecture's config.
         prefix: the path of this model in a larger one, as checkpoints of that one have it.
     """
 
