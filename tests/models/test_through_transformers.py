@@ -15,6 +15,7 @@ from opgraft import OpgraftConfig
 from opgraft.config import ModelConfig
 from opgraft.errors import CheckpointError, ModelError
 from opgraft.models import TransformersForCausalLM, load_model, load_weights, model_class, through_transformers
+from opgraft.models.generation import generate
 from opgraft.models.transformers_layers import Replacer
 from opgraft.ops.attention import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
@@ -169,6 +170,15 @@ def test_embeddings_may_be_given_in_place_of_ids(tmp_path: Path) -> None:
     model = through(tmp_path)
     ids, positions = tokens(0), torch.arange(TOKENS)
     torch.testing.assert_close(model(None, positions, model.model.embed_tokens(ids)), model(ids, positions))
+
+
+def test_generation_is_that_of_transformers(tmp_path: Path) -> None:
+    """Greedy tokens over a cache are those of transformers' own generation."""
+    expected, model = reference("starcoder2", DECODERS["starcoder2"], tmp_path), through(tmp_path)
+    prompt = tokens(0)
+    whole = expected.generate(prompt[None], max_new_tokens=12, do_sample=False, eos_token_id=None)[0]
+    assert list(generate(model, prompt.tolist(), max_tokens=12)) == whole[TOKENS:].tolist()
+    assert model.max_position == 64
 
 
 @torch.no_grad()
