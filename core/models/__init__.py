@@ -19,6 +19,8 @@ from opgraft.models.files import Weights, find_checkpoint, open_weights
 from opgraft.models.load import Loaded, load_weights
 from opgraft.models.model import Model, model_class, model_classes
 from opgraft.models.names import WeightsMapper
+from opgraft.models.through_transformers import TransformersForCausalLM, TransformersModel
+from opgraft.models.transformers_report import TransformersReport
 
 __all__ = [
     "BertModel",
@@ -35,6 +37,9 @@ __all__ = [
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "RobertaModel",
+    "TransformersForCausalLM",
+    "TransformersModel",
+    "TransformersReport",
     "Weights",
     "WeightsMapper",
     "XLMRobertaModel",

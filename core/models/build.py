@@ -32,12 +32,18 @@ def load_model(opgraft_config: OpgraftConfig) -> Model:
         raise ModelError("no model is named: set model.name to a checkpoint's folder or file, or to a name")
     weights = open_weights(resolved.model.name)
     config = part(read_config(weights), resolved.model.part)
-    cls = model_class(getattr(config, "architectures", None) or ())
+    cls = model_class(getattr(config, "architectures", None) or (), resolved.model.implementation or "auto")
     device = torch.device(resolved.load.device or current_platform().device_type)
     with _defaults(dtype_of(resolved, config), device):
         model = construct(cls, opgraft_config=resolved)
     expect_patterns_used(model)
-    load_weights(model, weights.tensors, ignored=cls.ignored_weights, progress=bool(resolved.load.progress))
+    load_weights(
+        model,
+        weights.tensors,
+        mapper=model.weights_mapper,
+        ignored=model.ignored_weights,
+        progress=bool(resolved.load.progress),
+    )
     return model.eval()
 
 

@@ -243,8 +243,12 @@ class DecoderForCausalLM(Model):
     """A decoder with its logits; a family is a subclass that sets ``family``.
 
     Args:
-        opgraft_config: its ``model`` section names the architecture's config, or the checkpoint that has one.
+        opgraft_config: its ``model`` section names the checkpoint, which has the architecture's config.
         prefix: the path of this model in a larger one.
+
+    Attributes:
+        max_position: tokens of the longest context.
+        dtype: of activations, and so of caches.
 
     Raises:
         ModelError: the config does not describe a decoder of this family.
@@ -259,6 +263,8 @@ class DecoderForCausalLM(Model):
         config: Any = architecture_config(opgraft_config)
         shape = DecoderShape.of(config, self.family, opgraft_config.model.max_model_len)
         self.config = config
+        self.max_position = shape.max_position
+        self.dtype = torch.get_default_dtype()
         self.model = DecoderModel(shape, self.family, quant_config, joined(prefix, "model"))
         head = ParallelLMHead(
             shape.vocab_size, shape.hidden_size, quant_config=quant_config, prefix=joined(prefix, "lm_head")

@@ -163,7 +163,7 @@ class BertModel(Model):
     """BERT (arXiv:1810.04805): token ids to hidden states. The pooler, which embeddings do not use, is not loaded.
 
     Args:
-        opgraft_config: its ``model`` section names the architecture's config, or the checkpoint that has one.
+        opgraft_config: its ``model`` section names the checkpoint, which has the architecture's config.
         prefix: the path of this model in a larger one.
     """
 

@@ -11,6 +11,7 @@ import opgraft
 import pytest
 import torch
 from opgraft import ops
+from opgraft.errors import WeightError
 from opgraft.ops.linear import packed as packed_linear
 from opgraft.ops.linear.methods import UnquantizedLinearMethod
 from opgraft.ops.weights import process_weights_after_loading
@@ -105,6 +106,13 @@ def test_unpack_gives_the_weight_back() -> None:
     assert layer.weight.output_dim == 0
     loaded(layer, WEIGHT * 3)
     assert torch.equal(layer.weight, WEIGHT * 3)
+
+
+def test_loading_a_packed_weight_is_refused() -> None:
+    """What would be loaded into a copy is an error that says what to do."""
+    layer = linear()
+    with pytest.raises(WeightError, match=r"call opgraft\.unpack\(model\) before"):
+        layer.weight.weight_loader(layer.weight, WEIGHT)
 
 
 def test_other_dtypes_and_back(x: torch.Tensor) -> None:

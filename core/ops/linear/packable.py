@@ -10,8 +10,10 @@ from typing import Any, ClassVar
 
 import torch
 from opgraft.compat import packed_linear as onednn
+from opgraft.errors import WeightError
 from opgraft.ops.linear import packed_only
 from opgraft.ops.linear.packed_only import PackedWeight
+from opgraft.ops.weights import set_weight_attrs
 from torch import Tensor, nn
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -46,7 +48,12 @@ class PackableLayer(nn.Module):
             own: Any = self.__getattr__("weight") if held is None else held  # past this property, to the parameters
             return own  # torch says: a tensor or a module
         rebuilt = packed_only.dense(packed)
-        return rebuilt if torch.compiler.is_dynamo_compiling() else nn.Parameter(rebuilt, requires_grad=False)
+        if torch.compiler.is_dynamo_compiling():
+            return rebuilt
+        parameter = nn.Parameter(rebuilt, requires_grad=False)
+        if "weight_loader" in self._beside.attributes:
+            set_weight_attrs(parameter, {"weight_loader": _refuse_loading})
+        return parameter
 
     @weight.setter
     def weight(self, value: Tensor) -> None:
@@ -142,6 +149,13 @@ class PackableLayer(nn.Module):
         if weight is not None:
             self._put(weight)
             self.hold_packed()
+
+
+def _refuse_loading(*_: object, **__: object) -> None:
+    raise WeightError(
+        "a weight that is packed was to be loaded, by a copy that the layer does not compute with: call "
+        "opgraft.unpack(model) before its weights are loaded anew, or use load_state_dict"
+    )
 
 
 def obstacle(weight: nn.Parameter) -> str | None:
