@@ -16,6 +16,7 @@ from opgraft.models.files import open_weights
 from opgraft.models.load import load_weights
 from opgraft.models.model import Model, model_class
 from opgraft.plugins.selection import current_platform
+from opgraft.quantization.settings import expect_patterns_used
 
 
 def load_model(opgraft_config: OpgraftConfig) -> Model:
@@ -24,6 +25,7 @@ def load_model(opgraft_config: OpgraftConfig) -> Model:
     Raises:
         ModelError: nothing is named, or no class is registered for the architecture.
         CheckpointError: the checkpoint is damaged, or its weights are not those of its config.
+        QuantizationError: its quantization, or the one that is set, cannot be used.
     """
     resolved = opgraft_config.resolved()
     if resolved.model.name is None:
@@ -34,6 +36,7 @@ def load_model(opgraft_config: OpgraftConfig) -> Model:
     device = torch.device(resolved.load.device or current_platform().device_type)
     with _defaults(dtype_of(resolved, config), device):
         model = construct(cls, opgraft_config=resolved)
+    expect_patterns_used(model)
     load_weights(
         model,
         weights.tensors,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from opgraft.config import OpgraftConfig
-from opgraft.errors import ModelError, close_matches
-from opgraft.models.config import read_config
-from opgraft.models.files import open_weights
+from opgraft.errors import CheckpointError, ModelError, close_matches
+from opgraft.models.config import check_config, read_config
+from opgraft.models.files import Weights, open_weights
 from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.quantization.settings import choose_quantization
 
 
 def architecture_config(opgraft_config: OpgraftConfig) -> Any:
@@ -46,8 +48,38 @@ def part_of(opgraft_config: OpgraftConfig, name: str) -> OpgraftConfig:
 
 
 def quantization_config(opgraft_config: OpgraftConfig, model: Any) -> QuantizationConfig | None:
-    """Return what chooses the weight methods of a model's layers; ``None`` where all are plain."""
-    return None
+    """Return what chooses the weight methods of a model's layers; ``None`` where all are plain.
+
+    Settings say what is quantized while it is loaded; a checkpoint that is quantized already says so in its config.
+
+    Raises:
+        QuantizationError: there is no quantization of a name, or the settings contradict the checkpoint.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    resolved = opgraft_config.resolved()
+    own = {} if resolved.model.name is None else checkpoint_quantization(open_weights(resolved.model.name))
+    return choose_quantization(resolved.quantization, own, model.packed_modules_mapping)
+
+
+def checkpoint_quantization(weights: Weights) -> Mapping[str, Any]:
+    """Return what a checkpoint says of its quantization, with its name as ``quant_method``; empty for a plain one.
+
+    Of a GGUF file it is ``types``, the type of blocks by the name of each tensor that has any.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or says it in no way that is known.
+    """
+    if weights.is_gguf:
+        types = {name: tensor.quantization for name, tensor in weights.tensors.items() if tensor.quantization}
+        return {"quant_method": "gguf", "types": types}
+    file = (weights.path if weights.path.is_dir() else weights.path.parent) / "config.json"
+    values = check_config(file)
+    found = values.get("quantization_config") or values.get("compression_config") or {}
+    if not isinstance(found, dict) or (found and not isinstance(found.get("quant_method"), str)):
+        raise CheckpointError(
+            f"{file}: quantization_config is {found!r:.200}, expected settings with a quant_method, such as 'gptq'"
+        )
+    return found
 
 
 def joined(prefix: str, name: str) -> str:

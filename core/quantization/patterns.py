@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from opgraft.errors import QuantizationError
@@ -33,31 +33,42 @@ class Patterns:
         Raises:
             QuantizationError: only some of those that a merged layer stands for answer to a pattern.
         """
-        if self._matches(prefix):
-            return True
-        holder, _, name = prefix.rpartition(".")
-        parts = [f"{holder}.{part}" if holder else part for part in merged.get(name, ())]
+        whole = self._matches(prefix)
+        parts = names_of(prefix, merged)
         found = [part for part in parts if self._matches(part)]
-        if found and len(found) < len(parts):
+        if found and not whole and len(found) < len(parts):
             raise QuantizationError(
                 f"{', '.join(found)} match a pattern and {', '.join(set(parts) - set(found))} none, but they are one "
                 f"layer here, {prefix}: name all of them or none"
             )
-        return bool(found)
+        return whole or bool(found)
 
     def expect_all_used(self) -> None:
         """Raise ``QuantizationError`` unless every pattern was answered to, once all layers have been made."""
-        unused = [pattern for pattern in self.patterns if pattern not in self.used]
-        if unused:
-            raise QuantizationError(
-                f"no layer of the model answers to {', '.join(map(repr, unused))}: give names as in checkpoints, "
-                "such as 'model.layers.0.mlp.down_proj' or '*.down_proj', or take these out"
-            )
+        expect_used([self])
 
     def _matches(self, name: str) -> bool:
         found = {pattern for pattern in self.patterns if _compiled(pattern).match(name)}
         self.used |= found
         return bool(found)
+
+
+def names_of(prefix: str, merged: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the names of the layers that a merged layer stands for; none for any other."""
+    holder, _, name = prefix.rpartition(".")
+    return [f"{holder}.{part}" if holder else part for part in merged.get(name, ())]
+
+
+def expect_used(several: Iterable[Patterns]) -> None:
+    """Raise ``QuantizationError`` for patterns that are used in none of several, as parts of a model have each."""
+    known = list(several)
+    used = {pattern for patterns in known for pattern in patterns.used}
+    unused = [pattern for patterns in known for pattern in patterns.patterns if pattern not in used]
+    if unused:
+        raise QuantizationError(
+            f"no layer of the model answers to {', '.join(map(repr, dict.fromkeys(unused)))}: give names as in "
+            "checkpoints, such as 'model.layers.0.mlp.down_proj' or '*.down_proj', or take these out"
+        )
 
 
 class _Glob:

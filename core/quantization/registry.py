@@ -19,12 +19,12 @@ def quantizations() -> Mapping[str, type[QuantizationConfig]]:
 
 
 def quantization_named(name: str) -> type[QuantizationConfig]:
-    """Return the config class of a quantization.
+    """Return the config class of a quantization; a ``-`` in its name is taken for a ``_``.
 
     Raises:
         QuantizationError: there is none of that name.
     """
-    known = quantizations()
+    known, name = quantizations(), name.replace("-", "_")
     if name not in known:
         near = difflib.get_close_matches(name, known, 3)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
