@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from opgraft.config import LoadConfig, ModelConfig, OpgraftConfig
@@ -91,8 +92,13 @@ def random_llama(folder: Path) -> None:
     """Save a Llama whose heads two ranks can share."""
     import transformers
 
-    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "vocab_size": 32000}
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 8}
+    sizes: dict[str, Any] = {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 8,
+        "vocab_size": 32000,
+    }
+    heads: dict[str, Any] = {"num_attention_heads": 16, "num_key_value_heads": 8}
     config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=True)
     transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
 
