@@ -2,6 +2,7 @@
 
 from opgraft.models.build import load_model
 from opgraft.models.config import load_tokenizer, read_config
+from opgraft.models.description import architecture_config, part_of, quantization_config
 from opgraft.models.encoder import BertModel, RobertaModel, XLMRobertaModel
 from opgraft.models.families import (
     Gemma2ForCausalLM,
@@ -43,6 +44,7 @@ __all__ = [
     "Weights",
     "WeightsMapper",
     "XLMRobertaModel",
+    "architecture_config",
     "find_checkpoint",
     "load_model",
     "load_tokenizer",
@@ -50,5 +52,7 @@ __all__ = [
     "model_class",
     "model_classes",
     "open_weights",
+    "part_of",
+    "quantization_config",
     "read_config",
 ]

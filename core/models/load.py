@@ -66,14 +66,11 @@ def load_weights(
     problems = [f"{name!r:.200} is missing" + _near(name, unexpected) for name in missing]
     problems += [f"{name!r:.200} has no place" + _near(name, targets.by_source) for name in unexpected]
     problems += [problem for target, loaded in plan if (problem := _misfit(target, loaded))]
+    count = len(plan)
     if not problems:
+        del targets  # as the plan does, it holds weights that a module may want to release once it has packed them
         hooks = _Hooks(model, [target.name for target, _ in plan])
-        with _bar(progress, len(plan)) as step:
-            for target, loaded in plan:
-                problems += _fill(target, loaded)
-                step()
-                if not problems:
-                    hooks.filled(target.name)
+        problems = _fill_all(plan, hooks, progress)
     if problems:
         raise CheckpointError.listing(
             f"the weights are not those of the {type(model).__name__} that the configuration describes",
@@ -81,7 +78,7 @@ def load_weights(
             "give the configuration and the weights of one model, or save both again",
         )
     hooks.finish()
-    return Loaded(len(plan), tuple(left), time.perf_counter() - start)
+    return Loaded(count, tuple(left), time.perf_counter() - start)
 
 
 _Plan = list[tuple[Target, LoadedTensor]]
@@ -123,6 +120,22 @@ def _misfit(target: Target, loaded: LoadedTensor) -> str:
 def _loader_of(target: Target) -> Callable[..., None] | None:
     loader: Callable[..., None] | None = getattr(target.tensor, "weight_loader", None)
     return loader
+
+
+def _fill_all(plan: _Plan, hooks: _Hooks, progress: bool) -> list[str]:
+    """Fill what a plan says, which is used up, and call hooks on the way; return what is wrong."""
+    problems: list[str] = []
+    plan.reverse()
+    with _bar(progress, len(plan)) as step:
+        while plan:
+            target, loaded = plan.pop()
+            problems += _fill(target, loaded)
+            name = target.name
+            del target
+            step()
+            if not problems:
+                hooks.filled(name)
+    return problems
 
 
 def _fill(target: Target, loaded: LoadedTensor) -> list[str]:
