@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from opgraft.config import OpgraftConfig
 from opgraft.errors import CheckpointError, ModelError, close_matches
 from opgraft.models.config import check_config, read_config
-from opgraft.models.files import Weights, open_weights
+from opgraft.models.files import Weights, open_weights, read_json
 from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.quantization import quantizations
 from opgraft.quantization.settings import choose_quantization
 
 
@@ -64,7 +66,8 @@ def quantization_config(opgraft_config: OpgraftConfig, model: Any) -> Quantizati
 def checkpoint_quantization(weights: Weights) -> Mapping[str, Any]:
     """Return what a checkpoint says of its quantization, with its name as ``quant_method``; empty for a plain one.
 
-    Of a GGUF file it is ``types``, the type of blocks by the name of each tensor that has any.
+    Of a GGUF file it is ``types``, the type of blocks by the name of each tensor that has any. Of others it stands in
+    ``config.json``, or in a file of its own, of which the quantization knows the name.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or says it in no way that is known.
@@ -74,12 +77,21 @@ def checkpoint_quantization(weights: Weights) -> Mapping[str, Any]:
         return {"quant_method": "gguf", "types": types}
     file = (weights.path if weights.path.is_dir() else weights.path.parent) / "config.json"
     values = check_config(file)
-    found = values.get("quantization_config") or values.get("compression_config") or {}
+    found = values.get("quantization_config") or values.get("compression_config") or _beside(file.parent)
     if not isinstance(found, dict) or (found and not isinstance(found.get("quant_method"), str)):
         raise CheckpointError(
             f"{file}: quantization_config is {found!r:.200}, expected settings with a quant_method, such as 'gptq'"
         )
     return found
+
+
+def _beside(folder: Path) -> dict[str, Any]:
+    """Return the settings in a file that a quantization has beside the weights; none where there is no such file."""
+    for name, cls in quantizations().items():
+        for file in map(folder.joinpath, cls.get_config_filenames()):
+            if file.is_file():
+                return {"quant_method": name, **read_json(file)}
+    return {}
 
 
 def joined(prefix: str, name: str) -> str:

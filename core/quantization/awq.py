@@ -50,7 +50,7 @@ class AWQConfig(CheckpointConfig):
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        return ["quant_config.json", "quantize_config.json"]
+        return ["quant_config.json"]
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
@@ -60,6 +60,8 @@ class AWQConfig(CheckpointConfig):
             QuantizationError: a setting cannot be read.
         """
         expect_settings("awq", config)
+        older = {"bits": config.get("w_bit"), "group_size": config.get("q_group_size")}  # as in quant_config.json
+        config = {**older, **config}
         setting("awq", config, "bits", (BITS,))
         setting("awq", config, "zero_point", (True,), True)
         setting("awq", config, "version", ("gemm", "GEMM"), "gemm")

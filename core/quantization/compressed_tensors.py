@@ -1,6 +1,6 @@
 """Checkpoints in the format of compressed-tensors, which llm-compressor writes: several layouts, chosen by target.
 
-Its configuration is read here, since the library imports far more than these few fields need.
+Its configuration is read here: the library wants newer versions of torch and Python than opgraft does.
 """
 
 from __future__ import annotations

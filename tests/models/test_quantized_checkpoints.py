@@ -349,3 +349,22 @@ def test_targets(targets: list[str], llama: Any, single: Path, tmp_path: Path) -
     config["config_groups"]["group_0"]["targets"] = targets
     write(tmp_path / "quantized", single, llama, "packed", config_groups=config["config_groups"])
     assert model_of(tmp_path / "quantized").model.layers[0].mlp.gate_up_proj.weight.dtype == torch.uint8
+
+
+@pytest.mark.parametrize(
+    ("form", "file", "settings"),
+    [
+        ("awq", "quant_config.json", {"w_bit": 4, "q_group_size": GROUP, "zero_point": True, "version": "GEMM"}),
+        ("gptq", "quantize_config.json", {"bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}),
+    ],
+)
+def test_settings_in_a_file_of_their_own(
+    form: str, file: str, settings: dict[str, Any], llama: Any, single: Path, tmp_path: Path
+) -> None:
+    """Older tools write the settings beside config.json."""
+    folder = tmp_path / "quantized"
+    write(folder, single, llama, form)
+    expected = logits_of(folder)
+    shutil.copy(single / "config.json", folder)
+    (folder / file).write_text(json.dumps(settings), "utf-8")
+    assert torch.equal(logits_of(folder), expected)
