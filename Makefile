@@ -21,7 +21,7 @@ OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 .PHONY: help run test test-families test-xla test-ipex test-triton check evidence op-pages settings-page bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-ipex charts figures docs clean FORCE
 
 help:
-	@echo "make run    the demonstration: a real sentence encoder on the CPU, then on a simulated NPU from a plugin"
+	@echo "make run    the demonstration: a sentence encoder and a language model on the CPU, then on a simulated NPU from a plugin"
 	@echo "make test   all tests"
 	@echo "make test-families  graft a tiny model of each family of transformers, a quarter of an hour"
 	@echo "make test-xla   the TPU platform on torch_xla, and the core on torch 2.9 (the first time 8 GB)"
@@ -47,9 +47,11 @@ run: .demo/installed
 	@printf '\n==> On the CPU, with its kernels; the NPU that the other plugin is for is absent\n\n'
 	env -u TOY_NPU_DEVICE $(OPGRAFT) detect
 	env -u TOY_NPU_DEVICE $(OPGRAFT) run minilm --input examples/sentences.txt --compare
+	env -u TOY_NPU_DEVICE $(OPGRAFT) run smollm2 "What is gravity?" --dtype bfloat16 --max-tokens 40
 	@printf '\n==> On the toy NPU: the same commands, with the device present\n\n'
 	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json $(OPGRAFT) detect
 	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json $(OPGRAFT) run minilm --input examples/sentences.txt --compare
+	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json $(OPGRAFT) run smollm2 "What is gravity?" --max-tokens 40
 
 test: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
