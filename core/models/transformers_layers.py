@@ -13,6 +13,7 @@ from opgraft.grafting.report import LeftAlone
 from opgraft.models.description import joined
 from opgraft.ops.embedding import ParallelLMHead, VocabParallelEmbedding
 from opgraft.ops.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from opgraft.ops.linear.parallel import LinearBase
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -160,6 +161,8 @@ def materialise(model: nn.Module) -> Iterator[str]:
     """Give memory to the parameters and buffers that have none; yield the names of buffers that nothing fills."""
     made: dict[Tensor, Tensor] = {}
     for path, module in model.named_modules():
+        if isinstance(module, LinearBase):
+            continue  # which has memory, but for a weight that is quantized as it is loaded
         for registry in (module._parameters, module._buffers):
             for name, tensor in registry.items():
                 if tensor is None or not tensor.is_meta:

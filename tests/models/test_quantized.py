@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from importlib.metadata import distributions
@@ -164,3 +165,23 @@ def test_a_real_gguf_file() -> None:
         answers.append(tokens.tolist())
         del model
     assert answers[0] == answers[1]
+
+
+def test_a_model_through_transformers(single: Path, plain: Tensor) -> None:
+    """Models of transformers' own definition are quantized by the same settings."""
+    settings = config(single, method="int8", skip=["model.layers.0.mlp.down_proj"])
+    through = dataclasses.replace(settings.model, implementation="transformers")
+    model: Any = load_model(dataclasses.replace(settings, model=through))
+    held = {name: p.dtype for name, p in model.named_parameters() if name.endswith("down_proj.weight")}
+    assert [dtype for name, dtype in sorted(held.items()) if ".1." in name] == [torch.int8]
+    assert distance(logits_of(model), plain) < BOUNDS["int8"]
+
+
+def test_a_gguf_file_through_transformers(llama: Any, tmp_path: Path) -> None:
+    """Blocks of GGUF files reach models of transformers' own definition too."""
+    file = tmp_path / "model.gguf"
+    write_gguf(file, llama, "Q4_1")
+    settings = config(file, method="gguf")
+    through = dataclasses.replace(settings.model, implementation="transformers")
+    got = logits_of(load_model(dataclasses.replace(settings, model=through)))
+    torch.testing.assert_close(got, logits_of(load_model(config(file))), rtol=1e-4, atol=1e-5)

@@ -180,17 +180,17 @@ def write(folder: Path, plain: Path, llama: Any, form: str, **settings: Any) -> 
     return meant
 
 
-def model_of(folder: Path, method: str | None = None) -> Any:
+def model_of(folder: Path, method: str | None = None, implementation: str = "auto") -> Any:
     config = OpgraftConfig(
-        model=ModelConfig(name=str(folder), dtype="float32"),
+        model=ModelConfig(name=str(folder), dtype="float32", implementation=implementation),
         load=LoadConfig(device="cpu", progress=False),
         quantization=QuantizationSettings(method=method),
     )
     return load_model(config)
 
 
-def logits_of(folder: Path, method: str | None = None) -> Tensor:
-    model = model_of(folder, method)
+def logits_of(folder: Path, method: str | None = None, implementation: str = "auto") -> Tensor:
+    model = model_of(folder, method, implementation)
     with torch.inference_mode():
         logits: Tensor = model.compute_logits(model(TOKENS, torch.arange(len(TOKENS))))
     return logits
@@ -249,6 +249,14 @@ def test_two_ranks_have_a_half_each(form: str, two: Ranks, llama: Any, single: P
     bound = 0.05 if form in ("fp8", "integers", "floats") else 1e-4
     for answer in two.run(logits_on_rank, tmp_path / "quantized"):
         assert float((torch.tensor(answer) - expected).norm() / expected.norm()) < bound
+
+
+@pytest.mark.parametrize("form", ["awq", "gptq by activation", "fp8 blocks", "packed, zeros"])
+def test_through_transformers(form: str, llama: Any, single: Path, tmp_path: Path) -> None:
+    """Models of transformers' own definition hold quantized checkpoints in the same layers."""
+    write(tmp_path / "quantized", single, llama, form)
+    expected, got = logits_of(tmp_path / "quantized"), logits_of(tmp_path / "quantized", None, "transformers")
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4 if form != "fp8 blocks" else 0.05)
 
 
 def test_static_scales_of_inputs(llama: Any, single: Path, tmp_path: Path) -> None:
