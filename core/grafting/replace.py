@@ -28,7 +28,7 @@ def graft(model: nn.Module, *, dry_run: bool = False) -> GraftReport:
     ``scaled_dot_product_attention`` by a name of its file get an op where that has a kernel beyond torch's function.
 
     Parameters and buffers stay the same objects, names in the ``state_dict`` stay, and so do ties and optimizers; the
-    weights that a gated MLP computes at once become views of one storage. Code that asks for a module's exact class,
+    weights that a gated MLP computes at once move next to each other, each in a storage of its own. Code that asks for a module's exact class,
     such as libraries for fine-tuning, runs before grafting or after ``ungraft``. No other thread may run a model
     meanwhile: tracing patches ``torch.nn.Module`` for an instant. What is patched into the file of a model later
     does not reach forwards that call an op, as of attention, before ``ungraft``.
