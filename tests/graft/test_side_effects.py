@@ -345,7 +345,7 @@ class SetsByName(Norm):
 
 class DeletesByName(Norm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        delattr(type(self), "total")  # noqa: B043  # by name, as is tested
+        delattr(type(self), "total")  # by name, as is tested
         return self._norm(x)
 
 
