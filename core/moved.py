@@ -14,6 +14,7 @@ MOVED: Mapping[str, str] = MappingProxyType(
     {
         "opgraft.definitions.form": "opgraft.binding.functional",
         "opgraft.kernels.weight_cache": "opgraft.ops.linear.weight_cache",
+        "opgraft.ops.linear.pack": "opgraft.ops.pack",
         "opgraft.specs.catalogue": "opgraft.testing.catalogue",
         "opgraft.specs.checks": "opgraft.testing.checks",
         "opgraft.specs.proof": "opgraft.testing.proof",

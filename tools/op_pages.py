@@ -26,6 +26,7 @@ REPOSITORY = Path(__file__).parents[1]
 TABLE = REPOSITORY / "docs/reference/ops.md"
 FOLDER = REPOSITORY / "docs/reference/ops"
 NAVIGATION = REPOSITORY / "mkdocs.yml"
+OWN = "opgraft's own"
 SECTIONS = ("Args", "Attributes", "Raises", "Returns", "Shapes")
 
 
@@ -56,15 +57,41 @@ def own_ops() -> dict[str, type]:
 
 
 def table(text: str, ops: dict[str, type]) -> str:
-    """Return the ops' table: a link to each page in its first column, what an op was checked against in its fifth."""
-    lines = text.splitlines()
-    for number, line in enumerate(lines):
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        name = re.sub(r"\[?`(\w+)`.*", r"\1", cells[0])
-        if line.startswith("| ") and name in ops:
-            outside = " ".join(f"`{other}`" for other in outside_of(ops[name]))
-            lines[number] = f"| [`{name}`](ops/{name}.md) | {' | '.join(cells[1:4])} | {outside} |"
-    return "\n".join(lines) + "\n"
+    """Return the ops' table with a row per op: those that it had, in their order, then the new ones.
+
+    Its maths is the author's. A new row has the first line of the class's docstring, and says that vLLM lacks the op.
+    """
+    rows = {name: line for line in text.splitlines() if (name := op_of(line))}
+    maths = {name: [cell.strip() for cell in line.strip("|").split("|")][3] for name, line in rows.items()}
+    maths |= {name: f"{summary(cls)}; {OWN}" for name, cls in ops.items() if name not in rows}
+    lines = [row(name, ops[name], maths[name]) for name in maths if name in ops]
+    before, after = text.split("\n".join(rows.values()))
+    return before + "\n".join(lines) + after
+
+
+def op_of(line: str) -> str:
+    """Return the name of the op that a line of the page is the row of, "" for other lines."""
+    found = re.match(r"\| \[`(\w+)`\]", line)
+    return found[1] if found else ""
+
+
+def row(name: str, cls: Any, maths: str) -> str:
+    constructor = names_of(cls.__init__) if cls.__init__ is not CustomOp.__init__ else ""
+    method = reference_method(cls)
+    call = names_of(getattr(cls, method)) if method else ""
+    outside = " ".join(f"`{other}`" for other in outside_of(cls))
+    return f"| [`{name}`](ops/{name}.md) | `{cls.__name__}({constructor})` | `({call})` | {maths} | {outside} |"
+
+
+def names_of(function: Any) -> str:
+    """Return the names of the parameters without ``self``."""
+    return ", ".join(name for name in inspect.signature(function).parameters if name != "self")
+
+
+def summary(cls: type) -> str:
+    """Return the first line of a docstring for a cell, in which a bar would end the cell."""
+    line = inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
+    return marked(line).rstrip(".").replace("|", "\N{DIVIDES}")
 
 
 def outside_of(cls: type) -> list[str]:

@@ -12,7 +12,7 @@ from opgraft.adapter import LeaveAlone
 from opgraft.binding.custom_op import CustomOp
 from opgraft.errors import GraftError, PackError
 from opgraft.ops.composites.composite import Composite
-from opgraft.ops.linear.pack import restore
+from opgraft.ops.pack import restore
 from torch import nn
 from torch.nn.utils import parametrize
 

@@ -27,11 +27,11 @@ def graft(model: nn.Module, *, dry_run: bool = False) -> GraftReport:
     definition, an op for the rotary function that their forward calls. Modules of any origin whose forward calls
     ``scaled_dot_product_attention`` by a name of its file get an op where that has a kernel beyond torch's function.
 
-    Parameters and buffers stay the same objects, names in the ``state_dict`` stay, and so do ties and optimizers; the
-    weights that a gated MLP computes at once become views of one storage. Code that asks for a module's exact class,
-    such as libraries for fine-tuning, runs before grafting or after ``ungraft``. No other thread may run a model
-    meanwhile: tracing patches ``torch.nn.Module`` for an instant. What is patched into the file of a model later
-    does not reach forwards that call an op, as of attention, before ``ungraft``.
+    Parameters and buffers stay the same objects, names in the ``state_dict`` stay, and so do ties and optimizers. The
+    weights that a gated MLP computes at once are moved next to each other, each in a storage of its own. Code that asks
+    for a module's exact class, such as libraries for fine-tuning, runs before grafting or after ``ungraft``. No other
+    thread may run a model meanwhile: tracing patches ``torch.nn.Module`` for an instant. What is patched into the file
+    of a model later does not reach forwards that call an op, as of attention, before ``ungraft``.
 
     Public attributes of a module can be read from its op. ``eps`` and ``variance_epsilon`` of norms can be set too;
     what is written to an attribute that only the module's own forward reads, under any other name, has no effect

@@ -1,6 +1,6 @@
 """The ways in which rotary functions of models pair elements, and how the op does the same.
 
-A function is recognised by running it on random heads, in two precisions. All take query and key ``[batch, heads,
+A function is recognised by running it on random heads, in each precision. All take query and key ``[batch, heads,
 sequence, head_size]``, and cosines and sines ``[batch or 1, sequence, rotary_dim]`` with each number twice.
 """
 
@@ -14,6 +14,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from opgraft.grafting.questions import NoQuestions
 from opgraft.ops import ApplyRotaryEmb
 from torch import Tensor, nn
 
@@ -100,31 +101,34 @@ def _by_token(op: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 _TRIALS = (
-    (torch.float32, 2, 5),
-    (torch.float32, 1, 5),
-    (torch.bfloat16, 2, 5),
-    (torch.float32, 1, 1),
-    (torch.float32, 2, 4097),
+    (torch.float32, 2, 2, 5),
+    (torch.float32, 2, 1, 5),
+    (torch.bfloat16, 2, 2, 5),
+    (torch.float16, 2, 2, 5),
+    (torch.float64, 2, 2, 5),
+    (torch.float32, 1, 1, 1),
+    (torch.float32, 2, 2, 4097),
 )
-"""Dtype, rows of the tables, and tokens: functions might branch on each, and on a single token or many of them."""
+"""Dtype, rows of the heads and of the tables, and tokens: functions might branch on each, or drop what is single."""
 
 
 def _computes(function: Function, rotation: Rotation, head_size: int) -> bool:
     """Return whether a function computes on random heads, with tables for 8 elements, what the op computes."""
     generator = torch.Generator().manual_seed(0)
     op = _Native(rotation.is_neox_style())
-    for dtype, batch, tokens in _TRIALS:
+    for dtype, rows, batch, tokens in _TRIALS:
         random = functools.partial(torch.randn, dtype=torch.float32, device="cpu", generator=generator)
-        query, key = (random(2, n, tokens, head_size) for n in (4, 2))
+        query, key = (random(rows, n, tokens, head_size) for n in (4, 2))
         angles = random(batch, tokens, 4)
         angles = angles.repeat_interleave(2, -1) if rotation.table_in_pairs else angles.repeat(1, 1, 2)
         query, key, cos, sin = (t.to(dtype) for t in (query, key, angles.cos(), angles.sin()))
         try:
-            found = function(query, key, cos, sin)
+            with NoQuestions():
+                found = function(query, key, cos, sin)
             wanted = [rotation.apply(op, x, cos, sin) for x in (query, key)]
         except Exception:  # whatever a function of another kind raises
             return False
-        tolerance = 1e-5 if dtype is torch.float32 else 0.1
+        tolerance = 0.1 if dtype in (torch.bfloat16, torch.float16) else 1e-5
         if len(found) != 2 or not all(_agree(a, b, tolerance) for a, b in zip(found, wanted, strict=True)):
             return False
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
 import dis
 import inspect
@@ -24,6 +25,13 @@ _CONTAINERS = (list, dict, set, deque)
 _OF_DICTIONARIES = frozenset(("clear", "pop", "popitem", "setdefault", "update"))
 _OF_CONTAINERS = (_OF_DICTIONARIES | {"append", "appendleft", "extend", "extendleft", "insert"}) - {*dir(Tensor)}
 _IN_PLACE = frozenset(name for name in dir(Tensor) if name.endswith("_") and not name.endswith("__"))
+_SPECIAL = frozenset(f"__{what}{of}__" for what in ("set", "del") for of in ("attr", "item"))
+_ACTING = (print, setattr, delattr, exec, eval, compile, open, input, globals, breakpoint, __import__)
+"""Builtins that act, or run code that cannot be read here."""
+
+_IMPORTABLE = frozenset(("torch", "math", "typing"))
+"""Modules whose import in a function tells nothing. What others give it cannot be looked up in its file."""
+
 _HARMLESS = (
     *(type(None), int, float, complex, str, bytes, tuple, frozenset, range, Enum, MappingProxyType),
     *(type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, property, staticmethod, classmethod, partial),
@@ -67,7 +75,7 @@ def _effects(reference: _Reference, attributes: Mapping[str, Any], seen: set[Any
     further = [*_enclosed(function)] if of_torch else [*_references(function, reference.scope, attributes)]
     if not of_torch:
         for name, found, _ in further:
-            if name == "print" or _keeps(found, function):
+            if any(found is each for each in _ACTING) or _keeps(found, function):
                 yield f"uses {name}, and whoever reads that would miss its calls"
         yield from _writes(function)
     for each in further:
@@ -81,8 +89,10 @@ def _writes(function: FunctionType) -> Iterator[str]:
         name, opname = instruction.argval, instruction.opname
         if opname in _WRITES or (opname == "STORE_DEREF" and name in enclosed):
             yield f"writes to {name if isinstance(name, str) else 'an element'}"
-        if opname in _ATTRIBUTE and (name in _OF_CONTAINERS or name in _IN_PLACE):
+        if opname in _ATTRIBUTE and (name in _OF_CONTAINERS or name in _IN_PLACE or name in _SPECIAL):
             yield f"changes {last}"
+        if opname == "IMPORT_NAME" and name.partition(".")[0] not in _IMPORTABLE:
+            yield f"imports {name} when it runs, and may do anything with it"
         if opname.startswith("LOAD_") and opname != "LOAD_CONST":
             last = str(name)
 
@@ -117,13 +127,18 @@ def _globals(function: FunctionType) -> Iterator[_Reference]:
     for instruction in _instructions(function.__code__):
         name, opname = instruction.argval, instruction.opname
         if opname in _GLOBAL:
-            found, scope = function.__globals__.get(name), None
+            found, scope = function.__globals__.get(name, _builtin(name)), None
         elif opname in _ATTRIBUTE and isinstance(found, (ModuleType, type)) and not _is_torchs(found):
             found, scope = inspect.getattr_static(found, name, None), found if isinstance(found, type) else None
         else:
             found = None
             continue
         yield _Reference(name, found, scope)
+
+
+def _builtin(name: str) -> Any:
+    found = getattr(builtins, name, None)
+    return found if isinstance(found, BuiltinFunctionType) else None
 
 
 def _plain(value: Any) -> Any:

@@ -1,17 +1,20 @@
 """The computation of a module on tensors of given shapes, as an expression.
 
 Some forwards take the shape of their input apart, which symbolic tracing cannot follow. So ``make_fx`` traces them with
-tensors of a few shapes, down to torch's own operations, and an op that they may be is traced with the same.
+tensors of every number of dimensions and dtype that models have, down to torch's own operations, and an op that they
+may be is traced with the same. A forward that looks at anything else, such as a size, is refused.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Mapping
+from itertools import product
 from typing import Any, TypeVar
 
 import torch
 from opgraft.grafting.expressions import METHODS, Expression, NotExpressible, product_form
+from opgraft.grafting.questions import NoQuestions
 from opgraft.grafting.side_effects import changed_attribute, detached, side_effect_of
 from torch import Tensor, fx, nn
 from torch.func import functional_call
@@ -26,8 +29,11 @@ _OWN = vars(nn.Module()).keys() - {"training"}
 USUAL = (2, 3)
 """Shape of an input before its last dimension, which every module takes."""
 
-SHAPES = (USUAL, (1024, 4096), (2, 1), (6,), (2, 3, 4))
-"""Shapes on which a forward might branch: the usual one, a large one, a single token, no batch, and four dimensions."""
+SHAPES = (USUAL, (), (6,), (1, 1), (2, 3, 4), (2, 3, 4, 5), (2, 3, 4, 5, 6))
+"""Shapes of one to six dimensions, which a forward may count, and with dimensions of one element, which torch drops."""
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float64)
+"""Dtypes beside float32 on which a forward might branch."""
 
 _FEW = 4
 
@@ -35,24 +41,29 @@ _FEW = 4
 def traced_module(module: nn.Module, parameters: tuple[str, ...], *arguments: Shape) -> Expression | None:
     """Return the expression of a forward; ``None`` if it has none, another one in training, or does more than compute.
 
-    The arguments, of the given shapes, are ``"argument 0"`` and so on; the parameters have their names. All are taken
-    as float32.
+    The arguments, of the given shapes, are ``"argument 0"`` and so on; the parameters have their names. The expression
+    is the same in all ``DTYPES`` and in float32; the others are tried if the forward asks for a dtype.
     """
     found: list[Expression] = []
     if side_effect_of(module):
         return None
-    for training in (False, True):
+    shapes = {name: module.get_parameter(name).shape for name in parameters}
+    questions = NoQuestions()
+    trials = [(training, torch.float32) for training in (False, True)]
+    for training, dtype in trials:
         twin = detached(module)  # what tracing sets on the module stays off the model
         twin.__dict__["training"] = training
         before = detached(twin)
-        shapes = {name: module.get_parameter(name).shape for name in parameters}
+        call = functools.partial(_watched_call, questions, twin)
         try:
-            found.append(traced_function(functools.partial(_call, twin), shapes, *arguments))
+            found.append(traced_function(call, shapes, *arguments, dtype=dtype))
         except Exception:  # that it has no expression, or whatever code of the model's author raises when it is traced
             return None
-        if changed_attribute(twin, before):
+        if changed_attribute(twin, before) or found[-1] != found[0]:
             return None
-    return found[0] if found[0] == found[1] else None
+        if questions.dtype_asked and len(trials) == 2:
+            trials += product((False, True), DTYPES)
+    return found[0]
 
 
 def kind_of(module: nn.Module) -> Hashable:
@@ -95,8 +106,13 @@ def refuses(module: nn.Module, parameters: tuple[str, ...], *arguments: Shape) -
     return False
 
 
-def traced_function(function: Callable[..., Tensor], shapes: Mapping[str, Shape], *arguments: Shape) -> Expression:
-    """Return the expression of a function of named parameters, given as a mapping, and of arguments.
+def traced_function(
+    function: Callable[..., Tensor],
+    shapes: Mapping[str, Shape],
+    *arguments: Shape,
+    dtype: torch.dtype = torch.float32,
+) -> Expression:
+    """Return the expression of a function of named parameters, given as a mapping, and of arguments, all of a dtype.
 
     Raises:
         NotExpressible: it uses other operations, or returns no tensor.
@@ -108,7 +124,7 @@ def traced_function(function: Callable[..., Tensor], shapes: Mapping[str, Shape]
         tensors = [seed.new_empty(shape) for seed, shape in zip(seeds, (*shapes.values(), *arguments), strict=True)]
         return function(dict(zip(shapes, tensors, strict=False)), *tensors[len(shapes) :])
 
-    graph = make_fx(of_seeds, tracing_mode="fake")(*(torch.empty(0) for _ in names)).graph
+    graph = make_fx(of_seeds, tracing_mode="fake")(*(torch.empty(0, dtype=dtype) for _ in names)).graph
     values: dict[fx.Node, Expression] = {}
     for seed, name in zip(graph.find_nodes(op="placeholder"), names, strict=True):
         values.update(dict.fromkeys((seed, *seed.users), name))
@@ -117,7 +133,7 @@ def traced_function(function: Callable[..., Tensor], shapes: Mapping[str, Shape]
             result: Any = node.args[0]
             return tuple(result.meta["val"].shape), values[result]
         if node not in values:
-            values[node] = _value(node, values)
+            values[node] = _value(node, values, dtype)
     raise NotExpressible("it returns nothing")
 
 
@@ -126,7 +142,14 @@ def _call(module: nn.Module, parameters: Mapping[str, Tensor], *arguments: Tenso
     return out
 
 
-def _value(node: fx.Node, values: dict[fx.Node, Expression]) -> Expression:
+def _watched_call(
+    questions: NoQuestions, module: nn.Module, parameters: Mapping[str, Tensor], *arguments: Tensor
+) -> Tensor:
+    with questions:
+        return _call(module, parameters, *arguments)
+
+
+def _value(node: fx.Node, values: dict[fx.Node, Expression], dtype: torch.dtype) -> Expression:
     name = node.target.overloadpacket.__name__  # type: ignore[union-attr]
     args: Any
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
@@ -136,6 +159,8 @@ def _value(node: fx.Node, values: dict[fx.Node, Expression]) -> Expression:
         if name == "squeeze" and shape[-1:] == former[-1:]:  # over which means are taken
             return args[0]
         return _view(args[0], _grouped(former), _grouped(shape))
+    if name == "_to_copy" and kwargs.keys() == {"dtype"} and kwargs["dtype"] in (torch.float32, dtype):
+        return args[0]  # as in ``expressions``, casts to float32 and back do nothing
     if name in _MATRICES:
         return _MATRICES[name](*args, **kwargs)
     if name not in METHODS:

@@ -343,7 +343,9 @@ class ReadsConstants(Norm):
     factors = FACTORS
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._norm(x) * FACTORS["one"] * self.factors["one"] * math.cos(0.0)
+        import math as of_numbers
+
+        return self._norm(x) * FACTORS["one"] * self.factors["one"] * math.cos(0.0) * of_numbers.cos(0.0)
 
 
 def test_a_forward_that_only_reads_is_replaced() -> None:

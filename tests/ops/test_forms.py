@@ -17,8 +17,8 @@ from opgraft.binding.functional import FUNCTIONALS, register_functional, unregis
 from opgraft.binding.specialisation import bind
 from opgraft.errors import ConflictError
 from opgraft.ops import SiluAndMul
-from opgraft.ops.activation.functional import like
 from opgraft.ops.checks import expect_in_range, values_are_known
+from opgraft.ops.fakes import like
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
@@ -223,7 +223,7 @@ def test_a_second_form_of_a_name_is_refused() -> None:
 def test_a_reloaded_form_takes_the_place_of_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reloading a module registers its forms anew."""
     (tmp_path / "module_with_a_form.py").write_text(
-        "from opgraft.ops.activation.functional import like\n"
+        "from opgraft.ops.fakes import like\n"
         "from opgraft.binding.functional import register_functional\n"
         "from torch import Tensor\n\n\n"
         "@register_functional('silu', like)\n"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from opgraft.binding.functional import FUNCTIONALS, register_functional, unregister
-from opgraft.ops.activation.functional import nothing
+from opgraft.ops.fakes import nothing
 from opgraft.ops.spec import Arguments, Draw, OpSpec, Outside
 from opgraft.testing import checks
 from torch import Tensor

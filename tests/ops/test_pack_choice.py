@@ -203,7 +203,7 @@ def test_nothing_moves_where_packing_fails(monkeypatch: pytest.MonkeyPatch) -> N
         raise PackError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr("opgraft.ops.linear.pack._binding_for", fail)
+        patch.setattr("opgraft.ops.pack._binding_for", fail)
         with pytest.raises(PackError):
             opgraft.pack(model)
     assert addresses(model) == before

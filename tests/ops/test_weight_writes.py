@@ -11,7 +11,8 @@ from pathlib import Path
 import opgraft
 import pytest
 import torch
-from opgraft.ops import Linear
+import torch.nn.functional as F
+from opgraft.ops import GatedMLP, Linear
 from opgraft.ops.linear import weight_cache
 from ops.packing import Calls, check, needs_onednn, record_calls
 from torch import nn
@@ -114,6 +115,66 @@ def test_written(calls: Calls, write: str, requires_grad: bool, again: int) -> N
             check(op(x), x, op)
     assert "pack" not in calls
     assert "linear" in calls
+
+
+def transposed_in_place(op: nn.Linear) -> None:
+    op.weight.requires_grad_(False).t_()
+
+
+def transposed_data(op: nn.Linear) -> None:
+    op.weight.data = op.weight.data.t()
+
+
+def strided(op: nn.Linear) -> None:
+    op.weight.data = op.weight.data.as_strided((13, 13), (0, 1))
+
+
+RESHAPING: dict[str, Callable[[nn.Linear], object]] = {
+    "t_": transposed_in_place,
+    ".data = .data.t()": transposed_data,
+    ".data = .data.as_strided": strided,
+}
+
+
+@pytest.mark.parametrize("write", [*SEEN_ALWAYS, *UNSEEN, *RESHAPING])
+@pytest.mark.parametrize("child", ["gate_proj", "up_proj"])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_joint_layer_written(calls: Calls, write: str, child: str, frozen: bool) -> None:
+    """Gate and up side by side, both square, are read at each call too; frozen, what nobody sees needs ``refresh``."""
+    layer, x = GatedMLP(13, 13).eval().requires_grad_(False), torch.randn(3, 13)
+    layer.join()
+    if frozen:
+        opgraft.freeze(layer)
+    part = layer.get_submodule(child)
+    with torch.no_grad():
+        agrees(layer, x)
+        before = part.weight.detach().clone()
+        (SEEN_ALWAYS | UNSEEN | RESHAPING)[write](part)
+        assert not torch.equal(part.weight, before)
+        if frozen and write in UNSEEN:
+            opgraft.refresh(layer)
+        agrees(layer, x)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_pruned_joint_layer(frozen: bool) -> None:
+    """Structured pruning by ``.data`` cuts rows of gate and up, and columns of down, as it does in a plain model."""
+    layer, x = GatedMLP(13, 12).eval().requires_grad_(False), torch.randn(3, 13)
+    layer.join()
+    if frozen:
+        opgraft.freeze(layer)
+    agrees(layer, x)
+    for name in layer.joined:
+        layer.get_submodule(name).weight.data = layer.get_submodule(name).weight.data[:5]
+    layer.down_proj.weight.data = layer.down_proj.weight.data[:, :5].contiguous()
+    agrees(layer, x)
+
+
+@torch.no_grad()
+def agrees(layer: GatedMLP, x: torch.Tensor) -> None:
+    gate, up, down = (layer.get_submodule(name).weight for name in (*layer.joined, "down_proj"))
+    expected = (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
+    torch.testing.assert_close(layer(x), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("write", SEEN_ALWAYS)
@@ -223,7 +284,7 @@ def test_an_alias_that_requires_a_gradient_thaws(calls: Calls) -> None:
 COLLECTIVES = """
 import sys
 import pytest, torch
-from opgraft.ops import Linear
+from opgraft.ops import GatedMLP, Linear
 from ops.packing import check, record_calls
 from torch import distributed
 

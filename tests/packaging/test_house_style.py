@@ -28,7 +28,7 @@ LAYERS = [
     "opgraft.config",
     "opgraft.environment",  # a variable for each setting
     "opgraft.machine",
-    "opgraft.decision",  # quotes the evidence of opgraft.machine
+    "opgraft.decision",  # quotes the evidence of opgraft.machine: docs/explanation/layers.md
     "opgraft.finding",
     "opgraft.compat",
     # The contract with devices, and the devices, which nothing above imports: entry points lead to them.
@@ -43,7 +43,27 @@ LAYERS = [
     # Ops.
     "opgraft.binding",
     "opgraft.distributed",
-    "opgraft.ops",
+    "opgraft.ops.prefixes",
+    "opgraft.ops.weights",
+    "opgraft.ops.precision",
+    "opgraft.ops.checks",
+    "opgraft.ops.fakes",
+    "opgraft.ops.spec",
+    "opgraft.ops.on_triton",
+    "opgraft.ops.triton_launch",
+    "opgraft.ops.activation",  # its device functions and references serve the families below
+    "opgraft.ops.layernorm",
+    "opgraft.ops.linear",
+    "opgraft.ops.embedding",
+    "opgraft.ops.rotary",
+    "opgraft.ops.attention",
+    "opgraft.ops.quantization",
+    "opgraft.ops.quantized_linear",
+    "opgraft.ops.routing",
+    "opgraft.ops.conv",
+    "opgraft.ops.composites",  # layers of several families' ops
+    "opgraft.ops.pack",
+    "opgraft.ops",  # the facade of the families
     "opgraft.functional",
     "opgraft.packing",
     "opgraft.custom_op",
@@ -192,6 +212,12 @@ def test_imports_point_one_way() -> None:
         if LAYERS.index(layer_of(name)) > LAYERS.index(layer_of(module))
     ]
     assert wrong == []
+
+
+def test_every_family_of_ops_has_a_layer() -> None:
+    """No two families share a line, so that an import between them points one way."""
+    within = {name for name in MODULES if name.startswith("opgraft.ops.") and name.count(".") == 2}
+    assert {name for name in within if layer_of(name) != name} == set()
 
 
 def test_imports_form_no_cycle() -> None:

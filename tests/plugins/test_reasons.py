@@ -11,7 +11,6 @@ from opgraft import OpgraftConfig, set_config
 from opgraft.config import OpgraftConfig as Config
 from opgraft.config import parse_text
 from opgraft.decision import Decision
-from opgraft.environment import parse_providers
 from opgraft.errors import ConflictError, PlatformConflictError
 from opgraft.ops import Llama3RotaryEmbedding, RMSNorm, RotaryEmbedding
 from opgraft.testing import inventory
@@ -73,8 +72,8 @@ def test_a_conflict_names_settings_to_paste(site) -> None:
     assert variable
     assert option
     assert python
-    mapping = parse_providers("OPGRAFT_PROVIDERS", variable[1])
     _, value = shlex.split(option[1])
+    mapping = parse_text("providers", variable[1])
     assert mapping == parse_text("providers", value) == Config(providers={"rms_norm": "acme"}).providers
     assert python[0] == "OpgraftConfig(providers={'rms_norm': 'acme'})"
     assert "likewise brix" in text

@@ -12,6 +12,7 @@ import math
 import torch
 from opgraft.binding.functional import register_functional
 from opgraft.ops.checks import expect_choice, expect_floating, expect_not_negative, expect_same_device, halves
+from opgraft.ops.fakes import like, nothing
 from opgraft.ops.precision import compute_dtype
 from torch import Tensor
 from torch.nn import functional as F
@@ -38,11 +39,6 @@ __all__ = [
 ]
 
 APPROXIMATIONS = ("none", "tanh")
-
-
-def like(x: Tensor, *others: object, **settings: object) -> Tensor:
-    """Make one contiguous tensor like ``x``; a fake rule."""
-    return x.new_empty(x.shape)
 
 
 def half_of(x: Tensor, *others: object, **settings: object) -> Tensor:
@@ -282,10 +278,6 @@ def silu(x: Tensor) -> Tensor:
     """
     expect_floating("silu", "x", x)
     return F.silu(x)
-
-
-def nothing(*arguments: object, **settings: object) -> None:
-    """Return nothing, as in-place variants do; a fake rule."""
 
 
 @register_functional("silu", nothing, mutates=("x",))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from opgraft import ops
+from opgraft.ops import activation as ops
 from opgraft.ops.activation import functional
 from opgraft.ops.spec import Arguments, Draw, OpSpec, Outside, of_transformers, with_parameters
 from torch import Tensor, nn

@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import torch
 from opgraft.binding.functional import register_functional
-from opgraft.ops.activation.functional import like
 from opgraft.ops.checks import (
     FLOATING,
     expect_ascending,
@@ -20,6 +19,7 @@ from opgraft.ops.checks import (
     expect_same_shape,
     values_are_known,
 )
+from opgraft.ops.fakes import like
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from opgraft import ops
+from opgraft.ops import attention as ops
 from opgraft.ops.attention import functional
 from opgraft.ops.spec import HALF_NORM, Arguments, Draw, OpSpec, Outside
 from torch import Tensor, nn

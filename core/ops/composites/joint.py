@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from opgraft.compat.hooks import hooks_on_every_module
@@ -19,6 +19,11 @@ from opgraft.ops.linear.weight_cache import declaration, freeze, thaw
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils.dlpack import from_dlpack
+
+Resident: TypeAlias = tuple[nn.Parameter | None, int, torch.Size, torch.dtype | None]
+"""A contiguous parameter, with what writes such as ``.data = `` may change of it: its address, shape and dtype."""
+
+_NONE: Resident = (None, 0, torch.Size(), None)
 
 _PARAMETERS = ("weight", "bias")
 
@@ -31,7 +36,7 @@ class Joint:
         op: the op; its outputs are those of the parts, one after another along the last dimension. Its parameters
             require no gradient, as it serves where none is required.
         blocks: name of the parameter → the memory that a join has made for those of the parts.
-        parameters: of the parts, each with where it lies; ``op`` keeps that memory from being used for anything else.
+        parameters: of the parts, each as it lay; ``op`` keeps that memory from being used for anything else.
         versions: of the parameters, how often ``op`` has seen each written to. The counter of its own parameters does
             not move when a part is written to, and kernels keep copies by it.
         declarations: of the parameters, by which ``freeze`` each was declared frozen, as far as ``op`` knows.
@@ -39,7 +44,7 @@ class Joint:
 
     op: Linear
     blocks: dict[str, Tensor]
-    parameters: list[tuple[nn.Parameter, int]]
+    parameters: list[Resident]
     versions: list[int]
     declarations: list[int]
 
@@ -52,8 +57,10 @@ class Joint:
                 return False
             for parameter in part._parameters.values():
                 if parameter is not None:
-                    known, address = next(expected, (None, 0))
-                    if parameter is not known or parameter.data_ptr() != address:
+                    known, address, shape, dtype = next(expected, _NONE)
+                    if parameter is not known or parameter.data_ptr() != address or parameter.shape != shape:
+                        return False
+                    if not parameter.is_contiguous() or parameter.dtype is not dtype:
                         return False
                     versions.append(version_of(parameter))
                     declarations.append(declaration(parameter))
@@ -187,8 +194,8 @@ def _join(parts: Sequence[Any], former: dict[str, Tensor]) -> Joint | None:
     if blocks is None:
         return None
     parameters = [parameter for part in parts for parameter in part._parameters.values() if parameter is not None]
-    versions = [version_of(p) for p in parameters]
-    return Joint(op.eval(), blocks, [(p, p.data_ptr()) for p in parameters], versions, [0] * len(parameters))
+    residents: list[Resident] = [(p, p.data_ptr(), p.shape, p.dtype) for p in parameters]
+    return Joint(op.eval(), blocks, residents, [version_of(p) for p in parameters], [0] * len(parameters))
 
 
 def _bring_together(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from opgraft import ops
+from opgraft.ops import conv as ops
 from opgraft.ops.conv import functional
 from opgraft.ops.spec import Arguments, Draw, OpSpec, Outside, with_parameters
 from torch import Tensor, nn

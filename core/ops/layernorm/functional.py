@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import torch
 from opgraft.binding.functional import register_functional
-from opgraft.ops.activation.functional import like, nothing
 from opgraft.ops.checks import (
     expect_alike,
     expect_choice,
@@ -21,6 +20,7 @@ from opgraft.ops.checks import (
     expect_same_dtype,
     expect_weight,
 )
+from opgraft.ops.fakes import like, nothing
 from opgraft.ops.precision import compute_dtype
 from torch import Tensor
 from torch.nn import functional as F

@@ -98,6 +98,7 @@ class RMSNorm(_EpsByTwoNames, CustomOp):
             return functional.rms_norm(x, weight, self.variance_epsilon, self.variance_size_override)
         return functional.fused_add_rms_norm(x, residual, weight, self.variance_epsilon, self.variance_size_override)
 
+    # The host derives forward_cuda and forward_xpu from these: forward_native with Triton's functional forms.
     functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:

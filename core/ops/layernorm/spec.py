@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from opgraft import ops
+from opgraft.ops import layernorm as ops
 from opgraft.ops.activation.spec import silu
 from opgraft.ops.layernorm import functional
 from opgraft.ops.spec import HALF_NORM, Arguments, Draw, OpSpec, Outside, of_transformers, with_parameters

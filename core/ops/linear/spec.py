@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from opgraft import ops
+from opgraft.ops import linear as ops
 from opgraft.ops.activation.spec import gelu, silu
 from opgraft.ops.linear import functional
 from opgraft.ops.spec import HALF_NORM, Arguments, Draw, OpSpec, Outside, with_parameters

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from opgraft import ops
+from opgraft.ops import quantization as ops
 from opgraft.ops.quantization import functional
 from opgraft.ops.spec import Arguments, Draw, OpSpec, Outside
 from torch import Tensor, nn

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from opgraft import ops
 from opgraft.ops.quantization.spec import nearest
 from opgraft.ops.quantized_linear import functional
+from opgraft.ops.quantized_linear.modules import FP8Linear, Int8DynamicLinear, QuantizedLinear
 from opgraft.ops.spec import HALF_NORM, Arguments, Draw, OpSpec, with_parameters
 from torch import Tensor, nn
 
@@ -128,14 +128,14 @@ def _quantized_op(
 ) -> tuple[nn.Module, tuple[Any, ...]]:
     bits = 8 if weight.dtype == torch.int8 else 4
     settings: dict[str, Any] = {"group_size": x.shape[-1] // scales.shape[1], "offsets": offsets is not None}
-    op = ops.QuantizedLinear(x.shape[-1], OUT_FEATURES, bias is not None, bits=bits, **settings)
+    op = QuantizedLinear(x.shape[-1], OUT_FEATURES, bias is not None, bits=bits, **settings)
     return with_parameters(op, weight=weight, scales=scales, offsets=offsets, bias=bias), (x,)
 
 
 def _int8_dynamic_op(
     x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None
 ) -> tuple[nn.Module, tuple[Any, ...]]:
-    op = ops.Int8DynamicLinear(x.shape[-1], OUT_FEATURES, bias is not None)
+    op = Int8DynamicLinear(x.shape[-1], OUT_FEATURES, bias is not None)
     return with_parameters(op, weight=weight, scales=scales, bias=bias), (x,)
 
 
@@ -148,7 +148,7 @@ def _fp8_op(
     block_shape: Sequence[int] | None = None,
 ) -> tuple[nn.Module, tuple[Any, ...]]:
     settings: dict[str, Any] = {"static": input_scale is not None, "block_shape": block_shape}
-    op = ops.FP8Linear(x.shape[-1], OUT_FEATURES, bias is not None, **settings)
+    op = FP8Linear(x.shape[-1], OUT_FEATURES, bias is not None, **settings)
     tensors = {"weight": weight, "weight_scale": weight_scale, "input_scale": input_scale, "bias": bias}
     return with_parameters(op, **tensors), (x,)
 

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 
 import torch
 from opgraft.binding.functional import register_functional
-from opgraft.ops.activation.functional import like, nothing
 from opgraft.ops.checks import (
     expect_floating,
     expect_in_range,
@@ -26,6 +25,7 @@ from opgraft.ops.checks import (
     expect_same_device,
     expect_same_dtype,
 )
+from opgraft.ops.fakes import like, nothing
 from opgraft.ops.precision import compute_dtype
 from torch import Tensor
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from opgraft import ops
+from opgraft.ops import rotary as ops
 from opgraft.ops.rotary import functional
 from opgraft.ops.spec import Arguments, Draw, OpSpec, Outside, of_transformers, with_parameters
 from torch import Tensor, nn

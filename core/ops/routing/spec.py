@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from opgraft import ops
+from opgraft.ops import routing as ops
 from opgraft.ops.routing import functional
 from opgraft.ops.spec import Arguments, Draw, OpSpec, Outside
 from torch import Tensor, nn
