@@ -14,7 +14,7 @@ from opgraft.platform import DISPATCH_KEYS
 from opgraft.registry.op_classes import definer, kernel_methods, location_of, own_classes
 
 SWITCH = "OPGRAFT_CUSTOM_OPS or compilation_config.custom_ops (+op, -op)"
-"""How an op is enabled or disabled where no scope and no class says otherwise."""
+"""The ways to enable or disable an op, where no scope and no class says otherwise."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,8 @@ def _print(report: Mapping[str, Any]) -> None:
         print_wrapped(f"finding: {Finding.from_dict(finding)}")
     if not report["findings"]:
         active = sum(row["status"] == PluginStatus.ACTIVATED.value for row in report["plugins"])
-        echo(f"{active} of {len(report['plugins'])} plugins active, nothing wrong")
+        rest = "; why a platform is not there: opgraft detect --all" if active < len(report["plugins"]) else ""
+        echo(f"{active} of {len(report['plugins'])} plugins active, nothing wrong{rest}")
 
 
 def _told(row: Mapping[str, Any], findings: Iterable[Mapping[str, Any]]) -> bool:

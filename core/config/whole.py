@@ -193,7 +193,9 @@ def check_known(name: str) -> None:
         ConfigError: with close matches.
     """
     if name not in FIELDS:
-        raise ConfigError(f"unknown setting {name!r}: {close_matches(name, FIELDS)}")
+        inner = [known for known in FIELDS if known.rpartition(".")[2] == name]
+        meant = f"did you mean {' or '.join(map(repr, inner))}?" if inner else close_matches(name, FIELDS)
+        raise ConfigError(f"unknown setting {name!r}: {meant}")
 
 
 def parse_text(name: str, text: str) -> Any:

@@ -72,7 +72,7 @@ def test_a_scope_and_a_constructor_are_named() -> None:
     with set_config(off):
         setting = ops.RMSNorm(4).binding.kernel.switch
         assert setting.startswith("compilation_config.custom_ops is set by set_config, which outranks")
-        assert ops.SiluAndMul(enforce_enable=True).binding.kernel.switch == "enforce_enable"
+        assert ops.ApplyRotaryEmb(enforce_enable=True).binding.kernel.switch == "enforce_enable"
     assert ops.RMSNorm(4).binding.decision.setting.startswith(("OPGRAFT_CUSTOM_OPS", ""))
 
 
