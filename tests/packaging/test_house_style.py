@@ -42,6 +42,7 @@ LAYERS = [
     "opgraft.plugins",
     # Ops.
     "opgraft.binding",
+    "opgraft.distributed",
     "opgraft.ops",
     "opgraft.functional",
     "opgraft.packing",
@@ -49,8 +50,9 @@ LAYERS = [
     "opgraft.torch_library",
     # Models.
     "opgraft.bucketing",
-    "opgraft.models",
     "opgraft.grafting",
+    "opgraft.quantization",
+    "opgraft.models",
     "opgraft.pooling",
     "opgraft.checkpoint",
     "opgraft.runner",
