@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,19 +30,30 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 @dataclass(frozen=True)
 class Environment:
-    """The environment's say: a layer per variable that is set, a file of settings, and the level of logs."""
+    """The environment's say: a layer per variable that is set, the path of a file of settings, the level of logs."""
 
     layers: Layers = ()
-    file: ConfigFile | None = None
+    path: str | None = None
     log: str | None = None
+
+    @functools.cached_property
+    def file(self) -> ConfigFile | None:
+        """Return the file of settings, read on first use: where another one stands in its place it is never opened.
+
+        Raises:
+            ConfigError: it cannot be used.
+        """
+        try:
+            return read_file(self.path) if self.path else None
+        except ConfigError as error:
+            raise ConfigError(f"{CONFIG}: {error}") from error
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     """Read the variables of ``VARIABLES`` from a mapping, by default from ``os.environ``.
 
     Raises:
-        ConfigError: a value is not one of those listed, a variable beginning with ``OPGRAFT_`` is not known, or the
-            file that ``OPGRAFT_CONFIG`` names cannot be used.
+        ConfigError: a value is not one of those listed, or a variable beginning with ``OPGRAFT_`` is not known.
     """
     values = os.environ if variables is None else variables
     for name in values:
@@ -49,7 +61,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
             raise ConfigError(
                 f"unknown environment variable {name}: {close_matches(name, VARIABLES)} Unset or rename it."
             )
-    return Environment(_layers(values), _file(values.get(CONFIG)), _log_level(values.get(LOG)))
+    return Environment(_layers(values), values.get(CONFIG), _log_level(values.get(LOG)))
 
 
 def _layers(values: Mapping[str, str]) -> Layers:
@@ -65,13 +77,6 @@ def _layers(values: Mapping[str, str]) -> Layers:
         except ConfigError as error:
             raise ConfigError(f"{field.variable}: {error}") from error
     return tuple(layers)
-
-
-def _file(path: str | None) -> ConfigFile | None:
-    try:
-        return read_file(path) if path else None
-    except ConfigError as error:
-        raise ConfigError(f"{CONFIG}: {error}") from error
 
 
 def _log_level(value: str | None) -> str | None:

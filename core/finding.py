@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +18,22 @@ class Finding:
         provider: whose it is, where that is known.
         location: ``file:line``, where the fault has one.
         exit_code: what the command line ends with where this is the worst.
+        others: further ones whom it concerns, as in a conflict; not part of the plain data.
     """
 
     message: str
     provider: Provider | None = None
     location: str | None = None
     exit_code: int = 1
+    others: tuple[Provider, ...] = ()
 
     def __str__(self) -> str:
         told = self.location is None or self.location in self.message
         return self.message if told else f"{self.message} ({self.location})"
+
+    def concerns(self, providers: Iterable[Provider]) -> bool:
+        """Tell whether it is about one of the providers."""
+        return not {self.provider, *self.others}.isdisjoint(providers)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Finding:

@@ -49,7 +49,8 @@ class PluginStatus(enum.Enum):
 class PluginRecord:
     """One entry point of the group ``opgraft.plugins`` and what became of it.
 
-    ``location`` is the ``file:line`` in the plugin where it failed, where that is known.
+    ``location`` is the ``file:line`` in the plugin where it failed, where that is known. ``findings`` say what is
+    questionable about it, though it was loaded.
     """
 
     name: str
@@ -60,6 +61,7 @@ class PluginRecord:
     traceback: str | None = None
     location: str | None = None
     platforms: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()
 
 
 @dataclass
@@ -110,10 +112,10 @@ class HostState:
         scope = CURRENT_SCOPE.get()
         file = scope.file if scope and scope.file else self.environment.file
         from_file, scopes = file.layers if file else (), scope.layers if scope else ()
-        layers = [*self.adjustments, *from_file, *self.environment.layers, *scopes]
+        layers = [*self.adjustments, *from_file, *self.environment.layers]
         if self.selection is not None:
             layers.insert(0, (f"platform {self.selection.platform.name}", self.selection.defaults))
-        return resolve(layers)
+        return resolve(layers, scopes)
 
     def current_caches(self) -> Caches:
         """Return what was decided under the active scope; new whenever something was activated."""

@@ -7,11 +7,12 @@ A plugin of a distribution that offers no platform also states where its kernels
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 from opgraft.config import OpgraftConfig
+from opgraft.errors import close_matches, near_matches
 from opgraft.platform import Platform
 
 if TYPE_CHECKING:
@@ -50,3 +51,16 @@ RESULT_TYPES: dict[str, tuple[type, ...]] = {
     "opgraft_graft_adapters": (Iterable,),
 }
 """The types that each hook may return; checked, as a wrong type would fail far from the plugin that returned it."""
+
+_HOOK_CUTOFF = 0.8
+"""Above it a function's name is a hook's misspelt."""
+
+
+def unmarked(plugin: object) -> Iterator[tuple[str, Callable[..., Any], str]]:
+    """Yield functions that are named as a hook, or nearly, and not marked as one: name, function and what to do."""
+    for name in dir(plugin):
+        function = getattr(plugin, name, None)
+        named = name.startswith(f"{PROJECT}_") or near_matches(name, RESULT_TYPES, _HOOK_CUTOFF)
+        if named and callable(function) and not hasattr(function, f"{PROJECT}_impl"):
+            hint = "" if name in RESULT_TYPES else f" {close_matches(name, RESULT_TYPES)}"
+            yield name, function, f"mark it with @opgraft.hookimpl.{hint}"

@@ -43,7 +43,7 @@ def load_plugins() -> None:
                 undo_all.pop_all()  # nothing raised: what was activated stays
             state.loaded_with = config
             state.plugins_loaded = True
-            decision = plugins_decision(state.plugins.values())
+            decision = plugins_decision(state.plugins.values(), state.settings())
             logger.info("%s", decision.summary())
             for row in decision.candidates:
                 logger.info("%s", printable(f"plugin {row.name} of {row.provider}: {row.reason}"))
@@ -87,7 +87,7 @@ def check_loaded_with(settings: Settings, state: HostState) -> None:
             )
 
 
-def plugins_decision(records: Iterable[PluginRecord]) -> Decision:
+def plugins_decision(records: Iterable[PluginRecord], settings: Settings) -> Decision:
     """Explain which installed plugins are active in this process, and why the others are not."""
     rows = [(record, record.status is PluginStatus.ACTIVATED) for record in records]
     candidates = tuple(
@@ -96,5 +96,7 @@ def plugins_decision(records: Iterable[PluginRecord]) -> Decision:
     )
     chosen = ", ".join(record.name for record, active in rows if active) or None
     reason = f"{sum(active for _, active in rows)} of {len(rows)} installed plugins active"
-    setting = f"{PLUGINS}, {PLUGINS_DISABLE} or OpgraftConfig(plugins=...)" if candidates else ""
+    ways = f"{PLUGINS}, {PLUGINS_DISABLE} or OpgraftConfig(plugins=...)" if candidates else ""
+    fixed = [settings.to_change(name, "") for name in ("plugins", "plugins_disable")]
+    setting = "; ".join(filter(None, fixed)) or ways
     return Decision("plugins", chosen, reason, candidates, setting)

@@ -58,7 +58,7 @@ class Loading:
         offered = tuple(p.name for p in discover().of_group(PLATFORM_GROUP) if p.provider == offer.provider)
         record.platforms = offered
         elsewhere = bool(offered) and self.platform.name not in offered
-        record.reason = objection(offer, self.config) or (_not_here(offered, self.platform) if elsewhere else "")
+        record.reason = objection(offer, self.settings) or (_not_here(offered, self.platform) if elsewhere else "")
         if record.reason:
             record.status = PluginStatus.REJECTED
             if asked_for(offer, self.config.plugins or ()):
@@ -75,7 +75,10 @@ class Loading:
     def _load(self, offer: Offer, record: PluginRecord) -> None:
         plugin = offer.load()
         record.status = PluginStatus.LOADED
-        record.platforms = record.platforms or _stated_platforms(plugin)
+        if record.platforms:
+            record.findings = _overruled_platforms(plugin, record.platforms)
+        else:
+            record.platforms = _stated_platforms(plugin)
         if ANY_PLATFORM not in record.platforms and self.platform.name not in record.platforms:
             self._withdraw(offer.name, PluginStatus.REJECTED, _not_here(record.platforms, self.platform))
             return
@@ -84,10 +87,7 @@ class Loading:
         self.manager.register(plugin, offer.name)
         declared = any(replacement.plugin == offer.name for replacement in self.state.registry.replacements)
         if not self.manager.get_hookcallers(plugin) and not declared:
-            raise PluginError(
-                f"{offer.value} implements no hook and registers no op: mark a function named opgraft_register_ops "
-                "with @opgraft.hookimpl"
-            )
+            raise _no_hook(offer, plugin)
 
     def _check_hook_names(self, plugin: object) -> None:
         """Reject a function that is marked as a hook of a name that no hook has, unless it is marked as optional."""
@@ -228,6 +228,27 @@ def _as_activated(record: PluginRecord) -> str:
 
 def _reject_names(unknown: list[str], known: Iterable[str]) -> None:
     raise PluginError(f"it names the op {unknown[0]!r}, which nobody registers: {close_matches(unknown[0], known)}")
+
+
+def _no_hook(offer: Offer, plugin: object) -> PluginError:
+    """Describe a plugin that does nothing, with the function that was meant to be its hook where there is one."""
+    text = f"{offer.value} implements no hook and registers no op"
+    for name, function, hint in hookspecs.unmarked(plugin):
+        place = location_of(function)
+        return PluginError(f"{text}: {name} at {place} is never called: {hint}", place)
+    return PluginError(f"{text}: mark a function named opgraft_register_ops with @opgraft.hookimpl")
+
+
+def _overruled_platforms(plugin: object, offered: tuple[str, ...]) -> tuple[str, ...]:
+    """Say where the plugin's ``platforms`` attribute differs from the platforms that its distribution offers."""
+    stated = getattr(plugin, "platforms", None)
+    if stated is None or (isinstance(stated, (tuple, list)) and set(stated) == set(offered)):
+        return ()
+    names = ", ".join(offered)
+    return (
+        f"states platforms = {stated!r}, which is ignored: its distribution offers the platform {names}, and it "
+        f"applies there only. Remove platforms, or move the plugin to a distribution that offers no platform.",
+    )
 
 
 def _stated_platforms(plugin: object) -> tuple[str, ...]:

@@ -17,18 +17,27 @@ _PLATFORM_CUTOFF = 0.7
 
 def findings_of(record: PluginRecord) -> Iterator[Finding]:
     """Find why a plugin is not active, or not in every part."""
-    if record.status is PluginStatus.FAILED:
-        yield Finding(failure_of(record), record.provider, record.location, exit_code=4)
-    if record.status is PluginStatus.VETOED:
-        yield _finding(record, f"is not used, as it vetoed itself: {record.reason}")
-    if record.status is PluginStatus.REJECTED and record.reason.startswith(("it requires", "its requirement")):
-        yield _finding(record, f"is not used: {record.reason}")
+    end = end_of(record)
+    if end is not None:
+        yield end
+    yield from (_finding(record, text) for text in record.findings)
     yield from _misspelt_platforms(record)
     if record.status is PluginStatus.ACTIVATED:
         for replacement in replacements_of(record):
             for complaint in replacement.findings:
                 message = f"plugin {record.name} of {replacement.provider}: {complaint}"
                 yield Finding(message, replacement.provider, replacement.location)
+
+
+def end_of(record: PluginRecord) -> Finding | None:
+    """Return the finding that tells why a plugin is not active, or ``None`` where that is no fault."""
+    if record.status is PluginStatus.FAILED:
+        return Finding(failure_of(record), record.provider, record.location, exit_code=4)
+    if record.status is PluginStatus.VETOED:
+        return _finding(record, f"is not used, as it vetoed itself: {record.reason}")
+    if record.status is PluginStatus.REJECTED and record.reason.startswith(("it requires", "its requirement")):
+        return _finding(record, f"is not used: {record.reason}")
+    return None
 
 
 def failure_of(record: PluginRecord) -> str:

@@ -6,6 +6,7 @@ outcome becomes ``Evidence``.
 
 from __future__ import annotations
 
+import importlib
 import json
 import threading
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from opgraft.decision import Provider
-from opgraft.errors import ChildError, PlatformError, raised_at
+from opgraft.errors import ChildError, PlatformError, close_matches, raised_at
 from opgraft.machine.child import ask_child
 from opgraft.machine.evidence import Evidence
 from opgraft.machine.machine import Machine
@@ -56,7 +57,7 @@ def run_probe(offer: Offer, machine: Machine) -> Evidence:
         ProbeFailed: as for ``ask``.
     """
     try:
-        spec = offer.load()
+        spec = _spec(offer)
         if not isinstance(spec, PlatformSpec):
             raise ProbeFailed(f"{offer.value} is a {type(spec).__name__}, expected an opgraft.PlatformSpec")
         evidence = spec.probe(machine)
@@ -67,6 +68,22 @@ def run_probe(offer: Offer, machine: Machine) -> Evidence:
     if not isinstance(evidence, Evidence):
         raise ProbeFailed(f"probe {offer.value} returned a {type(evidence).__name__}, expected opgraft.Evidence")
     return evidence
+
+
+def _spec(offer: Offer) -> Any:
+    """Load what the entry point names.
+
+    Raises:
+        ProbeFailed: its module has nothing of that name.
+    """
+    module = importlib.import_module(offer.module)
+    name = offer.value.partition(":")[2].partition("[")[0].strip()
+    if "." not in name and not hasattr(module, name):
+        raise ProbeFailed(
+            f"the entry point {offer.name} = {offer.value} in {offer.group} names {name!r}, which {offer.module} does "
+            f"not have: {close_matches(name, vars(module))} Correct it and install the distribution again."
+        )
+    return offer.load()
 
 
 def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:

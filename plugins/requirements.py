@@ -10,14 +10,15 @@ from opgraft.plugins.discovery import Offer, discover
 from opgraft.version import __version__
 
 
-def objection(offer: Offer, config: OpgraftConfig) -> str | None:
+def objection(offer: Offer, settings: Settings) -> str | None:
     """Say why an offer is not used, or ``None``: not on the allow list, on the deny list, or for another opgraft."""
     if offer.built_in:
         return None
+    config = settings.config
     if asked_for(offer, config.plugins_disable or ()):
-        return "on the deny list (OPGRAFT_PLUGINS_DISABLE or plugins_disable)"
+        return f"on the deny list {settings.named('plugins_disable')}"
     if config.plugins is not None and not asked_for(offer, config.plugins):
-        return "not on the allow list (OPGRAFT_PLUGINS or plugins)"
+        return f"not on the allow list {settings.named('plugins')}"
     return _unmet_requirement(offer)
 
 

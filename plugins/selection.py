@@ -97,19 +97,21 @@ def decide_platform(
         )
     broken = {offer.name: reason for offer, reason in unloadable}
     asked = [
-        _Asked(o, None, broken[o.name], failed=True) if o.name in broken else _ask(o, config, machine) for o in offers
+        _Asked(o, None, broken[o.name], failed=True) if o.name in broken else _ask(o, settings, machine) for o in offers
     ]
     if config.strict:
         _raise_first_failure(asked)
     winner, reason = _winner(asked, settings)
     candidates = tuple(a.candidate(a is winner, a.reason if a is winner else _loser_reason(a, winner)) for a in asked)
-    return winner.offer, Decision("platform", winner.offer.name, reason, candidates, _SETTING)
+    setting = settings.to_change("platform", _SETTING)
+    return winner.offer, Decision("platform", winner.offer.name, reason, candidates, setting)
 
 
-def _ask(offer: Offer, config: OpgraftConfig, machine: Machine) -> _Asked:
+def _ask(offer: Offer, settings: Settings, machine: Machine) -> _Asked:
+    config = settings.config
     if config.platform is not None and offer.name != config.platform:
         return _Asked(offer, None, f"not probed: platform {config.platform!r} was asked for")
-    refused = objection(offer, config)
+    refused = objection(offer, settings)
     if refused:
         return _Asked(offer, None, refused)
     try:

@@ -13,6 +13,9 @@ from opgraft.errors import MissingKernelError
 from opgraft.platform import DISPATCH_KEYS
 from opgraft.registry.op_classes import definer, kernel_methods, location_of, own_classes
 
+SWITCH = "OPGRAFT_CUSTOM_OPS or compilation_config.custom_ops (+op, -op)"
+"""The ways to enable or disable an op, where no scope and no class says otherwise."""
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -62,7 +65,8 @@ class Kernel:
 class KernelChoice:
     """The method of ``cls`` that becomes ``forward``.
 
-    ``found`` holds every definition that can run, the winner first; ``missing`` those that cannot, and why.
+    ``found`` holds every definition that can run, the winner first; ``missing`` those that cannot, and why. ``switch``
+    says how to enable or disable the op.
     """
 
     cls: type
@@ -71,6 +75,7 @@ class KernelChoice:
     missing: tuple[tuple[Kernel, str], ...]
     enabled: bool
     enabled_because: str
+    switch: str = SWITCH
 
     @property
     def winner(self) -> Kernel:
@@ -92,7 +97,7 @@ class KernelChoice:
         state = "enabled" if self.enabled else "disabled"
         reason = f"{state}: {self.enabled_because}; dispatch chain {' > '.join(self.chain)}"
         switchable = getattr(self.cls, "switchable", True) and len(self.found) > 1
-        setting = "OPGRAFT_CUSTOM_OPS or compilation_config.custom_ops (+op, -op)" if switchable else ""
+        setting = self.switch if switchable else ""
         return Decision(f"kernel of {self.cls.__qualname__}", str(self.winner), reason, candidates, setting)
 
     def _verdict(self, kernel: Kernel) -> str:
@@ -118,7 +123,12 @@ class KernelChoice:
 
 
 def choose_kernel(
-    cls: type, chain: tuple[str, ...], enabled: bool, enabled_because: str, target: type | None = None
+    cls: type,
+    chain: tuple[str, ...],
+    enabled: bool,
+    enabled_because: str,
+    target: type | None = None,
+    switch: str = SWITCH,
 ) -> KernelChoice:
     """Choose the method of ``cls`` that becomes ``forward``: the most derived definition wins.
 
@@ -141,7 +151,7 @@ def choose_kernel(
             f"{cls.__qualname__} at {location_of(cls)} defines neither forward nor a kernel for any key of the "
             f"dispatch chain {chain} that can run here.{lacking} Define forward_native, which every platform can run"
         )
-    return KernelChoice(cls, chain, tuple(found), tuple(missing), enabled, enabled_because)
+    return KernelChoice(cls, chain, tuple(found), tuple(missing), enabled, enabled_because, switch)
 
 
 def declared_kernels(cls: type, chain: tuple[str, ...]) -> list[Kernel]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from opgraft.binding.derivation import prepare
-from opgraft.binding.kernels import OWN_FORWARD, Kernel, KernelChoice, choose_kernel, continuations
+from opgraft.binding.kernels import OWN_FORWARD, SWITCH, Kernel, KernelChoice, choose_kernel, continuations
 from opgraft.binding.marks import CHECK_RAISED, is_inference_only
 from opgraft.caches import Caches
 from opgraft.config import Settings
@@ -155,7 +155,8 @@ def own_constructor(cls: type, target: type) -> str | None:
 def enforced(binding: Binding) -> Binding:
     """Return the same choice of class, with the op enabled whatever the settings say."""
     choice = binding.replacement
-    kernel = choose_kernel(choice.cls, binding.kernel.chain, True, "enforce_enable=True", choice.target)
+    because = "enforce_enable=True"
+    kernel = choose_kernel(choice.cls, binding.kernel.chain, True, because, choice.target, "enforce_enable")
     return Binding(choice, kernel, specialise(kernel), binding.background, enforced=True)
 
 
@@ -189,10 +190,10 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
         choice = ReplacementChoice(cls, own, name, ((only[0], None),), only[0])
     else:
         choice = choose_replacement(cls, name, own, active, selection.platform, settings, kin_of(cls, active))
-    enabled, because = _enabled(choice, settings)
-    kernel = choose_kernel(choice.cls, effective_chain(selection.platform), enabled, because, cls)
+    enabled, because, switch = _enabled(choice, settings)
+    kernel = choose_kernel(choice.cls, effective_chain(selection.platform), enabled, because, cls, switch)
     _report_broken_checks(kernel)
-    background = (plugins_decision(state.plugins.values()), selection.decision)
+    background = (plugins_decision(state.plugins.values(), settings), selection.decision)
     binding = Binding(choice, kernel, specialise(kernel), background)
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug("%s", binding.decision.summary())
@@ -206,15 +207,18 @@ def _report_broken_checks(kernel: KernelChoice) -> None:
             logger.warning_once("%s", printable(f"{skipped} at {skipped.location} is not used: {why}"))
 
 
-def _enabled(choice: ReplacementChoice, settings: Settings) -> tuple[bool, str]:
-    """Decide whether the op is enabled, and why: as the class says, if it has a method ``enabled`` of its own."""
+def _enabled(choice: ReplacementChoice, settings: Settings) -> tuple[bool, str, str]:
+    """Decide whether the op is enabled, why, and what would change it.
+
+    The class says so, if it has a method ``enabled`` of its own.
+    """
     cls: Any = choice.cls
     owner = definer(cls, "enabled")
     if owner is not None:
-        return bool(cls.enabled()), f"{owner.__qualname__}.enabled() says so"
+        return bool(cls.enabled()), f"{owner.__qualname__}.enabled() says so", ""
     if not choice.target.switchable:  # type: ignore[attr-defined]  # of a CustomOp
-        return True, "this op is not switched by custom_ops"
-    return settings.enabled(choice.op_name)
+        return True, "this op is not switched by custom_ops", ""
+    return *settings.enabled(choice.op_name), settings.to_change("compilation_config.custom_ops", SWITCH)
 
 
 def op_name_of(cls: type, state: HostState) -> str | None:

@@ -9,8 +9,8 @@ import sys
 import click
 import importlib_metadata
 from opgraft.cli.offers import KINDS, admission, shown_offers
-from opgraft.cli.output import echo, json_option, print_json
-from opgraft.config import OpgraftConfig
+from opgraft.cli.output import echo, json_option, print_json, with_settings
+from opgraft.config import resolve
 from opgraft.environment import VARIABLES
 from opgraft.errors import ConfigError, OpgraftError
 from opgraft.machine.machine import Machine
@@ -27,6 +27,7 @@ _FURTHER_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_DEVICE_BACKEN
 
 @click.command("env")
 @json_option
+@with_settings
 def command(as_json: bool) -> None:
     """Print versions, hardware, plugins and settings for a bug report.
 
@@ -63,12 +64,12 @@ def _report() -> dict[str, dict[str, str]]:
 def _plugins() -> dict[str, str]:
     """List platforms and plugins with their status before any is imported, and metadata that cannot be used."""
     try:
-        config = host_state().settings().config
+        settings = host_state().settings()
     except ConfigError:  # which the settings tell
-        config = OpgraftConfig()
+        settings = resolve([])
     rows = {}
     for offer in shown_offers():
-        status, reason = admission(offer, config)
+        status, reason = admission(offer, settings)
         verdict = f"{status}: {reason}" if reason else status
         rows[f"{KINDS[offer.group]} {offer.name}"] = f"{offer.provider} ({offer.value}): {verdict}"
     return {**rows, **{f"ignored {problem.provider}": problem.reason for problem in discover().problems}}

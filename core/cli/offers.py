@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import importlib_metadata
-from opgraft.config import OpgraftConfig
+from opgraft.config import Settings
 from opgraft.decision import Provider
 from opgraft.errors import near_matches
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, Problem, discover
@@ -31,9 +31,9 @@ def as_dict(offer: Offer) -> dict[str, Any]:
     }
 
 
-def admission(offer: Offer, config: OpgraftConfig) -> tuple[str, str]:
+def admission(offer: Offer, settings: Settings) -> tuple[str, str]:
     """Tell how the settings admit an offer: plugins ``selected``, platforms ``eligible``, or ``rejected`` and why."""
-    against = objection(offer, config)
+    against = objection(offer, settings)
     return ("rejected", against) if against else ("selected" if offer.group == PLUGIN_GROUP else "eligible", "")
 
 

@@ -13,7 +13,7 @@ from opgraft.errors import InputError, near_matches
 from opgraft.ops import CustomOp
 from opgraft.plugins.host import load_plugins
 from opgraft.registry.declarations import Replacement
-from opgraft.state import host_state
+from opgraft.state import PluginStatus, host_state
 from opgraft.testing import inventory
 
 _ALL_NAMES = "'opgraft ops list' shows the names of all."
@@ -32,8 +32,7 @@ def command(name: str, as_json: bool) -> None:
     load_plugins()
     target = inventory.find_op(name)
     if target is None:
-        near = " or ".join(map(repr, near_matches(name, inventory.known_names())))
-        raise InputError(f"no op is called {name!r}: {f'did you mean {near}?' if near else _ALL_NAMES}")
+        raise InputError(_unknown(name))
     decision = inventory.decision_here(target)
     variants = inventory.variants_of(target) if target in CustomOp.op_registry.values() else []
     here = {cls.__qualname__: inventory.kernel_here(cls) for cls in variants}
@@ -61,6 +60,16 @@ def command(name: str, as_json: bool) -> None:
         print_wrapped(f"  declared but not active: {replacement.cls.__qualname__} at {replacement.location}")
     for package in packages:
         print_wrapped(f"  not installed: {package} has kernels for this op on this platform")
+
+
+def _unknown(name: str) -> str:
+    """Describe a name that nothing answers to; a class of a plugin that was not imported has a name nobody knows."""
+    near = " or ".join(map(repr, near_matches(name, inventory.known_names())))
+    records = [r for r in host_state().plugins.values() if r.status is not PluginStatus.ACTIVATED]
+    unread = "; ".join(f"plugin {r.name} of {r.provider} is {r.status.value}: {r.reason}" for r in records)
+    hint = f" Classes of plugins that are not active are not known: {unread}." if unread else ""
+    doctor = " 'opgraft plugins doctor' checks the plugins." if unread else ""
+    return f"no op is called {name!r}: {f'did you mean {near}? ' if near else ''}{_ALL_NAMES}{hint}{doctor}"
 
 
 def _inactive(target: type) -> list[Replacement]:

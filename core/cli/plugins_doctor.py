@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import click
@@ -16,7 +16,7 @@ from opgraft.decision import Provider
 from opgraft.errors import close_matches
 from opgraft.finding import Finding
 from opgraft.plugins.discovery import discover
-from opgraft.plugins.outcomes import findings_of
+from opgraft.plugins.outcomes import end_of, findings_of
 from opgraft.state import PluginRecord, PluginStatus, host_state
 
 
@@ -40,14 +40,21 @@ def command(as_json: bool) -> None:
 
 def _print(report: Mapping[str, Any]) -> None:
     for row in report["plugins"]:
-        told_below = any(row["reason"] in finding["message"] for finding in report["findings"])
-        reason = f": {row['reason']}" if row["reason"] and not told_below else ""
+        reason = f": {row['reason']}" if row["reason"] and not _told(row, report["findings"]) else ""
         print_wrapped(f"{row['name']} ({_in_words(row['provider'])}): {row['status']}{reason}")
     for finding in report["findings"]:
         print_wrapped(f"finding: {Finding.from_dict(finding)}")
     if not report["findings"]:
         active = sum(row["status"] == PluginStatus.ACTIVATED.value for row in report["plugins"])
-        echo(f"{active} of {len(report['plugins'])} plugins active, nothing wrong")
+        rest = "; why a platform is not there: opgraft detect --all" if active < len(report["plugins"]) else ""
+        echo(f"{active} of {len(report['plugins'])} plugins active, nothing wrong{rest}")
+
+
+def _told(row: Mapping[str, Any], findings: Iterable[Mapping[str, Any]]) -> bool:
+    """Tell whether one of the findings is the end of this very plugin."""
+    record = PluginRecord(row["name"], "", Provider(**row["provider"]), PluginStatus(row["status"]), row["reason"])
+    end = end_of(record)
+    return end is not None and any(finding["message"] == end.message for finding in findings)
 
 
 def _in_words(provider: Mapping[str, Any]) -> str:
@@ -57,15 +64,21 @@ def _in_words(provider: Mapping[str, Any]) -> str:
 def examine() -> dict[str, Any]:
     """Load everything in this process; returns the plugins and the findings as plain data."""
     error = load_all()
-    outcomes = [finding for record in host_state().plugins.values() for finding in findings_of(record)]
-    findings = [*_metadata(), *host_state().platform_failures, *outcomes]
-    if error is not None:
-        if str(error) not in {finding.message for finding in outcomes}:  # in strict mode it is one plugin's failure
-            findings.append(Finding(str(error), exit_code=error.exit_code))
-    else:
-        findings += importlib.import_module("opgraft.testing.diagnosis").diagnose()
+    findings = found(host_state().plugins.values(), loaded=error is None)
+    if error is not None and str(error) not in {f.message for f in findings}:  # in strict mode it is one plugin's
+        findings.append(Finding(str(error), exit_code=error.exit_code))
     plugins = [_as_dict(record) for record in host_state().plugins.values()]
-    return {"plugins": plugins, "findings": [finding.to_dict() for finding in dict.fromkeys(findings)]}
+    return {"plugins": plugins, "findings": [finding.to_dict() for finding in findings]}
+
+
+def found(records: Iterable[PluginRecord], *, loaded: bool) -> list[Finding]:
+    """Find what is wrong after loading: metadata, platforms, the outcomes of the plugins ``records``, the checks.
+
+    The checks are left out where not everything could be loaded.
+    """
+    outcomes = [finding for record in records for finding in findings_of(record)]
+    checked = importlib.import_module("opgraft.testing.diagnosis").diagnose() if loaded else []
+    return list(dict.fromkeys([*_metadata(), *host_state().platform_failures, *outcomes, *checked]))
 
 
 def _metadata() -> Iterator[Finding]:

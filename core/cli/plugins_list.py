@@ -19,7 +19,7 @@ def command(as_json: bool) -> None:
     """
     settings = host_state().settings()
     check_allow_list(settings)
-    rows = [(offer, *admission(offer, settings.config)) for offer in shown_offers()]
+    rows = [(offer, *admission(offer, settings)) for offer in shown_offers()]
     if as_json:
         offers = [{**as_dict(offer), "status": status, "reason": reason} for offer, status, reason in rows]
         print_json("opgraft.plugins.list/2", {"offers": offers, "problems": problems(misspelt_groups())})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -11,10 +12,11 @@ from opgraft.cli.isolation import isolated
 from opgraft.cli.loading import load_all
 from opgraft.cli.offers import as_dict, misspelt_groups, problem_lines, shown_offers
 from opgraft.cli.output import echo, json_option, print_json, print_wrapped, with_settings
+from opgraft.cli.plugins_doctor import found
 from opgraft.errors import InputError, close_matches
 from opgraft.finding import Finding
 from opgraft.plugins.discovery import PLUGIN_GROUP, Offer
-from opgraft.plugins.outcomes import findings_of, replacements_of
+from opgraft.plugins.outcomes import replacements_of
 from opgraft.state import host_state
 from opgraft.text import printable
 
@@ -58,7 +60,7 @@ def examine(name: str) -> dict[str, Any]:
     """Load everything in this process; returns what is installed under a name, and what is wrong, as plain data."""
     error = load_all()
     offers = [offer for offer in shown_offers() if offer.answers_to(name)]
-    findings = [finding for offer in offers for finding in _findings(offer)]
+    findings = _findings(offers, loaded=error is None)
     details = [_details(offer) for offer in offers]
     return _report(details, findings, Finding(str(error), exit_code=error.exit_code) if error else None)
 
@@ -72,12 +74,12 @@ def _report(offers: list[dict[str, Any]], findings: list[Finding], error: Findin
     }
 
 
-def _findings(offer: Offer) -> list[Finding]:
-    """List what is wrong with one plugin or platform."""
-    if offer.group != PLUGIN_GROUP:
-        return [finding for finding in host_state().platform_failures if finding.provider == offer.provider]
-    record = host_state().plugins.get(offer.name)
-    return list(findings_of(record)) if record else []
+def _findings(offers: Sequence[Offer], *, loaded: bool) -> list[Finding]:
+    """List what the doctor finds about these plugins and platforms, and about the distributions that offer them."""
+    names = {offer.name for offer in offers if offer.group == PLUGIN_GROUP}
+    records = [record for name, record in host_state().plugins.items() if name in names]
+    providers = {offer.provider for offer in offers}
+    return [finding for finding in found(records, loaded=loaded) if finding.concerns(providers)]
 
 
 def _print_details(details: dict[str, Any]) -> None:

@@ -228,9 +228,22 @@ def _parse_number(number: type, words: str, text: str, source: str) -> Any:
 
 def _parse_json(text: str, source: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{source} {text!r} is not valid JSON: {error}") from error
+
+
+def without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a mapping of pairs.
+
+    Raises:
+        ValueError: a key stands there twice.
+    """
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} stands in one object twice")
+    return content
 
 
 def _parse_list(text: str, source: str) -> Any:
@@ -244,7 +257,10 @@ def _parse_mapping(text: str, source: str) -> Any:
         found = _parse_json(text, source)
     else:
         pairs = [part.partition("=") for part in text.split(",") if part.strip()]
-        found = {key.strip(): value.strip() for key, _, value in pairs}
+        try:
+            found = without_duplicates([(key.strip(), value.strip()) for key, _, value in pairs])
+        except ValueError as error:
+            raise ConfigError(f"{source} is {text!r}: {error}") from error
     if not all(isinstance(value, str) and key and value for key, value in found.items()):
         raise ConfigError(f"{source} is {text!r}: use key=value pairs separated by commas, or a JSON object of them")
     return found
@@ -273,7 +289,7 @@ def _maps_texts(value: Any) -> bool:
 
 KINDS: dict[str, Kind] = {
     "str": Kind("NAME", "a string", _is(str), lambda text, source: text),
-    "bool": Kind("FLAG", "True or False", _is(bool), parse_flag),
+    "bool": Kind("FLAG", "true or false", _is(bool), parse_flag),
     "int": Kind("INTEGER", "an integer", _is(int), functools.partial(_parse_number, int, "an integer")),
     "float": Kind("NUMBER", "a number", _is(int, float), functools.partial(_parse_number, float, "a number")),
     "Sequence[str]": Kind("LIST", "a list of strings", _are_texts, _parse_list, _as_tuple),

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opgraft.config.declaration import subsections
-from opgraft.config.whole import OpgraftConfig, check_known, config_from_fields
-from opgraft.errors import ConfigError
+from opgraft.config.declaration import subsections, without_duplicates
+from opgraft.config.whole import FIELDS, OpgraftConfig, check_known, config_from_fields
+from opgraft.errors import ConfigError, close_matches
 
 Layers = tuple[tuple[str, OpgraftConfig], ...]
 """Configs, lowest first, each with the words that name its origin."""
@@ -40,7 +40,7 @@ def read_file(path: str) -> ConfigFile:
     except ValueError as error:  # not UTF-8, or a path with a zero byte
         raise ConfigError(f"the config file {path} is not UTF-8 text: {error}") from error
     layers = []
-    for name, value in _fields(_content(path, text), path):
+    for name, value in _fields(_content(path, text)):
         origin = f"{path}, line {_line(text, name)}"
         try:
             layers.append((origin, _layer(name, value)))
@@ -50,6 +50,11 @@ def read_file(path: str) -> ConfigFile:
 
 
 def _layer(name: str, value: Any) -> OpgraftConfig:
+    sections = subsections(OpgraftConfig)
+    if name in sections:
+        raise ConfigError(f"{name} is {'null' if value is None else repr(value)}, but it is a section: give it fields")
+    if isinstance(value, dict) and name not in FIELDS and "." not in name:
+        raise ConfigError(f"unknown section {name!r}: {close_matches(name, sections)}")
     check_known(name)
     if value is None:
         raise ConfigError(f"{name} is null: give it a value, or leave it out")
@@ -59,10 +64,10 @@ def _layer(name: str, value: Any) -> OpgraftConfig:
 def _content(path: str, text: str) -> Mapping[str, Any]:
     """Parse the whole file."""
     try:
-        if path.endswith(".toml"):
+        if path.lower().endswith(".toml"):
             content = _parse_toml(text)
-        elif path.endswith(".json"):
-            content = json.loads(text, object_pairs_hook=_without_duplicates)
+        elif path.lower().endswith(".json"):
+            content = json.loads(text, object_pairs_hook=without_duplicates)
         else:
             raise ConfigError(f"the config file {path} is neither .json nor .toml: name it by what it holds")
     except (ValueError, RecursionError) as error:
@@ -82,24 +87,14 @@ def _parse_toml(text: str) -> Any:
     return tomllib.loads(text)
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} stands in one object twice")
-    return content
-
-
-def _fields(content: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+def _fields(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the value of each setting."""
     sections = subsections(OpgraftConfig)
     for name, value in content.items():
-        if name not in sections:
-            yield name, value
-        elif isinstance(value, dict):
+        if name in sections and isinstance(value, dict):
             yield from ((f"{name}.{inner}", item) for inner, item in value.items())
         else:
-            raise ConfigError(f"the config file {path}: {name} is {value!r}, but it is a section: give it fields")
+            yield name, value
 
 
 def _line(text: str, name: str) -> int:

@@ -92,10 +92,24 @@ FIELDS: Mapping[str, Field] = all_fields(OpgraftConfig)
 
 @dataclass(frozen=True)
 class Settings:
-    """The layers merged: a config with every field set, and for each dotted field name the layer that set it."""
+    """The layers merged: a config with every field set, and for each dotted field name the layer that set it.
+
+    ``scoped`` are the names of the fields that a scope set, which stands above the environment.
+    """
 
     config: OpgraftConfig
     origins: Mapping[str, str]
+    scoped: frozenset[str] = frozenset()
+
+    def to_change(self, name: str, ways: str) -> str:
+        """Say how to change the field ``name``: by one of the ``ways``, or in the scope that outranks them."""
+        if name not in self.scoped:
+            return ways
+        return f"{name} is set by {self.origins[name]}, which outranks {FIELDS[name].variable}: change it there"
+
+    def named(self, name: str) -> str:
+        """Return the field's name with the layer that set it."""
+        return f"{name} ({self.origins[name]})"
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """Yield every setting by its dotted name, its value as the command line takes it, and the layer that set it."""
@@ -125,8 +139,10 @@ def text_of(value: Any) -> str:
     return value.name if isinstance(value, enum.Enum) else value if isinstance(value, str) else json.dumps(value)
 
 
-def resolve(layers: Iterable[tuple[str, OpgraftConfig]]) -> Settings:
+def resolve(layers: Iterable[tuple[str, OpgraftConfig]], scopes: Iterable[tuple[str, OpgraftConfig]] = ()) -> Settings:
     """Merge layers, lowest first, each with the words that name its origin, over the built-in defaults.
+
+    Those of ``scopes`` stand above the other ``layers``.
 
     A section is of the most derived class that a layer has for it, so that settings of a subclass come through.
 
@@ -136,7 +152,8 @@ def resolve(layers: Iterable[tuple[str, OpgraftConfig]]) -> Settings:
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     classes: dict[str, type[Section]] = dict(subsections(OpgraftConfig))
-    for origin, config in layers:
+    within = tuple(scopes)
+    for origin, config in (*layers, *within):
         for name, base in classes.items():
             given = type(getattr(config, name))
             classes[name] = given if issubclass(given, base) else base
@@ -150,7 +167,8 @@ def resolve(layers: Iterable[tuple[str, OpgraftConfig]]) -> Settings:
                 values[field.name], origins[field.name] = field.default, "default"
     config = made_of(OpgraftConfig, values, classes)
     _check_contradictions(config, origins)
-    return Settings(config, origins)
+    scoped = {field.name for _, layer in within for field, value in values_of(layer) if value is not None}
+    return Settings(config, origins, frozenset(scoped))
 
 
 def config_from_fields(values: Mapping[str, Any]) -> OpgraftConfig:
@@ -175,7 +193,9 @@ def check_known(name: str) -> None:
         ConfigError: with close matches.
     """
     if name not in FIELDS:
-        raise ConfigError(f"unknown setting {name!r}: {close_matches(name, FIELDS)}")
+        inner = [known for known in FIELDS if known.rpartition(".")[2] == name]
+        meant = f"did you mean {' or '.join(map(repr, inner))}?" if inner else close_matches(name, FIELDS)
+        raise ConfigError(f"unknown setting {name!r}: {meant}")
 
 
 def parse_text(name: str, text: str) -> Any:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from opgraft.config import Settings
 from opgraft.decision import Candidate, Decision, Provider
 from opgraft.environment import PLUGINS_DISABLE, PROVIDERS
-from opgraft.errors import ConflictError
+from opgraft.errors import ConfigError, ConflictError, close_matches
 from opgraft.platform import Platform
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
 from opgraft.registry.op_classes import location_of
@@ -31,6 +31,7 @@ class ReplacementChoice:
     rows: tuple[tuple[Replacement, str | None], ...]
     winner: Replacement | None
     kept: str = ""
+    settings: Settings | None = field(default=None, compare=False, repr=False)
 
     @property
     def cls(self) -> type:
@@ -59,8 +60,8 @@ class ReplacementChoice:
         """Say which setting would choose another class, or return "" where none does."""
         free = [_name(r) for r, no in self.rows if r is not self.winner and (no is None or no.startswith(_NOT_ASKED))]
         if self.winner is None:
-            return _choosing(self.op_name, free)
-        return _choosing(self.op_name, [self.own.name, *free], _name(self.winner))
+            return _choosing(self.settings, self.op_name, free)
+        return _choosing(self.settings, self.op_name, [self.own.name, *free], _name(self.winner))
 
     def _verdict(self, row: Replacement, against: str | None) -> str:
         if against or self.winner is None:
@@ -85,7 +86,8 @@ def choose_replacement(
     serve one of them only.
 
     Raises:
-        ConflictError: several apply at equal priority and ``providers`` does not choose, or chooses what is not there.
+        ConflictError: several apply at equal priority and ``providers`` does not choose.
+        ConfigError: ``providers`` chooses what is not there.
     """
     wanted = (settings.config.providers or {}).get(op_name or "")
     asked = f"{_NOT_ASKED} {wanted!r} for {op_name!r} ({settings.origins['providers']})"
@@ -94,7 +96,7 @@ def choose_replacement(
     best = max((r.priority for r in eligible), default=0)
     top = [r for r in eligible if r.priority == best]
     if len(top) > 1:
-        choices = f"Choose by {_choosing(op_name, [_name(r) for r in top], _name(top[0]))}."
+        choices = f"Choose by {_choosing(settings, op_name, [_name(r) for r in top], _name(top[0]))}."
         if len({(r.provider, r.plugin) for r in top}) == 1:
             choices = "They have one provider, which decides by register_oot(priority=...) or unregister_oot."
         rivals = " and ".join(f"{r.cls.__qualname__} at {r.location} ({_who(r)})" for r in top)
@@ -104,12 +106,14 @@ def choose_replacement(
         )
     if wanted and not top and wanted != own.name and not any(wanted in (r.provider.name, r.plugin) for r in kin):
         offered = ", ".join(_who(r) for r, _ in rows) or "none"
-        raise ConflictError(
+        known = {own.name, *(_name(r) for r in (*(r for r, _ in rows), *kin))}
+        raise ConfigError(
             f"{asked}, which has no replacement of {target.__qualname__} that "
-            f"applies on {platform.name} (active: {offered}; {own.name!r} keeps the op's own class)."
+            f"applies on {platform.name} (active: {offered}; {own.name!r} keeps the op's own class): "
+            f"{close_matches(wanted, known)}"
         )
     kept = f"{asked}{'' if wanted == own.name else ', which serves other classes of that op'}" if wanted else ""
-    return ReplacementChoice(target, own, op_name, rows, top[0] if top else None, kept)
+    return ReplacementChoice(target, own, op_name, rows, top[0] if top else None, kept, settings)
 
 
 def objection_to(replacement: Replacement, platform: Platform, wanted: str | None) -> str | None:
@@ -126,7 +130,7 @@ def objection_to(replacement: Replacement, platform: Platform, wanted: str | Non
     return None
 
 
-def _choosing(op_name: str | None, names: Sequence[str], dispensable: str = "") -> str:
+def _choosing(settings: Settings | None, op_name: str | None, names: Sequence[str], dispensable: str = "") -> str:
     """Say how to choose the first of ``names``, in each form that a user may paste, or to go without a plugin.
 
     A class that derives from no registered op has no name by which to choose.
@@ -136,9 +140,11 @@ def _choosing(op_name: str | None, names: Sequence[str], dispensable: str = "") 
         first, *others = dict.fromkeys(names)
         python = f"OpgraftConfig(providers={{{op_name!r}: {first!r}}})"
         likewise = f", likewise {' and '.join(others)}" if others else ""
-        ways.append(f"{PROVIDERS}={op_name}={first}, --providers {op_name}={first} or {python}{likewise}")
+        way = f"{PROVIDERS}={op_name}={first}, --providers {op_name}={first} or {python}{likewise}"
+        ways.append(settings.to_change("providers", way) if settings else way)
     if dispensable:
-        ways.append(f"{PLUGINS_DISABLE}={dispensable}")
+        way = f"{PLUGINS_DISABLE}={dispensable}"
+        ways.append(settings.to_change("plugins_disable", way) if settings else way)
     return "; or ".join(ways)
 
 

@@ -13,7 +13,7 @@ from opgraft.binding.kernels import Kernel, declared_kernels
 from opgraft.binding.marks import CHECK_RAISED
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.binding.specialisation import Binding, bind
-from opgraft.errors import ConflictError, OpgraftError, close_matches
+from opgraft.errors import ConfigError, ConflictError, OpgraftError, close_matches
 from opgraft.finding import Finding
 from opgraft.ops.spec import OpSpec, tensors
 from opgraft.platform import DISPATCH_KEYS, effective_chain
@@ -31,7 +31,6 @@ from opgraft.testing.catalogue import SPECS
 from opgraft.text import described
 from torch import Tensor
 
-_HOOKS = [name for name in vars(hookspecs) if name.startswith("opgraft_")]
 _TABLE = "functional_"
 
 
@@ -56,30 +55,32 @@ def forgotten_marks() -> Iterator[Finding]:
         record = host_state().plugins.get(offer.name)
         if record is None or record.status is not PluginStatus.ACTIVATED:
             continue
-        plugin = offer.load()
-        for name in dir(plugin):
-            function = getattr(plugin, name, None)
-            marked = hasattr(function, f"{hookspecs.PROJECT}_impl")
-            if name.startswith("opgraft_") and callable(function) and not marked:
-                hint = "" if name in _HOOKS else f" {close_matches(name, _HOOKS)}"
-                message = f"plugin {offer.name}: {name} is never called: mark it with @opgraft.hookimpl.{hint}"
-                yield Finding(message, offer.provider, location_of(function))
+        for name, function, hint in hookspecs.unmarked(offer.load()):
+            message = f"plugin {offer.name}: {name} is never called: {hint}"
+            yield Finding(message, offer.provider, location_of(function))
 
 
 def unknown_device_type() -> Iterator[Finding]:
     """Find that the platform of this process names a device type that torch does not know."""
     selection = selected_platform()
     platform = selection.platform
-    try:
-        torch.device(platform.device_type)
-    except (RuntimeError, TypeError) as error:
+    reason = _unknown_to_torch(platform.device_type)
+    if reason:
         provider = next(c.provider for c in selection.decision.candidates if c.name == platform.name)
-        reason = str(error).splitlines()[0]
         message = (
             f"platform {platform.name}: torch does not know its device_type {platform.device_type!r}: {reason}. A new "
             "one is made known by torch.utils.rename_privateuse1_backend"
         )
         yield Finding(message, provider, location_of(type(platform)))
+
+
+def _unknown_to_torch(device_type: Any) -> str | None:
+    """Return why torch takes no device of that type, or ``None`` where it does."""
+    try:
+        torch.device(device_type)
+    except (RuntimeError, TypeError) as error:
+        return str(error).splitlines()[0]
+    return None
 
 
 def conflicts() -> Iterator[Finding]:
@@ -88,7 +89,8 @@ def conflicts() -> Iterator[Finding]:
         try:
             _choose(cls)
         except OpgraftError as error:
-            yield Finding(str(error))
+            rivals = tuple(dict.fromkeys(r.provider for r in host_state().active if r.target is cls))
+            yield Finding(str(error), exit_code=error.exit_code, others=rivals)
 
 
 def never_used() -> Iterator[Finding]:
@@ -153,8 +155,11 @@ def wrong_fakes() -> Iterator[Finding]:
 def lost_gradients() -> Iterator[Finding]:
     """Find kernels of plugins that lose gradients, or fail, on small inputs that require one.
 
-    Kernels that are marked ``inference_only`` give way to the native definition there.
+    Kernels that are marked ``inference_only`` give way to the native definition there. None is called where torch knows
+    no device for the inputs.
     """
+    if _unknown_to_torch(selected_platform().platform.device_type):
+        return
     for replacement, binding in _bound():
         kernel = binding.kernel.winner
         inherited = kernel.owner in _target(replacement).__mro__
@@ -214,7 +219,7 @@ def _chosen() -> Iterator[tuple[Replacement, ReplacementChoice]]:
     for replacement in _settled():
         try:
             yield replacement, _choose(_target(replacement))
-        except ConflictError:
+        except (ConflictError, ConfigError):
             continue
 
 

@@ -19,7 +19,7 @@ from opgraft.binding.kernels import declared_kernels
 from opgraft.binding.pluggable_class import PluggableClass, choose_class
 from opgraft.binding.specialisation import bind, kin_of, op_name_of
 from opgraft.decision import Decision, Provider
-from opgraft.errors import ConflictError
+from opgraft.errors import ConfigError, ConflictError
 from opgraft.platform import Platform, PlatformSpec, effective_chain
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover, normalized
 from opgraft.plugins.requirements import objection
@@ -54,8 +54,8 @@ class DeclaredPlatform:
 
 def declared_platforms() -> list[DeclaredPlatform]:
     """Return the built-in platforms, and those of plugins that the settings admit, in the order of their names."""
-    config = host_state().settings().config
-    offers = [offer for offer in discover().of_group(PLATFORM_GROUP) if not objection(offer, config)]
+    settings = host_state().settings()
+    offers = [offer for offer in discover().of_group(PLATFORM_GROUP) if not objection(offer, settings)]
     return [_declared(offer) for offer in sorted(offers, key=lambda offer: (not offer.built_in, offer.name))]
 
 
@@ -127,7 +127,7 @@ def _key(cls: type, platform: Platform, chain: tuple[str, ...], replacements: Se
         choice = choose_replacement(
             cls, op_name_of(cls, state), own, replacements, platform, state.settings(), kin_of(cls, replacements)
         )
-    except ConflictError:
+    except (ConflictError, ConfigError):  # the latter: providers asks for one that another platform has
         return CONFLICT
     kernels = declared_kernels(choice.cls, chain)
     return kernels[0].key if kernels else None

@@ -166,3 +166,14 @@ def test_details_are_there_on_request(cli) -> None:
 def test_rotary_embedding_itself_is_a_variant() -> None:
     """The class that models construct by the name RotaryEmbedding is one of the variants of its op."""
     assert RotaryEmbedding in inventory.variants_of(ops.RotaryEmbeddingBase)
+
+
+def test_a_class_of_a_plugin_that_is_not_active(cli, site) -> None:
+    """Its name is not known, which is told with the plugin and the reason; the list of ops is named."""
+    site.platform("kiwi", probe="return Evidence(False, 'unplugged')", plugin="raise RuntimeError\n")
+    result = cli("ops", "explain", "KiwiRMSNorm")
+    assert result.returncode == 2
+    assert "did you mean 'RMSNorm'" in result.stderr
+    assert "'opgraft ops list' shows the names of all" in result.stderr
+    assert "plugin kiwi of kiwi-dist 1.0 is rejected: applies on kiwi only" in result.stderr
+    assert "opgraft detect --all" in cli("plugins", "doctor").stdout

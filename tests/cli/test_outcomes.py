@@ -80,6 +80,31 @@ class TestShow:
         assert code == 1
         assert "raised OSError: bus error" in shown["findings"][0]["message"]
 
+    def test_what_the_checks_find_is_shown(self, cli, site) -> None:
+        """A misspelt hook without a mark, and a conflict with another plugin, are findings of the plugin here too."""
+        rival = HEAD.replace("Acme", "Brix").replace("acme", "brix")
+        site.plugin("acme", HEAD + HOOK + "def opgraft_vetoo(platform):\n    return 'no'\n")
+        site.plugin("brix", rival + HOOK.replace("Acme", "Brix"))
+        site.plugin("cedar", "import opgraft\nplatforms = 'any'\n" + "@opgraft.hookimpl\ndef opgraft_veto(): pass\n")
+        code, shown = answer(cli, "plugins", "show", "acme")
+        told = [finding["message"] for finding in shown["findings"]]
+        assert code == answer(cli, "plugins", "doctor")[0] == 1
+        assert any("opgraft_vetoo is never called" in message for message in told), told
+        assert any("2 replacements of RMSNorm" in message for message in told), told
+        assert not any("opgraft_vetoo" in f["message"] for f in answer(cli, "plugins", "show", "brix")[1]["findings"])
+        assert answer(cli, "plugins", "show", "cedar")[0] == 0
+
+    def test_a_platform_of_a_device_type_that_torch_does_not_know(self, cli, site) -> None:
+        """It is a finding of the platform, with exit code 1; the checks that need a device are left out."""
+        source = "from opgraft.platforms.cpu.platform import CpuPlatform\nclass Device(CpuPlatform):\n"
+        source += "    name = 'brix'\n    dispatch_chain = ('native',)\n    device_type = 'cpuu'\n"
+        plugin = HEAD.replace('platforms = "any"\n', "") + HOOK
+        site.platform("brix", probe="return Evidence(True, 'here')", platform=source, plugin=plugin)
+        code, shown = answer(cli, "plugins", "show", "brix")
+        (finding,) = shown["findings"]
+        assert "does not know its device_type 'cpuu'" in finding["message"]
+        assert code == answer(cli, "plugins", "doctor")[0] == 1
+
 
 class TestDoctor:
     """'opgraft plugins doctor' tells each fault once, with its place and the next step."""
@@ -96,6 +121,14 @@ class TestDoctor:
         text = cli("plugins", "doctor", OPGRAFT_STRICT=strict).stdout
         assert text.count("FileNotFoundError") == 1
         assert text.startswith("acme (acme 1.0): failed\n")
+
+    def test_a_reason_that_stands_in_the_finding_of_another_plugin_is_told(self, cli, site) -> None:
+        """Only a plugin's own finding replaces the reason in its row."""
+        site.plugin("acme", HEAD + HOOK)
+        veto = "@opgraft.hookimpl\ndef opgraft_veto():\n    return 'acme applies on any'\n"
+        site.plugin("brix", "import opgraft\nplatforms = 'any'\n" + veto)
+        lines = cli("plugins", "doctor").stdout.splitlines()
+        assert {"acme (acme 1.0): activated: applies on any", "brix (brix 1.0): vetoed"} <= set(lines)
 
 
 def test_list_and_show_tell_of_a_misspelt_group(cli, site) -> None:

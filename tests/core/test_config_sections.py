@@ -111,7 +111,7 @@ def test_variables_are_named_by_a_rule() -> None:
         ({"cache.memory_share": 1.5}, "use a number above 0 and at most 1"),
         ({"cache.memory_share": float("nan")}, "use a number above 0 and at most 1"),
         ({"model.dtype": "float8"}, "use one of auto, float32, bfloat16, float16"),
-        ({"load.strict": 1}, "load.strict is 1: use True or False"),
+        ({"load.strict": 1}, "load.strict is 1: use true or false"),
         ({"quantization.skip": "lm_head"}, "use a list of strings"),
         ({"quantization.by_prefix": {"a": 1}}, "use a mapping of strings"),
         ({"parallel.tensr": 2}, "did you mean 'parallel.tensor'"),
@@ -215,7 +215,7 @@ def test_a_new_option_reaches_the_layer_that_reads_it() -> None:
     assert settings.origins["parallel.overlap"] == "set_config"
     assert Model(opgraft_config=OpgraftConfig(parallel=ExtendedParallel())).layer.overlap is False
     assert Model(opgraft_config=OpgraftConfig()).layer.overlap is False
-    with pytest.raises(ConfigError, match=r"parallel\.overlap is 3: use True or False"):
+    with pytest.raises(ConfigError, match=r"parallel\.overlap is 3: use true or false"):
         ExtendedParallel(overlap=3)  # type: ignore[arg-type]
 
 
@@ -240,7 +240,7 @@ def test_a_setting_of_an_unknown_type_is_named() -> None:
             r"c\.json, line 3: unknown setting 'model\.dtyp': did you mean",
         ),
         ("c.toml", "[parallel]\n# tensor = 2\ntensor = 0", r"c\.toml, line 3: parallel\.tensor is 0"),
-        ("c.toml", "modle.dtype = 'auto'", r"line 1: unknown setting 'modle'"),
+        ("c.toml", "modle.dtype = 'auto'", r"line 1: unknown section 'modle'"),
         ("c.toml", "model = 'smollm2'", "model is 'smollm2', but it is a section"),
         ("c.toml", "a = = 1", r"c\.toml is malformed: .*line 1"),
         ("c.json", '{\n"strict": }', r"c\.json is malformed: .*line 2"),
@@ -311,3 +311,33 @@ def test_the_command_line_takes_files_and_says_what_is_wrong(tmp_path: Path) -> 
     (tmp_path / "c.toml").write_text("plattform = 'cpu'\n")
     result = run("detect", "--config", str(tmp_path / "c.toml"))
     assert (result.returncode, "did you mean 'platform'" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("c.toml", "[modle]\nname = 'a'\n", "c.toml, line 1: unknown section 'modle': did you mean 'model'"),
+        ("c.toml", "strict = true\ntensor = 2\n", "c.toml, line 2: .*did you mean 'parallel.tensor'"),
+        ("c.toml", "strict = true\nparallel = 3\n", "c.toml, line 2: parallel is 3, but it is a section"),
+        ("c.json", '{"strict": true,\n"model": null}', "c.json, line 2: model is null, but it is a section"),
+        ("c.JSON", '{"strict": "yes"}', "c.JSON, line 1: strict is 'yes': use true or false"),
+    ],
+)
+def test_faults_of_files_have_line_and_meaning(file: str, text: str, message: str, tmp_path: Path) -> None:
+    """A misspelt section, a field outside of its section and a section without fields are told with their line."""
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_file(str(tmp_path / file))
+
+
+def test_an_ending_in_capitals(tmp_path: Path) -> None:
+    """The kind of a file does not depend on the case of its name."""
+    (tmp_path / "Good.TOML").write_text("strict = true\n")
+    assert len(read_file(str(tmp_path / "Good.TOML")).layers) == 1
+
+
+@pytest.mark.parametrize("text", ["a=b,a=c", '{"a": "b", "a": "c"}'])
+def test_a_key_that_stands_there_twice(text: str) -> None:
+    """The last one does not win in silence."""
+    with pytest.raises(ConfigError, match="'a' stands in one object twice"):
+        parse_text("providers", text)

@@ -338,8 +338,8 @@ def test_providers_chooses_by_name_and_rejects_names_that_do_not_apply(scale) ->
     with set_config(OpgraftConfig(providers={"scale": own})):
         assert scale().op_class is scale
     with (
-        set_config(OpgraftConfig(providers={"scale": "three"})),
-        pytest.raises(ConflictError, match="asks for 'three' for 'scale'"),
+        set_config(OpgraftConfig(providers={"scale": "twoo"})),
+        pytest.raises(ConfigError, match=r"asks for 'twoo' for 'scale'.*did you mean 'two'"),
     ):
         scale()
 

@@ -15,6 +15,7 @@ from opgraft.platforms.cpu.probe import probe
 from opgraft.plugins.discovery import PLATFORM_GROUP, discover
 from opgraft.plugins.probing import ProbeFailed, ask
 from opgraft.plugins.selection import selected_platform
+from opgraft.state import host_state
 
 AVAILABLE = "return Evidence(True, 'a device was found')"
 ABSENT = "return Evidence(False, 'no device')"
@@ -273,3 +274,14 @@ def test_the_cpu_platform_is_complete() -> None:
     assert platform.memory().total >= platform.memory().free > 0
     assert (platform.distributed_backend, platform.compile_backend) == ("gloo", "inductor")
     assert platform.visibility_variable is None
+
+
+def test_an_entry_point_that_names_what_is_not_there(site) -> None:
+    """The entry point is at fault: its name and value are told, with close matches."""
+    files = {"brix_device.py": "SPEC = None\n"}
+    site.install("brix", files, {"opgraft.platforms": ["brix = brix_device:SPECC"]})
+    opgraft.current_platform()
+    (finding,) = host_state().platform_failures
+    assert "the entry point brix = brix_device:SPECC in opgraft.platforms names 'SPECC'" in finding.message
+    assert "did you mean 'SPEC'?" in finding.message
+    assert "importlib_metadata" not in finding.message
