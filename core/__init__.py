@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from opgraft.binding.functional import register_functional as register_functional
     from opgraft.binding.marks import inference_only as inference_only
     from opgraft.binding.marks import needs as needs
+    from opgraft.binding.pluggable_class import PluggableClass as PluggableClass
     from opgraft.binding.rebinding import rebind as rebind
     from opgraft.config import (
         CompilationConfig as CompilationConfig,
@@ -90,6 +91,7 @@ _HOME = {
     "opgraft.binding.derivation": ("NATIVE", "FunctionalKernels", "calls_functional"),
     "opgraft.binding.functional": ("register_functional",),
     "opgraft.binding.marks": ("inference_only", "needs"),
+    "opgraft.binding.pluggable_class": ("PluggableClass",),
     "opgraft.config": ("CompilationConfig", "CompilationMode", "OpgraftConfig", "set_config"),
     "opgraft.decision": ("Candidate", "Decision", "Provider"),
     "opgraft.errors": ("OpgraftError",),

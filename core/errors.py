@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import difflib
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from opgraft.text import printable
+
+MOST_LISTED = 20
+"""Problems that an error names one by one."""
 
 
 class OpgraftError(Exception):
@@ -34,6 +37,18 @@ class InputError(OpgraftError, ValueError):
     """A file or folder handed in by the user cannot be used."""
 
     exit_code = 2
+
+
+class CheckpointError(InputError):
+    """The files of a checkpoint are damaged or refused, or hold other weights than the model has."""
+
+    @classmethod
+    def listing(cls, subject: str, problems: Sequence[str], next_step: str) -> CheckpointError:
+        """Make the error that lists ``problems``, all of them counted and the first ``MOST_LISTED`` named."""
+        shown = "; ".join(problems[:MOST_LISTED])
+        more = f"; and {len(problems) - MOST_LISTED} more" if len(problems) > MOST_LISTED else ""
+        count = f"{len(problems)} problems: " if len(problems) > 1 else ""
+        return cls(f"{subject}: {count}{shown}{more}. Next: {next_step}.")
 
 
 class RegistrationError(OpgraftError, TypeError):
@@ -66,6 +81,26 @@ class PackError(OpgraftError):
 
 class RecompilationError(OpgraftError):
     """A program was compiled where none may be, because a shape or a value differs from those compiled for."""
+
+
+class DistributedError(OpgraftError):
+    """The ranks of a job cannot be put in groups, or a group was asked for that there is none of."""
+
+
+class LayerError(OpgraftError, ValueError):
+    """A layer cannot be made with these sizes, or for this number of ranks."""
+
+
+class WeightError(OpgraftError, ValueError):
+    """A weight that is loaded does not fit the parameter that it is for."""
+
+
+class QuantizationError(OpgraftError, NotImplementedError):
+    """A weight method cannot do what a layer needs of it."""
+
+
+class ModelError(OpgraftError, ValueError):
+    """A model cannot be made as its config describes it, or nothing is registered for its architecture."""
 
 
 class PlatformError(OpgraftError):

@@ -98,6 +98,8 @@ class HostState:
     """Kernels that gave way to the native definition at a call, each with the reason, as they were logged."""
     generation: int = 0
     discovery: Any = None
+    parallelism: Any = None
+    """The groups that this process belongs to, which ``opgraft.distributed`` keeps here; ``None``: it is alone."""
 
     def settings(self) -> Settings:
         """Return the settings that hold here and now: all layers, from the platform's defaults to the active scope."""

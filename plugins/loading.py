@@ -175,9 +175,12 @@ class Loading:
 
     def _check_adjusted_names(self) -> None:
         for origin, config in list(self.state.adjustments):
-            unknown = [op for ops in config.op_names().values() for op in ops if op not in self.state.registry.ops]
+            registry = self.state.registry
+            unknown = [
+                op for field, ops in config.op_names().items() for op in ops if op not in registry.named_by(field)
+            ]
             if unknown:
-                step = partial(_reject_names, unknown, self.state.registry.ops)
+                step = partial(_reject_names, unknown, registry.records())
                 self._attempt(origin.removeprefix("plugin "), "in its hook opgraft_config", step)
 
     def _attempt(self, name: str, when: str, step: Callable[[], None]) -> None:

@@ -55,10 +55,12 @@ def fresh_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(discovery, "scan", scan_without_foreign_plugins)
     opgraft.reset()
     registry = host_state().registry
-    ops, replacements = dict(registry.ops), list(registry.replacements)
+    known = [(records, dict(records)) for records in (registry.ops, registry.classes)]
+    replacements = list(registry.replacements)
     yield
-    registry.ops.clear()
-    registry.ops.update(ops)
+    for records, before in known:
+        records.clear()
+        records.update(before)
     registry.replacements[:] = replacements
     opgraft.reset()
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
+from opgraft.binding.declaring import Replaceable
 from opgraft.binding.derivation import derive_kernels
 from opgraft.binding.specialisation import Binding, bind, enforced, op_name_of
 from opgraft.decision import Decision
 from opgraft.errors import GraftError, MissingKernelError, RegistrationError
 from opgraft.platform import Platform
 from opgraft.plugins.discovery import discover
-from opgraft.registry.declarations import Replacement
 from opgraft.registry.op_classes import location_of, reference_method
-from opgraft.state import ACTIVATING, PluginStatus, host_state
+from opgraft.state import host_state
 from torch import nn
 
 OpClass = TypeVar("OpClass", bound=type)
@@ -55,7 +55,7 @@ class _OpsByName(Mapping[str, type]):
         return repr(dict(self))
 
 
-class CustomOp(nn.Module):
+class CustomOp(Replaceable, nn.Module):
     """An op with one ``forward_<key>`` method per dispatch key, of which construction binds the best as ``forward``.
 
     A subclass defines ``forward_native`` in plain PyTorch and any of ``forward_cpu``, ``forward_cuda``,
@@ -83,9 +83,9 @@ class CustomOp(nn.Module):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls.__specialisation__:  # replicas, copies and classes that torch derives from a specialisation
-            return super().__new__(cls)
+            return nn.Module.__new__(cls)
         binding = bind(cls)
-        op: CustomOp = super().__new__(binding.specialisation)
+        op: CustomOp = nn.Module.__new__(binding.specialisation)
         op.__dict__["_binding"] = binding
         return op
 
@@ -181,57 +181,6 @@ class CustomOp(nn.Module):
 
         return decorate
 
-    @classmethod
-    def register_oot(
-        cls,
-        _decorated_op_cls: type | str | None = None,
-        name: str | type | None = None,
-        *,
-        priority: int = 0,
-        when: Callable[[Platform], bool] | None = None,
-    ) -> Any:
-        """Declare a replacement for an op class, as a decorator or by a call.
-
-        All of these are valid: ``@CustomOp.register_oot("RMSNorm")``, ``@CustomOp.register_oot(name="RMSNorm")``,
-        ``@CustomOp.register_oot(RMSNorm)``, ``@RMSNorm.register_oot``, ``@RMSNorm.register_oot()`` and
-        ``CustomOp.register_oot(_decorated_op_cls=C, name="RMSNorm")``.
-
-        Args:
-            name: the target: an op name, a class name, ``module:Class`` or the class. A name that is not known yet is
-                looked up again when all plugins have been loaded.
-            priority: the highest wins among replacements of one target.
-            when: called with the platform; the replacement applies only where it returns true.
-
-        Returns:
-            The replacement class, or a decorator that returns it.
-
-        Raises:
-            RegistrationError: it is no subclass of its target, or accepts fewer calls than the target.
-            UnknownTargetError: plugins are loaded and nothing answers to ``name``.
-        """
-        first = _decorated_op_cls
-        target: str | type | None = name if name is not None else None if cls in (CustomOp, PluggableLayer) else cls
-        if isinstance(first, str) or (
-            target is None and isinstance(first, type) and first in host_state().registry.targets()
-        ):
-            target, first = first, None
-
-        def decorate(replacement: type) -> type:
-            _declare(replacement, target if target is not None else replacement.__name__, priority, when)
-            return replacement
-
-        return decorate if first is None else decorate(first)
-
-    @classmethod
-    def unregister_oot(cls, replacement: type) -> None:
-        """Take back every registration of a replacement class; ops that exist keep it until ``rebind``."""
-        state = host_state()
-        with state.lock:
-            registry = state.registry
-            registry.replacements = [known for known in registry.replacements if known.cls is not replacement]
-            state.drop_superseded()
-            state.invalidate()
-
     def _call_next(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         further = self.__continuations__[method]
         if further is None:
@@ -280,6 +229,8 @@ class PluggableLayer(CustomOp):
     A replacement may add ``forward_<key>`` methods, which then count like anyone's; ``custom_ops`` switches those.
     """
 
+    __op_base__ = True
+
     @classmethod
     def register_oot(
         cls,
@@ -307,30 +258,3 @@ def _restore(binding: Binding) -> CustomOp:
     op: CustomOp = nn.Module.__new__(binding.specialisation)
     op.__dict__["_binding"] = binding
     return op
-
-
-def _declare(cls: type, target: str | type, priority: int, when: Callable[[Platform], bool] | None) -> None:
-    state, discovery, transaction = host_state(), discover(), ACTIVATING.get()
-    with state.lock:
-        resolved = state.registry.find_target(target) if isinstance(target, str) else target
-        provider = transaction.provider if transaction else discovery.provider_of(cls.__module__)
-        new = Replacement(
-            cls, _asked_for(target), resolved, provider, priority=priority, when=when, activation=transaction
-        )
-        # No later pass looks for the target, so that a wrong name must be reported here.
-        if resolved is None and state.plugins_loaded and transaction is None:
-            state.registry.resolve_pending(new)
-        new.plugin = transaction.plugin if transaction else discovery.plugin_of(cls.__module__, provider)
-        record = state.plugins.get(new.plugin or "")
-        new.platforms = record.platforms if record else new.platforms
-        known = state.registry.add_replacement(new)
-        state.drop_superseded()
-        if transaction is not None:
-            transaction.undos.callback(state.activate(known))
-        # What a plugin's module declares waits until the plugin is activated.
-        elif not discovery.has_plugin(provider) or (record and record.status is PluginStatus.ACTIVATED):
-            state.activate(known)
-
-
-def _asked_for(target: str | type) -> str:
-    return target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"

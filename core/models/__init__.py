@@ -1,1 +1,58 @@
-"""Models: how they are constructed."""
+"""Models that are written against the layers, and checkpoints: checked, read in pieces, and loaded into them."""
+
+from opgraft.models.build import load_model
+from opgraft.models.config import load_tokenizer, read_config
+from opgraft.models.description import architecture_config, part_of, quantization_config
+from opgraft.models.encoder import BertModel, RobertaModel, XLMRobertaModel
+from opgraft.models.families import (
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    GemmaForCausalLM,
+    GraniteForCausalLM,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Olmo2ForCausalLM,
+    Phi3ForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
+from opgraft.models.files import Weights, find_checkpoint, open_weights
+from opgraft.models.load import Loaded, load_weights
+from opgraft.models.model import Model, model_class, model_classes
+from opgraft.models.names import WeightsMapper
+from opgraft.models.through_transformers import TransformersForCausalLM, TransformersModel
+from opgraft.models.transformers_report import TransformersReport
+
+__all__ = [
+    "BertModel",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GemmaForCausalLM",
+    "GraniteForCausalLM",
+    "LlamaForCausalLM",
+    "Loaded",
+    "MistralForCausalLM",
+    "Model",
+    "Olmo2ForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "RobertaModel",
+    "TransformersForCausalLM",
+    "TransformersModel",
+    "TransformersReport",
+    "Weights",
+    "WeightsMapper",
+    "XLMRobertaModel",
+    "architecture_config",
+    "find_checkpoint",
+    "load_model",
+    "load_tokenizer",
+    "load_weights",
+    "model_class",
+    "model_classes",
+    "open_weights",
+    "part_of",
+    "quantization_config",
+    "read_config",
+]

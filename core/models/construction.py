@@ -6,16 +6,13 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from opgraft.config import OpgraftConfig, set_config
 from opgraft.errors import ConstructionError
+from opgraft.ops.prefixes import prefixes_of_one_model
 
 _T = TypeVar("_T")
-
-_PREFIXES: ContextVar[dict[str, str] | None] = ContextVar("opgraft_prefixes", default=None)
-"""While a model is constructed: prefix → the class that was built under it."""
 
 _SECTIONS: Mapping[str, Callable[[OpgraftConfig], Any]] = {
     "model_config": lambda config: config.model,
@@ -34,33 +31,8 @@ def constructing(opgraft_config: OpgraftConfig) -> Iterator[None]:
 
     A block inside of another, as for the parts of a model made of two, belongs to the same model.
     """
-    token = _PREFIXES.set({}) if _PREFIXES.get() is None else None
-    try:
-        with set_config(opgraft_config, origin="opgraft_config"):
-            yield
-    finally:
-        if token is not None:
-            _PREFIXES.reset(token)
-
-
-def claim_prefix(prefix: str, layer: object) -> None:
-    """Note that ``layer`` is built under ``prefix``, the name of its weights in the checkpoint; layers call this once.
-
-    A layer on its own, outside of ``constructing``, and an empty prefix are not noted.
-
-    Raises:
-        ConstructionError: the model has a layer under that prefix already.
-    """
-    built = _PREFIXES.get()
-    if built is None or not prefix:
-        return
-    name = type(layer).__qualname__
-    if prefix in built:
-        raise ConstructionError(
-            f"two layers are built under the prefix {prefix!r}: {built[prefix]} and {name}. Both would load the same "
-            "weights: give each the name that its weights have in the checkpoint"
-        )
-    built[prefix] = name
+    with prefixes_of_one_model(), set_config(opgraft_config, origin="opgraft_config"):
+        yield
 
 
 def construct(cls: type[_T], *, opgraft_config: OpgraftConfig, prefix: str = "", **others: Any) -> _T:

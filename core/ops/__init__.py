@@ -6,14 +6,28 @@ one has is told by its own ``__all__``.
 """
 
 from opgraft.binding.custom_op import CustomOp, PluggableLayer, maybe_get_oot_by_class
-from opgraft.ops import activation, attention, composites, conv, layernorm, linear, quantization, rotary, routing
+from opgraft.ops import (
+    activation,
+    attention,
+    composites,
+    conv,
+    embedding,
+    layernorm,
+    linear,
+    quantization,
+    quantized_linear,
+    rotary,
+    routing,
+)
 from opgraft.ops.activation import *
 from opgraft.ops.attention import *
 from opgraft.ops.composites import *
 from opgraft.ops.conv import *
+from opgraft.ops.embedding import *
 from opgraft.ops.layernorm import *
 from opgraft.ops.linear import *
 from opgraft.ops.quantization import *
+from opgraft.ops.quantized_linear import *
 from opgraft.ops.rotary import *
 from opgraft.ops.routing import *
 
@@ -21,9 +35,11 @@ __all__ = ["CustomOp", "PluggableLayer", "maybe_get_oot_by_class"]
 __all__ += activation.__all__
 __all__ += attention.__all__
 __all__ += conv.__all__
+__all__ += embedding.__all__
 __all__ += layernorm.__all__
 __all__ += linear.__all__
 __all__ += quantization.__all__
+__all__ += quantized_linear.__all__
 __all__ += rotary.__all__
 __all__ += routing.__all__
 __all__ += composites.__all__

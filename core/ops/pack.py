@@ -15,7 +15,8 @@ from opgraft.ops.composites.composite import Composite, served_by
 from opgraft.ops.linear import packed as packed_linear
 from opgraft.ops.linear.modules import Linear
 from opgraft.ops.linear.pack_report import Packed, PackReport, Plain
-from opgraft.ops.linear.packed_layer import PackedLinear, obstacle
+from opgraft.ops.linear.packable import PackableLayer, obstacle
+from opgraft.ops.linear.packed_layer import PackedLinear
 from torch import Tensor, nn
 
 _OWN = ": graft under OpgraftConfig(providers={'linear': 'opgraft'}) to pack it"
@@ -97,7 +98,7 @@ def pack(model: nn.Module) -> PackReport:
 
 
 def unpack(model: nn.Module) -> None:
-    """Have what ``pack`` has packed below ``model`` hold plain weights again, with every bit as it was.
+    """Have what ``pack``, or loading, has packed below ``model`` hold plain weights again, with every bit as it was.
 
     The weights are parameters again, new objects that require a gradient if the former did. A model without packed
     weights stays as it is.
@@ -109,6 +110,9 @@ def unpack(model: nn.Module) -> None:
     expect_module("unpack", model)
     for composite in _composites_over(model, restore(model)):
         composite.process_weights_after_loading()
+    for layer in model.modules():
+        if isinstance(layer, PackableLayer):
+            layer.release_weights()
 
 
 def restore(model: nn.Module) -> Sequence[nn.Module]:

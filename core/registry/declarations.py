@@ -69,9 +69,16 @@ class Replacement:
 
 @dataclass
 class Registry:
-    """All declarations of the process."""
+    """All declarations of the process.
+
+    Attributes:
+        ops: the op classes by name.
+        classes: the other classes that plugins may replace, by name; no setting switches them.
+        replacements: of both.
+    """
 
     ops: dict[str, OpRecord] = field(default_factory=dict)
+    classes: dict[str, OpRecord] = field(default_factory=dict)
     replacements: list[Replacement] = field(default_factory=list)
 
     def add_op(self, name: str, cls: type, provider: Provider) -> None:
@@ -80,13 +87,28 @@ class Registry:
         Raises:
             ConflictError: another class holds the name.
         """
-        known = self.ops.get(name)
+        self._add(self.ops, name, cls, provider)
+
+    def add_class(self, name: str, cls: type, provider: Provider) -> None:
+        """Declare a class that is no op, as ``add_op`` does an op."""
+        self._add(self.classes, name, cls, provider)
+
+    def _add(self, records: dict[str, OpRecord], name: str, cls: type, provider: Provider) -> None:
+        known = self.ops.get(name) or self.classes.get(name)
         if known is not None and not (redefines(known.cls, cls) and known.provider == provider):
             raise ConflictError(
                 f"op name {name!r} is registered twice: by {qualified(known.cls)} at {location_of(known.cls)} "
                 f"({known.provider}) and by {qualified(cls)} at {location_of(cls)} ({provider}). Rename one of them."
             )
-        self.ops[name] = OpRecord(name, cls, provider)
+        records[name] = OpRecord(name, cls, provider)
+
+    def records(self) -> dict[str, OpRecord]:
+        """Return what is declared under a name: ops, and other classes."""
+        return {**self.ops, **self.classes}
+
+    def named_by(self, field: str) -> dict[str, OpRecord]:
+        """Return what a field of the settings may name: ``providers`` everything, any other field ops only."""
+        return self.records() if field == "providers" else self.ops
 
     def add_replacement(self, new: Replacement) -> Replacement:
         """Declare a replacement and return its record: the former one if the same class is declared again.
@@ -143,8 +165,9 @@ class Registry:
         Raises:
             ConflictError: several op classes have that bare class name.
         """
-        if name in self.ops:
-            return self.ops[name].cls
+        records = self.records()
+        if name in records:
+            return records[name].cls
         module, _, qualname = name.rpartition(":")
         named = [cls for cls in self.targets() if cls.__qualname__ == qualname]
         found = [cls for cls in named if module in ("", cls.__module__) or _exports(module, cls)]
@@ -154,12 +177,13 @@ class Registry:
         return next(iter(found), None)
 
     def target_names(self) -> set[str]:
-        return set(self.ops) | {cls.__qualname__ for cls in self.targets()}
+        return set(self.records()) | {cls.__qualname__ for cls in self.targets()}
 
     def targets(self) -> list[type]:
-        """Return the registered op classes and their variants, each once."""
+        """Return the registered classes and their variants, each once."""
         replacements = {replacement.cls for replacement in self.replacements}
-        return list(dict.fromkeys(cls for op in self.ops.values() for cls in _with_variants(op.cls, replacements)))
+        records = self.records().values()
+        return list(dict.fromkeys(cls for each in records for cls in _with_variants(each.cls, replacements)))
 
 
 def _with_variants(cls: type, replacements: set[type]) -> Iterator[type]:

@@ -6,6 +6,8 @@ import functools
 import inspect
 import linecache
 import re
+import types
+from collections.abc import Sequence
 from typing import Any
 
 from opgraft.errors import RegistrationError, close_matches
@@ -24,7 +26,7 @@ def check_replacement(target: type, cls: type) -> tuple[str, ...]:
 
     Raises:
         RegistrationError: not a subclass, overriding nothing, or a call that the target's own callers make would fail
-            in its constructor, its ``forward`` or a kernel that may be bound.
+            in its constructor, its ``forward`` or a kernel that may be bound; in any method of a class that is no op.
     """
     if cls is target:
         raise RegistrationError(
@@ -33,14 +35,15 @@ def check_replacement(target: type, cls: type) -> tuple[str, ...]:
     if not (isinstance(target, type) and any("__op_base__" in vars(base) for base in target.__mro__)):
         raise RegistrationError(
             f"{qualified(cls)} at {location_of(cls)} is declared for {target!r}, which is no opgraft.CustomOp: only "
-            "ops have their class chosen at construction. graft() turns a model's modules into ops first."
+            "ops, and classes that derive from opgraft.PluggableClass, have their class chosen at construction. "
+            "graft() turns a model's modules into ops first."
         )
     if not issubclass(cls, target):
         raise RegistrationError(
             f"{qualified(cls)} at {location_of(cls)} cannot replace {qualified(target)}: it is not a subclass of it, "
             f"so isinstance checks and inherited state would break. Derive it from {target.__name__}."
         )
-    narrower = [_narrowness(target, cls, method) for method in ("__init__", *kernel_methods())]
+    narrower = [_narrowness(target, cls, method) for method in ("__init__", *_called_methods(target))]
     return tuple(finding for finding in (_without_effect(target, cls), *narrower) if finding)
 
 
@@ -51,9 +54,9 @@ def _narrowness(target: type, cls: type, method: str) -> str | None:
         RegistrationError: the target's callers make the call.
     """
     owner = definer(cls, method, above=target)
-    native = method if method == "__init__" else reference_method(target)
-    if owner is None or native is None:
+    if owner is None:
         return None
+    native = method if method == "__init__" else reference_method(target) or method
     reference = method if definer(target, method) is not None else native
     accepted, offered = method_signature(target, reference), method_signature(cls, method)
     made = calls_of(target, native).narrowed(accepted)
@@ -77,7 +80,7 @@ def _may_be_bound(cls: type, owner: type, method: str) -> bool:
     A definition of ``forward``, and one of ``forward_oot`` that can run everywhere, hides other kernels of its class
     and of the classes above it. A disabled op runs ``forward_native``, whatever hides it.
     """
-    if method in ("__init__", "forward_native", "forward"):
+    if method not in kernel_methods() or method in ("forward_native", "forward"):
         return True
     between = own_classes(cls)
     for base in between[: between.index(owner) + 1]:
@@ -103,12 +106,29 @@ def _without_effect(target: type, cls: type) -> str | None:
     hint = "".join(f" It defines {name}: {match}" for name, match in near.items())
     text = (
         f"{qualified(cls)} at {location_of(cls)} overrides nothing of {target.__qualname__}, so replacing would change "
-        f"nothing.{hint} Define forward_oot, or another forward_<key>; a mixin that brings it stands before "
+        f"nothing.{hint} Define {_meant(target)}; a mixin that brings it stands before "
         f"{target.__name__} in the bases."
     )
     if near or not plain:
         raise RegistrationError(text)
     return f"{text} No op calls {', '.join(sorted(plain))}."
+
+
+def _meant(target: type) -> str:
+    return "forward_oot, or another forward_<key>" if _is_op(target) else f"one of {', '.join(_called_methods(target))}"
+
+
+def _is_op(target: type) -> bool:
+    return reference_method(target) is not None
+
+
+def _called_methods(target: type) -> Sequence[str]:
+    """List the methods that callers of a class call: kernels of an op, the public methods of another class."""
+    if _is_op(target):
+        return kernel_methods()
+    found = {name: value for base in own_classes(target) for name, value in vars(base).items()}
+    functions = (types.FunctionType, classmethod, staticmethod)
+    return sorted(name for name, value in found.items() if isinstance(value, functions) and not name.startswith("_"))
 
 
 def kernel_methods() -> tuple[str, ...]:

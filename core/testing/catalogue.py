@@ -11,11 +11,12 @@ from opgraft.ops.conv import spec as conv
 from opgraft.ops.layernorm import spec as layernorm
 from opgraft.ops.linear import spec as linear
 from opgraft.ops.quantization import spec as quantization
+from opgraft.ops.quantized_linear import spec as quantized_linear
 from opgraft.ops.rotary import spec as rotary
 from opgraft.ops.routing import spec as routing
 from opgraft.ops.spec import OpSpec
 
-FAMILIES = (activation, attention, conv, layernorm, linear, quantization, rotary, routing)
+FAMILIES = (activation, attention, conv, layernorm, linear, quantization, quantized_linear, rotary, routing)
 """The modules that hold the specs, each a family."""
 
 SPECS: Mapping[str, OpSpec] = MappingProxyType(

@@ -11,6 +11,7 @@ import torch
 from opgraft.binding.functional import FUNCTIONALS, Functional
 from opgraft.binding.kernels import Kernel, declared_kernels
 from opgraft.binding.marks import CHECK_RAISED
+from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.binding.specialisation import Binding, bind
 from opgraft.errors import ConflictError, OpgraftError, close_matches
 from opgraft.finding import Finding
@@ -20,6 +21,7 @@ from opgraft.plugins import hookspecs
 from opgraft.plugins.discovery import PLUGIN_GROUP, discover
 from opgraft.plugins.selection import selected_platform
 from opgraft.plugins.watching import watched
+from opgraft.registry.choice import ReplacementChoice
 from opgraft.registry.declarations import Replacement
 from opgraft.registry.op_classes import location_of, own_classes
 from opgraft.registry.signatures import rejected_call
@@ -81,10 +83,10 @@ def unknown_device_type() -> Iterator[Finding]:
 
 
 def conflicts() -> Iterator[Finding]:
-    """Find ops for which no choice can be made here, each with the error that constructing them would raise."""
-    for cls in _op_classes():
+    """Find classes for which no choice can be made here, each with the error that constructing them would raise."""
+    for cls in _classes():
         try:
-            _bind(cls)
+            _choose(cls)
         except OpgraftError as error:
             yield Finding(str(error))
 
@@ -92,8 +94,7 @@ def conflicts() -> Iterator[Finding]:
 def never_used() -> Iterator[Finding]:
     """Find active replacements that constructing their target does not yield here, unless a setting says so."""
     wanted = host_state().settings().config.providers or {}
-    for replacement, binding in _bound():
-        choice = binding.replacement
+    for replacement, choice in _chosen():
         if choice.winner is not replacement and choice.op_name not in wanted:
             row = next(c for c in choice.decision.candidates if c.location == replacement.location)
             message = f"{row.name} at {row.location} ({row.provider}) is never used: {row.reason}"
@@ -197,8 +198,8 @@ def _on(device: str, value: Any) -> Any:
     return moved.detach().requires_grad_() if moved.is_floating_point() else moved
 
 
-def _op_classes() -> list[type]:
-    """List every op class that may be constructed here, registered, replaced or a variant."""
+def _classes() -> list[type]:
+    """List every class that may be constructed here, registered, replaced or a variant."""
     targets = [r.target for r in host_state().active if r.target is not None]
     return list(dict.fromkeys([*host_state().registry.targets(), *targets]))
 
@@ -208,21 +209,28 @@ def _settled() -> list[Replacement]:
     return [replacement for replacement in host_state().active if replacement.target is not None]
 
 
-def _bound() -> Iterator[tuple[Replacement, Binding]]:
-    """Yield the active replacements with what constructing their target binds; not those with a conflict."""
+def _chosen() -> Iterator[tuple[Replacement, ReplacementChoice]]:
+    """Yield the active replacements with what is constructed for their target; not those with a conflict."""
     for replacement in _settled():
         try:
-            yield replacement, _bind(_target(replacement))
+            yield replacement, _choose(_target(replacement))
         except ConflictError:
             continue
 
 
-def _bind(cls: type) -> Binding:
-    """Bind the class as constructing it does, which asks the conditions and checks of those who replace it."""
+def _bound() -> Iterator[tuple[Replacement, Binding]]:
+    """Yield the active replacements of ops with what constructing their target binds; not those with a conflict."""
+    for replacement, choice in _chosen():
+        if not issubclass(choice.target, PluggableClass):
+            yield replacement, bind(choice.target)
+
+
+def _choose(cls: type) -> ReplacementChoice:
+    """Choose the class as constructing it does, which asks the conditions and checks of those who replace it."""
     providers = list(dict.fromkeys(r.provider for r in host_state().active if r.target is cls))
     names = " and ".join(map(str, providers)) or "opgraft"
     with watched(f"a check of {names} for {cls.__qualname__}", providers[0] if len(providers) == 1 else None):
-        return bind(cls)
+        return inventory.choice_here(cls)
 
 
 def _target(replacement: Replacement) -> Any:

@@ -16,14 +16,15 @@ from opgraft import functional
 from opgraft.binding.custom_op import PluggableLayer
 from opgraft.binding.functional import FUNCTIONALS, Functional, binding_of
 from opgraft.binding.kernels import declared_kernels
+from opgraft.binding.pluggable_class import PluggableClass, choose_class
 from opgraft.binding.specialisation import bind, kin_of, op_name_of
-from opgraft.decision import Provider
+from opgraft.decision import Decision, Provider
 from opgraft.errors import ConflictError
 from opgraft.platform import Platform, PlatformSpec, effective_chain
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover, normalized
 from opgraft.plugins.requirements import objection
 from opgraft.plugins.selection import current_platform
-from opgraft.registry.choice import choose_replacement
+from opgraft.registry.choice import ReplacementChoice, choose_replacement
 from opgraft.registry.declarations import Replacement
 from opgraft.registry.op_classes import location_of
 from opgraft.state import PluginStatus, host_state
@@ -175,6 +176,16 @@ class KernelHere:
         }
 
 
+def choice_here(cls: type) -> ReplacementChoice:
+    """Choose the class that constructing ``cls`` yields here and now, an op or not; raise as constructing does."""
+    return choose_class(cls) if issubclass(cls, PluggableClass) else bind(cls).replacement
+
+
+def decision_here(cls: type) -> Decision:
+    """Explain what constructing ``cls`` yields here and now: class and kernel of an op, else the class."""
+    return choose_class(cls).decision if issubclass(cls, PluggableClass) else bind(cls).decision
+
+
 def kernel_here(cls: type) -> KernelHere:
     """Return the kernel that constructing ``cls`` binds here and now, or the conflict that prevents it."""
     try:
@@ -195,7 +206,7 @@ def variants_of(cls: type) -> list[type]:
 
 
 def find_op(name: str) -> type | None:
-    """Return the op class that ``name`` stands for, as any table or report of opgraft may show it.
+    """Return the class that ``name`` stands for, an op or not, as any table or report of opgraft may show it.
 
     That is an op, a class, the method of a class, a functional form with or without its module, or a replacement,
     which stands for the class that it replaces.

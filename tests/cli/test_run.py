@@ -217,7 +217,7 @@ BROKEN = {
     break_config: "has no config.json",
     garble_config: r"config.json cannot be read as JSON",
     unknown_architecture: "cannot load",
-    truncate: "is no whole safetensors file",
+    truncate: "it ends at byte .*: the file is cut short",
     empty: "is no whole safetensors file",
     no_weights: "the weights are missing",
     pickle_only: r"only as a pickle \(pytorch_model.bin\), which is refused",

@@ -9,8 +9,9 @@ import pytest
 from opgraft import CompilationConfig, OpgraftConfig
 from opgraft.config import CacheConfig
 from opgraft.errors import ConstructionError
-from opgraft.models.construction import claim_prefix, construct, constructing
+from opgraft.models.construction import construct, constructing
 from opgraft.ops import SiluAndMul
+from opgraft.ops.prefixes import claim_prefix
 
 
 class Layer:

@@ -42,9 +42,12 @@ LAYERS = [
     "opgraft.plugins",
     # Ops.
     "opgraft.binding",
+    "opgraft.distributed",
     "opgraft.ops.precision",
     "opgraft.ops.checks",
     "opgraft.ops.fakes",
+    "opgraft.ops.prefixes",
+    "opgraft.ops.weights",
     "opgraft.ops.spec",
     "opgraft.ops.on_triton",
     "opgraft.ops.triton_launch",
@@ -56,6 +59,8 @@ LAYERS = [
     "opgraft.ops.quantization",
     "opgraft.ops.routing",
     "opgraft.ops.conv",
+    "opgraft.ops.embedding",
+    "opgraft.ops.quantized_linear",
     "opgraft.ops.composites",  # layers of several families' ops
     "opgraft.ops.pack",
     "opgraft.ops",  # the facade of the families
@@ -65,8 +70,9 @@ LAYERS = [
     "opgraft.torch_library",
     # Models.
     "opgraft.bucketing",
-    "opgraft.models",
     "opgraft.grafting",
+    "opgraft.quantization",
+    "opgraft.models",
     "opgraft.pooling",
     "opgraft.checkpoint",
     "opgraft.runner",

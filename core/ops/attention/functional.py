@@ -139,12 +139,12 @@ def _head_size(query: Tensor, heads: int) -> int:
     return query.shape[-1] if query.dim() == 4 else query.shape[-1] // heads
 
 
-def expect_kv_heads(num_heads: int, num_kv_heads: int) -> None:
-    """Raise ``ValueError`` unless ``mm_encoder_attn`` has query heads, and key heads that divide them."""
+def expect_kv_heads(num_heads: int, num_kv_heads: int, op: str = "mm_encoder_attn") -> None:
+    """Raise ``ValueError`` unless ``op`` has query heads, and key heads that divide them."""
     if num_heads < 1:
-        raise ValueError(f"mm_encoder_attn: num_heads is {num_heads}, expected a positive number")
+        raise ValueError(f"{op}: num_heads is {num_heads}, expected a positive number")
     if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(f"mm_encoder_attn: num_kv_heads is {num_kv_heads}, expected a divisor of {num_heads}")
+        raise ValueError(f"{op}: num_kv_heads is {num_kv_heads}, expected a divisor of {num_heads}")
 
 
 def as_heads(argument: str, x: Tensor, heads: int, head_size: int) -> Tensor:

@@ -73,7 +73,7 @@ class LinearAct(EpilogueLayer):
         if kernel is None:
             out: Tensor = act(linear(x))
             return out
-        mapped: Tensor = linear.quant_method.apply(linear, x, epilogue, None, kernel)
+        mapped: Tensor = linear.quant_method.apply(linear, x, linear.bias, activation=epilogue, kernel=kernel)
         return mapped
 
     def idle(self) -> frozenset[str]:
@@ -144,7 +144,7 @@ class LinearAddNorm(EpilogueLayer):
         alike = not x.is_nested and x.shape[:-1] == residual.shape[:-1]  # a kernel does not broadcast
         kernel = self.kernel_for(linear, None, x, residual) if alike and not drops else None
         if kernel is not None and residual.shape[-1] == linear.out_features:
-            summed = linear.quant_method.apply(linear, x, "none", residual, kernel)
+            summed = linear.quant_method.apply(linear, x, linear.bias, residual=residual, kernel=kernel)
         else:
             mapped = linear(x)
             summed = (mapped if dropout is None else dropout(mapped)) + residual

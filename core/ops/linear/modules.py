@@ -10,7 +10,8 @@ from opgraft.binding.marks import falls_back, needs
 from opgraft.ops.checks import expect_choice
 from opgraft.ops.linear import functional as forms
 from opgraft.ops.linear import packed as packed_linear
-from opgraft.ops.linear.methods import LinearMethodBase, UnquantizedLinearMethod
+from opgraft.ops.linear.methods import UnquantizedLinearMethod
+from opgraft.ops.linear.packed_only import PackedWeight
 from torch import Tensor, nn
 
 
@@ -28,7 +29,8 @@ class Linear(CustomOp, nn.Linear):
         ValueError: another activation.
     """
 
-    quant_method: LinearMethodBase = UnquantizedLinearMethod()
+    quant_method: UnquantizedLinearMethod = object.__new__(UnquantizedLinearMethod)  # chosen here, not by plugins
+    _packed: PackedWeight | None = None
     functional_cpu: ClassVar = {"linear": packed_linear.linear}
 
     def __init__(
@@ -56,15 +58,15 @@ class Linear(CustomOp, nn.Linear):
     )
     def forward_cpu(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """Compute the same by oneDNN, where that is faster and no gradient is required."""
-        return self.quant_method.apply(self, input, self.activation, residual, packed_linear.linear)
+        return self.quant_method.apply(
+            self, input, self.bias, activation=self.activation, residual=residual, kernel=packed_linear.linear
+        )
 
     def process_weights_after_loading(self) -> None:
-        """Bring the weight into the layout that the layer's weight method prefers."""
-        self.quant_method.process_weights_after_loading(self)
+        """Leave the weight as it is: ``pack`` and ``freeze`` say when something else may be made of it."""
 
     def release_weights(self) -> None:
-        """Make the weight an ordinary parameter again, whatever the weight method has made of it."""
-        self.quant_method.release_weights(self)
+        """Make the weight an ordinary parameter again, whatever the layer has made of it."""
 
     def extra_repr(self) -> str:
         activation = "" if self.activation == "none" else f", activation={self.activation!r}"

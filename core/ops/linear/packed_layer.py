@@ -1,174 +1,29 @@
-"""The weight method that holds a weight packed, and ``PackedLinear``, what a ``Linear`` op is meanwhile."""
+"""``PackedLinear``, what a ``Linear`` op is while its weight is packed."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
-import torch
-from opgraft.compat import packed_linear as onednn
-from opgraft.ops.linear import packed_only
-from opgraft.ops.linear.methods import Kernel, LinearMethodBase, UnquantizedLinearMethod
 from opgraft.ops.linear.modules import Linear
-from opgraft.ops.linear.packed_only import PackedWeight
-from torch import Tensor, nn
-
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+from opgraft.ops.linear.packable import PackableLayer
 
 
-@dataclass(frozen=True)
-class Beside:
-    """The attributes of a parameter beside its values, which a packed weight has not."""
-
-    requires_grad: bool
-    attributes: Mapping[str, Any]
-
-
-class PackedLinearMethod(UnquantizedLinearMethod):
-    """The weight is packed and no parameter, save where it cannot be packed."""
-
-    def apply(self, layer: Any, x: Tensor, activation: str, residual: Tensor | None, kernel: Kernel) -> Tensor:
-        """Apply as the base class does; while the weight is packed, over that and not by ``kernel``."""
-        packed = layer._packed
-        if packed is None:
-            return super().apply(layer, x, activation, residual, kernel)
-        return packed_only.linear(x, packed, layer.bias, activation, residual)
-
-    def holds_weight(self, layer: Any) -> bool:
-        return layer._packed is not None or super().holds_weight(layer)
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Hold the weight packed only, where that can be and nobody trains it."""
-        weight = layer._parameters.get("weight")
-        if weight is None or layer.training or obstacle(weight) is not None:
-            return
-        beside = Beside(weight.requires_grad, dict(vars(weight)))
-        layer.__dict__.update(_packed=PackedWeight(weight), _beside=beside)
-        del layer._parameters["weight"]
-
-    def release_weights(self, layer: Any) -> None:
-        """Hold the weight as a parameter again, where it was among the others."""
-        if layer._packed is None:
-            return
-        layer._put(layer._packed.dense())
-        del layer._packed, layer._beside
-
-
-class PackedLinear(Linear):
+class PackedLinear(PackableLayer, Linear):
     """A linear layer that holds its weight packed, and not as a parameter.
 
-    ``pack`` makes it of a ``Linear`` in place, and ``unpack`` makes it one again. ``weight`` rebuilds the plain weight
-    each time that it is read: what is written to that is lost. In a ``state_dict``, copies and files it is plain. What
-    oneDNN cannot pack, as after ``.half()`` or on another device, is an ordinary parameter until ``.to()``,
-    ``load_state_dict`` or ``pack`` makes it something that oneDNN can. So is what is assigned, by ``load_state_dict``
-    with ``assign=True`` too, until the next ``pack``, which sees whom it shares memory with.
+    ``pack`` makes it of a ``Linear`` in place, and ``unpack`` makes it one again. What oneDNN cannot pack, as after
+    ``.half()`` or on another device, is an ordinary parameter until ``.to()``, ``load_state_dict`` or ``pack`` makes it
+    something that oneDNN can. So is what is assigned, by ``load_state_dict`` with ``assign=True`` too, until the next
+    ``pack``, which sees whom it shares memory with.
     """
 
-    quant_method: LinearMethodBase = PackedLinearMethod()
+    packs_always: ClassVar[bool] = True
 
-    _packed: PackedWeight | None = None
-    _beside: Beside
+    def hold_packed(self) -> None:
+        """Hold the weight packed only, where that can be and nobody trains it."""
+        if not self.training:
+            super().hold_packed()
 
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]  # torch annotates an attribute
-        """The plain weight: a parameter of its own memory, which requires no gradient while the layer is packed."""
-        packed = self._packed
-        if packed is None:
-            parameter: Any = self.__getattr__("weight")  # past this property, to the parameters
-            return parameter  # torch says: a tensor or a module
-        rebuilt = packed_only.dense(packed)
-        return rebuilt if torch.compiler.is_dynamo_compiling() else nn.Parameter(rebuilt, requires_grad=False)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name != "weight" or self._packed is None:
-            return super().__setattr__(name, value)
-        self.release_weights()
-        try:
-            super().__setattr__(name, value)
-        except TypeError:  # a plain layer refuses it, too
-            self.process_weights_after_loading()
-            raise
-
-    def _put(self, weight: Tensor) -> None:
-        """Make a weight the first of the parameters, in the same dictionary, which a grafted module shares."""
-        parameter = nn.Parameter(weight, self._beside.requires_grad)
-        vars(parameter).update(self._beside.attributes)
-        others = {name: value for name, value in self._parameters.items() if name != "weight"}
-        self._parameters.clear()
-        self._parameters.update(weight=parameter, **others)
-
-    @contextmanager
-    def plain(self) -> Iterator[None]:
-        """Make the weight a parameter inside, and pack it again afterwards, where that can be."""
-        self.release_weights()
-        try:
-            yield
-        finally:
-            self.process_weights_after_loading()
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        with self.plain():
-            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if self._packed is not None:
-            destination[f"{prefix}weight"] = self.weight if keep_vars else self._packed.dense()
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
-        if local_metadata.get("assign_to_params_buffers"):
-            self.release_weights()
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-        else:
-            with self.plain():
-                super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PackedLinear:
-        """Copy, and pack the copy before the next layer is copied, so that plain weights do not add up."""
-        make, arguments, state, *_ = self.__reduce_ex__(4)
-        weight, copied = state.pop("_packed"), make(*arguments)
-        memo[id(self)] = copied
-        copied.__setstate__({**copy.deepcopy(state, memo), "_packed": weight})
-        return copied  # copyreg leaves it so
-
-    def __copy__(self) -> PackedLinear:
-        """Copy with a dictionary of parameters of its own, as either may be unpacked without the other."""
-        make, arguments, state, *_ = self.__reduce_ex__(4)
-        copied: PackedLinear = make(*arguments)
-        copied.__setstate__({**state, "_parameters": dict(self._parameters)})
-        return copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        packed = self._packed
-        return {**self.__dict__, "_packed": None if packed is None else packed.dense()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        weight = state.pop("_packed")
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if weight is not None:
-            self._put(weight)
-            self.process_weights_after_loading()
-
-
-def obstacle(weight: nn.Parameter) -> str | None:
-    """Say why a weight cannot be held packed only, or return ``None``."""
-    if type(weight) is not nn.Parameter:
-        return f"it is a {type(weight).__name__}, expected a torch.nn.Parameter"
-    if weight.is_inference():
-        return "it was made in inference mode"
-    if weight.layout is not torch.strided or not weight.is_cpu or weight.dim() != 2:
-        return "it is no matrix in the memory of the CPU"
-    if (reason := onednn.missing(weight.dtype)) is not None:
-        return reason
-    if not weight.numel():
-        return "it is empty"
-    if not weight.is_contiguous():
-        return f"it is strided, {weight.stride()}"
-    if weight.is_shared():  # type: ignore[no-untyped-call]  # torch leaves it so
-        return "processes share its memory"
-    if weight.grad is not None or any(getattr(weight, hooks) for hooks in _HOOKS):
-        return "it has a gradient, or hooks that wait for one"
-    return None
+    def process_weights_after_loading(self) -> None:
+        """Hold the weight packed only: whoever made the layer one of this class has decided that."""
+        self.hold_packed()

@@ -23,6 +23,10 @@ ROUNDED_TO_WEIGHT = (
 """The ops whose definitions round to the dtype of the weight, or take few, where the kernels compute in float32."""
 
 
+CODES = {"quantized_linear": (torch.int8, torch.uint8), "int8_dynamic_linear": (torch.int8,)}
+"""Op → the dtypes of its weight, where that holds codes."""
+
+
 def refusal(op: str, arguments: Mapping[str, object]) -> str | None:
     """Return what the op says to dtypes and devices that it refuses, ``None`` where it takes them."""
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
@@ -43,6 +47,10 @@ def _taken(op: str, name: str, x: Tensor, weight: Tensor | None) -> tuple[torch.
         return (x.dtype,)
     if name == "positions":
         return INTEGERS
+    if op in CODES and name == "weight":
+        return CODES[op]
+    if op in CODES and name == "bias":
+        return (x.dtype,)
     if name not in FACTORS:
         return None
     if op not in ROUNDED_TO_WEIGHT:

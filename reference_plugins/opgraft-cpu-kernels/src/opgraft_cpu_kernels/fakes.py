@@ -69,7 +69,7 @@ RULES: dict[Callable[..., object], str] = {
     _queries_and_key: "dual_chunk_rotary_embedding",
     _fp8: "quant_fp8_static",
     _fp8_and_scale: "quant_fp8_dynamic",
-    _mapped: "linear",
+    _mapped: "linear quantized_linear int8_dynamic_linear",
     _mapped_by_panels: "packed_linear",
     _int8_and_scale: "quant_int8_dynamic",
 }

@@ -11,7 +11,7 @@ import opgraft
 from opgraft import ops as catalogue
 from torch import Tensor
 
-from opgraft_cpu_kernels import kernels, linear
+from opgraft_cpu_kernels import kernels, linear, quantized
 from opgraft_cpu_kernels.library import missing
 
 
@@ -120,12 +120,26 @@ class QuantFP8(catalogue.QuantFP8):
     functional_cpu = _kernels("quant_fp8_static", "quant_fp8_dynamic")
 
 
+class QuantizedLinear(catalogue.QuantizedLinear):
+    functional_cpu = opgraft.FunctionalKernels(
+        {"quantized_linear": quantized.quantized_linear}, needs=missing, inference_only=True
+    )
+
+
+class Int8DynamicLinear(catalogue.Int8DynamicLinear):
+    functional_cpu = opgraft.FunctionalKernels(
+        {"int8_dynamic_linear": quantized.int8_dynamic_linear}, needs=missing, inference_only=True
+    )
+
+
 class Linear(catalogue.Linear):
     functional_cpu: ClassVar = {"linear": linear.linear}
 
     @opgraft.needs(missing)
     def forward_cpu(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        return self.quant_method.apply(self, input, self.activation, residual, linear.linear)
+        return self.quant_method.apply(
+            self, input, self.bias, activation=self.activation, residual=residual, kernel=linear.linear
+        )
 
 
 REPLACEMENTS = (
@@ -154,5 +168,7 @@ REPLACEMENTS = (
     MRotaryEmbedding,
     DualChunkRotaryEmbedding,
     QuantFP8,
+    QuantizedLinear,
+    Int8DynamicLinear,
     Linear,
 )

@@ -137,6 +137,36 @@ struct Linear {
   int parts = 0;                     // bfloat16 numbers for one float32 number
 };
 
+// code · scale + offset by group of inputs, times rows of x.
+struct QuantizedLinear {
+  const uint8_t* codes = nullptr;
+  int64_t row_bytes = 0;
+  int bits = 0;
+  const void* scales = nullptr;
+  const void* offsets = nullptr;
+  Dtype scale_dtype = FLOAT32;
+  const void* bias = nullptr;  // in the dtype of x
+  int64_t rows = 0, in_features = 0, out_features = 0, groups = 0, group = 0;
+  int64_t padded = 0;                 // in_features, filled up to whole blocks
+  const void* x = nullptr;            // rows of so many, prepared
+  const float* group_sums = nullptr;  // of rows of x
+  float* sums = nullptr;              // results before they are rounded
+  MutableRows out;
+};
+
+constexpr float SMALLEST_SCALE = 1.17549435e-38f;
+
+struct Int8Linear {
+  const int8_t* weight = nullptr;
+  const float* scales = nullptr;
+  const void* bias = nullptr;  // in the dtype of x
+  int64_t rows = 0, in_features = 0, out_features = 0;
+  int64_t padded = 0;  // in_features, filled up to whole vectors
+  const int8_t* x = nullptr;
+  const float* x_scales = nullptr;
+  MutableRows out;
+};
+
 using NormKernel = void (*)(const Norm&, int64_t begin, int64_t end);
 using GatedNormKernel = void (*)(const GatedNorm&, int64_t begin, int64_t end);
 using GatedKernel = void (*)(const GatedActivation&, int64_t begin, int64_t end);
@@ -146,6 +176,12 @@ using RotaryKernel = void (*)(const Rotary&, int64_t begin, int64_t end);
 using MaximumKernel = float (*)(const Rows& x, int64_t width, int64_t begin, int64_t end);
 using QuantizationKernel = void (*)(const Quantization&, int64_t begin, int64_t end);
 using LinearKernel = void (*)(const Linear&, int64_t begin, int64_t end);
+using QuantizedLinearKernel = void (*)(const QuantizedLinear&, int64_t begin, int64_t end);
+using PrepareKernel = void (*)(const Rows& x, const QuantizedLinear&, void* to, float* group_sums);
+using DequantizeKernel = void (*)(const QuantizedLinear&, int64_t begin, int64_t end, void* to);
+using Int8RowsKernel = void (*)(const Rows& x, const Int8Linear&, int8_t* codes, float* scales, int64_t begin,
+                                int64_t end);
+using Int8LinearKernel = void (*)(const Int8Linear&, int64_t begin, int64_t end);
 using PackKernel = bool (*)(const float* weight, int64_t in_features, int64_t out_features, int parts,
                             uint16_t* packed, int64_t begin, int64_t end);
 using PackedLinearKernel = bool (*)(const Linear&, int64_t begin, int64_t end, int64_t first_panel,
@@ -165,6 +201,11 @@ struct Path {
   MaximumKernel absolute_maximum[DTYPES];
   QuantizationKernel fp8_static[DTYPES], fp8_dynamic[DTYPES], int8_dynamic[DTYPES];
   LinearKernel linear[DTYPES];
+  QuantizedLinearKernel quantized_linear[DTYPES];
+  PrepareKernel prepare_rows[DTYPES];
+  DequantizeKernel dequantize_rows[DTYPES];
+  Int8RowsKernel int8_rows[DTYPES];
+  Int8LinearKernel int8_linear[DTYPES];
   // Null without tiles. They return whether bfloat16 can hold what they read.
   PackKernel pack = nullptr;
   PackedLinearKernel packed_linear = nullptr;

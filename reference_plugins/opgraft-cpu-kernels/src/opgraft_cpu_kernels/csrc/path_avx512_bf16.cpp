@@ -1,9 +1,11 @@
-// The path avx512 with the instructions that convert to bfloat16. They make zero of numbers below 2^-126.
+// The path avx512 with the instructions that convert to bfloat16, which make zero of numbers below 2^-126, and those that
+// multiply bytes.
 #include "common.h"
 
 #if defined(OPGRAFT_AVX512_BF16)
 #define CONVERTS_TO_BFLOAT16
-OPGRAFT_TARGET_BEGIN("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#define MULTIPLIES_BYTES
+OPGRAFT_TARGET_BEGIN("avx512bf16,avx512vnni,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 namespace opgraft_cpu_kernels {
 namespace avx512_bf16 {
 #include "vector_avx512.inc"

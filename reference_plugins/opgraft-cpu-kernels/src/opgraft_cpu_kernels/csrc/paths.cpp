@@ -26,7 +26,8 @@ std::vector<const Path*> supported_paths() {
     if (has_amx()) paths.push_back(&amx_path());
 #endif
 #if defined(OPGRAFT_AVX512_BF16)
-    if (__builtin_cpu_supports("avx512bf16")) paths.push_back(&avx512_bf16_path);
+    if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"))
+      paths.push_back(&avx512_bf16_path);
 #endif
     paths.push_back(&avx512_path);
   }

@@ -1,0 +1,80 @@
+"""The collectives of the tensor group, and the registered ops by which compilers see those of any group.
+
+An op finds its group by kind when it runs, so that compiled code serves whatever communicator the group has.
+"""
+
+from __future__ import annotations
+
+import torch
+from opgraft.distributed.communicator import Communicator
+from opgraft.distributed.groups import get_tp_group, parallelism
+from opgraft.errors import DistributedError
+from torch import Tensor
+
+
+def tensor_model_parallel_all_reduce(input_: Tensor) -> Tensor:
+    """Sum a tensor over the tensor group; the tensor itself where this rank is alone."""
+    return get_tp_group().all_reduce(input_)
+
+
+def tensor_model_parallel_all_gather(input_: Tensor, dim: int = -1) -> Tensor:
+    """Put the tensors of the tensor group one after another along ``dim``."""
+    return get_tp_group().all_gather(input_, dim)
+
+
+def tensor_model_parallel_reduce_scatter(input_: Tensor, dim: int = -1) -> Tensor:
+    """Sum a tensor over the tensor group and keep this rank's part along ``dim``."""
+    return get_tp_group().reduce_scatter(input_, dim)
+
+
+def tensor_model_parallel_gather(input_: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
+    """Put the tensors of the tensor group one after another along ``dim`` on its rank ``dst``; else ``None``."""
+    return get_tp_group().gather(input_, dst, dim)
+
+
+def _communicator(kind: str) -> Communicator:
+    communicator = parallelism().groups[kind].communicator
+    if communicator is None:
+        raise DistributedError(
+            f"code that was compiled for a {kind} group of several ranks runs where this process is alone: call "
+            "opgraft.distributed.init_distributed first, or compile again"
+        )
+    return communicator
+
+
+def _all_reduce(x: Tensor, kind: str) -> Tensor:
+    return _communicator(kind).all_reduce(x)
+
+
+def _all_gather(x: Tensor, dim: int, world_size: int, kind: str) -> Tensor:
+    return _communicator(kind).all_gather(x, dim)
+
+
+def _reduce_scatter(x: Tensor, dim: int, world_size: int, kind: str) -> Tensor:
+    return _communicator(kind).reduce_scatter(x, dim)
+
+
+def _summed(x: Tensor, kind: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _gathered(x: Tensor, dim: int, world_size: int, kind: str) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] *= world_size
+    return x.new_empty(shape)
+
+
+def _part(x: Tensor, dim: int, world_size: int, kind: str) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] //= world_size
+    return x.new_empty(shape)
+
+
+for _name, _signature, _run, _fake in (
+    ("all_reduce", "(Tensor x, str kind) -> Tensor", _all_reduce, _summed),
+    ("all_gather", "(Tensor x, int dim, int world_size, str kind) -> Tensor", _all_gather, _gathered),
+    ("reduce_scatter", "(Tensor x, int dim, int world_size, str kind) -> Tensor", _reduce_scatter, _part),
+):
+    torch.library.define(f"opgraft::{_name}", _signature)
+    torch.library.impl(f"opgraft::{_name}", "default", _run)
+    torch.library.register_fake(f"opgraft::{_name}", _fake)

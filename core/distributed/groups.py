@@ -1,0 +1,161 @@
+"""The groups that this process belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from opgraft.distributed.communicator import Communicator
+from opgraft.distributed.layout import KINDS, ParallelLayout
+from opgraft.errors import DistributedError
+from opgraft.state import host_state
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ParallelGroup:
+    """A group of ranks, as one of them sees it. Its collectives refuse, over several ranks, to pass on gradients.
+
+    Attributes:
+        kind: one of ``KINDS``.
+        ranks: the global ranks.
+        rank: the global rank of this process.
+        communicator: ``None`` for a single rank, which has nobody to talk to.
+    """
+
+    kind: str
+    ranks: tuple[int, ...] = (0,)
+    rank: int = 0
+    communicator: Communicator | None = None
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def rank_in_group(self) -> int:
+        """The position of this process among the ranks."""
+        return self.ranks.index(self.rank)
+
+    @property
+    def is_first_rank(self) -> bool:
+        """True on the first rank of the group."""
+        return self.rank == self.ranks[0]
+
+    @property
+    def is_last_rank(self) -> bool:
+        """True on the last rank of the group."""
+        return self.rank == self.ranks[-1]
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum ``x`` over the ranks; ``x`` itself where there is one rank."""
+        if self.communicator is None:
+            return x
+        _refuse_gradient("all_reduce", x)
+        if torch.compiler.is_compiling():
+            summed: Tensor = torch.ops.opgraft.all_reduce(x, self.kind)
+            return summed
+        return self.communicator.all_reduce(x)
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        """Put the ``x`` of all ranks one after another along ``dim``."""
+        if self.communicator is None:
+            return x
+        _refuse_gradient("all_gather", x)
+        if torch.compiler.is_compiling():
+            gathered: Tensor = torch.ops.opgraft.all_gather(x, dim, self.world_size, self.kind)
+            return gathered
+        return self.communicator.all_gather(x, dim)
+
+    def reduce_scatter(self, x: Tensor, dim: int = -1) -> Tensor:
+        """Sum ``x`` over the ranks and keep this rank's part along ``dim``, which they divide."""
+        if self.communicator is None:
+            return x
+        _refuse_gradient("reduce_scatter", x)
+        if torch.compiler.is_compiling():
+            part: Tensor = torch.ops.opgraft.reduce_scatter(x, dim, self.world_size, self.kind)
+            return part
+        return self.communicator.reduce_scatter(x, dim)
+
+    def gather(self, x: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
+        """Put the ``x`` of all ranks one after another along ``dim`` on rank ``dst`` of the group; else ``None``."""
+        if self.communicator is None:
+            return x
+        _refuse_gradient("gather", x)
+        return self.communicator.gather(x, dst, dim)
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
+        """Return the ``x`` of rank ``src`` of the group."""
+        if self.communicator is None:
+            return x
+        _refuse_gradient("broadcast", x)
+        return self.communicator.broadcast(x, src)
+
+
+def _refuse_gradient(name: str, x: Tensor) -> None:
+    if x.requires_grad and torch.is_grad_enabled():
+        raise DistributedError(
+            f"{name} was given a tensor that requires a gradient, which would stop at the ranks' border: layers over "
+            "several ranks are for inference. Call the model under torch.inference_mode() or torch.no_grad()"
+        )
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """The layout of all ranks, and the group of each kind that this one belongs to.
+
+    Attributes:
+        layout: of the job.
+        groups: by kind.
+        joined: whether the job was joined to make them, and is left with them.
+    """
+
+    layout: ParallelLayout
+    groups: Mapping[str, ParallelGroup]
+    joined: bool = False
+
+
+_ALONE = Parallelism(ParallelLayout(), {kind: ParallelGroup(kind) for kind in KINDS})
+
+
+def parallelism() -> Parallelism:
+    """Return the layout and groups of this process; those of a single rank where none were set up."""
+    known: Parallelism | None = host_state().parallelism
+    return _ALONE if known is None else known
+
+
+def get_world_group() -> ParallelGroup:
+    """Return the group of all ranks."""
+    return parallelism().groups["world"]
+
+
+def get_tp_group() -> ParallelGroup:
+    """Return the ranks that share each layer."""
+    return parallelism().groups["tensor"]
+
+
+def get_pp_group() -> ParallelGroup:
+    """Return the ranks that have the stages of one pipeline."""
+    return parallelism().groups["pipeline"]
+
+
+def get_dp_group() -> ParallelGroup:
+    """Return the ranks with the same weights."""
+    return parallelism().groups["data"]
+
+
+def get_ep_group() -> ParallelGroup:
+    """Return the ranks that share the experts of a layer: all of one pipeline stage."""
+    return parallelism().groups["expert"]
+
+
+def get_tensor_model_parallel_rank() -> int:
+    """Return the position of this process in its tensor group, 0 where it is alone."""
+    return get_tp_group().rank_in_group
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    """Return the size of the tensor group, 1 where this process is alone."""
+    return get_tp_group().world_size

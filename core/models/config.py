@@ -1,0 +1,98 @@
+"""The configuration and the tokenizer of a checkpoint, from local files only and running no code in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from opgraft.errors import CheckpointError
+from opgraft.models.extras import import_extra
+from opgraft.models.files import Weights, read_json
+from opgraft.models.gguf_names import config_values
+from opgraft.text import described
+
+LOCAL_ONLY: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+"""Arguments under which transformers asks no hub and runs no code of a checkpoint."""
+
+_IMPLEMENTATIONS = frozenset(f"{part}_implementation{end}" for part in ("attn", "experts") for end in ("", "_internal"))
+_LOCAL = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
+"""The implementations that transformers itself has; it may fetch others."""
+
+
+def read_config(weights: Weights) -> Any:
+    """Return the configuration of a checkpoint as the class of transformers for its ``model_type``.
+
+    Raises:
+        CheckpointError: ``config.json`` is missing, broken, needs code of its own, or names an implementation of a hub;
+            the architecture of a GGUF file is not known.
+        InputError: transformers is not installed.
+    """
+    transformers = import_extra("transformers")
+    file = weights.path if weights.is_gguf else _folder(weights) / "config.json"
+    try:
+        if weights.is_gguf:
+            values = config_values(weights.metadata, weights.stored, file)
+            return transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+        check_config(file)
+        return transformers.AutoConfig.from_pretrained(file.parent, **LOCAL_ONLY)
+    except CheckpointError:
+        raise
+    except Exception as error:  # damaged values make transformers raise nearly anything
+        version = f"transformers {transformers.__version__}"
+        raise CheckpointError(f"{version} cannot read the configuration in {file}: {described(error)}") from error
+
+
+def load_tokenizer(weights: Weights) -> Any:
+    """Load the tokenizer of a checkpoint, with its chat template.
+
+    Raises:
+        CheckpointError: there is none, or transformers rejects it.
+        InputError: transformers is not installed.
+    """
+    transformers = import_extra("transformers")
+    place = {"gguf_file": weights.path.name} if weights.is_gguf else {}
+    try:
+        return transformers.AutoTokenizer.from_pretrained(_folder(weights), **place, **LOCAL_ONLY)
+    except Exception as error:  # as above
+        version = f"transformers {transformers.__version__}"
+        raise CheckpointError(f"{version} cannot load the tokenizer of {weights.path}: {described(error)}") from error
+
+
+def check_config(file: Path) -> dict[str, Any]:
+    """Read a ``config.json`` and refuse what would run code from elsewhere.
+
+    Raises:
+        CheckpointError: it is missing, broken, or names an implementation that transformers may fetch from a hub.
+    """
+    if not file.is_file():
+        raise CheckpointError(f"{file.parent} has no config.json: it is no Hugging Face checkpoint folder")
+    config = read_json(file)
+    names = config.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise CheckpointError(f"{file}: architectures is {names!r:.200}, expected a list of class names")
+    for key, value in _settings(config):
+        if key.lstrip("_") in _IMPLEMENTATIONS and value not in _LOCAL:
+            raise CheckpointError(
+                f"{file}: {key} is {value!r:.80}, which is refused: transformers may take it from a hub and run it. "
+                f"Remove it, or use one of {', '.join(map(repr, _LOCAL[1:]))}."
+            )
+    return config
+
+
+def _folder(weights: Weights) -> Path:
+    return weights.path if weights.path.is_dir() else weights.path.parent
+
+
+def _settings(config: object) -> Iterator[tuple[str, object]]:
+    """Yield the single values in nested JSON, each with its key; with one above it where that names implementations."""
+    left = [("", config)]
+    while left:
+        key, value = left.pop()
+        if isinstance(value, Mapping):
+            named = key.lstrip("_") in _IMPLEMENTATIONS
+            left += [(key if named else str(name), inner) for name, inner in value.items()]
+        elif isinstance(value, list):
+            left += [(key, inner) for inner in value]
+        else:
+            yield key, value

@@ -1,0 +1,288 @@
+"""Dense decoders: one definition, of which families differ in data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from opgraft.config import OpgraftConfig
+from opgraft.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+)
+from opgraft.models.decoder_config import DecoderShape, Family
+from opgraft.models.description import architecture_config, joined, quantization_config
+from opgraft.models.model import Model
+from opgraft.models.names import ShardId
+from opgraft.ops.activation import GeluAndMul, SiluAndMul
+from opgraft.ops.attention import Attention
+from opgraft.ops.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
+from opgraft.ops.layernorm import GemmaRMSNorm, RMSNorm
+from opgraft.ops.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.ops.rotary import get_rope
+from torch import Tensor, nn
+
+PACKED_MODULES: Mapping[str, Mapping[str, ShardId]] = {
+    "qkv_proj": {"q_proj": "q", "k_proj": "k", "v_proj": "v"},
+    "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
+}
+"""Layers of a decoder, to those of a checkpoint that they hold one after another."""
+
+
+class DecoderAttention(nn.Module):
+    """Attention of one layer with its projections, norms of query and key, and rope.
+
+    Args:
+        shape: of the decoder.
+        family: of the decoder.
+        layer: number of the layer.
+        rope: the rotary embedding, which layers may share.
+        quant_config: the quantization of the projections.
+        prefix: the layer's path.
+    """
+
+    def __init__(
+        self,
+        shape: DecoderShape,
+        family: Family,
+        layer: int,
+        rope: nn.Module,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        self.qkv_proj = QKVParallelLinear(
+            shape.hidden_size,
+            shape.head_size,
+            shape.num_heads,
+            shape.num_kv_heads,
+            bias=shape.qkv_bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.qkv_proj",
+            return_bias=False,
+        )
+        self.o_proj = RowParallelLinear(
+            shape.num_heads * shape.head_size,
+            shape.hidden_size,
+            bias=shape.output_bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.o_proj",
+            return_bias=False,
+        )
+        heads, kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.sizes = [heads * shape.head_size, kv_heads * shape.head_size, kv_heads * shape.head_size]
+        self.head_size = shape.head_size
+        self.qk_norm = family.qk_norm
+        if family.qk_norm:
+            norm = GemmaRMSNorm if family.gemma_norm else RMSNorm
+            whole = family.qk_norm == "whole"
+            self.q_norm = norm(shape.num_heads * shape.head_size if whole else shape.head_size, shape.eps)
+            self.k_norm = norm(shape.num_kv_heads * shape.head_size if whole else shape.head_size, shape.eps)
+        self.rotary_emb = rope
+        self.attn = Attention(
+            heads,
+            shape.head_size,
+            shape.attention_scale,
+            kv_heads,
+            shape.layers[layer].sliding_window,
+            shape.attention_soft_cap,
+            prefix=f"{prefix}.attn",
+        )
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        """Attend with ``hidden_states`` ``[tokens, hidden_size]`` at ``positions`` ``[tokens]``."""
+        query, key, value = self.qkv_proj(hidden_states).split(self.sizes, dim=-1)
+        if self.qk_norm:
+            query, key = self._normalised(self.q_norm, query), self._normalised(self.k_norm, key)
+        query, key = self.rotary_emb(positions, query, key)
+        output: Tensor = self.o_proj(self.attn(query, key, value))
+        return output
+
+    def _normalised(self, norm: nn.Module, x: Tensor) -> Tensor:
+        if self.qk_norm == "head":
+            heads: Tensor = norm(x.reshape(*x.shape[:-1], -1, self.head_size))
+            return heads.flatten(-2)
+        size = get_tensor_model_parallel_world_size()
+        if size == 1:
+            whole: Tensor = norm(x.contiguous())
+            return whole
+        gathered = tensor_model_parallel_all_gather(x.contiguous())
+        part: Tensor = norm(gathered).chunk(size, dim=-1)[get_tensor_model_parallel_rank()]
+        return part
+
+
+class DecoderMLP(nn.Module):
+    """The gated feed-forward layer, ``down(act(gate(x)) · up(x))`` (Shazeer, arXiv:2002.05202)."""
+
+    def __init__(self, shape: DecoderShape, quant_config: QuantizationConfig | None, prefix: str) -> None:
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(
+            shape.hidden_size,
+            [shape.intermediate_size] * 2,
+            bias=shape.mlp_bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.gate_up_proj",
+            return_bias=False,
+        )
+        self.down_proj = RowParallelLinear(
+            shape.intermediate_size,
+            shape.hidden_size,
+            bias=shape.mlp_bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.down_proj",
+            return_bias=False,
+        )
+        approximate = {"silu": None, "gelu": "none", "gelu_tanh": "tanh"}[shape.activation]
+        self.act_fn = SiluAndMul() if approximate is None else GeluAndMul(approximate)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Map ``[tokens, hidden_size]`` to the same shape."""
+        output: Tensor = self.down_proj(self.act_fn(self.gate_up_proj(hidden_states)))
+        return output
+
+
+class DecoderLayer(nn.Module):
+    """One layer: attention and feed-forward, each between norms and added to the residual stream.
+
+    The residual stream and what is still to be added to it are kept apart, so that one op adds and normalises.
+    """
+
+    def __init__(
+        self,
+        shape: DecoderShape,
+        family: Family,
+        layer: int,
+        rope: nn.Module,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        self.self_attn = DecoderAttention(shape, family, layer, rope, quant_config, f"{prefix}.self_attn")
+        self.mlp = DecoderMLP(shape, quant_config, f"{prefix}.mlp")
+        norm = GemmaRMSNorm if family.gemma_norm else RMSNorm
+        self.norms = (family.before_attention, family.after_attention, family.before_mlp, family.after_mlp)
+        for name in filter(None, self.norms):
+            self.add_module(name, norm(shape.hidden_size, shape.eps))
+        self.residual_scale = shape.residual_scale
+
+    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the output of the feed-forward layer and the residual stream that it is still to be added to.
+
+        Args:
+            positions: ``[tokens]``.
+            hidden_states: ``[tokens, hidden_size]``.
+            residual: the same, ``None`` before the first layer.
+        """
+        before_attention, after_attention, before_mlp, after_mlp = self.norms
+        hidden_states, residual = self._enter(before_attention, hidden_states, residual)
+        hidden_states = self._leave(after_attention, self.self_attn(positions, hidden_states))
+        hidden_states, residual = self._enter(before_mlp, hidden_states, residual)
+        return self._leave(after_mlp, self.mlp(hidden_states)), residual
+
+    def _enter(self, name: str | None, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        if name is None:
+            total = hidden_states if residual is None else hidden_states + residual
+            return total, total
+        norm = self._modules[name]
+        if residual is None:
+            return norm(hidden_states), hidden_states  # type: ignore[misc]  # a name of ours is there
+        normalised: tuple[Tensor, Tensor] = norm(hidden_states, residual)  # type: ignore[misc]
+        return normalised
+
+    def _leave(self, name: str | None, hidden_states: Tensor) -> Tensor:
+        if name is not None:
+            hidden_states = self._modules[name](hidden_states)  # type: ignore[misc]
+        return hidden_states if self.residual_scale == 1.0 else hidden_states * self.residual_scale
+
+
+class DecoderModel(nn.Module):
+    """The stack of a decoder: token ids to hidden states."""
+
+    def __init__(
+        self, shape: DecoderShape, family: Family, quant_config: QuantizationConfig | None, prefix: str
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(
+            shape.vocab_size, shape.hidden_size, quant_config=quant_config, prefix=f"{prefix}.embed_tokens"
+        )
+        ropes = {
+            name: get_rope(shape.head_size, shape.max_position, rope_parameters=parameters)
+            for name, parameters in shape.ropes.items()
+        }
+        self.layers = nn.ModuleList(
+            DecoderLayer(shape, family, number, ropes[layer.rope], quant_config, f"{prefix}.layers.{number}")
+            for number, layer in enumerate(shape.layers)
+        )
+        self.norm = (GemmaRMSNorm if family.gemma_norm else RMSNorm)(shape.hidden_size, shape.eps)
+        # transformers keeps the scale in the dtype of the weights, and so it was in training
+        self.embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=torch.get_default_dtype()))
+
+    def forward(self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
+        """Return the hidden states ``[tokens, hidden_size]`` after the last norm.
+
+        Args:
+            input_ids: ``[tokens]``; not read beside ``inputs_embeds``.
+            positions: ``[tokens]``, of each token in its sequence.
+            inputs_embeds: ``[tokens, hidden_size]``, in place of the embeddings of ``input_ids``.
+        """
+        hidden_states: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.embedding_scale != 1.0:
+            hidden_states = hidden_states * self.embedding_scale
+        residual: Tensor | None = None
+        for layer in self.layers:
+            hidden_states, residual = layer(positions, hidden_states, residual)
+        if residual is None:
+            return self.norm(hidden_states)  # type: ignore[no-any-return]
+        return self.norm(hidden_states, residual)[0]  # type: ignore[no-any-return]
+
+
+class DecoderForCausalLM(Model):
+    """A decoder with its logits; a family is a subclass that sets ``family``.
+
+    Args:
+        opgraft_config: its ``model`` section names the checkpoint, which has the architecture's config.
+        prefix: the path of this model in a larger one.
+
+    Attributes:
+        max_position: tokens of the longest context.
+        dtype: of activations, and so of caches.
+
+    Raises:
+        ModelError: the config does not describe a decoder of this family.
+    """
+
+    family: ClassVar[Family] = Family()
+    packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = PACKED_MODULES
+
+    def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
+        super().__init__(opgraft_config=opgraft_config, prefix=prefix)
+        quant_config = quantization_config(opgraft_config, self)
+        config: Any = architecture_config(opgraft_config)
+        shape = DecoderShape.of(config, self.family, opgraft_config.model.max_model_len)
+        self.config = config
+        self.max_position = shape.max_position
+        self.dtype = torch.get_default_dtype()
+        self.model = DecoderModel(shape, self.family, quant_config, joined(prefix, "model"))
+        head = ParallelLMHead(
+            shape.vocab_size, shape.hidden_size, quant_config=quant_config, prefix=joined(prefix, "lm_head")
+        )
+        self.lm_head = head.tie_weights(self.model.embed_tokens) if shape.tied else head
+        self.logits_processor = LogitsProcessor(
+            shape.vocab_size, scale=shape.logits_scale, soft_cap=shape.logits_soft_cap
+        )
+
+    def forward(self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
+        """Return hidden states ``[tokens, hidden_size]``, of which ``compute_logits`` makes logits.
+
+        The tokens are those of the current ``AttentionBatch``, or of one sequence where there is none.
+        """
+        hidden_states: Tensor = self.model(input_ids, positions, inputs_embeds)
+        return hidden_states
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        """Return logits ``[rows, vocab_size]`` of hidden states; ``None`` on ranks that do not gather them."""
+        logits: Tensor | None = self.logits_processor(self.lm_head, hidden_states)
+        return logits

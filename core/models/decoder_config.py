@@ -1,0 +1,164 @@
+"""The shape of a dense decoder, read from its config; families differ in it as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from opgraft.errors import ModelError, close_matches
+
+ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+"""Names of gated activations in configs, to those of the ops."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """The ways in which a family of decoders differs from Llama that its config does not tell.
+
+    Attributes:
+        before_attention: name of the norm of attention's input, ``None``: it has none.
+        after_attention: name of the norm of attention's output, likewise.
+        before_mlp: name of the norm of the feed-forward layer's input, likewise.
+        after_mlp: name of the norm of its output, likewise.
+        gemma_norm: norms scale by one plus their weight.
+        qk_norm: ``"head"``: each head of query and key is normalised; ``"whole"``: all heads at once; or ``""``.
+        qkv_bias: query, key and value have a bias; ``None``: as ``attention_bias`` says.
+        output_bias: attention's output projection has one; ``None``: likewise.
+        scaled_embedding: embeddings are scaled by the root of the hidden size.
+        gelu: the activation where the config names none is the approximate GELU.
+    """
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+    gemma_norm: bool = False
+    qk_norm: str = ""
+    qkv_bias: bool | None = None
+    output_bias: bool | None = None
+    scaled_embedding: bool = False
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The ways in which layers of one decoder differ: the window of attention, and the rope."""
+
+    sliding_window: int | None
+    rope: str
+    """A key of ``DecoderShape.ropes``."""
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """The sizes, switches and scales of a decoder, by our names."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    max_position: int
+    eps: float
+    activation: str
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    tied: bool
+    embedding_scale: float
+    residual_scale: float
+    attention_scale: float
+    attention_soft_cap: float | None
+    logits_scale: float
+    logits_soft_cap: float | None
+    ropes: Mapping[str, Mapping[str, Any]]
+    layers: tuple[LayerShape, ...]
+
+    @classmethod
+    def of(cls, config: Any, family: Family, max_position: int | None = None) -> DecoderShape:
+        """Read a config of ``transformers``.
+
+        Args:
+            config: of a decoder.
+            family: of that decoder.
+            max_position: the longest context, if it is shorter or longer than the config's.
+
+        Raises:
+            ModelError: the config lacks a size, contradicts itself or asks for what is not written.
+        """
+        given = _Given(config)
+        heads, hidden = given("num_attention_heads"), given("hidden_size")
+        head_size = given("head_dim", None) or hidden // heads
+        bias = bool(given("attention_bias", False))
+        scalar = given("query_pre_attn_scalar", None)
+        layers, ropes = _layers(given, head_size, max_position or given("max_position_embeddings"))
+        if given("use_bidirectional_attention", False):
+            raise ModelError(f"{given.name}: use_bidirectional_attention is set, and decoders attend causally only")
+        return cls(
+            vocab_size=given("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=given("intermediate_size"),
+            num_heads=heads,
+            num_kv_heads=given("num_key_value_heads", None) or heads,
+            head_size=head_size,
+            max_position=max_position or given("max_position_embeddings"),
+            eps=given("rms_norm_eps"),
+            activation=_activation(given),
+            qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
+            output_bias=bias if family.output_bias is None else family.output_bias,
+            mlp_bias=bool(given("mlp_bias", False)),
+            tied=bool(given("tie_word_embeddings", False)),
+            embedding_scale=hidden**0.5 if family.scaled_embedding else given("embedding_multiplier", 1.0),
+            residual_scale=given("residual_multiplier", 1.0),
+            attention_scale=given("attention_multiplier", None) or (scalar or head_size) ** -0.5,
+            attention_soft_cap=given("attn_logit_softcapping", None),
+            logits_scale=1.0 / given("logits_scaling", 1.0),
+            logits_soft_cap=given("final_logit_softcapping", None),
+            ropes=ropes,
+            layers=layers,
+        )
+
+
+class _Given:
+    """The attributes of a config, of which a missing one is an error that names it."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.name = type(config).__name__
+
+    def __call__(self, name: str, *default: Any) -> Any:
+        values = vars(self.config)
+        value = values.get(name)
+        if value is None and not default:
+            raise ModelError(f"{self.name} has no {name}: {close_matches(name, values)}")
+        return default[0] if value is None else value
+
+
+def _activation(given: _Given) -> str:
+    name = given("hidden_activation", None) or given("hidden_act")
+    if name not in ACTIVATIONS:
+        raise ModelError(f"{given.name}: the activation {name!r} is none of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def _layers(
+    given: _Given, head_size: int, max_position: int
+) -> tuple[tuple[LayerShape, ...], Mapping[str, Mapping[str, Any]]]:
+    """Read the kinds of layers, each of which may have a rope of its own."""
+    count, window = given("num_hidden_layers"), given("sliding_window", None)
+    kinds = given("layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
+    if len(kinds) != count or not set(kinds) <= {"sliding_attention", "full_attention"}:
+        raise ModelError(
+            f"{given.name}: layer_types has {len(kinds)} entries of {', '.join(sorted(set(kinds)))}, expected "
+            f"{count} of full_attention and sliding_attention"
+        )
+    parameters = given("rope_parameters", None) or {"rope_type": "default", "rope_theta": given("rope_theta", 10000.0)}
+    by_kind = parameters if all(isinstance(parameters.get(kind), Mapping) for kind in kinds) else {"": parameters}
+    trained = given("original_max_position_embeddings", None)
+    extra = {} if trained is None else {"original_max_position_embeddings": trained}
+    ropes = {kind: {**extra, **rope} for kind, rope in by_kind.items() if isinstance(rope, Mapping)}
+    layers = tuple(
+        LayerShape(window if kind == "sliding_attention" else None, kind if kind in ropes else "") for kind in kinds
+    )
+    return layers, ropes

@@ -1,0 +1,87 @@
+"""The description of the model that is constructed: its architecture's config, and its quantization."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from opgraft.config import OpgraftConfig
+from opgraft.errors import CheckpointError, ModelError, close_matches
+from opgraft.models.config import check_config, read_config
+from opgraft.models.files import Weights, open_weights
+from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.quantization.settings import choose_quantization
+
+
+def architecture_config(opgraft_config: OpgraftConfig) -> Any:
+    """Read the config of the architecture from the checkpoint, of transformers' class for it.
+
+    Raises:
+        ModelError: no checkpoint is named, or its config has no such part.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    model = opgraft_config.model
+    if model.name is None:
+        raise ModelError("a model is constructed and model.name, which checkpoint has its config, is not set")
+    return part(read_config(open_weights(model.name)), model.part)
+
+
+def part(config: Any, name: str | None) -> Any:
+    """Return the part of a config that has that name, or the whole for ``None``.
+
+    Raises:
+        ModelError: it has no such part.
+    """
+    if name is None:
+        return config
+    found = getattr(config, name, None)
+    if not hasattr(found, "to_dict"):
+        parts = [known for known, value in vars(config).items() if hasattr(value, "to_dict")]
+        raise ModelError(f"{type(config).__name__} has no part {name!r}: {close_matches(name, parts)}")
+    return found
+
+
+def part_of(opgraft_config: OpgraftConfig, name: str) -> OpgraftConfig:
+    """Return the configuration of a part of the model, such as ``"text_config"``, to construct it with."""
+    return dataclasses.replace(opgraft_config, model=dataclasses.replace(opgraft_config.model, part=name))
+
+
+def quantization_config(opgraft_config: OpgraftConfig, model: Any) -> QuantizationConfig | None:
+    """Return what chooses the weight methods of a model's layers; ``None`` where all are plain.
+
+    Settings say what is quantized while it is loaded; a checkpoint that is quantized already says so in its config.
+
+    Raises:
+        QuantizationError: there is no quantization of a name, or the settings contradict the checkpoint.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    resolved = opgraft_config.resolved()
+    own = {} if resolved.model.name is None else checkpoint_quantization(open_weights(resolved.model.name))
+    return choose_quantization(resolved.quantization, own, model.packed_modules_mapping)
+
+
+def checkpoint_quantization(weights: Weights) -> Mapping[str, Any]:
+    """Return what a checkpoint says of its quantization, with its name as ``quant_method``; empty for a plain one.
+
+    Of a GGUF file it is ``types``, the type of blocks by the name of each tensor that has any.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or says it in no way that is known.
+    """
+    if weights.is_gguf:
+        types = {name: tensor.quantization for name, tensor in weights.tensors.items() if tensor.quantization}
+        return {"quant_method": "gguf", "types": types}
+    file = (weights.path if weights.path.is_dir() else weights.path.parent) / "config.json"
+    values = check_config(file)
+    found = values.get("quantization_config") or values.get("compression_config") or {}
+    if not isinstance(found, dict) or (found and not isinstance(found.get("quant_method"), str)):
+        raise CheckpointError(
+            f"{file}: quantization_config is {found!r:.200}, expected settings with a quant_method, such as 'gptq'"
+        )
+    return found
+
+
+def joined(prefix: str, name: str) -> str:
+    """Return the path of a child, whose parent may be the whole model."""
+    return f"{prefix}.{name}" if prefix else name

@@ -1,0 +1,217 @@
+"""Encoders of the BERT family (Devlin et al., arXiv:1810.04805), for embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.config import OpgraftConfig
+from opgraft.errors import ModelError, close_matches
+from opgraft.models.description import architecture_config, joined, quantization_config
+from opgraft.models.model import Model
+from opgraft.models.names import ShardId
+from opgraft.ops.activation import GELUTanh
+from opgraft.ops.attention import MMEncoderAttention, current_batch
+from opgraft.ops.embedding import VocabParallelEmbedding
+from opgraft.ops.layernorm import LayerNorm
+from opgraft.ops.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from opgraft.ops.linear.quantization_config import QuantizationConfig
+from torch import Tensor, nn
+
+ACTIVATIONS: Mapping[str, type[nn.Module]] = {
+    "gelu": nn.GELU,
+    "gelu_new": GELUTanh,
+    "gelu_pytorch_tanh": GELUTanh,
+    "relu": nn.ReLU,
+    "silu": nn.SiLU,
+}
+"""Activations of encoders by their names in configs."""
+
+
+class EncoderEmbeddings(nn.Module):
+    """The sum of the embeddings of words, positions and token types, normalised."""
+
+    def __init__(self, config: Any, first_position: int, quant_config: QuantizationConfig | None, prefix: str) -> None:
+        super().__init__()
+        self.word_embeddings = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.word_embeddings"
+        )
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
+        self.LayerNorm = LayerNorm(config.hidden_size, config.layer_norm_eps)
+        self.first_position = first_position
+
+    def forward(self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+        """Return ``[tokens, hidden_size]``; all three are ``[tokens]``, token types are 0 where they are not given."""
+        types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
+        words: Tensor = self.word_embeddings(input_ids)
+        places = self.position_embeddings(positions + self.first_position)
+        normalised: Tensor = self.LayerNorm(words + self.token_type_embeddings(types) + places)
+        return normalised
+
+
+class EncoderSelfAttention(nn.Module):
+    """Attention within each sequence, both ways."""
+
+    def __init__(self, config: Any, quant_config: QuantizationConfig | None, prefix: str) -> None:
+        super().__init__()
+        heads = config.num_attention_heads
+        self.qkv = QKVParallelLinear(
+            config.hidden_size,
+            config.hidden_size // heads,
+            heads,
+            quant_config=quant_config,
+            prefix=f"{prefix}.qkv",
+            return_bias=False,
+        )
+        self.attn = MMEncoderAttention(self.qkv.num_heads, self.qkv.head_size, prefix=f"{prefix}.attn")
+
+    def forward(self, hidden_states: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """Attend over ``[tokens, hidden_size]``; ``cu_seqlens`` says where sequences begin and end."""
+        query, key, value = self.qkv(hidden_states)[None].chunk(3, dim=-1)
+        attended: Tensor = self.attn(query, key, value, cu_seqlens)
+        return attended[0]
+
+
+class EncoderOutput(nn.Module):
+    """A projection, added to the residual and normalised."""
+
+    def __init__(self, config: Any, input_size: int, quant_config: QuantizationConfig | None, prefix: str) -> None:
+        super().__init__()
+        self.dense = RowParallelLinear(
+            input_size, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.dense", return_bias=False
+        )
+        self.LayerNorm = LayerNorm(config.hidden_size, config.layer_norm_eps)
+
+    def forward(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
+        """Map ``[tokens, input_size / ranks]`` to ``[tokens, hidden_size]``."""
+        normalised: Tensor = self.LayerNorm(self.dense(hidden_states) + residual)
+        return normalised
+
+
+class EncoderAttention(nn.Module):
+    """Attention with its output projection."""
+
+    def __init__(self, config: Any, quant_config: QuantizationConfig | None, prefix: str) -> None:
+        super().__init__()
+        self.self = EncoderSelfAttention(config, quant_config, f"{prefix}.self")
+        self.output = EncoderOutput(config, config.hidden_size, quant_config, f"{prefix}.output")
+
+    def forward(self, hidden_states: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        attended: Tensor = self.output(self.self(hidden_states, cu_seqlens), hidden_states)
+        return attended
+
+
+class EncoderIntermediate(nn.Module):
+    """The first half of the feed-forward layer."""
+
+    def __init__(self, config: Any, quant_config: QuantizationConfig | None, prefix: str) -> None:
+        super().__init__()
+        if config.hidden_act not in ACTIVATIONS:
+            raise ModelError(
+                f"{type(config).__name__}: hidden_act is {config.hidden_act!r}: "
+                f"{close_matches(str(config.hidden_act), ACTIVATIONS)}"
+            )
+        self.dense = ColumnParallelLinear(
+            config.hidden_size,
+            config.intermediate_size,
+            quant_config=quant_config,
+            prefix=f"{prefix}.dense",
+            return_bias=False,
+        )
+        self.intermediate_act_fn = ACTIVATIONS[config.hidden_act]()
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        activated: Tensor = self.intermediate_act_fn(self.dense(hidden_states))
+        return activated
+
+
+class EncoderLayer(nn.Module):
+    """Attention and feed-forward, each added to its input and normalised."""
+
+    def __init__(self, config: Any, quant_config: QuantizationConfig | None, prefix: str) -> None:
+        super().__init__()
+        self.attention = EncoderAttention(config, quant_config, f"{prefix}.attention")
+        self.intermediate = EncoderIntermediate(config, quant_config, f"{prefix}.intermediate")
+        self.output = EncoderOutput(config, config.intermediate_size, quant_config, f"{prefix}.output")
+
+    def forward(self, hidden_states: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        attended = self.attention(hidden_states, cu_seqlens)
+        output: Tensor = self.output(self.intermediate(attended), attended)
+        return output
+
+
+class EncoderStack(nn.Module):
+    """The layers, one after another."""
+
+    def __init__(self, config: Any, quant_config: QuantizationConfig | None, prefix: str) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(
+            EncoderLayer(config, quant_config, f"{prefix}.layer.{number}") for number in range(config.num_hidden_layers)
+        )
+
+    def forward(self, hidden_states: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        for layer in self.layer:
+            hidden_states = layer(hidden_states, cu_seqlens)
+        return hidden_states
+
+
+@PluggableClass.register("BertModel")
+class BertModel(Model):
+    """BERT (arXiv:1810.04805): token ids to hidden states. The pooler, which embeddings do not use, is not loaded.
+
+    Args:
+        opgraft_config: its ``model`` section names the checkpoint, which has the architecture's config.
+        prefix: the path of this model in a larger one.
+    """
+
+    packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = {
+        "qkv": {"query": "q", "key": "k", "value": "v"}
+    }
+    ignored_weights: ClassVar[Sequence[str]] = ("pooler.*", "embeddings.position_ids")
+    """Patterns of tensors that checkpoints have and this model does not read."""
+
+    def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
+        super().__init__(opgraft_config=opgraft_config, prefix=prefix)
+        config = architecture_config(opgraft_config)
+        quant_config = quantization_config(opgraft_config, self)
+        self.config = config
+        self.embeddings = EncoderEmbeddings(
+            config, self.first_position(config), quant_config, joined(prefix, "embeddings")
+        )
+        self.encoder = EncoderStack(config, quant_config, joined(prefix, "encoder"))
+
+    @staticmethod
+    def first_position(config: Any) -> int:
+        """Return the row of the position embeddings that the first token takes."""
+        return 0
+
+    def forward(self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+        """Return the hidden states ``[tokens, hidden_size]`` of ids and positions ``[tokens]``.
+
+        The tokens are those of the current ``AttentionBatch``, or of one sequence where there is none.
+        """
+        hidden_states = self.embeddings(input_ids, positions, token_type_ids)
+        batch = current_batch()
+        cu_seqlens = None
+        if batch is not None and len(batch.query_lengths) > 1:
+            lengths = torch.tensor((0, *batch.query_lengths), device=hidden_states.device)
+            cu_seqlens = lengths.cumsum(0, dtype=torch.int32)
+        output: Tensor = self.encoder(hidden_states, cu_seqlens)
+        return output
+
+
+@PluggableClass.register("RobertaModel")
+class RobertaModel(BertModel):
+    """RoBERTa (arXiv:1907.11692) : BERT whose positions begin behind the padding's."""
+
+    @staticmethod
+    def first_position(config: Any) -> int:
+        return int(config.pad_token_id) + 1
+
+
+@PluggableClass.register("XLMRobertaModel")
+class XLMRobertaModel(RobertaModel):
+    """XLM-RoBERTa (arXiv:1911.02116): RoBERTa for a hundred languages."""

@@ -1,0 +1,85 @@
+"""The families of dense decoders that are written here, by their architecture's name in ``transformers``."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.models.decoder import DecoderForCausalLM
+from opgraft.models.decoder_config import Family
+
+_GEMMA2 = Family(
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+    gemma_norm=True,
+    scaled_embedding=True,
+)
+
+
+@PluggableClass.register("LlamaForCausalLM")
+class LlamaForCausalLM(DecoderForCausalLM):
+    """Llama 1 to 3 (arXiv:2302.13971), and SmolLM, which shares the architecture."""
+
+
+@PluggableClass.register("MistralForCausalLM")
+class MistralForCausalLM(DecoderForCausalLM):
+    """Mistral (arXiv:2310.06825): Llama with a window."""
+
+
+@PluggableClass.register("Qwen2ForCausalLM")
+class Qwen2ForCausalLM(DecoderForCausalLM):
+    """Qwen2 and Qwen2.5 (arXiv:2407.10671): biases of query, key and value."""
+
+    family = Family(qkv_bias=True)
+
+
+@PluggableClass.register("Qwen3ForCausalLM")
+class Qwen3ForCausalLM(DecoderForCausalLM):
+    """Qwen3 (arXiv:2505.09388): norms of the heads of query and key."""
+
+    family = Family(qk_norm="head")
+
+
+@PluggableClass.register("Phi3ForCausalLM")
+class Phi3ForCausalLM(DecoderForCausalLM):
+    """Phi-3 (arXiv:2404.14219): checkpoints have query, key and value, and gate and up, in one."""
+
+
+@PluggableClass.register("GemmaForCausalLM")
+class GemmaForCausalLM(DecoderForCausalLM):
+    """Gemma (arXiv:2403.08295): norms that scale by one plus their weight, and scaled embeddings."""
+
+    family = Family(gemma_norm=True, scaled_embedding=True)
+
+
+@PluggableClass.register("Gemma2ForCausalLM")
+class Gemma2ForCausalLM(DecoderForCausalLM):
+    """Gemma 2 (arXiv:2408.00118): norms before and after each part, capped scores and logits, windows in turn."""
+
+    family = _GEMMA2
+
+
+@PluggableClass.register("Gemma3ForCausalLM")
+class Gemma3ForCausalLM(DecoderForCausalLM):
+    """Gemma 3 (arXiv:2503.19786): as Gemma 2, with norms of query and key and a rope per kind of layer, uncapped."""
+
+    family = dataclasses.replace(_GEMMA2, qk_norm="head")
+
+
+@PluggableClass.register("GraniteForCausalLM")
+class GraniteForCausalLM(DecoderForCausalLM):
+    """Granite 3: Llama with scales of embeddings, residuals, scores and logits."""
+
+
+@PluggableClass.register("Olmo2ForCausalLM")
+class Olmo2ForCausalLM(DecoderForCausalLM):
+    """OLMo 2 (arXiv:2501.00656): norms behind each part only, and of all heads of query and key at once."""
+
+    family = Family(
+        before_attention=None,
+        after_attention="post_attention_layernorm",
+        before_mlp=None,
+        after_mlp="post_feedforward_layernorm",
+        qk_norm="whole",
+    )

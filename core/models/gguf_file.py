@@ -1,0 +1,139 @@
+"""Reading a GGUF file in pieces: rows and columns of blocks, as numbers or as they are."""
+
+from __future__ import annotations
+
+import functools
+import math
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from opgraft.errors import CheckpointError
+from opgraft.models.extras import import_extra
+from opgraft.models.gguf_header import Row, read_header
+from opgraft.models.lazy import MAPPED_BYTES, Bounds, LazyTensor, StoredTensor
+
+PLAIN: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+}
+"""Types without blocks, which are read as they are."""
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """The metadata and the tensors of a file."""
+
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, LazyTensor]
+
+
+class _Mapped:
+    """The bytes of a file, mapped, and mapped anew from time to time, so that they take little memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = 0
+        self._data = self._mapped()
+
+    def _mapped(self) -> mmap.mmap:
+        try:
+            with self._path.open("rb") as file:
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:  # the latter for an empty file
+            raise CheckpointError(f"{self._path} is no whole GGUF file ({error}): download or save it again") from error
+
+    def header_bytes(self) -> memoryview:
+        return memoryview(self._data)
+
+    def array(self, row: Row, width: int, bounds: Bounds) -> Any:
+        """Return a copy of a part of the bytes of a tensor ``[..., width]``."""
+        if self._read > MAPPED_BYTES:
+            self._data, self._read = self._mapped(), 0
+        self._read += math.prod(map(len, bounds))
+        numpy = import_extra("numpy")
+        whole = numpy.frombuffer(self._data, numpy.uint8, row.end - row.begin, row.begin)
+        part = whole.reshape(*row.shape[:-1], width)[tuple(slice(one.start, one.stop) for one in bounds)]
+        return numpy.array(part, order="C")
+
+
+class _Blocks(StoredTensor):
+    """The bytes of a tensor."""
+
+    def __init__(self, file: _Mapped, row: Row) -> None:
+        self._width = (row.end - row.begin) // max(1, math.prod(row.shape[:-1]))
+        super().__init__((*row.shape[:-1], self._width), torch.uint8, row.type)
+        self._file, self._row = file, row
+
+    def read(self, bounds: Bounds) -> torch.Tensor:
+        if not all(bounds):
+            return torch.empty(tuple(map(len, bounds)), dtype=torch.uint8)
+        return torch.from_numpy(self._file.array(self._row, self._width, bounds))
+
+
+class _Stored(StoredTensor):
+    """The numbers of a tensor; float32 where they are made from blocks."""
+
+    def __init__(self, file: _Mapped, row: Row) -> None:
+        super().__init__(row.shape, PLAIN.get(row.type, torch.float32), None if row.type in PLAIN else row.type)
+        self._blocks = _Blocks(file, row)
+        gguf = import_extra("gguf")
+        self._type = gguf.GGMLQuantizationType[row.type]
+        self._values, self._bytes = gguf.GGML_QUANT_SIZES[self._type]
+
+    def blocks(self) -> StoredTensor:
+        return self._blocks if self.quantization else super().blocks()
+
+    def read(self, bounds: Bounds) -> torch.Tensor:
+        columns = bounds[-1]
+        first, last = columns.start // self._values, -(-columns.stop // self._values)
+        blocks = self._blocks.read((*bounds[:-1], range(first * self._bytes, last * self._bytes)))
+        if not blocks.numel():
+            return torch.empty(tuple(map(len, bounds)), dtype=self.dtype)
+        if not self.quantization:
+            return blocks.view(self.dtype)
+        start = columns.start - first * self._values
+        return torch.from_numpy(_dequantize(blocks.numpy(), self._type))[..., start : start + len(columns)]
+
+
+def _dequantize(blocks: Any, kind: Any) -> Any:
+    """Return the float32 numbers of blocks."""
+    return import_extra("gguf.quants").dequantize(blocks, kind)
+
+
+@functools.cache
+def _is_readable(name: str) -> bool:
+    """Tell whether the library can make numbers from the blocks of a type."""
+    gguf = import_extra("gguf")
+    kind = gguf.GGMLQuantizationType[name]
+    try:
+        _dequantize(import_extra("numpy").zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), "uint8"), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def open_gguf(path: Path) -> GGUFFile:
+    """Check a file and return its metadata and its tensors by name. No tensor is read.
+
+    Raises:
+        CheckpointError: it is no whole and sound GGUF file, or has tensors of types that cannot be read; the message
+            lists all that is wrong.
+        InputError: the library gguf is not installed.
+    """
+    file = _Mapped(path)
+    header = read_header(path, file.header_bytes())
+    types = sorted({row.type for row in header.rows} - set(PLAIN))
+    problems = [f"tensors of type {name}, which gguf cannot read" for name in types if not _is_readable(name)]
+    if problems:
+        raise CheckpointError.listing(f"{path} cannot be loaded", problems, "take a file in another quantization")
+    return GGUFFile(header.metadata, {row.name: LazyTensor(_Stored(file, row)) for row in header.rows})

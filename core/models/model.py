@@ -1,0 +1,91 @@
+"""``Model``, the base of models that are written against the layers, and their registry by architecture."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar
+
+from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.config import OpgraftConfig
+from opgraft.errors import ModelError, close_matches
+from opgraft.models.names import ShardId, WeightsMapper
+from opgraft.plugins.host import load_plugins
+from opgraft.state import host_state
+from torch import nn
+
+
+class Model(PluggableClass, nn.Module):
+    """A model that is made for one config: a shard of it on each rank, quantized as it is made.
+
+    A class serves the architecture that it is registered for by ``@PluggableClass.register("LlamaForCausalLM")``. A
+    plugin adds architectures so, and replaces one by ``register_oot``. Parameters have the names that checkpoints use;
+    layers that hold several one after another stand in ``packed_modules_mapping``.
+
+    Args:
+        opgraft_config: its ``model`` section names the checkpoint, which has the architecture's config.
+        prefix: the path of this model in a larger one, as checkpoints of that one have it.
+    """
+
+    packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = {}
+    """Last name of a merged layer → those of the layers of a checkpoint that it holds, each with its shard's id."""
+    ignored_weights: ClassVar[Sequence[str]] = ()
+    """Patterns of tensors that checkpoints have and this model does not read."""
+    weights_mapper: WeightsMapper = WeightsMapper()
+    """Changes of the names that checkpoints have to those of this model."""
+
+    def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
+        nn.Module.__init__(self)
+        self.opgraft_config = opgraft_config
+
+
+def model_classes() -> dict[str, type[Model]]:
+    """Return the classes that are registered for architectures, those of plugins with them."""
+    load_plugins()
+    records = host_state().registry.classes
+    return {name: record.cls for name, record in records.items() if issubclass(record.cls, Model)}
+
+
+def model_class(architectures: Iterable[str], implementation: str = "auto") -> type[Model]:
+    """Return the class for the first of the architectures, as a config lists them, that has one.
+
+    Args:
+        architectures: names of classes.
+        implementation: ``model.implementation``: ``"auto"`` takes the class of transformers, within one of ours, where
+            none is registered; ``"opgraft"`` and ``"transformers"`` take one of that kind only.
+
+    Raises:
+        ModelError: none has; the message has near matches.
+    """
+    wanted, known = list(architectures), model_classes()
+    if implementation != "transformers":
+        for architecture in wanted:
+            if architecture in known:
+                return known[architecture]
+    foreign = {} if implementation == "opgraft" else _classes_of_transformers()
+    for architecture in wanted:
+        if architecture in foreign:
+            return known[foreign[architecture]]
+    near = close_matches(wanted[0] if wanted else "", {**known, **foreign})
+    further = "transformers has no model of it either"
+    if implementation == "opgraft":
+        further = "any architecture of transformers runs with --model.implementation transformers"
+    raise ModelError(
+        f"no model is registered for the architecture {', '.join(wanted) or '(none is named)'}: {near} A plugin adds "
+        f"one by @PluggableClass.register; {further}"
+    )
+
+
+def _classes_of_transformers() -> dict[str, str]:
+    """Return the architectures that run through transformers, to the name of the class of ours around them."""
+    try:
+        auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    except ImportError:
+        return {}
+    bases = (name for names in auto.MODEL_MAPPING_NAMES.values() for name in _names(names))
+    decoders = (name for names in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for name in _names(names))
+    return {**dict.fromkeys(bases, "TransformersModel"), **dict.fromkeys(decoders, "TransformersForCausalLM")}
+
+
+def _names(names: str | Sequence[str]) -> Sequence[str]:
+    return (names,) if isinstance(names, str) else names

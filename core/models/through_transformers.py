@@ -1,0 +1,325 @@
+"""Models of any architecture that ``transformers`` has: its modules, with layers, ops and attention of ours."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.config import OpgraftConfig
+from opgraft.distributed import get_tensor_model_parallel_world_size
+from opgraft.errors import ModelError
+from opgraft.grafting import graft
+from opgraft.grafting.report import LeftAlone
+from opgraft.models.description import architecture_config, joined, quantization_config
+from opgraft.models.extras import import_extra
+from opgraft.models.model import Model
+from opgraft.models.transformers_attention import AttentionCall, Recorder, attach_layer
+from opgraft.models.transformers_layers import ParametersOnMeta, Replacer, materialise
+from opgraft.models.transformers_names import TransformersNames
+from opgraft.models.transformers_report import TransformersReport
+from opgraft.ops.attention import current_batch
+from opgraft.ops.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
+from opgraft.text import described
+from torch import Tensor, nn
+
+_KINDS = (None, "full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The findings of a call of the model without memory.
+
+    Attributes:
+        stack: path of the module that gives hidden states, empty where that is the model itself.
+        output: the class of its result.
+        calls: path of an attention module → how it calls its function.
+        uncached: why the model cannot run with a cache, empty if it can.
+        names: changes of the names that checkpoints have.
+    """
+
+    stack: str
+    output: type[Any]
+    calls: Mapping[str, AttentionCall]
+    uncached: str
+    names: TransformersNames
+
+
+def examine(cls: type[nn.Module], config: Any) -> Examination:
+    """Construct a model without memory and call it with two tokens.
+
+    Raises:
+        ModelError: it cannot be constructed or called so.
+    """
+    config = copy.deepcopy(config)
+    config._experts_implementation = "batched_mm"  # the shapes of others depend on which experts are chosen
+    with torch.device("meta"):
+        mask = torch.zeros(1, 1, 2, 2)
+        try:
+            try:
+                model, recorder, stack = _called(cls, config, mask)
+            except Exception:  # some models take no mask of that kind: they make their own
+                model, recorder, stack = _called(cls, config, None)
+        except Exception as error:  # whatever the code of the model raises
+            version = import_extra("transformers").__version__
+            raise ModelError(
+                f"{cls.__name__} of transformers {version} cannot be examined without memory: {described(error)}"
+            ) from error
+    paths = {module: path for path, module in model.named_modules()}
+    calls = {paths[module]: call for module, call in recorder.calls.items()}
+    return Examination(*stack, calls, _uncached(model, calls), TransformersNames.of(model))
+
+
+def _called(cls: type[nn.Module], config: Any, mask: Tensor | None) -> tuple[Any, Recorder, tuple[str, type[Any]]]:
+    """Construct a model and call it; return what its attention modules asked for, and what gives hidden states."""
+    model: Any = cls(config).eval()
+    recorder = Recorder(mask)
+    recorder.attach(model)
+    stacks = _called_stacks(model)
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    options = {"position_ids": ids} if _takes_positions(model) else {}
+    with torch.no_grad():
+        result = model(input_ids=ids, attention_mask=mask, use_cache=False, **options)
+    return model, recorder, stacks[-1] if stacks else ("", type(result))
+
+
+def _called_stacks(model: nn.Module) -> list[tuple[str, type[Any]]]:
+    """Return a list that fills with the models within a model, and the classes of their results, as calls end."""
+    base = import_extra("transformers").PreTrainedModel
+    ended: list[tuple[str, type[Any]]] = []
+
+    def note(path: str) -> Callable[..., None]:
+        return lambda module, arguments, result: ended.append((path, type(result)))
+
+    for path, module in model.named_modules():
+        if path and isinstance(module, base):
+            module.register_forward_hook(note(path))
+    return ended
+
+
+def _takes_positions(model: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def _first_position(model: nn.Module) -> int:
+    """Return the row of the position embeddings that the first token takes: behind the padding's, as in RoBERTa."""
+    for path, module in model.named_modules():
+        if (
+            "position" in path.rpartition(".")[2]
+            and isinstance(module, nn.Embedding)
+            and module.padding_idx is not None
+        ):
+            return module.padding_idx + 1
+    return 0
+
+
+def _uncached(model: Any, calls: Mapping[str, AttentionCall]) -> str:
+    """Say why the calls of attention functions are not all by which tokens come together."""
+    config = model.config.get_text_config()
+    for path, call in calls.items():
+        if call.refused:
+            return f"{path}: {call.refused}"
+    layers = getattr(config, "num_hidden_layers", None)
+    if len(calls) != layers:
+        return f"{len(calls)} of {layers} layers call their attention through transformers' registry"
+    usual = None if getattr(config, "sliding_window", None) is None else "sliding_attention"
+    kinds = getattr(config, "layer_types", None) or [usual] * len(calls)
+    for (path, call), kind in zip(calls.items(), kinds, strict=True):
+        if kind not in _KINDS:
+            return f"{path} is of the kind {kind!r}"
+        if kind and call.causal and (kind == "sliding_attention") != (call.sliding_window is not None):
+            return f"{path} is of the kind {kind!r} and passes the window {call.sliding_window}"
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Conv1d):
+            return f"{path} is a convolution over tokens"
+    return "" if _takes_positions(model) else "it takes no positions"
+
+
+@PluggableClass.register("TransformersModel")
+class TransformersModel(Model):
+    """A base model of transformers, such as an encoder: token ids to hidden states.
+
+    It is made without memory. Its linear layers and its embedding become layers of ours, cut by the plan of its config;
+    attention modules call ``Attention`` or ``MMEncoderAttention``; ``graft`` does the rest. Paths, and so the names of
+    weights, stay.
+
+    Args:
+        opgraft_config: its ``model`` section names the architecture's config, or the checkpoint that has one.
+        prefix: the path of this model in a larger one.
+
+    Attributes:
+        max_position: tokens of the longest context.
+        dtype: of activations and caches.
+        report: what became of the modules, and what stayed as it was and why.
+
+    Raises:
+        ModelError: transformers has no such model, or it cannot be run so; heads do not divide by ranks.
+    """
+
+    transformers_model: Any
+    """The model as transformers has it; not a child, since its weights would be listed twice."""
+
+    def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
+        super().__init__(opgraft_config=opgraft_config, prefix=prefix)
+        config = copy.deepcopy(architecture_config(opgraft_config))
+        cls = transformers_class(config.architectures or ())
+        self.config = config
+        self.examination = examine(cls, config)
+        self.prefix = prefix
+        self.weights_mapper = self.examination.names
+        with ParametersOnMeta():
+            model = cls(config).eval().requires_grad_(False)
+        self.report = self._adapt(model)
+        # the same dictionaries: whoever exchanges a module or a weight here does so there
+        for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[name] = vars(model)[name]
+        self.__dict__["transformers_model"] = model
+        longest = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+        self.max_position: int = opgraft_config.model.max_model_len or longest
+        self.dtype = torch.get_default_dtype()
+        self.takes_positions = _takes_positions(self.stack)
+        self.first_position = _first_position(self.stack)
+
+    @property
+    def stack(self) -> Any:
+        """The module of transformers that gives hidden states."""
+        return self.transformers_model.get_submodule(self.examination.stack)
+
+    def _adapt(self, model: Any) -> TransformersReport:
+        """Replace layers, give memory to the rest, graft, and attach attention."""
+        model.tie_weights()
+        found = self.examination
+        base = next((f"{name}." for name, part in model.named_modules() if part is model.base_model and name), "")
+        plan = {base + path: style for path, style in (self.config.base_model_tp_plan or {}).items()}
+        whole = {path: "attention has sinks" for path, call in found.calls.items() if call.sinks}
+        replacer = Replacer(model, plan, whole, quantization_config(self.opgraft_config, self), self.prefix)
+        ranks = {path: self._ranks(replacer, path, call) for path, call in found.calls.items()}
+        replacer.embeddings(model.get_input_embeddings(), model.get_output_embeddings())
+        replacer.linears()
+        undefined = list(materialise(model))
+        if undefined:
+            raise ModelError(f"{type(model).__name__}: nothing computes the buffers {', '.join(undefined[:5])}")
+        attached = {} if found.uncached else found.calls
+        for path, call in attached.items():
+            module = model.get_submodule(path)
+            sinks = module._parameters[call.sinks] if call.sinks else None
+            attach_layer(module, call.layer(ranks[path], sinks, joined(self.prefix, path)))
+        grafted = graft(model)
+        if not plan and get_tensor_model_parallel_world_size() > 1:
+            replacer.left.append(LeftAlone("", type(model).__name__, "its config has no plan: whole on every rank"))
+        if found.uncached:
+            replacer.left.append(LeftAlone("", type(model).__name__, f"it runs without a cache: {found.uncached}"))
+        return TransformersReport(tuple(replacer.cuts), tuple(replacer.left), tuple(attached), grafted)
+
+    def _ranks(self, replacer: Replacer, path: str, call: AttentionCall) -> int:
+        """Return how many ranks share the heads of an attention module; they must divide."""
+        ranks = get_tensor_model_parallel_world_size() if replacer.is_cut(path) else 1
+        call.check(ranks, path)
+        return ranks
+
+    def forward(self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
+        """Return hidden states ``[tokens, hidden_size]`` of ids and positions ``[tokens]``.
+
+        The tokens are those of the current ``AttentionBatch``, or of one sequence where there is none.
+
+        Raises:
+            ModelError: there is a batch, and the model cannot run with a cache.
+        """
+        found = self.examination
+        if found.uncached and current_batch() is not None:
+            raise ModelError(
+                f"{type(self.transformers_model).__name__} cannot run with a cache of ours: {found.uncached}"
+            )
+        given = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
+        options: dict[str, Any] = {name: x[None] for name, x in given.items() if x is not None}
+        if self.takes_positions:
+            options["position_ids"] = (positions + self.first_position)[None]
+        if not found.uncached:
+            options["attention_mask"] = positions.new_empty(1, 1, 0, 0)  # with which transformers makes no masks
+        output: Tensor = self.stack(**options, use_cache=False)[0]
+        return output[0]
+
+
+class _HiddenStates(nn.Module):
+    """Stands for the stack of a model where only what follows it is called."""
+
+    def __init__(self, output: type[Any]) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
+        return self.output(last_hidden_state=inputs_embeds)
+
+
+class _Logits(nn.Module):
+    """The output layer as transformers calls it; it gives logits of no id on ranks that do not gather them."""
+
+    def __init__(self, head: VocabParallelEmbedding, processor: LogitsProcessor) -> None:
+        super().__init__()
+        self.head = head
+        self.processor = processor
+
+    @property
+    def weight(self) -> Tensor:
+        return self.head.get_parameter("weight")
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        logits: Tensor | None = self.processor(self.head, hidden_states)
+        return hidden_states[..., :0] if logits is None else logits
+
+
+@PluggableClass.register("TransformersForCausalLM")
+class TransformersForCausalLM(TransformersModel):
+    """A decoder of transformers with its logits; see ``TransformersModel``."""
+
+    behind_stack: Any
+    """A view of it in which the stack gives back what it is given; not a child either."""
+
+    def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
+        super().__init__(opgraft_config=opgraft_config, prefix=prefix)
+        self.logits_processor = LogitsProcessor(self.config.get_text_config().vocab_size)
+        found = self.examination
+        model = _with(self.transformers_model, found.stack, _HiddenStates(found.output))
+        for name, module in self._modules.items():
+            if isinstance(module, ParallelLMHead):
+                model = _with(model, name, _Logits(module, self.logits_processor))
+        self.__dict__["behind_stack"] = model
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        """Return logits ``[rows, vocab_size]`` of hidden states; ``None`` on ranks that do not gather them.
+
+        All that transformers does behind the stack is done: scales, caps and further layers.
+        """
+        logits: Tensor = self.behind_stack(inputs_embeds=hidden_states[None], use_cache=False).logits[0]
+        return logits if logits.shape[-1] else None
+
+
+def _with(module: nn.Module, path: str, child: nn.Module) -> nn.Module:
+    """Return a view of a module, with the same tensors, in which ``child`` stands at ``path``."""
+    name, _, rest = path.partition(".")
+    view: nn.Module = object.__new__(type(module))  # nobody has the arguments of its constructor
+    inner = module._modules[name]
+    placed = _with(inner, rest, child) if rest and inner is not None else child
+    view.__dict__.update(vars(module), _modules={**module._modules, name: placed})
+    return view
+
+
+def transformers_class(architectures: Any) -> type[nn.Module]:
+    """Return the class of transformers for the first architecture.
+
+    Raises:
+        ModelError: it has none.
+    """
+    transformers = import_extra("transformers")
+    for name in architectures:
+        cls = getattr(transformers, name, None)
+        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
+            return cls
+    raise ModelError(
+        f"transformers {transformers.__version__} has no model {', '.join(architectures) or '(none named)'}"
+    )

@@ -1,0 +1,6 @@
+"""Layers at the ends of a language model: from ids to vectors, and from vectors to logits."""
+
+from opgraft.ops.embedding.logits import LogitsProcessor
+from opgraft.ops.embedding.vocab import ParallelLMHead, VocabParallelEmbedding
+
+__all__ = ["LogitsProcessor", "ParallelLMHead", "VocabParallelEmbedding"]

@@ -1,0 +1,91 @@
+"""Logits from hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from opgraft.binding.custom_op import CustomOp, PluggableLayer
+from opgraft.distributed import get_tp_group
+from opgraft.ops.embedding.vocab import VocabParallelEmbedding
+from torch import Tensor
+
+
+@CustomOp.register("logits_processor")
+class LogitsProcessor(PluggableLayer):
+    """``scale · soft_cap · tanh(hidden · weightᵀ / soft_cap)``, of all ranks; then further functions.
+
+    Shapes:
+        ``[..., embedding_dim]`` to ``[..., org_vocab_size]``.
+
+    Args:
+        vocab_size: number of ids, with added ones.
+        org_vocab_size: number of ids that logits are wanted for; all of them if not given.
+        scale: of the logits.
+        logits_as_input: the layer is given logits in place of hidden states.
+        soft_cap: bound of the logits before they are scaled (Gemma Team, arXiv:2408.00118); none if not given.
+
+    Attributes:
+        logits_processors: what is applied at the end, one after another.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        org_vocab_size: int | None = None,
+        scale: float = 1.0,
+        logits_as_input: bool = False,
+        soft_cap: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.org_vocab_size = vocab_size if org_vocab_size is None else org_vocab_size
+        self.scale = scale
+        self.logits_as_input = logits_as_input
+        self.soft_cap = soft_cap
+        self.logits_processors: Sequence[Callable[[Tensor], Tensor]] = ()
+
+    def forward(
+        self, lm_head: VocabParallelEmbedding, hidden_states: Tensor, embedding_bias: Tensor | None = None
+    ) -> Tensor | None:
+        """Compute logits.
+
+        Args:
+            lm_head: has the weight; the model's embedding, where that is the output layer too.
+            hidden_states: ``[..., embedding_dim]``, or logits.
+            embedding_bias: this rank's part; the bias of ``lm_head`` if not given.
+
+        Returns:
+            The logits; ``None`` on ranks other than the first, where the communicator does not gather on all of them.
+        """
+        logits = hidden_states if self.logits_as_input else self._get_logits(hidden_states, lm_head, embedding_bias)
+        if logits is None:
+            return None
+        if self.soft_cap is not None:
+            logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        for process in self.logits_processors:
+            logits = process(logits)
+        return logits
+
+    def _get_logits(
+        self, hidden_states: Tensor, lm_head: VocabParallelEmbedding, embedding_bias: Tensor | None
+    ) -> Tensor | None:
+        bias = lm_head.bias if embedding_bias is None else embedding_bias
+        logits = self._gather_logits(lm_head.quant_method.apply(lm_head, hidden_states, bias), lm_head)
+        if logits is None:
+            return None
+        if lm_head.num_added_embeddings and self.org_vocab_size > lm_head.org_vocab_size:
+            columns = lm_head.vocabulary.full_mapping()[: self.org_vocab_size]
+            return logits[..., torch.tensor(columns, device=logits.device)]
+        return logits[..., : self.org_vocab_size]
+
+    def _gather_logits(self, logits: Tensor, lm_head: VocabParallelEmbedding) -> Tensor | None:
+        group = get_tp_group()
+        if lm_head.tp_size == 1 or group.communicator is None:
+            return logits
+        return group.all_gather(logits) if group.communicator.use_all_gather else group.gather(logits)
+
+    def extra_repr(self) -> str:
+        return f"{self.vocab_size}, {self.org_vocab_size}, scale={self.scale}, soft_cap={self.soft_cap}"

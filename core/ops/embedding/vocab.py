@@ -1,0 +1,224 @@
+"""The embedding of which each tensor-parallel rank holds a part, and the output layer that is its like."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from opgraft.binding.custom_op import CustomOp, PluggableLayer
+from opgraft.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
+from opgraft.errors import LayerError, QuantizationError, WeightError
+from opgraft.ops.embedding.ranges import DEFAULT_VOCAB_PADDING_SIZE, Vocabulary, get_masked_input_and_mask
+from opgraft.ops.linear.methods import QuantizeMethodBase, UnquantizedEmbeddingMethod
+from opgraft.ops.linear.packable import PackableLayer
+from opgraft.ops.linear.packed_only import PackedWeight
+from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.ops.prefixes import claim_prefix
+from opgraft.ops.weights import LoadedTensor, copy_weight, set_weight_attrs
+from torch import Tensor, nn
+
+
+@CustomOp.register("vocab_parallel_embedding")
+class VocabParallelEmbedding(PluggableLayer):
+    """Vectors for ids; a rank has the rows of a part of the vocabulary (Shoeybi et al., arXiv:1909.08053, section 3).
+
+    The model's own ids are padded and cut; so are added ids, such as those of adapters, whose rows lie at the end of
+    each rank's part. With 1,010 ids, 16 added ones, a padding to 64 and two ranks there are 1,088 rows, 544 on each
+    rank: 512 for own ids, then 32 for added ones.
+
+    Shapes:
+        ids ``[...]`` to ``[..., embedding_dim]``.
+
+    Args:
+        num_embeddings: number of ids, with added ones.
+        embedding_dim: elements of a vector.
+        params_dtype: torch's default dtype if not given.
+        org_num_embeddings: number of the model's own ids; all of them if not given.
+        padding_size: multiple to which own and added ids are padded.
+        quant_config: chooses the weight method.
+        prefix: the layer's name in the checkpoint.
+        disable_tp: keep the layer whole on every rank.
+
+    Raises:
+        LayerError: the ranks cannot share the vocabulary.
+        QuantizationError: the weight method has no ``embedding``.
+    """
+
+    looks_up: ClassVar[bool] = True
+    """The layer is called with ids, for which its weight method needs ``embedding``."""
+    _packed: PackedWeight | None = None
+    bias: nn.Parameter | None
+    quant_method: QuantizeMethodBase
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        params_dtype: torch.dtype | None = None,
+        org_num_embeddings: int | None = None,
+        padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
+        quant_config: QuantizationConfig | None = None,
+        prefix: str = "",
+        *,
+        disable_tp: bool = False,
+    ) -> None:
+        super().__init__()
+        self.tp_rank = 0 if disable_tp else get_tensor_model_parallel_rank()
+        self.tp_size = 1 if disable_tp else get_tensor_model_parallel_world_size()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.org_vocab_size = num_embeddings if org_num_embeddings is None else org_num_embeddings
+        self.padding_size, self.prefix = padding_size, prefix
+        claim_prefix(prefix, self)
+        self.params_dtype = params_dtype or torch.get_default_dtype()
+        self.vocabulary = Vocabulary(num_embeddings, self.org_vocab_size, padding_size, self.tp_size, prefix)
+        self.num_added_embeddings = num_embeddings - self.org_vocab_size
+        self.org_vocab_size_padded = self.vocabulary.org_padded
+        self.num_embeddings_padded = self.vocabulary.padded
+        self.shard_indices = self.vocabulary.shard(self.tp_rank)
+        self.num_embeddings_per_partition = self.shard_indices.num_elements_padded
+        self.num_org_embeddings_per_partition = self.shard_indices.num_org_elements
+        self.num_added_embeddings_per_partition = self.shard_indices.num_added_elements
+        chosen = quant_config.get_quant_method(self, prefix) if quant_config else None
+        self.quant_method = UnquantizedEmbeddingMethod() if chosen is None else chosen
+        self._expect_embedding()
+        self.register_parameter("bias", None)
+        self.quant_method.create_weights(
+            self,
+            embedding_dim,
+            [self.num_embeddings_per_partition],
+            embedding_dim,
+            self.num_embeddings_padded,
+            params_dtype=self.params_dtype,
+            weight_loader=self.weight_loader,
+        )
+
+    @property
+    def name(self) -> str:
+        """The layer as messages call it."""
+        return f"{self.op_class.__qualname__} {self.prefix!r}"
+
+    def _expect_embedding(self) -> None:
+        method = type(self.quant_method)
+        if self.looks_up and method.embedding is QuantizeMethodBase.embedding:
+            raise QuantizationError(
+                f"{self.name}: the weight method {method.__qualname__} has no embedding(layer, input_), by which rows "
+                "are looked up: let get_quant_method return None for embeddings, or define it"
+            )
+
+    def get_sharded_to_full_mapping(self) -> list[int] | None:
+        """List, for each id and then for padding, its column among the gathered logits; ``None`` on a single rank."""
+        return self.vocabulary.full_mapping() if self.tp_size > 1 else None
+
+    def weight_loader(self, param: Any, loaded_weight: LoadedTensor) -> None:
+        """Load the rows of this rank's own ids; rows of other ids are zero.
+
+        Raises:
+            WeightError: it has another shape.
+        """
+        dim: int | None = getattr(param, "output_dim", None)
+        if dim is None:
+            copy_weight(param.data, loaded_weight, self.name)
+            return
+        unit = int(param.packed_factor) if getattr(param, "packed_dim", None) == dim else 1
+        if len(loaded_weight.shape) != param.dim() or loaded_weight.shape[dim] * unit != self.org_vocab_size:
+            raise WeightError(
+                f"{self.name}: the weight that is loaded has shape {tuple(loaded_weight.shape)}, expected "
+                f"{self.org_vocab_size // unit} in dimension {dim} of {param.dim()}: the model's config and its "
+                "checkpoint do not belong together"
+            )
+        shard = self.shard_indices
+        size = shard.num_org_elements // unit
+        part = loaded_weight.narrow(dim, shard.org_vocab_start_index // unit, size)
+        copy_weight(param.data.narrow(dim, 0, size), part, self.name)
+        param.data.narrow(dim, size, param.shape[dim] - size).zero_()
+
+    def forward(self, input_: Tensor) -> Tensor:
+        if self.tp_size == 1 and not self.num_added_embeddings:
+            return self.quant_method.embedding(self, input_)
+        shard = self.shard_indices
+        rows, elsewhere = get_masked_input_and_mask(
+            input_,
+            shard.org_vocab_start_index,
+            shard.org_vocab_end_index,
+            shard.num_org_vocab_padding,
+            shard.added_vocab_start_index,
+            shard.added_vocab_end_index,
+        )
+        found = self.quant_method.embedding(self, rows).masked_fill(elsewhere.unsqueeze(-1), 0)
+        return tensor_model_parallel_all_reduce(found) if self.tp_size > 1 else found
+
+    def process_weights_after_loading(self) -> None:
+        """Have the weight method bring the weights into the layout that it prefers."""
+        self.quant_method.process_weights_after_loading(self)
+
+    def extra_repr(self) -> str:
+        method = type(self.quant_method).__name__
+        return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.tp_size}, {method}"
+
+
+@CustomOp.register("parallel_lm_head")
+class ParallelLMHead(PackableLayer, VocabParallelEmbedding):
+    """The output layer, a weight of which each rank has a part of the vocabulary, for ``LogitsProcessor``.
+
+    Args:
+        num_embeddings: number of ids, with added ones.
+        embedding_dim: elements of a hidden state.
+        bias: whether there is one.
+        params_dtype: torch's default dtype if not given.
+        org_num_embeddings: number of the model's own ids; all of them if not given.
+        padding_size: multiple to which own and added ids are padded.
+        quant_config: chooses the weight method.
+        prefix: the layer's name in the checkpoint.
+        disable_tp: keep the layer whole on every rank.
+    """
+
+    looks_up: ClassVar[bool] = False
+    tied = False
+    """An embedding has the weight, too."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        org_num_embeddings: int | None = None,
+        padding_size: int = DEFAULT_VOCAB_PADDING_SIZE,
+        quant_config: QuantizationConfig | None = None,
+        prefix: str = "",
+        *,
+        disable_tp: bool = False,
+    ) -> None:
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            params_dtype,
+            org_num_embeddings,
+            padding_size,
+            quant_config,
+            prefix,
+            disable_tp=disable_tp,
+        )
+        if bias:
+            self.bias = nn.Parameter(
+                torch.zeros(self.num_embeddings_per_partition, dtype=self.params_dtype), requires_grad=False
+            )
+            set_weight_attrs(self.bias, {"output_dim": 0, "weight_loader": self.weight_loader})
+
+    def tie_weights(self, embed_tokens: VocabParallelEmbedding) -> ParallelLMHead | VocabParallelEmbedding:
+        """Share the weight of the embedding; return the layer that has it, to be used in place of this one."""
+        if not isinstance(embed_tokens.quant_method, UnquantizedEmbeddingMethod):
+            return embed_tokens
+        self.release_weights()
+        self.register_parameter("weight", embed_tokens.get_parameter("weight"))
+        self.tied = True
+        return self
+
+    def forward(self, input_: Tensor) -> Tensor:
+        raise LayerError(
+            f"{self.name} is not called itself: LogitsProcessor computes logits from its weight and hidden states"
+        )

@@ -1,0 +1,90 @@
+"""Weights as they are loaded: read in parts, and copied to the parameter that they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from opgraft.errors import WeightError
+from torch import Tensor, nn
+
+
+@runtime_checkable
+class LoadedTensor(Protocol):
+    """A tensor of a checkpoint that may not have been read yet; every ``torch.Tensor`` is one.
+
+    ``narrow`` reads nothing, an index reads the part that it asks for, and ``parameter.copy_(loaded)`` fills a
+    parameter, converting to its dtype, without ever holding the whole.
+    """
+
+    @property
+    def shape(self) -> Any:
+        """The sizes."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that reading gives."""
+
+    def narrow(self, dim: int, start: int, length: int, /) -> Any:
+        """Return the part ``[start, start + length)`` of one dimension."""
+
+    def __getitem__(self, index: Any, /) -> Tensor:
+        """Read a part: slices, one per dimension, or ``...`` for everything."""
+
+
+@runtime_checkable
+class PostLoadHook(Protocol):
+    """A module that changes its weights when they have been loaded."""
+
+    def process_weights_after_loading(self) -> None:
+        """Bring the weights into the layout that the module computes with."""
+
+
+def process_weights_after_loading(model: nn.Module) -> None:
+    """Call the hook of every module below ``model`` that has one, and its own: a module after those that it holds."""
+    for module in reversed(list(model.modules())):
+        if isinstance(module, PostLoadHook):
+            module.process_weights_after_loading()
+
+
+def set_weight_attrs(weight: Tensor, attributes: Mapping[str, Any] | None) -> None:
+    """Put attributes on a parameter, such as the dimensions that are cut and the function that loads it.
+
+    Raises:
+        WeightError: one would be overwritten.
+    """
+    for name, value in (attributes or {}).items():
+        if hasattr(weight, name):
+            raise WeightError(f"a weight has the attribute {name!r} already: create_weights sets each once")
+        setattr(weight, name, value)
+
+
+def copy_weight(target: Tensor, loaded: LoadedTensor, what: str) -> None:
+    """Read a weight and copy it to a parameter, or to a part of one.
+
+    Raises:
+        WeightError: they have different shapes. A single number fits whatever holds one.
+    """
+    one = target.numel() == 1 and _count(loaded.shape) == 1
+    if tuple(target.shape) != tuple(loaded.shape) and not one:
+        raise WeightError(
+            f"{what}: the weight that is loaded has shape {tuple(loaded.shape)}, expected {tuple(target.shape)}: the "
+            "model's config and its checkpoint do not belong together"
+        )
+    source: Any = loaded[...].reshape(target.shape) if one else loaded
+    with torch.no_grad():
+        target.copy_(source)
+
+
+def _count(shape: Any) -> int:
+    return torch.Size(shape).numel()
+
+
+def default_weight_loader(param: Tensor, loaded_weight: LoadedTensor) -> None:
+    """Copy a whole weight to a parameter that has no ``weight_loader`` of its own.
+
+    Raises:
+        WeightError: they have different shapes.
+    """
+    copy_weight(param.data, loaded_weight, "a weight")

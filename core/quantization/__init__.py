@@ -1,0 +1,22 @@
+"""Quantizations of a model's linear layers, by name: made while a plain checkpoint is loaded, or read from one."""
+
+from opgraft.quantization.awq import AWQConfig
+from opgraft.quantization.compressed_tensors import CompressedTensorsConfig
+from opgraft.quantization.fp8 import Fp8Config
+from opgraft.quantization.gguf import GGUFConfig
+from opgraft.quantization.gptq import GPTQConfig
+from opgraft.quantization.integers import Int4Config, Int8Config, Int8DynamicConfig
+from opgraft.quantization.registry import quantization_named, quantizations
+
+__all__ = [
+    "AWQConfig",
+    "CompressedTensorsConfig",
+    "Fp8Config",
+    "GGUFConfig",
+    "GPTQConfig",
+    "Int4Config",
+    "Int8Config",
+    "Int8DynamicConfig",
+    "quantization_named",
+    "quantizations",
+]

@@ -1,0 +1,112 @@
+"""Checkpoints that AWQ made (Lin et al., arXiv:2306.00978), in the layout of its ``gemm`` kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.ops.linear.methods import QuantizeMethodBase
+from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.quantization.checkpoint import (
+    CheckpointConfig,
+    GroupLinearMethod,
+    codes_of,
+    create_parameter,
+    expect_groups,
+    expect_settings,
+    expect_words,
+    group_size,
+    not_converted,
+    replace,
+    setting,
+    unpack_words,
+)
+from opgraft.quantization.codes import stored
+from torch import Tensor
+
+BITS = 4
+IN_WORD = 32 // BITS
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The place in its word of each of eight outputs; a word has outputs 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits."""
+
+
+@PluggableClass.register("awq")
+class AWQConfig(CheckpointConfig):
+    """Weights of 4 bits with a scale and a zero for each group of inputs.
+
+    Args:
+        group_size: inputs of a group, -1 for all.
+        ignore: patterns of layers that are plain in the checkpoint.
+    """
+
+    def __init__(self, group_size: int, ignore: Sequence[str] = ()) -> None:
+        super().__init__(ignore)
+        self.group_size = group_size
+
+    def get_name(self) -> str:
+        return "awq"
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return ["quant_config.json", "quantize_config.json"]
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
+        """Make it of a checkpoint's ``bits``, ``group_size``, ``version`` and list of plain layers.
+
+        Raises:
+            QuantizationError: a setting cannot be read.
+        """
+        expect_settings("awq", config)
+        setting("awq", config, "bits", (BITS,))
+        setting("awq", config, "zero_point", (True,), True)
+        setting("awq", config, "version", ("gemm", "GEMM"), "gemm")
+        return cls(group_size("awq", config), not_converted(config.get("modules_to_not_convert")))
+
+    def linear_method(self, prefix: str) -> QuantizeMethodBase:
+        method: QuantizeMethodBase = AWQLinearMethod(self.group_size)
+        return method
+
+
+@PluggableClass.register("awq_linear_method")
+class AWQLinearMethod(GroupLinearMethod):
+    """Holds ``weight``, ``scales`` and ``offsets`` as ``quantized_linear`` takes them.
+
+    A checkpoint has ``qweight`` ``[in_features, out_features / 8]`` and ``qzeros`` ``[groups, out_features / 8]`` in
+    ``int32``, and ``scales`` ``[groups, out_features]``.
+    """
+
+    def __init__(self, group_size: int) -> None:
+        self.group_size = group_size
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: Sequence[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        groups = expect_groups(layer, input_size_per_partition, self.group_size)
+        expect_words(layer, output_partition_sizes, IN_WORD, "outputs")
+        rows = sum(output_partition_sizes)
+        words = {"output_dim": 1, "packed_dim": 1, "packed_factor": IN_WORD, **extra_weight_attrs}
+        cut = {} if self.group_size == -1 else {"input_dim": 0, "input_unit": self.group_size}
+        shape = (input_size_per_partition, rows // IN_WORD)
+        create_parameter(layer, "qweight", shape, torch.int32, input_dim=0, **words)
+        create_parameter(layer, "qzeros", (groups, rows // IN_WORD), torch.int32, **cut, **words)
+        create_parameter(layer, "scales", (groups, rows), torch.float32, output_dim=1, **cut, **extra_weight_attrs)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        numbers, zeros = _in_order(layer.qweight.data), _in_order(layer.qzeros.data)
+        codes = codes_of(numbers.T, zeros.T, layer.scales.data.T, BITS)
+        replace(layer, ["qweight", "qzeros"], stored([codes]))
+
+
+def _in_order(words: Tensor) -> Tensor:
+    numbers = unpack_words(words, 1, BITS)
+    return numbers.reshape(len(numbers), -1, IN_WORD)[..., PLACES].flatten(1)

@@ -1,0 +1,201 @@
+"""Common ground of quantizations that checkpoints come in: their settings, their parameters, and packed words."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from opgraft.errors import QuantizationError
+from opgraft.ops.linear.methods import LinearMethodBase, QuantizeMethodBase
+from opgraft.ops.linear.parallel import LinearBase
+from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.ops.quantized_linear import functional as forms
+from opgraft.ops.weights import set_weight_attrs
+from opgraft.quantization.codes import Codes
+from opgraft.quantization.online import put
+from opgraft.quantization.patterns import Patterns
+from torch import Tensor, nn
+
+
+class CheckpointConfig(QuantizationConfig):
+    """A quantization of which a checkpoint has the settings and the weights.
+
+    Args:
+        ignore: patterns of layers that are plain in the checkpoint.
+    """
+
+    def __init__(self, ignore: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.ignore = Patterns(ignore)
+
+    @abstractmethod
+    def linear_method(self, prefix: str) -> QuantizeMethodBase | None:
+        """Make the weight method of a linear layer, or return ``None`` where it is plain."""
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.float32, torch.bfloat16, torch.float16]
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if not isinstance(layer, LinearBase) or self.ignore.match(prefix, self.packed_modules_mapping):
+            return None
+        return self.linear_method(prefix)
+
+
+class GroupLinearMethod(LinearMethodBase):
+    """A weight method that brings the tensors of a checkpoint into the storage of ``quantized_linear``."""
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return forms.quantized_linear(x, layer.weight, layer.scales, layer.offsets, bias)
+
+
+def expect_settings(name: str, config: Mapping[str, Any]) -> None:
+    """Raise ``QuantizationError`` where there are no settings, as a checkpoint without this quantization has none."""
+    if not config:
+        raise QuantizationError(
+            f"the quantization {name} is read from checkpoints that have it, and this one has not: take one that has, "
+            "or a quantization that is made while loading, such as 'int8', 'int4' or 'fp8'"
+        )
+
+
+def setting(name: str, config: Mapping[str, Any], key: str, choices: Sequence[Any], default: Any = None) -> Any:
+    """Return a setting of a checkpoint.
+
+    Raises:
+        QuantizationError: it is none of the choices.
+    """
+    value = config.get(key, default)
+    if value not in choices:
+        raise QuantizationError(
+            f"the checkpoint's quantization {name} has {key} {value!r:.80}, and "
+            f"{', '.join(map(repr, choices))} can be read: take a checkpoint in another quantization"
+        )
+    return value
+
+
+def group_size(name: str, config: Mapping[str, Any], key: str = "group_size", default: int | None = None) -> int:
+    """Return the number of inputs that share a scale, -1 for all.
+
+    Raises:
+        QuantizationError: it is no such number.
+    """
+    value = config.get(key, default)
+    if type(value) is not int or (value < 1 and value != -1):
+        raise QuantizationError(
+            f"the checkpoint's quantization {name} has {key} {value!r:.80}, expected a number of inputs, or -1 for all"
+        )
+    return value
+
+
+def not_converted(names: Sequence[str] | None) -> list[str]:
+    """Return patterns for names, or parts of names, of modules that were left plain, as transformers takes them."""
+    return [pattern for name in names or () for pattern in (name, f"*.{name}")]
+
+
+def create_parameter(layer: nn.Module, name: str, shape: Sequence[int], dtype: torch.dtype, **attributes: Any) -> None:
+    """Give ``layer`` an empty parameter, in the form in which a checkpoint has it."""
+    parameter = nn.Parameter(torch.empty(tuple(shape), dtype=dtype), requires_grad=False)
+    set_weight_attrs(parameter, attributes)
+    layer.register_parameter(name, parameter)
+
+
+def replace(layer: nn.Module, gone: Sequence[str], tensors: Mapping[str, Tensor | None]) -> None:
+    """Have ``layer`` hold ``tensors`` in place of the parameters that are ``gone``."""
+    for name in gone:
+        del layer._parameters[name]
+    put(layer, tensors)
+
+
+def expect_groups(layer: Any, inputs: int, size: int) -> int:
+    """Return the number of groups of a rank.
+
+    Raises:
+        QuantizationError: groups of that size do not divide the inputs.
+    """
+    if size == -1:
+        return 1
+    if inputs % size:
+        raise QuantizationError(
+            f"{layer.prefix or type(layer).__name__} has {inputs} inputs on this rank, which the checkpoint's groups "
+            f"of {size} do not divide: take fewer ranks"
+        )
+    return inputs // size
+
+
+def expect_words(layer: Any, sizes: Sequence[int], count: int, what: str) -> None:
+    """Raise ``QuantizationError`` where a part of a layer does not fill words of ``count`` numbers."""
+    if any(size % count for size in sizes):
+        raise QuantizationError(
+            f"{layer.prefix or type(layer).__name__} has {' + '.join(map(str, sizes))} {what} on this rank, and the "
+            f"checkpoint packs {count} of them into a word: take fewer ranks"
+        )
+
+
+def unpack_words(words: Tensor, dim: int, bits: int) -> Tensor:
+    """Return the numbers in words of 32 bits, the first in the lowest bits, in ``uint8``.
+
+    Args:
+        words: in ``int32``.
+        dim: the dimension along which numbers were packed.
+        bits: 4 or 8.
+    """
+    data = words.movedim(dim, -1).contiguous().view(torch.uint8)
+    numbers = data if bits == 8 else torch.stack((data & 15, data >> 4), -1).flatten(-2)
+    return numbers.movedim(-1, dim)
+
+
+def codes_of(numbers: Tensor, zeros: Tensor | None, scales: Tensor, bits: int) -> Codes:
+    """Return ``(number - zero) · scale`` as codes.
+
+    Args:
+        numbers: ``[rows, in_features]`` in ``uint8``.
+        zeros: ``[rows, groups]`` in an integer dtype; ``None`` for the middle, ``2 ** (bits - 1)``.
+        scales: ``[rows, groups]`` in float32.
+        bits: 4 or 8.
+    """
+    middle = 1 << bits - 1
+    codes = numbers if bits == 4 else (numbers ^ middle).view(torch.int8)
+    if zeros is None or bool((zeros == middle).all()):
+        return Codes(codes, scales)
+    return Codes(codes, scales, ((0 if bits == 4 else middle) - zeros.float()) * scales)
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The scales of a weight as a checkpoint has them.
+
+    Attributes:
+        block: outputs and inputs that share one, -1 for all; ``None`` for one of each layer that a merged one holds.
+    """
+
+    block: tuple[int, int] | None
+
+    def create(self, layer: Any, name: str, inputs: int, outputs: Sequence[int], **attributes: Any) -> None:
+        """Give ``layer`` the parameter.
+
+        Raises:
+            QuantizationError: a rank's part of the weight cuts blocks.
+        """
+        if self.block is None:
+            shape: tuple[int, ...] = (len(outputs),)
+            create_parameter(layer, name, shape, torch.float32, needs_scalar_to_array=True, **attributes)
+            return
+        height, width = self.block
+        whole, cut_outputs = inputs == layer.input_size, sum(outputs) != layer.output_size
+        groups = -(-inputs // width) if whole and width != -1 else expect_groups(layer, inputs, width)
+        if any(size % height for size in outputs[:-1]) or (cut_outputs and outputs[-1] % height):
+            raise QuantizationError(
+                f"{layer.prefix or type(layer).__name__} has {' + '.join(map(str, outputs))} outputs on this rank, "
+                f"which the checkpoint's blocks of {height} do not divide: take fewer ranks"
+            )
+        cut = {} if width == -1 else {"input_dim": 1, "input_unit": width}
+        shape = (-(-sum(outputs) // height), groups)
+        create_parameter(layer, name, shape, torch.float32, output_dim=0, output_unit=height, **cut, **attributes)
+
+    def by_output(self, scales: Tensor, outputs: Sequence[int]) -> Tensor:
+        """Return ``[outputs, groups]`` where no block has several outputs, else the scales as they are."""
+        if self.block is not None:
+            return scales
+        return scales.repeat_interleave(torch.tensor(list(outputs), device=scales.device))[:, None]

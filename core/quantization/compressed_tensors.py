@@ -1,0 +1,244 @@
+"""Checkpoints in the format of compressed-tensors, which llm-compressor writes: several layouts, chosen by target.
+
+Its configuration is read here, since the library imports far more than these few fields need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.errors import QuantizationError
+from opgraft.ops.linear.methods import QuantizeMethodBase
+from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.ops.quantized_linear import functional as forms
+from opgraft.quantization.checkpoint import (
+    CheckpointConfig,
+    GroupLinearMethod,
+    Scales,
+    codes_of,
+    create_parameter,
+    expect_groups,
+    expect_settings,
+    expect_words,
+    group_size,
+    replace,
+    setting,
+    unpack_words,
+)
+from opgraft.quantization.codes import Codes, stored
+from opgraft.quantization.fp8 import Fp8LinearMethod, block_shape
+from opgraft.quantization.patterns import Patterns
+from torch import Tensor
+
+NAME = "compressed-tensors"
+LINEAR = "Linear"
+"""The target that means every linear layer."""
+
+
+class Group:
+    """Layers that are quantized alike.
+
+    Args:
+        targets: patterns of their names, or ``"Linear"`` for all.
+        scheme: the group's settings.
+        layout: how weights lie in the checkpoint, where the group does not say.
+
+    Raises:
+        QuantizationError: the settings cannot be read.
+    """
+
+    def __init__(self, targets: Sequence[str], scheme: Mapping[str, Any], layout: str | None) -> None:
+        self.all = LINEAR in targets
+        self.patterns = Patterns([target for target in targets if target != LINEAR])
+        self.make = _method_of(scheme, scheme.get("format") or layout)
+
+
+@PluggableClass.register("compressed_tensors")
+class CompressedTensorsConfig(CheckpointConfig):
+    """Weights in packed integers, 8-bit integers or fp8, by groups of layers.
+
+    Args:
+        groups: the first fits that names a layer, else the first that stands for all.
+        ignore: patterns of layers that are plain in the checkpoint.
+    """
+
+    def __init__(self, groups: Sequence[Group], ignore: Sequence[str] = ()) -> None:
+        super().__init__(ignore)
+        self.groups = tuple(groups)
+
+    def get_name(self) -> str:
+        return NAME
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
+        """Make it of a checkpoint's ``config_groups``, ``format`` and ``ignore``.
+
+        Raises:
+            QuantizationError: a setting cannot be read.
+        """
+        expect_settings(NAME, config)
+        setting(NAME, config.get("sparsity_config") or {}, "format", (None, "dense"))
+        given = config.get("config_groups")
+        if not isinstance(given, Mapping) or not all(isinstance(one, Mapping) for one in given.values()):
+            raise QuantizationError(f"the checkpoint's quantization {NAME} has config_groups {given!r:.200}")
+        groups = [Group(one.get("targets") or (), one, config.get("format")) for one in given.values()]
+        return cls(groups, config.get("ignore") or ())
+
+    def linear_method(self, prefix: str) -> QuantizeMethodBase | None:
+        named = [group for group in self.groups if group.patterns.match(prefix, self.packed_modules_mapping)]
+        found = [*named, *(group for group in self.groups if group.all)]
+        return found[0].make() if found else None
+
+
+def _method_of(scheme: Mapping[str, Any], layout: object) -> Callable[[], Any]:
+    """Return what makes the weight method of a layer of a group."""
+    weights, inputs = scheme.get("weights") or {}, scheme.get("input_activations")
+    kind = setting(NAME, weights, "type", ("int", "float"), "int")
+    if layout == "pack-quantized" and kind == "int":
+        return _packed(weights, inputs)
+    if layout in ("int-quantized", "naive-quantized") and kind == "int":
+        return _integers(weights, inputs)
+    if layout in ("float-quantized", "naive-quantized") and kind == "float":
+        return _floats(weights, inputs)
+    raise QuantizationError(
+        f"the checkpoint's quantization {NAME} has the format {layout!r:.80} with weights of type {kind}, and "
+        "pack-quantized, int-quantized and float-quantized can be read: take a checkpoint in another quantization"
+    )
+
+
+def _packed(weights: Mapping[str, Any], inputs: object) -> Callable[[], Any]:
+    setting(NAME, {"input_activations": inputs}, "input_activations", (None,))
+    setting(NAME, weights, "actorder", (None, "weight", "static", False))  # those that leave inputs in their order
+    bits = setting(NAME, weights, "num_bits", (4, 8))
+    symmetric = setting(NAME, weights, "symmetric", (True, False), True)
+    strategy = setting(NAME, weights, "strategy", ("group", "channel"))
+    size = group_size(NAME, weights) if strategy == "group" else -1
+    return lambda: PackedLinearMethod(bits, size, symmetric)
+
+
+def _integers(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Callable[[], Any]:
+    setting(NAME, weights, "num_bits", (8,))
+    setting(NAME, weights, "symmetric", (True,), True)
+    scales = _scales_of(weights, ("channel", "tensor") if inputs else ("channel", "tensor", "group"))
+    if inputs is not None:
+        for key, value in {
+            "type": "int",
+            "num_bits": 8,
+            "dynamic": True,
+            "symmetric": True,
+            "strategy": "token",
+        }.items():
+            setting(NAME, inputs, key, (value,))
+    return lambda: IntegerLinearMethod(scales, inputs is not None)
+
+
+def _floats(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Callable[[], Any]:
+    setting(NAME, weights, "num_bits", (8,))
+    scales = _scales_of(weights, ("channel", "tensor", "block"))
+    given = inputs or {}
+    setting(NAME, given, "type", ("float",))
+    setting(NAME, given, "num_bits", (8,))
+    static = not setting(NAME, given, "dynamic", (True, False), False)
+    if static:
+        setting(NAME, given, "strategy", ("tensor",))
+    if static and weights.get("strategy") == "block":
+        raise QuantizationError(
+            f"the checkpoint's quantization {NAME} has blocks and static scales of inputs: no op does"
+        )
+    return lambda: Fp8LinearMethod(scales, static)
+
+
+def _scales_of(weights: Mapping[str, Any], strategies: Sequence[str]) -> Scales:
+    strategy = setting(NAME, weights, "strategy", strategies)
+    if strategy == "tensor":
+        return Scales(None)
+    if strategy == "block":
+        return Scales(block_shape(NAME, weights.get("block_structure")))
+    return Scales((1, group_size(NAME, weights) if strategy == "group" else -1))
+
+
+@PluggableClass.register("compressed_packed_linear_method")
+class PackedLinearMethod(GroupLinearMethod):
+    """Holds ``weight``, ``scales`` and ``offsets`` as ``quantized_linear`` takes them.
+
+    A checkpoint has ``weight_packed`` ``[out_features, in_features · bits / 32]`` in ``int32``, ``weight_scale``
+    ``[out_features, groups]``, ``weight_shape`` and, unless symmetric, ``weight_zero_point``
+    ``[out_features · bits / 32, groups]`` in ``int32``. Codes and zeros are stored from 0.
+    """
+
+    def __init__(self, bits: int, group_size: int, symmetric: bool) -> None:
+        self.bits, self.group_size, self.symmetric = bits, group_size, symmetric
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: Sequence[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        groups = expect_groups(layer, input_size_per_partition, self.group_size)
+        in_word, rows = 32 // self.bits, sum(output_partition_sizes)
+        expect_words(layer, [input_size_per_partition], in_word, "inputs")
+        shape = (rows, input_size_per_partition // in_word)
+        words = {"packed_factor": in_word, "output_dim": 0, **extra_weight_attrs}
+        cut = {} if self.group_size == -1 else {"input_dim": 1, "input_unit": self.group_size}
+        create_parameter(layer, "weight_packed", shape, torch.int32, input_dim=1, packed_dim=1, **words)
+        create_parameter(
+            layer, "weight_scale", (rows, groups), torch.float32, output_dim=0, **cut, **extra_weight_attrs
+        )
+        create_parameter(layer, "weight_shape", (2,), torch.int64, **extra_weight_attrs)
+        if not self.symmetric:
+            expect_words(layer, output_partition_sizes, in_word, "outputs")
+            shape = (rows // in_word, groups)
+            create_parameter(layer, "weight_zero_point", shape, torch.int32, packed_dim=0, **cut, **words)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        numbers = unpack_words(layer.weight_packed.data, 1, self.bits)
+        zeros = None if self.symmetric else unpack_words(layer.weight_zero_point.data, 0, self.bits)
+        codes = codes_of(numbers, zeros, layer.weight_scale.data, self.bits)
+        gone = ["weight_packed", "weight_scale", "weight_shape", *([] if self.symmetric else ["weight_zero_point"])]
+        replace(layer, gone, stored([codes]))
+
+
+@PluggableClass.register("compressed_integer_linear_method")
+class IntegerLinearMethod(GroupLinearMethod):
+    """Holds ``weight`` in ``int8``, and ``scales``.
+
+    Args:
+        scales: those of a checkpoint, ``weight_scale``.
+        dynamic: inputs are quantized to 8 bits row by row.
+    """
+
+    def __init__(self, scales: Scales, dynamic: bool) -> None:
+        self.scales, self.dynamic = scales, dynamic
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: Sequence[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        shape = (sum(output_partition_sizes), input_size_per_partition)
+        create_parameter(layer, "weight", shape, torch.int8, input_dim=1, output_dim=0, **extra_weight_attrs)
+        self.scales.create(
+            layer, "weight_scale", input_size_per_partition, output_partition_sizes, **extra_weight_attrs
+        )
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        scales = self.scales.by_output(layer.weight_scale.data, layer.output_partition_sizes)
+        replace(layer, ["weight_scale"], stored([Codes(layer.weight.data, scales)]))
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.dynamic:
+            return forms.int8_dynamic_linear(x, layer.weight, layer.scales, bias)
+        return super().apply(layer, x, bias)

@@ -1,0 +1,161 @@
+"""Weights in 8-bit floating point: made while a plain checkpoint is loaded, or read from one that has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.errors import QuantizationError
+from opgraft.ops.linear.methods import LinearMethodBase, QuantizeMethodBase
+from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.ops.quantized_linear import functional as forms
+from opgraft.ops.quantized_linear.quantizers import quantize_fp8
+from opgraft.quantization.checkpoint import (
+    CheckpointConfig,
+    Scales,
+    create_parameter,
+    not_converted,
+    replace,
+    setting,
+)
+from opgraft.quantization.integers import OnlineConfig
+from opgraft.quantization.online import OnlineLinearMethod
+from torch import Tensor
+
+
+@PluggableClass.register("fp8")
+class Fp8Config(OnlineConfig):
+    """Weights in ``float8_e4m3fn`` with a scale for each output; inputs are quantized to the same, row by row.
+
+    ``from_config`` makes ``Fp8CheckpointConfig`` of the settings of a checkpoint that has such weights.
+    """
+
+    def get_name(self) -> str:
+        return "fp8"
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
+        """Make it of a checkpoint's settings, or of none for a plain checkpoint.
+
+        Raises:
+            QuantizationError: a setting cannot be read.
+        """
+        if "quant_method" in config:
+            return Fp8CheckpointConfig.from_config(config)
+        return super().from_config(config)
+
+    def linear_method(self) -> QuantizeMethodBase:
+        method: QuantizeMethodBase = Fp8OnlineLinearMethod()
+        return method
+
+
+@PluggableClass.register("fp8_online_linear_method")
+class Fp8OnlineLinearMethod(OnlineLinearMethod):
+    """Holds ``weight`` in fp8 and ``weight_scale`` ``[out_features, 1]``."""
+
+    def quantize(self, weight: Tensor) -> Mapping[str, Tensor | None]:
+        codes, scale = quantize_fp8(weight)
+        return {"weight": codes, "weight_scale": scale}
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return forms.fp8_linear(x, layer.weight, layer.weight_scale, None, bias)
+
+
+class Fp8CheckpointConfig(CheckpointConfig):
+    """Weights in fp8 as checkpoints have them, with a scale for each layer, or for each block of a weight.
+
+    Args:
+        static: inputs are divided by a scale of the checkpoint, in place of one that is computed for each row.
+        block: outputs and inputs of a block.
+        ignore: patterns of layers that are plain in the checkpoint.
+    """
+
+    def __init__(self, static: bool, block: tuple[int, int] | None = None, ignore: Sequence[str] = ()) -> None:
+        super().__init__(ignore)
+        self.static, self.block = static, block
+
+    def get_name(self) -> str:
+        return "fp8"
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
+        """Make it of a checkpoint's ``activation_scheme``, ``weight_block_size`` and list of plain layers.
+
+        Raises:
+            QuantizationError: a setting cannot be read.
+        """
+        static = setting("fp8", config, "activation_scheme", ("dynamic", "static"), "dynamic") == "static"
+        block = block_shape("fp8", config.get("weight_block_size"))
+        if static and block is not None:
+            raise QuantizationError(
+                "the checkpoint's quantization fp8 has blocks and static scales of inputs: no op does"
+            )
+        plain = [*(config.get("ignored_layers") or ()), *(config.get("modules_to_not_convert") or ())]
+        return cls(static, block, not_converted(plain))
+
+    def linear_method(self, prefix: str) -> QuantizeMethodBase:
+        name = "weight_scale" if self.block is None else "weight_scale_inv"
+        method: QuantizeMethodBase = Fp8LinearMethod(Scales(self.block), self.static, name)
+        return method
+
+
+def block_shape(name: str, value: object) -> tuple[int, int] | None:
+    """Return the outputs and inputs of a block, as a checkpoint gives them.
+
+    Raises:
+        QuantizationError: they are no two positive numbers.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2 or not all(type(one) is int and one > 0 for one in value):
+        raise QuantizationError(
+            f"the checkpoint's quantization {name} has blocks of {value!r:.80}, expected two numbers"
+        )
+    return value[0], value[1]
+
+
+@PluggableClass.register("fp8_linear_method")
+class Fp8LinearMethod(LinearMethodBase):
+    """Holds ``weight`` in fp8, ``weight_scale``, and ``input_scale`` where it is static.
+
+    A merged layer has one ``input_scale``, the largest of those of the layers that it stands for.
+
+    Args:
+        scales: how many scales a weight has.
+        static: inputs are divided by ``input_scale``.
+        scale_name: the name of the scales in the checkpoint.
+    """
+
+    def __init__(self, scales: Scales, static: bool, scale_name: str = "weight_scale") -> None:
+        self.scales, self.static, self.scale_name = scales, static, scale_name
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: Sequence[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        shape = (sum(output_partition_sizes), input_size_per_partition)
+        create_parameter(layer, "weight", shape, torch.float8_e4m3fn, input_dim=1, output_dim=0, **extra_weight_attrs)
+        sizes = (input_size_per_partition, output_partition_sizes)
+        self.scales.create(layer, self.scale_name, *sizes, **extra_weight_attrs)
+        if self.static:
+            Scales(None).create(layer, "input_scale", *sizes, **extra_weight_attrs)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Give each output the scale of its layer, so that a merged layer keeps all of them."""
+        scale = self.scales.by_output(getattr(layer, self.scale_name).data, layer.output_partition_sizes)
+        replace(layer, [self.scale_name], {"weight_scale": scale})
+        if self.static:
+            replace(layer, ["input_scale"], {"input_scale": layer.input_scale.max().reshape(1)})
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        scale, shape = layer.weight_scale, self.scales.block
+        blocks = None if shape is None or shape == (1, -1) else shape
+        return forms.fp8_linear(x, layer.weight, scale, layer.input_scale if self.static else None, bias, blocks)

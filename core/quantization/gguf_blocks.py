@@ -1,0 +1,117 @@
+"""Blocks of GGUF files, as codes with scales and offsets: nothing is rounded.
+
+The layouts are those of ``ggml-common.h`` of llama.cpp. Scales of 16 bits stay so; those of the K types are products of
+two numbers, and float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from opgraft.quantization.codes import Codes
+from torch import Tensor
+
+HALF = 2
+"""Bytes of a float16 number."""
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """A type of blocks.
+
+    Attributes:
+        values: numbers of a block.
+        size: bytes of a block.
+        read: maps bytes ``[rows, blocks, size]`` to the codes of the rows.
+    """
+
+    values: int
+    size: int
+    read: Callable[[Tensor], Codes]
+
+    def codes(self, rows: Tensor) -> Codes:
+        """Return what the bytes ``[rows, bytes of a row]`` stand for."""
+        return self.read(rows.reshape(rows.shape[0], -1, self.size))
+
+
+def _half(blocks: Tensor, start: int) -> Tensor:
+    """Return the float16 number at a byte of each block, ``[rows, blocks]``."""
+    return blocks[..., start : start + HALF].contiguous().view(torch.float16)[..., 0]
+
+
+def _nibbles(data: Tensor, width: int) -> Tensor:
+    """Return four-bit numbers: those in the low halves of ``width`` bytes, then those in the high halves, and so on."""
+    words = data.reshape(*data.shape[:-1], -1, width)
+    return torch.stack((words & 15, words >> 4), -2).flatten(-3)
+
+
+def _fifth_bits(data: Tensor) -> Tensor:
+    """Return bit ``i`` of four bytes as the fifth bit of number ``i``."""
+    return (data[..., None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten(-2) << 4
+
+
+def _q4_0(blocks: Tensor) -> Codes:
+    return Codes(_nibbles(blocks[..., 2:], 16).flatten(1), _half(blocks, 0))
+
+
+def _q4_1(blocks: Tensor) -> Codes:
+    return Codes(_nibbles(blocks[..., 4:], 16).flatten(1), _half(blocks, 0), _half(blocks, 2))
+
+
+def _q5_0(blocks: Tensor) -> Codes:
+    codes = _nibbles(blocks[..., 6:], 16) | _fifth_bits(blocks[..., 2:6])
+    return Codes((codes.to(torch.int8) - 16).flatten(1), _half(blocks, 0))
+
+
+def _q5_1(blocks: Tensor) -> Codes:
+    codes = _nibbles(blocks[..., 8:], 16) | _fifth_bits(blocks[..., 4:8])
+    return Codes(codes.to(torch.int8).flatten(1), _half(blocks, 0), _half(blocks, 2))
+
+
+def _q8_0(blocks: Tensor) -> Codes:
+    return Codes(blocks[..., 2:].contiguous().view(torch.int8).flatten(1), _half(blocks, 0))
+
+
+def _scales_of_k(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scales and offsets of the eight groups of a block, from 12 bytes of six-bit numbers."""
+    low, high, rest = blocks[..., 4:16].reshape(*blocks.shape[:-1], 3, 4).unbind(-2)
+    scales = torch.cat((low & 63, (rest & 15) | (low >> 2 & 48)), -1)
+    offsets = torch.cat((high & 63, (rest >> 4) | (high >> 2 & 48)), -1)
+    wide = _half(blocks, 0)[..., None].float() * scales.float()
+    return wide.flatten(1), -(_half(blocks, 2)[..., None].float() * offsets.float()).flatten(1)
+
+
+def _q4_k(blocks: Tensor) -> Codes:
+    return Codes(_nibbles(blocks[..., 16:], 32).flatten(1), *_scales_of_k(blocks))
+
+
+def _q5_k(blocks: Tensor) -> Codes:
+    fifth = blocks[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+    codes = _nibbles(blocks[..., 48:], 32) | fifth.flatten(-2) << 4
+    return Codes(codes.to(torch.int8).flatten(1), *_scales_of_k(blocks))
+
+
+def _q6_k(blocks: Tensor) -> Codes:
+    high = (
+        blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 1, 32)
+        >> torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8)
+        & 3
+    )
+    codes = _nibbles(blocks[..., :128], 64) | high.flatten(-3) << 4
+    scales = _half(blocks, 208)[..., None].float() * blocks[..., 192:208].contiguous().view(torch.int8).float()
+    return Codes((codes.to(torch.int8) - 32).flatten(1), scales.flatten(1))
+
+
+FORMATS: Mapping[str, BlockFormat] = {
+    "Q4_0": BlockFormat(32, 18, _q4_0),
+    "Q4_1": BlockFormat(32, 20, _q4_1),
+    "Q5_0": BlockFormat(32, 22, _q5_0),
+    "Q5_1": BlockFormat(32, 24, _q5_1),
+    "Q8_0": BlockFormat(32, 34, _q8_0),
+    "Q4_K": BlockFormat(256, 144, _q4_k),
+    "Q5_K": BlockFormat(256, 176, _q5_k),
+    "Q6_K": BlockFormat(256, 210, _q6_k),
+}
+"""Types that layers can hold, by their names in GGUF."""

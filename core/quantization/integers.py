@@ -1,0 +1,136 @@
+"""Weights of 4 and 8 bits, made while a plain checkpoint is loaded."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.errors import QuantizationError
+from opgraft.ops.linear.methods import QuantizeMethodBase
+from opgraft.ops.linear.parallel import LinearBase
+from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.ops.quantized_linear import functional as forms
+from opgraft.ops.quantized_linear.quantizers import quantize_int4, quantize_int8
+from opgraft.quantization.online import OnlineLinearMethod
+from opgraft.quantization.patterns import Patterns
+from torch import Tensor, nn
+
+
+class OnlineConfig(QuantizationConfig):
+    """A quantization of all linear layers but those that answer to a pattern; embeddings stay as they are.
+
+    Args:
+        ignore: patterns of layers that stay plain, see ``opgraft.quantization.patterns``.
+    """
+
+    def __init__(self, ignore: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.ignore = Patterns(ignore)
+
+    @abstractmethod
+    def linear_method(self) -> QuantizeMethodBase:
+        """Make the weight method of a linear layer."""
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.float32, torch.bfloat16, torch.float16]
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
+        """Make it of the constructor's arguments; ``quant_method`` is skipped."""
+        return cls(**{name: value for name, value in config.items() if name != "quant_method"})
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if not isinstance(layer, LinearBase) or self.ignore.match(prefix, self.packed_modules_mapping):
+            return None
+        return self.linear_method()
+
+
+@PluggableClass.register("int8")
+class Int8Config(OnlineConfig):
+    """Weights of 8 bits with a scale for each output; inputs stay as they are."""
+
+    def get_name(self) -> str:
+        return "int8"
+
+    def linear_method(self) -> QuantizeMethodBase:
+        method: QuantizeMethodBase = Int8LinearMethod()
+        return method
+
+
+@PluggableClass.register("int8_dynamic")
+class Int8DynamicConfig(OnlineConfig):
+    """Weights of 8 bits with a scale for each output; inputs are quantized to 8 bits row by row."""
+
+    def get_name(self) -> str:
+        return "int8_dynamic"
+
+    def linear_method(self) -> QuantizeMethodBase:
+        method: QuantizeMethodBase = Int8DynamicLinearMethod()
+        return method
+
+
+@PluggableClass.register("int4")
+class Int4Config(OnlineConfig):
+    """Weights of 4 bits with a scale, and an offset unless ``symmetric``, for each group of inputs.
+
+    Args:
+        ignore: patterns of layers that stay plain.
+        group_size: inputs of a group, which divides the inputs of every layer on every rank.
+        symmetric: have no offsets.
+    """
+
+    def __init__(self, ignore: Sequence[str] = (), group_size: int = 32, symmetric: bool = False) -> None:
+        super().__init__(ignore)
+        self.group_size, self.symmetric = group_size, symmetric
+
+    def get_name(self) -> str:
+        return "int4"
+
+    def linear_method(self) -> QuantizeMethodBase:
+        method: QuantizeMethodBase = Int4LinearMethod(self.group_size, self.symmetric)
+        return method
+
+
+@PluggableClass.register("int8_linear_method")
+class Int8LinearMethod(OnlineLinearMethod):
+    """Holds ``weight`` in ``int8`` and ``scales`` ``[out_features, 1]``."""
+
+    def quantize(self, weight: Tensor) -> Mapping[str, Tensor | None]:
+        codes, scales = quantize_int8(weight)
+        return {"weight": codes, "scales": scales}
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return forms.quantized_linear(x, layer.weight, layer.scales, None, bias)
+
+
+@PluggableClass.register("int8_dynamic_linear_method")
+class Int8DynamicLinearMethod(Int8LinearMethod):
+    """Holds what ``Int8LinearMethod`` holds, and quantizes inputs too."""
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return forms.int8_dynamic_linear(x, layer.weight, layer.scales, bias)
+
+
+@PluggableClass.register("int4_linear_method")
+class Int4LinearMethod(OnlineLinearMethod):
+    """Holds ``weight`` packed in ``uint8``, ``scales`` and ``offsets`` ``[out_features, groups]``."""
+
+    def __init__(self, group_size: int, symmetric: bool) -> None:
+        self.group_size, self.symmetric = group_size, symmetric
+
+    def expect_fits(self, name: str, in_features: int) -> None:
+        if self.group_size < 1 or in_features % self.group_size:
+            raise QuantizationError(
+                f"{name} has {in_features} inputs on this rank, which groups of {self.group_size} do not divide: take "
+                "another group_size, fewer ranks, or put the layer on the list 'ignore'"
+            )
+
+    def quantize(self, weight: Tensor) -> Mapping[str, Tensor | None]:
+        codes, scales, offsets = quantize_int4(weight, self.group_size, self.symmetric)
+        return {"weight": codes, "scales": scales, "offsets": offsets}
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return forms.quantized_linear(x, layer.weight, layer.scales, layer.offsets, bias)

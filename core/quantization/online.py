@@ -1,0 +1,97 @@
+"""Quantizing while loading: a plain weight is quantized as soon as a layer has all of it, and released at once."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from opgraft.errors import QuantizationError
+from opgraft.ops.linear.methods import LinearMethodBase
+from opgraft.ops.weights import LoadedTensor, set_weight_attrs
+from torch import Tensor, nn
+
+
+class OnlineLinearMethod(LinearMethodBase):
+    """A weight method that quantizes the plain weight of a checkpoint when a layer has all parts of it.
+
+    Until then the layer's ``weight`` is on ``meta`` and takes no memory.
+    """
+
+    @abstractmethod
+    def quantize(self, weight: Tensor) -> Mapping[str, Tensor | None]:
+        """Return what the layer holds in place of its plain weight ``[out_features, in_features]``, by name."""
+
+    def expect_fits(self, name: str, in_features: int) -> None:
+        """Raise ``QuantizationError`` where a layer with so many inputs on this rank cannot be quantized so."""
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: Sequence[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Make a ``weight`` without memory, of which the layer's parts are loaded as of a plain one.
+
+        Raises:
+            QuantizationError: the layer cannot be quantized so.
+        """
+        self.expect_fits(layer.prefix or type(layer).__name__, input_size_per_partition)
+        shape = (sum(output_partition_sizes), input_size_per_partition)
+        weight = nn.Parameter(torch.empty(shape, dtype=params_dtype, device="meta"), requires_grad=False)
+        loader = extra_weight_attrs.pop("weight_loader")
+        loading = _Loading(self, layer, loader, len(output_partition_sizes), torch.get_default_device())
+        set_weight_attrs(weight, {"input_dim": 1, "output_dim": 0, "weight_loader": loading, **extra_weight_attrs})
+        layer.register_parameter("weight", weight)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Check that the weight was loaded.
+
+        Raises:
+            QuantizationError: it was not, or in parts only.
+        """
+        if layer.weight.is_meta:
+            raise QuantizationError(
+                f"{layer.prefix}: its weight, which is quantized as it is loaded, was not loaded, or not all of it: "
+                "load it by the parameter's weight_loader"
+            )
+
+
+class _Loading:
+    """Loads parts of a plain weight, and quantizes it after the last."""
+
+    def __init__(
+        self,
+        method: OnlineLinearMethod,
+        layer: nn.Module,
+        loader: Callable[..., None],
+        parts: int,
+        device: torch.device,
+    ) -> None:
+        self.method, self.layer, self.loader, self.parts, self.device = method, layer, loader, parts, device
+        self.loaded: set[object] = set()
+        self.plain: nn.Parameter | None = None
+
+    def __call__(self, param: nn.Parameter, loaded_weight: LoadedTensor, *shard: object) -> None:
+        if self.plain is None:
+            self.plain = nn.Parameter(torch.empty_like(param, device=self.device), requires_grad=False)
+            set_weight_attrs(self.plain, {"input_dim": 1, "output_dim": 0})
+        self.loader(self.plain, loaded_weight, *shard)
+        self.loaded |= set(shard)
+        if any(each is not None for each in shard) and len(self.loaded) < self.parts:
+            return
+        plain, self.plain = self.plain, None
+        put(self.layer, self.method.quantize(plain.data))
+
+
+def put(layer: nn.Module, tensors: Mapping[str, Tensor | None]) -> None:
+    """Have ``layer`` hold these as frozen parameters, in place of those of the same names."""
+    for name, tensor in tensors.items():
+        layer._parameters.pop(name, None)
+        parameter = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
+        layer.register_parameter(name, parameter)

@@ -1,0 +1,35 @@
+"""Quantizations by name. A plugin adds one by ``PluggableClass.register``, and replaces one by ``register_oot``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+
+from opgraft.errors import QuantizationError
+from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.plugins.host import load_plugins
+from opgraft.state import host_state
+
+
+def quantizations() -> Mapping[str, type[QuantizationConfig]]:
+    """Return the config class of every quantization by its name, those of plugins too."""
+    load_plugins()
+    records = host_state().registry.classes.items()
+    return {name: record.cls for name, record in records if issubclass(record.cls, QuantizationConfig)}
+
+
+def quantization_named(name: str) -> type[QuantizationConfig]:
+    """Return the config class of a quantization; a ``-`` in its name is taken for a ``_``.
+
+    Raises:
+        QuantizationError: there is none of that name.
+    """
+    known, name = quantizations(), name.replace("-", "_")
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 3)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise QuantizationError(
+            f"no quantization is called {name!r}: {hint}There are {', '.join(sorted(known))}; a plugin adds one by "
+            "PluggableClass.register"
+        )
+    return known[name]

@@ -1,0 +1,156 @@
+"""The choice of a model's quantization: from the settings, and from what its checkpoint says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from opgraft.config.sections import QuantizationSettings
+from opgraft.errors import QuantizationError
+from opgraft.ops.linear.methods import QuantizeMethodBase
+from opgraft.ops.linear.parallel import LinearBase
+from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.quantization.patterns import Patterns, expect_used
+from opgraft.quantization.registry import quantization_named
+from torch import nn
+
+GGUF = "gguf"
+"""A quantization of checkpoints that is kept where it is asked for only: its blocks can be read as numbers."""
+
+
+class SettingsConfig(QuantizationConfig):
+    """The quantization that settings describe: a method for all layers, none for some, others by pattern.
+
+    Args:
+        whole: for layers that no pattern names; ``None`` leaves them plain.
+        skip: patterns of layers that stay plain.
+        others: what layers take that answer to one of some patterns; the first that fits.
+        packed_modules_mapping: name of a merged layer → names of the layers that it stands for.
+    """
+
+    def __init__(
+        self,
+        whole: QuantizationConfig | None,
+        skip: Sequence[str],
+        others: Sequence[tuple[QuantizationConfig, Sequence[str]]],
+        packed_modules_mapping: Mapping[str, Iterable[str]],
+    ) -> None:
+        super().__init__()
+        self.whole = whole
+        self.skip = Patterns(skip)
+        self.others = [(config, Patterns(patterns)) for config, patterns in others]
+        merged = {name: list(parts) for name, parts in packed_modules_mapping.items()}
+        for config in self.configs:
+            config.packed_modules_mapping = merged
+
+    @property
+    def configs(self) -> list[QuantizationConfig]:
+        """This one, and those of which it chooses."""
+        return [self, *filter(None, [self.whole]), *(config for config, _ in self.others)]
+
+    @property
+    def patterns(self) -> list[Patterns]:
+        """Patterns of the settings, each of which a layer has to answer to."""
+        return [self.skip, *(patterns for _, patterns in self.others)]
+
+    def get_name(self) -> str:
+        return "+".join(dict.fromkeys(config.get_name() for config in self.configs[1:]))
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Return the dtypes that all of its quantizations support."""
+        supported = [config.get_supported_act_dtypes() for config in self.configs[1:]]
+        return [dtype for dtype in supported[0] if all(dtype in others for others in supported)]
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
+        """Make it of the constructor's arguments."""
+        return cls(**config)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        merged = self.packed_modules_mapping
+        if self.skip.match(prefix, merged):
+            return None
+        named = (config for config, patterns in self.others if patterns.match(prefix, merged))
+        config = next(named, self.whole)
+        return None if config is None else config.get_quant_method(layer, prefix)
+
+
+def choose_quantization(
+    settings: QuantizationSettings,
+    own: Mapping[str, Any],
+    packed_modules_mapping: Mapping[str, Iterable[str]],
+) -> QuantizationConfig | None:
+    """Return what the layers of a model are constructed with; ``None`` where all are plain.
+
+    Args:
+        settings: the section ``quantization``, resolved.
+        own: what the checkpoint says of its quantization, with its name as ``quant_method``; empty where it is plain.
+        packed_modules_mapping: name of a merged layer → names of the layers that it stands for.
+
+    Raises:
+        QuantizationError: there is no quantization of a name, the settings contradict the checkpoint, or the
+            quantization does not support torch's default dtype, in which the model is made.
+    """
+    _expect_no_contradiction(settings, own)
+    name = settings.method or _kept(own)
+    methods = dict.fromkeys(settings.by_prefix.values())
+    others = [(_made(method, own), [p for p, m in settings.by_prefix.items() if m == method]) for method in methods]
+    whole = _made(name, own) if name else None
+    if whole is None and not others:
+        if settings.skip:
+            raise QuantizationError(
+                "quantization.skip is set and nothing is quantized: set quantization.method, or take it out"
+            )
+        return None
+    config = SettingsConfig(whole, settings.skip, others, packed_modules_mapping)
+    dtype, supported = torch.get_default_dtype(), config.get_supported_act_dtypes()
+    if dtype not in supported:
+        raise QuantizationError(
+            f"the quantization {config.get_name()} does not compute in {dtype}, but in "
+            f"{', '.join(map(str, supported)) or 'no dtype that all of it supports'}: set model.dtype"
+        )
+    return config
+
+
+def expect_patterns_used(model: nn.Module) -> None:
+    """Check that a layer of the constructed model answered to each pattern of the settings.
+
+    Raises:
+        QuantizationError: none did to some.
+    """
+    layers = [module for module in model.modules() if isinstance(module, LinearBase)]
+    configs = {id(layer.quant_config): layer.quant_config for layer in layers}
+    expect_used(
+        patterns for config in configs.values() if isinstance(config, SettingsConfig) for patterns in config.patterns
+    )
+
+
+def _made(name: str, own: Mapping[str, Any]) -> QuantizationConfig:
+    return quantization_named(name).from_config(own if _is_own(name, own) else {})
+
+
+def _is_own(name: str, own: Mapping[str, Any]) -> bool:
+    return name.replace("-", "_") == str(own.get("quant_method")).replace("-", "_")
+
+
+def _kept(own: Mapping[str, Any]) -> str | None:
+    """Return the quantization of a checkpoint that cannot be loaded otherwise."""
+    name = own.get("quant_method")
+    return None if name is None or name == GGUF else str(name)
+
+
+def _expect_no_contradiction(settings: QuantizationSettings, own: Mapping[str, Any]) -> None:
+    name = _kept(own)
+    if name is None:
+        return
+    others = {
+        "quantization.method": settings.method and not _is_own(settings.method, own),
+        "quantization.skip": settings.skip,
+        "quantization.by_prefix": settings.by_prefix,
+    }
+    if contradictions := [setting for setting, against in others.items() if against]:
+        raise QuantizationError(
+            f"the checkpoint is quantized already, by {name}, which {' and '.join(contradictions)} contradict: its "
+            "weights are loaded as they are. Take the setting out, or take a plain checkpoint of the model"
+        )

@@ -1,0 +1,188 @@
+// Linear layers with quantized weights as torch ops.
+
+#include <ATen/ops/linear.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include "tensors.h"
+
+namespace opgraft_cpu_kernels {
+namespace {
+
+constexpr int64_t CODES = 128;  // inputs in a block of codes
+constexpr int64_t VECTOR = 64;  // what rows of integers are filled up to
+constexpr int64_t LANES = 16;   // inputs that a kernel takes to be of one group
+
+// Up to so many rows are multiplied with the codes; for more it pays to make plain numbers of these first.
+constexpr int64_t few(int bits) { return bits == 4 ? 16 : 8; }
+
+// Bytes of plain numbers that are made at once: what the last cache keeps.
+constexpr int64_t PLAIN_BYTES = int64_t(1) << 23;
+
+int64_t filled_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
+
+Tensor result_of(const Tensor& x, int64_t out_features) {
+  c10::SmallVector<int64_t, 6> sizes(x.sizes().begin(), x.sizes().end());
+  sizes.back() = out_features;
+  return fresh(sizes, x.scalar_type());
+}
+
+Tensor bias_of(const char* op, const Tensor& bias, const Tensor& x, int64_t out_features) {
+  if (!bias.defined()) return bias;
+  TORCH_CHECK_VALUE(bias.dim() == 1 && bias.size(0) == out_features && bias.scalar_type() == x.scalar_type(), op,
+                    ": bias has shape ", bias.sizes(), " and dtype ", bias.scalar_type(), ", expected [", out_features,
+                    "] of dtype ", x.scalar_type());
+  return bias.contiguous();
+}
+
+void expect_matrix(const char* op, const char* name, const Tensor& tensor, int64_t rows, int64_t columns,
+                   at::ScalarType dtype) {
+  TORCH_CHECK_VALUE(tensor.dim() == 2 && tensor.size(0) == rows && tensor.size(1) == columns &&
+                        tensor.scalar_type() == dtype,
+                    op, ": ", name, " has shape ", tensor.sizes(), " and dtype ", tensor.scalar_type(), ", expected [",
+                    rows, ", ", columns, "] of dtype ", dtype);
+}
+
+// The arguments of a call, and memory for its result.
+struct Call {
+  static constexpr const char* op = "quantized_linear";
+  Dtype dtype;
+  Matrix x;
+  Tensor weight, scales, offsets, bias, out;
+  QuantizedLinear q;
+
+  Call(const Tensor& input, const Tensor& codes, const Tensor& given_scales, const OptionalTensor& given_offsets,
+       const OptionalTensor& given_bias)
+      : dtype(dtype_of(op, input)), x(op, input) {
+    const Tensor &added = defined(given_offsets), &last = defined(given_bias);
+    refuse_gradient(op, input, given_scales, added, last);
+    q.bits = codes.scalar_type() == at::kByte ? 4 : 8;
+    q.in_features = x.width;
+    q.padded = filled_up(x.width, CODES);
+    q.row_bytes = q.bits == 4 ? q.padded / 2 : x.width;
+    q.out_features = codes.dim() ? codes.size(0) : 0;
+    expect_matrix(op, "weight", codes, q.out_features, q.row_bytes, q.bits == 4 ? at::kByte : at::kChar);
+    q.groups = given_scales.dim() == 2 ? given_scales.size(1) : 0;
+    expect_matrix(op, "scales", given_scales, q.out_features, std::max<int64_t>(1, q.groups),
+                  given_scales.scalar_type());
+    const int64_t lanes = q.bits == 4 ? 2 * LANES : LANES;
+    TORCH_CHECK_VALUE(q.groups == 1 || (x.width % q.groups == 0 && x.width / q.groups % lanes == 0), op,
+                      ": scales have ", q.groups, " groups for ", x.width, " inputs, expected groups of a multiple of ",
+                      lanes, " inputs");
+    q.group = x.width / q.groups;
+    q.scale_dtype = dtype_of(op, given_scales);
+    weight = codes.contiguous();
+    scales = given_scales.contiguous();
+    if (added.defined()) {
+      expect_matrix(op, "offsets", added, q.out_features, q.groups, given_scales.scalar_type());
+      offsets = added.contiguous();
+      q.offsets = offsets.const_data_ptr();
+    }
+    bias = bias_of(op, last, input, q.out_features);
+    q.codes = static_cast<const uint8_t*>(weight.const_data_ptr());
+    q.scales = scales.const_data_ptr();
+    q.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
+    q.rows = x.rows;
+    out = result_of(input, q.out_features);
+    q.out = rows_of(out, q.out_features);
+  }
+};
+
+void on_codes(Call& call) {
+  QuantizedLinear& q = call.q;
+  const Tensor memory = fresh({q.rows * (q.padded + q.groups + q.out_features)}, at::kFloat);
+  float* x = memory.mutable_data_ptr<float>();
+  float* group_sums = x + q.rows * q.padded;
+  path().prepare_rows[call.dtype](call.x.view(), q, x, group_sums);
+  q.x = x;
+  q.group_sums = group_sums;
+  q.sums = group_sums + q.rows * q.groups;
+  const QuantizedLinearKernel kernel = path().quantized_linear[call.dtype];
+  share(q.out_features, q.in_features * q.rows, [&](int64_t begin, int64_t end) { kernel(q, begin, end); });
+}
+
+// Some rows of the weight after the other become plain numbers, which torch multiplies.
+void on_plain_numbers(const Call& call) {
+  const c10::impl::ExcludeDispatchKeyGuard as_it_is(c10::DispatchKeySet(
+      {c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutogradCPU, c10::DispatchKey::ADInplaceOrView}));
+  const QuantizedLinear& q = call.q;
+  const Tensor x = call.x.tensor.reshape({q.rows, q.in_features}), out = call.out.view({q.rows, q.out_features});
+  const int64_t row_bytes = q.in_features * int64_t(x.element_size());
+  const int64_t some = std::clamp<int64_t>(PLAIN_BYTES / row_bytes / LANES * LANES, LANES, q.out_features);
+  const Tensor memory = fresh({some, q.in_features}, x.scalar_type());
+  const DequantizeKernel kernel = path().dequantize_rows[call.dtype];
+  char* plain = static_cast<char*>(memory.mutable_data_ptr());
+  for (int64_t first = 0; first < q.out_features; first += some) {
+    const int64_t count = std::min(some, q.out_features - first);
+    share(count, q.in_features, [&](int64_t begin, int64_t end) {
+      kernel(q, first + begin, first + end, plain + begin * row_bytes);
+    });
+    OptionalTensor bias;
+    if (call.bias.defined()) bias = call.bias.narrow(0, first, count);
+    out.narrow(1, first, count).copy_(at::linear(x, memory.narrow(0, 0, count), bias));
+  }
+}
+
+Tensor quantized_linear(const Tensor& x, const Tensor& weight, const Tensor& scales, const OptionalTensor& offsets,
+                        const OptionalTensor& bias) {
+  Call call(x, weight, scales, offsets, bias);
+  if (!call.out.numel() || !call.q.in_features) {
+    if (call.out.numel()) call.bias.defined() ? call.out.copy_(call.bias) : call.out.zero_();
+  } else if (call.q.rows <= few(call.q.bits)) {
+    on_codes(call);
+  } else {
+    on_plain_numbers(call);
+  }
+  return call.out;
+}
+
+Tensor int8_dynamic_linear(const Tensor& input, const Tensor& weight, const Tensor& scales,
+                           const OptionalTensor& given_bias) {
+  const char* op = "int8_dynamic_linear";
+  const Dtype dtype = dtype_of(op, input);
+  const Matrix x(op, input);
+  const Tensor& last = defined(given_bias);
+  refuse_gradient(op, input, scales, last);
+  Int8Linear q;
+  q.in_features = x.width;
+  q.padded = filled_up(x.width, VECTOR);
+  q.out_features = weight.dim() ? weight.size(0) : 0;
+  expect_matrix(op, "weight", weight, q.out_features, x.width, at::kChar);
+  expect_matrix(op, "scales", scales.dim() == 1 ? scales.unsqueeze(1) : scales, q.out_features, 1,
+                scales.scalar_type());
+  const Tensor codes = weight.contiguous(), factors = scales.to(at::kFloat).contiguous();
+  const Tensor bias = bias_of(op, last, input, q.out_features);
+  const Tensor out = result_of(input, q.out_features);
+  if (!out.numel()) return out;
+  TORCH_CHECK_VALUE(x.width, op, ": x has no inputs, expected some");
+  q.weight = codes.const_data_ptr<int8_t>();
+  q.scales = factors.const_data_ptr<float>();
+  q.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
+  q.rows = x.rows;
+  q.out = rows_of(out, q.out_features);
+  const Tensor rows = fresh({q.rows, q.padded}, at::kChar), x_scales = fresh({q.rows}, at::kFloat);
+  int8_t* to = rows.mutable_data_ptr<int8_t>();
+  float* scales_to = x_scales.mutable_data_ptr<float>();
+  const Path& kernels = path();
+  share(q.rows, q.in_features, [&](int64_t begin, int64_t end) {
+    kernels.int8_rows[dtype](x.view(), q, to, scales_to, begin, end);
+  });
+  q.x = to;
+  q.x_scales = scales_to;
+  share(q.out_features, q.in_features * q.rows,
+        [&](int64_t begin, int64_t end) { kernels.int8_linear[dtype](q, begin, end); });
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(opgraft_cpu_kernels, library) {
+  library.def(
+      "quantized_linear(Tensor x, Tensor weight, Tensor scales, Tensor? offsets=None, Tensor? bias=None) -> Tensor");
+  library.def("int8_dynamic_linear(Tensor x, Tensor weight, Tensor scales, Tensor? bias=None) -> Tensor");
+}
+
+#define QUANTIZED_LINEAR(apply) apply(quantized_linear) apply(int8_dynamic_linear)
+
+IMPLEMENT(QUANTIZED_LINEAR)
+
+}  // namespace opgraft_cpu_kernels

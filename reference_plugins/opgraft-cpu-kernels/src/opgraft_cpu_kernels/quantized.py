@@ -1,0 +1,58 @@
+"""Linear layers with quantized weights: on few rows over the codes as they are, on many over plain numbers, made of
+some rows of the weight at a time; and on 8-bit integers throughout.
+
+For groups whose size is no multiple of 16 (32 with 4 bits), save one group for all inputs, the native definition runs.
+"""
+
+from __future__ import annotations
+
+import torch
+from opgraft import functional as forms
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+
+from opgraft_cpu_kernels.arguments import refusal
+from opgraft_cpu_kernels.kernels import DTYPES, REFUSED, op
+
+LANES = {torch.int8: 16, torch.uint8: 32}
+"""Inputs that kernels take to be of one group, by the dtype of the weight."""
+
+
+def quantized_linear(
+    x: Tensor, weight: Tensor, scales: Tensor, offsets: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """Compute the form of that name, with weights in float32 on few rows."""
+    named = {"x": x, "weight": weight, "scales": scales, "offsets": offsets, "bias": bias}
+    if _takes("quantized_linear", named) and scales.dim() == 2 and _in_lanes(x, weight, scales):
+        try:
+            return _quantized_linear(x, weight, scales, offsets, bias)  # type: ignore[no-any-return]
+        except REFUSED:
+            pass
+    return forms.quantized_linear.native(x, weight, scales, offsets, bias)
+
+
+def int8_dynamic_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute the form of that name, with sums in 32-bit integers."""
+    if _takes("int8_dynamic_linear", {"x": x, "weight": weight, "scales": scales, "bias": bias}) and x.shape[-1]:
+        try:
+            return _int8_dynamic_linear(x, weight, scales, bias)  # type: ignore[no-any-return]
+        except REFUSED:
+            pass
+    return forms.int8_dynamic_linear.native(x, weight, scales, bias)
+
+
+def _takes(name: str, tensors: dict[str, Tensor | None]) -> bool:
+    """Tell whether the kernel may be called: compiled code cannot catch what it raises, so there all is asked."""
+    x, scales = tensors["x"], tensors["scales"]
+    if x is None or scales is None or x.dtype not in DTYPES or scales.dtype not in DTYPES or not x.is_cpu:
+        return False
+    return bool(x.dim()) and not (is_dynamo_compiling() and refusal(name, tensors))
+
+
+def _in_lanes(x: Tensor, weight: Tensor, scales: Tensor) -> bool:
+    groups, lanes = scales.shape[1], LANES.get(weight.dtype, 0)
+    return groups == 1 or (groups > 0 and lanes > 0 and x.shape[-1] % (lanes * groups) == 0)
+
+
+_quantized_linear = op("quantized_linear")
+_int8_dynamic_linear = op("int8_dynamic_linear")

@@ -1,0 +1,245 @@
+"""Damaged and hostile files are refused before anything is allocated, and the error lists all that is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from opgraft.errors import CheckpointError
+from opgraft.models import open_weights
+from opgraft.models.config import check_config
+from safetensors.torch import save_file
+
+from .conftest import gguf
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    """A sound file of three tensors."""
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(4, 8), "b": torch.ones(8), "c": torch.ones(2, 2)}, path)
+    return path
+
+
+@pytest.fixture
+def gguf_file(tmp_path) -> Path:
+    """A sound GGUF file of two tensors."""
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_token_list(["a", "b"])
+    writer.add_head_count(2)
+    writer.add_tensor("output.weight", np.ones((4, 32), np.float32))
+    writer.add_tensor("output_norm.weight", np.ones(32, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def parts_of(path: Path) -> tuple[dict, bytes]:
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def write(path: Path, header: object, data: bytes) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def entry(name: str, **values: object) -> Callable[[dict], None]:
+    def edit(header: dict) -> None:
+        header[name] = {**header[name], **values}
+
+    return edit
+
+
+EDITS = [
+    (entry("a", dtype="F99"), "the dtype 'F99' is not known"),
+    (entry("a", dtype=["F32"]), "is not known"),
+    (entry("a", shape=[4, 9]), r"takes 144 bytes, and it has 128"),
+    (entry("a", shape=[4, -8]), "expected a list of sizes"),
+    (entry("a", shape=[2**62, 2**62]), "takes"),
+    (entry("a", shape=True), "expected a list of sizes"),
+    (entry("a", data_offsets=[0]), "expected two offsets"),
+    (entry("a", data_offsets=[128, 0]), "and it has -128"),
+    (entry("b", data_offsets=[0, 32]), "'a' and 'b' overlap|'b' and 'a' overlap"),
+    (entry("c", data_offsets=[160, 176]), None),
+    (entry("c", data_offsets=[1000, 1016]), "it ends at byte 1016 of 176: the file is cut short"),
+    (lambda header: header.pop("b"), "32 bytes before tensor 'c' belong to no tensor"),
+    (lambda header: header.pop("c"), "16 bytes at an edge of the data belong to no tensor"),
+    (lambda header: header.update(b=3), "its entry is no JSON object"),
+]
+
+
+@pytest.mark.parametrize(("edit", "message"), EDITS)
+def test_an_edited_header(file, edit, message: str | None) -> None:
+    """Dtypes, shapes and places that contradict each other or the file are named, or the file is as sound as before."""
+    header, data = parts_of(file)
+    edit(header)
+    write(file, header, data)
+    if message is None:
+        assert len(open_weights(file).tensors) == 3
+        return
+    with pytest.raises(CheckpointError, match=message):
+        open_weights(file)
+
+
+def test_all_problems_are_in_one_error(file) -> None:
+    """Three tensors with a problem each are three problems of one error, and a hundred are twenty and a count."""
+    header, data = parts_of(file)
+    for name in "abc":
+        header[name]["dtype"] = "F99"
+    write(file, header, data)
+    with pytest.raises(CheckpointError, match=r"3 problems: .*'a'.*'b'.*'c'"):
+        open_weights(file)
+    write(file, {f"t{i}": 0 for i in range(100)}, b"")
+    with pytest.raises(CheckpointError, match=r"100 problems: .*'t19'.*; and 80 more"):
+        open_weights(file)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"abc", b"\xff" * 8, (2**40).to_bytes(8, "little") + b"{}", b"\x02" + bytes(7) + b"[]"]
+    + [
+        (len(t).to_bytes(8, "little") + t) for t in (b'{"a":1,"a":2}', b"[" * 9999, b"\xff\xfe", b'{"a":' + b"9" * 9999)
+    ],
+)
+def test_what_is_no_header(file, content: bytes) -> None:
+    """Files without a header, or with one that is no JSON object."""
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="is no whole safetensors file"):
+        open_weights(file)
+
+
+def test_shards_that_contradict_their_index(sharded, tmp_path) -> None:
+    """Paths out of the folder, missing shards, a tensor in two of them, or in another than the index says."""
+    folder = shutil.copytree(sharded, tmp_path / "checkpoint")
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+
+    def with_map(**values: str) -> Path:
+        index.write_text(json.dumps({"weight_map": {**content["weight_map"], **values}}))
+        return folder
+
+    for path in ("../model.safetensors", "/etc/model.safetensors", "a\\b.safetensors", ".."):
+        with pytest.raises(CheckpointError, match="which is refused"):
+            open_weights(with_map(x=path))
+    with pytest.raises(CheckpointError, match=r"is no .safetensors file: it is refused"):
+        open_weights(with_map(x="pytorch_model.bin"))
+    with pytest.raises(CheckpointError, match=r"2 problems: one.safetensors .*missing; two.safetensors .*missing"):
+        open_weights(with_map(x="one.safetensors", y="two.safetensors"))
+    with pytest.raises(CheckpointError, match="it is in none of the files"):
+        open_weights(with_map(x=content["weight_map"]["lm_head.weight"]))
+    shutil.copy(folder / content["weight_map"]["lm_head.weight"], folder / "again.safetensors")
+    with pytest.raises(CheckpointError, match=r"tensor '[\w.]+' is in again.safetensors and model-"):
+        open_weights(with_map(x="again.safetensors"))
+
+
+def test_pickles_are_refused(tmp_path) -> None:
+    """A folder with pickles only, and a pickle by its name."""
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    for path in (tmp_path, tmp_path / "pytorch_model.bin"):
+        with pytest.raises(CheckpointError, match="pickle"):
+            open_weights(path)
+    with pytest.raises(CheckpointError, match=r"'smollm' is no folder and no file.*did you mean 'smollm2'"):
+        open_weights("smollm")
+
+
+def test_parts_of_a_split_file(gguf_file) -> None:
+    """The parts of a GGUF file that was split belong together."""
+    part = gguf_file.rename(gguf_file.parent / "model-00001-of-00002.gguf")
+    with pytest.raises(CheckpointError, match=r"a part of 2: model-00002-of-00002.gguf is missing"):
+        open_weights(part)
+
+
+def test_edited_gguf_headers(gguf_file) -> None:
+    """Counts, types, places and lengths that the file does not have are refused at once."""
+    content = gguf_file.read_bytes()
+    name = content.index(b"output.weight") + len(b"output.weight")
+    edits = {
+        (0, b"GGML"): "does not begin with GGUF",
+        (4, struct.pack("<I", 9)): "version 9 is not read here",
+        (8, struct.pack("<Q", 2**63)): "a count of 9223372036854775808 needs more bytes",
+        (16, struct.pack("<Q", 2**40)): "needs more bytes",
+        (24, struct.pack("<Q", 2**64 - 1)): "within a header that needs",
+        (name, struct.pack("<I", 7)): "has 7 dimensions, at most 4",
+        (name + 4, struct.pack("<Q", 33)): "overlap|cut short|no multiple",
+        (name + 20, struct.pack("<I", 77)): "its type 77 is not known to gguf",
+        (name + 20, struct.pack("<I", 14)): r"rows of 32 are no whole blocks of Q6_K \(256 values\)",
+        (name + 24, struct.pack("<Q", 2**62)): "the file is cut short",
+        (name + 24, struct.pack("<Q", 5)): "no multiple of 32",
+    }
+    for (place, new), message in edits.items():
+        gguf_file.write_bytes(content[:place] + new + content[place + len(new) :])
+        with pytest.raises(CheckpointError, match=message):
+            open_weights(gguf_file)
+    gguf_file.write_bytes(content[:-100])
+    with pytest.raises(CheckpointError, match="the file is cut short"):
+        open_weights(gguf_file)
+
+
+def test_a_name_that_is_no_architecture(gguf_file) -> None:
+    """An architecture that is not known is named, with the nearest that are."""
+    gguf_file.write_bytes(gguf_file.read_bytes().replace(b"llama", b"llamb"))
+    with pytest.raises(CheckpointError, match="'llamb', which is not known here: did you mean 'llama'"):
+        open_weights(gguf_file)
+
+
+def read_all(path: Path) -> None:
+    """Open a file and read what it has; the only error is CheckpointError."""
+    try:
+        tensors = open_weights(path).tensors
+    except CheckpointError:
+        return
+    for tensor in tensors.values():
+        assert tensor[...].shape == tensor.shape
+
+
+MUTATIONS = st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=6)
+QUICK = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def mutated(content: bytes, changes: list[tuple[int, int]], span: int) -> bytes:
+    changed = bytearray(content)
+    for place, value in changes:
+        changed[place % span] = value
+    return bytes(changed)
+
+
+@QUICK
+@example(changes=[(7, 255)])
+@given(changes=MUTATIONS)
+def test_mutated_safetensors(file, changes) -> None:
+    """Whatever bytes of the header are changed, the file is refused by a CheckpointError or read whole."""
+    content = file.read_bytes() if not (file.parent / "sound").exists() else (file.parent / "sound").read_bytes()
+    (file.parent / "sound").write_bytes(content)
+    file.write_bytes(mutated(content, changes, 8 + int.from_bytes(content[:8], "little")))
+    read_all(file)
+
+
+@QUICK
+@given(changes=MUTATIONS)
+def test_mutated_gguf(gguf_file, changes) -> None:
+    """The same for GGUF."""
+    sound = gguf_file.parent / "sound"
+    content = sound.read_bytes() if sound.exists() else gguf_file.read_bytes()
+    sound.write_bytes(content)
+    gguf_file.write_bytes(mutated(content, changes, len(content) - 700))
+    read_all(gguf_file)
+
+
+def test_a_config_that_names_code_elsewhere(tmp_path) -> None:
+    """Implementations of a hub are refused at any depth."""
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"_attn_implementation": "someone/kernel"}}))
+    with pytest.raises(CheckpointError, match="may take it from a hub"):
+        check_config(tmp_path / "config.json")

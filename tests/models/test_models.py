@@ -1,0 +1,243 @@
+"""The written models compute what those of transformers do, from checkpoints that transformers writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from opgraft.config import ModelConfig, OpgraftConfig
+from opgraft.errors import LayerError, ModelError
+from opgraft.models import load_model, model_class, model_classes
+from opgraft.models.generation import generate
+from opgraft.ops.attention import AttentionBatch, attending
+from opgraft.ops.attention.decoder import attention_layers
+from ranks import Ranks
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 99,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GEMMA = {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 24}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 0.5,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.11,
+}
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama 3, with biases, tied": (
+        "Llama",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "rope_parameters": LLAMA3},
+    ),
+    "mistral": ("Mistral", {"sliding_window": 5, "head_dim": 16}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "phi3": ("Phi3", {}),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma2": ("Gemma2", GEMMA),
+    "gemma3": ("Gemma3", {**GEMMA, "_sliding_window_pattern": 2}),
+    "granite": ("Granite", GRANITE),
+    "olmo2": ("Olmo2", {}),
+}
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def written(family: str, folder: Path, **values: Any) -> Any:
+    """A model of transformers with random weights, whose checkpoint is in ``folder``."""
+    config_class = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
+    config = config_class(**{**SIZES, "num_key_value_heads": 2, **values})
+    return saved(getattr(transformers, f"{family}ForCausalLM")(config), folder)
+
+
+def saved(model: Any, folder: Path) -> Any:
+    generator = torch.Generator().manual_seed(len(folder.name))
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+    model.tie_weights()
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def loaded(folder: Path, **values: Any) -> Any:
+    return load_model(OpgraftConfig(model=ModelConfig(name=str(folder), dtype="float32", **values)))
+
+
+def ids(count: int = 17) -> torch.Tensor:
+    return torch.randint(3, 99, (count,), generator=torch.Generator().manual_seed(count))
+
+
+@torch.no_grad()
+def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = model.compute_logits(model(tokens, torch.arange(len(tokens))))
+    return logits
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    """By name of a case: the folder, and the model of transformers."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {name: (folder / name, written(family, folder / name, **v)) for name, (family, v) in DECODERS.items()}
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("name", DECODERS)
+class TestDecoders:
+    """Each family, with the ways in which it differs from the others."""
+
+    def test_logits(self, name: str, checkpoints: dict[str, tuple[Path, Any]]) -> None:
+        """Logits are those of transformers."""
+        folder, reference = checkpoints[name]
+        with torch.no_grad():
+            expected = reference(ids()[None]).logits[0]
+        assert expected.abs().max() > 0.1, "the model's logits are too small to tell a difference"
+        torch.testing.assert_close(logits_of(loaded(folder), ids()), expected, **TOLERANCE)
+
+    def test_chunks_over_a_cache(self, name: str, checkpoints: dict[str, tuple[Path, Any]]) -> None:
+        """Two sequences that come in chunks of unlike lengths give what each gives at once."""
+        model = loaded(checkpoints[name][0])
+        long, short = ids(17), ids(11)
+        caches = {key: torch.full(layer.kv_cache_shape(3, 20), torch.nan) for key, layer in layers_of(model).items()}
+        rows: dict[int, list[torch.Tensor]] = {0: [], 2: []}
+        done = {0: 0, 2: 0}
+        for chunk_long, chunk_short in ((7, 4), (1, 1), (1, 5), (8, 1)):
+            chunks = {2: long[done[2] : done[2] + chunk_long], 0: short[done[0] : done[0] + chunk_short]}
+            lengths = tuple(map(len, chunks.values()))
+            batch = AttentionBatch(lengths, tuple(done[row] for row in chunks), tuple(chunks), caches)
+            positions = torch.cat([torch.arange(done[row], done[row] + len(part)) for row, part in chunks.items()])
+            with torch.no_grad(), attending(batch):
+                logits = model.compute_logits(model(torch.cat(list(chunks.values())), positions))
+            for row, part in zip(chunks, logits.split(lengths), strict=True):
+                rows[row].append(part)
+                done[row] += len(part)
+        torch.testing.assert_close(torch.cat(rows[2]), logits_of(model, long), **TOLERANCE)
+        torch.testing.assert_close(torch.cat(rows[0]), logits_of(model, short), **TOLERANCE)
+
+    def test_two_ranks(self, name: str, checkpoints: dict[str, tuple[Path, Any]], two: Ranks) -> None:
+        """Two ranks give the logits of one, each with half of the weights in memory."""
+        folder = checkpoints[name][0]
+        alone, whole = on_rank(str(folder))
+        for logits, size in two.run(on_rank, str(folder)):
+            torch.testing.assert_close(logits, alone, **TOLERANCE)
+            assert size <= 0.56 * whole
+
+
+def layers_of(model: Any) -> Any:
+    return attention_layers(model)
+
+
+def on_rank(folder: str) -> tuple[torch.Tensor, int]:
+    """The logits, and the bytes of the weights that layers share among ranks."""
+    model = loaded(Path(folder))
+    shared = [p for p in model.parameters() if p.dim() == 2]
+    return logits_of(model, ids()), sum(parameter.nbytes for parameter in shared)
+
+
+@pytest.mark.parametrize("architecture", ["Bert", "Roberta", "XLMRoberta"])
+def test_encoders(architecture: str, tmp_path: Path, two: Ranks) -> None:
+    """Hidden states of two packed sentences are those of each alone in transformers, on two ranks too."""
+    config = getattr(transformers, f"{architecture}Config")(**{**SIZES, "pad_token_id": 1})
+    reference = saved(getattr(transformers, f"{architecture}Model")(config), tmp_path)
+    with torch.no_grad():
+        expected = torch.cat([reference(ids(n)[None]).last_hidden_state[0] for n in (7, 12)])
+    torch.testing.assert_close(encoded(str(tmp_path)), expected, **TOLERANCE)
+    for states in two.run(encoded, str(tmp_path)):
+        torch.testing.assert_close(states, expected, **TOLERANCE)
+
+
+def encoded(folder: str) -> torch.Tensor:
+    model = loaded(Path(folder))
+    with torch.no_grad(), attending(AttentionBatch((7, 12), (0, 0), (0, 1), {})):
+        states: torch.Tensor = model(torch.cat((ids(7), ids(12))), torch.cat((torch.arange(7), torch.arange(12))))
+    return states
+
+
+def test_greedy_generation(checkpoints: dict[str, tuple[Path, Any]]) -> None:
+    """Token by token it answers as transformers does, up to the token that stops it, which is not yielded."""
+    folder, reference = checkpoints["llama"]
+    expected = reference.generate(ids(5)[None], max_new_tokens=12, do_sample=False, eos_token_id=None)[0, 5:].tolist()
+    model = loaded(folder)
+    assert list(generate(model, ids(5).tolist(), max_tokens=12)) == expected
+    assert list(generate(model, ids(5).tolist(), max_tokens=12, stop={expected[3]})) == expected[:3]
+
+
+def test_a_part_of_a_larger_model(tmp_path: Path) -> None:
+    """A model is made of a part of a config, under a prefix of its own, which names its caches."""
+    text = transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 2})
+    config = transformers.LlavaConfig(
+        text_config=text, vision_config=transformers.CLIPVisionConfig(hidden_size=8, num_attention_heads=2)
+    )
+    config.save_pretrained(tmp_path)
+    saved(transformers.LlamaForCausalLM(text), tmp_path / "weights")
+    (tmp_path / "weights" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    cls = model_class(["LlamaForCausalLM"])
+    given = OpgraftConfig(model=ModelConfig(name=str(tmp_path), part="text_config"))
+    model = cls(opgraft_config=given, prefix="language_model")
+    assert next(iter(layers_of(model))) == "language_model.model.layers.0.self_attn.attn"
+    wrong = OpgraftConfig(model=ModelConfig(name=str(tmp_path), part="txt_config"))
+    with pytest.raises(ModelError, match="no part 'txt_config': did you mean 'text_config'"):
+        cls(opgraft_config=wrong)
+
+
+def test_an_architecture_that_nobody_registered() -> None:
+    """The message has near matches, and the other path."""
+    with pytest.raises(ModelError, match="LamaForCausalLM: did you mean 'LlamaForCausalLM'"):
+        model_class(["LamaForCausalLM"])
+    assert "Qwen3ForCausalLM" in model_classes()
+
+
+def test_heads_that_ranks_do_not_divide(tmp_path: Path, two: Ranks) -> None:
+    """The error names the layer and both numbers."""
+    written("Llama", tmp_path, num_attention_heads=3, num_key_value_heads=3)
+    for said in two.run(refused, str(tmp_path)):
+        assert "qkv_proj" in said
+        assert "3" in said
+
+
+def refused(folder: str) -> str:
+    with pytest.raises(LayerError) as caught:
+        loaded(Path(folder))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"hidden_act": "relu6"}, "activation 'relu6' is none of"),
+        ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
+    ],
+)
+def test_a_config_that_is_not_written_for(tmp_path: Path, value: dict[str, Any], words: str) -> None:
+    """A config that asks for something else is refused with what it asks for."""
+    config = transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 2})
+    saved(transformers.LlamaForCausalLM(config), tmp_path)
+    for name, one in value.items():
+        setattr(config, name, one)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=words):
+        loaded(tmp_path)

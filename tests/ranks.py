@@ -1,0 +1,101 @@
+"""Ranks of a job, each a process of its own that calls functions of test modules."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+PATIENCE = 120.0
+"""Seconds that a rank has for an answer."""
+
+
+class Ranks:
+    """Processes over gloo that are one tensor group, unless ``sizes`` says otherwise."""
+
+    def __init__(self, size: int, *, path: Sequence[str] = (), plugins: str = "", **sizes: int) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        context = multiprocessing.get_context("spawn")
+        sizes = sizes or {"tensor": size}
+        job = (size, f"file://{self.folder.name}/store", tuple(path), plugins, sizes)
+        self.ends: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, *job), daemon=True)
+            process.start()
+            self.ends.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call a function of a test module on every rank; return what each returned."""
+        request = pickle.dumps((function.__code__.co_filename, function.__name__, args))
+        for end in self.ends:
+            end.send_bytes(request)
+        answers = []
+        for rank, end in enumerate(self.ends):
+            if not end.poll(PATIENCE):
+                raise TimeoutError(f"rank {rank} does not answer")
+            answers.append(pickle.loads(end.recv_bytes()))  # noqa: S301  # of our own process
+        failed = [f"rank {rank}: {answer}" for rank, (good, answer) in enumerate(answers) if not good]
+        if failed:
+            raise AssertionError("\n".join(failed))
+        return [answer for _, answer in answers]
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        for end in self.ends:
+            end.close()  # on which the process ends
+        for process in self.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+        self.folder.cleanup()
+
+
+def _serve(
+    end: Connection, rank: int, size: int, store: str, path: Sequence[str], plugins: str, sizes: dict[str, int]
+) -> None:
+    for name in [name for name in os.environ if name.startswith("OPGRAFT_")]:
+        del os.environ[name]
+    os.environ["OPGRAFT_PLUGINS"] = plugins
+    sys.path[:0] = path
+    import torch
+
+    torch.set_num_threads(1)
+    from opgraft.distributed import destroy_distributed, init_distributed
+
+    init_distributed(**sizes, rank=rank, init_method=store)
+    while True:
+        try:
+            file, name, args = pickle.loads(end.recv_bytes())  # noqa: S301  # of the test
+        except EOFError:
+            break
+        try:
+            answer = True, getattr(_module(file), name)(*args)
+        except Exception:
+            answer = False, traceback.format_exc()
+        end.send_bytes(pickle.dumps(answer))
+    destroy_distributed()
+
+
+def _module(file: str) -> Any:
+    name = f"on_ranks_{Path(file).stem}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
