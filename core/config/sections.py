@@ -85,7 +85,6 @@ class LoadConfig(Section):
         "format of the checkpoint; auto tells by its files", default="auto", choices=("auto", "safetensors", "gguf")
     )
     device: str | None = setting("device that weights are loaded to", unset="the platform's")
-    strict: bool = setting("missing and unexpected tensors are an error", default=True)
     progress: bool = setting("show a progress bar on stderr", default=True)
 
 

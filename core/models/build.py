@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from opgraft.config import OpgraftConfig
-from opgraft.errors import ModelError
+from opgraft.distributed import get_tensor_model_parallel_world_size
+from opgraft.errors import CheckpointError, DistributedError, ModelError
 from opgraft.models.config import read_config
 from opgraft.models.construction import construct
 from opgraft.models.description import part
-from opgraft.models.files import open_weights
+from opgraft.models.files import Weights, open_weights
 from opgraft.models.load import load_weights
 from opgraft.models.model import Model, model_class
 from opgraft.plugins.selection import current_platform
@@ -26,11 +27,14 @@ def load_model(opgraft_config: OpgraftConfig) -> Model:
         ModelError: nothing is named, or no class is registered for the architecture.
         CheckpointError: the checkpoint is damaged, or its weights are not those of its config.
         QuantizationError: its quantization, or the one that is set, cannot be used.
+        DistributedError: ``parallel.tensor`` is more than 1 and not the number of ranks of this process's group.
     """
     resolved = opgraft_config.resolved()
     if resolved.model.name is None:
         raise ModelError("no model is named: set model.name to a checkpoint's folder or file, or to a name")
+    _expect_ranks(opgraft_config.parallel.tensor)
     weights = open_weights(resolved.model.name)
+    _expect_format(resolved.load.format, weights)
     config = part(read_config(weights), resolved.model.part)
     cls = model_class(getattr(config, "architectures", None) or (), resolved.model.implementation or "auto")
     device = torch.device(resolved.load.device or current_platform().device_type)
@@ -45,6 +49,21 @@ def load_model(opgraft_config: OpgraftConfig) -> Model:
         progress=bool(resolved.load.progress),
     )
     return model.eval()
+
+
+def _expect_ranks(tensor: int | None) -> None:
+    ranks = get_tensor_model_parallel_world_size()
+    if tensor not in (None, 1, ranks):
+        raise DistributedError(
+            f"parallel.tensor is {tensor}, and this process is in a tensor group of {ranks}: call "
+            f"opgraft.distributed.init_distributed(tensor={tensor}) on every rank before a model is made"
+        )
+
+
+def _expect_format(name: str | None, weights: Weights) -> None:
+    found = "gguf" if weights.is_gguf else "safetensors"
+    if name not in (None, "auto", found):
+        raise CheckpointError(f"load.format is {name!r}, and {weights.path} has its weights as {found}")
 
 
 def dtype_of(opgraft_config: OpgraftConfig, config: Any) -> torch.dtype:

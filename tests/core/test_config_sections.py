@@ -111,7 +111,7 @@ def test_variables_are_named_by_a_rule() -> None:
         ({"cache.memory_share": 1.5}, "use a number above 0 and at most 1"),
         ({"cache.memory_share": float("nan")}, "use a number above 0 and at most 1"),
         ({"model.dtype": "float8"}, "use one of auto, float32, bfloat16, float16"),
-        ({"load.strict": 1}, "load.strict is 1: use true or false"),
+        ({"load.progress": 1}, "load.progress is 1: use true or false"),
         ({"quantization.skip": "lm_head"}, "use a list of strings"),
         ({"quantization.by_prefix": {"a": 1}}, "use a mapping of strings"),
         ({"parallel.tensr": 2}, "did you mean 'parallel.tensor'"),
