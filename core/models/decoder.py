@@ -12,17 +12,20 @@ from opgraft.distributed import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
 )
+from opgraft.errors import ModelError
 from opgraft.models.decoder_config import DecoderShape, Family
 from opgraft.models.description import architecture_config, joined, quantization_config
 from opgraft.models.model import Model
 from opgraft.models.names import ShardId
 from opgraft.ops.activation import GeluAndMul, SiluAndMul
 from opgraft.ops.attention import Attention
+from opgraft.ops.attention.batch import current_batch
+from opgraft.ops.attention.decoder import attention_layers
 from opgraft.ops.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
 from opgraft.ops.layernorm import GemmaRMSNorm, RMSNorm
 from opgraft.ops.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from opgraft.ops.linear.quantization_config import QuantizationConfig
-from opgraft.ops.rotary import get_rope
+from opgraft.ops.rotary import DynamicNTKScalingRotaryEmbedding, Phi3LongRoPEScaledRotaryEmbedding, get_rope
 from torch import Tensor, nn
 
 PACKED_MODULES: Mapping[str, Mapping[str, ShardId]] = {
@@ -30,6 +33,9 @@ PACKED_MODULES: Mapping[str, Mapping[str, ShardId]] = {
     "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
 }
 """Layers of a decoder, to those of a checkpoint that they hold one after another."""
+
+_FITTED = (DynamicNTKScalingRotaryEmbedding, Phi3LongRoPEScaledRotaryEmbedding)
+"""Ropes that rotate in another way in a longer context."""
 
 
 class DecoderAttention(nn.Module):
@@ -96,12 +102,14 @@ class DecoderAttention(nn.Module):
         """Attend with ``hidden_states`` ``[tokens, hidden_size]`` at ``positions`` ``[tokens]``."""
         query, key, value = self.qkv_proj(hidden_states).split(self.sizes, dim=-1)
         if self.qk_norm:
-            query, key = self._normalised(self.q_norm, query), self._normalised(self.k_norm, key)
+            query = self._normalised(self.q_norm, query)
+            key = self._normalised(self.k_norm, key, self.qkv_proj.num_kv_head_replicas)
         query, key = self.rotary_emb(positions, query, key)
         output: Tensor = self.o_proj(self.attn(query, key, value))
         return output
 
-    def _normalised(self, norm: nn.Module, x: Tensor) -> Tensor:
+    def _normalised(self, norm: nn.Module, x: Tensor, replicas: int = 1) -> Tensor:
+        """Normalise heads, of which ``replicas`` ranks after one another have the same."""
         if self.qk_norm == "head":
             heads: Tensor = norm(x.reshape(*x.shape[:-1], -1, self.head_size))
             return heads.flatten(-2)
@@ -110,8 +118,9 @@ class DecoderAttention(nn.Module):
             whole: Tensor = norm(x.contiguous())
             return whole
         gathered = tensor_model_parallel_all_gather(x.contiguous())
-        part: Tensor = norm(gathered).chunk(size, dim=-1)[get_tensor_model_parallel_rank()]
-        return part
+        parts = gathered.chunk(size, dim=-1)[::replicas]
+        normalised: Tensor = norm(torch.cat(parts, dim=-1))
+        return normalised.chunk(len(parts), dim=-1)[get_tensor_model_parallel_rank() // replicas]
 
 
 class DecoderMLP(nn.Module):
@@ -208,10 +217,9 @@ class DecoderModel(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(
             shape.vocab_size, shape.hidden_size, quant_config=quant_config, prefix=f"{prefix}.embed_tokens"
         )
-        ropes = {
-            name: get_rope(shape.head_size, shape.max_position, rope_parameters=parameters)
-            for name, parameters in shape.ropes.items()
-        }
+        ropes = {name: _rope(shape, parameters) for name, parameters in shape.ropes.items()}
+        self.fitted_ropes = [rope for rope in ropes.values() if isinstance(rope, _FITTED)]
+        self.max_position = shape.max_position
         self.layers = nn.ModuleList(
             DecoderLayer(shape, family, number, ropes[layer.rope], quant_config, f"{prefix}.layers.{number}")
             for number, layer in enumerate(shape.layers)
@@ -231,12 +239,42 @@ class DecoderModel(nn.Module):
         hidden_states: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if self.embedding_scale != 1.0:
             hidden_states = hidden_states * self.embedding_scale
+        if self.fitted_ropes and positions.numel():
+            self._fit_ropes(positions)
         residual: Tensor | None = None
         for layer in self.layers:
             hidden_states, residual = layer(positions, hidden_states, residual)
         if residual is None:
             return self.norm(hidden_states)  # type: ignore[no-any-return]
         return self.norm(hidden_states, residual)[0]  # type: ignore[no-any-return]
+
+    def _fit_ropes(self, positions: Tensor) -> None:
+        """Have ropes that depend on the length of the context rotate for that of this call.
+
+        Without a cache it is the length of the sequence, as in transformers. Keys in a cache stay rotated as they were,
+        so over a cache it is what the cache has room for: the same from the first token of a sequence to its last.
+        """
+        batch = current_batch()
+        if batch is None:
+            length = int(positions.max()) + 1
+        else:
+            lengths = [layer.cache_length(batch) for layer in attention_layers(self).values()]
+            length = max((n for n in lengths if n is not None), default=self.max_position)
+        for rope in self.fitted_ropes:
+            rope.fit_context(length)
+
+
+def _rope(shape: DecoderShape, parameters: Mapping[str, Any]) -> Any:
+    """Construct a rope whose table has a row for each position of the longest context."""
+    sizes = (shape.head_size, shape.max_position)
+    rope = get_rope(*sizes, rope_parameters=parameters, model_positions=shape.model_positions)
+    rows = len(getattr(rope, "cos_sin_cache", range(shape.max_position)))
+    if rows < shape.max_position:
+        raise ModelError(
+            f"the rope of type {parameters.get('rope_type')!r} has {rows} positions, and the longest context is "
+            f"{shape.max_position}: set model.max_model_len to at most {rows}"
+        )
+    return rope
 
 
 class DecoderForCausalLM(Model):

@@ -51,7 +51,10 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """The sizes, switches and scales of a decoder, by our names."""
+    """The sizes, switches and scales of a decoder, by our names.
+
+    ``max_position`` is the longest context here, ``model_positions`` the config's, from which ropes scale.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -60,6 +63,7 @@ class DecoderShape:
     num_kv_heads: int
     head_size: int
     max_position: int
+    model_positions: int
     eps: float
     activation: str
     qkv_bias: bool
@@ -103,6 +107,7 @@ class DecoderShape:
             num_kv_heads=given("num_key_value_heads", None) or heads,
             head_size=head_size,
             max_position=max_position or given("max_position_embeddings"),
+            model_positions=given("max_position_embeddings", *([max_position] if max_position else [])),
             eps=given("rms_norm_eps"),
             activation=_activation(given),
             qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,

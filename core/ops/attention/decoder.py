@@ -71,6 +71,11 @@ class Attention(PluggableLayer):
         """Return the shape of a cache of ``num_blocks`` blocks; only this layer looks inside a block."""
         return (num_blocks, 2, self.num_kv_heads, block_size, self.head_size)
 
+    def cache_length(self, batch: AttentionBatch) -> int | None:
+        """Return for how many tokens of a sequence its row of the cache has room; ``None`` if there is no cache."""
+        cache = batch.caches.get(self.prefix)
+        return None if cache is None else cache.shape[3]
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return the attended values, in the shape of ``query``; the new keys and values go to the cache.
 

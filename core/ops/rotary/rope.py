@@ -16,6 +16,7 @@ from opgraft.ops.rotary.scaled import (
     LinearScalingRotaryEmbedding,
     NTKScalingRotaryEmbedding,
     Phi3LongRoPEScaledRotaryEmbedding,
+    longrope_scale,
 )
 from opgraft.ops.rotary.variants import (
     DeepseekScalingRotaryEmbedding,
@@ -41,6 +42,7 @@ class _Rope:
     dtype: torch.dtype
     given: Mapping[str, Any]
     positions_factor: int
+    model_positions: int
 
     def sizes(self, positions: int | None = None) -> tuple[int, int, int, float, bool]:
         """Return the arguments that come before the dtype, for the longest context or for other positions."""
@@ -64,6 +66,8 @@ def get_rope(
     dtype: torch.dtype | None = None,
     dual_chunk_attention_config: Mapping[str, Any] | None = None,
     mrope_positions_factor: int = 4,
+    *,
+    model_positions: int | None = None,
 ) -> Any:
     """Construct the rotary embedding that a model's rope parameters ask for.
 
@@ -78,6 +82,8 @@ def get_rope(
         dtype: dtype of the table; torch's default dtype if not given.
         dual_chunk_attention_config: ``chunk_size`` and ``local_size`` of attention in chunks.
         mrope_positions_factor: ``positions_factor`` of ``MRotaryEmbedding``.
+        model_positions: positions that the model's config is for, from which the types ``dynamic`` and ``longrope``
+            compute their scale; ``max_position`` if not given.
 
     Raises:
         ValueError: an unknown ``rope_type``, one whose parameters are missing, or ``partial_rotary_factor`` is not
@@ -90,7 +96,8 @@ def get_rope(
     rotary_dim = given.get("rope_dim") or int(head_size * share)
     base = given.get("rope_theta", 10000.0)
     dtype = dtype or torch.get_default_dtype()
-    rope = _Rope(head_size, rotary_dim, max_position, base, is_neox_style, dtype, given, mrope_positions_factor)
+    factors = (mrope_positions_factor, model_positions or max_position)
+    rope = _Rope(head_size, rotary_dim, max_position, base, is_neox_style, dtype, given, *factors)
     if dual_chunk_attention_config is not None:
         chunk_size, local_size = (dual_chunk_attention_config[name] for name in ("chunk_size", "local_size"))
         return DualChunkRotaryEmbedding(*rope.sizes(), dtype, chunk_size, local_size)
@@ -134,7 +141,7 @@ def _dynamic(rope: _Rope) -> Any:
     if "alpha" in rope.given:
         return DynamicNTKAlphaRotaryEmbedding(*rope.sizes(), rope.given["alpha"], rope.dtype)
     head_size, rotary_dim, positions, base, is_neox_style = rope.sizes()
-    trained = rope.given.get("max_trained_positions", positions)
+    trained = rope.given.get("max_trained_positions", rope.model_positions)
     return DynamicNTKScalingRotaryEmbedding(
         head_size, rotary_dim, positions, trained, base, is_neox_style, rope.given["factor"], rope.dtype
     )
@@ -157,6 +164,10 @@ def _deepseek(rope: _Rope) -> Any:
 
 def _longrope(rope: _Rope) -> Any:
     head_size, rotary_dim, positions, base, is_neox_style = rope.sizes()
+    scale = rope.given.get("attention_factor")
+    if scale is None:
+        scale = longrope_scale(rope.given.get("factor") or rope.model_positions / rope.trained, rope.trained)
+    scales = {"short_mscale": scale, "long_mscale": scale, **rope.options("short_mscale", "long_mscale")}
     return Phi3LongRoPEScaledRotaryEmbedding(
         head_size,
         rotary_dim,
@@ -167,7 +178,7 @@ def _longrope(rope: _Rope) -> Any:
         rope.dtype,
         rope.given["short_factor"],
         rope.given["long_factor"],
-        **rope.options("short_mscale", "long_mscale"),
+        **scales,
     )
 
 

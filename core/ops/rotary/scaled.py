@@ -120,8 +120,8 @@ class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
     """The rotary embedding with a base that grows with the context, as transformers' rope type ``dynamic`` has it.
 
     The base is multiplied by ``(f · n / t - (f - 1))^(d / (d - 2))`` with ``f = scaling_factor``, ``n =
-    max_position_embeddings``, ``t = max_trained_positions``, ``d = rotary_dim``. The table is made once, for the
-    longest context.
+    max_position_embeddings``, ``t = max_trained_positions``, ``d = rotary_dim``; up to ``t`` positions the base stays.
+    The table is first made for the longest context. ``fit_context`` makes it anew for another one.
 
     Args:
         max_position_embeddings: positions that the table is for.
@@ -146,10 +146,19 @@ class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
         expect_positive(_OP, "max_trained_positions", max_trained_positions)
         self.scaling_factor = scaling_factor
         self.max_trained_positions = max_trained_positions
+        self.context = max_position_embeddings
         super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
 
+    def fit_context(self, length: int) -> None:
+        """Rotate as a context of ``length`` positions asks for, at most ``max_position_embeddings``."""
+        context = max(self.max_trained_positions, min(length, self.max_position_embeddings))
+        if context != self.context:
+            self.context = context
+            with torch.inference_mode(False):  # later calls may need gradients
+                self.cos_sin_cache = self._compute_cos_sin_cache().to(self.cos_sin_cache)
+
     def _compute_cos_sin_cache(self) -> Tensor:
-        longer = self.scaling_factor * self.max_position_embeddings / self.max_trained_positions
+        longer = self.scaling_factor * max(1.0, self.context / self.max_trained_positions)
         base = _stretched(self.base, longer - (self.scaling_factor - 1), self.rotary_dim)
         return cos_sin_table(self._compute_inv_freq(base), self.max_position_embeddings)
 
@@ -231,12 +240,17 @@ class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbeddingBase):
         self.original_max_position_embeddings = original_max_position_embeddings
         self.short_factor, self.long_factor = list(short_factor), list(long_factor)
         self.use_long_rope = max_position_embeddings > original_max_position_embeddings
-        scale = _longrope_scale(max_position_embeddings, original_max_position_embeddings)
+        longer = max_position_embeddings / original_max_position_embeddings
+        scale = longrope_scale(longer, original_max_position_embeddings)
         self.short_mscale = scale if short_mscale is None else short_mscale
         self.long_mscale = scale if long_mscale is None else long_mscale
         short = self._compute_cos_sin_cache(original_max_position_embeddings, self.short_factor, self.short_mscale)
         long = self._compute_cos_sin_cache(max_position_embeddings, self.long_factor, self.long_mscale)
         self.register_buffer("long_short_cos_sin_cache", torch.cat((short, long)).to(dtype), persistent=False)
+
+    def fit_context(self, length: int) -> None:
+        """Take the factors that a context of ``length`` positions asks for, at most ``max_position_embeddings``."""
+        self.use_long_rope = min(length, self.max_position_embeddings) > self.original_max_position_embeddings
 
     def _compute_inv_freq(self, rescale_factors: Sequence[float]) -> Tensor:  # type: ignore[override]  # vLLM's name
         plain = inverse_frequencies(self.base, self.rotary_dim, self.dtype)
@@ -267,7 +281,6 @@ class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbeddingBase):
     functional_cuda = functional_xpu = TRITON
 
 
-def _longrope_scale(positions: int, trained: int) -> float:
-    if positions <= trained:
-        return 1.0
-    return math.sqrt(1.0 + math.log(positions / trained) / math.log(trained))
+def longrope_scale(longer: float, trained: int) -> float:
+    """Compute the scale of cosines and sines for a context ``longer`` times that of ``trained`` positions."""
+    return 1.0 if longer <= 1.0 else math.sqrt(1.0 + math.log(longer) / math.log(trained))
