@@ -197,7 +197,8 @@ class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbeddingBase):
     The buffer ``long_short_cos_sin_cache`` has ``original_max_position_embeddings`` rows with the short factors, then
     ``max_position_embeddings`` rows with the long ones. It takes the place of ``cos_sin_cache``. Which ones count is
     the attribute ``use_long_rope``, at first whether there are more positions than the model was first trained for: a
-    sequence must not change from one to the other, as keys in a cache stay rotated as they were.
+    sequence must not change from one to the other, as keys in a cache stay rotated as they were. ``fit_context``
+    sets it for the length of a context.
 
     Args:
         original_max_position_embeddings: positions that the model was first trained for.
