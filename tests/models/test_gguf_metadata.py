@@ -136,8 +136,8 @@ ROPES = {
     "linear without a type": ({"llama.rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
     "linear of old": ({"llama.rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
     "yarn": (
-        {**YARN, "llama.rope.scaling.original_context_length": 64.0},
-        {"factor": 4.0, "original_max_position_embeddings": 64},
+        {**YARN, "llama.rope.scaling.original_context_length": 512.0},
+        {"factor": 4.0, "original_max_position_embeddings": 512},
     ),
     "llama3 8": ({"rope_freqs.weight": divisors(8.0)}, {"rope_type": "llama3", "factor": 8.0, **LLAMA3}),
     "llama3 32": ({"rope_freqs.weight": divisors(32.0)}, {"rope_type": "llama3", "factor": 32.0, **LLAMA3}),
