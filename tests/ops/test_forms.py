@@ -132,6 +132,8 @@ def test_forms_without_gradients_require_none() -> None:
     assert {name for name, made in FUNCTIONALS.items() if not made.differentiable and not made.mutates} == {
         "quant_fp8_static",
         "quant_fp8_dynamic",
+        "int8_dynamic_linear",
+        "fp8_linear",
     }
 
 

@@ -228,6 +228,7 @@ def test_a_weight_is_packed_once(calls: Calls) -> None:
 
 def test_packed_weights_go_with_their_parameters(calls: Calls) -> None:
     """When a model is gone, so is all that was kept of it, gate and up of a gated MLP too."""
+    gc.collect()  # of what other tests left
     before = {*packed_linear._COPIES}, {*weight_cache._FROZEN}
     model = nn.Sequential(make(), nn.Linear(7, 13), GatedMLP(13, 24).eval())
     opgraft.graft(model)

@@ -47,7 +47,7 @@ def test_a_class_that_the_user_keeps(site) -> None:
     choice = part(decision, "class of")
     assert choice.candidates[-1].reason == choice.reason == kept
     assert "no active replacement applies" not in str(decision)
-    assert choice.setting.startswith("OPGRAFT_PROVIDERS=rms_norm=acme,")
+    assert choice.setting == "providers is set by the command line, which outranks OPGRAFT_PROVIDERS: change it there"
 
 
 def test_a_class_that_the_provider_does_not_serve(site) -> None:
