@@ -5,9 +5,10 @@ Files are written by ``convert_hf_to_gguf.py`` of llama.cpp; each table here und
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ class Family:
         permuted: the rows of queries and keys were reordered within each head, for rotation of neighbouring pairs.
         norm_offset: 1 was added to the weights of norms.
         norms: the norms of a layer by their names in GGUF.
+        reads: the keys of ``_SCALES`` that the family has a place for.
+        blocks_of_27b: layers of the model whose queries are scaled by ``hidden_size / heads``, not by the head size.
     """
 
     model_type: str
@@ -32,6 +35,8 @@ class Family:
     permuted: bool = False
     norm_offset: bool = False
     norms: tuple[tuple[str, str], ...] = (("attn_norm", "input_layernorm"), ("ffn_norm", "post_attention_layernorm"))
+    reads: tuple[str, ...] = ()
+    blocks_of_27b: int | None = None
 
 
 _SANDWICH = (
@@ -41,16 +46,19 @@ _SANDWICH = (
     ("post_ffw_norm", "post_feedforward_layernorm"),
 )
 _POST = (("post_attention_norm", "post_attention_layernorm"), ("post_ffw_norm", "post_feedforward_layernorm"))
+_CAPPED = ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+_SCALED = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
+_GEMMA2 = Family("gemma2", "Gemma2ForCausalLM", False, True, _SANDWICH, _CAPPED, 46)
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family("llama", "LlamaForCausalLM", permuted=True),
     "qwen2": Family("qwen2", "Qwen2ForCausalLM"),
     "qwen3": Family("qwen3", "Qwen3ForCausalLM"),
-    "phi3": Family("phi3", "Phi3ForCausalLM"),
+    "phi3": Family("phi3", "Phi3ForCausalLM", reads=("attention.sliding_window",)),
     "gemma": Family("gemma", "GemmaForCausalLM", norm_offset=True),
-    "gemma2": Family("gemma2", "Gemma2ForCausalLM", norm_offset=True, norms=_SANDWICH),
-    "gemma3": Family("gemma3_text", "Gemma3ForCausalLM", norm_offset=True, norms=_SANDWICH),
-    "granite": Family("granite", "GraniteForCausalLM", permuted=True),
+    "gemma2": _GEMMA2,
+    "gemma3": replace(_GEMMA2, model_type="gemma3_text", architecture="Gemma3ForCausalLM", blocks_of_27b=62),
+    "granite": Family("granite", "GraniteForCausalLM", permuted=True, reads=_SCALED),
     "olmo2": Family("olmo2", "Olmo2ForCausalLM", norms=_POST),
 }
 """By ``general.architecture``. Mistral and SmolLM are llama there."""
@@ -79,6 +87,8 @@ _CONFIG = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_SCALES = {
     "attention.sliding_window": "sliding_window",
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
@@ -87,6 +97,38 @@ _CONFIG = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
+"""Settings that only some families have a place for."""
+
+_ROPE = {
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+_READ = {*_CONFIG, *_ROPE, "rope.scale_linear", "rope.scaling.type", "rope.dimension_count", "attention.value_length"}
+_HARMLESS = {"rope.scaling.finetuned", "tensor_data_layout", "pooling_type"}
+"""Keys that change nothing in the model."""
+
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    **dict.fromkeys(_SCALES, (0,)),
+    **dict.fromkeys(("embedding_scale", "residual_scale", "logit_scale"), (0, 1)),
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.shared_kv_layers": (0,),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "leading_dense_block_count": (0,),
+    "nextn_predict_layers": (0,),
+    "rope.scaling.attn_factor": (1,),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_log_multiplier": (0,),
+    "use_parallel_residual": (False,),
+}
+"""Keys that change the model, unless they have one of these values."""
+
+_ROPE_FREQS = "rope_freqs.weight"
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _TOKENS = {
     "tokenizer.ggml.bos_token_id": "bos_token_id",
     "tokenizer.ggml.eos_token_id": "eos_token_id",
@@ -113,30 +155,118 @@ def config_values(metadata: Mapping[str, Any], tensors: Mapping[str, LazyTensor]
     """Return the settings of a file by their names in ``config.json``.
 
     Raises:
-        CheckpointError: the architecture is not known, or a setting is no number.
+        CheckpointError: the architecture is not known, a setting is no number, or one that changes the model has no
+            place. The message lists them.
     """
     family = family_of(metadata, file)
-    prefix = metadata["general.architecture"]
-    keys = {f"{prefix}.{key}": name for key, name in _CONFIG.items()} | _TOKENS
-    found = {name: metadata[key] for key, name in keys.items() if key in metadata}
-    wrong = [f"{name} is {value!r:.50}" for name, value in found.items() if type(value) not in (int, float)]
+    start = f"{metadata['general.architecture']}."
+    given = {key[len(start) :]: value for key, value in metadata.items() if key.startswith(start)}
+    names = {**_CONFIG, **{key: _SCALES[key] for key in family.reads}}
+    numbers = {key: given[key] for key in ({*names, *_READ} - {"rope.scaling.type"}) & set(given)}
+    found = {name: given[key] for key, name in names.items() if key in given}
+    found |= {name: metadata[key] for key, name in _TOKENS.items() if key in metadata}
+    wrong = [
+        f"{key} is {value!r:.50}" for key, value in {**numbers, **found}.items() if type(value) not in (int, float)
+    ]
     if wrong:
         raise CheckpointError.listing(f"{file} has settings that are no numbers", wrong, "take another file")
+    found |= {_SCALES[key]: given[key] or None for key in _CAPPED if key in family.reads and key in given}
+    problems = [*_unread(given, family), *_contradictions(given, family, tensors)]
+    if problems:
+        raise CheckpointError.listing(
+            f"{file} has settings that are not read here, and the model would differ without them",
+            problems,
+            "take the checkpoint as safetensors",
+        )
     if "vocab_size" not in found and "tokenizer.ggml.tokens" in metadata:
         found["vocab_size"] = len(metadata["tokenizer.ggml.tokens"])
     values = {"model_type": family.model_type, "architectures": [family.architecture], **found}
     values["tie_word_embeddings"] = "output.weight" not in tensors
-    return values | _rope(metadata, prefix) | _biases(metadata, tensors)
+    return values | _rope(given, tensors) | _query_scale(given, family) | _biases(metadata, tensors)
 
 
-def _rope(metadata: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the scaling of positions, where the file has one that is a setting and not a tensor."""
-    keys = {"factor": "factor", "original_context_length": "original_max_position_embeddings"}
-    kind = metadata.get(f"{prefix}.rope.scaling.type", "none")
-    if kind not in ("linear", "yarn"):
+def _unread(given: Mapping[str, Any], family: Family) -> Iterator[str]:
+    """Yield the settings that have no place and change the model."""
+    for key in sorted(set(given) - _READ - _HARMLESS - set(family.reads)):
+        if given[key] not in _NEUTRAL.get(key, ()):
+            yield f"{key!r:.80} is {given[key]!r:.50}"
+
+
+def _contradictions(given: Mapping[str, Any], family: Family, tensors: Mapping[str, LazyTensor]) -> Iterator[str]:
+    """Yield the settings whose values are those of no model that is written here."""
+    head = _head_size(given)
+    if given.get("attention.value_length", head) != head:
+        yield f"attention.value_length is {given['attention.value_length']}, and keys have {head}"
+    turned = given.get("rope.dimension_count", head)
+    if turned != head and (family.model_type != "phi3" or not 0 < turned < head):
+        yield f"rope.dimension_count is {turned}, and heads have {head}"
+    kind = given.get("rope.scaling.type", "none")
+    if kind not in ("none", "linear", "yarn"):
+        yield f"rope.scaling.type is {kind!r:.50}"
+    if kind == "yarn" and "rope.scaling.factor" not in given:
+        yield "rope.scaling.type is 'yarn' without rope.scaling.factor"
+    if _ROPE_FREQS in tensors:
+        yield from _unread_frequencies(given, family, tensors[_ROPE_FREQS])
+
+
+def _head_size(given: Mapping[str, Any]) -> int:
+    """Return the size of a head; 0 where the file does not tell."""
+    heads = given.get("attention.head_count") or math.inf
+    return int(given.get("attention.key_length", given.get("embedding_length", 0) // heads))
+
+
+def _query_scale(given: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return the divisor of scores of a Gemma, which no key tells.
+
+    The models of 27 billion parameters are told by their number of layers, as llama.cpp does (``src/llama-model.cpp``,
+    ``f_attention_scale``); 144 and 168 are in google/gemma_pytorch, ``gemma/config.py``.
+    """
+    if family.blocks_of_27b is None or not _head_size(given):
         return {}
-    found = {name: metadata.get(f"{prefix}.rope.scaling.{key}") for key, name in keys.items()}
-    return {"rope_scaling": {"rope_type": kind, **{name: value for name, value in found.items() if value is not None}}}
+    if given.get("block_count") != family.blocks_of_27b:
+        return {"query_pre_attn_scalar": _head_size(given)}
+    return {"query_pre_attn_scalar": given["embedding_length"] // given["attention.head_count"]}
+
+
+def _rope(given: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
+    """Return the scaling of positions and the part of a head that is rotated.
+
+    A factor without a type is a linear one, as in llama.cpp.
+    """
+    head, factor = _head_size(given), given.get("rope.scaling.factor") or given.get("rope.scale_linear") or 1
+    part = given.get("rope.dimension_count", head)
+    values = {} if part == head else {"partial_rotary_factor": part / head}
+    kind = given.get("rope.scaling.type", "linear")
+    if _ROPE_FREQS in tensors:
+        return {**values, "rope_scaling": {"rope_type": "llama3", "factor": _factor(tensors[_ROPE_FREQS]), **_LLAMA3}}
+    if kind == "yarn":
+        found = {name: given[key] for key, name in _ROPE.items() if key in given}
+        return {**values, "rope_scaling": {"rope_type": kind, **found}}
+    scaled = kind == "linear" and factor != 1
+    return {**values, "rope_scaling": {"rope_type": kind, "factor": float(factor)}} if scaled else values
+
+
+def _factor(frequencies: LazyTensor) -> float:
+    return float(frequencies[...].max())
+
+
+def _unread_frequencies(given: Mapping[str, Any], family: Family, frequencies: LazyTensor) -> Iterator[str]:
+    """Yield why divisors of the rope's frequencies are not those of Llama 3.1 and later, which the config can hold.
+
+    Those are 1 for short waves, the factor for long ones and between them in between: arXiv:2407.21783 and the rope
+    ``llama3`` of transformers.
+    """
+    head, base = _head_size(given), given.get("rope.freq_base", 10000.0)
+    scaled = given.get("rope.scaling.type", "none") != "none" or "rope.scaling.factor" in given
+    if family.model_type != "llama" or scaled or tuple(frequencies.shape) != (head // 2,) or not head:
+        yield f"the tensor {_ROPE_FREQS} of shape {list(frequencies.shape)}, beside another rope than Llama's"
+        return
+    turns = _LLAMA3["original_max_position_embeddings"] / (2 * math.pi) / base ** (torch.arange(0, head, 2) / head)
+    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    expected = 1 / ((1 - share) / _factor(frequencies) + share)
+    if not torch.allclose(frequencies[...].float(), expected, rtol=1e-3):
+        yield f"the tensor {_ROPE_FREQS} is not that of rope_type llama3 with its greatest factor and {_LLAMA3}"
 
 
 def _biases(metadata: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
@@ -153,7 +283,8 @@ def renamed(metadata: Mapping[str, Any], tensors: Mapping[str, LazyTensor], file
         CheckpointError: the architecture is not known.
     """
     family = family_of(metadata, file)
-    return {_name(name, family): _converted(name, tensor, family, metadata) for name, tensor in tensors.items()}
+    kept = {name: tensor for name, tensor in tensors.items() if name != _ROPE_FREQS}  # that one is in the config
+    return {_name(name, family): _converted(name, tensor, family, metadata) for name, tensor in kept.items()}
 
 
 def _name(name: str, family: Family) -> str:
