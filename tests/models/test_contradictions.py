@@ -70,7 +70,7 @@ def test_wide_numbers_are_not_rounded_to_fp8(single: Path, tmp_path: Path) -> No
 
     said = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     folder = changed(single, tmp_path / "wide", scale, quantization_config=said)
-    with pytest.raises(CheckpointError, match="has torch.float32, the model has torch.float8_e4m3fn"):
+    with pytest.raises(CheckpointError, match=r"has torch\.float32, the model has torch.float8_e4m3fn"):
         load_model(config(folder))
 
 
