@@ -17,10 +17,11 @@ from opgraft.state import host_state
 from opgraft.text import printable
 
 
-def answer_prompt(name: str, prompt: str, dtype: str, max_tokens: int, as_json: bool) -> None:
-    """Load a model, answer a prompt greedily, and print the answer."""
+def answer_prompt(name: str, prompt: str, dtype: str | None, max_tokens: int, as_json: bool) -> None:
+    """Load a model, answer a prompt greedily, and print the answer; ``dtype`` goes before the setting."""
     settings = host_state().settings().config
-    model = load_model(dataclasses.replace(settings, model=dataclasses.replace(settings.model, name=name, dtype=dtype)))
+    chosen = {"name": name} if dtype is None else {"name": name, "dtype": dtype}
+    model = load_model(dataclasses.replace(settings, model=dataclasses.replace(settings.model, **chosen)))
     tokenizer = load_tokenizer(open_weights(name))
     given = prompt_tokens(tokenizer, prompt)
     tokens: list[int] = []

@@ -39,7 +39,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 @click.argument("prompt", required=False)
 @click.option("--input", "input_file", metavar="FILE", help="UTF-8 text, one sentence or prompt per line.")
 @click.option("--compare", is_flag=True, help="Also run the model ungrafted; report the difference and both times.")
-@click.option("--dtype", type=click.Choice(list(_DTYPES)), default="float32", show_default=True)
+@click.option("--dtype", type=click.Choice(list(_DTYPES)), help="Of lines: float32; of PROMPT: model.dtype.")
 @click.option("--matmul-precision", type=click.Choice(_PRECISIONS), default="highest", show_default=True)
 @click.option("--max-tokens", type=click.IntRange(1), default=128, show_default=True, help="Of the answer to PROMPT.")
 @json_option
@@ -49,7 +49,7 @@ def command(
     prompt: str | None,
     input_file: str | None,
     compare: bool,
-    dtype: str,
+    dtype: str | None,
     matmul_precision: str,
     max_tokens: int,
     as_json: bool,
@@ -71,7 +71,7 @@ def command(
     comparison = None
     with _progress() as progress:
         progress("loading the model", 0, 1)
-        runner = open_runner(checkpoint, _DTYPES[dtype])
+        runner = open_runner(checkpoint, _DTYPES[dtype or "float32"])
         progress("loading the model", 1, 1)
         if compare:
             output, report, comparison = runner.compare(texts, progress)

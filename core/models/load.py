@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from opgraft.errors import CheckpointError, OpgraftError
-from opgraft.models.names import IGNORED, Target, Targets, WeightsMapper, is_ignored
+from opgraft.models.names import IGNORED, ShardId, Target, Targets, WeightsMapper, is_ignored
 from opgraft.ops.weights import LoadedTensor, PostLoadHook, default_weight_loader
 from opgraft.text import described
 from rich.console import Console
@@ -47,7 +47,8 @@ def load_weights(
 
     The model's ``packed_modules_mapping`` (see ``HasPackedModules``) tells which layers of the checkpoint it keeps as
     one. A parameter with a ``weight_loader(parameter, loaded[, shard_id])`` takes its tensor by that; ``loaded`` is a
-    ``LoadedTensor``, of which it reads the part that it keeps.
+    ``LoadedTensor``, of which it reads the part that it keeps. Floating-point numbers are converted to the parameter's
+    dtype unless that has 8 bits; a loader that takes other numbers sets ``converts = True`` on its parameter.
 
     Args:
         model: constructed, on its device, with its dtypes.
@@ -61,11 +62,16 @@ def load_weights(
     """
     start = time.perf_counter()
     targets = Targets(model)
-    plan, left, unexpected = _plan(targets, weights, mapper or WeightsMapper(), (*IGNORED, *ignored))
+    plan, left, unexpected, twice = _plan(targets, weights, mapper or WeightsMapper(), (*IGNORED, *ignored))
     missing = targets.missing([target for target, _ in plan])
     problems = [f"{name!r:.200} is missing" + _near(name, unexpected) for name in missing]
     problems += [f"{name!r:.200} has no place" + _near(name, targets.by_source) for name in unexpected]
     problems += [problem for target, loaded in plan if (problem := _misfit(target, loaded))]
+    problems += [
+        f"{second!r:.200} differs from {first!r:.200}, and the model has one parameter for both"
+        for first, second in twice
+        if not _equal(weights[first], weights[second])
+    ]
     count = len(plan)
     if not problems:
         del targets  # as the plan does, it holds weights that a module may want to release once it has packed them
@@ -81,28 +87,38 @@ def load_weights(
     return Loaded(count, tuple(left), time.perf_counter() - start)
 
 
+_CHUNK = 1 << 20
+"""Numbers of two tensors that are compared at once."""
+
 _Plan = list[tuple[Target, LoadedTensor]]
 
 
 def _plan(
     targets: Targets, weights: Mapping[str, LoadedTensor], mapper: WeightsMapper, ignored: Sequence[str]
-) -> tuple[_Plan, list[str], list[str]]:
-    """Return which target takes which tensor, in the model's order, and the names ignored and without a place."""
+) -> tuple[_Plan, list[str], list[str], list[tuple[str, str]]]:
+    """Return which target takes which tensor, in the model's order, and names: ignored, without a place, in pairs.
+
+    The second name of a pair is for a target that the first fills already.
+    """
     plan: _Plan = []
-    left, unexpected, taken = [], [], set()
+    left, unexpected, twice = [], [], []
+    taken: dict[tuple[int, ShardId | None], str] = {}
     for name, loaded in weights.items():
         mapped = mapper.map(name)
         target = targets.by_source.get(mapped) if mapped is not None else None
         if target is not None and (key := (id(target.tensor), target.shard_id)) not in taken:
-            taken.add(key)
+            taken[key] = name
             plan.append((target, loaded))
-        elif target is not None or mapped is None or is_ignored(name, ignored):
+        elif target is not None:
             left.append(name)  # tied parameters are one tensor, which the first name fills
+            twice.append((taken[key], name))
+        elif mapped is None or is_ignored(name, ignored):
+            left.append(name)
         else:
             unexpected.append(name)
     order = {name: place for place, name in enumerate(targets.tensors)}
     plan.sort(key=lambda item: order[item[0].name])
-    return plan, left, unexpected
+    return plan, left, unexpected, twice
 
 
 def _near(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
@@ -111,10 +127,30 @@ def _near(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
 
 
 def _misfit(target: Target, loaded: LoadedTensor) -> str:
-    """Return words for a tensor of another shape, where no loader of the parameter has a say."""
+    """Return words for a tensor of other numbers, or of another shape where no loader of the parameter has a say."""
+    dtype, wanted = loaded.dtype, target.tensor.dtype
+    narrow = wanted.is_floating_point and wanted.itemsize == 1
+    other = dtype != wanted if narrow else dtype.is_floating_point != wanted.is_floating_point
+    if other and not getattr(target.tensor, "converts", False):
+        return f"{target.source!r:.200} has {dtype}, the model has {wanted}, as its quantization says"
     if _loader_of(target) is not None or target.tensor.shape == loaded.shape:
         return ""
     return f"{target.source!r:.200} has shape {list(loaded.shape)}, the model has {list(target.tensor.shape)}"
+
+
+def _equal(first: LoadedTensor, second: LoadedTensor) -> bool:
+    """Compare two tensors of a checkpoint, a chunk of rows at a time."""
+    if tuple(first.shape) != tuple(second.shape):
+        return False
+    rows = first.shape[0] if len(first.shape) else 0
+    if not rows:
+        return _same(first[...], second[...])
+    step = max(1, _CHUNK // max(1, torch.Size(first.shape[1:]).numel()))
+    return all(_same(first[start : start + step], second[start : start + step]) for start in range(0, rows, step))
+
+
+def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return torch.allclose(first.double(), second.double(), rtol=0, atol=0, equal_nan=True)
 
 
 def _loader_of(target: Target) -> Callable[..., None] | None:

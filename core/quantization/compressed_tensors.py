@@ -5,7 +5,7 @@ Its configuration is read here: the library wants newer versions of torch and Py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,10 @@ from torch import Tensor
 NAME = "compressed-tensors"
 LINEAR = "Linear"
 """The target that means every linear layer."""
+READ = {"quant_method", "format", "config_groups", "ignore", "sparsity_config"}
+"""Settings that are read."""
+WITHOUT_EFFECT = {"quantization_status", "global_compression_ratio", "version", "run_compressed"}
+"""Settings that change no number."""
 
 
 class Group:
@@ -81,6 +85,7 @@ class CompressedTensorsConfig(CheckpointConfig):
         """
         expect_settings(NAME, config)
         setting(NAME, config.get("sparsity_config") or {}, "format", (None, "dense"))
+        _expect_known(config, READ | WITHOUT_EFFECT)
         given = config.get("config_groups")
         if not isinstance(given, Mapping) or not all(isinstance(one, Mapping) for one in given.values()):
             raise QuantizationError(f"the checkpoint's quantization {NAME} has config_groups {given!r:.200}")
@@ -93,8 +98,18 @@ class CompressedTensorsConfig(CheckpointConfig):
         return found[0].make() if found else None
 
 
+def _expect_known(config: Mapping[str, Any], known: Collection[str]) -> None:
+    unknown = [f"{key!r:.80}" for key, value in config.items() if value and key not in known]
+    if unknown:
+        raise QuantizationError(
+            f"the checkpoint's quantization {NAME} sets {', '.join(unknown)}, which cannot be read and may change what "
+            "its weights mean: take a checkpoint without"
+        )
+
+
 def _method_of(scheme: Mapping[str, Any], layout: object) -> Callable[[], Any]:
     """Return what makes the weight method of a layer of a group."""
+    _expect_known(scheme, ("targets", "weights", "input_activations", "format"))
     weights, inputs = scheme.get("weights") or {}, scheme.get("input_activations")
     kind = setting(NAME, weights, "type", ("int", "float"), "int")
     if layout == "pack-quantized" and kind == "int":

@@ -43,6 +43,11 @@ class Patterns:
             )
         return whole or bool(found)
 
+    def answered(self, prefix: str, merged: Mapping[str, Sequence[str]]) -> set[str]:
+        """Return the patterns that the layer ``prefix``, or one that it stands for, answers to."""
+        names = [prefix, *names_of(prefix, merged)]
+        return {pattern for pattern in self.patterns for name in names if _compiled(pattern).match(name)}
+
     def expect_all_used(self) -> None:
         """Raise ``QuantizationError`` unless every pattern was answered to, once all layers have been made."""
         expect_used([self])

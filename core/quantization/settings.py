@@ -27,6 +27,10 @@ class SettingsConfig(QuantizationConfig):
         skip: patterns of layers that stay plain.
         others: what layers take that answer to one of some patterns; the first that fits.
         packed_modules_mapping: name of a merged layer → names of the layers that it stands for.
+
+    Attributes:
+        taken: patterns of ``others`` by which a layer took its method.
+        refused: pattern of ``others`` → a layer that it names and the method, which that layer cannot take.
     """
 
     def __init__(
@@ -40,6 +44,8 @@ class SettingsConfig(QuantizationConfig):
         self.whole = whole
         self.skip = Patterns(skip)
         self.others = [(config, Patterns(patterns)) for config, patterns in others]
+        self.taken: set[str] = set()
+        self.refused: dict[str, str] = {}
         merged = {name: list(parts) for name, parts in packed_modules_mapping.items()}
         for config in self.configs:
             config.packed_modules_mapping = merged
@@ -71,9 +77,16 @@ class SettingsConfig(QuantizationConfig):
         merged = self.packed_modules_mapping
         if self.skip.match(prefix, merged):
             return None
-        named = (config for config, patterns in self.others if patterns.match(prefix, merged))
-        config = next(named, self.whole)
-        return None if config is None else config.get_quant_method(layer, prefix)
+        for config, patterns in self.others:
+            if patterns.match(prefix, merged):
+                method = config.get_quant_method(layer, prefix)
+                answered = patterns.answered(prefix, merged)
+                if method is None:
+                    self.refused |= dict.fromkeys(answered, f"{prefix} cannot take {config.get_name()}")
+                else:
+                    self.taken |= answered
+                return method
+        return None if self.whole is None else self.whole.get_quant_method(layer, prefix)
 
 
 def choose_quantization(
@@ -117,13 +130,19 @@ def expect_patterns_used(model: nn.Module) -> None:
     """Check that a layer of the constructed model answered to each pattern of the settings.
 
     Raises:
-        QuantizationError: none did to some.
+        QuantizationError: none did to some, or only layers that cannot take the method.
     """
     layers = [module for module in model.modules() if isinstance(module, LinearBase)]
-    configs = {id(layer.quant_config): layer.quant_config for layer in layers}
-    expect_used(
-        patterns for config in configs.values() if isinstance(config, SettingsConfig) for patterns in config.patterns
-    )
+    by_id = {id(layer.quant_config): layer.quant_config for layer in layers}
+    configs = [config for config in by_id.values() if isinstance(config, SettingsConfig)]
+    expect_used(patterns for config in configs for patterns in config.patterns)
+    taken = {pattern for config in configs for pattern in config.taken}
+    refused = [f"{p!r}: {why}" for config in configs for p, why in config.refused.items() if p not in taken]
+    if refused:
+        raise QuantizationError(
+            f"quantization.by_prefix names what stays plain: {'; '.join(dict.fromkeys(refused))}, as embeddings and "
+            "heads cannot: take these patterns out"
+        )
 
 
 def _made(name: str, own: Mapping[str, Any]) -> QuantizationConfig:
