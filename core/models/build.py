@@ -72,8 +72,8 @@ def _expect_embedding(cls: type[Model], config: Any, tensors: Mapping[str, LazyT
     claimed = (getattr(config, "vocab_size", None), getattr(config, "hidden_size", None))
     if tuple(found.shape) != claimed:
         raise ModelError(
-            f"{cls.embedding_weight} has the shape {list(found.shape)} in the checkpoint, and its config says vocab_size "
-            f"{claimed[0]!r:.40} and hidden_size {claimed[1]!r:.40}: correct the config, or take the one of these weights"
+            f"{cls.embedding_weight} has the shape {list(found.shape)} in the checkpoint, and its config says "
+            f"vocab_size {claimed[0]!r:.40} and hidden_size {claimed[1]!r:.40}: take the config of these weights"
         )
 
 

@@ -152,10 +152,7 @@ def _head_size(given: _Given, hidden: int, heads: int, kv_heads: int) -> int:
             f"{given.name}: num_attention_heads is {heads}, which num_key_value_heads, {kv_heads}, does not divide"
         )
     if given("head_dim", None) is None and hidden % heads:
-        raise ModelError(
-            f"{given.name}: hidden_size is {hidden}, which num_attention_heads, {heads}, does not divide, and it has no "
-            "head_dim"
-        )
+        raise ModelError(f"{given.name}: hidden_size is {hidden}, which num_attention_heads, {heads}, does not divide")
     return given.size("head_dim", hidden // heads)
 
 

@@ -166,8 +166,8 @@ def _expect_encoder(config: Any) -> None:
         value = getattr(config, name, None)
         if value not in values:
             raise ModelError(
-                f"{type(config).__name__}: {name} is {value!r:.40}, and encoders attend both ways, within the text, over "
-                f"absolute positions: only {values[0]!r} is computed"
+                f"{type(config).__name__}: {name} is {value!r:.40}, and encoders attend both ways, within the text, "
+                f"over absolute positions: only {values[0]!r} is computed"
             )
 
 

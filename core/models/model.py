@@ -52,7 +52,9 @@ class Model(PluggableClass, nn.Module):
         nn.Module.__init__(self)
         self.opgraft_config = opgraft_config
         self.config = None if opgraft_config.model.name is None else architecture_config(opgraft_config)
-        longest = None if self.config is None else getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        longest = (
+            None if self.config is None else getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        )
         self.max_position = opgraft_config.model.max_model_len or longest or sys.maxsize
         self.dtype = torch.get_default_dtype()
 
