@@ -2,7 +2,7 @@
 
 from opgraft.models.build import load_model
 from opgraft.models.config import load_tokenizer, read_config
-from opgraft.models.description import architecture_config, part_of, quantization_config
+from opgraft.models.description import architecture_config, joined, part_of, quantization_config
 from opgraft.models.encoder import BertModel, RobertaModel, XLMRobertaModel
 from opgraft.models.families import (
     Gemma2ForCausalLM,
@@ -46,6 +46,7 @@ __all__ = [
     "XLMRobertaModel",
     "architecture_config",
     "find_checkpoint",
+    "joined",
     "load_model",
     "load_tokenizer",
     "load_weights",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,9 +11,10 @@ from opgraft.config import OpgraftConfig
 from opgraft.distributed import get_tensor_model_parallel_world_size
 from opgraft.errors import CheckpointError, DistributedError, ModelError
 from opgraft.models.config import read_config
-from opgraft.models.construction import construct
-from opgraft.models.description import part
+from opgraft.models.construction import construct, is_older
+from opgraft.models.description import part, quantization_config
 from opgraft.models.files import Weights, open_weights
+from opgraft.models.lazy import LazyTensor
 from opgraft.models.load import load_weights
 from opgraft.models.model import Model, model_class
 from opgraft.plugins.selection import current_platform
@@ -24,7 +25,8 @@ def load_model(opgraft_config: OpgraftConfig) -> Model:
     """Construct the model that ``opgraft_config.model`` names and load its checkpoint, a shard of both on each rank.
 
     Raises:
-        ModelError: nothing is named, or no class is registered for the architecture.
+        ModelError: nothing is named, no class is registered for the architecture, or its config does not describe a
+            model of the class or the embedding in the checkpoint.
         CheckpointError: the checkpoint is damaged, or its weights are not those of its config.
         QuantizationError: its quantization, or the one that is set, cannot be used.
         DistributedError: ``parallel.tensor`` is more than 1 and not the number of ranks of this process's group.
@@ -37,9 +39,11 @@ def load_model(opgraft_config: OpgraftConfig) -> Model:
     _expect_format(resolved.load.format, weights)
     config = part(read_config(weights), resolved.model.part)
     cls = model_class(getattr(config, "architectures", None) or (), resolved.model.implementation or "auto")
+    _expect_embedding(cls, config, weights.tensors)
     device = torch.device(resolved.load.device or current_platform().device_type)
     with _defaults(dtype_of(resolved, config), device):
-        model = construct(cls, opgraft_config=resolved)
+        others = {"config": config, "quant_config": quantization_config(resolved, cls)} if is_older(cls) else {}
+        model = construct(cls, opgraft_config=resolved, **others)
     expect_patterns_used(model)
     load_weights(
         model,
@@ -57,6 +61,19 @@ def _expect_ranks(tensor: int | None) -> None:
         raise DistributedError(
             f"parallel.tensor is {tensor}, and this process is in a tensor group of {ranks}: call "
             f"opgraft.distributed.init_distributed(tensor={tensor}) on every rank before a model is made"
+        )
+
+
+def _expect_embedding(cls: type[Model], config: Any, tensors: Mapping[str, LazyTensor]) -> None:
+    """Compare sizes that the config claims with the checkpoint, before memory is taken for them."""
+    found = tensors.get(cls.embedding_weight)
+    if found is None or not found.dtype.is_floating_point:
+        return
+    claimed = (getattr(config, "vocab_size", None), getattr(config, "hidden_size", None))
+    if tuple(found.shape) != claimed:
+        raise ModelError(
+            f"{cls.embedding_weight} has the shape {list(found.shape)} in the checkpoint, and its config says "
+            f"vocab_size {claimed[0]!r:.40} and hidden_size {claimed[1]!r:.40}: take the config of these weights"
         )
 
 

@@ -20,7 +20,6 @@ _SECTIONS: Mapping[str, Callable[[OpgraftConfig], Any]] = {
     "scheduler_config": lambda config: config.scheduler,
     "parallel_config": lambda config: config.parallel,
     "load_config": lambda config: config.load,
-    "quant_config": lambda config: config.quantization,
 }
 """The parameters of older signatures that are sections of the one config."""
 
@@ -35,23 +34,31 @@ def constructing(opgraft_config: OpgraftConfig) -> Iterator[None]:
         yield
 
 
+def is_older(cls: type) -> bool:
+    """Tell if a class has an older signature, one without ``opgraft_config``."""
+    return "opgraft_config" not in _parameters(cls)
+
+
+def _parameters(cls: type) -> Mapping[str, inspect.Parameter]:
+    # Of __init__, as __new__ of an op takes whatever its replacement may take.
+    return inspect.signature(cls.__init__).parameters  # type: ignore[misc]  # of a class, not of an instance
+
+
 def construct(cls: type[_T], *, opgraft_config: OpgraftConfig, prefix: str = "", **others: Any) -> _T:
     """Construct a model or a part of one by ``cls(opgraft_config=…, prefix=…)``, adapting an older signature.
 
     A class without a parameter ``opgraft_config`` is handed what its parameters name: ``prefix``, the sections
     (``cache_config`` is ``opgraft_config.cache``, and so on), and what ``others`` has, such as ``config``, the
-    checkpoint's own, or the ``quant_config`` that was made of it. Sections are resolved.
+    checkpoint's own, or ``quant_config``, what chooses the weight methods of its layers. Sections are resolved.
 
     Raises:
         ConstructionError: an older signature requires a parameter that none of these is.
     """
-    # Of __init__, as __new__ of an op takes whatever its replacement may take.
-    parameters = inspect.signature(cls.__init__).parameters
     make: Callable[..., _T] = cls
     with constructing(opgraft_config):
-        if "opgraft_config" in parameters:
+        if not is_older(cls):
             return make(opgraft_config=opgraft_config, prefix=prefix)
-        name = cls.__qualname__
+        name, parameters = cls.__qualname__, _parameters(cls)
         warnings.warn(
             f"{name} has an older constructor ({', '.join(list(parameters)[1:])}): write it as "
             f'{name}(*, opgraft_config, prefix="")',

@@ -284,25 +284,20 @@ class DecoderForCausalLM(Model):
         opgraft_config: its ``model`` section names the checkpoint, which has the architecture's config.
         prefix: the path of this model in a larger one.
 
-    Attributes:
-        max_position: tokens of the longest context.
-        dtype: of activations, and so of caches.
-
     Raises:
         ModelError: the config does not describe a decoder of this family.
     """
 
     family: ClassVar[Family] = Family()
     packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = PACKED_MODULES
+    embedding_weight: ClassVar[str] = "model.embed_tokens.weight"
 
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
         super().__init__(opgraft_config=opgraft_config, prefix=prefix)
         quant_config = quantization_config(opgraft_config, self)
-        config: Any = architecture_config(opgraft_config)
+        config: Any = self.config or architecture_config(opgraft_config)
         shape = DecoderShape.of(config, self.family, opgraft_config.model.max_model_len)
-        self.config = config
         self.max_position = shape.max_position
-        self.dtype = torch.get_default_dtype()
         self.model = DecoderModel(shape, self.family, quant_config, joined(prefix, "model"))
         head = ParallelLMHead(
             shape.vocab_size, shape.hidden_size, quant_config=quant_config, prefix=joined(prefix, "lm_head")

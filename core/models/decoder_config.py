@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ from opgraft.errors import ModelError, close_matches
 
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 """Names of gated activations in configs, to those of the ops."""
+LARGEST_SIZE = 2**23
+"""The most that a size may be, several times that of any model: a table of as many rows has gigabytes."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,6 @@ class Family:
         qkv_bias: query, key and value have a bias; ``None``: as ``attention_bias`` says.
         output_bias: attention's output projection has one; ``None``: likewise.
         scaled_embedding: embeddings are scaled by the root of the hidden size.
-        gelu: the activation where the config names none is the approximate GELU.
     """
 
     before_attention: str | None = "input_layernorm"
@@ -92,22 +94,24 @@ class DecoderShape:
             ModelError: the config lacks a size, contradicts itself or asks for what is not written.
         """
         given = _Given(config)
-        heads, hidden = given("num_attention_heads"), given("hidden_size")
-        head_size = given("head_dim", None) or hidden // heads
+        heads, hidden = given.size("num_attention_heads"), given.size("hidden_size")
+        kv_heads = given.size("num_key_value_heads", heads)
+        head_size = _head_size(given, hidden, heads, kv_heads)
+        longest = _longest(given, max_position)
         bias = bool(given("attention_bias", False))
         scalar = given("query_pre_attn_scalar", None)
-        layers, ropes = _layers(given, head_size, max_position or given("max_position_embeddings"))
+        layers, ropes = _layers(given)
         if given("use_bidirectional_attention", False):
             raise ModelError(f"{given.name}: use_bidirectional_attention is set, and decoders attend causally only")
         return cls(
-            vocab_size=given("vocab_size"),
+            vocab_size=given.size("vocab_size"),
             hidden_size=hidden,
-            intermediate_size=given("intermediate_size"),
+            intermediate_size=given.size("intermediate_size"),
             num_heads=heads,
-            num_kv_heads=given("num_key_value_heads", None) or heads,
+            num_kv_heads=kv_heads,
             head_size=head_size,
-            max_position=max_position or given("max_position_embeddings"),
-            model_positions=given("max_position_embeddings", *([max_position] if max_position else [])),
+            max_position=longest,
+            model_positions=given("max_position_embeddings", longest),
             eps=given("rms_norm_eps"),
             activation=_activation(given),
             qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
@@ -118,7 +122,7 @@ class DecoderShape:
             residual_scale=given("residual_multiplier", 1.0),
             attention_scale=given("attention_multiplier", None) or (scalar or head_size) ** -0.5,
             attention_soft_cap=given("attn_logit_softcapping", None),
-            logits_scale=1.0 / given("logits_scaling", 1.0),
+            logits_scale=1.0 / _logits_scaling(given),
             logits_soft_cap=given("final_logit_softcapping", None),
             ropes=ropes,
             layers=layers,
@@ -139,6 +143,41 @@ class _Given:
             raise ModelError(f"{self.name} has no {name}: {close_matches(name, values)}")
         return default[0] if value is None else value
 
+    def size(self, name: str, *default: Any) -> int:
+        """Return a size, which is a positive integer of a plausible magnitude."""
+        value = self(name, *default)
+        if type(value) is not int or not 1 <= value <= LARGEST_SIZE:
+            raise ModelError(f"{self.name}: {name} is {value!r:.40}, expected an integer from 1 to {LARGEST_SIZE}")
+        return value
+
+
+def _head_size(given: _Given, hidden: int, heads: int, kv_heads: int) -> int:
+    if heads % kv_heads:
+        raise ModelError(
+            f"{given.name}: num_attention_heads is {heads}, which num_key_value_heads, {kv_heads}, does not divide"
+        )
+    if given("head_dim", None) is None and hidden % heads:
+        raise ModelError(f"{given.name}: hidden_size is {hidden}, which num_attention_heads, {heads}, does not divide")
+    return given.size("head_dim", hidden // heads)
+
+
+def _longest(given: _Given, max_position: int | None) -> int:
+    if max_position is None:
+        max_position = given("max_position_embeddings")
+    if type(max_position) is not int or not 1 <= max_position <= LARGEST_SIZE:
+        raise ModelError(
+            f"{given.name}: a context of {max_position!r:.40} tokens (max_position_embeddings, or model.max_model_len "
+            f"where that is set), expected 1 to {LARGEST_SIZE}: set model.max_model_len to the longest that you need"
+        )
+    return max_position
+
+
+def _logits_scaling(given: _Given) -> float:
+    value = given("logits_scaling", 1.0)
+    if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ModelError(f"{given.name}: logits_scaling is {value!r:.40}, expected a number above 0")
+    return float(value)
+
 
 def _activation(given: _Given) -> str:
     name = given("hidden_activation", None) or given("hidden_act")
@@ -147,11 +186,9 @@ def _activation(given: _Given) -> str:
     return ACTIVATIONS[name]
 
 
-def _layers(
-    given: _Given, head_size: int, max_position: int
-) -> tuple[tuple[LayerShape, ...], Mapping[str, Mapping[str, Any]]]:
+def _layers(given: _Given) -> tuple[tuple[LayerShape, ...], Mapping[str, Mapping[str, Any]]]:
     """Read the kinds of layers, each of which may have a rope of its own."""
-    count, window = given("num_hidden_layers"), given("sliding_window", None)
+    count, window = given.size("num_hidden_layers"), given("sliding_window", None)
     kinds = given("layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
     if len(kinds) != count or not set(kinds) <= {"sliding_attention", "full_attention"}:
         raise ModelError(

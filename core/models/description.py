@@ -10,6 +10,7 @@ from typing import Any
 from opgraft.config import OpgraftConfig
 from opgraft.errors import CheckpointError, ModelError, close_matches
 from opgraft.models.config import check_config, read_config
+from opgraft.models.extras import import_extra
 from opgraft.models.files import Weights, open_weights, read_json
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.quantization import quantizations
@@ -38,8 +39,9 @@ def part(config: Any, name: str | None) -> Any:
     if name is None:
         return config
     found = getattr(config, name, None)
-    if not hasattr(found, "to_dict"):
-        parts = [known for known, value in vars(config).items() if hasattr(value, "to_dict")]
+    kind = import_extra("transformers").PreTrainedConfig
+    if not isinstance(found, kind):
+        parts = [known for known, value in vars(config).items() if isinstance(value, kind)]
         raise ModelError(f"{type(config).__name__} has no part {name!r}: {close_matches(name, parts)}")
     return found
 

@@ -158,6 +158,19 @@ class EncoderStack(nn.Module):
         return hidden_states
 
 
+def _expect_encoder(config: Any) -> None:
+    """Refuse what would be computed otherwise than the config asks for."""
+    computed = {"is_decoder": (False, None), "add_cross_attention": (False, None)}
+    computed["position_embedding_type"] = ("absolute", None)
+    for name, values in computed.items():
+        value = getattr(config, name, None)
+        if value not in values:
+            raise ModelError(
+                f"{type(config).__name__}: {name} is {value!r:.40}, and encoders attend both ways, within the text, "
+                f"over absolute positions: only {values[0]!r} is computed"
+            )
+
+
 @PluggableClass.register("BertModel")
 class BertModel(Model):
     """BERT (arXiv:1810.04805): token ids to hidden states. The pooler, which embeddings do not use, is not loaded.
@@ -165,6 +178,9 @@ class BertModel(Model):
     Args:
         opgraft_config: its ``model`` section names the checkpoint, which has the architecture's config.
         prefix: the path of this model in a larger one.
+
+    Raises:
+        ModelError: the config asks for attention or positions of another kind.
     """
 
     packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = {
@@ -172,12 +188,14 @@ class BertModel(Model):
     }
     ignored_weights: ClassVar[Sequence[str]] = ("pooler.*", "embeddings.position_ids")
     """Patterns of tensors that checkpoints have and this model does not read."""
+    embedding_weight: ClassVar[str] = "embeddings.word_embeddings.weight"
 
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
         super().__init__(opgraft_config=opgraft_config, prefix=prefix)
-        config = architecture_config(opgraft_config)
+        config = self.config or architecture_config(opgraft_config)
+        _expect_encoder(config)
         quant_config = quantization_config(opgraft_config, self)
-        self.config = config
+        self.max_position = min(self.max_position, config.max_position_embeddings - self.first_position(config))
         self.embeddings = EncoderEmbeddings(
             config, self.first_position(config), quant_config, joined(prefix, "embeddings")
         )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
 from opgraft.errors import ModelError, close_matches
+from opgraft.models.description import architecture_config
 from opgraft.models.names import ShardId, WeightsMapper
 from opgraft.plugins.host import load_plugins
 from opgraft.state import host_state
@@ -25,18 +28,35 @@ class Model(PluggableClass, nn.Module):
     Args:
         opgraft_config: its ``model`` section names the checkpoint, which has the architecture's config.
         prefix: the path of this model in a larger one, as checkpoints of that one have it.
+
+    Attributes:
+        config: of the architecture, from the checkpoint; ``None`` where ``opgraft_config`` names none.
+        max_position: tokens of the longest context.
+        dtype: of activations, and so of caches.
     """
+
+    config: Any
+    max_position: int
+    dtype: torch.dtype
 
     packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = {}
     """Last name of a merged layer → those of the layers of a checkpoint that it holds, each with its shard's id."""
     ignored_weights: ClassVar[Sequence[str]] = ()
     """Patterns of tensors that checkpoints have and this model does not read."""
+    embedding_weight: ClassVar[str] = ""
+    """The checkpoint's name of the embedding ``[vocab_size, hidden_size]``, which its config is checked against."""
     weights_mapper: WeightsMapper = WeightsMapper()
     """Changes of the names that checkpoints have to those of this model."""
 
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
         nn.Module.__init__(self)
         self.opgraft_config = opgraft_config
+        self.config = None if opgraft_config.model.name is None else architecture_config(opgraft_config)
+        longest = (
+            None if self.config is None else getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        )
+        self.max_position = opgraft_config.model.max_model_len or longest or sys.maxsize
+        self.dtype = torch.get_default_dtype()
 
 
 def model_classes() -> dict[str, type[Model]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -153,8 +152,6 @@ class TransformersModel(Model):
         prefix: the path of this model in a larger one.
 
     Attributes:
-        max_position: tokens of the longest context.
-        dtype: of activations and caches.
         report: what became of the modules, and what stayed as it was and why.
 
     Raises:
@@ -166,7 +163,7 @@ class TransformersModel(Model):
 
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
         super().__init__(opgraft_config=opgraft_config, prefix=prefix)
-        config = copy.deepcopy(architecture_config(opgraft_config))
+        config = copy.deepcopy(self.config or architecture_config(opgraft_config))
         cls = transformers_class(config.architectures or ())
         self.config = config
         self.examination = examine(cls, config)
@@ -179,9 +176,6 @@ class TransformersModel(Model):
         for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[name] = vars(model)[name]
         self.__dict__["transformers_model"] = model
-        longest = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-        self.max_position: int = opgraft_config.model.max_model_len or longest
-        self.dtype = torch.get_default_dtype()
         self.takes_positions = _takes_positions(self.stack)
         self.first_position = _first_position(self.stack)
 

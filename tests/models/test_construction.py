@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
-from opgraft import CompilationConfig, OpgraftConfig
-from opgraft.config import CacheConfig
+import torch
+from opgraft import CompilationConfig, OpgraftConfig, PluggableClass
+from opgraft.config import CacheConfig, ModelConfig, QuantizationSettings
 from opgraft.errors import ConstructionError
+from opgraft.models import Model, load_model
 from opgraft.models.construction import construct, constructing
-from opgraft.ops import SiluAndMul
+from opgraft.ops import RowParallelLinear, SiluAndMul
 from opgraft.ops.prefixes import claim_prefix
+from safetensors.torch import save_file
+from torch import nn
 
 
 class Layer:
@@ -91,7 +96,7 @@ def test_older_signatures_are_adapted_with_a_warning() -> None:
         made = construct(OlderDecoder, opgraft_config=config, prefix="m", config="checkpoint")
     checkpoint, cache, quant, prefix = made.arguments
     assert (checkpoint, cache.block_size, cache.prefix_reuse, prefix) == ("checkpoint", 64, True, "m")
-    assert quant == OpgraftConfig().resolved().quantization
+    assert quant is None
     with pytest.warns(DeprecationWarning, match="OlderDecoder"):
         made = construct(OlderDecoder, opgraft_config=config, config=1, quant_config="awq")
     assert made.arguments[2] == "awq"
@@ -109,3 +114,35 @@ def test_an_older_signature_that_asks_for_more_is_an_error() -> None:
     error = pytest.raises(ConstructionError, match=r"Demanding requires .*'lora_config'")
     with pytest.warns(DeprecationWarning, match="Demanding"), error:
         construct(Demanding, opgraft_config=OpgraftConfig(), config=1)
+
+
+class OlderForCausalLM(Model):
+    """A model as older hosts have them, whose layer is quantized."""
+
+    def __init__(self, config: Any, cache_config: Any, quant_config: Any, prefix: str = "") -> None:
+        nn.Module.__init__(self)
+        self.model_config, self.cache_config = config, cache_config
+        options = {"quant_config": quant_config, "bias": False, "return_bias": False}
+        self.proj = RowParallelLinear(config.hidden_size, 32, prefix=f"{prefix}proj", **options)
+
+
+@pytest.mark.parametrize("method", [None, "int8"])
+def test_a_checkpoint_is_loaded_into_an_older_signature(tmp_path: Path, method: str | None) -> None:
+    """The class gets the architecture's config, and a layer of it the method that the settings ask for."""
+    transformers = pytest.importorskip("transformers")
+    PluggableClass.register("OlderForCausalLM")(OlderForCausalLM)
+    transformers.LlamaConfig(architectures=["OlderForCausalLM"], hidden_size=64).save_pretrained(tmp_path)
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    save_file({"proj.weight": weight}, tmp_path / "model.safetensors")
+    config = OpgraftConfig(
+        model=ModelConfig(name=str(tmp_path)),
+        quantization=QuantizationSettings(method=method),
+        cache=CacheConfig(block_size=64),
+    )
+    with pytest.warns(DeprecationWarning, match="OlderForCausalLM has an older constructor"):
+        model: Any = load_model(config)
+    assert (model.model_config.hidden_size, model.cache_config.block_size) == (64, 64)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    difference = (model.proj(x) - x @ weight.T).abs().max()
+    assert (difference < 1e-4) == (method is None)
+    assert difference < 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -250,3 +251,56 @@ def test_settings_that_contradict_what_is_there(checkpoints: dict[str, tuple[Pat
         load_model(OpgraftConfig(model=name, parallel=ParallelConfig(tensor=2)))
     with pytest.raises(CheckpointError, match=r"load\.format is 'gguf', and .* as safetensors"):
         load_model(OpgraftConfig(model=name, load=LoadConfig(format="gguf")))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"vocab_size": 10**15}, "model.embed_tokens.weight has the shape .*vocab_size 1000000000000000"),
+        ({"max_position_embeddings": 10**13}, "set model.max_model_len"),
+        ({"max_position_embeddings": 10**9}, "set model.max_model_len"),
+        ({"logits_scaling": 0}, "logits_scaling is 0"),
+        ({"num_key_value_heads": 3}, "num_attention_heads is 4, which num_key_value_heads, 3, does not divide"),
+        ({"num_key_value_heads": -2}, "num_key_value_heads is -2"),
+        ({"intermediate_size": 10**15}, "intermediate_size is 1000000000000000, expected an integer from 1"),
+    ],
+)
+def test_sizes_that_cannot_be(tmp_path: Path, value: dict[str, Any], words: str) -> None:
+    """Sizes that contradict each other, the checkpoint or sense are one error before memory is taken."""
+    written("Llama", tmp_path)
+    edit(tmp_path, value)
+    with pytest.raises(ModelError, match=words):
+        loaded(tmp_path)
+
+
+def test_a_shorter_context_than_the_config_claims(tmp_path: Path) -> None:
+    """What the error proposes helps."""
+    written("Llama", tmp_path)
+    edit(tmp_path, {"max_position_embeddings": 10**13})
+    assert loaded(tmp_path, max_model_len=64).max_position == 64
+
+
+@pytest.mark.parametrize(
+    "value", [{"is_decoder": True}, {"add_cross_attention": True}, {"position_embedding_type": "relative_key"}]
+)
+def test_encoders_that_are_computed_otherwise(tmp_path: Path, value: dict[str, Any]) -> None:
+    """An encoder that attends one way, to another model or by distances is refused."""
+    sizes = {**SIZES, "pad_token_id": 1}
+    saved(transformers.BertModel(transformers.BertConfig(**sizes)), tmp_path)
+    edit(tmp_path, value)
+    with pytest.raises(ModelError, match=f"{next(iter(value))} is"):
+        loaded(tmp_path)
+
+
+def edit(folder: Path, values: dict[str, Any]) -> None:
+    """Change values of a checkpoint's config."""
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def test_batches_that_contradict_themselves() -> None:
+    """Each sequence has its lengths and a row of its own."""
+    with pytest.raises(ValueError, match="2 query_lengths, 1 context_lengths and 2 rows"):
+        AttentionBatch((1, 1), (0,), (0, 1), {})
+    with pytest.raises(ValueError, match="twice"):
+        AttentionBatch((1, 1), (0, 0), (1, 1), {})

@@ -28,7 +28,8 @@ class VocabParallelEmbedding(PluggableLayer):
 
     The model's own ids are padded and cut; so are added ids, such as those of adapters, whose rows lie at the end of
     each rank's part. With 1,010 ids, 16 added ones, a padding to 64 and two ranks there are 1,088 rows, 544 on each
-    rank: 512 for own ids, then 32 for added ones.
+    rank: 512 for own ids, then 32 for added ones. An id that no rank has a row for gives zeros: ids are not checked,
+    as that would wait for the device.
 
     Shapes:
         ids ``[...]`` to ``[..., embedding_dim]``.
