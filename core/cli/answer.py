@@ -20,8 +20,8 @@ from opgraft.text import printable
 def answer_prompt(name: str, prompt: str, dtype: str | None, max_tokens: int, as_json: bool) -> None:
     """Load a model, answer a prompt greedily, and print the answer; ``dtype`` goes before the setting."""
     settings = host_state().settings().config
-    chosen = {"name": name} if dtype is None else {"name": name, "dtype": dtype}
-    model = load_model(dataclasses.replace(settings, model=dataclasses.replace(settings.model, **chosen)))
+    chosen = dataclasses.replace(settings.model, name=name, dtype=dtype or settings.model.dtype)
+    model = load_model(dataclasses.replace(settings, model=chosen))
     tokenizer = load_tokenizer(open_weights(name))
     given = prompt_tokens(tokenizer, prompt)
     tokens: list[int] = []

@@ -160,8 +160,11 @@ class EncoderStack(nn.Module):
 
 def _expect_encoder(config: Any) -> None:
     """Refuse what would be computed otherwise than the config asks for."""
-    computed = {"is_decoder": (False, None), "add_cross_attention": (False, None)}
-    computed["position_embedding_type"] = ("absolute", None)
+    computed: Mapping[str, tuple[object, None]] = {
+        "is_decoder": (False, None),
+        "add_cross_attention": (False, None),
+        "position_embedding_type": ("absolute", None),
+    }
     for name, values in computed.items():
         value = getattr(config, name, None)
         if value not in values:
