@@ -148,6 +148,15 @@ class TestDecoders:
             assert size <= 0.56 * whole
 
 
+@pytest.mark.parametrize("family", ["Llama", "Gemma", "Granite", "Olmo2"])
+def test_a_window_that_the_family_does_not_have(family: str, tmp_path: Path) -> None:
+    """A ``sliding_window`` that is left over in the config changes nothing, as in transformers."""
+    reference = written(family, tmp_path, sliding_window=3)
+    with torch.no_grad():
+        expected = reference(ids()[None]).logits[0]
+    torch.testing.assert_close(logits_of(loaded(tmp_path), ids()), expected, **TOLERANCE)
+
+
 def layers_of(model: Any) -> Any:
     return attention_layers(model)
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from opgraft.binding.custom_op import CustomOp, PluggableLayer
+from opgraft.errors import LayerError
 from opgraft.ops.attention.batch import AttentionBatch, current_batch
 from opgraft.ops.attention.functional import expect_kv_heads
 from opgraft.ops.attention.modules import ScaledDotProductAttention
+from opgraft.ops.checks import (
+    expect_floating,
+    expect_positive,
+    expect_same_device,
+    expect_same_dtype,
+    expect_size,
+)
+from opgraft.ops.precision import compute_dtype
 from opgraft.ops.prefixes import claim_prefix
 from torch import Tensor, nn
 
@@ -30,13 +41,16 @@ class Attention(PluggableLayer):
         num_kv_heads: key and value heads of this rank, a divisor of ``num_heads``; ``num_heads`` if not given.
         sliding_window: tokens that a token sees, with itself; all so far if not given.
         logits_soft_cap: bound of the scores; none if not given.
-        sinks: one score per query head, ``[num_heads]``.
+        sinks: one score per query head, ``[num_heads]``. A parameter becomes one of the layer, too.
         prefix: the layer's path in its model, under which its cache is found.
 
     Raises:
-        ValueError: ``num_heads`` or ``head_size`` is not positive, ``num_kv_heads`` does not divide ``num_heads``, a
-            window or a cap is not positive, or ``sinks`` has another shape.
+        ValueError: a number of heads, a size or a window is no positive integer, ``num_kv_heads`` does not divide
+            ``num_heads``, the scale or the cap is no finite number, the cap is not positive, or ``sinks`` has another
+            shape.
     """
+
+    sinks: Tensor | None
 
     def __init__(
         self,
@@ -52,17 +66,20 @@ class Attention(PluggableLayer):
         super().__init__()
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        expect_size("attention", "num_heads", num_heads)
+        expect_size("attention", "num_kv_heads", self.num_kv_heads)
         expect_kv_heads(num_heads, self.num_kv_heads, op="attention")
-        for name, value in (("head_size", head_size), ("window", sliding_window), ("logits_soft_cap", logits_soft_cap)):
-            if value is not None and value <= 0:
-                raise ValueError(f"attention: {name} is {value}, expected a positive number")
+        _expect_settings(head_size, scale, sliding_window, logits_soft_cap)
         if sinks is not None and tuple(sinks.shape) != (num_heads,):
             raise ValueError(f"attention: sinks has shape {tuple(sinks.shape)}, expected one per head, ({num_heads},)")
         self.head_size = head_size
         self.scale = scale
         self.sliding_window = sliding_window
         self.logits_soft_cap = logits_soft_cap
-        self.sinks = sinks
+        if sinks is None or isinstance(sinks, nn.Parameter):
+            self.sinks = sinks
+        else:
+            self.register_buffer("sinks", sinks, persistent=False)
         self.prefix = self.layer_name = prefix
         claim_prefix(prefix, self)
         self.attend = ScaledDotProductAttention()
@@ -85,7 +102,9 @@ class Attention(PluggableLayer):
             value: as ``key``.
 
         Raises:
-            ValueError: a shape does not fit, or the batch has another number of tokens or no room for them.
+            ValueError: a shape, a dtype or a device does not fit.
+            LayerError: the batch has another number of tokens, no cache for the layer or one of another kind, or no
+                room in it.
         """
         q, k, v = self._heads(query, key, value)
         batch = current_batch()
@@ -95,36 +114,67 @@ class Attention(PluggableLayer):
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """View the arguments as ``[heads, tokens, head_size]``."""
         given = {"query": (query, self.num_heads), "key": (key, self.num_kv_heads), "value": (value, self.num_kv_heads)}
+        tokens = query.shape[:1]
+        count = tokens[0] if tokens else "tokens"
         for name, (x, heads) in given.items():
-            if x.shape[0] != query.shape[0] or tuple(x.shape[1:]) not in (
-                (heads * self.head_size,),
-                (heads, self.head_size),
+            if (
+                not x.dim()
+                or x.shape[:1] != tokens
+                or tuple(x.shape[1:])
+                not in (
+                    (heads * self.head_size,),
+                    (heads, self.head_size),
+                )
             ):
                 raise ValueError(
-                    f"attention: {name} has shape {tuple(x.shape)}, expected [{query.shape[0]}, {heads} · "
-                    f"{self.head_size}] or [{query.shape[0]}, {heads}, {self.head_size}]"
+                    f"attention: {name} has shape {tuple(x.shape)}, expected [{count}, {heads} · {self.head_size}] or "
+                    f"[{count}, {heads}, {self.head_size}]"
                 )
         return [x.reshape(-1, heads, self.head_size).transpose(0, 1) for x, heads in given.values()]
 
     def _attend_batch(self, batch: AttentionBatch, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend over ``[heads, tokens, head_size]``, each sequence over its row of the cache."""
         if sum(batch.query_lengths) != query.shape[1]:
-            raise ValueError(
-                f"attention: query has {query.shape[1]} tokens, expected the {sum(batch.query_lengths)} of the batch"
+            raise LayerError(
+                f"attention {self.prefix!r}: query has {query.shape[1]} tokens, and query_lengths of the batch add up "
+                f"to {sum(batch.query_lengths)}: call the model with the tokens of all its sequences"
             )
-        cache = batch.caches[self.prefix]
+        cache = self._cache(batch, key)
         parts = (torch.split_with_sizes(x, list(batch.query_lengths), dim=1) for x in (query, key, value))
         attended = []
         for q, k, v, start, row in zip(*parts, batch.context_lengths, batch.rows, strict=True):
             end = start + q.shape[1]
-            if end > cache.shape[3]:
-                raise ValueError(f"attention: a sequence has {end} tokens, its cache in {self.prefix} {cache.shape[3]}")
+            if row >= cache.shape[0] or end > cache.shape[3]:
+                raise LayerError(
+                    f"attention {self.prefix!r}: a sequence has row {row} and {end} tokens, and its cache "
+                    f"{cache.shape[0]} rows of {cache.shape[3]} tokens: make a larger one by kv_cache_shape"
+                )
             keys, values = cache[row]
             keys[:, start:end] = k
             values[:, start:end] = v
             first = 0 if self.sliding_window is None else max(0, start + 1 - self.sliding_window)
             attended.append(self._attend(q, keys[:, first:end], values[:, first:end]))
-        return torch.cat(attended, dim=1)
+        return torch.cat(attended or [query], dim=1)
+
+    def _cache(self, batch: AttentionBatch, key: Tensor) -> Tensor:
+        """Return this layer's cache, once it is known to hold what ``key`` has."""
+        cache = batch.caches.get(self.prefix)
+        if cache is None:
+            known = ", ".join(map(repr, list(batch.caches)[:3])) or "no layer"
+            raise LayerError(
+                f"attention {self.prefix!r}: the batch has no cache for the layer, but for {known}: give one for each "
+                "prefix of attention_layers(model)"
+            )
+        expected = self.kv_cache_shape(cache.shape[0] if cache.dim() else 0, cache.shape[3] if cache.dim() > 3 else 0)
+        if tuple(cache.shape) != expected:
+            raise LayerError(
+                f"attention {self.prefix!r}: its cache has shape {tuple(cache.shape)}, expected [rows, 2, "
+                f"{self.num_kv_heads}, tokens, {self.head_size}]: make it by kv_cache_shape(num_blocks, block_size)"
+            )
+        name = f"the cache of {self.prefix!r}"
+        expect_same_dtype("attention", name, cache, "key", key)
+        expect_same_device("attention", name, cache, "key", key)
+        return cache
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend with queries of the last tokens of ``key``, as ``[heads, tokens, head_size]``."""
@@ -147,22 +197,40 @@ class Attention(PluggableLayer):
         return _visible(tokens, seen, window, device)
 
     def _softmax(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend step by step, as the capped scores and the sinks need, in float32."""
+        """Attend step by step, as the capped scores and the sinks need, in float32 or float64."""
+        expect_floating("attention", "query", query)
+        for name, x in (("key", key), ("value", value)):
+            expect_same_dtype("attention", name, x, "query", query)
+            expect_same_device("attention", name, x, "query", query)
+        dtype = compute_dtype(query.dtype)
         groups = (self.num_kv_heads, self.num_heads // self.num_kv_heads)
-        scores = query.reshape(*groups, *query.shape[1:]).float() @ key.unsqueeze(1).float().mT * self.scale
+        scores = query.reshape(*groups, *query.shape[1:]).to(dtype) @ key.unsqueeze(1).to(dtype).mT * self.scale
         if self.logits_soft_cap is not None:
             scores = self.logits_soft_cap * torch.tanh(scores / self.logits_soft_cap)
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
         if self.sinks is not None:
-            sinks = self.sinks.float().view(*groups, 1, 1).expand(*scores.shape[:-1], 1)
+            sinks = self.sinks.to(dtype).view(*groups, 1, 1).expand(*scores.shape[:-1], 1)
             shares = torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
         else:
             shares = scores.softmax(dim=-1)
-        return (shares @ value.unsqueeze(1).float()).flatten(0, 1).to(query.dtype)
+        return (shares @ value.unsqueeze(1).to(dtype)).flatten(0, 1).to(query.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.num_heads}, {self.head_size}, scale={self.scale}, num_kv_heads={self.num_kv_heads}"
+
+
+def _expect_settings(head_size: int, scale: float, window: int | None, cap: float | None) -> None:
+    """Raise ``ValueError`` for what no layer can have."""
+    for name, value in (("head_size", head_size), ("sliding_window", window)):
+        if value is not None:
+            expect_size("attention", name, value)
+            expect_positive("attention", name, value)
+    for name, number in (("scale", scale), ("logits_soft_cap", 1.0 if cap is None else cap)):
+        if not isinstance(number, (int, float)) or not math.isfinite(number):
+            raise ValueError(f"attention: {name} is {number!r}, expected a finite number")
+    if cap is not None:
+        expect_positive("attention", "logits_soft_cap", cap)
 
 
 def _visible(tokens: int, seen: int, window: int | None, device: torch.device) -> Tensor:
@@ -172,5 +240,16 @@ def _visible(tokens: int, seen: int, window: int | None, device: torch.device) -
 
 
 def attention_layers(model: nn.Module) -> dict[str, Attention]:
-    """Return the attention layers of a model by the prefix under which each finds its cache."""
-    return {layer.prefix: layer for layer in model.modules() if isinstance(layer, Attention)}
+    """Return the attention layers of a model by the prefix under which each finds its cache.
+
+    Raises:
+        LayerError: two have one prefix, and so would have one cache.
+    """
+    layers: dict[str, Attention] = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, Attention) and layers.setdefault(layer.prefix, layer) is not layer:
+            raise LayerError(
+                f"the attention layer {path!r} has the prefix {layer.prefix!r}, as another one of the model has: both "
+                "would write to one cache. Give each layer its path as prefix"
+            )
+    return layers
