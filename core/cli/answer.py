@@ -22,11 +22,12 @@ def answer_prompt(name: str, prompt: str, dtype: str | None, max_tokens: int, as
     settings = host_state().settings().config
     chosen = dataclasses.replace(settings.model, name=name, dtype=dtype or settings.model.dtype)
     model = load_model(dataclasses.replace(settings, model=chosen))
-    tokenizer = load_tokenizer(open_weights(name))
+    weights = open_weights(name)
+    tokenizer = load_tokenizer(weights)
     given = prompt_tokens(tokenizer, prompt)
     tokens: list[int] = []
     start = time.perf_counter()
-    stop = stop_tokens(tokenizer, model.config)
+    stop = stop_tokens(tokenizer, model.config, weights)
     stream = generate(model, given, max_tokens=max_tokens, stop=stop)
     pieces = decoded(tokenizer, (tokens.append(token) or token for token in stream))  # type: ignore[func-returns-value]
     answer = "".join(piece if as_json else _shown(piece) for piece in pieces)

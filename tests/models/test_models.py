@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from opgraft.config import LoadConfig, ModelConfig, OpgraftConfig, ParallelConfig
-from opgraft.errors import CheckpointError, DistributedError, LayerError, ModelError
+from opgraft.errors import CheckpointError, ConfigError, DistributedError, LayerError, ModelError
 from opgraft.models import load_model, model_class, model_classes
 from opgraft.models.generation import generate
 from opgraft.ops.attention import AttentionBatch, attending
@@ -256,8 +256,16 @@ def test_a_config_that_is_not_written_for(tmp_path: Path, value: dict[str, Any],
 def test_settings_that_contradict_what_is_there(checkpoints: dict[str, tuple[Path, Any]]) -> None:
     """Ranks that were not started, and files of another format, are errors that name the setting."""
     name = ModelConfig(name=str(checkpoints["llama"][0]))
-    with pytest.raises(DistributedError, match=r"parallel\.tensor is 2, and this process is in a tensor group of 1"):
-        load_model(OpgraftConfig(model=name, parallel=ParallelConfig(tensor=2)))
+    for kind in ("tensor", "data", "expert"):
+        with pytest.raises(
+            DistributedError, match=rf"parallel\.{kind} is 2, and the {kind} group of this process has 1"
+        ):
+            load_model(OpgraftConfig(model=name, parallel=ParallelConfig(**{kind: 2})))
+    with pytest.raises(DistributedError, match=r"parallel\.pipeline.* is 2, and no model is cut into stages"):
+        load_model(OpgraftConfig(model=name, parallel=ParallelConfig(pipeline=2)))
+    for device in ("qpu", "cpu:x"):
+        with pytest.raises(ConfigError, match=f"load.device is '{device}', which torch cannot use here"):
+            load_model(OpgraftConfig(model=name, load=LoadConfig(device=device)))
     with pytest.raises(CheckpointError, match=r"load\.format is 'gguf', and .* as safetensors"):
         load_model(OpgraftConfig(model=name, load=LoadConfig(format="gguf")))
 
