@@ -103,6 +103,15 @@ def test_logits_without_added_ids(two: Ranks) -> None:
         torch.testing.assert_close(found, TABLE[:5] @ TABLE.t())
 
 
+def test_tying_to_another_embedding() -> None:
+    """An embedding with other ids or vectors has no weight that fits, even where padding makes the rows as many."""
+    head = ops.ParallelLMHead(10, 8, prefix="lm_head")
+    for other in (ops.VocabParallelEmbedding(12, 8), ops.VocabParallelEmbedding(10, 4)):
+        with pytest.raises(LayerError, match="'lm_head' cannot share the weight of VocabParallelEmbedding"):
+            head.tie_weights(other)
+    assert head.tie_weights(ops.VocabParallelEmbedding(10, 8)) is head
+
+
 def test_logits_of_more_ids_than_there_are() -> None:
     """Padding is no id."""
     head = ops.ParallelLMHead(10, 8, prefix="lm_head")
