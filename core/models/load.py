@@ -93,6 +93,12 @@ def load_weights(
 _CHUNK = 1 << 20
 """Numbers of two tensors that are compared at once."""
 
+_RELEASES = 64
+"""Times that free memory is given back during one loading, each of which takes about a millisecond."""
+
+_LEAST_RELEASED = 1 << 22
+"""Bytes of weights between two of them at least."""
+
 _Plan = list[tuple[Target, LoadedTensor]]
 
 
@@ -165,17 +171,18 @@ def _fill_all(plan: _Plan, hooks: _Hooks, progress: bool) -> list[str]:
     """Fill what a plan says, which is used up, and call hooks on the way; return what is wrong."""
     problems: list[str] = []
     plan.reverse()
-    heap = _Heap()
+    heap = _Heap(plan)
     with _bar(progress, len(plan)) as step:
         while plan:
             target, loaded = plan.pop()
             problems += _fill(target, loaded)
-            name, size = target.name, math.prod(loaded.shape) * target.tensor.itemsize
+            name, size = target.name, _size(target, loaded)
             del target
             step()
             if not problems:
                 hooks.filled(name)
             heap.filled(size)
+    heap.release()
     return problems
 
 
@@ -193,18 +200,25 @@ def _fill(target: Target, loaded: LoadedTensor) -> list[str]:
 class _Heap:
     """Releases what packed weights have left free in the heap: the plain ones, in gaps that others do not fit into."""
 
-    _STEP = 1 << 23
-
-    def __init__(self) -> None:
+    def __init__(self, plan: _Plan) -> None:
         self._kept = bool(host_state().settings().config.cpu_keep_memory)
+        self._step = max(_LEAST_RELEASED, sum(_size(*each) for each in plan) // _RELEASES)
         self._bytes = 0
 
     def filled(self, size: int) -> None:
-        """Note that a weight of that size is filled."""
+        """Note that a weight of so many bytes is filled."""
         self._bytes += size
-        if self._bytes > self._STEP and not self._kept:
+        if self._bytes >= self._step:
+            self.release()
+
+    def release(self) -> None:
+        self._bytes = 0
+        if not self._kept:
             release_free_memory()
-            self._bytes = 0
+
+
+def _size(target: Target, loaded: LoadedTensor) -> int:
+    return math.prod(loaded.shape) * target.tensor.itemsize
 
 
 class _Hooks:
