@@ -218,7 +218,8 @@ class _Heap:
 
 
 def _size(target: Target, loaded: LoadedTensor) -> int:
-    return math.prod(loaded.shape) * target.tensor.itemsize
+    itemsize: int = target.tensor.itemsize
+    return math.prod(loaded.shape) * itemsize
 
 
 class _Hooks:
