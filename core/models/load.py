@@ -218,8 +218,8 @@ class _Heap:
 
 
 def _size(target: Target, loaded: LoadedTensor) -> int:
-    itemsize: int = target.tensor.itemsize
-    return math.prod(loaded.shape) * itemsize
+    count: int = math.prod(loaded.shape)
+    return count * target.tensor.itemsize
 
 
 class _Hooks:
