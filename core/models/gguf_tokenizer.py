@@ -62,7 +62,7 @@ def byte_level_tokenizer(metadata: Mapping[str, Any], file: Path) -> Any | None:
         special = special_tokens(metadata)
         tokenizer.add_special_tokens([*special.values()])
         begin, end = bool(metadata.get("tokenizer.ggml.add_bos_token")), bool(metadata.get("tokenizer.ggml.add_eos_token"))
-        surround(tokenizer, special.get("bos_token") if begin else None, special.get("eos_token") if end else None)
+        _surround(tokenizer, special.get("bos_token") if begin else None, special.get("eos_token") if end else None)
     except Exception as error:  # the library raises plain exceptions, and damaged values nearly anything
         raise CheckpointError(f"{file}: its tokenizer is damaged: {described(error)}. Download it again.") from error
     return tokenizer
@@ -74,7 +74,7 @@ def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
     return {name: tokens[metadata[key]] for name, key in SPECIAL_TOKENS.items() if metadata.get(key) is not None}
 
 
-def surround(tokenizer: Any, begin: str | None, end: str | None) -> None:
+def _surround(tokenizer: Any, begin: str | None, end: str | None) -> None:
     """Make a ``tokenizers.Tokenizer`` put these tokens around a text."""
     processors = import_extra("tokenizers").processors
     around = [token for token in (begin, end) if token is not None]

@@ -11,7 +11,7 @@ from opgraft.errors import CheckpointError
 from opgraft.models.config import load_tokenizer
 from opgraft.models.extras import import_extra
 from opgraft.models.files import Weights, read_json
-from opgraft.models.gguf_tokenizer import byte_level_tokenizer, special_tokens, surround
+from opgraft.models.gguf_tokenizer import byte_level_tokenizer, special_tokens
 from opgraft.text import described
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -97,9 +97,6 @@ def _from_folder(folder: Path) -> Tokenizer:
         special = {name: _content(settings[name]) for name in _NAMED if settings.get(name) is not None}
         backend.add_tokens(list(_missing(backend, settings)))
         backend.add_special_tokens(list(special.values()))
-        if {"add_bos_token", "add_eos_token"} & set(settings):
-            begin, end = (settings.get(f"add_{name}") and special.get(name) for name in ("bos_token", "eos_token"))
-            surround(backend, begin or None, end or None)
         templates = _templates(folder, settings)
     except Exception as error:  # the library raises plain exceptions, and damaged values nearly anything
         raise CheckpointError(
