@@ -61,7 +61,10 @@ def byte_level_tokenizer(metadata: Mapping[str, Any], file: Path) -> Any | None:
         tokenizer.add_tokens(_added(metadata, _USER_DEFINED))
         special = special_tokens(metadata)
         tokenizer.add_special_tokens([*special.values()])
-        begin, end = bool(metadata.get("tokenizer.ggml.add_bos_token")), bool(metadata.get("tokenizer.ggml.add_eos_token"))
+        begin, end = (
+            bool(metadata.get("tokenizer.ggml.add_bos_token")),
+            bool(metadata.get("tokenizer.ggml.add_eos_token")),
+        )
         _surround(tokenizer, special.get("bos_token") if begin else None, special.get("eos_token") if end else None)
     except Exception as error:  # the library raises plain exceptions, and damaged values nearly anything
         raise CheckpointError(f"{file}: its tokenizer is damaged: {described(error)}. Download it again.") from error

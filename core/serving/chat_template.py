@@ -53,7 +53,9 @@ class ChatTemplate:
             CheckpointError: the template is none.
         """
         if not messages:
-            raise RequestError("the chat has no messages: give one at least, such as {'role': 'user', 'content': '...'}")
+            raise RequestError(
+                "the chat has no messages: give one at least, such as {'role': 'user', 'content': '...'}"
+            )
         chosen = name or self._default(tools)
         template = self._template(chosen)
         chat = [_message(message, index) for index, message in enumerate(messages)]
@@ -122,7 +124,9 @@ def _plain(value: Any, place: str) -> Any:
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
-        return {_plain(key, f"a key of {place}"): _plain(inner, f"{place}[{key!r:.40}]") for key, inner in value.items()}
+        return {
+            _plain(key, f"a key of {place}"): _plain(inner, f"{place}[{key!r:.40}]") for key, inner in value.items()
+        }
     if isinstance(value, list | tuple):
         return [_plain(inner, f"{place}[{index}]") for index, inner in enumerate(value)]
     raise RequestError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from opgraft.models.extras import import_extra
 from opgraft.serving.stop_strings import StopStrings
@@ -50,6 +51,8 @@ class Detokenizer:
         self._unsearched = min_tokens
         self._pieces: list[str] = []
         self._waiting: list[int] = []
+        self._context: list[int] = []
+        self._stream: Any = None
         self._restart(self._end_of(prompt))
 
     @property

