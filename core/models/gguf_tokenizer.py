@@ -117,9 +117,9 @@ def _added(metadata: Mapping[str, Any], kind: int) -> list[Any]:
     """Return the tokens of one type; control tokens outside of the alphabet of bytes are labelled so by mistake."""
     tokenizers = import_extra("tokenizers")
     alphabet = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    special = kind == _CONTROL
+    kinds = metadata.get("tokenizer.ggml.token_type", [0] * len(metadata["tokenizer.ggml.tokens"]))
     return [
-        tokenizers.AddedToken(token, normalized=False, special=special)
-        for token, its in zip(metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", ()))
+        tokenizers.AddedToken(token, normalized=False, special=kind == _CONTROL)
+        for token, its in zip(metadata["tokenizer.ggml.tokens"], kinds, strict=True)
         if its == kind and alphabet.issuperset(token)
     ]

@@ -108,7 +108,7 @@ def _message(message: object, index: int) -> dict[str, Any]:
     """Return a copy of a message for a template, its reasoning under the keys that templates look for."""
     if not isinstance(message, Mapping):
         raise RequestError(
-            f"messages[{index}] is {type(message).__name__}, expected a dict such as {{'role': 'user', 'content': '...'}}"
+            f"messages[{index}] is {type(message).__name__}, expected a dict: {{'role': 'user', 'content': '...'}}"
         )
     plain = {key: value for key, value in _plain(message, f"messages[{index}]").items() if value is not None}
     reasoning = next((plain[key] for key in _REASONING if key in plain), None)
@@ -130,5 +130,6 @@ def _plain(value: Any, place: str) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(inner, f"{place}[{index}]") for index, inner in enumerate(value)]
     raise RequestError(
-        f"{place} is {type(value).__name__}, and chat templates take plain data: text, numbers, lists and dicts. Convert it."
+        f"{place} is {type(value).__name__}, and chat templates take plain data: convert it to text, numbers, "
+        "lists and dicts"
     )

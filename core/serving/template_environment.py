@@ -242,5 +242,5 @@ def _raise(message: str) -> None:
     raise TemplateRuntimeError(message)
 
 
-def _now(format: str) -> str:  # noqa: A002  # the name that templates use
+def _now(format: str) -> str:  # the name that templates use
     return datetime.now().strftime(format)

@@ -31,7 +31,7 @@ BRACKETED = """\
     {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
         {{- raise_exception('Turns go user, assistant, user') }}
     {%- elif message.role == 'user' %}
-        {{- '[INST] ' ~ (system ~ '\\n\\n' if loop.first and system is defined else '') ~ message.content ~ ' [/INST]' }}
+        {{- '[INST] ' ~ (system ~ '\\n\\n' if loop.first and system is defined) ~ message.content ~ ' [/INST]' }}
     {%- else %}{{ ' ' + message.content | trim + eos_token }}{% endif %}
 {%- endfor %}"""
 
@@ -55,7 +55,7 @@ WITH_TOOLS = """\
         {% generation %}{{ message.role }}: {{ message.content }}{% endgeneration %}
 
     {% else %}
-        {% for part in message.content if part.type == 'text' %}{{ part.text }}{% if not loop.last %}|{% endif %}{% endfor %}
+        {% for part in message.content if part.type == 'text' %}{{ '|' if not loop.first }}{{ part.text }}{% endfor %}
     {% endif %}
     {% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}
     {% set seen.last = loop.index0 %}
@@ -65,14 +65,15 @@ last {{ seen.last }} {{ enable_thinking if enable_thinking is defined else 'unse
 """
 
 WITH_MACRO = """\
-{% macro line(role, text='-') %}{{ role | upper }}={{ text | default('none', true) | replace('\\n', ' ') }};{% endmacro %}
+{% macro line(role, text='-') %}{{ role|upper }}={{ text|default('none', true)|replace('\\n', ' ') }};{% endmacro %}
 {% set text %}
 {% for group in messages | groupby('role') %}
 {{ line(group.grouper, group.list | map(attribute='content') | join(',')) }}
 {% endfor %}
 {% endset %}
-{{ text }}{% call(x) twice() %}{{ x }}{% endcall %}{{ messages | length }} {{ messages[-1].content[:3] }}
-{{ 7 // 2 * 1.5 }} {{ 'ab' * 3 }} {{ [1] + [2] }} {{ 'n%03d' % 7 }} {{ dict(a=1) }} {{ messages[0].get('x', 'y') }} {{ undefined_name }}
+{{ text }}
+{% call(x) twice() %}{{ x }}{% endcall %}{{ messages | length }} {{ messages[-1].content[:3] }}
+{{ 7 // 2 * 1.5 }} {{ 'ab' * 3 }} {{ [1] + [2] }} {{ 'n%03d' % 7 }} {{ dict(a=1) }} {{ messages[0].get('x', 'y') }} {{ u }}
 """.replace("{% call", "{% macro twice() %}{{ caller(1) }}{{ caller(2) }}{% endmacro %}{% call")
 
 TOOL = {
@@ -204,7 +205,7 @@ def test_the_sandbox(source: str) -> None:
 
 def test_a_template_that_refuses() -> None:
     """What the template says, and of which model it is, stands in the error."""
-    with pytest.raises(RequestError, match="Turns go user, assistant, user. Change the messages"):
+    with pytest.raises(RequestError, match=r"Turns go user, assistant, user\. Change the messages"):
         chat_template(BRACKETED).render([{"role": "assistant", "content": "x"}])
 
 

@@ -17,7 +17,7 @@ tokenizers = pytest.importorskip("tokenizers")
 TEXTS = [
     "Hello wörld, this is a 漢字 test 🎉 of streaming.",
     "  two spaces\n\nand lines\t👩‍👩‍👧‍👦 ZWJ é́",
-    "<|im_start|>user\nשלום<|im_end|>\n",
+    "<|im_start|>user\nשלם<|im_end|>\n",
     "",
 ]
 
@@ -39,7 +39,7 @@ def test_text_of_several_scripts(smollm2: Tokenizer, text: str, skip: bool) -> N
 
 def test_random_tokens(smollm2: Tokenizer) -> None:
     """Random tokens, single bytes that are no characters among them, stream into the text of all at once."""
-    pick = random.Random(0)
+    pick = random.Random(0)  # noqa: S311  # no secret
     for _ in range(500):
         bytes_mostly = [pick.randrange(120, 260) for _ in range(pick.randrange(60))]
         ids = [token if pick.random() < 0.7 else pick.randrange(smollm2.vocab_size) for token in bytes_mostly]
@@ -77,7 +77,11 @@ def sentencepiece(tmp_path_factory) -> Tokenizer:
     words = ["▁", "▁the", "▁cat", "s", "a", "b", "c", "t", "h", "e", "."]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     model = tokenizers.models.BPE(
-        {token: index for index, token in enumerate(tokens)}, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True
+        {token: index for index, token in enumerate(tokens)},
+        [],
+        unk_token="<unk>",  # noqa: S106  # no secret
+        byte_fallback=True,
+        fuse_unk=True,
     )
     backend = tokenizers.Tokenizer(model)
     parts = tokenizers.decoders
