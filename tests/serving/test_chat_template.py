@@ -73,7 +73,8 @@ WITH_MACRO = """\
 {% endset %}
 {{ text }}
 {% call(x) twice() %}{{ x }}{% endcall %}{{ messages | length }} {{ messages[-1].content[:3] }}
-{{ 7 // 2 * 1.5 }} {{ 'ab' * 3 }} {{ [1] + [2] }} {{ 'n%03d' % 7 }} {{ dict(a=1) }} {{ messages[0].get('x', 'y') }} {{ u }}
+{{ 7 // 2 * 1.5 }} {{ 'ab' * 3 }} {{ [1] + [2] }} {{ 'n%03d' % 7 }} {{ dict(a=1) }} {{ messages[0].get('x', 'y') }}
+{{ u }}
 """.replace("{% call", "{% macro twice() %}{{ caller(1) }}{{ caller(2) }}{% endmacro %}{% call")
 
 TOOL = {
