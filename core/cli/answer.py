@@ -28,8 +28,8 @@ def answer_prompt(name: str, prompt: str, dtype: str | None, max_tokens: int, as
     tokenizer = open_tokenizer(open_weights(name))
     chats = bool(tokenizer.chat_templates)
     text = ChatTemplate(tokenizer).render([{"role": "user", "content": prompt}]) if chats else prompt
-    limits = {"vocab_size": tokenizer.vocab_size, "max_model_len": model.max_position}
-    _, given = tokenized(text, tokenizer, **limits, add_special_tokens=not chats)
+    size, longest = tokenizer.vocab_size, int(model.max_position)
+    _, given = tokenized(text, tokenizer, vocab_size=size, max_model_len=longest, add_special_tokens=not chats)
     detokenizer = Detokenizer(tokenizer, given)
     tokens: list[int] = []
     start = time.perf_counter()
