@@ -9,7 +9,7 @@ import time
 import click
 from opgraft.cli.output import discard_stdout, echo, print_json
 from opgraft.models.build import load_model
-from opgraft.models.files import open_weights
+from opgraft.models.files import open_weights, opened_once
 from opgraft.models.generation import generate, stop_tokens
 from opgraft.plugins.selection import current_platform, selected_platform
 from opgraft.serving.chat_template import ChatTemplate
@@ -24,8 +24,9 @@ def answer_prompt(name: str, prompt: str, dtype: str | None, max_tokens: int, as
     """Load a model, answer a prompt greedily, and print the answer; ``dtype`` goes before the setting."""
     settings = host_state().settings().config
     chosen = dataclasses.replace(settings.model, name=name, dtype=dtype or settings.model.dtype)
-    model = load_model(dataclasses.replace(settings, model=chosen))
-    tokenizer = open_tokenizer(open_weights(name))
+    with opened_once():
+        model = load_model(dataclasses.replace(settings, model=chosen))
+        tokenizer = open_tokenizer(open_weights(name))
     chats = bool(tokenizer.chat_templates)
     text = ChatTemplate(tokenizer).render([{"role": "user", "content": prompt}]) if chats else prompt
     size, longest = tokenizer.vocab_size, int(model.max_position)
