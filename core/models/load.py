@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -218,7 +217,7 @@ class _Heap:
 
 
 def _size(target: Target, loaded: LoadedTensor) -> int:
-    return math.prod(loaded.shape) * target.tensor.itemsize
+    return torch.Size(loaded.shape).numel() * target.tensor.itemsize
 
 
 class _Hooks:
