@@ -54,6 +54,12 @@ class CheckpointError(InputError):
         return cls(f"{subject}: {count}{shown}{more}. Next: {next_step}.")
 
 
+class RequestError(OpgraftError, ValueError):
+    """A request cannot be served as it was made; the requests beside it are not concerned."""
+
+    exit_code = 2
+
+
 class RegistrationError(OpgraftError, TypeError):
     """An op class or a replacement was rejected when it was registered."""
 

@@ -1,8 +1,9 @@
-"""SmolLM2's weights in the formats of the engines that are compared: the same numbers, dequantized from the GGUF file."""
+"""SmolLM2's weights in the formats of the engines that are compared, all with the same numbers."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy
@@ -29,7 +30,8 @@ def write_safetensors(folder: Path, dtype: torch.dtype) -> Path:
         AutoTokenizer.from_pretrained(**source).save_pretrained(target)
         read = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype)
         del read.config.quantization_config  # a plain model: transformers does not save one that it dequantized
-        plain = AutoModelForCausalLM.from_config(read.config, dtype=dtype)
+        made: Any = AutoModelForCausalLM.from_config  # which has no types
+        plain = made(read.config, dtype=dtype)
         plain.load_state_dict(read.state_dict())
         plain.save_pretrained(target)
     return target
@@ -44,12 +46,13 @@ def write_gguf(folder: Path, dtype: torch.dtype) -> Path:
     writer = GGUFWriter(partial, "llama")
     for field in reader.fields.values():
         if not field.name.startswith(COMPUTED_KEYS):
-            kind = field.types[0]
-            items = field.types[-1] if kind == GGUFValueType.ARRAY else None
-            writer.add_key_value(field.name, field.contents(), kind, items)
+            form = field.types[0]
+            items = field.types[-1] if form == GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), form, items)
     for tensor in reader.tensors:
         weights = gguf.dequantize(tensor.data, tensor.tensor_type)
-        writer.add_tensor(tensor.name, *_stored(weights, dtype))
+        stored, kind = _stored(weights, dtype)
+        writer.add_tensor(tensor.name, stored, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -57,9 +60,9 @@ def write_gguf(folder: Path, dtype: torch.dtype) -> Path:
     return partial.rename(target)
 
 
-def _stored(weights: numpy.ndarray, dtype: torch.dtype) -> tuple[numpy.ndarray, tuple[int, ...] | None, object]:
-    """Return data, shape and type of a tensor; norms stay in float32, as llama.cpp wants them."""
+def _stored(weights: Any, dtype: torch.dtype) -> tuple[Any, GGMLQuantizationType]:
+    """Return data and type of a tensor; norms stay in float32, as llama.cpp wants them."""
     if dtype == torch.float32 or weights.ndim == 1:
-        return weights.astype(numpy.float32), None, GGMLQuantizationType.F32
+        return weights.astype(numpy.float32), GGMLQuantizationType.F32
     words = torch.from_numpy(weights.astype(numpy.float32)).to(dtype).view(torch.uint8).numpy()
-    return words, None, GGMLQuantizationType.BF16
+    return words, GGMLQuantizationType.BF16

@@ -1,8 +1,9 @@
 """The conversation between ``benchmarks/engine.py`` and one engine, in a process and an environment of its own.
 
-It needs nothing but the standard library, as these environments have no opgraft. A line of JSON comes on stdin, ``{"prompts":
-[[token, …], …], "max_tokens": n}``; a line goes to stdout, ``{"seconds": …, "cpu_seconds": …, "tokens": [[token, …], …]}``. The
-first line out is ``{"ready": true}``. What libraries print goes to stderr.
+It needs nothing but the standard library, as these environments have no opgraft. A line of JSON comes on stdin,
+``{"prompts": [[token, …], …], "max_tokens": n}``; a line goes to stdout, ``{"seconds": …, "cpu_seconds": …,
+"peak_bytes": …, "tokens": [[token, …], …]}``. The first line out is ``{"ready": true}``. What libraries print goes to
+stderr.
 """
 
 from __future__ import annotations

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+from typing import Any
 
-import llama_cpp
 import numpy
 from protocol import Generate, serve
+
+llama_cpp: Any = importlib.import_module("llama_cpp")
 
 BATCH = 2048
 SEQUENCES = 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 
 from protocol import Generate, serve
@@ -9,9 +10,9 @@ from protocol import Generate, serve
 
 def start(checkpoint: str, dtype: str) -> Generate:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-    from vllm import LLM, SamplingParams
+    vllm = importlib.import_module("vllm")
 
-    llm = LLM(
+    llm = vllm.LLM(
         checkpoint,
         dtype=dtype,
         skip_tokenizer_init=True,
@@ -22,7 +23,7 @@ def start(checkpoint: str, dtype: str) -> Generate:
     )
 
     def generate(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        params = vllm.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 

@@ -218,7 +218,8 @@ class _Heap:
 
 
 def _size(target: Target, loaded: LoadedTensor) -> int:
-    return math.prod(loaded.shape) * target.tensor.itemsize
+    count: int = math.prod(loaded.shape)
+    return count * target.tensor.itemsize
 
 
 class _Hooks:
