@@ -103,6 +103,12 @@ class ModelError(OpgraftError, ValueError):
     """A model cannot be made as its config describes it, or nothing is registered for its architecture."""
 
 
+class RequestError(OpgraftError, ValueError):
+    """A request cannot be served as it is, or the engine has none of that id."""
+
+    exit_code = 2
+
+
 class PlatformError(OpgraftError):
     """The platform of this process could not be decided, or is not the one that was asked for."""
 
