@@ -123,13 +123,16 @@ class TestDecoders:
         """Two sequences that come in chunks of unlike lengths give what each gives at once."""
         model = loaded(checkpoints[name][0])
         long, short = ids(17), ids(11)
-        caches = {key: torch.full(layer.kv_cache_shape(3, 20), torch.nan) for key, layer in layers_of(model).items()}
+        caches = {key: torch.full(layer.kv_cache_shape(12, 4), torch.nan) for key, layer in layers_of(model).items()}
+        table = {2: [3, 7, 11, 0, 5], 0: [9, 1, 4, 10, 2]}
         rows: dict[int, list[torch.Tensor]] = {0: [], 2: []}
         done = {0: 0, 2: 0}
         for chunk_long, chunk_short in ((7, 4), (1, 1), (1, 5), (8, 1)):
             chunks = {2: long[done[2] : done[2] + chunk_long], 0: short[done[0] : done[0] + chunk_short]}
             lengths = tuple(map(len, chunks.values()))
-            batch = AttentionBatch(lengths, tuple(done[row] for row in chunks), tuple(chunks), caches)
+            so_far = [done[row] + len(part) for row, part in chunks.items()]
+            blocks = torch.tensor([table[row] for row in chunks])
+            batch = AttentionBatch.of_sequences(lengths, so_far, blocks, caches, block_size=4)
             positions = torch.cat([torch.arange(done[row], done[row] + len(part)) for row, part in chunks.items()])
             with torch.no_grad(), attending(batch):
                 logits = model.compute_logits(model(torch.cat(list(chunks.values())), positions))
@@ -173,7 +176,7 @@ def test_encoders(architecture: str, tmp_path: Path, two: Ranks) -> None:
 
 def encoded(folder: str) -> torch.Tensor:
     model = loaded(Path(folder))
-    with torch.no_grad(), attending(AttentionBatch((7, 12), (0, 0), (0, 1), {})):
+    with torch.no_grad(), attending(AttentionBatch.of_sequences([7, 12])):
         states: torch.Tensor = model(torch.cat((ids(7), ids(12))), torch.cat((torch.arange(7), torch.arange(12))))
     return states
 
@@ -299,8 +302,12 @@ def edit(folder: Path, values: dict[str, Any]) -> None:
 
 
 def test_batches_that_contradict_themselves() -> None:
-    """Each sequence has its lengths and a row of its own."""
-    with pytest.raises(ValueError, match="2 query_lengths, 1 context_lengths and 2 rows"):
-        AttentionBatch((1, 1), (0,), (0, 1), {})
-    with pytest.raises(ValueError, match="twice"):
-        AttentionBatch((1, 1), (0, 0), (1, 1), {})
+    """Each sequence has its bounds and its length, and blocks for its tokens."""
+    two = torch.tensor([0, 1, 2], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"query_start_loc of shape \(3,\) and seq_lens of shape \(3,\)"):
+        AttentionBatch(two, two, 1, 1, {}, 16)
+    table = torch.arange(4).view(2, 2)
+    with pytest.raises(ValueError, match="a sequence of 9 tokens has 1 in this call and blocks for 8"):
+        AttentionBatch.of_sequences([1, 1], [3, 9], table, {"attn": torch.zeros(4, 2, 1, 4, 8)}, block_size=4)
+    with pytest.raises(ValueError, match="a sequence of 3 tokens has 4 in this call"):
+        AttentionBatch.of_sequences([4], [3])

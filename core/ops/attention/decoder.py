@@ -1,14 +1,76 @@
-"""The attention layer of decoders, which keeps keys and values in a cache."""
+"""The attention layer of decoders, which keeps keys and values in pages of a cache."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from opgraft.binding.custom_op import CustomOp, PluggableLayer
-from opgraft.ops.attention.batch import AttentionBatch, current_batch
+from opgraft.binding.derivation import NATIVE, calls_functional
+from opgraft.ops.attention.batch import AttentionBatch, LayerPages, current_batch
 from opgraft.ops.attention.functional import expect_kv_heads
 from opgraft.ops.attention.modules import ScaledDotProductAttention
+from opgraft.ops.attention.paged import attend_stepwise, visible_keys
 from opgraft.ops.prefixes import claim_prefix
 from torch import Tensor, nn
+
+
+@CustomOp.register("write_kv_cache")
+class WriteKVCache(CustomOp):
+    """Writes the keys and values of new tokens to their places in a paged cache (Kwon et al., arXiv:2309.06180)."""
+
+    @calls_functional
+    def forward_native(
+        self, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor, *, functional: Any = NATIVE
+    ) -> None:
+        """Write; arguments and errors are those of ``opgraft.functional.write_kv_cache``."""
+        functional.write_kv_cache(key, value, cache, slots)
+
+
+@CustomOp.register("paged_attention")
+class PagedAttention(CustomOp):
+    """Causal attention over keys and values in pages (Kwon et al., arXiv:2309.06180).
+
+    Args:
+        scale: multiplies the scores.
+        sliding_window: tokens that a token sees, with itself; all so far if not given.
+        logits_soft_cap: bound of the scores; none if not given.
+    """
+
+    def __init__(self, scale: float, sliding_window: int | None = None, logits_soft_cap: float | None = None) -> None:
+        super().__init__()
+        self.scale = scale
+        self.sliding_window = sliding_window
+        self.logits_soft_cap = logits_soft_cap
+
+    @calls_functional
+    def forward_native(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        block_table: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        sinks: Tensor | None = None,
+        *,
+        functional: Any = NATIVE,
+    ) -> Tensor:
+        """Attend; arguments and errors are those of ``opgraft.functional.paged_attention``."""
+        attended: Tensor = functional.paged_attention(
+            query,
+            cache,
+            block_table,
+            query_start_loc,
+            seq_lens,
+            self.scale,
+            self.sliding_window,
+            self.logits_soft_cap,
+            sinks,
+        )
+        return attended
+
+    def extra_repr(self) -> str:
+        return f"scale={self.scale}, sliding_window={self.sliding_window}, logits_soft_cap={self.logits_soft_cap}"
 
 
 @CustomOp.register("attention")
@@ -20,8 +82,9 @@ class Attention(PluggableLayer):
     scores as ``cap · tanh(score / cap)`` (arXiv:2408.00118); a sink is one more score per head, which takes a share of
     the softmax and has no value (arXiv:2309.17453).
 
-    The sequences, and the cache of this layer under its ``prefix``, are those of the current ``AttentionBatch``. Where
-    there is none, all tokens are one sequence and nothing is kept.
+    The sequences, and the pages of this layer under its ``prefix``, are those of the current ``AttentionBatch``. Where
+    there is none, all tokens are one sequence and nothing is kept. A replacement may lay its cache out as it likes:
+    nothing else looks inside a block.
 
     Args:
         num_heads: query heads of this rank.
@@ -31,7 +94,7 @@ class Attention(PluggableLayer):
         sliding_window: tokens that a token sees, with itself; all so far if not given.
         logits_soft_cap: bound of the scores; none if not given.
         sinks: one score per query head, ``[num_heads]``.
-        prefix: the layer's path in its model, under which its cache is found.
+        prefix: the layer's path in its model, under which its pages are found.
 
     Raises:
         ValueError: ``num_heads`` or ``head_size`` is not positive, ``num_kv_heads`` does not divide ``num_heads``, a
@@ -66,15 +129,12 @@ class Attention(PluggableLayer):
         self.prefix = self.layer_name = prefix
         claim_prefix(prefix, self)
         self.attend = ScaledDotProductAttention()
+        self.write = WriteKVCache()
+        self.attend_pages = PagedAttention(scale, sliding_window, logits_soft_cap)
 
     def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Return the shape of a cache of ``num_blocks`` blocks; only this layer looks inside a block."""
         return (num_blocks, 2, self.num_kv_heads, block_size, self.head_size)
-
-    def cache_length(self, batch: AttentionBatch) -> int | None:
-        """Return for how many tokens of a sequence its row of the cache has room; ``None`` if there is no cache."""
-        cache = batch.caches.get(self.prefix)
-        return None if cache is None else cache.shape[3]
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return the attended values, in the shape of ``query``; the new keys and values go to the cache.
@@ -85,15 +145,15 @@ class Attention(PluggableLayer):
             value: as ``key``.
 
         Raises:
-            ValueError: a shape does not fit, or the batch has another number of tokens or no room for them.
+            ValueError: a shape does not fit, or the batch has another number of tokens or no pages for this layer.
         """
         q, k, v = self._heads(query, key, value)
         batch = current_batch()
         attended = self._attend(q, k, v) if batch is None else self._attend_batch(batch, q, k, v)
-        return attended.transpose(0, 1).reshape(query.shape)
+        return attended.reshape(query.shape)
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """View the arguments as ``[heads, tokens, head_size]``."""
+        """View the arguments as ``[tokens, heads, head_size]``."""
         given = {"query": (query, self.num_heads), "key": (key, self.num_kv_heads), "value": (value, self.num_kv_heads)}
         for name, (x, heads) in given.items():
             if x.shape[0] != query.shape[0] or tuple(x.shape[1:]) not in (
@@ -104,71 +164,43 @@ class Attention(PluggableLayer):
                     f"attention: {name} has shape {tuple(x.shape)}, expected [{query.shape[0]}, {heads} · "
                     f"{self.head_size}] or [{query.shape[0]}, {heads}, {self.head_size}]"
                 )
-        return [x.reshape(-1, heads, self.head_size).transpose(0, 1) for x, heads in given.values()]
+        return [x.reshape(-1, heads, self.head_size) for x, heads in given.values()]
 
     def _attend_batch(self, batch: AttentionBatch, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend over ``[heads, tokens, head_size]``, each sequence over its row of the cache."""
-        if sum(batch.query_lengths) != query.shape[1]:
-            raise ValueError(
-                f"attention: query has {query.shape[1]} tokens, expected the {sum(batch.query_lengths)} of the batch"
-            )
-        cache = batch.caches[self.prefix]
-        parts = (torch.split_with_sizes(x, list(batch.query_lengths), dim=1) for x in (query, key, value))
-        attended = []
-        for q, k, v, start, row in zip(*parts, batch.context_lengths, batch.rows, strict=True):
-            end = start + q.shape[1]
-            if end > cache.shape[3]:
-                raise ValueError(f"attention: a sequence has {end} tokens, its cache in {self.prefix} {cache.shape[3]}")
-            keys, values = cache[row]
-            keys[:, start:end] = k
-            values[:, start:end] = v
-            first = 0 if self.sliding_window is None else max(0, start + 1 - self.sliding_window)
-            attended.append(self._attend(q, keys[:, first:end], values[:, first:end]))
-        return torch.cat(attended, dim=1)
+        """Attend over the pages of a batch, where the new tokens are written to first."""
+        pages = self._pages(batch, query.shape[0])
+        self.write(key, value, pages.cache, pages.slots)
+        attended: Tensor = self.attend_pages(
+            query, pages.cache, pages.block_table, batch.query_start_loc, batch.seq_lens, self.sinks
+        )
+        return attended
+
+    def _pages(self, batch: AttentionBatch, tokens: int) -> LayerPages:
+        pages = batch.pages.get(self.prefix)
+        if pages is None:
+            raise ValueError(f"attention: the batch has no pages for {self.prefix!r}; it has {sorted(batch.pages)}")
+        if len(pages.slots) != tokens:
+            raise ValueError(f"attention: query has {tokens} tokens, expected the {len(pages.slots)} of the batch")
+        return pages
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend with queries of the last tokens of ``key``, as ``[heads, tokens, head_size]``."""
-        tokens, seen = query.shape[1], key.shape[1]
-        mask = self._mask(tokens, seen, query.device)
-        if self.logits_soft_cap is None and self.sinks is None:
-            causal = mask is None and tokens > 1
-            query, key, value = query[None], key[None], value[None]
-            grouped = self.num_kv_heads != self.num_heads
-            return self.attend(query, key, value, mask, 0.0, causal, scale=self.scale, enable_gqa=grouped)[0]
-        if mask is None and tokens > 1:
-            mask = _visible(tokens, seen, None, query.device)
-        return self._softmax(query, key, value, mask)
-
-    def _mask(self, tokens: int, seen: int, device: torch.device) -> Tensor | None:
-        """Return which keys each query sees, ``None`` where they are all, or all up to its own of as many."""
-        window = self.sliding_window
-        if (window is None or seen <= window) and (tokens == 1 or tokens == seen):
-            return None
-        return _visible(tokens, seen, window, device)
-
-    def _softmax(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend step by step, as the capped scores and the sinks need, in float32."""
-        groups = (self.num_kv_heads, self.num_heads // self.num_kv_heads)
-        scores = query.reshape(*groups, *query.shape[1:]).float() @ key.unsqueeze(1).float().mT * self.scale
-        if self.logits_soft_cap is not None:
-            scores = self.logits_soft_cap * torch.tanh(scores / self.logits_soft_cap)
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -torch.inf)
-        if self.sinks is not None:
-            sinks = self.sinks.float().view(*groups, 1, 1).expand(*scores.shape[:-1], 1)
-            shares = torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
-        else:
-            shares = scores.softmax(dim=-1)
-        return (shares @ value.unsqueeze(1).float()).flatten(0, 1).to(query.dtype)
+        """Attend within one sequence over ``[tokens, heads, head_size]``."""
+        tokens, window = query.shape[0], self.sliding_window
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        plain = self.logits_soft_cap is None and self.sinks is None
+        mask = None
+        if tokens > 1 and not (plain and (window is None or tokens <= window)):
+            positions = torch.arange(tokens, device=query.device)
+            mask = visible_keys(positions, positions, window)
+        if plain:
+            causal, grouped = mask is None and tokens > 1, self.num_kv_heads != self.num_heads
+            given = query[None], key[None], value[None], mask, 0.0, causal
+            return self.attend(*given, scale=self.scale, enable_gqa=grouped)[0].transpose(0, 1)
+        attended = attend_stepwise(query, key, value, mask, self.scale, self.logits_soft_cap, self.sinks)
+        return attended.transpose(0, 1)
 
     def extra_repr(self) -> str:
         return f"{self.num_heads}, {self.head_size}, scale={self.scale}, num_kv_heads={self.num_kv_heads}"
-
-
-def _visible(tokens: int, seen: int, window: int | None, device: torch.device) -> Tensor:
-    """Return ``[tokens, seen]``: true where one of the last queries sees a key."""
-    behind = torch.arange(seen - tokens, seen, device=device)[:, None] - torch.arange(seen, device=device)
-    return (behind >= 0) if window is None else (behind >= 0) & (behind < window)
 
 
 def attention_layers(model: nn.Module) -> dict[str, Attention]:
