@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import RequestError
@@ -23,6 +23,8 @@ class Request:
         eos: tokens that end it unless ``params.ignore_eos``.
         priority: under the policy "priority" lower ones come first.
         cache_salt: requests with different salts never share blocks of the cache, such as those of two tenants.
+        bad_words: ``params.bad_words`` as tokens.
+        grammar: compiled from ``params.structured_output``.
         parent: the request whose prompt's blocks this one shares, for ``n > 1``.
         arrival: its number in the order of arrival, which the scheduler gives.
         rank: its place in the scheduler's order.
@@ -38,10 +40,12 @@ class Request:
 
     __slots__ = (
         "arrival",
+        "bad_words",
         "block_hashes",
         "cache_salt",
         "eos",
         "finish_reason",
+        "grammar",
         "num_cached",
         "num_computed",
         "num_preemptions",
@@ -65,6 +69,8 @@ class Request:
         eos: Iterable[int] = (),
         priority: int = 0,
         cache_salt: str | None = None,
+        bad_words: Iterable[Sequence[int]] = (),
+        grammar: Any = None,
         parent: str | None = None,
     ) -> None:
         if not prompt:
@@ -76,6 +82,8 @@ class Request:
         self.eos = frozenset(eos)
         self.priority = priority
         self.cache_salt = cache_salt
+        self.bad_words = tuple(map(tuple, bad_words))
+        self.grammar = grammar
         self.parent = parent
         self.arrival = 0
         self.rank = (0, 0)
@@ -112,6 +120,8 @@ class Request:
             eos=self.eos,
             priority=self.priority,
             cache_salt=self.cache_salt,
+            bad_words=self.bad_words,
+            grammar=self.grammar,
             parent=f"{self.request_id}/0" if index else None,
         )
 

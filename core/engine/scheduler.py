@@ -160,9 +160,18 @@ class Scheduler:
         draft.copies += self.cache.open(request, prefix)
         self.cache.extend(request, count)
         draft.take(request, count, self.cache.no_blocks)
-        tokens, blocks = tuple(request.tokens()), self.cache.blocks(request)
         draft.added.append(
-            NewSequence(request.request_id, tokens, len(request.prompt), request.params, blocks, request.arrival)
+            NewSequence(
+                request.request_id,
+                tokens=tuple(request.tokens()),
+                prompt_length=len(request.prompt),
+                params=request.params,
+                blocks=self.cache.blocks(request),
+                arrival=request.arrival,
+                eos=request.eos,
+                bad_words=request.bad_words,
+                grammar=request.grammar,
+            )
         )
 
     def _count(self, missing: int, budget: int) -> int:

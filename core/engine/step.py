@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +22,9 @@ class NewSequence:
         prompt_length: tokens of the prompt.
         blocks: the whole table, with what this step writes to. Before a sliding window stand zeros, which nobody reads.
         arrival: its number in the order of arrival, which seeds random numbers where ``params.seed`` is ``None``.
+        eos: tokens that end it unless ``params.ignore_eos``.
+        bad_words: ``params.bad_words`` as tokens.
+        grammar: compiled from ``params.structured_output``.
     """
 
     request_id: str
@@ -30,6 +33,9 @@ class NewSequence:
     params: SamplingParams
     blocks: Blocks
     arrival: int
+    eos: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Any = None
 
 
 class Scheduled(NamedTuple):
@@ -79,8 +85,10 @@ class StepResult:
         tokens: the token of each sequence that samples and did not fail.
         logprobs: the log-probabilities of those that ask for them.
         errors: the reason for each request that failed alone, such as logits that are NaN.
+        prompt_logprobs: of the prompts that this step has come to the end of, for who asks for them.
     """
 
     tokens: Mapping[str, int]
     logprobs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     errors: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    prompt_logprobs: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
