@@ -59,10 +59,9 @@ class EngineCore:
         if not layout.layers:
             raise ModelError(f"the model {given.model.name} has no attention layers with a cache: it cannot generate")
         self.max_model_len = self._context()
-        num_blocks = self.executor.call("cache_bytes") // layout.bytes_per_block
-        self.cache = KVCacheManager(
-            layout.kinds, num_blocks, layout.block_size, self.opgraft_config.cache.prefix_reuse
-        )
+        cache = self.opgraft_config.cache
+        num_blocks = cache.num_blocks or self.executor.call("cache_bytes") // layout.bytes_per_block
+        self.cache = KVCacheManager(layout.kinds, num_blocks, layout.block_size, cache.prefix_reuse)
         self._expect_room(layout)
         self.executor.call("allocate_cache", num_blocks)
         self.scheduler = Scheduler(self.opgraft_config.scheduler, self.cache, self.max_model_len)
@@ -80,7 +79,7 @@ class EngineCore:
             raise ConfigError(
                 f"the cache has room for {there} blocks of {layout.bytes_per_block} bytes, and one request of "
                 f"{self.max_model_len} tokens takes {needed}: raise cache.memory_bytes to "
-                f"{needed * layout.bytes_per_block} or cache.memory_share, or lower model.max_model_len"
+                f"{needed * layout.bytes_per_block}, cache.memory_share or cache.num_blocks, or lower model.max_model_len"
             )
 
     @property
