@@ -37,7 +37,7 @@ def next_token(state: int) -> int:
 
 
 @dataclass
-class Sequence_:
+class Known:
     """What the runner knows of a sequence: made of what steps say, and of nothing else."""
 
     tokens: list[int]
@@ -54,7 +54,7 @@ class Runner:
     block_size: int
     salts: Mapping[str, str | None]
     cells: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    sequences: dict[str, Sequence_] = field(default_factory=dict)
+    sequences: dict[str, Known] = field(default_factory=dict)
 
     def execute(self, step: Step) -> dict[str, int]:
         for request_id in step.removed:
@@ -80,7 +80,7 @@ class Runner:
         for token in new.tokens:
             states.append(digest(states[-1], token))
         tables = [list(blocks) for blocks in new.blocks]
-        self.sequences[new.request_id] = Sequence_(list(new.tokens), tables, states[1:], -1)
+        self.sequences[new.request_id] = Known(list(new.tokens), tables, states[1:], -1)
 
     def _write(self, scheduled: Scheduled) -> None:
         sequence = self.sequences[scheduled.request_id]
@@ -171,7 +171,7 @@ class Traffic:
 
     def run(self, num_requests: int, rate: float = 0.5, aborts: float = 0.02) -> None:
         while self.number < num_requests or self.scheduler.has_work:
-            while self.number < num_requests and self.random.random() < rate:
+            while self.number < num_requests and len(self.live) < 40 and self.random.random() < rate:
                 self._add()
             self._abort(aborts)
             step = self.scheduler.schedule()
@@ -186,14 +186,14 @@ class Traffic:
 
     def check_end(self) -> None:
         scheduler, pool = self.scheduler, self.scheduler.cache.pool
-        assert not (self.live or self.runner.sequences or scheduler.running or scheduler.waiting)
-        assert not (scheduler._requests or scheduler.cache._tables or scheduler._removed or scheduler._batch)
+        left = (self.live, self.runner.sequences, scheduler.running, scheduler.waiting, scheduler.cache._tables)
+        assert not any((*left, scheduler._requests, scheduler._removed, scheduler._batch))
         assert pool.num_free == pool.num_blocks
         assert not any(pool.references(block) for block in range(pool.num_blocks))
 
     def _add(self) -> None:
         draw, longest = self.random, self.scheduler.max_model_len
-        length = draw.randint(1, longest - 1)
+        length = draw.randint(1, draw.choice((max(longest // 4, 1), longest - 1)))
         prompt = [draw.choice((1, 1, 1, 2)) for _ in range(length)]
         n = draw.choice((1, 1, 1, 3))
         max_tokens = draw.randint(1, longest)
@@ -230,9 +230,17 @@ class Traffic:
 
 
 def make_scheduler(
-    kinds: Sequence[LayerKind] = (LayerKind(),), *, num_blocks: int = 64, block_size: int = 4, prefix_reuse: bool = True,
-    max_model_len: int = 64, max_num_seqs: int = 8, budget: int = 32, chunked: bool = True, policy: str = "fcfs",
-) -> Scheduler:  # fmt: skip
+    kinds: Sequence[LayerKind] = (LayerKind(),),
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    prefix_reuse: bool = True,
+    max_model_len: int = 64,
+    max_num_seqs: int = 8,
+    budget: int = 32,
+    chunked: bool = True,
+    policy: str = "fcfs",
+) -> Scheduler:
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, chunked_prefill=chunked, policy=policy
     )

@@ -85,8 +85,9 @@ def test_the_last_is_preempted_and_none_is_admitted(policy: str, victim: str, ne
     scheduler._reserve = lambda: 0  # type: ignore[method-assign]  # so that all are admitted at once
     for _ in range(5):
         step(scheduler)
-    scheduler.add(distinct(next_in_line, 1, 90, max_tokens=1))
-    scheduler.waiting[-1].priority = 5
+    newcomer = distinct(next_in_line, 1, 90, max_tokens=1)
+    newcomer.priority = 5
+    scheduler.add(newcomer)
     made = step(scheduler)
     assert made.removed == (victim,)
     assert made.added == ()
@@ -221,11 +222,15 @@ def test_steps_can_be_sent_to_another_process() -> None:
     ("settings", "added", "message"),
     [
         ({}, request("a", 64), "a prompt of 64 tokens, and the context holds 64, prompt and output together: shorten"),
-        ({"num_blocks": 3}, request("a", 4, max_tokens=12), r"^request 'a' may grow to 16 tokens, a prompt of 4 and an "
-         "output of up to 12, for which it needs 4 blocks of 4 tokens, and the cache has 3: lower max_tokens, or raise"),
+        (
+            {"num_blocks": 3},
+            request("a", 4, max_tokens=12),
+            "^request 'a' may grow to 16 tokens, a prompt of 4 and an output of up to 12, for which it needs 4 blocks "
+            "of 4 tokens, and the cache has 3: lower max_tokens, or raise cache.memory_bytes",
+        ),
         ({"chunked": False, "budget": 8}, request("a", 9), "a prompt of 9 tokens, and a step takes 8, with scheduler"),
     ],
-)  # fmt: skip
+)
 def test_what_can_never_be_served_is_refused(settings: dict[str, Any], added: Request, message: str) -> None:
     """The error comes when the request is added, with the numbers and the settings that change them."""
     scheduler = make_scheduler(**settings)
