@@ -187,7 +187,7 @@ class KVCacheManager:
             return
         self._hash(request, last)
         for kind, table in enumerate(self._tables[request.request_id]):
-            for index in range(max(first, table.dropped), last):
+            for index in range(first, last):
                 self.pool.keep(table.blocks[index], (kind, request.block_hashes[index]))
 
     def close(self, request: Request) -> None:
