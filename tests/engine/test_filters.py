@@ -72,7 +72,9 @@ def test_filters_keep_what_their_definitions_say(limits: dict[str, Any], vocabul
     assert not shares[expected == 0].any()
 
 
-@pytest.mark.parametrize("limits", [{"top_p": 0.9}, {"min_p": 0.3, "top_p": 0.99}, {"top_k": 2500}, {"min_p": 0.2}], ids=str)
+@pytest.mark.parametrize(
+    "limits", [{"top_p": 0.9}, {"min_p": 0.05, "top_p": 0.99}, {"top_k": 2500}, {"min_p": 0.2}], ids=str
+)
 @pytest.mark.parametrize("rounded", [False, True])
 def test_filters_that_keep_thousands(limits: dict[str, Any], rounded: bool) -> None:
     """Nuclei wider than any number of candidates, with many equal logits too, end at the right token."""
@@ -152,7 +154,7 @@ def banned(output: list[int], params: SamplingParams = SamplingParams(), **more:
 
 
 def test_bad_words_are_banned_where_they_would_end() -> None:
-    """A word of one token always, one of several where the output ends with its beginning; the prompt does not count."""
+    """A word of one token always, one of several where the output, not the prompt, ends with its beginning."""
     words = {"bad_words": [(3,), (5, 6), (5, 7, 8)]}
     assert banned([], **words) == [3]
     assert banned([5], **words) == [3, 6]

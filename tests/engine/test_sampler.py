@@ -86,7 +86,7 @@ def test_the_maximum_of_rows_is_that_of_torch() -> None:
 
 
 def chi_square(counts: Tensor, probabilities: Tensor) -> tuple[float, float]:
-    """The statistic over the outcomes expected five times or more, and a limit that a fair one passes once in 10,000."""
+    """The statistic over outcomes expected five times or more, and a limit that a fair one passes once in 10,000."""
     drawn = counts.sum()
     large = probabilities * drawn >= 5
     expected = torch.cat((probabilities[large], probabilities[~large].sum(0, keepdim=True))) * drawn
@@ -125,7 +125,7 @@ def test_tokens_are_distributed_as_they_should(temperature: float, limits: dict[
 def test_random_numbers_are_uniform_and_independent() -> None:
     """Numbers of neighbouring seeds and positions fill [0, 1) evenly, and pairs of them the square."""
     rows = torch.tensor([[uniform(stream_of(seed, 0), at) for at in range(100)] for seed in range(200)])
-    assert 0 <= float(rows.min())
+    assert float(rows.min()) >= 0
     assert float(rows.max()) < 1
     even = torch.full((64,), 1 / 64, dtype=torch.float64)
     for pairs in ((rows[:, :-1], rows[:, 1:]), (rows[:-1], rows[1:])):
@@ -245,7 +245,9 @@ def test_log_probabilities_are_the_models() -> None:
     assert first.logprob == pytest.approx(float(exact[0, 7]), abs=1e-5)
     assert first.rank == int((exact[0] >= exact[0, 7]).sum())
     assert [token for token, _ in first.top] == exact[0].argsort(descending=True)[:3].tolist()
-    assert [value for _, value in first.top] == pytest.approx(exact[0].sort(descending=True).values[:3].tolist(), abs=1e-5)
+    assert [value for _, value in first.top] == pytest.approx(
+        exact[0].sort(descending=True).values[:3].tolist(), abs=1e-5
+    )
     assert sampled.logprobs[1].top == ()
 
 

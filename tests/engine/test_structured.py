@@ -42,7 +42,7 @@ def texts(specs: list[Any], tokens: GrammarTokens, tokenizer: Any, seed: int) ->
         batch.add(key, params, [1], grammar=Grammar(spec, tokens))
     found: dict[Any, list[int]] = {key: [] for key in batch.keys}
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(150):
+    for _ in range(400):
         if not len(batch):
             break
         logits = torch.randn(len(batch), VOCABULARY, generator=generator)
@@ -110,15 +110,28 @@ def test_an_output_goes_on_after_a_preemption(tokens: GrammarTokens, tokenizer: 
         grammar.start([*output, tokenizer.encode("\n", add_special_tokens=False)[0]])
 
 
-def test_a_grammar_that_ends_nowhere_fails_its_request(tokens: GrammarTokens, tokenizer: Any) -> None:
+def test_after_its_end_a_grammar_allows_ends(tokens: GrammarTokens, tokenizer: Any) -> None:
+    """Under ``ignore_eos`` a finished output goes on with ends of sequence and nothing else."""
+    (no,) = tokenizer.encode("no", add_special_tokens=False)
+    state = Grammar({"choice": ["no"]}, tokens).start([no])
+    assert state.finished
+    for _ in range(3):
+        mask = torch.zeros(VOCABULARY // 32, dtype=torch.int32)
+        state.fill(mask)
+        assert mask.nonzero().flatten().tolist() == [tokenizer.eos_token_id // 32]
+        state.accept(tokenizer.eos_token_id)
+    with pytest.raises(RequestError, match="does not follow the grammar"):
+        state.accept(no)
+
+
+def test_a_grammar_that_leads_nowhere_fails_its_request(tokens: GrammarTokens, tokenizer: Any) -> None:
     """Where nothing can follow, that request fails by name and its neighbour goes on."""
     batch = SamplingBatch()
-    batch.add("stuck", SamplingParams(), [1], grammar=Grammar({"choice": ["no"]}, tokens))
+    endless = Grammar({"grammar": 'start: "no" | "yes" x\nx: x "c"'}, tokens)
+    batch.add("stuck", SamplingParams(), [1], tokenizer.encode("yes", add_special_tokens=False), grammar=endless)
     batch.add("other", SamplingParams(temperature=0.0), [1])
-    batch.append("stuck", tokenizer.encode("no", add_special_tokens=False)[0])
-    batch.append("stuck", tokenizer.eos_token_id)
     sampled = Sampler()(torch.arange(float(VOCABULARY)).repeat(2, 1), batch)
-    assert "cannot go on" in sampled.errors["stuck"]
+    assert "its grammar cannot go on" in sampled.errors["stuck"]
     assert sampled.tokens.tolist() == [-1, VOCABULARY - 1]
 
 
@@ -135,7 +148,7 @@ def test_a_grammar_that_ends_nowhere_fails_its_request(tokens: GrammarTokens, to
         ({"json": {"$ref": "#/$defs/nope"}}, "'/\\$defs/nope' does not exist"),
         ({"json": {"type": "array", "uniqueItems": True}}, "Unimplemented keys"),
         ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "Unsatisfiable schema: minimum"),
-        ({"json": False}, "Unsatisfiable"),
+        ({"json": False}, "json is no valid JSON schema: TypeError: False, expected an object"),
         ({"regex": "[0-9"}, "the regular expression in regex cannot be used: .*unclosed character class"),
         ({"regex": 5}, "regex is no valid regular expression: TypeError: 5, expected a text"),
         ({"regex": "a[^\\s\\S]"}, "nothing can meet the regular expression in regex"),
