@@ -38,7 +38,9 @@ class Filters:
         """Make the filters of rows from their values as ``SamplingParams`` has them."""
         k = torch.tensor([value or torch.iinfo(torch.int64).max for value in top_k], device=device)
         p = torch.tensor([value if value < 1 else float("inf") for value in top_p], dtype=torch.float64, device=device)
-        share = torch.tensor(min_p, dtype=torch.float64, device=device).log().float().double()  # as precise as the logits it is compared with
+        share = (
+            torch.tensor(min_p, dtype=torch.float64, device=device).log().float().double()
+        )  # as precise as the logits it is compared with
         whole = torch.tensor([not (one or other) for one, other in zip(top_k, min_p, strict=True)], device=device)
         return cls(k.unsqueeze(1), p.unsqueeze(1), share.unsqueeze(1), whole.unsqueeze(1))
 
