@@ -14,6 +14,9 @@ from opgraft.text import printable
 MOST_LISTED = 20
 """Problems that an error names one by one."""
 
+_FARTHER = 0.05
+"""The share of its letters by which a name may be farther than the nearest, to be worth a mention."""
+
 
 class OpgraftError(Exception):
     """Base of all errors of opgraft. ``exit_code`` is what the command line ends with.
@@ -137,8 +140,13 @@ class PluginError(OpgraftError):
 
 
 def near_matches(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """Return up to three of the ``known`` names that ``name`` may be a misspelling of, the nearest first."""
-    return difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=cutoff)
+    """Return up to three of the ``known`` names that ``name`` may be a misspelling of, the nearest first.
+
+    Names that are much farther than the nearest are left out.
+    """
+    found = difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=cutoff)
+    ratios = [difflib.SequenceMatcher(None, match, name).ratio() for match in found]
+    return [match for match, ratio in zip(found, ratios, strict=True) if ratio >= ratios[0] - _FARTHER]
 
 
 def close_matches(name: str, known: Iterable[str]) -> str:

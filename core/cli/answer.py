@@ -10,7 +10,7 @@ import click
 from opgraft.cli.output import discard_stdout, echo, print_json
 from opgraft.models.build import load_model
 from opgraft.models.config import load_tokenizer
-from opgraft.models.files import open_weights
+from opgraft.models.files import open_weights, opened_once
 from opgraft.models.generation import decoded, generate, prompt_tokens, stop_tokens
 from opgraft.plugins.selection import current_platform, selected_platform
 from opgraft.state import host_state
@@ -21,8 +21,9 @@ def answer_prompt(name: str, prompt: str, dtype: str | None, max_tokens: int, as
     """Load a model, answer a prompt greedily, and print the answer; ``dtype`` goes before the setting."""
     settings = host_state().settings().config
     chosen = dataclasses.replace(settings.model, name=name, dtype=dtype or settings.model.dtype)
-    model = load_model(dataclasses.replace(settings, model=chosen))
-    tokenizer = load_tokenizer(open_weights(name))
+    with opened_once():
+        model = load_model(dataclasses.replace(settings, model=chosen))
+        tokenizer = load_tokenizer(open_weights(name))
     given = prompt_tokens(tokenizer, prompt)
     tokens: list[int] = []
     start = time.perf_counter()

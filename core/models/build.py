@@ -13,7 +13,7 @@ from opgraft.errors import CheckpointError, DistributedError, ModelError
 from opgraft.models.config import read_config
 from opgraft.models.construction import construct, is_older
 from opgraft.models.description import part, quantization_config
-from opgraft.models.files import Weights, open_weights
+from opgraft.models.files import Weights, open_weights, opened_once
 from opgraft.models.lazy import LazyTensor
 from opgraft.models.load import load_weights
 from opgraft.models.model import Model, model_class
@@ -21,8 +21,11 @@ from opgraft.plugins.selection import current_platform
 from opgraft.quantization.settings import expect_patterns_used
 
 
+@opened_once()
 def load_model(opgraft_config: OpgraftConfig) -> Model:
     """Construct the model that ``opgraft_config.model`` names and load its checkpoint, a shard of both on each rank.
+
+    The checkpoint is opened once, also by the classes that are constructed.
 
     Raises:
         ModelError: nothing is named, no class is registered for the architecture, or its config does not describe a

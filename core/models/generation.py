@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from opgraft.errors import InputError
 from opgraft.ops.attention import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
+from torch import Tensor
+
+
+@runtime_checkable
+class HasLogits(Protocol):
+    """A model that generates: of hidden states it makes logits ``[rows, vocab_size]``."""
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        """Return the logits; ``None`` on ranks that do not gather them."""
 
 
 def generate(model: Any, prompt: Sequence[int], *, max_tokens: int, stop: Collection[int] = ()) -> Iterator[int]:
@@ -21,8 +30,10 @@ def generate(model: Any, prompt: Sequence[int], *, max_tokens: int, stop: Collec
         stop: ids at which the answer ends.
 
     Raises:
-        InputError: the prompt is empty, or it and ``max_tokens`` are longer than the model's context.
+        InputError: the model is none that generates, the prompt is empty, or it and ``max_tokens`` are longer than the
+            model's context.
     """
+    _expect_logits(model)
     layers = attention_layers(model)
     limit = model.max_position
     if not prompt:
@@ -45,6 +56,14 @@ def generate(model: Any, prompt: Sequence[int], *, max_tokens: int, stop: Collec
             return
         yield token
         done, new = done + len(new), [token]
+
+
+def _expect_logits(model: object) -> None:
+    if not isinstance(model, HasLogits):
+        raise InputError(
+            f"{type(model).__name__} has no compute_logits, as an encoder has none, so it answers no prompt: give a "
+            "causal language model, or run this one on lines of text: 'opgraft run MODEL', without PROMPT"
+        )
 
 
 @torch.inference_mode()

@@ -10,6 +10,7 @@ import torch
 from opgraft import ops
 from opgraft.errors import LayerError, WeightError
 from opgraft.models.lazy import Bounds, LazyTensor, StoredTensor
+from opgraft.ops.linear import LinearBase
 from opgraft.ops.weights import LoadedTensor, process_weights_after_loading
 from ranks import Ranks
 from torch import nn
@@ -279,3 +280,35 @@ def test_weights_that_do_not_fit(make: Any, shape: tuple[int, ...], shard: tuple
     layer = make()
     with pytest.raises(WeightError, match=told):
         load(layer, "weight", torch.zeros(shape), *shard)
+
+
+class Halved(LinearBase):
+    """A layer of a plugin, which loads half of each weight."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self._create_weights(4, [2])
+
+    def weight_loader(self, param: Any, loaded_weight: LoadedTensor) -> None:
+        param.data.copy_(loaded_weight[...] / 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._apply_method(x, None)
+
+
+def test_a_layer_of_a_plugin_brings_its_loader() -> None:
+    """A subclass's loader is the parameter's; one without is told so when it is made, not when weights are loaded."""
+    layer, whole = Halved(), drawn(2, 4)
+    load(layer, "weight", whole)
+    torch.testing.assert_close(layer(torch.eye(4)), whole.T / 2)
+
+    class Without(LinearBase):
+        def __init__(self) -> None:
+            super().__init__(4, 2)
+            self._create_weights(4, [2])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    with pytest.raises(AttributeError, match="'Without' object has no attribute 'weight_loader'"):
+        Without()
