@@ -25,6 +25,7 @@ class Request:
         cache_salt: requests with different salts never share blocks of the cache, such as those of two tenants.
         parent: the request whose prompt's blocks this one shares, for ``n > 1``.
         arrival: its number in the order of arrival, which the scheduler gives.
+        rank: its place in the scheduler's order.
         num_tokens: tokens of prompt and output.
         num_computed: tokens whose keys and values are in the cache.
         num_cached: tokens that were found there when it was last admitted.
@@ -50,6 +51,7 @@ class Request:
         "parent",
         "priority",
         "prompt",
+        "rank",
         "request_id",
         "status",
     )
@@ -76,6 +78,7 @@ class Request:
         self.cache_salt = cache_salt
         self.parent = parent
         self.arrival = 0
+        self.rank = (0, 0)
         self.status: Status = "waiting"
         self.finish_reason: FinishReason | None = None
         self.num_tokens = len(self.prompt)

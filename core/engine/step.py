@@ -44,7 +44,7 @@ class Scheduled(NamedTuple):
 
     request_id: str
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # instead of tuple.count, which nobody calls
     new_blocks: Blocks
     samples: bool
 
