@@ -114,6 +114,6 @@ def _process(logits: Tensor, row: Row) -> str | None:
 
 
 def _arguments(processor: Callable[..., Any], row: Row) -> tuple[list[int], ...]:
-    """Return what a processor takes before the logits: the output, or prompt and output where it has three parameters."""
+    """Return what a processor takes before the logits: the output, or with three parameters prompt and output."""
     takes = len(inspect.signature(processor).parameters)
     return (list(row.prompt), list(row.output)) if takes == 3 else (list(row.output),)

@@ -14,7 +14,8 @@ def blocks_of(rows: Tensor, padding: float = float("-inf")) -> Tensor:
     missing = -rows.shape[1] % BLOCK
     if missing:
         rows = torch.nn.functional.pad(rows, (0, missing), value=padding)
-    return rows.unflatten(1, (rows.shape[1] // BLOCK, BLOCK))
+    blocks: Tensor = rows.reshape(len(rows), rows.shape[1] // BLOCK, BLOCK)  # a view where the last dimension is dense
+    return blocks
 
 
 def row_maximum(rows: Tensor) -> tuple[Tensor, Tensor]:

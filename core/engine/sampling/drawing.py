@@ -36,14 +36,15 @@ class Filters:
     @classmethod
     def of(cls, top_k: Sequence[int], top_p: Sequence[float], min_p: Sequence[float], device: torch.device) -> Filters:
         """Make the filters of rows from their values as ``SamplingParams`` has them."""
-        wide = {"dtype": torch.float64, "device": device}
         k = torch.tensor([value or torch.iinfo(torch.int64).max for value in top_k], device=device)
-        p = torch.tensor([value if value < 1 else float("inf") for value in top_p], **wide)
-        share = torch.tensor(min_p, **wide).log().float().double()  # as precise as the logits it is compared with
+        p = torch.tensor([value if value < 1 else float("inf") for value in top_p], dtype=torch.float64, device=device)
+        share = (
+            torch.tensor(min_p, dtype=torch.float64, device=device).log().float().double()
+        )  # as precise as the logits it is compared with
         whole = torch.tensor([not (one or other) for one, other in zip(top_k, min_p, strict=True)], device=device)
         return cls(k.unsqueeze(1), p.unsqueeze(1), share.unsqueeze(1), whole.unsqueeze(1))
 
-    def take(self, rows: Tensor) -> Filters:
+    def take(self, rows: Tensor | slice) -> Filters:
         """Return the filters of some of the rows."""
         return Filters(self.top_k[rows], self.top_p[rows], self.min_p[rows], self.whole[rows])
 
@@ -100,9 +101,9 @@ def _draw_among(size: int, scaled: Tensor, filters: Filters, total: Tensor, unif
     """Draw among a number of the likeliest tokens; return tokens, and the rows in which more of them are kept."""
     values, ids = likeliest(scaled, size)
     values = values.double()
-    limit, ties = _limits(values, filters, total)
+    limit, ties, needed = _limits(values, filters, total)
     last = values[:, -1:]
-    more = (last >= limit) & ~last.isneginf() & (size < scaled.shape[1])
+    more = (last >= needed) & ~last.isneginf() & (size < scaled.shape[1])
     return _draw_kept(values, ids, limit, ties, uniforms), more.squeeze(1).nonzero().squeeze(1)
 
 
@@ -111,8 +112,8 @@ def _totals(mass: Tensor) -> Tensor:
     return mass.sum(-1, dtype=torch.float64).cumsum(-1)
 
 
-def _limits(values: Tensor, filters: Filters, total: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the least logit that is kept of each row, and how many tokens with just that logit are.
+def _limits(values: Tensor, filters: Filters, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the least logit that is kept of each row, how many tokens with just that logit are, and what that rests on.
 
     Args:
         values: ``[n, candidates]`` float64, the greatest of ``scaled``, descending.
@@ -120,7 +121,7 @@ def _limits(values: Tensor, filters: Filters, total: Tensor) -> tuple[Tensor, Te
         total: ``[n]``, sum of ``exp(scaled)`` over the vocabulary, of rows that are filtered by top-p alone.
 
     Returns:
-        Both ``[n, 1]``. The limit is right where a candidate lies below it.
+        Each ``[n, 1]``. They are right if all logits from the third on are among the candidates.
     """
     candidates = values.shape[1]
     least = values.gather(1, (filters.top_k - 1).clamp(max=candidates - 1))
@@ -133,7 +134,7 @@ def _limits(values: Tensor, filters: Filters, total: Tensor) -> tuple[Tensor, Te
     nucleus = filters.top_p.isfinite()
     limit = torch.where(nucleus, values.gather(1, count - 1), least)
     ties = torch.where(nucleus, count - (values > limit).sum(-1, keepdim=True), candidates)
-    return limit, ties
+    return limit, ties, torch.where(filters.whole, limit, least)
 
 
 def _draw_kept(values: Tensor, ids: Tensor, limit: Tensor, ties: Tensor, uniforms: Tensor) -> Tensor:

@@ -16,14 +16,14 @@ PER_UNIT = 32
 def within_nucleus(scaled: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Return the logits with those that min-p and then top-p take out as ``-inf``.
 
-    The probabilities are added up by range of logits. The nucleus ends in one of the ranges, and only the tokens of that
-    one are sorted.
+    The probabilities are added up by range of logits. The nucleus ends in one of the ranges, and only the tokens of
+    that one are sorted.
 
     Args:
         scaled: ``[n, vocabulary]`` float32, less the greatest of the row.
         top_p, min_p: ``[n, 1]`` as in ``Filters``.
     """
-    rows, vocabulary = scaled.shape
+    rows = len(scaled)
     least = min_p.float()
     range_of = (scaled * -PER_UNIT).clamp_(max=BUCKETS - 1).long()
     first = torch.arange(rows, device=scaled.device).unsqueeze(1) * BUCKETS

@@ -11,6 +11,9 @@ from opgraft.models.extras import import_extra
 from opgraft.text import described
 from torch import Tensor
 
+WHITESPACE = r"[\x20\x0A\x0D\x09]{0,16}"
+"""Between the tokens of JSON; without a limit small models write blanks until their tokens are used up."""
+
 
 class GrammarTokens:
     """The tokens of a model as grammars need them; made once per model, as it takes most of a second.
@@ -52,10 +55,10 @@ class Grammar:
     def __init__(self, spec: Any, tokens: GrammarTokens) -> None:
         kind, value = _only_item(spec)
         try:
-            source = tokens.library.grammar_from(kind, _FORMS[kind](value))
+            source = _source(tokens.library, kind, _FORMS[kind](value))
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"structured output: {kind} is no valid {_WORDS[kind]}: {described(error)}") from error
-        self._kind, self._vocabulary = kind, tokens.tokens.vocab_size
+        self._kind, self._tokens = kind, tokens.tokens
         self._first: Any = tokens.library.LLMatcher(tokens.tokens, source, log_level=0)
         if self._first.is_error():
             reason = self._first.get_error()
@@ -68,7 +71,7 @@ class Grammar:
         Raises:
             RequestError: the output does not follow the grammar.
         """
-        state = GrammarState(self._first.deep_copy(), self._vocabulary)
+        state = GrammarState(self._first.deep_copy(), self._tokens)
         for token in output:
             state.accept(token)
         return state
@@ -86,9 +89,9 @@ class Grammar:
 class GrammarState:
     """How far one request has come in its grammar."""
 
-    def __init__(self, matcher: Any, vocabulary: int) -> None:
-        self._matcher = matcher
-        self._words = -(-vocabulary // 32)
+    def __init__(self, matcher: Any, tokens: Any) -> None:
+        self._matcher, self._tokens = matcher, tokens
+        self._words = -(-tokens.vocab_size // 32)
 
     @property
     def finished(self) -> bool:
@@ -113,15 +116,23 @@ class GrammarState:
             mask.zero_()[:shared] = room[:shared]
 
     def accept(self, token: int) -> None:
-        """Go on by a token.
+        """Go on by a token; after the end, by further ends, as under ``ignore_eos``.
 
         Raises:
             RequestError: the grammar does not allow it here.
         """
+        if self.finished and token in self._tokens.eos_tokens:
+            return
         if not self._matcher.consume_token(token):
             raise RequestError(
                 f"token {token} does not follow the grammar of the structured output here: sample from what it allows"
             )
+
+
+def _source(library: Any, kind: str, text: str) -> str:
+    if kind == "json":
+        return str(library.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE}))
+    return str(library.grammar_from(kind, text))
 
 
 def _only_item(spec: Any) -> tuple[str, Any]:
@@ -140,7 +151,10 @@ def _text(value: Any) -> str:
 
 
 def _schema(value: Any) -> str:
-    return json.dumps(json.loads(value) if isinstance(value, str) else value)
+    schema = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(schema, Mapping):
+        raise TypeError(f"{schema!r:.80}, expected an object")
+    return json.dumps(schema)
 
 
 def _choices(value: Any) -> str:
