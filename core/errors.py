@@ -55,7 +55,7 @@ class CheckpointError(InputError):
 
 
 class RequestError(OpgraftError, ValueError):
-    """A request cannot be served as it was made; the requests beside it are not concerned."""
+    """A request cannot be served as it was made, or there is none of that id; those beside it are not concerned."""
 
     exit_code = 2
 
@@ -110,12 +110,6 @@ class QuantizationError(OpgraftError, NotImplementedError):
 
 class ModelError(OpgraftError, ValueError):
     """A model cannot be made as its config describes it, or nothing is registered for its architecture."""
-
-
-class RequestError(OpgraftError, ValueError):
-    """A request cannot be served as it is, or the engine has none of that id."""
-
-    exit_code = 2
 
 
 class PlatformError(OpgraftError):

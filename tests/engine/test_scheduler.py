@@ -136,6 +136,15 @@ def test_a_reused_prefix_leaves_a_token_to_compute(kinds: list[LayerKind]) -> No
     assert counts(step(scheduler)) == {"c": 1}
 
 
+def test_blocks_that_others_use_need_no_room() -> None:
+    """A request is admitted where only the rest of it fits beside one that shares its beginning."""
+    scheduler = make_scheduler(num_blocks=7, block_size=4)
+    scheduler.add(distinct("a", 16, 10, max_tokens=4))
+    step(scheduler)
+    scheduler.add(distinct("b", 16, 10, max_tokens=4))
+    assert counts(step(scheduler)) == {"a": 1, "b": 4}
+
+
 def test_requests_of_another_salt_share_nothing() -> None:
     """A prefix is found by requests of the same salt only."""
     scheduler = make_scheduler()
