@@ -22,7 +22,7 @@ _BANNED_BITS = (
 
 
 class Adjustments:
-    """What the rows of a batch ask to be changed, prepared once and applied to the logits of each step.
+    """Changes that the rows of a batch ask for, prepared once and applied to the logits of each step.
 
     Args:
         rows: the requests, in the order of the logits.

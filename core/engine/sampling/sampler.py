@@ -21,7 +21,7 @@ IN_CACHE = 2**18
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a sampler gives.
+    """Tokens of a step, log-probabilities and failures.
 
     Attributes:
         tokens: ``[n]``, int64, on the logits' device; -1 in a row that failed.

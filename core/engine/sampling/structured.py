@@ -87,7 +87,7 @@ class Grammar:
 
 
 class GrammarState:
-    """How far one request has come in its grammar."""
+    """The state of one request in its grammar."""
 
     def __init__(self, matcher: Any, tokens: Any) -> None:
         self._matcher, self._tokens = matcher, tokens
