@@ -79,7 +79,8 @@ class EngineCore:
             raise ConfigError(
                 f"the cache has room for {there} blocks of {layout.bytes_per_block} bytes, and one request of "
                 f"{self.max_model_len} tokens takes {needed}: raise cache.memory_bytes to "
-                f"{needed * layout.bytes_per_block}, cache.memory_share or cache.num_blocks, or lower model.max_model_len"
+                f"{needed * layout.bytes_per_block}, cache.memory_share or cache.num_blocks, or lower "
+                "model.max_model_len"
             )
 
     @property

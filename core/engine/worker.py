@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import torch
+from opgraft.binding.explaining import Explanation, explain
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
 from opgraft.engine.cache_layout import CacheLayout
@@ -54,6 +55,10 @@ class Worker(PluggableClass):
     def allocate_cache(self, num_blocks: int) -> None:
         """Make the cache of that many blocks."""
         self.runner.allocate_cache(num_blocks)
+
+    def explain(self) -> Explanation:
+        """Tell which kernel each op of the model is bound to."""
+        return explain(self.runner.model)
 
     def execute(self, step: Step) -> StepResult:
         """Compute a step."""

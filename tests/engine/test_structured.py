@@ -31,7 +31,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def tokens(tokenizer: Any) -> GrammarTokens:
-    return GrammarTokens(tokenizer, VOCABULARY)
+    return GrammarTokens(tokenizer.backend_tokenizer, VOCABULARY, [tokenizer.eos_token_id])
 
 
 def texts(specs: list[Any], tokens: GrammarTokens, tokenizer: Any, seed: int) -> list[str]:

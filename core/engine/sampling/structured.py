@@ -19,7 +19,7 @@ class GrammarTokens:
     """The tokens of a model as grammars need them; made once per model, as it takes most of a second.
 
     Args:
-        tokenizer: a fast tokenizer of transformers.
+        tokenizer: a ``tokenizers.Tokenizer``.
         vocabulary: tokens that the model gives logits for; the tokenizer's number if not given.
         eos: tokens that end an output; the tokenizer's own if empty.
 
@@ -29,9 +29,9 @@ class GrammarTokens:
 
     def __init__(self, tokenizer: Any, vocabulary: int | None = None, eos: Iterable[int] = ()) -> None:
         self.library: Any = import_extra("llguidance", "structured")
-        reader: Any = import_extra("llguidance.hf", "structured")
         try:
-            self.tokens: Any = reader.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=sorted(eos) or None)
+            text = tokenizer.to_str()
+            self.tokens: Any = self.library.LLTokenizer(text, n_vocab=vocabulary, eos_token=sorted(eos) or None)
         except Exception as error:  # it raises ValueError for most faults, and others from Rust
             raise InputError(
                 f"the tokenizer {type(tokenizer).__name__} cannot serve structured outputs: {described(error)}. "
