@@ -149,7 +149,10 @@ class Attention(PluggableLayer):
         """
         q, k, v = self._heads(query, key, value)
         batch = current_batch()
-        attended = self._attend(q, k, v) if batch is None else self._attend_batch(batch, q, k, v)
+        if batch is None:
+            attended = self._attend(q, k, v)
+        else:
+            attended = self.attend_batch(batch, self._pages(batch, len(q)), q, k, v)
         return attended.reshape(query.shape)
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
@@ -166,9 +169,13 @@ class Attention(PluggableLayer):
                 )
         return [x.reshape(-1, heads, self.head_size) for x, heads in given.values()]
 
-    def _attend_batch(self, batch: AttentionBatch, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend over the pages of a batch, where the new tokens are written to first."""
-        pages = self._pages(batch, query.shape[0])
+    def attend_batch(
+        self, batch: AttentionBatch, pages: LayerPages, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """Write new tokens to the pages and attend over them, as ``[tokens, heads, head_size]``.
+
+        A replacement whose ``kv_cache_shape`` has a layout of its own overrides this.
+        """
         self.write(key, value, pages.cache, pages.slots)
         attended: Tensor = self.attend_pages(
             query, pages.cache, pages.block_table, batch.query_start_loc, batch.seq_lens, self.sinks
