@@ -83,7 +83,8 @@ def paged_attention(
     """Attend with the last tokens of sequences to all their tokens so far, whose keys and values are in a cache.
 
     Computes ``softmax(cap(Q · Kᵀ · scale) + mask) · V`` (arXiv:1706.03762, in pages arXiv:2309.06180). A token sees
-    itself and those before it in its sequence. What no token sees is not read, be it NaN.
+    itself and those before it in its sequence. What no token sees is not read, be it NaN. The result has the shape of
+    ``query``.
 
     Args:
         query: ``[tokens, num_heads, head_size]``, the tokens of all sequences one after another.
@@ -100,9 +101,6 @@ def paged_attention(
         logits_soft_cap: bounds scores as ``cap · tanh(score / cap)`` (arXiv:2408.00118).
         sinks: one more score per query head, which takes a share of the softmax and has no value, ``[num_heads]`` in
             any floating-point dtype (arXiv:2309.17453).
-
-    Returns:
-        The attended values, in the shape of ``query``.
 
     Raises:
         ValueError: a shape, a dtype, a device or a setting does not fit, ``query_start_loc`` does not ascend from 0 to
