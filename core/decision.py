@@ -7,12 +7,15 @@ API, the text of errors, the ``--json`` output and the bug report.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from opgraft.machine.evidence import Evidence
 from opgraft.text import printable
+
+NOT_PROBED = "not probed: "
+"""The beginning of the reason of a candidate that nothing was asked of, as a setting asks for another one."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +85,15 @@ class Decision:
         return printable(f"{self.subject}: {self.chosen or 'none'} ({self.reason})")
 
     def lines(self) -> Iterator[str]:
-        """Yield the decision in words, a line per candidate and per observation."""
+        """Yield the decision in words, a line per candidate and per observation.
+
+        Of the decisions that this one rests on, candidates that nothing was asked of are left out.
+        """
+        yield from self._lines(self.candidates)
+
+    def _lines(self, candidates: Iterable[Candidate]) -> Iterator[str]:
         yield self.summary()
-        for candidate in self.candidates:
+        for candidate in candidates:
             mark = "+" if candidate.accepted else "-"
             by = f" [{candidate.provider}]" if candidate.provider else ""
             at = f" at {candidate.location}" if candidate.location else ""
@@ -93,7 +102,8 @@ class Decision:
         if self.setting:
             yield printable(f"  to change it: {self.setting}")
         for part in self.parts:
-            yield from (f"  {line}" for line in part.lines())
+            asked = [candidate for candidate in part.candidates if not candidate.reason.startswith(NOT_PROBED)]
+            yield from (f"  {line}" for line in part._lines(asked))
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

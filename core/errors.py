@@ -14,6 +14,9 @@ from opgraft.text import printable
 MOST_LISTED = 20
 """Problems that an error names one by one."""
 
+_FARTHER = 0.05
+"""The share of its letters by which a name may be farther than the nearest, to be worth a mention."""
+
 
 class OpgraftError(Exception):
     """Base of all errors of opgraft. ``exit_code`` is what the command line ends with.
@@ -49,6 +52,12 @@ class CheckpointError(InputError):
         more = f"; and {len(problems) - MOST_LISTED} more" if len(problems) > MOST_LISTED else ""
         count = f"{len(problems)} problems: " if len(problems) > 1 else ""
         return cls(f"{subject}: {count}{shown}{more}. Next: {next_step}.")
+
+
+class RequestError(OpgraftError, ValueError):
+    """A request cannot be served as it was made; the requests beside it are not concerned."""
+
+    exit_code = 2
 
 
 class RegistrationError(OpgraftError, TypeError):
@@ -88,7 +97,7 @@ class DistributedError(OpgraftError):
 
 
 class LayerError(OpgraftError, ValueError):
-    """A layer cannot be made with these sizes, or for this number of ranks."""
+    """A layer cannot be made with these sizes or for this number of ranks, or cannot compute a batch."""
 
 
 class WeightError(OpgraftError, ValueError):
@@ -131,8 +140,13 @@ class PluginError(OpgraftError):
 
 
 def near_matches(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """Return up to three of the ``known`` names that ``name`` may be a misspelling of, the nearest first."""
-    return difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=cutoff)
+    """Return up to three of the ``known`` names that ``name`` may be a misspelling of, the nearest first.
+
+    Names that are much farther than the nearest are left out.
+    """
+    found = difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=cutoff)
+    ratios = [difflib.SequenceMatcher(None, match, name).ratio() for match in found]
+    return [match for match, ratio in zip(found, ratios, strict=True) if ratio >= ratios[0] - _FARTHER]
 
 
 def close_matches(name: str, known: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from opgraft.config import OpgraftConfig, Settings
-from opgraft.decision import Candidate, Decision
+from opgraft.decision import NOT_PROBED, Candidate, Decision
 from opgraft.environment import PLATFORM
 from opgraft.errors import PlatformConflictError, PlatformError, close_matches
 from opgraft.finding import Finding
@@ -110,7 +110,7 @@ def decide_platform(
 def _ask(offer: Offer, settings: Settings, machine: Machine) -> _Asked:
     config = settings.config
     if config.platform is not None and offer.name != config.platform:
-        return _Asked(offer, None, f"not probed: platform {config.platform!r} was asked for")
+        return _Asked(offer, None, f"{NOT_PROBED}platform {config.platform!r} was asked for")
     refused = objection(offer, settings)
     if refused:
         return _Asked(offer, None, refused)

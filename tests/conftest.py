@@ -15,8 +15,6 @@ from opgraft.plugins import discovery
 from opgraft.state import host_state
 from warm.interpreter import warm_interpreter
 
-os.environ.setdefault("SYMPY_CACHE_SIZE", "100000")  # of 1000 as is, compilers work out the same sizes over and over
-
 REPOSITORY = Path(__file__).parent.parent
 TOY_NPU = REPOSITORY / "reference_plugins" / "opgraft-toy-npu"
 

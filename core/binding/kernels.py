@@ -11,7 +11,7 @@ from opgraft.binding.marks import fallback_of, is_inference_only, unmet_need
 from opgraft.decision import Candidate, Decision
 from opgraft.errors import MissingKernelError
 from opgraft.platform import DISPATCH_KEYS
-from opgraft.registry.op_classes import definer, kernel_methods, location_of, own_classes
+from opgraft.registry.op_classes import definer, kernel_methods, location_of, own_classes, told_apart
 
 SWITCH = "OPGRAFT_CUSTOM_OPS or compilation_config.custom_ops (+op, -op)"
 """The ways to enable or disable an op, where no scope and no class says otherwise."""
@@ -91,14 +91,14 @@ class KernelChoice:
     @property
     def decision(self) -> Decision:
         candidates = tuple(
-            Candidate(str(kernel), kernel is self.winner, self._verdict(kernel), location=kernel.location)
+            Candidate(self._shown(kernel), kernel is self.winner, self._verdict(kernel), location=kernel.location)
             for kernel in self.found
-        ) + tuple(Candidate(str(kernel), False, why, location=kernel.location) for kernel, why in self.missing)
+        ) + tuple(Candidate(self._shown(kernel), False, why, location=kernel.location) for kernel, why in self.missing)
         state = "enabled" if self.enabled else "disabled"
         reason = f"{state}: {self.enabled_because}; dispatch chain {' > '.join(self.chain)}"
         switchable = getattr(self.cls, "switchable", True) and len(self.found) > 1
         setting = self.switch if switchable else ""
-        return Decision(f"kernel of {self.cls.__qualname__}", str(self.winner), reason, candidates, setting)
+        return Decision(f"kernel of {self.cls.__qualname__}", self._shown(self.winner), reason, candidates, setting)
 
     def _verdict(self, kernel: Kernel) -> str:
         if not self.enabled:
@@ -119,7 +119,13 @@ class KernelChoice:
             return "; ".join(notes)
         if kernel.owner is self.winner.owner:
             return f"later in the chain than {self.winner.method}"
-        return f"{self.winner.owner.__qualname__} is more derived"
+        return f"{self._shown_class(self.winner.owner)} is more derived"
+
+    def _shown(self, kernel: Kernel) -> str:
+        return f"{self._shown_class(kernel.owner)}.{kernel.method}"
+
+    def _shown_class(self, cls: type) -> str:
+        return told_apart(cls, (kernel.owner for kernel in (*self.found, *dict(self.missing))))
 
 
 def choose_kernel(

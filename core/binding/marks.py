@@ -100,10 +100,18 @@ def gradient_required(args: Any, kwargs: Any, op: torch.nn.Module | None = None)
     """Return whether a call must be differentiable: with these arguments, and with the parameters of ``op``."""
     if transformed():
         return True
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():  # so that parameters are not listed in vain
         return False
     parameters = [] if op is None else list(op.parameters())
-    return any(tensor.requires_grad for tensor in _tensors((args, kwargs, parameters)))
+    return requires_gradient(*_tensors((args, kwargs, parameters)))
+
+
+def requires_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Tell whether autograd wants to know what is computed from these.
+
+    For kernels that ask ``watched()`` of ``torch.func`` and forward-mode differentiation, which nothing here sees.
+    """
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

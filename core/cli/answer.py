@@ -9,10 +9,13 @@ import time
 import click
 from opgraft.cli.output import discard_stdout, echo, print_json
 from opgraft.models.build import load_model
-from opgraft.models.config import load_tokenizer
-from opgraft.models.files import open_weights
-from opgraft.models.generation import decoded, generate, prompt_tokens, stop_tokens
+from opgraft.models.files import open_weights, opened_once
+from opgraft.models.generation import generate, stop_tokens
 from opgraft.plugins.selection import current_platform, selected_platform
+from opgraft.serving.chat_template import ChatTemplate
+from opgraft.serving.detokenizer import Detokenizer
+from opgraft.serving.prompts import tokenized
+from opgraft.serving.tokenizer import open_tokenizer
 from opgraft.state import host_state
 from opgraft.text import printable
 
@@ -21,15 +24,21 @@ def answer_prompt(name: str, prompt: str, dtype: str | None, max_tokens: int, as
     """Load a model, answer a prompt greedily, and print the answer; ``dtype`` goes before the setting."""
     settings = host_state().settings().config
     chosen = dataclasses.replace(settings.model, name=name, dtype=dtype or settings.model.dtype)
-    model = load_model(dataclasses.replace(settings, model=chosen))
-    tokenizer = load_tokenizer(open_weights(name))
-    given = prompt_tokens(tokenizer, prompt)
+    with opened_once():
+        model = load_model(dataclasses.replace(settings, model=chosen))
+        tokenizer = open_tokenizer(open_weights(name))
+        stop = stop_tokens(tokenizer, model.config, open_weights(name))
+    chats = bool(tokenizer.chat_templates)
+    text = ChatTemplate(tokenizer).render([{"role": "user", "content": prompt}]) if chats else prompt
+    size, longest = tokenizer.vocab_size, int(model.max_position)
+    _, given = tokenized(text, tokenizer, vocab_size=size, max_model_len=longest, add_special_tokens=not chats)
+    detokenizer = Detokenizer(tokenizer, given)
     tokens: list[int] = []
     start = time.perf_counter()
-    stop = stop_tokens(tokenizer, model.config)
-    stream = generate(model, given, max_tokens=max_tokens, stop=stop)
-    pieces = decoded(tokenizer, (tokens.append(token) or token for token in stream))  # type: ignore[func-returns-value]
-    answer = "".join(piece if as_json else _shown(piece) for piece in pieces)
+    for token in generate(model, given, max_tokens=max_tokens, stop=stop):
+        tokens.append(token)
+        _show(detokenizer.add(token), as_json)
+    _show(detokenizer.finish(), as_json)
     seconds = time.perf_counter() - start
     if as_json:
         print_json(
@@ -40,7 +49,7 @@ def answer_prompt(name: str, prompt: str, dtype: str | None, max_tokens: int, as
                 "decision": selected_platform().decision.to_dict(),
                 "prompt": prompt,
                 "prompt_tokens": len(given),
-                "answer": answer,
+                "answer": detokenizer.text,
                 "tokens": tokens,
                 "seconds": seconds,
             },
@@ -51,12 +60,13 @@ def answer_prompt(name: str, prompt: str, dtype: str | None, max_tokens: int, as
     click.echo(words, err=True)
 
 
-def _shown(piece: str) -> str:
+def _show(piece: str, as_json: bool) -> None:
     """Write a part of the answer to stdout at once; line breaks stay, terminal sequences are shown escaped."""
+    if as_json:
+        return
     text = "\n".join(map(printable, piece.split("\n")))
     try:
         click.echo(text, nl=False)
         sys.stdout.flush()
     except BrokenPipeError:
         discard_stdout()
-    return piece

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from opgraft.cli.offers import problem_lines, problems
 from opgraft.cli.output import echo, json_option, print_json, print_wrapped, with_settings
-from opgraft.decision import Candidate, Decision
+from opgraft.decision import NOT_PROBED, Candidate, Decision
 from opgraft.machine.machine import Machine
 from opgraft.plugins.hardware import unclaimed_hardware
 from opgraft.plugins.selection import decide_platform
@@ -52,6 +52,8 @@ def command(show_all: bool, root: str | None, record: str | None, as_json: bool)
         }
         print_json("opgraft.detect/2", data)
         return
+    if root:
+        print_wrapped(f"of the machine that is recorded in {root}, not of this one:")
     print_wrapped(decision.lines() if show_all else _short(decision))
     for other in others:
         print_wrapped(other.lines())
@@ -75,6 +77,8 @@ def _short(decision: Decision) -> list[str]:
 
 
 def _worth_saying(candidate: Candidate) -> bool:
-    """Tell whether a rejected candidate has hardware that could be used, or did not answer at all."""
+    """Tell whether a rejected candidate has hardware that could be used, or was asked and did not answer at all."""
     evidence = candidate.evidence
-    return evidence is None or (bool(evidence.devices) and not evidence.available)
+    if evidence is None:
+        return not candidate.reason.startswith(NOT_PROBED)
+    return bool(evidence.devices) and not evidence.available

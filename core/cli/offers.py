@@ -10,10 +10,11 @@ import importlib_metadata
 from opgraft.config import Settings
 from opgraft.decision import Provider
 from opgraft.errors import near_matches
-from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, Problem, discover
+from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, Problem, discover, normalized
 from opgraft.plugins.requirements import objection
 
 KINDS = {PLATFORM_GROUP: "platform", PLUGIN_GROUP: "plugin"}
+_OF_VLLM = {"vllm.platform_plugins": PLATFORM_GROUP, "vllm.general_plugins": PLUGIN_GROUP}
 
 
 def shown_offers() -> list[Offer]:
@@ -39,7 +40,12 @@ def admission(offer: Offer, settings: Settings) -> tuple[str, str]:
 
 def problems(further: Iterable[Problem] = ()) -> list[dict[str, Any]]:
     """List plugin metadata that cannot be used."""
-    return [{"provider": p.provider.to_dict(), "reason": p.reason} for p in (*discover().problems, *further)]
+    return as_dicts((*discover().problems, *further))
+
+
+def as_dicts(found: Iterable[Problem]) -> list[dict[str, Any]]:
+    """Return what was found about distributions as plain data."""
+    return [{"provider": one.provider.to_dict(), "reason": one.reason} for one in found]
 
 
 def problem_lines(further: Iterable[Problem] = ()) -> list[str]:
@@ -50,10 +56,33 @@ def problem_lines(further: Iterable[Problem] = ()) -> list[str]:
 def misspelt_groups() -> Iterator[Problem]:
     """Find groups of entry points that nothing reads and whose name is nearly that of one that opgraft reads."""
     for distribution in importlib_metadata.Distribution.discover():
-        text = distribution.read_text("entry_points.txt") or ""
-        for group in re.findall(r"^\s*\[([^\]\n]+)\]\s*$", text, re.M):
+        for group in _groups(distribution):
             near = near_matches(group, KINDS)
             if group not in KINDS and near:
-                provider = Provider(str(distribution.metadata["Name"]), distribution.version)
                 meant = " or ".join(map(repr, near))
-                yield Problem(provider, f"nothing reads its entry-point group {group!r}: did you mean {meant}?")
+                reason = f"nothing reads its entry-point group {group!r}: did you mean {meant}?"
+                yield Problem(_provider(distribution), reason)
+
+
+def plugins_of_vllm() -> Iterator[Problem]:
+    """Find distributions with entry points for vLLM and none for opgraft, other than vLLM itself, and say what to do.
+
+    Nothing is wrong with them: they are notes, not findings.
+    """
+    for distribution in importlib_metadata.Distribution.discover():
+        groups = _groups(distribution)
+        theirs = [f"{group} becomes {ours}" for group, ours in _OF_VLLM.items() if group in groups]
+        if theirs and not KINDS.keys() & set(groups) and normalized(_provider(distribution).name) != "vllm":
+            yield Problem(
+                _provider(distribution),
+                f"a plugin of vLLM, which opgraft does not load: its entry-point group {' and '.join(theirs)}, and the "
+                "imports of its op classes change; see docs/how-to/port-from-vllm.md",
+            )
+
+
+def _groups(distribution: importlib_metadata.Distribution) -> list[str]:
+    return re.findall(r"^\s*\[([^\]\n]+)\]\s*$", distribution.read_text("entry_points.txt") or "", re.M)
+
+
+def _provider(distribution: importlib_metadata.Distribution) -> Provider:
+    return Provider(str(distribution.metadata["Name"]), distribution.version)

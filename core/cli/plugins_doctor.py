@@ -10,7 +10,7 @@ from typing import Any
 import click
 from opgraft.cli.isolation import isolated
 from opgraft.cli.loading import load_all
-from opgraft.cli.offers import misspelt_groups, shown_offers
+from opgraft.cli.offers import as_dicts, misspelt_groups, plugins_of_vllm, shown_offers
 from opgraft.cli.output import echo, json_option, print_json, print_wrapped, with_settings
 from opgraft.decision import Provider
 from opgraft.errors import close_matches
@@ -31,6 +31,7 @@ def command(as_json: bool) -> None:
     """
     examined = isolated(__name__, "examine")
     report = {"plugins": [], "findings": [examined.crash.to_dict()]} if examined.crash else examined.result
+    report["notes"] = as_dicts(plugins_of_vllm())
     if as_json:
         print_json("opgraft.plugins.doctor/2", report)
     else:
@@ -44,6 +45,8 @@ def _print(report: Mapping[str, Any]) -> None:
         print_wrapped(f"{row['name']} ({_in_words(row['provider'])}): {row['status']}{reason}")
     for finding in report["findings"]:
         print_wrapped(f"finding: {Finding.from_dict(finding)}")
+    for note in report["notes"]:
+        print_wrapped(f"seen: {_in_words(note['provider'])}: {note['reason']}")
     if not report["findings"]:
         active = sum(row["status"] == PluginStatus.ACTIVATED.value for row in report["plugins"])
         rest = "; why a platform is not there: opgraft detect --all" if active < len(report["plugins"]) else ""

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import click
-from opgraft.cli.offers import admission, as_dict, misspelt_groups, problem_lines, problems, shown_offers
+from opgraft.cli.offers import (
+    admission,
+    as_dict,
+    as_dicts,
+    misspelt_groups,
+    plugins_of_vllm,
+    problem_lines,
+    problems,
+    shown_offers,
+)
 from opgraft.cli.output import json_option, print_json, print_table, print_wrapped, with_settings
 from opgraft.plugins.requirements import check_allow_list
 from opgraft.state import host_state
@@ -22,10 +31,13 @@ def command(as_json: bool) -> None:
     rows = [(offer, *admission(offer, settings)) for offer in shown_offers()]
     if as_json:
         offers = [{**as_dict(offer), "status": status, "reason": reason} for offer, status, reason in rows]
-        print_json("opgraft.plugins.list/2", {"offers": offers, "problems": problems(misspelt_groups())})
+        found = {"problems": problems(misspelt_groups()), "notes": as_dicts(plugins_of_vllm())}
+        print_json("opgraft.plugins.list/2", {"offers": offers, **found})
         return
     cells = [(as_dict(offer)["kind"], offer.name, offer.provider, status, reason) for offer, status, reason in rows]
     print_table(("kind", "name", "provider", "status", "reason"), cells)
     for problem in problem_lines(misspelt_groups()):
         print_wrapped(f"ignored: {problem}")
+    for note in plugins_of_vllm():
+        print_wrapped(f"seen: {note.provider}: {note.reason}")
     print_wrapped("to load and check them: opgraft plugins doctor")

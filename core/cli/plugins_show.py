@@ -86,7 +86,7 @@ def _print_details(details: dict[str, Any]) -> None:
     for key, value in details.items():
         if key == "traceback":
             print_wrapped((value or "").splitlines(), indent="  | ")  # which no line of it can forge
-        else:
+        elif value:
             print_wrapped(f"{key.replace('_', ' ')}: {_in_words(value)}")
     echo()
 
@@ -96,7 +96,7 @@ def _in_words(value: Any) -> str:
         return f"{value['name']} {value['version']}"
     if isinstance(value, list):
         return ", ".join(_replacement(item) if isinstance(item, dict) else item for item in value)
-    return str(value or "")
+    return str(value)
 
 
 def _replacement(row: dict[str, Any]) -> str:

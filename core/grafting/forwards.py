@@ -31,11 +31,13 @@ class Substitution:
         child: what the op is called among the children of the instance.
         substitute: makes of that op, and of what the file has under the name, what the forward finds. A function of a
             module, so that it can be pickled.
+        permanent: the model is made with it, and ``ungraft`` leaves it.
     """
 
     name: str
     child: str
     substitute: Callable[[nn.Module, Any], Any]
+    permanent: bool = False
 
 
 def plain_forward(module: nn.Module) -> Any:
@@ -59,6 +61,11 @@ def substitutions_of(module: nn.Module) -> tuple[Substitution, ...]:
     return module.opgraft_substitutions if isinstance(module, _Substituted) else ()
 
 
+def permanent_substitutions(module: nn.Module) -> tuple[Substitution, ...]:
+    """Return those of them that the model is made with."""
+    return tuple(each for each in substitutions_of(module) if each.permanent)
+
+
 def substitute(module: nn.Module, op: nn.Module, substitution: Substitution) -> None:
     """Make ``op`` a child of ``module`` whose forward finds it, as ``substitution`` says."""
     op.train(module.training)
@@ -70,8 +77,9 @@ def substitute(module: nn.Module, op: nn.Module, substitution: Substitution) -> 
 
 
 def check_restorable(module: nn.Module) -> None:
-    """Raise ``GraftError`` if other code has derived a class from the one that a substitution gave the instance."""
-    if isinstance(module, _Substituted) and type(module) is not _derived_class(module):
+    """Raise ``GraftError`` if other code has derived a class from the one that grafting gave the instance."""
+    grafted = substitutions_of(module) != permanent_substitutions(module)
+    if grafted and type(module) is not _derived_class(module):
         raise GraftError(
             f"{type(module).__name__} was derived by other code, such as fully_shard, from the class that grafting "
             "gave the instance: take that back first, or ungraft before it"
@@ -80,7 +88,7 @@ def check_restorable(module: nn.Module) -> None:
 
 def restore_forward(module: nn.Module, keep: tuple[Substitution, ...] = ()) -> None:
     """Take every substitution but those to ``keep`` back, and with the last one the class."""
-    if not isinstance(module, _Substituted):
+    if not isinstance(module, _Substituted) or module.opgraft_substitutions == keep:
         return
     for substitution in set(module.opgraft_substitutions) - set(keep):
         del module._modules[substitution.child]

@@ -8,7 +8,7 @@ from opgraft.binding.arguments import expect_module
 from opgraft.errors import GraftError
 from opgraft.grafting import exchange, forwards
 from opgraft.grafting.exchange import install, original_of, put_back
-from opgraft.grafting.forwards import restore_forward, substitute, substitutions_of
+from opgraft.grafting.forwards import permanent_substitutions, restore_forward, substitute, substitutions_of
 from opgraft.grafting.obstacles import is_sharded
 from opgraft.grafting.plan import Plan, plan_of
 from opgraft.grafting.report import GraftReport
@@ -78,8 +78,9 @@ def ungraft(model: nn.Module) -> None:
 
     Parameters, buffers and the training flag come from the ops, and so do numbers and strings that were written to
     their attributes: a model that was trained, moved or loaded in between keeps its state. Hooks that were registered
-    on ops go with them, and weights that ``pack`` has packed are plain again. It may be called on a copy of a grafted
-    model, and on a model that was never grafted, which it leaves as it is.
+    on ops go with them, and weights that ``pack`` has packed are plain again. Layers that a model is made with stay,
+    such as the attention of one that runs through transformers. It may be called on a copy of a grafted model, and on
+    a model that was never grafted, which it leaves as it is.
 
     Raises:
         GraftError: ``model`` itself is an op that stands for a module, or other code has sharded or parallelized ops
@@ -98,7 +99,7 @@ def ungraft(model: nn.Module) -> None:
 
 
 def _restore_children(parent: nn.Module, restored: dict[nn.Module, nn.Module], sharing: bool) -> None:
-    restore_forward(parent)
+    restore_forward(parent, permanent_substitutions(parent))
     for name, child in list(parent._modules.items()):
         if child is None:
             continue

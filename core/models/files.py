@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
@@ -60,6 +62,10 @@ class Weights:
         return bool(self.metadata)
 
 
+_OPENED: ContextVar[dict[str, Weights] | None] = ContextVar("opgraft_opened", default=None)
+"""Within ``opened_once``: the checkpoints that were opened, by the names that were given."""
+
+
 def find_checkpoint(name: str | Path) -> Path:
     """Return the folder, or the file, that ``name`` stands for.
 
@@ -89,14 +95,37 @@ def _bundled(name: str) -> Path:
     return path.parent if bundled.folder else path
 
 
+@contextmanager
+def opened_once() -> Iterator[None]:
+    """Have ``open_weights`` open each checkpoint once within the block; a block inside of another shares with it.
+
+    What was opened is held until the outer block ends, and is not checked again.
+    """
+    token = _OPENED.set({}) if _OPENED.get() is None else None
+    try:
+        yield
+    finally:
+        if token is not None:
+            _OPENED.reset(token)
+
+
 def open_weights(name: str | Path) -> Weights:
-    """Find the files of a checkpoint and check them all. No tensor is read.
+    """Find the files of a checkpoint and check them all, or return what ``opened_once`` has. No tensor is read.
 
     Raises:
         CheckpointError: there are none; they are damaged, incomplete, or pickles; a path leads out of the folder; a
             tensor is in two of them. The message lists all that is wrong.
         InputError: the library that reads them is not installed.
     """
+    opened = _OPENED.get()
+    if opened is None:
+        return _opened(name)
+    if str(name) not in opened:
+        opened[str(name)] = _opened(name)
+    return opened[str(name)]
+
+
+def _opened(name: str | Path) -> Weights:
     path = find_checkpoint(name)
     listed = weight_files(path)
     if listed[0].suffix == ".gguf":

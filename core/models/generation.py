@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from opgraft.errors import InputError
+from opgraft.errors import CheckpointError, InputError
+from opgraft.models.files import Weights, read_json
 from opgraft.ops.attention import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
+from torch import Tensor
 
 BLOCK_SIZE = 32
 """Tokens of a block of the cache."""
+
+
+@runtime_checkable
+class HasLogits(Protocol):
+    """A model that generates: of hidden states it makes logits ``[rows, vocab_size]``."""
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        """Return the logits; ``None`` on ranks that do not gather them."""
 
 
 def generate(model: Any, prompt: Sequence[int], *, max_tokens: int, stop: Collection[int] = ()) -> Iterator[int]:
@@ -25,8 +35,10 @@ def generate(model: Any, prompt: Sequence[int], *, max_tokens: int, stop: Collec
         stop: ids at which the answer ends.
 
     Raises:
-        InputError: the prompt is empty, or it and ``max_tokens`` are longer than the model's context.
+        InputError: the model is none that generates, the prompt is empty, or it and ``max_tokens`` are longer than the
+            model's context.
     """
+    _expect_logits(model)
     layers = attention_layers(model)
     limit = model.max_position
     if not prompt:
@@ -58,6 +70,14 @@ def generate(model: Any, prompt: Sequence[int], *, max_tokens: int, stop: Collec
             return
         yield token
         done, new = done + len(new), [token]
+
+
+def _expect_logits(model: object) -> None:
+    if not isinstance(model, HasLogits):
+        raise InputError(
+            f"{type(model).__name__} has no compute_logits, as an encoder has none, so it answers no prompt: give a "
+            "causal language model, or run this one on lines of text: 'opgraft run MODEL', without PROMPT"
+        )
 
 
 @torch.inference_mode()
@@ -93,7 +113,26 @@ def prompt_tokens(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text)["input_ids"])
 
 
-def stop_tokens(tokenizer: Any, config: Any) -> frozenset[int]:
-    """Return the ids that end an answer, as the tokenizer and the model's config tell."""
-    given = (getattr(tokenizer, "eos_token_id", None), getattr(config, "eos_token_id", None))
+def stop_tokens(tokenizer: Any, config: Any, weights: Weights | None = None) -> frozenset[int]:
+    """Return the ids that end an answer, as the tokenizer, the model's config and its checkpoint tell.
+
+    Models that were trained to chat often end a turn with a token of which only the checkpoint tells: in
+    ``generation_config.json``, or as ``eot_token_id`` in a GGUF file.
+
+    Raises:
+        CheckpointError: ``generation_config.json`` cannot be read, or has other than integers.
+    """
+    given = (getattr(tokenizer, "eos_token_id", None), getattr(config, "eos_token_id", None), _ends_of_turns(weights))
     return frozenset(token for ids in given for token in (ids if isinstance(ids, list) else [ids]) if token is not None)
+
+
+def _ends_of_turns(weights: Weights | None) -> Any:
+    if weights is None:
+        return None
+    if weights.is_gguf:
+        return weights.metadata.get("tokenizer.ggml.eot_token_id")
+    file = (weights.path if weights.path.is_dir() else weights.path.parent) / "generation_config.json"
+    found = read_json(file).get("eos_token_id") if file.is_file() else None
+    if any(type(token) is not int for token in (found if isinstance(found, list) else [found]) if token is not None):
+        raise CheckpointError(f"{file}: eos_token_id is {found!r:.80}, expected a token id or a list of them")
+    return found

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-CHUNK_BYTES = 1 << 22
+CHUNK_BYTES = 1 << 20
 """The most that is read at a time where a tensor is copied; what a chunk takes comes on top of the weights."""
 
-MAPPED_BYTES = 1 << 23
+MAPPED_BYTES = 1 << 22
 """A file is mapped anew after so many bytes: pages that were read count as memory of the process until then."""
 
 Bounds = tuple[range, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,8 +12,10 @@ from dataclasses import dataclass
 
 import torch
 from opgraft.errors import CheckpointError, OpgraftError
+from opgraft.machine.memory import release_free_memory
 from opgraft.models.names import IGNORED, ShardId, Target, Targets, WeightsMapper, is_ignored
 from opgraft.ops.weights import LoadedTensor, PostLoadHook, default_weight_loader
+from opgraft.state import host_state
 from opgraft.text import described
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -90,6 +93,12 @@ def load_weights(
 _CHUNK = 1 << 20
 """Numbers of two tensors that are compared at once."""
 
+_RELEASES = 64
+"""Times that free memory is given back during one loading, each of which takes about a millisecond."""
+
+_LEAST_RELEASED = 1 << 22
+"""Bytes of weights between two of them at least."""
+
 _Plan = list[tuple[Target, LoadedTensor]]
 
 
@@ -162,15 +171,18 @@ def _fill_all(plan: _Plan, hooks: _Hooks, progress: bool) -> list[str]:
     """Fill what a plan says, which is used up, and call hooks on the way; return what is wrong."""
     problems: list[str] = []
     plan.reverse()
+    heap = _Heap(plan)
     with _bar(progress, len(plan)) as step:
         while plan:
             target, loaded = plan.pop()
             problems += _fill(target, loaded)
-            name = target.name
+            name, size = target.name, _size(target, loaded)
             del target
             step()
             if not problems:
                 hooks.filled(name)
+            heap.filled(size)
+    heap.release()
     return problems
 
 
@@ -183,6 +195,31 @@ def _fill(target: Target, loaded: LoadedTensor) -> list[str]:
         shape = f"of shape {list(loaded.shape)}"
         return [f"{target.source!r:.200} {shape} does not fit {list(target.tensor.shape)}: {described(error)}"]
     return []
+
+
+class _Heap:
+    """Releases what packed weights have left free in the heap: the plain ones, in gaps that others do not fit into."""
+
+    def __init__(self, plan: _Plan) -> None:
+        self._kept = bool(host_state().settings().config.cpu_keep_memory)
+        self._step = max(_LEAST_RELEASED, sum(_size(*each) for each in plan) // _RELEASES)
+        self._bytes = 0
+
+    def filled(self, size: int) -> None:
+        """Note that a weight of so many bytes is filled."""
+        self._bytes += size
+        if self._bytes >= self._step:
+            self.release()
+
+    def release(self) -> None:
+        self._bytes = 0
+        if not self._kept:
+            release_free_memory()
+
+
+def _size(target: Target, loaded: LoadedTensor) -> int:
+    count: int = math.prod(loaded.shape)
+    return count * target.tensor.itemsize
 
 
 class _Hooks:

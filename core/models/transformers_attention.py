@@ -157,8 +157,8 @@ def _attended(layer: nn.Module, registry: Any) -> _Registry:
 
 
 def attach_layer(module: nn.Module, layer: nn.Module) -> None:
-    """Have an attention module call a layer, as a child of it, in place of any function of transformers."""
-    substitute(module, layer, Substitution(REGISTRY, CHILD, _attended))
+    """Have an attention module call a layer, as a child of it, in place of any function of transformers, for good."""
+    substitute(module, layer, Substitution(REGISTRY, CHILD, _attended, permanent=True))
 
 
 def _attend(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 
-from opgraft.errors import QuantizationError
+from opgraft.errors import QuantizationError, near_matches
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.plugins.host import load_plugins
 from opgraft.state import host_state
@@ -26,7 +25,7 @@ def quantization_named(name: str) -> type[QuantizationConfig]:
     """
     known, name = quantizations(), name.replace("-", "_")
     if name not in known:
-        near = difflib.get_close_matches(name, known, 3)
+        near = near_matches(name, known)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise QuantizationError(
             f"no quantization is called {name!r}: {hint}There are {', '.join(sorted(known))}; a plugin adds one by "

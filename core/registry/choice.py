@@ -11,7 +11,7 @@ from opgraft.environment import PLUGINS_DISABLE, PROVIDERS
 from opgraft.errors import ConfigError, ConflictError, close_matches
 from opgraft.platform import Platform
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
-from opgraft.registry.op_classes import location_of
+from opgraft.registry.op_classes import location_of, told_apart
 from opgraft.text import described
 
 _NOT_ASKED = "providers asks for"
@@ -44,17 +44,20 @@ class ReplacementChoice:
     @property
     def decision(self) -> Decision:
         kept = f"kept, as {self.kept}" if self.kept else "no active replacement applies"
-        own_reason = f"replaced by {self.cls.__qualname__}" if self.winner else kept
+        own_reason = f"replaced by {self._shown(self.cls)}" if self.winner else kept
         rows = [
-            Candidate(r.cls.__qualname__, r is self.winner, self._verdict(r, against), r.provider, r.location)
+            Candidate(self._shown(r.cls), r is self.winner, self._verdict(r, against), r.provider, r.location)
             for r, against in self.rows
         ]
         rows.append(
-            Candidate(self.target.__qualname__, self.winner is None, own_reason, self.own, location_of(self.target))
+            Candidate(self._shown(self.target), self.winner is None, own_reason, self.own, location_of(self.target))
         )
         reason = f"provided by {_who(self.winner)}" if self.winner else own_reason
         subject = f"class of {self.target.__qualname__}"
-        return Decision(subject, self.cls.__qualname__, reason, tuple(rows), self._setting())
+        return Decision(subject, self._shown(self.cls), reason, tuple(rows), self._setting())
+
+    def _shown(self, cls: type) -> str:
+        return told_apart(cls, (self.target, *(row.cls for row, _ in self.rows)))
 
     def _setting(self) -> str:
         """Say which setting would choose another class, or return "" where none does."""

@@ -7,7 +7,7 @@ import inspect
 import linecache
 import re
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from opgraft.errors import RegistrationError, close_matches
@@ -66,12 +66,18 @@ def _narrowness(target: type, cls: type, method: str) -> str | None:
         return None
     text = (
         f"{owner.__qualname__}.{method} at {location_of(vars(owner)[method])} is narrower than "
-        f"{target.__qualname__}.{reference} at {location_of(target)}: {problem}. "
+        f"{target.__qualname__}.{reference} at {_place_of(target, reference)}: {problem}. "
         f"Accept every call that {target.__name__} accepts; further parameters must be optional."
     )
     if fails:
         raise RegistrationError(text)
     return text
+
+
+def _place_of(cls: type, method: str) -> str:
+    """Return ``file:line`` of a method, of the class where no class of ours defines it."""
+    owner = definer(cls, method)
+    return location_of(vars(owner)[method] if owner else cls)
 
 
 def _may_be_bound(cls: type, owner: type, method: str) -> bool:
@@ -183,6 +189,12 @@ def definer(cls: type, name: str, above: type | None = None) -> type | None:
         if name in vars(base):
             return base
     return None
+
+
+def told_apart(cls: type, others: Iterable[type]) -> str:
+    """Give the name of a class, with its module where another class among ``others`` has the same name."""
+    alike = any(other is not cls and other.__qualname__ == cls.__qualname__ for other in others)
+    return qualified(cls) if alike else cls.__qualname__
 
 
 def qualified(cls: Any) -> str:

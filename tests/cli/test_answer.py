@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
+from opgraft.cli import run
 from opgraft.models import find_checkpoint
 
 transformers = pytest.importorskip("transformers")
@@ -53,3 +55,59 @@ def test_prompts_and_lines_exclude_each_other(cli) -> None:
     result = cli("run", "smollm2", PROMPT, "--compare")
     assert result.returncode == 2
     assert "without --input and --compare" in result.stderr
+
+
+def test_an_encoder_answers_no_prompt(cli) -> None:
+    """A prompt for an encoder is an error that names the way to run it."""
+    result = cli("run", "minilm", "hi")
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith("error: BertModel has no compute_logits")
+    assert "lines of text" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_gguf_model_needs_a_prompt(cli, folder: bool) -> None:
+    """Without a prompt, the name of a GGUF model and a folder with nothing else are told to take one."""
+    model = str(find_checkpoint("smollm2").parent) if folder else "smollm2"
+    result = cli("run", model)
+    assert result.returncode == 2
+    assert "answers a prompt, and none is given: opgraft run MODEL" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--model.dtype", "bfloat16"),
+        ("--quantization.method", "fp8"),
+        ("--quantization.by_prefix", '{"encoder": "fp8"}'),
+        ("--parallel.tensor", "2"),
+        ("--load.device", "meta"),
+        ("--cache.dtype", "int8"),
+        ("--max-tokens", "5"),
+    ],
+)
+def test_options_that_lines_of_text_do_not_read_are_refused(option: tuple[str, str]) -> None:
+    """What only a prompt heeds is a usage error without one, and is named."""
+    result = CliRunner().invoke(run.command, ["minilm", *option])
+    assert result.exit_code == 2
+    assert option[0] in result.stderr
+    assert result.stdout == ""
+
+
+def test_settings_from_elsewhere_are_told_of(cli, tmp_path: Path) -> None:
+    """A file of settings may be for more than one command: what lines of text do not read in it is a warning."""
+    (tmp_path / "settings.toml").write_text('[model]\nname = "smollm2"\ndtype = "bfloat16"\n[load]\nprogress = false\n')
+    result = cli("run", "minilm", "--config", "settings.toml")
+    assert result.returncode == 0, result.stderr
+    assert (
+        "not read without PROMPT, as transformers loads the model: model.dtype (settings.toml, line 3)" in result.stderr
+    )
+    assert "loading the model" not in result.stderr
+
+
+def test_the_model_is_named_once() -> None:
+    """A second name as a setting is a usage error."""
+    result = CliRunner().invoke(run.command, ["smollm2", PROMPT, "--model.name", "minilm"])
+    assert result.exit_code == 2
+    assert "leave --model.name out" in result.stderr

@@ -243,3 +243,18 @@ def test_a_recording_that_is_damaged(tmp_path: Path) -> None:
     assert detect("--root", str(recording)).exit_code == 2
     shutil.rmtree(recording)
     assert detect("--root", str(recording)).exit_code == 2
+
+
+def test_a_recording_is_not_taken_for_this_machine(tmp_path: Path) -> None:
+    """The first line says whose platform is shown; for this machine nothing is said."""
+    root = build("cpu-avx2", tmp_path / "machine")
+    first = detect("--root", str(root)).output.splitlines()[0]
+    assert first == f"of the machine that is recorded in {root}, not of this one:"
+    assert "recorded" not in detect().output
+
+
+def test_platforms_that_were_not_probed_are_not_listed(site) -> None:
+    """Where a setting asks for a platform the others have nothing to say; every candidate is there on request."""
+    assert "not probed" not in detect("--platform", "cpu").output
+    assert "cuda [opgraft" in detect("--platform", "cpu", "--all").output
+    assert detect("--platform", "cpu", "--all").output.count("not probed") == 4

@@ -134,7 +134,7 @@ class TestDoctor:
 def test_list_and_show_tell_of_a_misspelt_group(cli, site) -> None:
     """A plugin that is installed and that nothing reads is not passed over in silence, and the doctor is named."""
     site.install("acme", {"acme.py": ""}, {"opgraft.plugin": ["acme = acme"]})
-    meant = "'opgraft.plugins' or 'opgraft.platforms'"
+    meant = "'opgraft.plugins'"
     words = f"acme 1.0: nothing reads its entry-point group 'opgraft.plugin': did you mean {meant}?"
     listed = cli("plugins", "list").stdout
     assert f"ignored: {words}\n" in listed
@@ -157,3 +157,28 @@ def test_ops_list_has_a_column_for_what_was_passed_over(cli, site) -> None:
     row = next(line for line in result.stdout.splitlines() if line.startswith("rms_norm "))
     assert "AcmeRMSNorm.forward_oot is not used: its needs() check raised ZeroDivisionError" in row
     assert "AcmeRMSNorm.forward_oot at " in result.stderr
+
+
+@pytest.mark.parametrize("further", [{}, {"opgraft.plugins": ["acme = acme"]}])
+def test_a_plugin_of_vllm_is_seen(cli, site, further: dict[str, list[str]]) -> None:
+    """List and doctor name a distribution for vLLM only and what to change; that is a note and no finding."""
+    theirs = {"vllm.general_plugins": ["acme = acme:register"], "vllm.platform_plugins": ["acme = acme:platform"]}
+    site.install("acme", {"acme.py": HEAD + HOOK}, {**theirs, **further})
+    site.install("vllm", {"vllm.py": ""}, {"vllm.general_plugins": ["resolver = vllm:register"]})
+    words = (
+        "acme 1.0: a plugin of vLLM, which opgraft does not load: its entry-point group vllm.platform_plugins becomes "
+    )
+    for command in ("list", "doctor"):
+        shown = cli("plugins", command)
+        assert shown.returncode == 0, shown.stdout + shown.stderr
+        assert (f"seen: {words}opgraft.platforms and vllm.general_plugins becomes" in shown.stdout) == (not further)
+        assert shown.stdout.count("seen:") == (0 if further else 1)
+        notes = answer(cli, "plugins", command)[1]["notes"]
+        assert [note["provider"]["name"] for note in notes] == ([] if further else ["acme"])
+
+
+def test_details_without_a_value_are_not_shown(cli) -> None:
+    """A platform that requires nothing has no line that says so."""
+    lines = cli("plugins", "show", "cpu").stdout.splitlines()
+    assert "name: cpu" in lines
+    assert [line for line in lines if line.rstrip().endswith(":")] == []

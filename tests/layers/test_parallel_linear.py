@@ -10,6 +10,7 @@ import torch
 from opgraft import ops
 from opgraft.errors import LayerError, WeightError
 from opgraft.models.lazy import Bounds, LazyTensor, StoredTensor
+from opgraft.ops.linear import LinearBase
 from opgraft.ops.weights import LoadedTensor, process_weights_after_loading
 from ranks import Ranks
 from torch import nn
@@ -254,6 +255,13 @@ def test_key_heads_that_ranks_cannot_share(four: Ranks) -> None:
     assert "4 tensor-parallel ranks cannot share 3 key heads" in four.run(odd_key_heads)[0]
 
 
+@pytest.mark.parametrize("key_heads", [0, -1])
+def test_attention_without_key_heads(key_heads: int) -> None:
+    """There is at least one."""
+    with pytest.raises(LayerError, match=f"'a.qkv': the number of key heads is {key_heads}, expected at least 1"):
+        ops.QKVParallelLinear(12, 4, 4, key_heads, prefix="a.qkv")
+
+
 def test_a_bias_for_results_that_are_not_reduced() -> None:
     """A bias would be counted wrongly by whoever adds up the results of ranks; skipped, it is fine."""
     with pytest.raises(ValueError, match="reduce_results=False with a bias"):
@@ -279,3 +287,35 @@ def test_weights_that_do_not_fit(make: Any, shape: tuple[int, ...], shard: tuple
     layer = make()
     with pytest.raises(WeightError, match=told):
         load(layer, "weight", torch.zeros(shape), *shard)
+
+
+class Halved(LinearBase):
+    """A layer of a plugin, which loads half of each weight."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self._create_weights(4, [2])
+
+    def weight_loader(self, param: Any, loaded_weight: LoadedTensor) -> None:
+        param.data.copy_(loaded_weight[...] / 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._apply_method(x, None)
+
+
+def test_a_layer_of_a_plugin_brings_its_loader() -> None:
+    """A subclass's loader is the parameter's; one without is told so when it is made, not when weights are loaded."""
+    layer, whole = Halved(), drawn(2, 4)
+    load(layer, "weight", whole)
+    torch.testing.assert_close(layer(torch.eye(4)), whole.T / 2)
+
+    class Without(LinearBase):
+        def __init__(self) -> None:
+            super().__init__(4, 2)
+            self._create_weights(4, [2])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    with pytest.raises(AttributeError, match="'Without' object has no attribute 'weight_loader'"):
+        Without()

@@ -6,8 +6,9 @@ from functools import partial
 
 import pytest
 import torch
+from opgraft import OpgraftConfig, set_config
 from opgraft.errors import CheckpointError
-from opgraft.models import WeightsMapper, load_weights, open_weights
+from opgraft.models import WeightsMapper, load, load_weights, open_weights
 from torch import nn
 
 from .conftest import llama_config, transformers, write_gguf
@@ -158,3 +159,18 @@ def test_the_bar_is_for_terminals(capsys) -> None:
     """Nothing is drawn where stderr is no terminal, asked for or not."""
     load_weights(Model(), checkpoint(), progress=True)
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_free_memory_is_given_back_on_the_way(kept: bool, monkeypatch) -> None:
+    """A bounded number of times, however large the weights, and never where the setting has it kept."""
+    released = []
+    monkeypatch.setattr(load, "release_free_memory", lambda: released.append(True))
+    weights = {f"{i}.weight": torch.ones(1 << 11, 1 << 10) for i in range(6)}
+    model = nn.Sequential(*(nn.Linear(1 << 10, 1 << 11, bias=False) for _ in weights))
+    with set_config(OpgraftConfig(cpu_keep_memory=kept)):
+        load_weights(model, weights)
+        large = len(released)
+        monkeypatch.setattr(load, "_RELEASES", 2)
+        load_weights(model, weights)
+    assert [large, len(released) - large] == ([0, 0] if kept else [7, 3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -182,6 +183,29 @@ def test_generation_is_that_of_transformers(tmp_path: Path) -> None:
     whole = expected.generate(prompt[None], max_new_tokens=12, do_sample=False, eos_token_id=None)[0]
     assert list(generate(model, prompt.tolist(), max_tokens=12)) == whole[TOKENS:].tolist()
     assert model.max_position == 64
+
+
+@pytest.mark.parametrize("kind", ["apertus", "gpt_neox", "smollm3"])
+@torch.no_grad()
+def test_ungraft_leaves_the_attention_that_the_model_is_made_with(kind: str, tmp_path: Path) -> None:
+    """What was grafted goes and comes again; over a cache the model answers as before, and so does its copy."""
+    reference(kind, DECODERS[kind], tmp_path)
+    model = through(tmp_path)
+    prompt = tokens(0).tolist()
+    expected, grafted = list(generate(model, prompt, max_tokens=6)), model.report.grafted.replaced
+    paths = [row.path for row in grafted]
+    assert paths
+    former = [model.get_submodule(path) for path in paths]
+    layers = attention_layers(model)
+    opgraft.ungraft(model)
+    assert all(model.get_submodule(path) is not op for path, op in zip(paths, former, strict=True))
+    for each in (model, copy.deepcopy(model)):
+        assert list(attention_layers(each)) == list(layers)
+        assert list(generate(each, prompt, max_tokens=6)) == expected
+    opgraft.ungraft(model)
+    again = opgraft.graft(model).replaced
+    assert [row.path for row in again] == paths
+    assert list(generate(model, prompt, max_tokens=6)) == expected
 
 
 @torch.no_grad()

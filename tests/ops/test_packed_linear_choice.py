@@ -14,6 +14,7 @@ from opgraft.ops.linear import packed as packed_linear
 from opgraft.ops.linear.functional import linear
 from ops.packing import DTYPES, Calls, check, each_dtype, make, needs_onednn, packed, record_calls, use_tables
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -233,3 +234,18 @@ def test_where_something_else_runs_is_said(calls: Calls) -> None:
         assert calls.count("linear") == 3
         layer(torch.randn(3, 16))
         assert calls.count("linear") == 5
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's rules, by itself
+@pytest.mark.parametrize("whole", [False, True])
+def test_compiled_tangents(calls: Calls, whole: bool) -> None:
+    """Compiled code keeps the tangents of forward-mode differentiation, for a weight that is held packed only too."""
+    op, x, tangent = make().eval(), torch.randn(3, 13), torch.randn(3, 13)
+    op.requires_grad_(False)
+    expected = F.linear(tangent, op.weight)
+    if whole:
+        opgraft.pack(op)
+    compiled = torch.compile(op, backend="aot_eager")
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(compiled(forward_ad.make_dual(x, tangent))).tangent
+        torch.testing.assert_close(found, expected)

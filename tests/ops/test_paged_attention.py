@@ -80,33 +80,6 @@ def test_layer_over_pages(settings: dict[str, Any]) -> None:
         torch.testing.assert_close(torch.cat(parts), alone[row])
 
 
-def test_an_empty_batch() -> None:
-    """A step without sequences, and one of sequences without tokens, gives no rows and writes nothing."""
-    layer = Attention(HEADS, SIZE, 0.4, KV_HEADS, prefix="attn")
-    caches = {"attn": torch.zeros(layer.kv_cache_shape(2, BLOCK))}
-    empty = tokens(0, HEADS), tokens(0), tokens(0)
-    for counts, so_far, table in (([], [], torch.zeros(0, 1)), ([0, 0], [3, 0], torch.zeros(2, 1))):
-        with attending(AttentionBatch.of_sequences(counts, so_far, table, caches, block_size=BLOCK)):
-            assert layer(*empty).shape == (0, HEADS, SIZE)
-    assert not caches["attn"].any()
-
-
-def test_a_layer_without_pages() -> None:
-    """The error names the layer and those that have some; one of too few tokens says both numbers."""
-    layer = Attention(HEADS, SIZE, 0.4, KV_HEADS, prefix="attn")
-    cache, table = torch.zeros(layer.kv_cache_shape(2, BLOCK)), torch.zeros(1, 1)
-    with (
-        attending(AttentionBatch.of_sequences([2], [2], table, {"other": cache}, block_size=BLOCK)),
-        pytest.raises(ValueError, match=r"no pages for 'attn'; it has \['other'\]"),
-    ):
-        layer(tokens(2, HEADS), tokens(2), tokens(2))
-    with (
-        attending(AttentionBatch.of_sequences([2], [2], table, {"attn": cache}, block_size=BLOCK)),
-        pytest.raises(ValueError, match="query has 3 tokens, expected the 2 of the batch"),
-    ):
-        layer(tokens(3, HEADS), tokens(3), tokens(3))
-
-
 @pytest.mark.parametrize(
     ("changed", "words"),
     [

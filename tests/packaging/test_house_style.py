@@ -76,6 +76,7 @@ LAYERS = [
     "opgraft.pooling",
     "opgraft.checkpoint",
     "opgraft.runner",
+    "opgraft.serving",
     "opgraft.testing",
     # The command line.
     "opgraft.cli",

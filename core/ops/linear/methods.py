@@ -72,9 +72,8 @@ class LinearMethodBase(QuantizeMethodBase):
         """Map ``[..., input_size_per_partition]`` to ``[..., output_size_per_partition]``."""
 
 
-@PluggableClass.register("unquantized_linear_method")
-class UnquantizedLinearMethod(LinearMethodBase):
-    """The weight is a parameter ``[out_features, in_features]``, or packed; of a ``Linear`` or a ``PackableLayer``."""
+class _PlainWeight(QuantizeMethodBase):
+    """A way to hold the weight as one plain parameter."""
 
     def create_weights(
         self,
@@ -86,9 +85,13 @@ class UnquantizedLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        create_plain_weight(
-            layer, sum(output_partition_sizes), input_size_per_partition, params_dtype, extra_weight_attrs
-        )
+        rows, columns = sum(output_partition_sizes), input_size_per_partition
+        create_plain_weight(layer, rows, columns, params_dtype, extra_weight_attrs)
+
+
+@PluggableClass.register("unquantized_linear_method")
+class UnquantizedLinearMethod(_PlainWeight, LinearMethodBase):
+    """The weight is a parameter ``[out_features, in_features]``, or packed; of a ``Linear`` or a ``PackableLayer``."""
 
     def apply(
         self,
@@ -117,22 +120,8 @@ class UnquantizedLinearMethod(LinearMethodBase):
 
 
 @PluggableClass.register("unquantized_embedding_method")
-class UnquantizedEmbeddingMethod(QuantizeMethodBase):
+class UnquantizedEmbeddingMethod(_PlainWeight):
     """The weight is a parameter ``[num_embeddings, embedding_dim]``, a row for each id."""
-
-    def create_weights(
-        self,
-        layer: nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: Sequence[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        create_plain_weight(
-            layer, sum(output_partition_sizes), input_size_per_partition, params_dtype, extra_weight_attrs
-        )
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Map hidden states to logits."""

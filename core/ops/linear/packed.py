@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from opgraft.binding.marks import gradient_required
 from opgraft.compat import packed_linear as onednn
 from opgraft.compat import tracing
 from opgraft.ops.linear.functional import expect_mappable, mapped
@@ -208,7 +209,7 @@ def _rows(table: Table, platform: Platform) -> Mapping[torch.dtype, Sequence[Row
 def _compiled(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
     """Give a compiler the packed linear as one operator where it may run, else the definition."""
     plain = x.dtype not in _PACKABLE or weight.dtype != x.dtype or not (x.is_cpu and weight.is_cpu)
-    if plain or torch.is_autocast_enabled("cpu") or requires_gradient(x, weight, bias, residual):
+    if plain or torch.is_autocast_enabled("cpu") or gradient_required((x, weight, bias, residual), {}):
         return form.native(x, weight, bias, activation, residual)
     if tracing.exporting():  # what is exported must run without opgraft
         return form.native(x, weight, bias, activation, residual)

@@ -11,6 +11,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from opgraft.binding.marks import gradient_required
 from opgraft.compat import packed_linear as onednn
 from opgraft.compat import tracing
 from opgraft.errors import PackError
@@ -94,8 +95,8 @@ def _run(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str, 
 
 def _compiled(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
     """Give a compiler one operator, or the definition over a weight that another operator rebuilds."""
-    plain = x.dtype != weight.dtype or not x.is_cpu or torch.is_autocast_enabled("cpu") or tracing.transformed()
-    if plain or tracing.exporting() or requires_gradient(x, bias, residual):
+    plain = x.dtype != weight.dtype or not x.is_cpu or torch.is_autocast_enabled("cpu")
+    if plain or tracing.exporting() or gradient_required((x, bias, residual), {}):
         return form.native(x, dense(weight), bias, activation, residual)
     result: Tensor = torch.ops.opgraft.packed_only_linear(x, weight.handle, weight.rows, bias, activation, residual)
     return result

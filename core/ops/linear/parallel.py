@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,10 +36,12 @@ class LinearBase(PackableLayer, PluggableLayer):
         tp_rank: position of this process among the ranks that share the layer.
         tp_size: number of those ranks.
         prefix: the layer's name in the checkpoint.
+        weight_loader: method of each layer; loads this rank's part of ``loaded_weight`` into ``param``.
     """
 
     bias: nn.Parameter | None
     quant_method: QuantizeMethodBase
+    weight_loader: Callable[..., None]
 
     def __init__(
         self,
@@ -72,10 +74,6 @@ class LinearBase(PackableLayer, PluggableLayer):
     def name(self) -> str:
         """The layer as messages call it."""
         return f"{self.op_class.__qualname__} {self.prefix!r}"
-
-    def weight_loader(self, param: Any, loaded_weight: LoadedTensor) -> None:
-        """Load this rank's part of a weight."""
-        raise NotImplementedError
 
     def process_weights_after_loading(self) -> None:
         """Have the weight method bring the weights into the layout that it prefers."""

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 from opgraft.binding.arguments import expect_module
+from opgraft.binding.marks import requires_gradient as requires_gradient
 from opgraft.compat.packed_linear import version_of
 from opgraft.compat.packed_linear import watched as watched
 from torch import Tensor, nn
@@ -211,8 +212,3 @@ def fits(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
         if other is not None and not (other.dtype is dtype and other.is_cpu and other.layout is torch.strided):
             return False
     return True
-
-
-def requires_gradient(*tensors: Tensor | None) -> bool:
-    """Tell whether autograd wants to know what is computed from these."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

@@ -1,0 +1,51 @@
+"""The conversation between ``benchmarks/engine.py`` and one engine, in a process and an environment of its own.
+
+It needs nothing but the standard library, as these environments have no opgraft. A line of JSON comes on stdin,
+``{"prompts": [[token, …], …], "max_tokens": n}``; a line goes to stdout, ``{"seconds": …, "cpu_seconds": …,
+"peak_bytes": …, "tokens": [[token, …], …]}``. The first line out is ``{"ready": true}``. What libraries print goes to
+stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+Generate = Callable[[list[list[int]], int], list[list[int]]]
+"""Prompts and how many tokens each is to get → the tokens, greedily chosen, no end of text respected."""
+
+
+def serve(start: Callable[[str, str], Generate]) -> None:
+    """Load ``sys.argv``'s checkpoint in its dtype, and answer until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    generate = start(sys.argv[1], sys.argv[2])
+    print(json.dumps({"ready": True}), file=answers)
+    for line in sys.stdin:
+        task = json.loads(line)
+        wall, cpu = time.perf_counter(), time.process_time()
+        tokens = generate(task["prompts"], task["max_tokens"])
+        result = {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu, "tokens": tokens}
+        print(json.dumps({**result, "peak_bytes": peak_bytes()}), file=answers)
+
+
+def peak_bytes() -> int:
+    """Return the most memory that this process, and those it started, have held."""
+    own = _status_kib("self", "VmHWM")
+    children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    running = sum(_status_kib(pid, "VmHWM") for pid in _children())
+    return (own + max(children, running)) * 1024
+
+
+def _children() -> list[str]:
+    return [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+
+
+def _status_kib(pid: str, field: str) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith(field)), 0)

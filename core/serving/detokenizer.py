@@ -1,0 +1,137 @@
+"""Text from tokens as they come, at a constant cost for each, with stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from opgraft.models.extras import import_extra
+from opgraft.serving.stop_strings import StopStrings
+from opgraft.serving.tokenizer import Tokenizer
+
+MOST_HELD = 16
+"""Tokens that may wait for a character to be whole. The library decodes all of them for each further one."""
+
+_LONGEST_CHARACTER = 4
+"""Bytes, and so tokens, of a character in UTF-8."""
+_BROKEN = "\ufffd"
+
+
+class Detokenizer:
+    """The text of one request.
+
+    The text of a token whose last character is not whole is held back until it is. What a token adds to the text may
+    depend on those before it, so the end of the prompt is decoded with the first tokens.
+
+    Args:
+        tokenizer: of the model.
+        prompt: token ids before the first; only the end is looked at.
+        skip_special_tokens: leave out of the text what ``bos_token`` and the like are written as.
+        stop: strings at which the text ends. None may be empty.
+        include_stop_str_in_output: end the text after the stop string, not before it.
+        min_tokens: number of the first tokens whose text is not searched for stop strings.
+
+    Attributes:
+        text: all that was returned so far.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        stop: Sequence[str] = (),
+        include_stop_str_in_output: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._stops = StopStrings(stop, include=include_stop_str_in_output) if stop else None
+        self._unsearched = min_tokens
+        self._pieces: list[str] = []
+        self._waiting: list[int] = []
+        self._context: list[int] = []
+        self._stream: Any = None
+        self._restart(self._end_of(prompt))
+
+    @property
+    def text(self) -> str:
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
+    @property
+    def stop_reason(self) -> str | None:
+        """The stop string at which the text ended, if it did."""
+        return self._stops.found if self._stops else None
+
+    def add(self, token: int) -> str:
+        """Take a token and return the text that is now certain; after a stop string there is none."""
+        return self._shown(self._decoded(token))
+
+    def finish(self) -> str:
+        """Return the text that was held back, after the last token. It may end with U+FFFD."""
+        rest = self._flush(len(self._waiting))
+        shown = self._shown(rest)
+        if self._stops and self._stops.found is None:
+            held = self._stops.rest()
+            self._pieces.append(held)
+            shown += held
+        return shown
+
+    def _shown(self, piece: str) -> str:
+        if self._stops and self._unsearched <= 0:
+            piece = self._stops.add(piece)
+        self._unsearched -= 1
+        if piece:
+            self._pieces.append(piece)
+        return piece
+
+    def _decoded(self, token: int) -> str:
+        self._waiting.append(token)
+        try:
+            piece = self._stream.step(self._tokenizer.backend, token)
+        except Exception:  # the library gives up where further bytes change what it has returned
+            return self._flush(len(self._waiting))
+        if piece is not None:
+            self._context, self._waiting = self._waiting, []
+            return str(piece)
+        return self._flush(self._border()) if len(self._waiting) >= MOST_HELD else ""
+
+    def _border(self) -> int:
+        """Return how many of the waiting tokens end before the last character begins, whole or not."""
+        whole = self._decode(self._waiting)
+        count = len(self._waiting)
+        for border in range(count - 1, count - 1 - _LONGEST_CHARACTER, -1):
+            if self._decode(self._waiting[:border]) + self._decode(self._waiting[border:]) == whole:
+                return border
+        return count
+
+    def _flush(self, count: int) -> str:
+        """Return the text of so many waiting tokens, broken or not, and go on after them with a new stream."""
+        if not count:
+            return ""
+        done, waiting = self._waiting[:count], self._waiting[count:]
+        before = self._decode(self._context)
+        text = self._decode([*self._context, *done])
+        self._waiting = []
+        self._restart(done[-MOST_HELD:])
+        return text.removeprefix(before) + "".join(map(self._decoded, waiting))
+
+    def _restart(self, context: list[int]) -> None:
+        """Begin a stream after ``context``."""
+        self._context = context
+        streams = import_extra("tokenizers").decoders
+        self._stream = streams.DecodeStream(ids=list(context), skip_special_tokens=self._skip)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+
+    def _end_of(self, prompt: Sequence[int]) -> list[int]:
+        """Return the fewest last tokens of a prompt that begin with a whole character, if any do."""
+        for length in range(_LONGEST_CHARACTER, MOST_HELD):
+            end = list(prompt[-length:])
+            if _BROKEN not in self._decode(end):
+                return end
+        return []

@@ -1,0 +1,95 @@
+"""Results of requests, by the names of vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One of the likeliest tokens at a place, or the one that was sampled there.
+
+    Attributes:
+        logprob: natural logarithm of its probability.
+        rank: 1 for the likeliest.
+        decoded_token: its text.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """Times of a request, in seconds of ``time.monotonic()``; None where it did not get so far."""
+
+    arrival: float
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return None if self.first_token is None else self.first_token - self.arrival
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One answer of a request.
+
+    Attributes:
+        index: among the ``n`` answers.
+        text: up to the stop string, if one ended it.
+        token_ids: of the answer, those of a stop string included.
+        cumulative_logprob: sum of the sampled tokens' logprobs, where they were asked for.
+        logprobs: at each place, by token id, where they were asked for.
+        finish_reason: ``stop``, ``length``, ``abort`` or ``error``; None while it goes on.
+        stop_reason: the stop string or the stop token; None for the model's own end.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[Mapping[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request and its answers so far.
+
+    Attributes:
+        prompt: None where it was given as token ids.
+        prompt_logprobs: at each place, where they were asked for; the first is None, for nothing comes before it.
+        finished: whether all answers are.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    prompt_logprobs: Sequence[Mapping[int, Logprob] | None] | None = None
+    metrics: RequestMetrics | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """The embedding of one text.
+
+    Attributes:
+        embedding: numbers, as many as the model has dimensions.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    embedding: list[float]

@@ -1,0 +1,82 @@
+"""Prompts as text or as token ids, checked before a request is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from opgraft.errors import RequestError
+from opgraft.serving.tokenizer import Tokenizer
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Sequence[int]]
+"""Text, token ids, or ``{"prompt_token_ids": [...]}``."""
+
+_IDS = "prompt_token_ids"
+
+
+def tokenized(
+    prompt: Prompt,
+    tokenizer: Tokenizer,
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    room: int = 1,
+    add_special_tokens: bool = True,
+    name: str = "the prompt",
+) -> tuple[str | None, list[int]]:
+    """Return the text of a prompt, None where it is given as token ids, and its token ids.
+
+    Args:
+        prompt: what a user passed.
+        tokenizer: for text.
+        vocab_size: rows of the model's embedding.
+        max_model_len: tokens of the longest sequence.
+        room: tokens that must fit after the prompt; 0 for an encoder.
+        add_special_tokens: as a text is usually begun and ended; not where a chat template has done so.
+        name: of the prompt, for errors.
+
+    Raises:
+        RequestError: it is of another kind, empty, too long, or has ids or characters that there are not.
+    """
+    text = prompt if isinstance(prompt, str) else None
+    ids = _of_text(text, tokenizer, add_special_tokens, name) if text is not None else _given(prompt, vocab_size, name)
+    if not ids:
+        raise RequestError(f"{name} has no tokens: give some text, or at least one token id")
+    if len(ids) + room > max_model_len:
+        also = f" and needs room for {room} more" if room else ""
+        raise RequestError(
+            f"{name} has {len(ids)} tokens{also}, and the model takes {max_model_len}: shorten it by "
+            f"{len(ids) + room - max_model_len} tokens, or raise max_model_len as far as the model allows"
+        )
+    return text, ids
+
+
+def _of_text(text: str, tokenizer: Tokenizer, add_special_tokens: bool, name: str) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{name} has half a surrogate pair, {text[error.start]!a}, at character {error.start}, which no text may "
+            "contain: remove it, or decode the text that it comes from with errors='replace'"
+        ) from error
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def _given(prompt: object, vocab_size: int, name: str) -> list[int]:
+    ids = prompt
+    if isinstance(prompt, Mapping):
+        if set(prompt) != {_IDS}:
+            keys = ", ".join(repr(key)[:40] for key in prompt) or "none"
+            raise RequestError(f"{name} has the keys {keys}: give {{{_IDS!r}: [...]}}, or text")
+        ids = prompt[_IDS]
+    if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
+        raise RequestError(f"{name} is {type(ids).__name__}: give text, a list of token ids, or {{{_IDS!r}: [...]}}")
+    for place, token in enumerate(ids):
+        if type(token) is not int:
+            raise RequestError(f"{name} has {token!r:.40} at place {place}, which is no token id: give whole numbers")
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"{name} has the token id {token:.6g} at place {place}, and the vocabulary has {vocab_size} (0 to "
+                f"{vocab_size - 1}): encode the text with this model's tokenizer"
+            )
+    return list(ids)

@@ -1,0 +1,148 @@
+"""The tokenizer of a checkpoint: the library tokenizers, its special tokens, and its chat templates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from opgraft.errors import CheckpointError
+from opgraft.models.config import load_tokenizer
+from opgraft.models.extras import import_extra
+from opgraft.models.files import Weights, read_json
+from opgraft.models.gguf_tokenizer import byte_level_tokenizer, special_tokens
+from opgraft.text import described
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """The text of token ids, and the token ids of text.
+
+    Attributes:
+        path: the folder or file that it is from.
+        backend: the ``tokenizers.Tokenizer``.
+        special_tokens: such as ``bos_token``, by their names in transformers, as text.
+        chat_templates: by name; a single one is ``default``.
+    """
+
+    path: Path
+    backend: Any = field(repr=False)
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    chat_templates: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens, those added to the vocabulary included."""
+        return int(self.backend.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id of the token that ends a text, if there is one."""
+        token = self.special_tokens.get("eos_token")
+        return None if token is None else self.backend.token_to_id(token)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text, with those that begin and end a text if asked for."""
+        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids; bytes that are no character become U+FFFD."""
+        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+
+def open_tokenizer(weights: Weights) -> Tokenizer:
+    """Open the tokenizer of a checkpoint.
+
+    ``tokenizer.json`` and the byte-level vocabularies of GGUF files are read by the library tokenizers alone, all else
+    through transformers, which takes seconds to import.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        InputError: a library that reads it is not installed.
+    """
+    if weights.is_gguf:
+        backend = byte_level_tokenizer(weights.metadata, weights.path)
+        if backend is not None:
+            template = weights.metadata.get("tokenizer.chat_template")
+            templates = {"default": template} if isinstance(template, str) else {}
+            return _opened(weights.path, backend, special_tokens(weights.metadata), templates)
+        return _through_transformers(weights)
+    folder = weights.path if weights.path.is_dir() else weights.path.parent
+    return _from_folder(folder) if (folder / "tokenizer.json").is_file() else _through_transformers(weights)
+
+
+def _through_transformers(weights: Weights) -> Tokenizer:
+    loaded = load_tokenizer(weights)
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if backend is None:
+        raise CheckpointError(
+            f"{weights.path} has a tokenizer of the class {type(loaded).__name__}, which is written in Python alone: "
+            "convert it to a tokenizer.json"
+        )
+    given = loaded.chat_template or {}
+    templates = given if isinstance(given, Mapping) else {"default": given}
+    return _opened(weights.path, backend, loaded.special_tokens_map, templates)
+
+
+def _from_folder(folder: Path) -> Tokenizer:
+    file = folder / "tokenizer.json"
+    library = import_extra("tokenizers")
+    settings = _settings(folder)
+    try:
+        backend = library.Tokenizer.from_file(str(file))
+        special = {name: _content(settings[name]) for name in _NAMED if settings.get(name) is not None}
+        backend.add_tokens(list(_missing(backend, settings)))
+        backend.add_special_tokens(list(special.values()))
+        templates = _templates(folder, settings)
+    except Exception as error:  # the library raises plain exceptions, and damaged values nearly anything
+        raise CheckpointError(
+            f"{file}, or what lies beside it, is no tokenizer that can be read: {described(error)}. Save it again with "
+            "save_pretrained."
+        ) from error
+    return _opened(folder, backend, special, templates)
+
+
+def _opened(path: Path, backend: Any, special: Mapping[str, str], templates: Mapping[str, str]) -> Tokenizer:
+    backend.no_truncation()  # a file may ask for both, as sentence encoders' do; prompts are neither cut nor filled
+    backend.no_padding()
+    return Tokenizer(path, backend, dict(special), dict(templates))
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """Return the settings beside a ``tokenizer.json``; those of the older file give way."""
+    files = (folder / "special_tokens_map.json", folder / "tokenizer_config.json")
+    merged: dict[str, Any] = {}
+    for file in files:
+        merged |= read_json(file) if file.is_file() else {}
+    return merged
+
+
+def _content(token: Any) -> str:
+    return str(token["content"] if isinstance(token, Mapping) else token)
+
+
+def _missing(backend: Any, settings: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the added tokens of the settings that ``tokenizer.json`` has not, in the order of their ids."""
+    library = import_extra("tokenizers")
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    rows = sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
+    for _, row in rows:
+        if row["content"] not in known:
+            yield library.AddedToken(row["content"], **{flag: row[flag] for flag in _FLAGS if flag in row})
+
+
+def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates of a folder: files go before what the settings hold."""
+    extra = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    files = {file.stem: file for file in extra} | {"default": folder / "chat_template.jinja"}
+    found = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    given = settings.get("chat_template")
+    if found or given is None:
+        return found
+    if isinstance(given, str):
+        return {"default": given}
+    return {row["name"]: row["template"] for row in given}
