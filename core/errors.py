@@ -97,7 +97,7 @@ class DistributedError(OpgraftError):
 
 
 class LayerError(OpgraftError, ValueError):
-    """A layer cannot be made with these sizes, or for this number of ranks."""
+    """A layer cannot be made with these sizes or for this number of ranks, or cannot compute a batch."""
 
 
 class WeightError(OpgraftError, ValueError):

@@ -27,6 +27,7 @@ def answer_prompt(name: str, prompt: str, dtype: str | None, max_tokens: int, as
     with opened_once():
         model = load_model(dataclasses.replace(settings, model=chosen))
         tokenizer = open_tokenizer(open_weights(name))
+        stop = stop_tokens(tokenizer, model.config, open_weights(name))
     chats = bool(tokenizer.chat_templates)
     text = ChatTemplate(tokenizer).render([{"role": "user", "content": prompt}]) if chats else prompt
     size, longest = tokenizer.vocab_size, int(model.max_position)
@@ -34,7 +35,7 @@ def answer_prompt(name: str, prompt: str, dtype: str | None, max_tokens: int, as
     detokenizer = Detokenizer(tokenizer, given)
     tokens: list[int] = []
     start = time.perf_counter()
-    for token in generate(model, given, max_tokens=max_tokens, stop=stop_tokens(tokenizer, model.config)):
+    for token in generate(model, given, max_tokens=max_tokens, stop=stop):
         tokens.append(token)
         _show(detokenizer.add(token), as_json)
     _show(detokenizer.finish(), as_json)

@@ -39,9 +39,13 @@ def read_file(path: str) -> ConfigFile:
         raise ConfigError(f"the config file {path} cannot be read: {error.strerror}") from error
     except ValueError as error:  # not UTF-8, or a path with a zero byte
         raise ConfigError(f"the config file {path} is not UTF-8 text: {error}") from error
-    layers = []
+    layers: list[tuple[str, OpgraftConfig]] = []
+    seen: set[str] = set()
     for name, value in _fields(_content(path, text)):
         origin = f"{path}, line {_line(text, name)}"
+        if name in seen:
+            raise ConfigError(f"{origin}: {name} stands in the file twice, in its section and outside: take one out")
+        seen.add(name)
         try:
             layers.append((origin, _layer(name, value)))
         except ConfigError as error:

@@ -159,12 +159,13 @@ def resolve(layers: Iterable[tuple[str, OpgraftConfig]], scopes: Iterable[tuple[
             classes[name] = given if issubclass(given, base) else base
         for field, value in values_of(config):
             if value is not None:
-                values[field.name], origins[field.name] = value, origin
+                # prepared, and so copied where it can be written to: a resolved config shares nothing with others
+                values[field.name], origins[field.name] = field.kind.prepare(value), origin
     sections: list[type[Section]] = [OpgraftConfig, *classes.values()]
     for section in sections:
         for field in own_fields(section).values():
             if field.name not in values:
-                values[field.name], origins[field.name] = field.default, "default"
+                values[field.name], origins[field.name] = field.kind.prepare(field.default), "default"
     config = made_of(OpgraftConfig, values, classes)
     _check_contradictions(config, origins)
     scoped = {field.name for _, layer in within for field, value in values_of(layer) if value is not None}

@@ -59,7 +59,7 @@ def _summed(x: Tensor, kind: str) -> Tensor:
 
 
 def _gathered(x: Tensor, dim: int, world_size: int, kind: str) -> Tensor:
-    shape = list(x.shape)
+    shape = list(x.shape) or [1]
     shape[dim] *= world_size
     return x.new_empty(shape)
 

@@ -47,15 +47,17 @@ class Communicator(PluggableClass):
         return out
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        """Put the ``x`` of all ranks one after another along ``dim``, on all of them."""
-        gathered = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]) if x.dim() else (self.world_size,))
+        """Put the ``x`` of all ranks one after another along ``dim``, on all of them; a number is a vector of one."""
+        x = x if x.dim() else x.reshape(1)
+        gathered = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
         all_gather_single(gathered, x.contiguous(), group=self.process_group)
-        if not x.dim() or dim in (0, -x.dim()):
+        if dim in (0, -x.dim()):
             return gathered
         return torch.cat(gathered.chunk(self.world_size), dim)
 
     def gather(self, x: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
         """Put the ``x`` of all ranks one after another along ``dim`` on rank ``dst`` of the group; else ``None``."""
+        x = x if x.dim() else x.reshape(1)
         parts = [torch.empty_like(x) for _ in self.ranks] if self.rank == dst else None
         dist.gather(x.contiguous(), parts, dst=self.ranks[dst], group=self.process_group)
         return None if parts is None else torch.cat(parts, dim)

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from opgraft.config import OpgraftConfig
-from opgraft.distributed import get_tensor_model_parallel_world_size
-from opgraft.errors import CheckpointError, DistributedError, ModelError
+from opgraft.config import OpgraftConfig, ParallelConfig
+from opgraft.distributed.groups import parallelism
+from opgraft.errors import CheckpointError, ConfigError, DistributedError, ModelError
 from opgraft.models.config import read_config
 from opgraft.models.construction import construct, is_older
 from opgraft.models.description import part, quantization_config
@@ -19,6 +19,7 @@ from opgraft.models.load import load_weights
 from opgraft.models.model import Model, model_class
 from opgraft.plugins.selection import current_platform
 from opgraft.quantization.settings import expect_patterns_used
+from opgraft.text import described
 
 
 @opened_once()
@@ -32,18 +33,20 @@ def load_model(opgraft_config: OpgraftConfig) -> Model:
             model of the class or the embedding in the checkpoint.
         CheckpointError: the checkpoint is damaged, or its weights are not those of its config.
         QuantizationError: its quantization, or the one that is set, cannot be used.
-        DistributedError: ``parallel.tensor`` is more than 1 and not the number of ranks of this process's group.
+        DistributedError: a size of ``parallel`` is more than 1 and not the number of ranks of this process's group, or
+            there are several pipeline stages, into which no model is cut.
+        ConfigError: ``load.device`` is no device that is here.
     """
     resolved = opgraft_config.resolved()
     if resolved.model.name is None:
         raise ModelError("no model is named: set model.name to a checkpoint's folder or file, or to a name")
-    _expect_ranks(opgraft_config.parallel.tensor)
+    _expect_ranks(resolved.parallel)
     weights = open_weights(resolved.model.name)
     _expect_format(resolved.load.format, weights)
     config = part(read_config(weights), resolved.model.part)
     cls = model_class(getattr(config, "architectures", None) or (), resolved.model.implementation or "auto")
     _expect_embedding(cls, config, weights.tensors)
-    device = torch.device(resolved.load.device or current_platform().device_type)
+    device = _device(resolved.load.device or current_platform().device_type)
     with _defaults(dtype_of(resolved, config), device):
         others = {"config": config, "quant_config": quantization_config(resolved, cls)} if is_older(cls) else {}
         model = construct(cls, opgraft_config=resolved, **others)
@@ -58,13 +61,33 @@ def load_model(opgraft_config: OpgraftConfig) -> Model:
     return model.eval()
 
 
-def _expect_ranks(tensor: int | None) -> None:
-    ranks = get_tensor_model_parallel_world_size()
-    if tensor not in (None, 1, ranks):
+def _expect_ranks(parallel: ParallelConfig) -> None:
+    groups = parallelism().groups
+    stages = max(parallel.pipeline, groups["pipeline"].world_size)
+    if stages > 1:
         raise DistributedError(
-            f"parallel.tensor is {tensor}, and this process is in a tensor group of {ranks}: call "
-            f"opgraft.distributed.init_distributed(tensor={tensor}) on every rank before a model is made"
+            f"parallel.pipeline, or the pipeline group of this process, is {stages}, and no model is cut into stages: "
+            "every rank would have all layers. Use parallel.tensor"
         )
+    for kind in ("tensor", "data", "expert"):
+        size, ranks = getattr(parallel, kind), groups[kind].world_size
+        if size not in (1, ranks):
+            raise DistributedError(
+                f"parallel.{kind} is {size}, and the {kind} group of this process has {ranks}: call "
+                "opgraft.distributed.init_distributed on every rank before a model is made, or take the setting out"
+            )
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the second where torch was built without
+        raise ConfigError(
+            f"load.device is {name!r:.80}, which torch cannot use here: take it out for the platform's, or give "
+            f"one such as cpu. {described(error)}"
+        ) from error
+    return device
 
 
 def _expect_embedding(cls: type[Model], config: Any, tensors: Mapping[str, LazyTensor]) -> None:

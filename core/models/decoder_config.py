@@ -29,6 +29,8 @@ class Family:
         qkv_bias: query, key and value have a bias; ``None``: as ``attention_bias`` says.
         output_bias: attention's output projection has one; ``None``: likewise.
         scaled_embedding: embeddings are scaled by the root of the hidden size.
+        windowed: a ``sliding_window`` holds for all layers where there are no ``layer_types``. In other families'
+            configs it is left over from another architecture, and nothing reads it.
     """
 
     before_attention: str | None = "input_layernorm"
@@ -40,6 +42,7 @@ class Family:
     qkv_bias: bool | None = None
     output_bias: bool | None = None
     scaled_embedding: bool = False
+    windowed: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class DecoderShape:
         longest = _longest(given, max_position)
         bias = bool(given("attention_bias", False))
         scalar = given("query_pre_attn_scalar", None)
-        layers, ropes = _layers(given)
+        layers, ropes = _layers(given, family)
         if given("use_bidirectional_attention", False):
             raise ModelError(f"{given.name}: use_bidirectional_attention is set, and decoders attend causally only")
         return cls(
@@ -186,10 +189,11 @@ def _activation(given: _Given) -> str:
     return ACTIVATIONS[name]
 
 
-def _layers(given: _Given) -> tuple[tuple[LayerShape, ...], Mapping[str, Mapping[str, Any]]]:
+def _layers(given: _Given, family: Family) -> tuple[tuple[LayerShape, ...], Mapping[str, Mapping[str, Any]]]:
     """Read the kinds of layers, each of which may have a rope of its own."""
     count, window = given.size("num_hidden_layers"), given("sliding_window", None)
-    kinds = given("layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
+    usual = "sliding_attention" if window and family.windowed else "full_attention"
+    kinds = given("layer_types", None) or [usual] * count
     if len(kinds) != count or not set(kinds) <= {"sliding_attention", "full_attention"}:
         raise ModelError(
             f"{given.name}: layer_types has {len(kinds)} entries of {', '.join(sorted(set(kinds)))}, expected "

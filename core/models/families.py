@@ -26,6 +26,8 @@ class LlamaForCausalLM(DecoderForCausalLM):
 class MistralForCausalLM(DecoderForCausalLM):
     """Mistral (arXiv:2310.06825): Llama with a window."""
 
+    family = Family(windowed=True)
+
 
 @PluggableClass.register("Qwen2ForCausalLM")
 class Qwen2ForCausalLM(DecoderForCausalLM):
@@ -44,6 +46,8 @@ class Qwen3ForCausalLM(DecoderForCausalLM):
 @PluggableClass.register("Phi3ForCausalLM")
 class Phi3ForCausalLM(DecoderForCausalLM):
     """Phi-3 (arXiv:2404.14219): checkpoints have query, key and value, and gate and up, in one."""
+
+    family = Family(windowed=True)
 
 
 @PluggableClass.register("GemmaForCausalLM")

@@ -65,7 +65,7 @@ class AWQConfig(CheckpointConfig):
         setting("awq", config, "bits", (BITS,))
         setting("awq", config, "zero_point", (True,), True)
         setting("awq", config, "version", ("gemm", "GEMM"), "gemm")
-        return cls(group_size("awq", config), not_converted(config.get("modules_to_not_convert")))
+        return cls(group_size("awq", config), not_converted("awq", config))
 
     def linear_method(self, prefix: str) -> QuantizeMethodBase:
         method: QuantizeMethodBase = AWQLinearMethod(self.group_size)

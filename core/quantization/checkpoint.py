@@ -89,9 +89,28 @@ def group_size(name: str, config: Mapping[str, Any], key: str = "group_size", de
     return value
 
 
-def not_converted(names: Sequence[str] | None) -> list[str]:
-    """Return patterns for names, or parts of names, of modules that were left plain, as transformers takes them."""
-    return [pattern for name in names or () for pattern in (name, f"*.{name}")]
+def name_list(name: str, config: Mapping[str, Any], key: str) -> list[str]:
+    """Return a list of names of layers; an empty one where the checkpoint has none.
+
+    Raises:
+        QuantizationError: it is no list of strings.
+    """
+    value = config.get(key) or []
+    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
+        raise QuantizationError(
+            f"the checkpoint's quantization {name} has {key} {value!r:.80}, expected a list of names of layers: "
+            "correct it in the checkpoint's config"
+        )
+    return list(value)
+
+
+def not_converted(name: str, config: Mapping[str, Any], key: str = "modules_to_not_convert") -> list[str]:
+    """Return patterns for names, or parts of names, of modules that were left plain, as transformers takes them.
+
+    Raises:
+        QuantizationError: they are no list of strings.
+    """
+    return [pattern for one in name_list(name, config, key) for pattern in (one, f"*.{one}")]
 
 
 def create_parameter(layer: nn.Module, name: str, shape: Sequence[int], dtype: torch.dtype, **attributes: Any) -> None:

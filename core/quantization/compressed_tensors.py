@@ -24,6 +24,7 @@ from opgraft.quantization.checkpoint import (
     expect_settings,
     expect_words,
     group_size,
+    name_list,
     replace,
     setting,
     unpack_words,
@@ -89,8 +90,8 @@ class CompressedTensorsConfig(CheckpointConfig):
         given = config.get("config_groups")
         if not isinstance(given, Mapping) or not all(isinstance(one, Mapping) for one in given.values()):
             raise QuantizationError(f"the checkpoint's quantization {NAME} has config_groups {given!r:.200}")
-        groups = [Group(one.get("targets") or (), one, config.get("format")) for one in given.values()]
-        return cls(groups, config.get("ignore") or ())
+        groups = [Group(name_list(NAME, one, "targets"), one, config.get("format")) for one in given.values()]
+        return cls(groups, name_list(NAME, config, "ignore"))
 
     def linear_method(self, prefix: str) -> QuantizeMethodBase | None:
         named = [group for group in self.groups if group.patterns.match(prefix, self.packed_modules_mapping)]
@@ -111,6 +112,12 @@ def _method_of(scheme: Mapping[str, Any], layout: object) -> Callable[[], Any]:
     """Return what makes the weight method of a layer of a group."""
     _expect_known(scheme, ("targets", "weights", "input_activations", "format"))
     weights, inputs = scheme.get("weights") or {}, scheme.get("input_activations")
+    for key, value in (("weights", weights), ("input_activations", inputs or {})):
+        if not isinstance(value, Mapping):
+            raise QuantizationError(
+                f"the checkpoint's quantization {NAME} has {key} {value!r:.80}, expected settings: correct it in the "
+                "checkpoint's config"
+            )
     kind = setting(NAME, weights, "type", ("int", "float"), "int")
     if layout == "pack-quantized" and kind == "int":
         return _packed(weights, inputs)

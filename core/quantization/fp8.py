@@ -92,8 +92,7 @@ class Fp8CheckpointConfig(CheckpointConfig):
             raise QuantizationError(
                 "the checkpoint's quantization fp8 has blocks and static scales of inputs: no op does"
             )
-        plain = [*(config.get("ignored_layers") or ()), *(config.get("modules_to_not_convert") or ())]
-        return cls(static, block, not_converted(plain))
+        return cls(static, block, [*not_converted("fp8", config, "ignored_layers"), *not_converted("fp8", config)])
 
     def linear_method(self, prefix: str) -> QuantizeMethodBase:
         name = "weight_scale" if self.block is None else "weight_scale_inv"

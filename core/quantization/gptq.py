@@ -66,7 +66,7 @@ class GPTQConfig(CheckpointConfig):
         bits = setting("gptq", config, "bits", (4, 8))
         by_activation = setting("gptq", config, "desc_act", (False, True), False)
         first = setting("gptq", config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq"
-        ignore = not_converted(config.get("modules_to_not_convert"))
+        ignore = not_converted("gptq", config)
         return cls(bits, group_size("gptq", config), by_activation, int(first), ignore)
 
     def linear_method(self, prefix: str) -> QuantizeMethodBase:

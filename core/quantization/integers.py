@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,8 +40,19 @@ class OnlineConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantizationConfig:
-        """Make it of the constructor's arguments; ``quant_method`` is skipped."""
-        return cls(**{name: value for name, value in config.items() if name != "quant_method"})
+        """Make it of the constructor's arguments; ``quant_method`` is skipped.
+
+        Raises:
+            QuantizationError: there is no such argument, or it has another type.
+        """
+        given = {name: value for name, value in config.items() if name != "quant_method"}
+        known = inspect.signature(cls.__init__).parameters
+        if unknown := [f"{name!r:.80}" for name in given if name not in known]:
+            raise QuantizationError(
+                f"{cls.__qualname__} has no setting {', '.join(unknown)}, which the checkpoint's config sets: there "
+                f"are {', '.join(list(known)[1:])}"
+            )
+        return cls(**given)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if not isinstance(layer, LinearBase) or self.ignore.match(prefix, self.packed_modules_mapping):
@@ -80,10 +92,15 @@ class Int4Config(OnlineConfig):
         ignore: patterns of layers that stay plain.
         group_size: inputs of a group, which divides the inputs of every layer on every rank.
         symmetric: have no offsets.
+
+    Raises:
+        QuantizationError: ``group_size`` is no positive integer.
     """
 
     def __init__(self, ignore: Sequence[str] = (), group_size: int = 32, symmetric: bool = False) -> None:
         super().__init__(ignore)
+        if type(group_size) is not int or group_size < 1:
+            raise QuantizationError(f"int4: group_size is {group_size!r:.80}, expected a positive number of inputs")
         self.group_size, self.symmetric = group_size, symmetric
 
     def get_name(self) -> str:

@@ -82,8 +82,9 @@ class _Loading:
             self.plain = nn.Parameter(torch.empty_like(param, device=self.device), requires_grad=False)
             set_weight_attrs(self.plain, {"input_dim": 1, "output_dim": 0})
         self.loader(self.plain, loaded_weight, *shard)
-        self.loaded |= set(shard)
-        if any(each is not None for each in shard) and len(self.loaded) < self.parts:
+        given = [one for each in shard for one in (each if isinstance(each, tuple) else (each,))]
+        self.loaded.update(given)
+        if given and None not in given and len(self.loaded) < self.parts:
             return
         plain, self.plain = self.plain, None
         put(self.layer, self.method.quantize(plain.data))

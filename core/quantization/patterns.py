@@ -18,6 +18,8 @@ class Patterns:
     """
 
     def __init__(self, patterns: Sequence[str]) -> None:
+        if not isinstance(patterns, (list, tuple)) or not all(isinstance(pattern, str) for pattern in patterns):
+            raise QuantizationError(f"patterns of layers are {patterns!r:.80}, expected a list of names")
         self.patterns = tuple(patterns)
         self.used: set[str] = set()
         for pattern in self.patterns:

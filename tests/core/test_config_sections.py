@@ -153,6 +153,16 @@ def test_a_resolved_config_has_every_default() -> None:
     assert complete.resolved() is complete
 
 
+def test_resolved_configs_share_nothing() -> None:
+    """Whoever writes to a mapping of one config changes neither the defaults of all others nor what it was made of."""
+    given = OpgraftConfig(quantization=QuantizationSettings(by_prefix={"a": "int8"}))
+    for config, expected in ((OpgraftConfig(), {}), (given, {"a": "int8"})):
+        mapping = config.resolved().quantization.by_prefix
+        assert isinstance(mapping, dict)
+        mapping["b"] = "fp8"
+        assert config.resolved().quantization.by_prefix == expected
+
+
 CONTRADICTORY = {"model.max_model_len": 4096, "scheduler.chunked_prefill": False}
 
 
@@ -245,6 +255,7 @@ def test_a_setting_of_an_unknown_type_is_named() -> None:
         ("c.toml", "a = = 1", r"c\.toml is malformed: .*line 1"),
         ("c.json", '{\n"strict": }', r"c\.json is malformed: .*line 2"),
         ("c.json", '{"strict": true, "strict": false}', "'strict' stands in one object twice"),
+        ("c.json", '{"model": {"seed": 1},\n"model.seed": 2}', r"model\.seed stands in the file twice"),
         ("c.json", '{"strict": null}', "line 1: strict is null"),
         ("c.json", "[]", "holds no object"),
         ("c.json", "[" * 100_000, r"c\.json is malformed"),

@@ -64,6 +64,25 @@ def test_collectives(two: Ranks, dtype: torch.dtype) -> None:
     assert torch.equal(first[5], torch.cat((a, b), -1))
 
 
+def numbers() -> tuple[Any, ...]:
+    number = torch.tensor(1.5 + distributed.get_tensor_model_parallel_rank())
+    compiled = torch.compile(distributed.tensor_model_parallel_all_gather, fullgraph=True, backend="eager")
+    return (
+        distributed.tensor_model_parallel_all_gather(number),
+        compiled(number),
+        distributed.tensor_model_parallel_gather(number),
+        distributed.tensor_model_parallel_all_reduce(number),
+    )
+
+
+def test_single_numbers(two: Ranks) -> None:
+    """A tensor without dimensions is gathered as a vector of one, and added up as it is."""
+    for rank, (gathered, compiled, on_first, summed) in enumerate(two.run(numbers)):
+        assert gathered.tolist() == compiled.tolist() == [1.5, 2.5]
+        assert on_first is None if rank else on_first.tolist() == [1.5, 2.5]
+        assert (summed.shape, float(summed)) == ((), 4.0)
+
+
 def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     y = distributed.tensor_model_parallel_all_reduce(x * 2) + 1
     return y, distributed.tensor_model_parallel_all_gather(y), distributed.tensor_model_parallel_reduce_scatter(y, 0)

@@ -91,6 +91,34 @@ def test_added_embeddings_alone() -> None:
     torch.testing.assert_close(logits, hidden @ table.t())
 
 
+def logits_of_own_ids() -> Any:
+    head = ops.ParallelLMHead(1026, 8, org_num_embeddings=1010)
+    load(head, TABLE)
+    return ops.LogitsProcessor(1026, 1010)(head, TABLE[:5])
+
+
+def test_logits_without_added_ids(two: Ranks) -> None:
+    """Logits of the model's own ids only leave out the rows of added ones, which lie between them over ranks."""
+    for found in (*two.run(logits_of_own_ids), logits_of_own_ids()):
+        torch.testing.assert_close(found, TABLE[:5] @ TABLE.t())
+
+
+def test_tying_to_another_embedding() -> None:
+    """An embedding with other ids or vectors has no weight that fits, even where padding makes the rows as many."""
+    head = ops.ParallelLMHead(10, 8, prefix="lm_head")
+    for other in (ops.VocabParallelEmbedding(12, 8), ops.VocabParallelEmbedding(10, 4)):
+        with pytest.raises(LayerError, match="'lm_head' cannot share the weight of VocabParallelEmbedding"):
+            head.tie_weights(other)
+    assert head.tie_weights(ops.VocabParallelEmbedding(10, 8)) is head
+
+
+def test_logits_of_more_ids_than_there_are() -> None:
+    """Padding is no id."""
+    head = ops.ParallelLMHead(10, 8, prefix="lm_head")
+    with pytest.raises(LayerError, match=r"logits of 20 ids are wanted, and ParallelLMHead 'lm_head' has 10"):
+        ops.LogitsProcessor(20)(head, TABLE[:5])
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize(("size", "own"), [(1026, 1010), (1010, 1010), (64, 64), (130, 65)])
 def test_every_id_has_one_row(ranks: int, size: int, own: int) -> None:

@@ -255,6 +255,13 @@ def test_key_heads_that_ranks_cannot_share(four: Ranks) -> None:
     assert "4 tensor-parallel ranks cannot share 3 key heads" in four.run(odd_key_heads)[0]
 
 
+@pytest.mark.parametrize("key_heads", [0, -1])
+def test_attention_without_key_heads(key_heads: int) -> None:
+    """There is at least one."""
+    with pytest.raises(LayerError, match=f"'a.qkv': the number of key heads is {key_heads}, expected at least 1"):
+        ops.QKVParallelLinear(12, 4, 4, key_heads, prefix="a.qkv")
+
+
 def test_a_bias_for_results_that_are_not_reduced() -> None:
     """A bias would be counted wrongly by whoever adds up the results of ranks; skipped, it is fine."""
     with pytest.raises(ValueError, match="reduce_results=False with a bias"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from opgraft.config import LoadConfig, ModelConfig, OpgraftConfig, ParallelConfig
-from opgraft.errors import CheckpointError, DistributedError, LayerError, ModelError
+from opgraft.errors import CheckpointError, ConfigError, DistributedError, LayerError, ModelError
 from opgraft.models import load_model, model_class, model_classes
 from opgraft.models.generation import generate
 from opgraft.ops.attention import AttentionBatch, attending
@@ -92,6 +92,15 @@ class TestDecoders:
         for logits, size in two.run(on_rank, str(folder)):
             torch.testing.assert_close(logits, alone, **TOLERANCE)
             assert size <= 0.56 * whole
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma", "Granite", "Olmo2"])
+def test_a_window_that_the_family_does_not_have(family: str, tmp_path: Path) -> None:
+    """A ``sliding_window`` that is left over in the config changes nothing, as in transformers."""
+    reference = written(family, tmp_path, sliding_window=3)
+    with torch.no_grad():
+        expected = reference(ids()[None]).logits[0]
+    torch.testing.assert_close(logits_of(loaded(tmp_path), ids()), expected, **TOLERANCE)
 
 
 def layers_of(model: Any) -> Any:
@@ -193,8 +202,16 @@ def test_a_config_that_is_not_written_for(tmp_path: Path, value: dict[str, Any],
 def test_settings_that_contradict_what_is_there(checkpoints: dict[str, tuple[Path, Any]]) -> None:
     """Ranks that were not started, and files of another format, are errors that name the setting."""
     name = ModelConfig(name=str(checkpoints["llama"][0]))
-    with pytest.raises(DistributedError, match=r"parallel\.tensor is 2, and this process is in a tensor group of 1"):
-        load_model(OpgraftConfig(model=name, parallel=ParallelConfig(tensor=2)))
+    for kind in ("tensor", "data", "expert"):
+        with pytest.raises(
+            DistributedError, match=rf"parallel\.{kind} is 2, and the {kind} group of this process has 1"
+        ):
+            load_model(OpgraftConfig(model=name, parallel=ParallelConfig(**{kind: 2})))
+    with pytest.raises(DistributedError, match=r"parallel\.pipeline.* is 2, and no model is cut into stages"):
+        load_model(OpgraftConfig(model=name, parallel=ParallelConfig(pipeline=2)))
+    for device in ("qpu", "cpu:x"):
+        with pytest.raises(ConfigError, match=f"load.device is '{device}', which torch cannot use here"):
+            load_model(OpgraftConfig(model=name, load=LoadConfig(device=device)))
     with pytest.raises(CheckpointError, match=r"load\.format is 'gguf', and .* as safetensors"):
         load_model(OpgraftConfig(model=name, load=LoadConfig(format="gguf")))
 
@@ -242,15 +259,3 @@ def edit(folder: Path, values: dict[str, Any]) -> None:
     """Change values of a checkpoint's config."""
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
-
-
-def test_batches_that_contradict_themselves() -> None:
-    """Each sequence has its bounds and its length, and blocks for its tokens."""
-    two = torch.tensor([0, 1, 2], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"query_start_loc of shape \(3,\) and seq_lens of shape \(3,\)"):
-        AttentionBatch(two, two, 1, 1, {}, 16)
-    table = torch.arange(4).view(2, 2)
-    with pytest.raises(ValueError, match="a sequence of 9 tokens has 1 in this call and blocks for 8"):
-        AttentionBatch.of_sequences([1, 1], [3, 9], table, {"attn": torch.zeros(4, 2, 1, 4, 8)}, block_size=4)
-    with pytest.raises(ValueError, match="a sequence of 3 tokens has 4 in this call"):
-        AttentionBatch.of_sequences([4], [3])

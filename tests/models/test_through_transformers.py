@@ -106,7 +106,8 @@ def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     logits = [expected(ids[None]).logits[0] for ids in sequences]
     positions = torch.arange(TOKENS)
     torch.testing.assert_close(model.compute_logits(model(sequences[0], positions)), logits[0], rtol=0, atol=1e-5)
-    caches = {name: torch.full(layer.kv_cache_shape(9, 8), torch.nan) for name, layer in attention_layers(model).items()}
+    layers = attention_layers(model)
+    caches = {name: torch.full(layer.kv_cache_shape(9, 8), torch.nan) for name, layer in layers.items()}
     table = torch.tensor([[5, 2, 8, 1], [0, 3, 7, 4]])
     assert len(caches) == 2
     start = 0

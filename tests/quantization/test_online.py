@@ -53,6 +53,37 @@ def test_a_plain_layer_becomes_quantized(name: str) -> None:
 
 
 @each_name
+def test_several_parts_at_once(name: str) -> None:
+    """Two of the layers that one stands for may arrive in one tensor, the third later, or before."""
+    weight, x = drawn(48, 128), drawn(5, 128)
+    for shards in (((0, 1), 2), (2, (0, 1))):
+        layer = ops.MergedColumnParallelLinear(
+            128, [16, 16, 16], quant_config=quantization_named(name)(), prefix="in_proj", bias=False
+        )
+        for shard in shards:
+            load(layer, "weight", weight[32:] if shard == 2 else weight[:32], shard)
+            assert layer.weight.is_meta == (shard is shards[0])
+        process_weights_after_loading(layer)
+        assert near(layer(x), x @ weight.T, BOUNDS[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("int8", {"bits": 8}, "Int8Config has no setting 'bits', which the checkpoint's config sets: there are ignore"),
+        ("int4", {"group_size": "32"}, "int4: group_size is '32', expected a positive number"),
+        ("int4", {"group_size": 0}, "int4: group_size is 0, expected a positive number"),
+        ("int8", {"ignore": "lm_head"}, "patterns of layers are 'lm_head', expected a list of names"),
+        ("int8", {"ignore": [8]}, r"patterns of layers are \[8\], expected a list of names"),
+    ],
+)
+def test_settings_of_a_checkpoint(name: str, settings: dict[str, Any], message: str) -> None:
+    """A checkpoint may name a quantization of ours with settings; those that it does not have are refused."""
+    with pytest.raises(QuantizationError, match=message):
+        quantization_named(name).from_config({"quant_method": name, **settings})
+
+
+@each_name
 def test_parts_of_a_merged_layer(name: str) -> None:
     """Query, key and value arrive one by one; the last one makes the weight quantized."""
     layer = ops.QKVParallelLinear(

@@ -10,6 +10,7 @@ from itertools import accumulate
 from types import MappingProxyType
 
 import torch
+from opgraft.errors import LayerError
 from torch import Tensor
 
 _NO_CACHES: Mapping[str, Tensor] = MappingProxyType({})
@@ -46,7 +47,7 @@ class AttentionBatch:
             Ropes that depend on the length of the context rotate for it, from a sequence's first token to its last.
 
     Raises:
-        ValueError: ``query_start_loc`` and ``seq_lens`` are not for as many sequences.
+        LayerError: ``query_start_loc`` and ``seq_lens`` are not for as many sequences, or ``pages`` is no mapping.
     """
 
     query_start_loc: Tensor
@@ -60,10 +61,12 @@ class AttentionBatch:
     def __post_init__(self) -> None:
         bounds, lengths = tuple(self.query_start_loc.shape), tuple(self.seq_lens.shape)
         if len(lengths) != 1 or bounds != (lengths[0] + 1,):
-            raise ValueError(
+            raise LayerError(
                 f"a batch has query_start_loc of shape {bounds} and seq_lens of shape {lengths}: give [sequences + 1] "
                 "and [sequences]"
             )
+        if not isinstance(self.pages, Mapping):
+            raise LayerError(f"pages of a batch is {self.pages!r:.80}, expected a mapping of prefixes to LayerPages")
 
     @classmethod
     def of_sequences(
@@ -89,15 +92,22 @@ class AttentionBatch:
             device: where the tensors go.
 
         Raises:
-            ValueError: the lengths are not of as many sequences, or a sequence is longer than its blocks or shorter
-                than its tokens of this call.
+            LayerError: a length is no integer of at least 0, the lengths are not of as many sequences, or a sequence is
+                longer than its blocks or shorter than its tokens of this call.
         """
         lengths = list(query_lens if seq_lens is None else seq_lens)
         table = torch.zeros(len(lengths), 0, dtype=torch.int32) if block_table is None else block_table.cpu()
+        if not len(query_lens) == len(lengths) == len(table):
+            raise LayerError(
+                f"a batch has {len(query_lens)} query_lens, {len(lengths)} seq_lens and {len(table)} rows of its block "
+                "table: give one of each for every sequence"
+            )
         room = table.shape[1] * block_size
         for query, length in zip(query_lens, lengths, strict=True):
-            if query > length or (caches and length > room):
-                raise ValueError(f"a sequence of {length} tokens has {query} in this call and blocks for {room}")
+            if type(query) is not int or type(length) is not int or not 0 <= query <= length:
+                raise LayerError(f"a sequence of {length} tokens has {query} in this call: give 0 to as many")
+            if caches and length > room:
+                raise LayerError(f"a sequence has {length} tokens, and its blocks room for {room}: give it more blocks")
         slots = _slots(query_lens, lengths, table, block_size) if caches else torch.zeros(0, dtype=torch.int64)
         table, slots = table.to(device, torch.int32), slots.to(device)
         return cls(

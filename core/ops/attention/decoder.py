@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from opgraft.binding.custom_op import CustomOp, PluggableLayer
 from opgraft.binding.derivation import NATIVE, calls_functional
+from opgraft.errors import LayerError
 from opgraft.ops.attention.batch import AttentionBatch, LayerPages, current_batch
 from opgraft.ops.attention.functional import expect_kv_heads
 from opgraft.ops.attention.modules import ScaledDotProductAttention
 from opgraft.ops.attention.paged import attend_stepwise, visible_keys
+from opgraft.ops.checks import (
+    expect_floating,
+    expect_positive,
+    expect_same_device,
+    expect_same_dtype,
+    expect_size,
+)
 from opgraft.ops.prefixes import claim_prefix
 from torch import Tensor, nn
 
@@ -93,13 +102,16 @@ class Attention(PluggableLayer):
         num_kv_heads: key and value heads of this rank, a divisor of ``num_heads``; ``num_heads`` if not given.
         sliding_window: tokens that a token sees, with itself; all so far if not given.
         logits_soft_cap: bound of the scores; none if not given.
-        sinks: one score per query head, ``[num_heads]``.
+        sinks: one score per query head, ``[num_heads]``. A parameter becomes one of the layer, too.
         prefix: the layer's path in its model, under which its pages are found.
 
     Raises:
-        ValueError: ``num_heads`` or ``head_size`` is not positive, ``num_kv_heads`` does not divide ``num_heads``, a
-            window or a cap is not positive, or ``sinks`` has another shape.
+        ValueError: a number of heads, a size or a window is no positive integer, ``num_kv_heads`` does not divide
+            ``num_heads``, the scale or the cap is no finite number, the cap is not positive, or ``sinks`` has another
+            shape.
     """
+
+    sinks: Tensor | None
 
     def __init__(
         self,
@@ -115,17 +127,20 @@ class Attention(PluggableLayer):
         super().__init__()
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        expect_size("attention", "num_heads", num_heads)
+        expect_size("attention", "num_kv_heads", self.num_kv_heads)
         expect_kv_heads(num_heads, self.num_kv_heads, op="attention")
-        for name, value in (("head_size", head_size), ("window", sliding_window), ("logits_soft_cap", logits_soft_cap)):
-            if value is not None and value <= 0:
-                raise ValueError(f"attention: {name} is {value}, expected a positive number")
+        _expect_settings(head_size, scale, sliding_window, logits_soft_cap)
         if sinks is not None and tuple(sinks.shape) != (num_heads,):
             raise ValueError(f"attention: sinks has shape {tuple(sinks.shape)}, expected one per head, ({num_heads},)")
         self.head_size = head_size
         self.scale = scale
         self.sliding_window = sliding_window
         self.logits_soft_cap = logits_soft_cap
-        self.sinks = sinks
+        if sinks is None or isinstance(sinks, nn.Parameter):
+            self.sinks = sinks
+        else:
+            self.register_buffer("sinks", sinks, persistent=False)
         self.prefix = self.layer_name = prefix
         claim_prefix(prefix, self)
         self.attend = ScaledDotProductAttention()
@@ -145,30 +160,45 @@ class Attention(PluggableLayer):
             value: as ``key``.
 
         Raises:
-            ValueError: a shape does not fit, or the batch has another number of tokens or no pages for this layer.
+            ValueError: a shape, a dtype or a device does not fit.
+            LayerError: the batch has another number of tokens, no pages for the layer or some of another shape.
         """
         q, k, v = self._heads(query, key, value)
         batch = current_batch()
-        attended = self._attend(q, k, v) if batch is None else self._attend_batch(batch, q, k, v)
+        if batch is None:
+            attended = self._attend(q, k, v)
+        else:
+            attended = self.attend_batch(batch, self._pages(batch, len(q)), q, k, v)
         return attended.reshape(query.shape)
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """View the arguments as ``[tokens, heads, head_size]``."""
         given = {"query": (query, self.num_heads), "key": (key, self.num_kv_heads), "value": (value, self.num_kv_heads)}
+        tokens = query.shape[:1]
+        count = tokens[0] if tokens else "tokens"
         for name, (x, heads) in given.items():
-            if x.shape[0] != query.shape[0] or tuple(x.shape[1:]) not in (
-                (heads * self.head_size,),
-                (heads, self.head_size),
+            if (
+                not x.dim()
+                or x.shape[:1] != tokens
+                or tuple(x.shape[1:])
+                not in (
+                    (heads * self.head_size,),
+                    (heads, self.head_size),
+                )
             ):
                 raise ValueError(
-                    f"attention: {name} has shape {tuple(x.shape)}, expected [{query.shape[0]}, {heads} · "
-                    f"{self.head_size}] or [{query.shape[0]}, {heads}, {self.head_size}]"
+                    f"attention: {name} has shape {tuple(x.shape)}, expected [{count}, {heads} · {self.head_size}] or "
+                    f"[{count}, {heads}, {self.head_size}]"
                 )
         return [x.reshape(-1, heads, self.head_size) for x, heads in given.values()]
 
-    def _attend_batch(self, batch: AttentionBatch, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend over the pages of a batch, where the new tokens are written to first."""
-        pages = self._pages(batch, query.shape[0])
+    def attend_batch(
+        self, batch: AttentionBatch, pages: LayerPages, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """Write new tokens to the pages and attend over them, as ``[tokens, heads, head_size]``.
+
+        A replacement whose ``kv_cache_shape`` has a layout of its own overrides this.
+        """
         self.write(key, value, pages.cache, pages.slots)
         attended: Tensor = self.attend_pages(
             query, pages.cache, pages.block_table, batch.query_start_loc, batch.seq_lens, self.sinks
@@ -176,11 +206,25 @@ class Attention(PluggableLayer):
         return attended
 
     def _pages(self, batch: AttentionBatch, tokens: int) -> LayerPages:
+        """Return this layer's pages, once they are known to be of its kind."""
         pages = batch.pages.get(self.prefix)
         if pages is None:
-            raise ValueError(f"attention: the batch has no pages for {self.prefix!r}; it has {sorted(batch.pages)}")
+            known = ", ".join(map(repr, list(batch.pages)[:3])) or "no layer"
+            raise LayerError(
+                f"attention {self.prefix!r}: the batch has no pages for the layer, but for {known}: give some for each "
+                "prefix of attention_layers(model)"
+            )
         if len(pages.slots) != tokens:
-            raise ValueError(f"attention: query has {tokens} tokens, expected the {len(pages.slots)} of the batch")
+            raise LayerError(
+                f"attention {self.prefix!r}: query has {tokens} tokens, and the batch {len(pages.slots)}: call the "
+                "model with the tokens of all its sequences"
+            )
+        shape = tuple(pages.cache.shape)
+        if shape != self.kv_cache_shape(shape[0] if shape else 0, batch.block_size):
+            raise LayerError(
+                f"attention {self.prefix!r}: its cache has shape {shape}, expected "
+                f"{self.kv_cache_shape(shape[0] if shape else 0, batch.block_size)}: make it by kv_cache_shape"
+            )
         return pages
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -196,6 +240,10 @@ class Attention(PluggableLayer):
             causal, grouped = mask is None and tokens > 1, self.num_kv_heads != self.num_heads
             given = query[None], key[None], value[None], mask, 0.0, causal
             return self.attend(*given, scale=self.scale, enable_gqa=grouped)[0].transpose(0, 1)
+        expect_floating("attention", "query", query)
+        for name, x in (("key", key), ("value", value)):
+            expect_same_dtype("attention", name, x, "query", query)
+            expect_same_device("attention", name, x, "query", query)
         attended = attend_stepwise(query, key, value, mask, self.scale, self.logits_soft_cap, self.sinks)
         return attended.transpose(0, 1)
 
@@ -203,6 +251,30 @@ class Attention(PluggableLayer):
         return f"{self.num_heads}, {self.head_size}, scale={self.scale}, num_kv_heads={self.num_kv_heads}"
 
 
+def _expect_settings(head_size: int, scale: float, window: int | None, cap: float | None) -> None:
+    """Raise ``ValueError`` for what no layer can have."""
+    for name, value in (("head_size", head_size), ("sliding_window", window)):
+        if value is not None:
+            expect_size("attention", name, value)
+            expect_positive("attention", name, value)
+    for name, number in (("scale", scale), ("logits_soft_cap", 1.0 if cap is None else cap)):
+        if not isinstance(number, (int, float)) or not math.isfinite(number):
+            raise ValueError(f"attention: {name} is {number!r}, expected a finite number")
+    if cap is not None:
+        expect_positive("attention", "logits_soft_cap", cap)
+
+
 def attention_layers(model: nn.Module) -> dict[str, Attention]:
-    """Return the attention layers of a model by the prefix under which each finds its cache."""
-    return {layer.prefix: layer for layer in model.modules() if isinstance(layer, Attention)}
+    """Return the attention layers of a model by the prefix under which each finds its pages.
+
+    Raises:
+        LayerError: two have one prefix, and so would have one cache.
+    """
+    layers: dict[str, Attention] = {}
+    for path, layer in model.named_modules():
+        if isinstance(layer, Attention) and layers.setdefault(layer.prefix, layer) is not layer:
+            raise LayerError(
+                f"the attention layer {path!r} has the prefix {layer.prefix!r}, as another one of the model has: both "
+                "would write to one cache. Give each layer its path as prefix"
+            )
+    return layers

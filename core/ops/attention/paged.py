@@ -83,7 +83,8 @@ def paged_attention(
     """Attend with the last tokens of sequences to all their tokens so far, whose keys and values are in a cache.
 
     Computes ``softmax(cap(Q · Kᵀ · scale) + mask) · V`` (arXiv:1706.03762, in pages arXiv:2309.06180). A token sees
-    itself and those before it in its sequence. What no token sees is not read, be it NaN.
+    itself and those before it in its sequence. What no token sees is not read, be it NaN. The result has the shape of
+    ``query``.
 
     Args:
         query: ``[tokens, num_heads, head_size]``, the tokens of all sequences one after another.
@@ -101,9 +102,6 @@ def paged_attention(
         sinks: one more score per query head, which takes a share of the softmax and has no value, ``[num_heads]`` in
             any floating-point dtype (arXiv:2309.17453).
 
-    Returns:
-        The attended values, in the shape of ``query``.
-
     Raises:
         ValueError: a shape, a dtype, a device or a setting does not fit, ``query_start_loc`` does not ascend from 0 to
             the number of tokens, or a sequence has fewer tokens than in ``query`` or more than its blocks hold.
@@ -118,19 +116,27 @@ def paged_attention(
         logits_soft_cap=logits_soft_cap,
         sinks=sinks,
     )
-    if not values_are_known(query_start_loc):
-        return _of_unknown_lengths(attend, query, block_table, query_start_loc, seq_lens)
+    if values_are_known(query_start_loc):
+        return _of_known_lengths(attend, query, block_table, query_start_loc, seq_lens)
+    return _of_unknown_lengths(attend, query, block_table, query_start_loc, seq_lens)
+
+
+def _of_known_lengths(
+    attend: partial[Tensor], query: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor
+) -> Tensor:
+    """Attend at once where each sequence has one token, else with one sequence after another."""
     bounds, lengths = query_start_loc.tolist(), seq_lens.tolist()
-    if bounds == list(range(len(bounds))) and lengths:
+    if lengths and bounds == list(range(len(bounds))):
         return attend(query[:, None], seq_lens - 1, seq_lens, block_table)[:, 0]
+    size, window = attend.keywords["cache"].shape[3], attend.keywords["sliding_window"]
     parts = []
     for (start, end), length, blocks in zip(pairwise(bounds), lengths, block_table, strict=True):
-        size, first = cache.shape[3], length - (end - start)
-        skipped = 0 if sliding_window is None else max(0, first + 1 - sliding_window) // size
-        row = blocks[None, skipped : -(-length // size)]
-        counts = (seq_lens.new_tensor([n - skipped * size]) for n in (first, length))
+        first = length - (end - start)
+        skipped = 0 if window is None else max(0, first + 1 - window) // size
+        ends = seq_lens.new_tensor([[first], [length]]) - skipped * size
         if end > start:
-            parts.append(attend(query[None, start:end], *counts, row)[0])
+            row = blocks[None, skipped : -(-length // size)]
+            parts.append(attend(query[None, start:end], ends[0], ends[1], row)[0])
     return torch.cat(parts) if parts else torch.empty_like(query)
 
 
@@ -163,7 +169,7 @@ def _over_pages(
     keys = torch.arange(block_table.shape[1] * size, device=query.device)
     visible = visible_keys(first[:, None] + queries, keys, sliding_window) & (keys < lengths[:, None])[:, None]
     used = visible.any(1)
-    blocks = block_table.where(used.unflatten(1, (block_table.shape[1], size)).any(-1), 0)
+    blocks = block_table.where(used.view(*block_table.shape, size).any(-1), 0)
     pages = cache[blocks].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)  # of keys and values [sequences, heads, keys, size]
     key, value = pages.masked_fill(~used[:, None, :, None], 0.0)  # as a share of zero times NaN is NaN
     query = query.transpose(1, 2)
@@ -191,8 +197,8 @@ def attend_stepwise(
 ) -> Tensor:
     """Attend over ``[..., heads, tokens, head_size]`` step by step in float32, as a soft cap and sinks need it."""
     kv_heads, dtype = key.shape[-3], compute_dtype(query.dtype)
-    query_groups = query.unflatten(-3, (kv_heads, query.shape[-3] // kv_heads)).to(dtype)
-    scores = query_groups @ key.unsqueeze(-3).to(dtype).mT * scale
+    groups = query.reshape(*query.shape[:-3], kv_heads, query.shape[-3] // kv_heads, *query.shape[-2:]).to(dtype)
+    scores = groups @ key.unsqueeze(-3).to(dtype).mT * scale
     if logits_soft_cap is not None:
         scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
     if visible is not None:

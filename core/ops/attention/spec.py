@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 HEADS, KEY_HEADS, KEYS = 4, 2, 5
-BLOCK_SIZE = 4
+BLOCK_SIZE, SPARE_BLOCKS = 4, 40
 
 
 def _inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
@@ -67,10 +67,10 @@ def _paged_inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
     lengths[:1] = longest
     seq_lens = lengths + draw.integers(0, 11, (sequences,))
     needed = (seq_lens + BLOCK_SIZE - 1) // BLOCK_SIZE
-    blocks = int(needed.sum()) + 2
-    table = draw.integers(0, blocks, (sequences, int(needed.max()) + 1 if sequences else 1))
+    blocks = int(needed.sum()) + SPARE_BLOCKS
+    table = draw.integers(0, blocks, (sequences, (longest + 10) // BLOCK_SIZE + 3))
     own = torch.randperm(blocks, generator=draw.generator)
-    for row, part in zip(table, own[:-2].split(needed.tolist()), strict=True):
+    for row, part in zip(table, torch.split_with_sizes(own[:-SPARE_BLOCKS], needed.tolist()), strict=True):
         row[: len(part)] = part
     return {
         "query": draw(int(lengths.sum()), HEADS, head_size),
@@ -336,7 +336,7 @@ SPECS = (
             "sinks": {"sinks": lambda draw, lead, size: draw(HEADS)},
             "all": {"sliding_window": 5, "logits_soft_cap": 2.0, "sinks": lambda draw, lead, size: draw(HEADS)},
         },
-        leads=((2, 1), (3, 7), (5, 4), (2, 0), (0, 3)),
+        leads=((2, 1), (11, 3), (5, 7), (2, 0), (0, 3)),
         sizes=(1, 9, 64),
         large=(((4, 1), 128), ((2, 83), 80)),
         tolerances=HALF_NORM,

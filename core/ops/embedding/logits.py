@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from opgraft.binding.custom_op import CustomOp, PluggableLayer
 from opgraft.distributed import get_tp_group
+from opgraft.errors import LayerError
 from opgraft.ops.embedding.vocab import VocabParallelEmbedding
 from torch import Tensor
 
@@ -57,6 +58,9 @@ class LogitsProcessor(PluggableLayer):
 
         Returns:
             The logits; ``None`` on ranks other than the first, where the communicator does not gather on all of them.
+
+        Raises:
+            LayerError: logits of more ids are wanted than ``lm_head`` has.
         """
         logits = hidden_states if self.logits_as_input else self._get_logits(hidden_states, lm_head, embedding_bias)
         if logits is None:
@@ -72,11 +76,18 @@ class LogitsProcessor(PluggableLayer):
     def _get_logits(
         self, hidden_states: Tensor, lm_head: VocabParallelEmbedding, embedding_bias: Tensor | None
     ) -> Tensor | None:
+        if self.org_vocab_size > lm_head.num_embeddings:
+            raise LayerError(
+                f"LogitsProcessor: logits of {self.org_vocab_size} ids are wanted, and {lm_head.name} has "
+                f"{lm_head.num_embeddings}: construct both with one vocab_size"
+            )
         bias = lm_head.bias if embedding_bias is None else embedding_bias
         logits = self._gather_logits(lm_head.quant_method.apply(lm_head, hidden_states, bias), lm_head)
         if logits is None:
             return None
-        if lm_head.num_added_embeddings and self.org_vocab_size > lm_head.org_vocab_size:
+        # rows of added ids stand between those of the model's own: behind those of each rank
+        scattered = lm_head.tp_size > 1 or self.org_vocab_size > lm_head.org_vocab_size
+        if lm_head.num_added_embeddings and scattered:
             columns = lm_head.vocabulary.full_mapping()[: self.org_vocab_size]
             return logits[..., torch.tensor(columns, device=logits.device)]
         return logits[..., : self.org_vocab_size]

@@ -29,7 +29,7 @@ class VocabParallelEmbedding(PluggableLayer):
     The model's own ids are padded and cut; so are added ids, such as those of adapters, whose rows lie at the end of
     each rank's part. With 1,010 ids, 16 added ones, a padding to 64 and two ranks there are 1,088 rows, 544 on each
     rank: 512 for own ids, then 32 for added ones. An id that no rank has a row for gives zeros: ids are not checked,
-    as that would wait for the device.
+    as that would wait for the device. One rank without added ids looks up what it is given, as ``torch.nn.Embedding``.
 
     Shapes:
         ids ``[...]`` to ``[..., embedding_dim]``.
@@ -161,6 +161,12 @@ class VocabParallelEmbedding(PluggableLayer):
         return f"{self.num_embeddings}, {self.embedding_dim}, tp={self.tp_size}, {method}"
 
 
+def _sizes(layer: VocabParallelEmbedding) -> tuple[int, ...]:
+    """Return what two layers with one weight have in common."""
+    ids = layer.num_embeddings, layer.org_vocab_size, layer.num_embeddings_padded
+    return *ids, layer.embedding_dim, layer.tp_size
+
+
 @CustomOp.register("parallel_lm_head")
 class ParallelLMHead(PackableLayer, VocabParallelEmbedding):
     """The output layer, a weight of which each rank has a part of the vocabulary, for ``LogitsProcessor``.
@@ -211,7 +217,16 @@ class ParallelLMHead(PackableLayer, VocabParallelEmbedding):
             set_weight_attrs(self.bias, {"output_dim": 0, "weight_loader": self.weight_loader})
 
     def tie_weights(self, embed_tokens: VocabParallelEmbedding) -> ParallelLMHead | VocabParallelEmbedding:
-        """Share the weight of the embedding; return the layer that has it, to be used in place of this one."""
+        """Share the weight of the embedding; return the layer that has it, to be used in place of this one.
+
+        Raises:
+            LayerError: it has other ids or vectors of another size.
+        """
+        if _sizes(embed_tokens) != _sizes(self):
+            raise LayerError(
+                f"{self.name} cannot share the weight of {embed_tokens.name}: one has {self.extra_repr()}, the other "
+                f"{embed_tokens.extra_repr()}. Construct both with the same sizes, or leave them untied"
+            )
         if not isinstance(embed_tokens.quant_method, UnquantizedEmbeddingMethod):
             return embed_tokens
         self.release_weights()

@@ -122,7 +122,8 @@ class QKVParallelLinear(ColumnParallelLinear):
         num_kv_head_replicas: ranks that have the same key head.
 
     Raises:
-        LayerError: ranks do not divide the query heads; or neither key heads by ranks, nor ranks by key heads divide.
+        LayerError: ranks do not divide the query heads; or neither key heads by ranks, nor ranks by key heads divide;
+            or there are no key heads.
     """
 
     output_sizes: list[int]
@@ -203,6 +204,8 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 def _key_heads(total: int, ranks: int, prefix: str) -> tuple[int, int]:
     """Return the key heads of a rank, and how many ranks have each."""
+    if total < 1:
+        raise LayerError(f"QKVParallelLinear {prefix!r}: the number of key heads is {total}, expected at least 1")
     if total >= ranks:
         return divide(total, ranks, f"QKVParallelLinear {prefix!r}: the number of key heads"), 1
     if ranks % total:

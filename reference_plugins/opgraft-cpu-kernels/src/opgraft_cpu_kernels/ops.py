@@ -12,6 +12,7 @@ from opgraft import ops as catalogue
 from torch import Tensor
 
 from opgraft_cpu_kernels import kernels, linear, quantized
+from opgraft_cpu_kernels.attention import Attention
 from opgraft_cpu_kernels.library import missing
 
 
@@ -171,4 +172,5 @@ REPLACEMENTS = (
     QuantizedLinear,
     Int8DynamicLinear,
     Linear,
+    Attention,
 )

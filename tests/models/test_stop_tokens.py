@@ -1,0 +1,46 @@
+"""The tokens at which an answer ends, as a checkpoint tells of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from opgraft.errors import CheckpointError
+from opgraft.models.files import Weights
+from opgraft.models.generation import stop_tokens
+
+
+def stops(path: Path, **metadata: Any) -> frozenset[int]:
+    tokenizer, config = SimpleNamespace(eos_token_id=1), SimpleNamespace(eos_token_id=[1, 2])
+    return stop_tokens(tokenizer, config, Weights(path, {}, metadata))
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [({"eos_token_id": [1, 107]}, {1, 2, 107}), ({"eos_token_id": 5}, {1, 2, 5}), ({"top_k": 3}, {1, 2})],
+)
+def test_ends_of_turns(content: dict[str, Any], expected: set[int], tmp_path: Path) -> None:
+    """``generation_config.json`` has more of them than the model's config, as in Gemma: all count."""
+    assert stops(tmp_path) == {1, 2}
+    (tmp_path / "generation_config.json").write_text(json.dumps(content), "utf-8")
+    assert stops(tmp_path) == expected
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    assert stops(file) == expected
+
+
+@pytest.mark.parametrize("value", ["</s>", [1, None, "x"], 1.5, True])
+def test_ends_that_are_no_tokens(value: object, tmp_path: Path) -> None:
+    """Other than ids are refused with the file's name."""
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}), "utf-8")
+    with pytest.raises(CheckpointError, match=r"generation_config.json: eos_token_id is .*expected a token id"):
+        stops(tmp_path)
+
+
+def test_ends_of_turns_in_gguf(tmp_path: Path) -> None:
+    """A GGUF file has a key for them beside the end of the text."""
+    metadata = {"general.architecture": "llama", "tokenizer.ggml.eot_token_id": 32007}
+    assert stops(tmp_path / "model.gguf", **metadata) == {1, 2, 32007}
