@@ -101,7 +101,7 @@ class ModelRunner(PluggableClass):
             self.sampling.append(request_id, token)
         ended = [name for name in inputs.sampled if name in self._prompt_logprobs]
         prompts = {name: self._prompt_logprobs.pop(name)[1] for name in ended}
-        return StepResult(tokens, sampled.logprobs, sampled.errors, prompts)  # type: ignore[arg-type]  # keys are ids
+        return StepResult(tokens, sampled.logprobs, sampled.errors, prompts)
 
     def _take_prompt_logprobs(self, hidden: Tensor, sequences: Sequence[Scheduled]) -> None:
         """Compute the logits of a chunk of a prompt for who asks for them."""

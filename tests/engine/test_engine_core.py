@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from opgraft.config import CacheConfig, LoadConfig, ModelConfig, OpgraftConfig, 
 from opgraft.engine.engine_core import EngineCore, EngineOutput
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
-from opgraft.errors import ConfigError, RequestError
 from random_decoders import DECODERS, written
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
