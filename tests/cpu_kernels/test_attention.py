@@ -203,7 +203,8 @@ def test_compiled(kernels: Any) -> None:
         nodes.extend(node.name for node in graph.graph.nodes if node.op == "call_function")
         return graph.forward
 
-    compiled = torch.compile(layer, backend=backend, fullgraph=True)
-    with attending(batch), torch.no_grad():
-        torch.testing.assert_close(compiled(*given), layer(*given))
+    compiled = torch.compile(layer.attend_batch, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        pages = batch.pages["attn"]
+        torch.testing.assert_close(compiled(batch, pages, *given), layer.attend_batch(batch, pages, *given))
     assert any("attend_pages" in name for name in nodes)
