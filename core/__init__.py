@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from opgraft.decision import Candidate as Candidate
     from opgraft.decision import Decision as Decision
     from opgraft.decision import Provider as Provider
+    from opgraft.engine.sampling_params import SamplingParams as SamplingParams
     from opgraft.errors import OpgraftError as OpgraftError
     from opgraft.grafting import GraftReport as GraftReport
     from opgraft.grafting import graft as graft
@@ -94,6 +95,7 @@ _HOME = {
     "opgraft.binding.pluggable_class": ("PluggableClass",),
     "opgraft.config": ("CompilationConfig", "CompilationMode", "OpgraftConfig", "set_config"),
     "opgraft.decision": ("Candidate", "Decision", "Provider"),
+    "opgraft.engine.sampling_params": ("SamplingParams",),
     "opgraft.errors": ("OpgraftError",),
     "opgraft.binding.explaining": ("Explanation", "explain"),
     "opgraft.grafting": ("GraftReport", "graft", "ungraft"),

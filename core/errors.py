@@ -55,7 +55,7 @@ class CheckpointError(InputError):
 
 
 class RequestError(OpgraftError, ValueError):
-    """A request cannot be served as it was made; the requests beside it are not concerned."""
+    """A request cannot be served as it was made, or there is none of that id; those beside it are not concerned."""
 
     exit_code = 2
 

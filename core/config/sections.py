@@ -45,6 +45,9 @@ class CacheConfig(Section):
     block_size: int = setting("tokens in a block of the cache", default=32, minimum=1)
     memory_share: float = setting("share of the free memory that the cache takes", default=0.9, above=0, maximum=1)
     memory_bytes: int | None = setting("bytes that the cache takes, instead of a share", minimum=1, unset="the share")
+    num_blocks: int | None = setting(
+        "blocks of the cache, whatever memory they take", minimum=1, unset="as memory allows"
+    )
     dtype: str = setting("dtype of the cache; auto takes the model's", default="auto", choices=(*DTYPES, "fp8", "int8"))
     prefix_reuse: bool = setting("reuse blocks of prompts that begin alike", default=True)
 

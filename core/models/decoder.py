@@ -20,7 +20,6 @@ from opgraft.models.names import ShardId
 from opgraft.ops.activation import GeluAndMul, SiluAndMul
 from opgraft.ops.attention import Attention
 from opgraft.ops.attention.batch import current_batch
-from opgraft.ops.attention.decoder import attention_layers
 from opgraft.ops.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
 from opgraft.ops.layernorm import GemmaRMSNorm, RMSNorm
 from opgraft.ops.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -252,14 +251,11 @@ class DecoderModel(nn.Module):
         """Have ropes that depend on the length of the context rotate for that of this call.
 
         Without a cache it is the length of the sequence, as in transformers. Keys in a cache stay rotated as they were,
-        so over a cache it is what the cache has room for: the same from the first token of a sequence to its last.
+        so over a cache it is the same from the first token of a sequence to its last: what the batch says that one may
+        come to have, or the longest context.
         """
         batch = current_batch()
-        if batch is None:
-            length = int(positions.max()) + 1
-        else:
-            lengths = [layer.cache_length(batch) for layer in attention_layers(self).values()]
-            length = max((n for n in lengths if n is not None), default=self.max_position)
+        length = int(positions.max()) + 1 if batch is None else batch.max_context_len or self.max_position
         for rope in self.fitted_ropes:
             rope.fit_context(length)
 

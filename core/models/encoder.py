@@ -13,7 +13,8 @@ from opgraft.models.description import architecture_config, joined, quantization
 from opgraft.models.model import Model
 from opgraft.models.names import ShardId
 from opgraft.ops.activation import GELUTanh
-from opgraft.ops.attention import MMEncoderAttention, current_batch
+from opgraft.ops.attention import MMEncoderAttention
+from opgraft.ops.attention.batch import current_boundaries
 from opgraft.ops.embedding import VocabParallelEmbedding
 from opgraft.ops.layernorm import LayerNorm
 from opgraft.ops.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -215,12 +216,7 @@ class BertModel(Model):
         The tokens are those of the current ``AttentionBatch``, or of one sequence where there is none.
         """
         hidden_states = self.embeddings(input_ids, positions, token_type_ids)
-        batch = current_batch()
-        cu_seqlens = None
-        if batch is not None and len(batch.query_lengths) > 1:
-            lengths = torch.tensor((0, *batch.query_lengths), device=hidden_states.device)
-            cu_seqlens = lengths.cumsum(0, dtype=torch.int32)
-        output: Tensor = self.encoder(hidden_states, cu_seqlens)
+        output: Tensor = self.encoder(hidden_states, current_boundaries())
         return output
 
 

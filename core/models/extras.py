@@ -8,8 +8,8 @@ from typing import Any
 from opgraft.errors import InputError
 
 
-def import_extra(name: str) -> Any:
-    """Import a library of the extra ``demo``, or a module of one.
+def import_extra(name: str, extra: str = "demo") -> Any:
+    """Import a library of an extra, or a module of one.
 
     Raises:
         InputError: it is not installed.
@@ -17,4 +17,4 @@ def import_extra(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise InputError(f"{name} cannot be imported ({error}): pip install 'opgraft[demo]'") from error
+        raise InputError(f"{name} cannot be imported ({error}): pip install 'opgraft[{extra}]'") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -11,6 +12,9 @@ from opgraft.models.files import Weights, read_json
 from opgraft.ops.attention import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
 from torch import Tensor
+
+BLOCK_SIZE = 32
+"""Tokens of a block of the cache."""
 
 
 @runtime_checkable
@@ -45,14 +49,23 @@ def generate(model: Any, prompt: Sequence[int], *, max_tokens: int, stop: Collec
             "the model's context: shorten it, or generate fewer"
         )
     weight = next(model.parameters())
-    room = len(prompt) + max_tokens
+    longest = len(prompt) + max_tokens
+    blocks = -(-longest // BLOCK_SIZE)
     caches = {
-        name: torch.zeros(layer.kv_cache_shape(1, room), dtype=model.dtype, device=weight.device)
+        name: torch.zeros(layer.kv_cache_shape(blocks, BLOCK_SIZE), dtype=model.dtype, device=weight.device)
         for name, layer in layers.items()
     }
+    batch_of = partial(
+        AttentionBatch.of_sequences,
+        block_table=torch.arange(blocks)[None],
+        caches=caches,
+        block_size=BLOCK_SIZE,
+        max_context_len=longest,
+        device=weight.device,
+    )
     done, new = 0, list(prompt)
     for _ in range(max_tokens):
-        token = _next(model, new, done, caches, weight.device)
+        token = _next(model, new, done, batch_of([len(new)], [done + len(new)]), weight.device)
         if token in stop:
             return
         yield token
@@ -68,11 +81,11 @@ def _expect_logits(model: object) -> None:
 
 
 @torch.inference_mode()
-def _next(model: Any, tokens: Sequence[int], done: int, caches: Any, device: torch.device) -> int:
-    """Compute the likeliest token after ``tokens``, before which ``done`` tokens are in the caches."""
+def _next(model: Any, tokens: Sequence[int], done: int, batch: AttentionBatch, device: torch.device) -> int:
+    """Compute the likeliest token after ``tokens``, before which ``done`` tokens are in the cache."""
     ids = torch.tensor(tokens, device=device)
     positions = torch.arange(done, done + len(tokens), device=device)
-    with attending(AttentionBatch((len(tokens),), (done,), (0,), caches)):
+    with attending(batch):
         hidden = model(ids, positions)
     return int(model.compute_logits(hidden[-1:]).argmax())
 

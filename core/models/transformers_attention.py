@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from opgraft.errors import ModelError
 from opgraft.grafting.attention import CHILD, REGISTRY, is_attention
 from opgraft.grafting.forwards import Substitution, check_forward, substitute
-from opgraft.ops.attention import Attention, MMEncoderAttention, current_batch
+from opgraft.ops.attention import Attention, MMEncoderAttention
+from opgraft.ops.attention.batch import current_boundaries
 from torch import Tensor, nn
 
 _NOT_ASKED = ("position_ids", "s_aux")
@@ -169,12 +169,4 @@ def _attend(
     if isinstance(layer, Attention):
         return layer(*(x[0] for x in rows))[None], None
     flat = [x.flatten(2) for x in rows]
-    return layer(*flat, _boundaries(query.device)).unflatten(-1, rows[0].shape[2:]), None
-
-
-def _boundaries(device: torch.device) -> Tensor | None:
-    """Return where the sequences of the batch begin and end, ``None`` for a single one."""
-    batch = current_batch()
-    if batch is None or len(batch.query_lengths) == 1:
-        return None
-    return torch.tensor((0, *batch.query_lengths), device=device).cumsum(0, dtype=torch.int32)
+    return layer(*flat, current_boundaries()).unflatten(-1, rows[0].shape[2:]), None

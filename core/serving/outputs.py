@@ -21,12 +21,11 @@ class Logprob:
     decoded_token: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestMetrics:
     """Times of a request, in seconds of ``time.monotonic()``; None where it did not get so far."""
 
     arrival: float
-    first_scheduled: float | None = None
     first_token: float | None = None
     last_token: float | None = None
 
@@ -47,6 +46,7 @@ class CompletionOutput:
         logprobs: at each place, by token id, where they were asked for.
         finish_reason: ``stop``, ``length``, ``abort`` or ``error``; None while it goes on.
         stop_reason: the stop string or the stop token; None for the model's own end.
+        error: what failed, where ``finish_reason`` is ``error``.
     """
 
     index: int
@@ -56,6 +56,7 @@ class CompletionOutput:
     logprobs: list[Mapping[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    error: str | None = None
 
     @property
     def finished(self) -> bool:

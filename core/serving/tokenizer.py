@@ -15,6 +15,7 @@ from opgraft.models.gguf_tokenizer import byte_level_tokenizer, special_tokens
 from opgraft.text import described
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -73,6 +74,18 @@ def open_tokenizer(weights: Weights) -> Tokenizer:
         return _through_transformers(weights)
     folder = weights.path if weights.path.is_dir() else weights.path.parent
     return _from_folder(folder) if (folder / "tokenizer.json").is_file() else _through_transformers(weights)
+
+
+def find_tokenizer(weights: Weights) -> Tokenizer | None:
+    """Open the tokenizer of a checkpoint; ``None`` where it has none, for prompts that are token ids.
+
+    Raises:
+        CheckpointError: it is damaged.
+        InputError: a library that reads it is not installed.
+    """
+    folder = weights.path if weights.path.is_dir() else weights.path.parent
+    there = "tokenizer.ggml.model" in weights.metadata or any((folder / name).is_file() for name in _FILES)
+    return open_tokenizer(weights) if there else None
 
 
 def _through_transformers(weights: Weights) -> Tokenizer:

@@ -8,6 +8,7 @@ KERNEL_PACKAGES: Mapping[str, Collection[str]] = {
     "opgraft-cpu-kernels": frozenset(
         {
             "apply_rotary_emb",
+            "attention",
             "dual_chunk_rotary_embedding",
             "fatrelu_and_mul",
             "gelu",

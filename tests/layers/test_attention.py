@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -46,6 +47,13 @@ def arguments(heads: tuple[int, int, int], tokens: int, dtype: torch.dtype = tor
         drawn(tokens, count, heads[2], seed=seed, dtype=dtype)
         for seed, count in enumerate((heads[0], heads[1], heads[1]))
     ]
+
+
+def batch_of(lengths: Sequence[int], before: Sequence[int], rows: Sequence[int], cache: Tensor) -> AttentionBatch:
+    """Sequences of a block each, which is a row of the cache of the layer ``attn``."""
+    so_far = [old + new for old, new in zip(before, lengths, strict=True)]
+    table = torch.tensor(rows, dtype=torch.int32).view(-1, 1)
+    return AttentionBatch.of_sequences(lengths, so_far, table, {"attn": cache}, block_size=cache.shape[3])
 
 
 def reference(layer: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -129,13 +137,13 @@ def test_nothing_to_do(settings: str) -> None:
     """No tokens give no tokens, without a batch, in an empty one, and for one sequence of several."""
     heads = (6, 2, 5)
     layer = layer_of(heads, **SETTINGS[settings])
-    caches = {"attn": torch.zeros(layer.kv_cache_shape(2, 4))}
+    cache = torch.zeros(layer.kv_cache_shape(3, 4))
     assert layer(*arguments(heads, 0)).shape == (0, 6, 5)
     for lengths, rows in (((), ()), ((0,), (0,)), ((0, 0), (1, 0))):
-        with attending(AttentionBatch(lengths, (0,) * len(lengths), rows, caches)):
+        with attending(batch_of(lengths, (0,) * len(lengths), rows, cache)):
             assert layer(*arguments(heads, 0)).shape == (0, 6, 5)
     given = arguments(heads, 3)
-    with attending(AttentionBatch((0, 3, 0), (4, 0, 0), (0, 1, 2), {"attn": torch.zeros(layer.kv_cache_shape(3, 4))})):
+    with attending(batch_of((0, 3, 0), (4, 0, 0), (0, 1, 2), cache)):
         torch.testing.assert_close(layer(*given).double(), reference(layer, *given), **TOLERANCES[torch.float32])
 
 
@@ -150,10 +158,7 @@ def test_chunks(settings: str, heads: tuple[int, int, int], dtype: torch.dtype) 
     done, found = dict.fromkeys(texts, 0), {row: [drawn(0, heads[0], heads[2], dtype=dtype)] for row in texts}
     for chunks in ({3: 6, 0: 1}, {0: 4, 3: 1}, {3: 0, 0: 5}, {0: 1, 3: 5}, {3: 1}):
         parts = [[x[done[row] : done[row] + size] for x in texts[row]] for row, size in chunks.items()]
-        batch = AttentionBatch(
-            tuple(chunks.values()), tuple(done[row] for row in chunks), tuple(chunks), {"attn": cache}
-        )
-        with attending(batch):
+        with attending(batch_of(list(chunks.values()), [done[row] for row in chunks], list(chunks), cache)):
             out = layer(*(torch.cat(x) for x in zip(*parts, strict=True)))
         for (row, size), part in zip(chunks.items(), out.split(list(chunks.values())), strict=True):
             found[row].append(part)
@@ -171,19 +176,19 @@ def test_keys_behind_the_window_are_not_read() -> None:
     layer = layer_of((2, 1, 4), sliding_window=3)
     given = arguments((2, 1, 4), 8)
     cache = torch.zeros(layer.kv_cache_shape(1, 8))
-    with attending(AttentionBatch((6,), (0,), (0,), {"attn": cache})):
+    with attending(batch_of([6], [0], [0], cache)):
         layer(*(x[:6] for x in given))
     cache[:, :, :, :4] = torch.nan
-    with attending(AttentionBatch((2,), (6,), (0,), {"attn": cache})):
+    with attending(batch_of([2], [6], [0], cache)):
         found = layer(*(x[6:] for x in given))
     torch.testing.assert_close(found.double(), reference(layer, *given)[6:], **TOLERANCES[torch.float32])
 
 
 def test_the_batch_holds_within_its_block() -> None:
     """Batches nest, and an error leaves none behind."""
-    outer, inner = AttentionBatch((), (), (), {}), AttentionBatch((1,), (0,), (0,), {})
+    outer, inner = AttentionBatch.of_sequences([]), AttentionBatch.of_sequences([1])
     with attending(outer):
-        with pytest.raises(LayerError, match="no cache"), attending(inner):
+        with pytest.raises(LayerError, match="no pages"), attending(inner):
             layer_of((2, 1, 4))(*arguments((2, 1, 4), 1))
         assert current_batch() is outer
     assert current_batch() is None
@@ -211,9 +216,6 @@ def test_shape_of_a_cache() -> None:
     """Blocks come first."""
     layer = layer_of((6, 2, 5))
     assert layer.kv_cache_shape(7, 32) == (7, 2, 2, 32, 5)
-    batch = AttentionBatch((), (), (), {"attn": torch.zeros(layer.kv_cache_shape(1, 9))})
-    assert layer.cache_length(batch) == 9
-    assert layer.cache_length(AttentionBatch((), (), (), {})) is None
 
 
 def test_layers_by_prefix() -> None:
@@ -278,44 +280,48 @@ def test_arguments_that_do_not_fit(settings: str, changed: dict[int, Tensor], me
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (((-1,), (0,), (0,)), r"query_lengths of a batch is \(-1,\), expected a tuple of integers of at least 0"),
-        (((1.0,), (0,), (0,)), r"query_lengths of a batch is \(1.0,\)"),
-        (([1], [0], [0]), r"query_lengths of a batch is \[1\]"),
-        (((True,), (0,), (0,)), r"query_lengths of a batch is \(True,\)"),
-        ((torch.tensor([1]), (0,), (0,)), r"query_lengths of a batch is tensor\(\[1\]\)"),
-        (((1,), (-2,), (0,)), r"context_lengths of a batch is \(-2,\)"),
-        (((1, 1), (0, 0), (1, -1)), r"rows of a batch is \(1, -1\)"),
-        (((1, 1), (0,), (0, 1)), "2 query_lengths, 1 context_lengths and 2 rows"),
-        (((1, 1), (0, 0), (1, 1)), r"rows \(1, 1\) has a row of the cache twice"),
+        (([-1], [0]), "a sequence of 0 tokens has -1 in this call"),
+        (([1.0], [1]), "has 1.0 in this call"),
+        (([True], [1]), "has True in this call"),
+        (([2], [1]), "a sequence of 1 tokens has 2 in this call"),
+        (([1, 1], [1]), "2 query_lens, 1 seq_lens and 1 rows"),
+        (
+            ([1], [9], torch.zeros(1, 2), {"attn": torch.zeros(())}),
+            "a sequence has 9 tokens, and its blocks room for 8",
+        ),
+        (([1], [1], torch.zeros(2, 2)), "1 query_lens, 1 seq_lens and 2 rows"),
     ],
 )
-def test_batches_that_cannot_be(values: tuple[Any, Any, Any], message: str) -> None:
-    """A negative row would be another sequence's, a negative length shift what follows: a batch is made of counts."""
+def test_batches_that_cannot_be(values: tuple[Any, ...], message: str) -> None:
+    """A batch is made of counts, and of blocks for them."""
     with pytest.raises(LayerError, match=message):
-        AttentionBatch(*values, {})
+        AttentionBatch.of_sequences(*values, block_size=4)
 
 
-def test_caches_are_by_prefix() -> None:
-    """A tensor is no mapping of caches."""
-    with pytest.raises(LayerError, match=r"caches of a batch is tensor.*expected a mapping"):
-        AttentionBatch((), (), (), torch.zeros(2))  # type: ignore[arg-type]
+def test_tensors_of_a_batch() -> None:
+    """Bounds are one more than lengths, and a tensor is no mapping of pages."""
+    two = torch.tensor([0, 1], dtype=torch.int32)
+    with pytest.raises(LayerError, match=r"query_start_loc of shape \(2,\) and seq_lens of shape \(2,\)"):
+        AttentionBatch(two, two, 1, 1, {}, 16)
+    with pytest.raises(LayerError, match=r"pages of a batch is tensor.*expected a mapping"):
+        AttentionBatch(two, two[1:], 1, 1, torch.zeros(2), 16)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("batch", "cache", "message"),
+    ("count", "cache", "message"),
     [
-        (((3, 3), (0, 0), (0, 1)), (2, 2, 2, 8, 4), "query has 3 tokens, and query_lengths of the batch add up to 6"),
-        (((3,), (0,), (2,)), (2, 2, 2, 8, 4), "row 2 and 3 tokens, and its cache 2 rows of 8 tokens"),
-        (((3,), (6,), (0,)), (2, 2, 2, 8, 4), "row 0 and 9 tokens, and its cache 2 rows of 8 tokens"),
-        (((3,), (0,), (0,)), (2, 2, 1, 8, 4), r"cache has shape \(2, 2, 1, 8, 4\), expected \[rows, 2, 2, tokens, 4\]"),
-        (((3,), (0,), (0,)), (2, 2, 8, 4), r"cache has shape \(2, 2, 8, 4\), expected"),
-        (((3,), (0,), (0,)), (), r"cache has shape \(\), expected"),
+        (6, (2, 2, 2, 8, 4), "query has 3 tokens, and the batch 6"),
+        (3, (2, 2, 1, 8, 4), r"cache has shape \(2, 2, 1, 8, 4\), expected \(2, 2, 2, 8, 4\)"),
+        (3, (2, 2, 2, 9, 4), r"cache has shape \(2, 2, 2, 9, 4\), expected \(2, 2, 2, 8, 4\)"),
+        (3, (2, 2, 8, 4), r"cache has shape \(2, 2, 8, 4\), expected"),
+        (3, (), r"cache has shape \(\), expected"),
     ],
 )
-def test_caches_that_do_not_fit(batch: Any, cache: tuple[int, ...], message: str) -> None:
+def test_caches_that_do_not_fit(count: int, cache: tuple[int, ...], message: str) -> None:
     """The message names the layer; the cache is not written to."""
     layer, held = layer_of((4, 2, 4)), torch.zeros(cache)
-    with attending(AttentionBatch(*batch, {"attn": held})), pytest.raises(LayerError, match=f"'attn': .*{message}"):
+    batch = AttentionBatch.of_sequences([count], None, torch.zeros(1, 1), {"attn": held}, block_size=8)
+    with attending(batch), pytest.raises(LayerError, match=f"'attn': .*{message}"):
         layer(*arguments((4, 2, 4), 3))
     assert not held.any()
 
@@ -323,11 +329,11 @@ def test_caches_that_do_not_fit(batch: Any, cache: tuple[int, ...], message: str
 def test_caches_of_another_kind() -> None:
     """A cache that is missing, or has another dtype or device, is told as that."""
     layer, given = layer_of((4, 2, 4)), arguments((4, 2, 4), 3)
-    shape = layer.kv_cache_shape(1, 4)
-    other = AttentionBatch((3,), (0,), (0,), {"other": torch.zeros(shape)})
-    with attending(other), pytest.raises(LayerError, match="'attn': the batch has no cache for the layer, but for 'ot"):
+    shape, table = layer.kv_cache_shape(1, 4), torch.zeros(1, 1)
+    other = AttentionBatch.of_sequences([3], None, table, {"other": torch.zeros(shape)}, block_size=4)
+    with attending(other), pytest.raises(LayerError, match="'attn': the batch has no pages for the layer, but for 'ot"):
         layer(*given)
     for kind, message in (({"dtype": torch.half}, "torch.float16, expected torch.float32"), ({"device": "meta"}, "on")):
-        batch = AttentionBatch((3,), (0,), (0,), {"attn": torch.zeros(shape, **kind)})
-        with attending(batch), pytest.raises(ValueError, match=f"the cache of 'attn' is {message}.* as key"):
+        batch = AttentionBatch.of_sequences([3], None, table, {"attn": torch.zeros(shape, **kind)}, block_size=4)
+        with attending(batch), pytest.raises(ValueError, match=f"cache is {message}.* as key"):
             layer(*given)

@@ -15,69 +15,12 @@ from opgraft.models import load_model, model_class, model_classes
 from opgraft.models.generation import generate
 from opgraft.ops.attention import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
+from random_decoders import DECODERS, SIZES, saved, written
 from ranks import Ranks
 
 transformers = pytest.importorskip("transformers")
 
-SIZES = {
-    "vocab_size": 99,
-    "hidden_size": 48,
-    "intermediate_size": 72,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-GEMMA = {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 24}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-GRANITE = {
-    "embedding_multiplier": 12.0,
-    "logits_scaling": 0.5,
-    "residual_multiplier": 0.22,
-    "attention_multiplier": 0.11,
-}
-DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "llama 3, with biases, tied": (
-        "Llama",
-        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "rope_parameters": LLAMA3},
-    ),
-    "mistral": ("Mistral", {"sliding_window": 5, "head_dim": 16}),
-    "qwen2": ("Qwen2", {}),
-    "qwen3": ("Qwen3", {"head_dim": 16}),
-    "phi3": ("Phi3", {}),
-    "gemma": ("Gemma", {"head_dim": 16}),
-    "gemma2": ("Gemma2", GEMMA),
-    "gemma3": ("Gemma3", {**GEMMA, "_sliding_window_pattern": 2}),
-    "granite": ("Granite", GRANITE),
-    "olmo2": ("Olmo2", {}),
-}
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
-
-
-def written(family: str, folder: Path, **values: Any) -> Any:
-    """A model of transformers with random weights, whose checkpoint is in ``folder``."""
-    config_class = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
-    config = config_class(**{**SIZES, "num_key_value_heads": 2, **values})
-    return saved(getattr(transformers, f"{family}ForCausalLM")(config), folder)
-
-
-def saved(model: Any, folder: Path) -> Any:
-    generator = torch.Generator().manual_seed(len(folder.name))
-    for parameter in model.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
-    model.tie_weights()
-    model.save_pretrained(folder)
-    return model.eval()
 
 
 def loaded(folder: Path, **values: Any) -> Any:
@@ -123,13 +66,16 @@ class TestDecoders:
         """Two sequences that come in chunks of unlike lengths give what each gives at once."""
         model = loaded(checkpoints[name][0])
         long, short = ids(17), ids(11)
-        caches = {key: torch.full(layer.kv_cache_shape(3, 20), torch.nan) for key, layer in layers_of(model).items()}
+        caches = {key: torch.full(layer.kv_cache_shape(12, 4), torch.nan) for key, layer in layers_of(model).items()}
+        table = {2: [3, 7, 11, 0, 5], 0: [9, 1, 4, 10, 2]}
         rows: dict[int, list[torch.Tensor]] = {0: [], 2: []}
         done = {0: 0, 2: 0}
         for chunk_long, chunk_short in ((7, 4), (1, 1), (1, 5), (8, 1)):
             chunks = {2: long[done[2] : done[2] + chunk_long], 0: short[done[0] : done[0] + chunk_short]}
             lengths = tuple(map(len, chunks.values()))
-            batch = AttentionBatch(lengths, tuple(done[row] for row in chunks), tuple(chunks), caches)
+            so_far = [done[row] + len(part) for row, part in chunks.items()]
+            blocks = torch.tensor([table[row] for row in chunks])
+            batch = AttentionBatch.of_sequences(lengths, so_far, blocks, caches, block_size=4)
             positions = torch.cat([torch.arange(done[row], done[row] + len(part)) for row, part in chunks.items()])
             with torch.no_grad(), attending(batch):
                 logits = model.compute_logits(model(torch.cat(list(chunks.values())), positions))
@@ -182,7 +128,7 @@ def test_encoders(architecture: str, tmp_path: Path, two: Ranks) -> None:
 
 def encoded(folder: str) -> torch.Tensor:
     model = loaded(Path(folder))
-    with torch.no_grad(), attending(AttentionBatch((7, 12), (0, 0), (0, 1), {})):
+    with torch.no_grad(), attending(AttentionBatch.of_sequences([7, 12])):
         states: torch.Tensor = model(torch.cat((ids(7), ids(12))), torch.cat((torch.arange(7), torch.arange(12))))
     return states
 
@@ -313,11 +259,3 @@ def edit(folder: Path, values: dict[str, Any]) -> None:
     """Change values of a checkpoint's config."""
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
-
-
-def test_batches_that_contradict_themselves() -> None:
-    """Each sequence has its lengths and a row of its own."""
-    with pytest.raises(ValueError, match="2 query_lengths, 1 context_lengths and 2 rows"):
-        AttentionBatch((1, 1), (0,), (0, 1), {})
-    with pytest.raises(ValueError, match="twice"):
-        AttentionBatch((1, 1), (0, 0), (1, 1), {})

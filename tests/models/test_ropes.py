@@ -78,12 +78,14 @@ def expected_of(reference: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def in_chunks(model: Any, tokens: torch.Tensor, room: int, size: int) -> torch.Tensor:
-    """The logits of one sequence in chunks over a cache with room for ``room`` tokens."""
-    caches = {name: torch.zeros(layer.kv_cache_shape(1, room)) for name, layer in attention_layers(model).items()}
+def in_chunks(model: Any, tokens: torch.Tensor, longest: int | None, size: int) -> torch.Tensor:
+    """The logits of one sequence, which may come to have ``longest`` tokens, in chunks over a cache."""
+    caches = {name: torch.zeros(layer.kv_cache_shape(25, 4)) for name, layer in attention_layers(model).items()}
     logits, done = [], 0
     for chunk in tokens.split(size):
-        with attending(AttentionBatch((len(chunk),), (done,), (0,), caches)):
+        lengths, table = ([len(chunk)], [done + len(chunk)]), torch.arange(25)[None]
+        batch = AttentionBatch.of_sequences(*lengths, table, caches, block_size=4, max_context_len=longest)
+        with attending(batch):
             logits.append(model.compute_logits(model(chunk, torch.arange(done, done + len(chunk)))))
         done += len(chunk)
     return torch.cat(logits)
@@ -103,9 +105,9 @@ def test_longrope_over_a_cache(tmp_path: Path) -> None:
     """A sequence that grows beyond the short context has keys of one kind, from its first token on."""
     reference = phi3(tmp_path)
     model = loaded(tmp_path)
-    for count, room in ((40, 64), (20, 32)):
+    for count, longest in ((40, 64), (40, None), (20, 32)):
         expected = expected_of(reference, ids(count))
-        torch.testing.assert_close(in_chunks(model, ids(count), room, 7), expected, **TOLERANCE)
+        torch.testing.assert_close(in_chunks(model, ids(count), longest, 7), expected, **TOLERANCE)
 
 
 def test_longrope_generates(tmp_path: Path) -> None:

@@ -106,12 +106,15 @@ def test_logits_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     logits = [expected(ids[None]).logits[0] for ids in sequences]
     positions = torch.arange(TOKENS)
     torch.testing.assert_close(model.compute_logits(model(sequences[0], positions)), logits[0], rtol=0, atol=1e-5)
-    caches = {name: torch.zeros(layer.kv_cache_shape(2, 32)) for name, layer in attention_layers(model).items()}
+    layers = attention_layers(model)
+    caches = {name: torch.full(layer.kv_cache_shape(9, 8), torch.nan) for name, layer in layers.items()}
+    table = torch.tensor([[5, 2, 8, 1], [0, 3, 7, 4]])
     assert len(caches) == 2
     start = 0
     for size in (7, 1, 5, 1, 6):
         part = slice(start, start + size)
-        with attending(AttentionBatch((size, size), (start, start), (1, 0), caches)):
+        batch = AttentionBatch.of_sequences([size] * 2, [start + size] * 2, table, caches, block_size=8)
+        with attending(batch):
             hidden = model(torch.cat([ids[part] for ids in sequences]), positions[part].repeat(2))
         chunk = torch.cat([whole[part] for whole in logits])
         torch.testing.assert_close(model.compute_logits(hidden), chunk, rtol=0, atol=1e-5)
@@ -128,7 +131,7 @@ def test_encoders_attend_within_each_sequence(kind: str, tmp_path: Path) -> None
     positions = torch.arange(TOKENS)
     torch.testing.assert_close(model(first, positions), alone[0], rtol=0, atol=1e-5)
     if not model.examination.uncached:
-        with attending(AttentionBatch((TOKENS, 9), (0, 0), (0, 1), {})):
+        with attending(AttentionBatch.of_sequences([TOKENS, 9])):
             both = model(torch.cat((first, second)), torch.cat((positions, positions[:9])))
         torch.testing.assert_close(both, torch.cat(alone), rtol=0, atol=1e-5)
 
@@ -143,7 +146,7 @@ def test_attention_of_another_kind_runs_without_a_cache(kind: str, tmp_path: Pat
     torch.testing.assert_close(logits, expected(ids[None]).logits[0], rtol=0, atol=1e-5)
     assert "0 of 2 layers call their attention" in "".join(row.reason for row in model.report.kept)
     refused = pytest.raises(ModelError, match=r"cannot run with a cache of ours: 0 of 2 layers")
-    with attending(AttentionBatch((TOKENS,), (0,), (0,), {})), refused:
+    with attending(AttentionBatch.of_sequences([TOKENS])), refused:
         model(ids, positions)
 
 

@@ -73,6 +73,7 @@ LAYERS = [
     "opgraft.grafting",
     "opgraft.quantization",
     "opgraft.models",
+    "opgraft.engine",
     "opgraft.pooling",
     "opgraft.checkpoint",
     "opgraft.runner",

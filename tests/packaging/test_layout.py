@@ -62,6 +62,7 @@ def test_a_folder_is_not_importable_under_its_own_name(folder: str) -> None:
     "module",
     [
         "opgraft",
+        "opgraft.engine.scheduler",
         "opgraft.environment",
         "opgraft.errors",
         "opgraft.platform",

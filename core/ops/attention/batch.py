@@ -1,55 +1,133 @@
-"""The batch that a model computes: its sequences and where their keys and values are kept."""
+"""The batch that a model computes: its sequences and the pages where their keys and values are kept."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import accumulate
+from types import MappingProxyType
 
+import torch
 from opgraft.errors import LayerError
 from torch import Tensor
+
+_NO_CACHES: Mapping[str, Tensor] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class LayerPages:
+    """The pages where one attention layer keeps keys and values. Layers of one kind share table and slots.
+
+    Attributes:
+        cache: of the shape that the layer's ``kv_cache_shape`` gives; its first dimension is the block.
+        block_table: the blocks of each sequence, in the order of its tokens, int32 ``[sequences, most blocks]``.
+            Entries that no token of this call sees are not read.
+        slots: where the new tokens go, ``block · block_size + offset``, int64 ``[tokens]``.
+    """
+
+    cache: Tensor
+    block_table: Tensor
+    slots: Tensor
 
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """The sequences of one call of a model, whose tokens follow one another.
+    """The sequences of one call of a model, whose tokens follow one another without padding.
 
     Attributes:
-        query_lengths: tokens of each sequence in this call.
-        context_lengths: tokens of each sequence that are in the cache already.
-        rows: the row of the cache that each sequence has.
-        caches: name of an attention layer → its cache, of the shape that its ``kv_cache_shape`` gives.
+        query_start_loc: where the tokens of each sequence begin and end in this call, int32 ``[sequences + 1]``.
+        seq_lens: tokens of each sequence so far, with those of this call, int32 ``[sequences]``.
+        max_query_len: the most tokens that a sequence has in this call.
+        max_seq_len: the largest of ``seq_lens``, or a bound on it.
+        pages: prefix of an attention layer → its pages. None are needed by encoders.
+        block_size: tokens of a block.
+        max_context_len: tokens that the longest of the sequences may come to have; the model's own limit if not given.
+            Ropes that depend on the length of the context rotate for it, from a sequence's first token to its last.
 
     Raises:
-        LayerError: a length or a row is no integer of at least 0, the tuples differ in length, two sequences have one
-            row, or ``caches`` is no mapping.
+        LayerError: ``query_start_loc`` and ``seq_lens`` are not for as many sequences, or ``pages`` is no mapping.
     """
 
-    query_lengths: tuple[int, ...]
-    context_lengths: tuple[int, ...]
-    rows: tuple[int, ...]
-    caches: Mapping[str, Tensor]
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    max_query_len: int
+    max_seq_len: int
+    pages: Mapping[str, LayerPages]
+    block_size: int
+    max_context_len: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("query_lengths", "context_lengths", "rows"):
-            _expect_counts(name, getattr(self, name))
-        if not isinstance(self.caches, Mapping):
-            raise LayerError(f"caches of a batch is {self.caches!r:.80}, expected a mapping of prefixes to caches")
-        counts = len(self.query_lengths), len(self.context_lengths), len(self.rows)
-        if len(set(counts)) > 1:
+        bounds, lengths = tuple(self.query_start_loc.shape), tuple(self.seq_lens.shape)
+        if len(lengths) != 1 or bounds != (lengths[0] + 1,):
             raise LayerError(
-                f"a batch has {counts[0]} query_lengths, {counts[1]} context_lengths and {counts[2]} rows: give one of "
-                "each for every sequence"
+                f"a batch has query_start_loc of shape {bounds} and seq_lens of shape {lengths}: give [sequences + 1] "
+                "and [sequences]"
             )
-        if len(set(self.rows)) < len(self.rows):
-            raise LayerError(f"rows {self.rows} has a row of the cache twice: give each sequence one of its own")
+        if not isinstance(self.pages, Mapping):
+            raise LayerError(f"pages of a batch is {self.pages!r:.80}, expected a mapping of prefixes to LayerPages")
+
+    @classmethod
+    def of_sequences(
+        cls,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int] | None = None,
+        block_table: Tensor | None = None,
+        caches: Mapping[str, Tensor] = _NO_CACHES,
+        *,
+        block_size: int = 16,
+        max_context_len: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> AttentionBatch:
+        """Make the batch of sequences whose lengths are known on the host, all layers with one table.
+
+        Args:
+            query_lens: tokens of each sequence in this call.
+            seq_lens: tokens of each so far, with those; the same if not given.
+            block_table: blocks of each sequence, integers ``[sequences, most blocks]``; not needed without caches.
+            caches: prefix of an attention layer → its cache.
+            block_size: tokens of a block.
+            max_context_len: as the attribute.
+            device: where the tensors go.
+
+        Raises:
+            LayerError: a length is no integer of at least 0, the lengths are not of as many sequences, or a sequence is
+                longer than its blocks or shorter than its tokens of this call.
+        """
+        lengths = list(query_lens if seq_lens is None else seq_lens)
+        table = torch.zeros(len(lengths), 0, dtype=torch.int32) if block_table is None else block_table.cpu()
+        if not len(query_lens) == len(lengths) == len(table):
+            raise LayerError(
+                f"a batch has {len(query_lens)} query_lens, {len(lengths)} seq_lens and {len(table)} rows of its block "
+                "table: give one of each for every sequence"
+            )
+        room = table.shape[1] * block_size
+        for query, length in zip(query_lens, lengths, strict=True):
+            if type(query) is not int or type(length) is not int or not 0 <= query <= length:
+                raise LayerError(f"a sequence of {length} tokens has {query} in this call: give 0 to as many")
+            if caches and length > room:
+                raise LayerError(f"a sequence has {length} tokens, and its blocks room for {room}: give it more blocks")
+        slots = _slots(query_lens, lengths, table, block_size) if caches else torch.zeros(0, dtype=torch.int64)
+        table, slots = table.to(device, torch.int32), slots.to(device)
+        return cls(
+            torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32, device=device),
+            torch.tensor(lengths, dtype=torch.int32, device=device),
+            max(query_lens, default=0),
+            max(lengths, default=0),
+            {name: LayerPages(cache, table, slots) for name, cache in caches.items()},
+            block_size,
+            max_context_len,
+        )
 
 
-def _expect_counts(name: str, values: object) -> None:
-    if isinstance(values, tuple) and all(type(value) is int and value >= 0 for value in values):
-        return
-    raise LayerError(f"{name} of a batch is {values!r:.80}, expected a tuple of integers of at least 0")
+def _slots(query_lens: Sequence[int], seq_lens: Sequence[int], block_table: Tensor, block_size: int) -> Tensor:
+    """Return where the last ``query_lens`` tokens of each sequence go."""
+    slots = [torch.zeros(0, dtype=torch.int64)]
+    for query, length, blocks in zip(query_lens, seq_lens, block_table.long(), strict=True):
+        positions = torch.arange(length - query, length)
+        slots.append(blocks[positions // block_size] * block_size + positions % block_size)
+    return torch.cat(slots)
 
 
 _CURRENT: ContextVar[AttentionBatch | None] = ContextVar("opgraft_attention_batch", default=None)
@@ -68,3 +146,9 @@ def attending(batch: AttentionBatch) -> Iterator[None]:
 def current_batch() -> AttentionBatch | None:
     """Return the batch that is computed; ``None`` where nobody has set one."""
     return _CURRENT.get()
+
+
+def current_boundaries() -> Tensor | None:
+    """Return ``query_start_loc`` of the batch that is computed; ``None`` where all tokens are one sequence."""
+    batch = current_batch()
+    return None if batch is None or len(batch.seq_lens) == 1 else batch.query_start_loc

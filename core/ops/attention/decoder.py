@@ -1,15 +1,18 @@
-"""The attention layer of decoders, which keeps keys and values in a cache."""
+"""The attention layer of decoders, which keeps keys and values in pages of a cache."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from opgraft.binding.custom_op import CustomOp, PluggableLayer
+from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.errors import LayerError
-from opgraft.ops.attention.batch import AttentionBatch, current_batch
+from opgraft.ops.attention.batch import AttentionBatch, LayerPages, current_batch
 from opgraft.ops.attention.functional import expect_kv_heads
 from opgraft.ops.attention.modules import ScaledDotProductAttention
+from opgraft.ops.attention.paged import attend_stepwise, visible_keys
 from opgraft.ops.checks import (
     expect_floating,
     expect_positive,
@@ -17,9 +20,66 @@ from opgraft.ops.checks import (
     expect_same_dtype,
     expect_size,
 )
-from opgraft.ops.precision import compute_dtype
 from opgraft.ops.prefixes import claim_prefix
 from torch import Tensor, nn
+
+
+@CustomOp.register("write_kv_cache")
+class WriteKVCache(CustomOp):
+    """Writes the keys and values of new tokens to their places in a paged cache (Kwon et al., arXiv:2309.06180)."""
+
+    @calls_functional
+    def forward_native(
+        self, key: Tensor, value: Tensor, cache: Tensor, slots: Tensor, *, functional: Any = NATIVE
+    ) -> None:
+        """Write; arguments and errors are those of ``opgraft.functional.write_kv_cache``."""
+        functional.write_kv_cache(key, value, cache, slots)
+
+
+@CustomOp.register("paged_attention")
+class PagedAttention(CustomOp):
+    """Causal attention over keys and values in pages (Kwon et al., arXiv:2309.06180).
+
+    Args:
+        scale: multiplies the scores.
+        sliding_window: tokens that a token sees, with itself; all so far if not given.
+        logits_soft_cap: bound of the scores; none if not given.
+    """
+
+    def __init__(self, scale: float, sliding_window: int | None = None, logits_soft_cap: float | None = None) -> None:
+        super().__init__()
+        self.scale = scale
+        self.sliding_window = sliding_window
+        self.logits_soft_cap = logits_soft_cap
+
+    @calls_functional
+    def forward_native(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        block_table: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        sinks: Tensor | None = None,
+        *,
+        functional: Any = NATIVE,
+    ) -> Tensor:
+        """Attend; arguments and errors are those of ``opgraft.functional.paged_attention``."""
+        attended: Tensor = functional.paged_attention(
+            query,
+            cache,
+            block_table,
+            query_start_loc,
+            seq_lens,
+            self.scale,
+            self.sliding_window,
+            self.logits_soft_cap,
+            sinks,
+        )
+        return attended
+
+    def extra_repr(self) -> str:
+        return f"scale={self.scale}, sliding_window={self.sliding_window}, logits_soft_cap={self.logits_soft_cap}"
 
 
 @CustomOp.register("attention")
@@ -31,8 +91,9 @@ class Attention(PluggableLayer):
     scores as ``cap · tanh(score / cap)`` (arXiv:2408.00118); a sink is one more score per head, which takes a share of
     the softmax and has no value (arXiv:2309.17453).
 
-    The sequences, and the cache of this layer under its ``prefix``, are those of the current ``AttentionBatch``. Where
-    there is none, all tokens are one sequence and nothing is kept.
+    The sequences, and the pages of this layer under its ``prefix``, are those of the current ``AttentionBatch``. Where
+    there is none, all tokens are one sequence and nothing is kept. A replacement may lay its cache out as it likes:
+    nothing else looks inside a block.
 
     Args:
         num_heads: query heads of this rank.
@@ -42,7 +103,7 @@ class Attention(PluggableLayer):
         sliding_window: tokens that a token sees, with itself; all so far if not given.
         logits_soft_cap: bound of the scores; none if not given.
         sinks: one score per query head, ``[num_heads]``. A parameter becomes one of the layer, too.
-        prefix: the layer's path in its model, under which its cache is found.
+        prefix: the layer's path in its model, under which its pages are found.
 
     Raises:
         ValueError: a number of heads, a size or a window is no positive integer, ``num_kv_heads`` does not divide
@@ -83,15 +144,12 @@ class Attention(PluggableLayer):
         self.prefix = self.layer_name = prefix
         claim_prefix(prefix, self)
         self.attend = ScaledDotProductAttention()
+        self.write = WriteKVCache()
+        self.attend_pages = PagedAttention(scale, sliding_window, logits_soft_cap)
 
     def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Return the shape of a cache of ``num_blocks`` blocks; only this layer looks inside a block."""
         return (num_blocks, 2, self.num_kv_heads, block_size, self.head_size)
-
-    def cache_length(self, batch: AttentionBatch) -> int | None:
-        """Return for how many tokens of a sequence its row of the cache has room; ``None`` if there is no cache."""
-        cache = batch.caches.get(self.prefix)
-        return None if cache is None else cache.shape[3]
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return the attended values, in the shape of ``query``; the new keys and values go to the cache.
@@ -103,16 +161,18 @@ class Attention(PluggableLayer):
 
         Raises:
             ValueError: a shape, a dtype or a device does not fit.
-            LayerError: the batch has another number of tokens, no cache for the layer or one of another kind, or no
-                room in it.
+            LayerError: the batch has another number of tokens, no pages for the layer or some of another shape.
         """
         q, k, v = self._heads(query, key, value)
         batch = current_batch()
-        attended = self._attend(q, k, v) if batch is None else self._attend_batch(batch, q, k, v)
-        return attended.transpose(0, 1).reshape(query.shape)
+        if batch is None:
+            attended = self._attend(q, k, v)
+        else:
+            attended = self.attend_batch(batch, self._pages(batch, len(q)), q, k, v)
+        return attended.reshape(query.shape)
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """View the arguments as ``[heads, tokens, head_size]``."""
+        """View the arguments as ``[tokens, heads, head_size]``."""
         given = {"query": (query, self.num_heads), "key": (key, self.num_kv_heads), "value": (value, self.num_kv_heads)}
         tokens = query.shape[:1]
         count = tokens[0] if tokens else "tokens"
@@ -130,91 +190,62 @@ class Attention(PluggableLayer):
                     f"attention: {name} has shape {tuple(x.shape)}, expected [{count}, {heads} · {self.head_size}] or "
                     f"[{count}, {heads}, {self.head_size}]"
                 )
-        return [x.reshape(-1, heads, self.head_size).transpose(0, 1) for x, heads in given.values()]
+        return [x.reshape(-1, heads, self.head_size) for x, heads in given.values()]
 
-    def _attend_batch(self, batch: AttentionBatch, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend over ``[heads, tokens, head_size]``, each sequence over its row of the cache."""
-        if sum(batch.query_lengths) != query.shape[1]:
-            raise LayerError(
-                f"attention {self.prefix!r}: query has {query.shape[1]} tokens, and query_lengths of the batch add up "
-                f"to {sum(batch.query_lengths)}: call the model with the tokens of all its sequences"
-            )
-        cache = self._cache(batch, key)
-        parts = (torch.split_with_sizes(x, list(batch.query_lengths), dim=1) for x in (query, key, value))
-        attended = []
-        for q, k, v, start, row in zip(*parts, batch.context_lengths, batch.rows, strict=True):
-            end = start + q.shape[1]
-            if row >= cache.shape[0] or end > cache.shape[3]:
-                raise LayerError(
-                    f"attention {self.prefix!r}: a sequence has row {row} and {end} tokens, and its cache "
-                    f"{cache.shape[0]} rows of {cache.shape[3]} tokens: make a larger one by kv_cache_shape"
-                )
-            keys, values = cache[row]
-            keys[:, start:end] = k
-            values[:, start:end] = v
-            first = 0 if self.sliding_window is None else max(0, start + 1 - self.sliding_window)
-            attended.append(self._attend(q, keys[:, first:end], values[:, first:end]))
-        return torch.cat(attended or [query], dim=1)
+    def attend_batch(
+        self, batch: AttentionBatch, pages: LayerPages, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """Write new tokens to the pages and attend over them, as ``[tokens, heads, head_size]``.
 
-    def _cache(self, batch: AttentionBatch, key: Tensor) -> Tensor:
-        """Return this layer's cache, once it is known to hold what ``key`` has."""
-        cache = batch.caches.get(self.prefix)
-        if cache is None:
-            known = ", ".join(map(repr, list(batch.caches)[:3])) or "no layer"
+        A replacement whose ``kv_cache_shape`` has a layout of its own overrides this.
+        """
+        self.write(key, value, pages.cache, pages.slots)
+        attended: Tensor = self.attend_pages(
+            query, pages.cache, pages.block_table, batch.query_start_loc, batch.seq_lens, self.sinks
+        )
+        return attended
+
+    def _pages(self, batch: AttentionBatch, tokens: int) -> LayerPages:
+        """Return this layer's pages, once they are known to be of its kind."""
+        pages = batch.pages.get(self.prefix)
+        if pages is None:
+            known = ", ".join(map(repr, list(batch.pages)[:3])) or "no layer"
             raise LayerError(
-                f"attention {self.prefix!r}: the batch has no cache for the layer, but for {known}: give one for each "
+                f"attention {self.prefix!r}: the batch has no pages for the layer, but for {known}: give some for each "
                 "prefix of attention_layers(model)"
             )
-        expected = self.kv_cache_shape(cache.shape[0] if cache.dim() else 0, cache.shape[3] if cache.dim() > 3 else 0)
-        if tuple(cache.shape) != expected:
+        if len(pages.slots) != tokens:
             raise LayerError(
-                f"attention {self.prefix!r}: its cache has shape {tuple(cache.shape)}, expected [rows, 2, "
-                f"{self.num_kv_heads}, tokens, {self.head_size}]: make it by kv_cache_shape(num_blocks, block_size)"
+                f"attention {self.prefix!r}: query has {tokens} tokens, and the batch {len(pages.slots)}: call the "
+                "model with the tokens of all its sequences"
             )
-        name = f"the cache of {self.prefix!r}"
-        expect_same_dtype("attention", name, cache, "key", key)
-        expect_same_device("attention", name, cache, "key", key)
-        return cache
+        shape = tuple(pages.cache.shape)
+        if shape != self.kv_cache_shape(shape[0] if shape else 0, batch.block_size):
+            raise LayerError(
+                f"attention {self.prefix!r}: its cache has shape {shape}, expected "
+                f"{self.kv_cache_shape(shape[0] if shape else 0, batch.block_size)}: make it by kv_cache_shape"
+            )
+        return pages
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend with queries of the last tokens of ``key``, as ``[heads, tokens, head_size]``."""
-        tokens, seen = query.shape[1], key.shape[1]
-        mask = self._mask(tokens, seen, query.device)
-        if self.logits_soft_cap is None and self.sinks is None:
-            causal = mask is None and tokens > 1
-            query, key, value = query[None], key[None], value[None]
-            grouped = self.num_kv_heads != self.num_heads
-            return self.attend(query, key, value, mask, 0.0, causal, scale=self.scale, enable_gqa=grouped)[0]
-        if mask is None and tokens > 1:
-            mask = _visible(tokens, seen, None, query.device)
-        return self._softmax(query, key, value, mask)
-
-    def _mask(self, tokens: int, seen: int, device: torch.device) -> Tensor | None:
-        """Return which keys each query sees, ``None`` where they are all, or all up to its own of as many."""
-        window = self.sliding_window
-        if (window is None or seen <= window) and (tokens == 1 or tokens == seen):
-            return None
-        return _visible(tokens, seen, window, device)
-
-    def _softmax(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend step by step, as the capped scores and the sinks need, in float32 or float64."""
+        """Attend within one sequence over ``[tokens, heads, head_size]``."""
+        tokens, window = query.shape[0], self.sliding_window
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        plain = self.logits_soft_cap is None and self.sinks is None
+        mask = None
+        if tokens > 1 and not (plain and (window is None or tokens <= window)):
+            positions = torch.arange(tokens, device=query.device)
+            mask = visible_keys(positions, positions, window)
+        if plain:
+            causal, grouped = mask is None and tokens > 1, self.num_kv_heads != self.num_heads
+            given = query[None], key[None], value[None], mask, 0.0, causal
+            return self.attend(*given, scale=self.scale, enable_gqa=grouped)[0].transpose(0, 1)
         expect_floating("attention", "query", query)
         for name, x in (("key", key), ("value", value)):
             expect_same_dtype("attention", name, x, "query", query)
             expect_same_device("attention", name, x, "query", query)
-        dtype = compute_dtype(query.dtype)
-        groups = (self.num_kv_heads, self.num_heads // self.num_kv_heads)
-        scores = query.reshape(*groups, *query.shape[1:]).to(dtype) @ key.unsqueeze(1).to(dtype).mT * self.scale
-        if self.logits_soft_cap is not None:
-            scores = self.logits_soft_cap * torch.tanh(scores / self.logits_soft_cap)
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -torch.inf)
-        if self.sinks is not None:
-            sinks = self.sinks.to(dtype).view(*groups, 1, 1).expand(*scores.shape[:-1], 1)
-            shares = torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
-        else:
-            shares = scores.softmax(dim=-1)
-        return (shares @ value.unsqueeze(1).to(dtype)).flatten(0, 1).to(query.dtype)
+        attended = attend_stepwise(query, key, value, mask, self.scale, self.logits_soft_cap, self.sinks)
+        return attended.transpose(0, 1)
 
     def extra_repr(self) -> str:
         return f"{self.num_heads}, {self.head_size}, scale={self.scale}, num_kv_heads={self.num_kv_heads}"
@@ -233,14 +264,8 @@ def _expect_settings(head_size: int, scale: float, window: int | None, cap: floa
         expect_positive("attention", "logits_soft_cap", cap)
 
 
-def _visible(tokens: int, seen: int, window: int | None, device: torch.device) -> Tensor:
-    """Return ``[tokens, seen]``: true where one of the last queries sees a key."""
-    behind = torch.arange(seen - tokens, seen, device=device)[:, None] - torch.arange(seen, device=device)
-    return (behind >= 0) if window is None else (behind >= 0) & (behind < window)
-
-
 def attention_layers(model: nn.Module) -> dict[str, Attention]:
-    """Return the attention layers of a model by the prefix under which each finds its cache.
+    """Return the attention layers of a model by the prefix under which each finds its pages.
 
     Raises:
         LayerError: two have one prefix, and so would have one cache.

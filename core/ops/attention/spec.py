@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from opgraft.ops import attention as ops
-from opgraft.ops.attention import functional
+from opgraft.ops.attention import functional, paged
 from opgraft.ops.spec import HALF_NORM, Arguments, Draw, OpSpec, Outside
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 HEADS, KEY_HEADS, KEYS = 4, 2, 5
+BLOCK_SIZE, SPARE_BLOCKS = 4, 40
 
 
 def _inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
@@ -44,6 +45,40 @@ def _encoder_inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Argument
         "scale": 0.3,
         "cu_seqlens": bounds.to(torch.int32),
         "sequence_lengths": draw.integers(0, tokens + 1, (batch,)),
+    }
+
+
+def _written(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
+    """Draw keys, values and places of their own for them, in a cache with more places."""
+    tokens = math.prod(lead)
+    blocks = tokens // BLOCK_SIZE + 2
+    return {
+        "key": draw(tokens, KEY_HEADS, head_size),
+        "value": draw(tokens, KEY_HEADS, head_size),
+        "cache": draw(blocks, 2, KEY_HEADS, BLOCK_SIZE, head_size),
+        "slots": torch.randperm(blocks * BLOCK_SIZE, generator=draw.generator)[:tokens],
+    }
+
+
+def _paged_inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
+    """Draw sequences of up to ``longest`` tokens, of which the first has as many, with up to ten tokens before them."""
+    sequences, longest = lead
+    lengths = draw.integers(int(longest == 1), longest + 1, (sequences,))
+    lengths[:1] = longest
+    seq_lens = lengths + draw.integers(0, 11, (sequences,))
+    needed = (seq_lens + BLOCK_SIZE - 1) // BLOCK_SIZE
+    blocks = int(needed.sum()) + SPARE_BLOCKS
+    table = draw.integers(0, blocks, (sequences, (longest + 10) // BLOCK_SIZE + 3))
+    own = torch.randperm(blocks, generator=draw.generator)
+    for row, part in zip(table, torch.split_with_sizes(own[:-SPARE_BLOCKS], needed.tolist()), strict=True):
+        row[: len(part)] = part
+    return {
+        "query": draw(int(lengths.sum()), HEADS, head_size),
+        "cache": draw(blocks, 2, KEY_HEADS, BLOCK_SIZE, head_size),
+        "block_table": table.to(torch.int32),
+        "query_start_loc": F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
+        "seq_lens": seq_lens.to(torch.int32),
+        "scale": 0.3,
     }
 
 
@@ -138,6 +173,88 @@ def _encoder_op(
     return op, (query, key, value, cu_seqlens, None, sequence_lengths)
 
 
+def _write(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
+    cache = cache.clone()
+    for token, slot in enumerate(slots.tolist()):
+        block, offset = divmod(slot, cache.shape[3])
+        cache[block, 0, :, offset] = key[token]
+        cache[block, 1, :, offset] = value[token]
+    return cache
+
+
+def _tokens_of(
+    cache: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield for each token of the query its position, and keys and values up to it, ``[heads, keys, size]``."""
+    for sequence, (start, end) in enumerate(pairwise(query_start_loc.tolist())):
+        length = int(seq_lens[sequence])
+        places = [divmod(position, cache.shape[3]) for position in range(length)]
+        rows = [cache[int(block_table[sequence, block]), :, :, offset] for block, offset in places]
+        for position in range(length - (end - start), length):
+            key, value = torch.stack(rows[: position + 1], 2)
+            yield position, key, value
+
+
+def _paged(
+    query: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    result = torch.zeros_like(query)
+    shared = torch.arange(query.shape[1]) * cache.shape[2] // query.shape[1]
+    for token, (_, key, value) in enumerate(_tokens_of(cache, block_table, query_start_loc, seq_lens)):
+        key, value = (x[shared, -sliding_window if sliding_window else 0 :] for x in (key, value))
+        scores = torch.einsum("he,hke->hk", query[token], key) * scale
+        if logits_soft_cap is not None:
+            scores = logits_soft_cap * (1 - 2 / (1 + torch.exp(2 * scores / logits_soft_cap)))
+        weights = torch.exp(scores)
+        sums = weights.sum(-1) + (0 if sinks is None else torch.exp(sinks))
+        result[token] = torch.einsum("hk,hke->he", weights / sums[:, None], value)
+    return result
+
+
+def _torch_paged(
+    query: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Any:
+    """Attend with one token after another to contiguous keys."""
+    if logits_soft_cap is not None or sinks is not None:
+        return None
+    attended = []
+    for row, (_, key, value) in zip(query, _tokens_of(cache, block_table, query_start_loc, seq_lens), strict=True):
+        k, v = (x[None, :, -sliding_window if sliding_window else 0 :] for x in (key, value))
+        attended.append(F.scaled_dot_product_attention(row[None, :, None], k, v, scale=scale, enable_gqa=True)[0, :, 0])
+    return torch.stack(attended)
+
+
+def _paged_op(
+    query: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[nn.Module, tuple[Any, ...]]:
+    op = ops.PagedAttention(scale, sliding_window, logits_soft_cap)
+    return op, (query, cache, block_table, query_start_loc, seq_lens, sinks)
+
+
 def _flops(query: Tensor, key: Tensor, **others: Any) -> int:
     return 4 * query.numel() * key.shape[-2]
 
@@ -146,6 +263,12 @@ def _encoder_flops(query: Tensor, cu_seqlens: Tensor | None = None, **others: An
     batch, tokens = query.shape[:2]
     pairs = batch * tokens**2 if cu_seqlens is None else int(cu_seqlens.diff().square().sum())
     return 4 * math.prod(query.shape[2:]) * pairs
+
+
+def _paged_flops(query: Tensor, query_start_loc: Tensor, seq_lens: Tensor, **others: Any) -> int:
+    counts = query_start_loc.diff()
+    pairs = counts * seq_lens - counts * (counts - 1) // 2
+    return 4 * math.prod(query.shape[1:]) * int(pairs.sum())
 
 
 SPECS = (
@@ -188,5 +311,35 @@ SPECS = (
         large=(((1, 257), 80), ((3, 83), 72)),
         tolerances=HALF_NORM,
         outside=(Outside("torch.nn.functional.scaled_dot_product_attention", _torch_encoder),),
+    ),
+    OpSpec(
+        paged.write_kv_cache,
+        _written,
+        _write,
+        flops=lambda **others: 0,
+        module=lambda **arguments: (ops.WriteKVCache(), arguments),
+        leads=((1,), (7,), (2, 3), (0,)),
+        sizes=(1, 9, 64),
+        large=(((83,), 80),),
+        differentiable=False,
+    ),
+    OpSpec(
+        paged.paged_attention,
+        _paged_inputs,
+        _paged,
+        _paged_flops,
+        module=_paged_op,
+        variants={
+            "": {},
+            "window": {"sliding_window": 3},
+            "cap": {"logits_soft_cap": 0.7},
+            "sinks": {"sinks": lambda draw, lead, size: draw(HEADS)},
+            "all": {"sliding_window": 5, "logits_soft_cap": 2.0, "sinks": lambda draw, lead, size: draw(HEADS)},
+        },
+        leads=((2, 1), (11, 3), (5, 7), (2, 0), (0, 3)),
+        sizes=(1, 9, 64),
+        large=(((4, 1), 128), ((2, 83), 80)),
+        tolerances=HALF_NORM,
+        outside=(Outside("torch.nn.functional.scaled_dot_product_attention", _torch_paged),),
     ),
 )

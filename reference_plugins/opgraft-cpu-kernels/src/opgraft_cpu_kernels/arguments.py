@@ -10,7 +10,7 @@ from torch import Tensor
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
-LIKE_THE_FIRST = ("out", "residual", "z", "key")
+LIKE_THE_FIRST = ("out", "residual", "z", "key", "value", "cache")
 FACTORS = ("weight", "bias", "cos", "sin", "cos_sin_cache", "alpha_p", "alpha_n")
 ROUNDED_TO_WEIGHT = (
     "rms_norm",

@@ -16,6 +16,10 @@ def _like(x: Tensor, *others: object, **settings: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
+def _like_query(query: Tensor, *others: object, **settings: object) -> Tensor:
+    return query.new_empty(query.shape)
+
+
 def _pair_like(x: Tensor, *others: object, **settings: object) -> tuple[Tensor, Tensor]:
     return _like(x), _like(x)
 
@@ -72,6 +76,7 @@ RULES: dict[Callable[..., object], str] = {
     _mapped: "linear quantized_linear int8_dynamic_linear",
     _mapped_by_panels: "packed_linear",
     _int8_and_scale: "quant_int8_dynamic",
+    _like_query: "attend_pages",
 }
 """Rule → the ops that it is for."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import opgraft
 
-from opgraft_cpu_kernels import library, linear, ops
+from opgraft_cpu_kernels import attention, library, linear, ops
 
 platforms = ("cpu",)
 
@@ -19,6 +19,7 @@ def opgraft_register_ops() -> None:
     missing = library.missing()
     if missing and missing.startswith(library.VARIABLE):
         raise ValueError(missing)
+    conditions = {ops.Linear: linear.has_kernel, ops.Attention: attention.has_kernel}
     for replacement in ops.REPLACEMENTS:
-        when = linear.has_kernel if replacement is ops.Linear else None
+        when = conditions.get(replacement)
         opgraft.CustomOp.register_oot(replacement, name=replacement.__mro__[1], when=when)

@@ -167,6 +167,32 @@ struct Int8Linear {
   MutableRows out;
 };
 
+// Attention over pages. A block holds keys and then values, each a head after another, each of these in groups of 16
+// tokens. A group of keys lies by elements: [head_size][16], in bfloat16 by pairs of them: [head_size / 2][16][2]. A
+// group of values lies by tokens: [16][head_size], in bfloat16 by pairs of them: [8][head_size][2].
+constexpr int64_t KEYS_OF_GROUP = 16;
+constexpr int64_t CHUNK = 256;  // keys whose results are merged with those of others
+
+struct PagedAttention {
+  const void* query = nullptr;
+  void* out = nullptr;  // contiguous
+  const void* cache = nullptr;
+  int64_t query_stride = 0, block_size = 0, head_size = 0, heads = 0, kv_heads = 0;
+  const int32_t* tables = nullptr;
+  int64_t table_stride = 0;
+  const int32_t *starts = nullptr, *lengths = nullptr;
+  float scale = 0, cap = 0;  // cap: none if zero
+  int64_t window = INT64_MAX;
+  const float* sinks = nullptr;
+};
+
+// Tokens [first, last) of the query of a sequence, with the heads that share a key head.
+struct AttentionPart {
+  int64_t sequence = 0, kv_head = 0, first = 0, last = 0;
+  int64_t chunk = 0;         // the only one, if there is a place for what it gives
+  float* partial = nullptr;  // for each row head_size + 2 numbers
+};
+
 using NormKernel = void (*)(const Norm&, int64_t begin, int64_t end);
 using GatedNormKernel = void (*)(const GatedNorm&, int64_t begin, int64_t end);
 using GatedKernel = void (*)(const GatedActivation&, int64_t begin, int64_t end);
@@ -182,6 +208,8 @@ using DequantizeKernel = void (*)(const QuantizedLinear&, int64_t begin, int64_t
 using Int8RowsKernel = void (*)(const Rows& x, const Int8Linear&, int8_t* codes, float* scales, int64_t begin,
                                 int64_t end);
 using Int8LinearKernel = void (*)(const Int8Linear&, int64_t begin, int64_t end);
+using AttentionKernel = void (*)(const PagedAttention&, const AttentionPart&);
+using MergeKernel = void (*)(const PagedAttention&, const AttentionPart&, const float* partials, int64_t count);
 using PackKernel = bool (*)(const float* weight, int64_t in_features, int64_t out_features, int parts,
                             uint16_t* packed, int64_t begin, int64_t end);
 using PackedLinearKernel = bool (*)(const Linear&, int64_t begin, int64_t end, int64_t first_panel,
@@ -206,6 +234,8 @@ struct Path {
   DequantizeKernel dequantize_rows[DTYPES];
   Int8RowsKernel int8_rows[DTYPES];
   Int8LinearKernel int8_linear[DTYPES];
+  AttentionKernel attention[DTYPES];
+  MergeKernel merge_chunks[DTYPES];
   // Null without tiles. They return whether bfloat16 can hold what they read.
   PackKernel pack = nullptr;
   PackedLinearKernel packed_linear = nullptr;

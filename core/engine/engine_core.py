@@ -1,0 +1,151 @@
+"""``EngineCore``: requests in, tokens out, a step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from opgraft.config import OpgraftConfig
+from opgraft.engine.cache_layout import CacheLayout
+from opgraft.engine.executor import Executor
+from opgraft.engine.kv_cache import KVCacheManager
+from opgraft.engine.request import FinishReason, Request
+from opgraft.engine.scheduler import Scheduler
+from opgraft.engine.step import Step, StepResult
+from opgraft.errors import ConfigError, ModelError, RequestError
+from opgraft.state import host_state
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutput:
+    """The news of one request.
+
+    Attributes:
+        token: sampled in this step; ``None`` where the request ended without one.
+        finish_reason: why it ended; ``None`` while it goes on.
+        error: what failed, for the reason ``"error"``.
+        logprobs: of the token, where they are asked for.
+        prompt_logprobs: of the prompt, once, where they are asked for.
+        num_cached: tokens of the prompt whose keys and values were found in the cache.
+    """
+
+    request_id: str
+    token: int | None
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    logprobs: Any = None
+    prompt_logprobs: Sequence[Any] | None = None
+    num_cached: int = 0
+
+
+class EngineCore:
+    """A scheduler and the executor that computes its steps.
+
+    Args:
+        opgraft_config: the process's where not given; every section is read from it.
+
+    Raises:
+        ModelError: no model is named, or it has no attention layers and so is no decoder.
+        ConfigError: the cache is too small for one request of the longest context.
+    """
+
+    def __init__(self, opgraft_config: OpgraftConfig | None = None) -> None:
+        given = opgraft_config or host_state().settings().config
+        self.opgraft_config = given.resolved()
+        self.executor = Executor(self.opgraft_config)
+        self.executor.start()
+        layout: CacheLayout = self.executor.call("load_model")
+        if not layout.layers:
+            raise ModelError(f"the model {given.model.name} has no attention layers with a cache: it cannot generate")
+        self.max_model_len = self._context()
+        cache = self.opgraft_config.cache
+        num_blocks = cache.num_blocks or self.executor.call("cache_bytes") // layout.bytes_per_block
+        self.cache = KVCacheManager(layout.kinds, num_blocks, layout.block_size, cache.prefix_reuse)
+        self._expect_room(layout)
+        self.executor.call("allocate_cache", num_blocks)
+        self.scheduler = Scheduler(self.opgraft_config.scheduler, self.cache, self.max_model_len)
+
+    def _context(self) -> int:
+        longest = self.executor.call("max_context")
+        if longest is None:
+            raise ConfigError("the checkpoint does not say how long a context may be: set model.max_model_len")
+        return int(longest)
+
+    def _expect_room(self, layout: CacheLayout) -> None:
+        needed = self.cache.most_blocks(self.max_model_len, self.opgraft_config.scheduler.max_num_batched_tokens)
+        there = self.cache.pool.num_blocks
+        if needed > there:
+            raise ConfigError(
+                f"the cache has room for {there} blocks of {layout.bytes_per_block} bytes, and one request of "
+                f"{self.max_model_len} tokens takes {needed}: raise cache.memory_bytes to "
+                f"{needed * layout.bytes_per_block}, cache.memory_share or cache.num_blocks, or lower "
+                "model.max_model_len"
+            )
+
+    @property
+    def cache_tokens(self) -> int:
+        """Return how many tokens of long sequences the cache holds."""
+        full = sum(kind.sliding_window is None for kind in self.cache.kinds) or len(self.cache.kinds)
+        return self.cache.pool.num_blocks // full * self.cache.block_size
+
+    @property
+    def has_work(self) -> bool:
+        """Tell whether a request runs or waits."""
+        return self.scheduler.has_work
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Have requests wait for their turn: all of them, or none if one cannot be served.
+
+        Raises:
+            RequestError: an id is in use, or a request can never be served.
+        """
+        added: list[Request] = []
+        try:
+            for request in requests:
+                self.scheduler.add(request)
+                added.append(request)
+        except RequestError:
+            for request in added:
+                self.scheduler.abort(request.request_id)
+            raise
+
+    def abort(self, request_id: str) -> None:
+        """End a request now.
+
+        Raises:
+            RequestError: none of that id runs or waits.
+        """
+        self.scheduler.abort(request_id)
+
+    def step(self) -> list[EngineOutput]:
+        """Compute a step and return the news of its requests. A step that fails ends its requests, and only those."""
+        step = self.scheduler.schedule()
+        try:
+            result: StepResult = self.executor.call("execute", step)
+        except Exception as error:
+            return self._failed({each.request_id: f"{type(error).__name__}: {error}" for each in step.sequences})
+        failed = self._failed(result.errors)
+        return failed + self._news(step, result)
+
+    def _failed(self, errors: Any) -> list[EngineOutput]:
+        for request_id in errors:
+            self.scheduler.abort(request_id, "error")
+        return [EngineOutput(request_id, None, "error", message) for request_id, message in errors.items()]
+
+    def _news(self, step: Step, result: StepResult) -> list[EngineOutput]:
+        finished = {each.request_id: each.finish_reason for each in self.scheduler.update(step, result.tokens)}
+        return [
+            EngineOutput(
+                request_id,
+                token,
+                finished.get(request_id),
+                logprobs=result.logprobs.get(request_id),
+                prompt_logprobs=result.prompt_logprobs.get(request_id),
+            )
+            for request_id, token in result.tokens.items()
+        ]
+
+    def shutdown(self) -> None:
+        """Let go of the workers."""
+        self.executor.shutdown()

@@ -1,0 +1,37 @@
+"""``Executor``: how the engine reaches its workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.config import OpgraftConfig
+from opgraft.engine.worker import Worker
+
+
+@PluggableClass.register("executor")
+class Executor(PluggableClass):
+    """One worker in this process.
+
+    Args:
+        opgraft_config: resolved.
+    """
+
+    def __init__(self, opgraft_config: OpgraftConfig) -> None:
+        self.opgraft_config = opgraft_config
+
+    def start(self) -> None:
+        """Start the worker and prepare its device."""
+        self.worker = Worker(self.opgraft_config)
+        self.worker.init_device()
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Return what a method of the worker returns."""
+        return getattr(self.worker, method)(*args)
+
+    def check_health(self) -> None:
+        """Raise where a worker is lost; one in this process is not."""
+
+    def shutdown(self) -> None:
+        """Let go of the worker, and with it of the model and its cache."""
+        del self.worker

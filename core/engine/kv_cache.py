@@ -1,0 +1,209 @@
+"""The cache of keys and values, as tables of blocks: one table per sequence and kind of layers.
+
+Nothing here touches a tensor: a block is a number, and what lies in it is the runner's and the attention's matter.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import NamedTuple
+
+from opgraft.engine.blocks import BlockPool
+from opgraft.engine.request import Request
+from opgraft.engine.step import Blocks
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Layers that keep the same tokens: all, or the last ``sliding_window``, the current one included."""
+
+    sliding_window: int | None = None
+
+    def first_kept(self, num_computed: int, block_size: int) -> int:
+        """Return the first block that the token after ``num_computed`` ones still attends to."""
+        if self.sliding_window is None:
+            return 0
+        return max(num_computed + 1 - self.sliding_window, 0) // block_size
+
+    def most_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
+        """Return the most blocks in use at once, if ``num_tokens`` are computed in steps of at most ``chunk``."""
+        whole = -(-num_tokens // block_size)
+        if self.sliding_window is None:
+            return whole
+        return min(whole, -(-(self.sliding_window - 1 + chunk) // block_size) + 1)
+
+
+class Prefix(NamedTuple):
+    """The computed beginning of a sequence, as blocks of the cache.
+
+    Attributes:
+        num_tokens: its length.
+        blocks: for each kind the full blocks that the next token attends to; those before it are not needed.
+        partial: for each kind the block whose first tokens are to be copied; empty where all blocks are full.
+    """
+
+    num_tokens: int
+    blocks: Sequence[Sequence[int]]
+    partial: Sequence[int] = ()
+
+
+class _Table:
+    """Blocks of one sequence and kind by position; the first ``dropped`` are out of the window, and given back."""
+
+    __slots__ = ("blocks", "dropped")
+
+    def __init__(self, dropped: int, blocks: Sequence[int]) -> None:
+        self.dropped = dropped
+        self.blocks = [0] * dropped + list(blocks)
+
+    def held(self) -> list[int]:
+        return self.blocks[self.dropped :]
+
+
+class KVCacheManager:
+    """Tables of blocks from one pool, and the beginnings of sequences that are found in it again.
+
+    A full block is known by a hash of its tokens and of everything before them, chained from block to block, and of the
+    request's salt. It is SHA-256: whoever could make two beginnings collide could read another tenant's.
+
+    Args:
+        kinds: of the model's layers; each has a table, and blocks of its own in it.
+        num_blocks: blocks of the pool, which all kinds draw from.
+        block_size: tokens in a block.
+        prefix_reuse: find blocks of earlier sequences that begin alike.
+    """
+
+    def __init__(self, kinds: Sequence[LayerKind], num_blocks: int, block_size: int, prefix_reuse: bool = True) -> None:
+        self.kinds = tuple(kinds)
+        self.block_size = block_size
+        self.prefix_reuse = prefix_reuse
+        self.pool = BlockPool(num_blocks)
+        self._tables: dict[str, list[_Table]] = {}
+        self.no_blocks: Blocks = ((),) * len(self.kinds)
+        self.no_prefix = Prefix(0, self.no_blocks)
+
+    def most_blocks(self, num_tokens: int, chunk: int) -> int:
+        """Return the most blocks that a sequence uses at once, if it is computed in steps of at most ``chunk``."""
+        return sum(kind.most_blocks(num_tokens, chunk, self.block_size) for kind in self.kinds)
+
+    def blocks(self, request: Request) -> Blocks:
+        """Return the whole tables of a sequence."""
+        return tuple(tuple(table.blocks) for table in self._tables[request.request_id])
+
+    def longest_prefix(self, request: Request) -> Prefix:
+        """Find the longest beginning of a sequence that is in the cache, short of its last token.
+
+        Of a kind with a sliding window only the blocks in the window need to be there.
+        """
+        if not self.prefix_reuse:
+            return self.no_prefix
+        count = (request.num_tokens - 1) // self.block_size
+        self._hash(request, count)
+        hashes = request.block_hashes[:count]
+        found = [self.pool.lookup((kind, digest) for digest in hashes) for kind in range(len(self.kinds))]
+        length = self._covered(found)
+        kept = [blocks[first:length] for blocks, first in zip(found, self._first_kept(length), strict=True)]
+        return Prefix(length * self.block_size, [[b for b in blocks if b is not None] for blocks in kept])
+
+    def _covered(self, found: Sequence[Sequence[int | None]]) -> int:
+        """Return the most blocks of which each kind has found those that are needed.
+
+        Where one is missing, every length that needs it is out: the next to try ends before it.
+        """
+        length = len(found[0])
+        while gaps := [
+            blocks.index(None, first, length)
+            for blocks, first in zip(found, self._first_kept(length), strict=True)
+            if None in blocks[first:length]
+        ]:
+            length = min(gaps)
+        return length
+
+    def _first_kept(self, num_blocks: int) -> list[int]:
+        return [kind.first_kept(num_blocks * self.block_size, self.block_size) for kind in self.kinds]
+
+    def common_prefix(self, request: Request, parent: Request) -> Prefix | None:
+        """Return the prompt short of its last token as the blocks of a ``parent`` that has computed the same prompt.
+
+        ``None`` where the parent holds a part of it no longer, as a window has slid.
+        """
+        full, rest = divmod(len(request.prompt) - 1, self.block_size)
+        tables = self._tables[parent.request_id]
+        first = [kind.first_kept(len(request.prompt) - 1, self.block_size) for kind in self.kinds]
+        if any(table.dropped > block for table, block in zip(tables, first, strict=True)):
+            return None
+        blocks = [table.blocks[block:full] for table, block in zip(tables, first, strict=True)]
+        partial = [table.blocks[full] for table in tables] if rest else []
+        return Prefix(len(request.prompt) - 1, blocks, partial)
+
+    def fits(self, request: Request, prefix: Prefix, chunk: int, reserve: int) -> bool:
+        """Tell whether the whole sequence so far fits after ``prefix``, and leaves ``reserve`` blocks free."""
+        in_use = sum(self.pool.references(block) > 0 for blocks in prefix.blocks for block in blocks)
+        return self.most_blocks(request.num_tokens, chunk) - in_use + reserve <= self.pool.num_free
+
+    def open(self, request: Request, prefix: Prefix) -> tuple[tuple[int, int], ...]:
+        """Give a sequence its tables, which begin with ``prefix``, and return the copies to make of partial blocks."""
+        for blocks in prefix.blocks:
+            self.pool.share(blocks)
+        own = self.pool.allocate(len(prefix.partial))
+        full = prefix.num_tokens // self.block_size
+        tables = [_Table(full - len(blocks), blocks) for blocks in prefix.blocks]
+        for table, block in zip(tables, own, strict=False):
+            table.blocks.append(block)
+        self._tables[request.request_id] = tables
+        return tuple(zip(prefix.partial, own, strict=True))
+
+    def extend(self, request: Request, count: int) -> Blocks | None:
+        """Append blocks for the next ``count`` tokens, and return them; ``None``, and nothing, where too few are free.
+
+        Blocks that slid out of a window are given back before.
+        """
+        tables = self._tables[request.request_id]
+        missing = -(-(request.num_computed + count) // self.block_size) - len(tables[0].blocks)
+        if missing <= 0:
+            return self.no_blocks
+        self._drop(tables, request.num_computed)
+        if missing * len(tables) > self.pool.num_free:
+            return None
+        new = tuple(tuple(self.pool.allocate(missing)) for _ in tables)
+        for table, blocks in zip(tables, new, strict=True):
+            table.blocks += blocks
+        return new
+
+    def _drop(self, tables: Sequence[_Table], num_computed: int) -> None:
+        for kind, table in zip(self.kinds, tables, strict=True):
+            first = kind.first_kept(num_computed, self.block_size)
+            if first > table.dropped:
+                self.pool.free(table.blocks[table.dropped : first])
+                table.dropped = first
+
+    def computed(self, request: Request, start: int) -> None:
+        """Have the blocks found that became full when the tokens from ``start`` to ``num_computed`` were computed."""
+        first, last = start // self.block_size, request.num_computed // self.block_size
+        if first == last or not self.prefix_reuse:
+            return
+        self._hash(request, last)
+        for kind, table in enumerate(self._tables[request.request_id]):
+            for index in range(first, last):
+                self.pool.keep(table.blocks[index], (kind, request.block_hashes[index]))
+
+    def close(self, request: Request) -> None:
+        """Give the blocks of a sequence back; they keep their contents until they are needed."""
+        for table in self._tables.pop(request.request_id):
+            self.pool.free(table.held())
+
+    def _hash(self, request: Request, count: int) -> None:
+        """Have the hashes of a request's first ``count`` blocks, all full; those that are known stay."""
+        hashes = request.block_hashes
+        for index in range(len(hashes), count):
+            before = hashes[-1] if hashes else _root(request.cache_salt)
+            tokens = array("q", request.tokens(index * self.block_size, (index + 1) * self.block_size))
+            hashes.append(sha256(before + tokens.tobytes()).digest())
+
+
+def _root(salt: str | None) -> bytes:
+    """Return what the first block's hash begins with, as long as a hash."""
+    return bytes(sha256().digest_size) if salt is None else sha256(salt.encode("utf-8", "surrogatepass")).digest()

@@ -1,0 +1,115 @@
+"""``ModelRunner``: computes the steps of the engine with a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.config import OpgraftConfig
+from opgraft.engine.cache_layout import CacheLayout
+from opgraft.engine.input_batch import InputBatch, Inputs
+from opgraft.engine.sampling import Sampler, SamplingBatch, TokenLogprobs, prompt_logprobs
+from opgraft.engine.step import Scheduled, Step, StepResult
+from opgraft.models import load_model
+from opgraft.ops.attention.batch import attending
+from opgraft.ops.attention.decoder import attention_layers
+from torch import Tensor
+
+
+@PluggableClass.register("model_runner")
+class ModelRunner(PluggableClass):
+    """Holds the model, its cache and the sequences of the batch, and computes steps.
+
+    Args:
+        opgraft_config: resolved.
+        device: where the model is.
+    """
+
+    def __init__(self, opgraft_config: OpgraftConfig, device: torch.device) -> None:
+        self.opgraft_config = opgraft_config
+        self.device = device
+        self.sampler = Sampler()
+        self.sampling = SamplingBatch()
+        self._prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = {}
+
+    def load_model(self) -> None:
+        """Make the model and read its weights."""
+        self.model: Any = load_model(self.opgraft_config)
+        cache = self.opgraft_config.cache
+        dtype = self.model.dtype if cache.dtype == "auto" else getattr(torch, cache.dtype)
+        self.layout = CacheLayout.of(attention_layers(self.model), cache.block_size, dtype)
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        """Make the cache; sequences that were known are forgotten."""
+        self.caches = self.layout.allocate(num_blocks, self.device)
+        self.batch = InputBatch(
+            [{name: self.caches[name] for name in group} for group in self.layout.groups],
+            self.opgraft_config.scheduler.max_num_seqs,
+            -(-self.model.max_position // self.layout.block_size),
+            self.layout.block_size,
+            self.device,
+        )
+
+    @torch.inference_mode()
+    def execute(self, step: Step) -> StepResult:
+        """Compute a step: change what is known of the sequences, run the model, sample."""
+        self._apply(step)
+        if not step.sequences:
+            return StepResult({})
+        inputs = self.batch.inputs(step.sequences)
+        with attending(inputs.batch):
+            hidden = self.model(inputs.input_ids, inputs.positions)
+        if self._prompt_logprobs:
+            self._take_prompt_logprobs(hidden, step.sequences)
+        return self._sample(hidden, inputs) if inputs.sampled else StepResult({})
+
+    def _apply(self, step: Step) -> None:
+        for request_id in step.removed:
+            self.sampling.remove(request_id)
+            self._prompt_logprobs.pop(request_id, None)
+        for new in step.added:
+            self.sampling.add(
+                new.request_id,
+                new.params,
+                new.tokens[: new.prompt_length],
+                new.tokens[new.prompt_length :],
+                arrival=new.arrival,
+                eos=new.eos,
+                bad_words=new.bad_words,
+                grammar=new.grammar,
+            )
+            if new.params.prompt_logprobs is not None and len(new.tokens) == new.prompt_length:
+                self._prompt_logprobs[new.request_id] = (new.params.prompt_logprobs, [])
+        self.batch.apply(step)
+        if step.copies:
+            sources, targets = torch.tensor(step.copies, device=self.device).unbind(1)
+            for cache in {id(cache): cache for cache in self.caches.values()}.values():
+                cache[targets] = cache[sources]
+
+    def _sample(self, hidden: Tensor, inputs: Inputs) -> StepResult:
+        if len(inputs.sampled) < len(hidden):
+            hidden = hidden[inputs.sampled_rows]
+        self.sampling.select(inputs.sampled)
+        sampled = self.sampler(self.model.compute_logits(hidden), self.sampling)
+        tokens = dict(zip(inputs.sampled, sampled.tokens.tolist(), strict=True))
+        for request_id in sampled.errors:
+            del tokens[str(request_id)]
+        for request_id, token in tokens.items():
+            self.batch.append(request_id, token)
+            self.sampling.append(request_id, token)
+        ended = [name for name in inputs.sampled if name in self._prompt_logprobs]
+        prompts = {name: self._prompt_logprobs.pop(name)[1] for name in ended}
+        return StepResult(tokens, sampled.logprobs, sampled.errors, prompts)
+
+    def _take_prompt_logprobs(self, hidden: Tensor, sequences: Sequence[Scheduled]) -> None:
+        """Compute the logits of a chunk of a prompt for who asks for them."""
+        first = 0
+        for each in sequences:
+            found = self._prompt_logprobs.get(each.request_id)
+            if found is not None:
+                count, known = found
+                logits = self.model.compute_logits(hidden[first : first + each.count])
+                known += prompt_logprobs(logits, self.batch.tokens(each.request_id), each.start, count)
+            first += each.count

@@ -1,0 +1,157 @@
+"""Drawing tokens: from the whole vocabulary, and from what top-k, min-p and top-p keep of it.
+
+All is done row by row, and what a row gives is the same whatever stands in the other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from opgraft.engine.sampling.blocks import BLOCK, blocks_of, likeliest
+from opgraft.engine.sampling.nucleus import within_nucleus
+from torch import Tensor
+
+CANDIDATES = (64, 2048)
+"""Numbers of likeliest tokens among which those that the filters keep are looked for, before the whole vocabulary."""
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Filters of some rows, each ``[n, 1]``.
+
+    Attributes:
+        top_k: int64; the vocabulary's size or more for all tokens.
+        top_p: float64; infinite for all tokens.
+        min_p: float64, the logarithm of the share; ``-inf`` for all tokens.
+        whole: rows whose nucleus is a share of all tokens, for lack of top-k and min-p, bool.
+    """
+
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    whole: Tensor
+
+    @classmethod
+    def of(cls, top_k: Sequence[int], top_p: Sequence[float], min_p: Sequence[float], device: torch.device) -> Filters:
+        """Make the filters of rows from their values as ``SamplingParams`` has them."""
+        k = torch.tensor([value or torch.iinfo(torch.int64).max for value in top_k], device=device)
+        p = torch.tensor([value if value < 1 else float("inf") for value in top_p], dtype=torch.float64, device=device)
+        share = (
+            torch.tensor(min_p, dtype=torch.float64, device=device).log().float().double()
+        )  # as precise as the logits it is compared with
+        whole = torch.tensor([not (one or other) for one, other in zip(top_k, min_p, strict=True)], device=device)
+        return cls(k.unsqueeze(1), p.unsqueeze(1), share.unsqueeze(1), whole.unsqueeze(1))
+
+    def take(self, rows: Tensor | slice) -> Filters:
+        """Return the filters of some of the rows."""
+        return Filters(self.top_k[rows], self.top_p[rows], self.min_p[rows], self.whole[rows])
+
+
+def draw(scaled: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw a token of each row from the distribution over the whole vocabulary.
+
+    Args:
+        scaled: ``[n, vocabulary]`` float32, logits over temperature, less the greatest of the row.
+        uniforms: ``[n]`` float64, in [0, 1).
+
+    Returns:
+        Tokens ``[n]``, int64: the first whose cumulative probability exceeds the uniform number.
+    """
+    mass = blocks_of(scaled.exp(), 0.0)
+    totals = _totals(mass)
+    target = uniforms * totals[:, -1]
+    block = invert(totals, target)
+    rows = torch.arange(len(scaled), device=scaled.device)
+    inner = mass[rows, block].double().cumsum(-1)
+    before = torch.where(block > 0, totals[rows, block - 1], 0.0)
+    return block * BLOCK + invert(inner, target - before)
+
+
+def draw_filtered(scaled: Tensor, filters: Filters, uniforms: Tensor) -> Tensor:
+    """Draw a token of each row from what min-p, top-k and top-p keep of it, in this order.
+
+    Args:
+        scaled, uniforms: as for ``draw``.
+        filters: of these rows.
+
+    Returns:
+        Tokens ``[n]``, int64.
+    """
+    whole = bool((filters.whole & filters.top_p.isfinite()).any())
+    total = _totals(blocks_of(scaled.exp(), 0.0))[:, -1] if whole else torch.zeros_like(uniforms)
+    tokens, left = _draw_among(CANDIDATES[0], scaled, filters, total, uniforms)
+    if not len(left):
+        return tokens
+    by_rank = filters.top_k[left, 0] < scaled.shape[1]
+    wide, ranked = left[~by_rank], left[by_rank]
+    if len(wide):
+        some = filters.take(wide)
+        tokens[wide] = draw(within_nucleus(scaled[wide], some.top_p, some.min_p), uniforms[wide])
+    for size in (CANDIDATES[1], scaled.shape[1]):
+        if len(ranked):
+            given = scaled[ranked], filters.take(ranked), total[ranked], uniforms[ranked]
+            tokens[ranked], later = _draw_among(size, *given)
+            ranked = ranked[later]
+    return tokens
+
+
+def _draw_among(size: int, scaled: Tensor, filters: Filters, total: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw among a number of the likeliest tokens; return tokens, and the rows in which more of them are kept."""
+    values, ids = likeliest(scaled, size)
+    values = values.double()
+    limit, ties, needed = _limits(values, filters, total)
+    last = values[:, -1:]
+    more = (last >= needed) & ~last.isneginf() & (size < scaled.shape[1])
+    return _draw_kept(values, ids, limit, ties, uniforms), more.squeeze(1).nonzero().squeeze(1)
+
+
+def _totals(mass: Tensor) -> Tensor:
+    """Return the cumulative sums of blocks in float64; added up in an order that the number of rows does not change."""
+    return mass.sum(-1, dtype=torch.float64).cumsum(-1)
+
+
+def _limits(values: Tensor, filters: Filters, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the least logit that is kept of each row, how many tokens with just that logit are, and what that rests on.
+
+    Args:
+        values: ``[n, candidates]`` float64, the greatest of ``scaled``, descending.
+        filters: of these rows.
+        total: ``[n]``, sum of ``exp(scaled)`` over the vocabulary, of rows that are filtered by top-p alone.
+
+    Returns:
+        Each ``[n, 1]``. They are right if all logits from the third on are among the candidates.
+    """
+    candidates = values.shape[1]
+    least = values.gather(1, (filters.top_k - 1).clamp(max=candidates - 1))
+    least = least.where(filters.top_k <= candidates, float("-inf")).maximum(filters.min_p)
+    kept = values >= least
+    reached = (values.exp() * kept).cumsum(-1)
+    all_of_it = torch.where(filters.whole, total.unsqueeze(1), reached[:, -1:])
+    before = torch.nn.functional.pad(reached[:, :-1], (1, 0))
+    count = (kept & (before < filters.top_p * all_of_it)).sum(-1, keepdim=True)
+    nucleus = filters.top_p.isfinite()
+    limit = torch.where(nucleus, values.gather(1, count - 1), least)
+    ties = torch.where(nucleus, count - (values > limit).sum(-1, keepdim=True), candidates)
+    return limit, ties, torch.where(filters.whole, limit, least)
+
+
+def _draw_kept(values: Tensor, ids: Tensor, limit: Tensor, ties: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw among the candidates at or above a limit, in the order of the vocabulary."""
+    ids, order = ids.sort(dim=-1)
+    values = values.gather(1, order)
+    level = values == limit
+    kept = (values > limit) | (level & (level.cumsum(-1) <= ties))
+    reached = (values.exp() * kept).cumsum(-1)
+    return ids.gather(1, invert(reached, uniforms * reached[:, -1]).unsqueeze(1)).squeeze(1)
+
+
+def invert(cumulative: Tensor, target: Tensor) -> Tensor:
+    """Return of each row the first position whose sum exceeds the target, never one that adds nothing.
+
+    A target that rounding has brought to the end is met by the last position that adds something.
+    """
+    beyond = torch.searchsorted(cumulative, target.unsqueeze(1), right=True)
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
+    return torch.minimum(beyond, last).squeeze(1)

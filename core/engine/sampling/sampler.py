@@ -1,0 +1,129 @@
+"""``Sampler``: from the logits of a step to its tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+import torch
+from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.engine.sampling.batch import Plan, SamplingBatch
+from opgraft.engine.sampling.blocks import row_maximum
+from opgraft.engine.sampling.drawing import draw, draw_filtered
+from opgraft.engine.sampling.logprobs import TokenLogprobs, token_logprobs
+from opgraft.errors import RequestError
+from torch import Tensor
+
+IN_CACHE = 2**18
+"""Logits that are drawn from at a time on a CPU: more take three times as long, in memory that is fetched anew."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Tokens of a step, log-probabilities and failures.
+
+    Attributes:
+        tokens: ``[n]``, int64, on the logits' device; -1 in a row that failed.
+        logprobs: by key, of the requests that ask for them.
+        errors: by key, why a request could not be sampled.
+    """
+
+    tokens: Tensor
+    logprobs: Mapping[Hashable, TokenLogprobs] = dataclasses.field(default_factory=dict)
+    errors: Mapping[Hashable, str] = dataclasses.field(default_factory=dict)
+
+
+@PluggableClass.register("sampler")
+class Sampler(PluggableClass):
+    """Samples a token for each request of a batch.
+
+    Logits are changed in the order of vLLM: allowed tokens, bad words and tokens that ``min_tokens`` holds back are
+    banned, then come biases, users' processors and penalties. Greedy requests take the likeliest token of that. For
+    the others the logits are divided by the temperature, limited by min-p, top-k and top-p, and drawn from.
+    """
+
+    @torch.inference_mode()
+    def __call__(self, logits: Tensor, batch: SamplingBatch) -> Sampled:
+        """Sample.
+
+        Args:
+            logits: ``[n, vocabulary]``, of any floating dtype; left as they are.
+            batch: its rows are those of the logits.
+
+        Raises:
+            RequestError: the batch has another number of rows.
+        """
+        if logits.dim() != 2 or len(logits) != len(batch):
+            shape = tuple(logits.shape)
+            raise RequestError(
+                f"logits {shape} for a batch of {len(batch)} requests: expected [{len(batch)}, vocabulary]"
+            )
+        if not len(batch):
+            return Sampled(torch.empty(0, dtype=torch.int64, device=logits.device))
+        plan = batch.plan(logits.shape[1], logits.device)
+        working = logits.float()
+        errors: dict[int, str] = {}
+        if plan.adjustments.any:
+            working = working.clone() if working is logits else working
+            errors = plan.adjustments.apply(working)
+        maximum, tokens = row_maximum(working)
+        errors = _unusable(maximum, logits) | errors
+        if plan.drawn:
+            if errors:  # numbers that harm no other row
+                failed = torch.tensor(list(errors), device=logits.device)
+                working, maximum = working.index_fill(0, failed, 0.0), maximum.index_fill(0, failed, 0.0)
+            drawn = _draw(working, maximum, plan, batch)
+            tokens = drawn if plan.rows is None else tokens.index_copy_(0, plan.rows, drawn)
+        return _result(tokens, logits, plan, batch, errors)
+
+
+def _draw(logits: Tensor, maximum: Tensor, plan: Plan, batch: SamplingBatch) -> Tensor:
+    """Draw tokens for the rows that are not greedy, in the order of the plan, a few rows at a time."""
+    uniforms = torch.tensor(batch.uniforms(plan.drawn), dtype=torch.float64, device=logits.device)
+    few = max(1, IN_CACHE // logits.shape[1]) if logits.device.type == "cpu" else len(plan.drawn)
+    tokens = []
+    for begin, end in (*_parts(0, plan.free, few), *_parts(plan.free, len(plan.drawn), few)):
+        rows: slice | Tensor = slice(begin, end) if plan.rows is None else plan.rows[begin:end]
+        scaled = (logits[rows] - maximum[rows].unsqueeze(1)).div_(plan.temperature[begin:end])
+        if begin < plan.free:
+            tokens.append(draw(scaled, uniforms[begin:end]))
+        else:
+            filters = plan.filters.take(slice(begin - plan.free, end - plan.free))
+            tokens.append(draw_filtered(scaled, filters, uniforms[begin:end]))
+    return torch.cat(tokens)
+
+
+def _parts(begin: int, end: int, size: int) -> list[tuple[int, int]]:
+    return [(start, min(start + size, end)) for start in range(begin, end, size)]
+
+
+def _unusable(maximum: Tensor, logits: Tensor) -> dict[int, str]:
+    """Say by row why nothing can be sampled, where the greatest logit is no number."""
+    if bool(maximum.isfinite().all()):
+        return {}
+    return {row: _reason(logits[row]) for row in (~maximum.isfinite()).nonzero().flatten().tolist()}
+
+
+def _reason(logits: Tensor) -> str:
+    where = f"of {len(logits)} logits"
+    if bool(logits.isnan().any()):
+        return f"{int(logits.isnan().sum())} {where} are NaN: numbers overflowed, or weights are damaged"
+    if bool(logits.isposinf().any()):
+        return f"{int(logits.isposinf().sum())} {where} are infinite: numbers overflowed"
+    if bool(logits.isneginf().all()):
+        return f"all {where} are -inf: the model allows no token"
+    return "no token is left: together, what the request bans, allows and processes leaves none to sample"
+
+
+def _result(tokens: Tensor, logits: Tensor, plan: Plan, batch: SamplingBatch, errors: Mapping[int, str]) -> Sampled:
+    keys = batch.keys
+    if errors:
+        tokens[list(errors)] = -1
+    wanted = [(row, count) for row, count in plan.logprobs if row not in errors]
+    found: dict[Hashable, TokenLogprobs] = {}
+    if wanted:
+        rows = [row for row, _ in wanted]
+        given = token_logprobs(logits[rows], tokens[rows], [count for _, count in wanted])
+        found = {keys[row]: logprobs for row, logprobs in zip(rows, given, strict=True)}
+    return Sampled(tokens, found, {keys[row]: error for row, error in errors.items()})

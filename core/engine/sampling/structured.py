@@ -1,0 +1,172 @@
+"""Structured output: grammars that say which tokens may come next, by llguidance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from opgraft.errors import InputError, RequestError, close_matches
+from opgraft.models.extras import import_extra
+from opgraft.text import described
+from torch import Tensor
+
+WHITESPACE = r"[\x20\x0A\x0D\x09]{0,16}"
+"""Between the tokens of JSON; without a limit small models write blanks until their tokens are used up."""
+
+
+class GrammarTokens:
+    """The tokens of a model as grammars need them; made once per model, as it takes most of a second.
+
+    Args:
+        tokenizer: a ``tokenizers.Tokenizer``.
+        vocabulary: tokens that the model gives logits for; the tokenizer's number if not given.
+        eos: tokens that end an output; the tokenizer's own if empty.
+
+    Raises:
+        InputError: llguidance is not installed, or cannot read the tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int | None = None, eos: Iterable[int] = ()) -> None:
+        self.library: Any = import_extra("llguidance", "structured")
+        try:
+            text = tokenizer.to_str()
+            self.tokens: Any = self.library.LLTokenizer(text, n_vocab=vocabulary, eos_token=sorted(eos) or None)
+        except Exception as error:  # it raises ValueError for most faults, and others from Rust
+            raise InputError(
+                f"the tokenizer {type(tokenizer).__name__} cannot serve structured outputs: {described(error)}. "
+                "Use a checkpoint with a fast tokenizer (tokenizer.json)."
+            ) from error
+
+
+class Grammar:
+    """A compiled grammar, from which each request starts a state of its own.
+
+    Args:
+        spec: a mapping with one key: ``json`` (a JSON schema, as mapping or text), ``regex``, ``choice`` (a list of
+            texts) or ``grammar`` (in the syntax of Lark or GBNF).
+        tokens: of the model.
+
+    Raises:
+        InputError: the spec is of another form, invalid, asks for what the library does not have, or nothing can meet
+            it.
+    """
+
+    def __init__(self, spec: Any, tokens: GrammarTokens) -> None:
+        kind, value = _only_item(spec)
+        try:
+            source = _source(tokens.library, kind, _FORMS[kind](value))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InputError(f"structured output: {kind} is no valid {_WORDS[kind]}: {described(error)}") from error
+        self._kind, self._tokens = kind, tokens.tokens
+        self._first: Any = tokens.library.LLMatcher(tokens.tokens, source, log_level=0)
+        if self._first.is_error():
+            reason = self._first.get_error()
+            raise InputError(f"structured output: the {_WORDS[kind]} in {kind} cannot be used: {_line(reason)}")
+        self._check_that_something_meets_it()
+
+    def start(self, output: Iterable[int] = ()) -> GrammarState:
+        """Start a request's state, with the tokens that it has sampled already.
+
+        Raises:
+            RequestError: the output does not follow the grammar.
+        """
+        state = GrammarState(self._first.deep_copy(), self._tokens)
+        for token in output:
+            state.accept(token)
+        return state
+
+    def _check_that_something_meets_it(self) -> None:
+        probe = self._first.deep_copy()
+        probe.compute_bitmask()  # which finds out that no token leads on
+        if probe.is_error() or (probe.is_stopped() and not probe.is_accepting()):
+            raise InputError(
+                f"structured output: nothing can meet the {_WORDS[self._kind]} in {self._kind}, as it allows no first "
+                "token: correct it"
+            )
+
+
+class GrammarState:
+    """The state of one request in its grammar."""
+
+    def __init__(self, matcher: Any, tokens: Any) -> None:
+        self._matcher, self._tokens = matcher, tokens
+        self._words = -(-tokens.vocab_size // 32)
+
+    @property
+    def finished(self) -> bool:
+        """Tell whether nothing but an end may follow."""
+        return bool(self._matcher.is_stopped())
+
+    def fill(self, mask: Tensor) -> None:
+        """Write which tokens may come next: bit ``t % 32`` of ``mask[t // 32]`` for token ``t``.
+
+        Args:
+            mask: ``[words]``, int32, contiguous, on the CPU. Words beyond the grammar's vocabulary become 0.
+
+        Raises:
+            RequestError: the grammar has come to where nothing can follow, or to a limit of the library.
+        """
+        room = mask if len(mask) == self._words else mask.new_empty(self._words)
+        self._matcher.unsafe_compute_mask_ptr(room.data_ptr(), 4 * len(room))
+        if self._matcher.is_error():
+            raise RequestError(f"its grammar cannot go on: {_line(self._matcher.get_error())}")
+        if room is not mask:
+            shared = min(len(mask), len(room))
+            mask.zero_()[:shared] = room[:shared]
+
+    def accept(self, token: int) -> None:
+        """Go on by a token; after the end, by further ends, as under ``ignore_eos``.
+
+        Raises:
+            RequestError: the grammar does not allow it here.
+        """
+        if self.finished and token in self._tokens.eos_tokens:
+            return
+        if not self._matcher.consume_token(token):
+            raise RequestError(
+                f"token {token} does not follow the grammar of the structured output here: sample from what it allows"
+            )
+
+
+def _source(library: Any, kind: str, text: str) -> str:
+    if kind == "json":
+        return str(library.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE}))
+    return str(library.grammar_from(kind, text))
+
+
+def _only_item(spec: Any) -> tuple[str, Any]:
+    if not isinstance(spec, Mapping) or len(spec) != 1:
+        raise InputError(f"structured output: {spec!r:.200} is no mapping with one of the keys {', '.join(_FORMS)}")
+    ((kind, value),) = spec.items()
+    if kind not in _FORMS:
+        raise InputError(f"structured output: unknown kind {kind!r:.80}: {close_matches(str(kind), _FORMS)}")
+    return kind, value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise TypeError(f"{value!r:.80}, expected a text that is not empty")
+    return value
+
+
+def _schema(value: Any) -> str:
+    schema = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(schema, Mapping):
+        raise TypeError(f"{schema!r:.80}, expected an object")
+    return json.dumps(schema)
+
+
+def _choices(value: Any) -> str:
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(text, str) and text for text in value):
+        raise TypeError(f"{value!r:.80}, expected a list of texts, none empty")
+    return json.dumps(list(value))
+
+
+def _line(text: str) -> str:
+    """Give the first lines of a message of the library, whose rest is a dump of its state, as one."""
+    return " ".join(text.partition("<state>")[0].split())[:400]
+
+
+_FORMS: Mapping[str, Callable[[Any], str]] = {"json": _schema, "regex": _text, "choice": _choices, "grammar": _text}
+_WORDS = {"json": "JSON schema", "regex": "regular expression", "choice": "list of choices", "grammar": "grammar"}

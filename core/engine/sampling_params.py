@@ -1,0 +1,170 @@
+"""The settings of one request: how its tokens are sampled, and when it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from opgraft.errors import RequestError
+
+COLDEST = 0.001
+"""The lowest temperature above 0: logits divided by less overflow in half precision."""
+
+
+class _Rule(NamedTuple):
+    accepts: Callable[[Any], bool]
+    words: str
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _integer(minimum: int, note: str = "") -> _Rule:
+    return _Rule(lambda v: _is_integer(v) and v >= minimum, f"an integer of at least {minimum}{note}")
+
+
+def _optional_integer(note: str) -> _Rule:
+    return _Rule(lambda v: v is None or (_is_integer(v) and v >= 0), f"None or an integer of at least 0{note}")
+
+
+def _number(minimum: float, maximum: float, note: str = "") -> _Rule:
+    words = f"a number from {minimum:g} to {maximum:g}{note}"
+    return _Rule(lambda v: _is_number(v) and minimum <= v <= maximum, words)
+
+
+def _tuple_of(accepts: Callable[[Any], bool], words: str) -> _Rule:
+    return _Rule(lambda v: isinstance(v, tuple) and all(map(accepts, v)), f"a list of {words}")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_bias(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        _is_integer(token) and token >= 0 and _is_number(bias) and -100 <= bias <= 100 for token, bias in value.items()
+    )
+
+
+_FLAG = _Rule(lambda v: isinstance(v, bool), "True or False")
+
+_RULES: Mapping[str, _Rule] = {
+    "n": _integer(1),
+    "temperature": _Rule(
+        lambda v: _is_number(v) and (v == 0 or v >= COLDEST),
+        f"0 for greedy decoding, or a number of at least {COLDEST}",
+    ),
+    "top_k": _integer(0, ", where 0 keeps every token"),
+    "top_p": _Rule(lambda v: _is_number(v) and 0 < v <= 1, "a number above 0 and at most 1, where 1 keeps every token"),
+    "min_p": _number(0, 1, ", where 0 keeps every token"),
+    "presence_penalty": _number(-2, 2),
+    "frequency_penalty": _number(-2, 2),
+    "repetition_penalty": _Rule(lambda v: _is_number(v) and v > 0, "a number above 0, where 1 is no penalty"),
+    "seed": _optional_integer(", where None draws other numbers for each request"),
+    "stop": _tuple_of(_is_text, "strings that are not empty, as every text ends with an empty one"),
+    "stop_token_ids": _tuple_of(lambda v: _is_integer(v) and v >= 0, "token ids, integers of at least 0"),
+    "bad_words": _tuple_of(_is_text, "strings that are not empty"),
+    "logit_bias": _Rule(_is_bias, "a mapping of token ids to numbers from -100 to 100"),
+    "min_tokens": _integer(0),
+    "max_tokens": _integer(1),
+    "ignore_eos": _FLAG,
+    "logprobs": _optional_integer(", where None gives none and 0 the sampled token's alone"),
+    "prompt_logprobs": _optional_integer(", where None gives none and 0 the prompt's own tokens' alone"),
+    "logits_processors": _tuple_of(callable, "callables"),
+    "skip_special_tokens": _FLAG,
+    "include_stop_str_in_output": _FLAG,
+}
+"""By field: what it may be, and the words that say so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Settings of one request. They are checked when they are made; the names are vLLM's.
+
+    Attributes:
+        n: completions of the prompt.
+        temperature: divides the logits; 0 takes the likeliest token, which is greedy decoding.
+        top_k: the likeliest tokens that are kept, 0 for all.
+        top_p: probability that the kept tokens, the likeliest first, reach together.
+        min_p: least probability of a kept token, as a share of the likeliest one's.
+        presence_penalty, frequency_penalty: taken off the logits of tokens in the output: once, and per occurrence.
+        repetition_penalty: divides the logits of tokens in prompt and output, or multiplies those below 0.
+        seed: of the request's own random numbers.
+        stop: strings that end the output; a single string is a list of one.
+        stop_token_ids: tokens that end the output.
+        bad_words: strings that do not occur in the output.
+        logit_bias: by token id, what is added to its logit.
+        min_tokens: tokens before which nothing ends the output.
+        max_tokens: tokens of the output, at most.
+        ignore_eos: go on after the model's end of sequence.
+        logprobs, prompt_logprobs: the likeliest tokens whose log-probabilities are given, at each token.
+        logits_processors: called with the output so far and the logits; each returns logits.
+        structured_output: the form that the output has.
+        skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output: leave the string of ``stop`` that ended the output in the text.
+
+    Raises:
+        RequestError: a value is not allowed, or two contradict each other.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str] = ()
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    min_tokens: int = 0
+    max_tokens: int = 16
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logits_processors: Sequence[Callable[..., Any]] = ()
+    structured_output: Any = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        for name, rule in _RULES.items():
+            value = _kept(getattr(self, name))
+            if not rule.accepts(value):
+                raise RequestError(f"SamplingParams: {name} is {getattr(self, name)!r}: use {rule.words}")
+            object.__setattr__(self, name, value)
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"SamplingParams: min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}, and no output has "
+                "more tokens than it may have: lower the one or raise the other"
+            )
+        if self.n > 1 and self.greedy:
+            raise RequestError(
+                f"SamplingParams: n is {self.n} and temperature 0, and greedy decoding gives the same output every "
+                "time: use n=1, or a temperature above 0"
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """Tell whether the likeliest token is always taken."""
+        return self.temperature == 0
+
+
+def _kept(value: Any) -> Any:
+    """Return a value in the form in which it is kept: tuples for lists and sets, and a dictionary of its own."""
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, Mapping):
+        return dict(value)
+    return tuple(value) if isinstance(value, Collection) and not isinstance(value, bytes) else value

@@ -1,0 +1,223 @@
+"""``LLM``: a model that answers many prompts at once, in this process."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, TypeAlias
+
+import rich.progress
+from opgraft.binding.explaining import Explanation
+from opgraft.config import OpgraftConfig
+from opgraft.config.whole import config_from_fields, resolve
+from opgraft.engine.sampling_params import SamplingParams
+from opgraft.errors import ConfigError, RequestError, close_matches
+from opgraft.serving.outputs import RequestOutput
+from opgraft.serving.prompts import Prompt
+from opgraft.serving.text_engine import TextEngine
+from opgraft.state import host_state
+from rich.console import Console
+
+Message: TypeAlias = Mapping[str, Any]
+
+SHORT_NAMES: Mapping[str, str] = {
+    "dtype": "model.dtype",
+    "max_model_len": "model.max_model_len",
+    "seed": "model.seed",
+    "quantization": "quantization.method",
+    "tensor_parallel_size": "parallel.tensor",
+    "block_size": "cache.block_size",
+    "kv_cache_dtype": "cache.dtype",
+    "enable_prefix_caching": "cache.prefix_reuse",
+    "max_num_seqs": "scheduler.max_num_seqs",
+    "max_num_batched_tokens": "scheduler.max_num_batched_tokens",
+    "enable_chunked_prefill": "scheduler.chunked_prefill",
+}
+"""Keyword arguments of ``LLM``, by the names of vLLM, to the settings that they stand for."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """An interrupt while prompts were answered.
+
+    Attributes:
+        outputs: of every prompt, in order; what had not ended has the ``finish_reason`` ``"abort"``.
+    """
+
+    def __init__(self, outputs: Sequence[RequestOutput]) -> None:
+        done = sum(all(answer.finish_reason != "abort" for answer in output.outputs) for output in outputs)
+        super().__init__(f"{done} of {len(outputs)} prompts were answered; the exception's outputs has them all")
+        self.outputs = list(outputs)
+
+
+class LLM:
+    """A language model with an engine of its own.
+
+    Args:
+        model: a checkpoint's folder or file, or the name of a packaged model; ``model.name`` of the settings if not
+            given.
+        opgraft_config: settings in place of the process's.
+        **settings: single settings, which go before those: by the names in ``SHORT_NAMES``, or by dotted names as in
+            ``**{"cache.memory_bytes": 1 << 30}``.
+
+    Raises:
+        ConfigError: a setting that there is not, or a value that it does not take; a cache too small for one request.
+        ModelError: no model is named, or it is no decoder.
+        CheckpointError: the checkpoint cannot be read.
+    """
+
+    def __init__(
+        self, model: str | None = None, *, opgraft_config: OpgraftConfig | None = None, **settings: Any
+    ) -> None:
+        given = opgraft_config or host_state().settings().config
+        named = {"model.name": model} if model is not None else {}
+        arguments = config_from_fields({**_by_dotted_names(settings), **named})
+        merged = resolve([("the settings", given), ("the arguments of LLM", arguments)])
+        self.engine = TextEngine(merged.config)
+        self._numbers = count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts, all at once, and return the answers in the order of the prompts.
+
+        A prompt that fails while others are computed has the ``finish_reason`` ``"error"``.
+
+        Args:
+            prompts: one, or several: text, or token ids.
+            params: for all, or one for each; ``SamplingParams()`` if not given.
+            progress: show a bar on stderr; by default where that is a terminal.
+
+        Raises:
+            RequestError: a prompt cannot be taken; then none is computed.
+            Interrupted: after an interrupt; it has what was computed.
+        """
+        listed = _listed(prompts)
+        return self._answer(listed, _one_each(params, len(listed)), progress, add_special_tokens=True)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer chats by the chat template of the model.
+
+        Args:
+            messages: of one chat, or of several: ``{"role": "user", "content": "…"}``.
+            params: for all, or one for each chat.
+            tools: JSON schemas of functions that the model may call.
+            progress: as for ``generate``.
+
+        Raises:
+            RequestError: the model has no chat template, or it refuses the messages.
+            Interrupted: after an interrupt; it has what was computed.
+        """
+        chats: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        texts = [self.engine.chat_template.render(chat, tools=tools) for chat in chats]
+        return self._answer(texts, _one_each(params, len(texts)), progress, add_special_tokens=False)
+
+    def explain(self) -> Explanation:
+        """Tell which kernel of which provider runs each op of the model, and why."""
+        explanation: Explanation = self.engine.core.executor.call("explain")
+        return explanation
+
+    def shutdown(self) -> None:
+        """Let go of the model and its cache."""
+        self.engine.shutdown()
+
+    def _answer(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        progress: bool | None,
+        *,
+        add_special_tokens: bool,
+    ) -> list[RequestOutput]:
+        ids = [str(next(self._numbers)) for _ in prompts]
+        outputs: dict[str, RequestOutput] = {}
+        try:
+            for request_id, prompt, each in zip(ids, prompts, params, strict=True):
+                outputs[request_id] = self.engine.add(request_id, prompt, each, add_special_tokens=add_special_tokens)
+        except BaseException:
+            for request_id in outputs:
+                self.engine.abort(request_id)
+            raise
+        with _bar(len(prompts), progress) as ended, _interrupt() as interrupted:
+            while self.engine.has_work and not interrupted():
+                ended(sum(output.finished for output in self.engine.step()))
+        running = [request_id for request_id, output in outputs.items() if not output.finished]
+        for request_id in running:
+            self.engine.abort(request_id)
+        if running:
+            raise Interrupted(list(outputs.values()))
+        return list(outputs.values())
+
+
+def _by_dotted_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {SHORT_NAMES.get(name, _dotted(name)): value for name, value in settings.items()}
+
+
+def _dotted(name: str) -> str:
+    if "." not in name and name not in SHORT_NAMES:
+        raise ConfigError(
+            f"LLM has no argument {name!r}: {close_matches(name, SHORT_NAMES)} Every setting is taken by its dotted "
+            "name, as in **{'cache.memory_bytes': 1 << 30}"
+        )
+    return name
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    one = isinstance(prompts, str | Mapping) or (bool(prompts) and isinstance(prompts[0], int))
+    return [prompts] if one else prompts  # type: ignore[list-item,return-value]
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, prompts: int) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * prompts
+    if len(params) != prompts:
+        raise RequestError(f"{prompts} prompts come with {len(params)} SamplingParams: give one for all, or one each")
+    return params
+
+
+@contextmanager
+def _bar(total: int, shown: bool | None) -> Iterator[Callable[[int], None]]:
+    """Show how many of the prompts are answered; what is yielded is called with how many more are."""
+    console = Console(stderr=True)
+    visible = console.is_terminal if shown is None else shown
+    with rich.progress.Progress(
+        *rich.progress.Progress.get_default_columns(),
+        console=console,
+        transient=console.is_terminal,
+        disable=not visible,
+    ) as bar:
+        task = bar.add_task("prompts answered", total=total)
+        yield lambda more: bar.advance(task, more)
+
+
+@contextmanager
+def _interrupt() -> Iterator[Callable[[], bool]]:
+    """Take note of an interrupt, so that it ends no step in the middle; a second one does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False  # signals come to the main thread alone
+        return
+    former = signal.getsignal(signal.SIGINT)
+    noted = threading.Event()
+
+    def note(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGINT, former)
+        noted.set()
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield noted.is_set
+    finally:
+        signal.signal(signal.SIGINT, former)

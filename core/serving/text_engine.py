@@ -1,0 +1,237 @@
+"""``TextEngine``: prompts in, texts out, a step of the engine at a time."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cached_property
+
+from opgraft.config import OpgraftConfig
+from opgraft.engine.engine_core import EngineCore, EngineOutput
+from opgraft.engine.request import Request
+from opgraft.engine.sampling import Grammar, GrammarTokens, TokenLogprobs, bad_word_tokens
+from opgraft.engine.sampling_params import SamplingParams
+from opgraft.errors import InputError, RequestError
+from opgraft.models.config import read_config
+from opgraft.models.files import open_weights, opened_once
+from opgraft.models.generation import stop_tokens
+from opgraft.serving.chat_template import ChatTemplate
+from opgraft.serving.detokenizer import Detokenizer
+from opgraft.serving.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from opgraft.serving.prompts import Prompt, tokenized
+from opgraft.serving.tokenizer import Tokenizer, find_tokenizer
+
+
+@dataclass
+class _Answer:
+    """One of the answers of a request while it grows."""
+
+    request: Request
+    output: CompletionOutput
+    detokenizer: Detokenizer | None
+
+
+@dataclass
+class _Open:
+    """A request with its answers that have not ended, by the ids that the engine knows them by."""
+
+    output: RequestOutput
+    growing: dict[str, _Answer]
+
+
+class TextEngine:
+    """The engine with the tokenizer of its model.
+
+    Args:
+        opgraft_config: of the engine.
+
+    Raises:
+        ModelError: no model is named, or it is no decoder.
+        ConfigError: the cache is too small for one request of the longest context.
+        CheckpointError: the checkpoint cannot be read.
+    """
+
+    def __init__(self, opgraft_config: OpgraftConfig) -> None:
+        with opened_once():
+            self.core = EngineCore(opgraft_config)
+            weights = open_weights(str(self.core.opgraft_config.model.name))
+            self.tokenizer = find_tokenizer(weights)
+            config = read_config(weights)
+            self.eos = stop_tokens(self.tokenizer, config, weights)
+        self.vocab_size = int(config.get_text_config().vocab_size)
+        self._open: dict[str, _Open] = {}
+        self._owner: dict[str, str] = {}
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The chat template of the model."""
+        return ChatTemplate(self._expect_tokenizer())
+
+    @cached_property
+    def _grammar_tokens(self) -> GrammarTokens:
+        return GrammarTokens(self._expect_tokenizer().backend, self.vocab_size, self.eos)
+
+    def _expect_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            name = self.core.opgraft_config.model.name
+            raise InputError(f"{name} has no tokenizer: give prompts as token ids, or put tokenizer.json beside it")
+        return self.tokenizer
+
+    @property
+    def has_work(self) -> bool:
+        """Tell whether a request has not ended."""
+        return bool(self._open)
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        add_special_tokens: bool = True,
+    ) -> RequestOutput:
+        """Have a request wait for its turn, and return its output, which grows with the steps.
+
+        Args:
+            request_id: unique among those that have not ended.
+            prompt: text or token ids.
+            params: of sampling.
+            priority: lower ones come first, under the policy "priority".
+            cache_salt: requests of different salts share nothing in the cache.
+            add_special_tokens: begin and end the text as the tokenizer does; not for the text of a chat.
+
+        Raises:
+            RequestError: the prompt or the id cannot be taken, or the request could never be served.
+            InputError: the structured output that is asked for cannot be had.
+        """
+        if request_id in self._open:
+            raise RequestError(f"request {request_id!r} is added, and one of that id runs: give each an id of its own")
+        text, ids = tokenized(
+            prompt,
+            self._expect_tokenizer() if isinstance(prompt, str) else self.tokenizer,  # type: ignore[arg-type]
+            vocab_size=self.vocab_size,
+            max_model_len=self.core.max_model_len,
+            add_special_tokens=add_special_tokens,
+            name=f"the prompt of request {request_id!r}",
+        )
+        requests = Request(
+            request_id,
+            ids,
+            params,
+            eos=self.eos,
+            priority=priority,
+            cache_salt=cache_salt,
+            bad_words=bad_word_tokens(params.bad_words, self._expect_tokenizer()) if params.bad_words else (),
+            grammar=self._grammar(params),
+        ).split()
+        self.core.add(requests)
+        answers = [_Answer(each, CompletionOutput(i), self._detokenizer(each)) for i, each in enumerate(requests)]
+        output = RequestOutput(request_id, text, ids, [answer.output for answer in answers])
+        output.metrics = RequestMetrics(time.monotonic())
+        self._open[request_id] = _Open(output, {answer.request.request_id: answer for answer in answers})
+        self._owner.update((answer.request.request_id, request_id) for answer in answers)
+        return output
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        wanted = params.structured_output
+        return None if wanted is None else Grammar(wanted, self._grammar_tokens)
+
+    def _detokenizer(self, request: Request) -> Detokenizer | None:
+        params = request.params
+        if self.tokenizer is None:
+            return None
+        return Detokenizer(
+            self.tokenizer,
+            request.prompt,
+            skip_special_tokens=params.skip_special_tokens,
+            stop=params.stop,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+    def abort(self, request_id: str) -> RequestOutput:
+        """End a request now, and return what it has so far.
+
+        Raises:
+            RequestError: none of that id runs or waits.
+        """
+        if request_id not in self._open:
+            raise RequestError(f"request {request_id!r} is aborted, and none of that id runs or waits")
+        opened = self._open[request_id]
+        for child, answer in list(opened.growing.items()):
+            self.core.abort(child)
+            self._end(opened, child, answer, "abort")
+        return opened.output
+
+    def step(self) -> list[RequestOutput]:
+        """Compute a step, and return the requests that have news."""
+        changed: dict[str, RequestOutput] = {}
+        for news in self.core.step():
+            request_id = self._owner[news.request_id]
+            opened = self._open[request_id]
+            self._take(opened, news)
+            changed[request_id] = opened.output
+        return list(changed.values())
+
+    def _take(self, opened: _Open, news: EngineOutput) -> None:
+        answer = opened.growing[news.request_id]
+        output, reason = answer.output, news.finish_reason
+        if news.prompt_logprobs is not None:
+            opened.output.prompt_logprobs = [None, *map(self._logprobs, news.prompt_logprobs)]
+        if news.token is not None:
+            _count(opened.output.metrics)
+            output.token_ids.append(news.token)
+            if news.logprobs is not None:
+                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + news.logprobs.logprob
+                output.logprobs = [*(output.logprobs or ()), self._logprobs(news.logprobs)]
+            if self._show(answer, news.token, reason) and reason is None:
+                self.core.abort(news.request_id)
+                reason = "stop"
+        if reason is not None:
+            output.error = news.error
+            self._end(opened, news.request_id, answer, reason)
+
+    def _show(self, answer: _Answer, token: int, reason: str | None) -> bool:
+        """Add a token to the text, and tell whether it came to a stop string."""
+        params = answer.request.params
+        if reason == "stop" and token in params.stop_token_ids:
+            answer.output.stop_reason = token
+        if answer.detokenizer is None or (reason == "stop" and not params.include_stop_str_in_output):
+            return False
+        answer.detokenizer.add(token)
+        answer.output.text = answer.detokenizer.text
+        return answer.detokenizer.stop_reason is not None
+
+    def _end(self, opened: _Open, child: str, answer: _Answer, reason: str) -> None:
+        output = answer.output
+        if answer.detokenizer is not None:
+            answer.detokenizer.finish()
+            output.text = answer.detokenizer.text
+            if answer.detokenizer.stop_reason is not None:
+                output.stop_reason, reason = answer.detokenizer.stop_reason, "stop"
+        output.finish_reason = reason
+        del opened.growing[child], self._owner[child]
+        if not opened.growing:
+            opened.output.finished = True
+            del self._open[opened.output.request_id]
+
+    def _logprobs(self, found: TokenLogprobs) -> dict[int, Logprob]:
+        """Return the likeliest tokens at a place, and the one that stands there."""
+        ranked = {token: (value, rank) for rank, (token, value) in enumerate(found.top, start=1)}
+        ranked.setdefault(found.token, (found.logprob, found.rank))
+        return {token: Logprob(value, rank, self._text(token)) for token, (value, rank) in ranked.items()}
+
+    def _text(self, token: int) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
+
+    def shutdown(self) -> None:
+        """Let go of the model and its cache."""
+        self.core.shutdown()
+
+
+def _count(metrics: RequestMetrics | None) -> None:
+    if metrics is not None:
+        now = time.monotonic()
+        metrics.first_token, metrics.last_token = metrics.first_token or now, now

@@ -1,0 +1,247 @@
+"""A runner without a model, which finds every fault of a schedule that a model would answer with wrong tokens.
+
+In the place of keys and values it keeps, in every cell of the cache, a digest of the sequence up to that token. To
+"attend" is to see that each cell in the window has the digest that it must have.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from opgraft import SamplingParams
+from opgraft.config import SchedulerConfig
+from opgraft.engine.kv_cache import KVCacheManager, LayerKind
+from opgraft.engine.request import Request
+from opgraft.engine.scheduler import Scheduler
+from opgraft.engine.step import NewSequence, Scheduled, Step
+
+VOCABULARY = 3
+EOS = 0
+
+
+def digest(before: int, token: int) -> int:
+    return hash((before, token))
+
+
+def first_state(salt: str | None) -> int:
+    """The digest of no tokens; hash() of a string or None differs from process to process."""
+    return sum((salt or "").encode()) + (salt is None)
+
+
+def next_token(state: int) -> int:
+    """The token that the "model" gives after a sequence of this digest: mostly 1 and 2, the end now and then."""
+    return EOS if state % 17 == 0 else 1 + state // 17 % (VOCABULARY - 1)
+
+
+@dataclass
+class Known:
+    """What the runner knows of a sequence: made of what steps say, and of nothing else."""
+
+    tokens: list[int]
+    tables: list[list[int]]
+    states: list[int]
+    computed: int
+
+
+@dataclass
+class Runner:
+    """Executes steps and checks what they read."""
+
+    kinds: Sequence[LayerKind]
+    block_size: int
+    salts: Mapping[str, str | None]
+    cells: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    sequences: dict[str, Known] = field(default_factory=dict)
+
+    def execute(self, step: Step) -> dict[str, int]:
+        for request_id in step.removed:
+            del self.sequences[request_id]
+        for new in step.added:
+            self._add(new)
+        copied = [
+            (kind, target, offset, self.cells.get((kind, source, offset)))
+            for source, target in step.copies
+            for kind in range(len(self.kinds))
+            for offset in range(self.block_size)
+        ]
+        for kind, target, offset, value in copied:
+            if value is not None:
+                self.cells[kind, target, offset] = value
+        for scheduled in step.sequences:
+            self._write(scheduled)
+        return {s.request_id: token for s in step.sequences if (token := self._attend(s)) is not None}
+
+    def _add(self, new: NewSequence) -> None:
+        assert new.request_id not in self.sequences, "added twice"
+        states = [first_state(self.salts[new.request_id])]
+        for token in new.tokens:
+            states.append(digest(states[-1], token))
+        tables = [list(blocks) for blocks in new.blocks]
+        self.sequences[new.request_id] = Known(list(new.tokens), tables, states[1:], -1)
+
+    def _write(self, scheduled: Scheduled) -> None:
+        sequence = self.sequences[scheduled.request_id]
+        assert sequence.computed in (-1, scheduled.start)
+        sequence.computed = scheduled.start + scheduled.count
+        assert scheduled.samples == (sequence.computed == len(sequence.tokens))
+        for kind, (table, new) in enumerate(zip(sequence.tables, scheduled.new_blocks, strict=True)):
+            table += new
+            assert len(table) == -(-sequence.computed // self.block_size)
+            for position in range(scheduled.start, sequence.computed):
+                cell = kind, table[position // self.block_size], position % self.block_size
+                self.cells[cell] = sequence.states[position]
+
+    def _attend(self, scheduled: Scheduled) -> int | None:
+        sequence = self.sequences[scheduled.request_id]
+        end = sequence.computed
+        for kind, table in enumerate(sequence.tables):
+            window = self.kinds[kind].sliding_window
+            first = 0 if window is None else max(scheduled.start + 1 - window, 0)
+            for position in range(first, end):
+                cell = kind, table[position // self.block_size], position % self.block_size
+                assert self.cells[cell] == sequence.states[position], "another's keys and values"
+        if not scheduled.samples:
+            return None
+        token = next_token(sequence.states[-1])
+        sequence.tokens.append(token)
+        sequence.states.append(digest(sequence.states[-1], token))
+        return token
+
+
+def expected_output(request: Request, max_model_len: int) -> list[int]:
+    """The output that a request has when nothing else runs."""
+    state, output, params = first_state(request.cache_salt), [], request.params
+    for token in request.prompt:
+        state = digest(state, token)
+    while len(output) < params.max_tokens and len(request.prompt) + len(output) < max_model_len:
+        output.append(next_token(state))
+        state = digest(state, output[-1])
+        ends = {EOS, *params.stop_token_ids} if not params.ignore_eos else set(params.stop_token_ids)
+        if output[-1] in ends and len(output) > params.min_tokens:
+            break
+    return output
+
+
+def check_invariants(scheduler: Scheduler, step: Step) -> None:
+    """Check a schedule just made against its limits, and every block against the tables that it stands in."""
+    config, cache = scheduler.config, scheduler.cache
+    assert step.num_tokens <= config.max_num_batched_tokens
+    assert len(scheduler.running) <= config.max_num_seqs
+    assert bool(step.sequences) == scheduler.has_work, "a step without progress"
+    assert all(s.count > 0 for s in step.sequences)
+    for queue in (scheduler.running, scheduler.waiting):
+        assert queue == sorted(queue, key=lambda r: r.rank)
+    tables = cache._tables
+    assert set(tables) == {r.request_id for r in scheduler.running}
+    used = Counter(block for rows in tables.values() for table in rows for block in table.held())
+    assert all(cache.pool.references(block) == used[block] for block in range(cache.pool.num_blocks))
+    assert cache.pool.num_free + len(used) == cache.pool.num_blocks
+    counts = {s.request_id: s.count for s in step.sequences}
+    for request in scheduler.running:
+        covered = -(-(request.num_computed + counts.get(request.request_id, 0)) // cache.block_size)
+        assert all(len(table.blocks) == covered for table in tables[request.request_id])
+    if step.added:
+        last = max(r.rank for r in scheduler.running if r.request_id in {new.request_id for new in step.added})
+        assert all(r.rank > last for r in scheduler.waiting if not scheduler._awaits_parent(r)), (
+            "somebody was overtaken"
+        )
+    if any(r.request_id in step.removed for r in scheduler.waiting if r.num_preemptions and r.num_computed == 0):
+        preempted_now = {r.request_id for r in scheduler.waiting if r.num_preemptions} & set(step.removed)
+        assert not (preempted_now and step.added), "admitted in a step that preempted"
+
+
+@dataclass
+class Traffic:
+    """Random requests with aborts, driven to their end; every answer is checked."""
+
+    scheduler: Scheduler
+    random: random.Random
+    checked: bool = True
+    answers: dict[str, Request] = field(default_factory=dict)
+    salts: dict[str, str | None] = field(default_factory=dict)
+    live: dict[str, Request] = field(default_factory=dict)
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        cache = self.scheduler.cache
+        self.runner = Runner(cache.kinds, cache.block_size, self.salts)
+
+    def run(self, num_requests: int, rate: float = 0.5, aborts: float = 0.02) -> None:
+        while self.number < num_requests or self.scheduler.has_work:
+            while self.number < num_requests and len(self.live) < 40 and self.random.random() < rate:
+                self._add()
+            self._abort(aborts)
+            step = self.scheduler.schedule()
+            if self.checked:
+                check_invariants(self.scheduler, step)
+            tokens = self.runner.execute(step)
+            self._abort(aborts)
+            for request in self.scheduler.update(step, tokens):
+                self._answer(request)
+        self.runner.execute(self.scheduler.schedule())
+        self.check_end()
+
+    def check_end(self) -> None:
+        scheduler, pool = self.scheduler, self.scheduler.cache.pool
+        left = (self.live, self.runner.sequences, scheduler.running, scheduler.waiting, scheduler.cache._tables)
+        assert not any((*left, scheduler._requests, scheduler._removed, scheduler._batch))
+        assert pool.num_free == pool.num_blocks
+        assert not any(pool.references(block) for block in range(pool.num_blocks))
+
+    def _add(self) -> None:
+        draw, longest = self.random, self.scheduler.max_model_len
+        length = draw.randint(1, draw.choice((max(longest // 4, 1), longest - 1)))
+        prompt = [draw.choice((1, 1, 1, 2)) for _ in range(length)]
+        n = draw.choice((1, 1, 1, 3))
+        max_tokens = draw.randint(1, longest)
+        params = SamplingParams(
+            n=n, max_tokens=max_tokens, min_tokens=draw.randint(0, max_tokens), ignore_eos=draw.random() < 0.3,
+            stop_token_ids=draw.choice(((), (2,))), prompt_logprobs=draw.choice((None, None, None, 0)),
+        )  # fmt: skip
+        name = f"request-{self.number}"
+        salt = draw.choice((None, None, "a", "b"))
+        request = Request(name, prompt, params, eos={EOS}, priority=draw.randint(0, 2), cache_salt=salt)
+        for sample in request.split():
+            self.scheduler.add(sample)
+            self.live[sample.request_id] = sample
+            self.salts[sample.request_id] = salt
+            self.number += 1
+
+    def _abort(self, share: float) -> None:
+        if self.live and self.random.random() < share:
+            name = self.random.choice(list(self.live))
+            self.scheduler.abort(name)
+            self._answer(self.live[name])
+
+    def _answer(self, request: Request) -> None:
+        assert self.live.pop(request.request_id) is request
+        assert request.request_id not in self.answers, "answered twice"
+        expected = expected_output(request, self.scheduler.max_model_len)
+        if request.finish_reason == "abort":
+            assert request.output == expected[: len(request.output)]
+        else:
+            assert request.output == expected
+        if self.checked:
+            self.answers[request.request_id] = request
+        del self.salts[request.request_id]
+
+
+def make_scheduler(
+    kinds: Sequence[LayerKind] = (LayerKind(),),
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    prefix_reuse: bool = True,
+    max_model_len: int = 64,
+    max_num_seqs: int = 8,
+    budget: int = 32,
+    chunked: bool = True,
+    policy: str = "fcfs",
+) -> Scheduler:
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, chunked_prefill=chunked, policy=policy
+    )
+    return Scheduler(config, KVCacheManager(kinds, num_blocks, block_size, prefix_reuse), max_model_len)

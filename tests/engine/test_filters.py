@@ -1,0 +1,220 @@
+"""Each filter and adjustment against a plain reference in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from opgraft.engine.sampling import Sampler, SamplingBatch, bad_word_tokens
+from opgraft.engine.sampling.drawing import Filters, draw, draw_filtered
+from opgraft.engine.sampling_params import SamplingParams
+from torch import Tensor
+
+
+def reference(scaled: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[float]:
+    """Probabilities of one row after min-p, top-k and top-p, as their definitions say."""
+    weights = [math.exp(value) for value in scaled.double().tolist()]
+    least = min_p * max(weights)
+    if top_k:
+        least = max(least, sorted(weights, reverse=True)[min(top_k, len(weights)) - 1])
+    weights = [weight if weight >= least else 0.0 for weight in weights]
+    if top_p < 1:
+        total, reached = math.fsum(weights), 0.0
+        for token in sorted(range(len(weights)), key=lambda token: (-weights[token], token)):
+            if reached >= top_p * total:
+                weights[token] = 0.0
+            else:
+                reached += weights[token]
+    total = math.fsum(weights)
+    return [weight / total for weight in weights]
+
+
+def drawn_shares(scaled: Tensor, numbers: int, **limits: Any) -> Tensor:
+    """Share of each token among draws with evenly spaced numbers, which is its probability within 1 / numbers."""
+    uniforms = (torch.arange(numbers, dtype=torch.float64) + 0.5) / numbers
+    rows = scaled.expand(numbers, -1)
+    given = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | limits
+    filters = Filters.of(*([given[name]] * numbers for name in given), torch.device("cpu"))
+    tokens = draw_filtered(rows, filters, uniforms) if limits else draw(rows, uniforms)
+    return torch.bincount(tokens, minlength=scaled.shape[-1]) / numbers
+
+
+LIMITS: list[dict[str, Any]] = [
+    {},
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 70},
+    {"top_k": 100_000},
+    {"top_p": 0.001},
+    {"top_p": 0.3},
+    {"top_p": 0.9},
+    {"top_p": 0.999},
+    {"min_p": 1.0},
+    {"min_p": 0.2},
+    {"min_p": 0.0001},
+    {"top_k": 40, "top_p": 0.7},
+    {"min_p": 0.01, "top_p": 0.7},
+    {"top_k": 90, "top_p": 0.95, "min_p": 0.02},
+]
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+@pytest.mark.parametrize(("vocabulary", "spread"), [(1, 1.0), (37, 2.0), (64, 0.1), (300, 0.5), (300, 3.0)])
+def test_filters_keep_what_their_definitions_say(limits: dict[str, Any], vocabulary: int, spread: float) -> None:
+    """Over a flat or a peaked distribution, in vocabularies below and above the number of candidates."""
+    logits = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * spread
+    scaled = logits - logits.max()
+    expected = torch.tensor(reference(scaled[0], **limits), dtype=torch.float64)
+    shares = drawn_shares(scaled, 2000, **limits)
+    assert float((shares - expected).abs().max()) <= 1 / 2000 + 1e-6
+    assert not shares[expected == 0].any()
+
+
+@pytest.mark.parametrize(
+    "limits", [{"top_p": 0.9}, {"min_p": 0.05, "top_p": 0.99}, {"top_k": 2500}, {"min_p": 0.2}], ids=str
+)
+@pytest.mark.parametrize("rounded", [False, True])
+def test_filters_that_keep_thousands(limits: dict[str, Any], rounded: bool) -> None:
+    """Nuclei wider than any number of candidates, with many equal logits too, end at the right token."""
+    logits = torch.randn(1, 5003, generator=torch.Generator().manual_seed(1))
+    scaled = logits - logits.max()
+    scaled = scaled.bfloat16().float() if rounded else scaled
+    kept = {token for token, share in enumerate(reference(scaled[0], **limits)) if share > 0}
+    shares = drawn_shares(scaled, 60, **limits)
+    assert len(kept) > 100
+    assert set(shares.nonzero().flatten().tolist()) <= kept
+    ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    given = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | limits
+    filters = Filters.of(*([given[name]] * 2 for name in given), torch.device("cpu"))
+    assert draw_filtered(scaled.expand(2, -1), filters, ends).tolist() == [min(kept), max(kept)]
+
+
+def test_equal_logits_at_the_end_of_a_nucleus() -> None:
+    """Of equal tokens the nucleus keeps no more than it needs, the first ones; top-k keeps all that equal its last."""
+    scaled = torch.zeros(1, 10)
+    assert drawn_shares(scaled, 1000, top_p=0.45).nonzero().flatten().tolist() == [0, 1, 2, 3, 4]
+    assert drawn_shares(scaled, 1000, top_k=2).count_nonzero() == 10
+    flat = torch.zeros(1, 200)
+    assert drawn_shares(flat, 1000, top_p=0.5).nonzero().flatten().tolist() == list(range(100))
+
+
+def test_tokens_without_probability_are_never_drawn() -> None:
+    """At both ends of the numbers, tokens of -inf are passed over, in blocks and between them."""
+    scaled = torch.full((2, 200), -math.inf)
+    scaled[:, [70, 150]] = 0.0
+    ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    assert draw(scaled, ends).tolist() == [70, 150]
+    assert draw(scaled, torch.tensor([0.49, 0.51], dtype=torch.float64)).tolist() == [70, 150]
+    filters = Filters.of([50, 0], [1.0, 0.99], [0.0, 0.0], torch.device("cpu"))
+    assert draw_filtered(scaled, filters, ends).tolist() == [70, 150]
+
+
+def adjusted(logits: Tensor, params: SamplingParams, prompt: list[int], output: list[int], **more: Any) -> Tensor:
+    """The logits that a request samples from, as a processor of its own cannot see them: from its adjustments."""
+    batch = SamplingBatch()
+    batch.add("before", SamplingParams(), [1])
+    batch.add("it", params, prompt, output[:-1], **more)
+    rows = logits.repeat(2, 1)
+    plan = batch.plan(logits.shape[1], logits.device)
+    for token in output[-1:]:  # a token that comes when the tensors are made already
+        plan.adjustments.apply(rows.clone())
+        batch.append("it", token)
+    assert batch.plan(logits.shape[1], logits.device) is plan
+    assert plan.adjustments.apply(rows) == {}
+    assert rows[0].equal(logits[0])
+    return rows[1]
+
+
+@pytest.mark.parametrize("output", [[], [4], [4, 4, 9, 4, 2], [2, 7, 7, 11]])
+def test_penalties(output: list[int]) -> None:
+    """Repetition over prompt and output, then frequency and presence over the output."""
+    logits = torch.randn(1, 12, generator=torch.Generator().manual_seed(2)) * 3
+    params = SamplingParams(repetition_penalty=1.7, frequency_penalty=0.25, presence_penalty=-0.5)
+    prompt = [0, 2, 2, 5, 99]  # the last is no token of the vocabulary: a placeholder
+    expected = logits[0].double().tolist()
+    for token in range(12):
+        if token in prompt or token in output:
+            expected[token] *= 1.7 if expected[token] < 0 else 1 / 1.7
+        expected[token] -= 0.25 * output.count(token) + -0.5 * (token in output)
+    assert adjusted(logits, params, prompt, output).tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_biases_are_added() -> None:
+    """Each bias to its token; ids beyond the vocabulary concern nobody."""
+    logits = torch.randn(1, 12)
+    found = adjusted(logits, SamplingParams(logit_bias={3: 2.5, 0: -100.0, 50: 1.0}), [1], [])
+    assert (found - logits[0]).tolist() == pytest.approx([-100, 0, 0, 2.5, *[0] * 8], abs=1e-4)
+
+
+def banned(output: list[int], params: SamplingParams = SamplingParams(), **more: Any) -> list[int]:  # noqa: B008
+    row = adjusted(torch.zeros(1, 12), params, [1, 5], output, **more)
+    return row.isneginf().nonzero().flatten().tolist()
+
+
+def test_bad_words_are_banned_where_they_would_end() -> None:
+    """A word of one token always, one of several where the output, not the prompt, ends with its beginning."""
+    words = {"bad_words": [(3,), (5, 6), (5, 7, 8)]}
+    assert banned([], **words) == [3]
+    assert banned([5], **words) == [3, 6]
+    assert banned([2, 5, 7], **words) == [3, 8]
+    assert banned([7], **words) == [3]
+
+
+def test_min_tokens_holds_ends_back() -> None:
+    """Until then neither the end of sequence nor a stop token can be sampled."""
+    params = SamplingParams(min_tokens=2, stop_token_ids=(9,))
+    assert banned([1], params, eos=[4]) == [4, 9]
+    assert banned([1, 2], params, eos=[4]) == []
+    assert banned([1], SamplingParams(min_tokens=2, ignore_eos=True), eos=[4]) == []
+
+
+def test_processors_of_users() -> None:
+    """They get the output, or prompt and output, and a copy of the logits; what they return counts."""
+    seen: list[Any] = []
+
+    def ban_all_but(output: list[int], logits: Tensor) -> Tensor:
+        seen.append(output)
+        return torch.full_like(logits, -math.inf).index_fill_(0, torch.tensor([6, 8]), 1.0)
+
+    def raise_by_prompt(prompt: list[int], output: list[int], logits: Tensor) -> Tensor:
+        logits[prompt[0]] += len(output)
+        return logits
+
+    params = SamplingParams(logits_processors=(ban_all_but, raise_by_prompt))
+    row = adjusted(torch.zeros(1, 12), params, [8], [2, 3])
+    assert row[8] == 3
+    assert row[6] == 1
+    assert int(row.isfinite().sum()) == 2
+    assert seen[-1] == [2, 3]
+
+
+def test_a_processor_that_fails_fails_its_request() -> None:
+    """An exception, a wrong shape, or no token left: the request has an error, the others their tokens."""
+
+    def broken(output: list[int], logits: Tensor) -> Tensor:
+        raise KeyError("where")
+
+    processors = [broken, lambda output, logits: logits[:3], lambda output, logits: logits - math.inf]
+    batch = SamplingBatch()
+    for key, processor in enumerate(processors):
+        batch.add(key, SamplingParams(logits_processors=(processor,)), [1])
+    batch.add(3, SamplingParams(temperature=0.0), [1])
+    sampled = Sampler()(torch.arange(12.0).repeat(4, 1), batch)
+    assert set(sampled.errors) == {0, 1, 2}
+    assert "raised KeyError: 'where'" in sampled.errors[0]
+    assert "returned (3,), expected a tensor (12,)" in sampled.errors[1]
+    assert "no token is left" in sampled.errors[2]
+    assert sampled.tokens.tolist() == [-1, -1, -1, 11]
+
+
+def test_bad_words_become_tokens() -> None:
+    """With and without a space before them, each sequence once."""
+
+    class Letters:
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            assert not add_special_tokens
+            return list(map(ord, text))
+
+    assert bad_word_tokens([" ab", "ab", "c"], Letters()) == ((97, 98), (32, 97, 98), (99,), (32, 99))

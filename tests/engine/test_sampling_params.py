@@ -1,0 +1,104 @@
+"""Sampling parameters are checked when they are made, and each error says what to use instead."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from opgraft import SamplingParams
+from opgraft.engine.request import Request
+from opgraft.errors import RequestError
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "allowed"),
+    [
+        ("n", [0, -1, True, 1.0, "1", None], "an integer of at least 1"),
+        ("temperature", [-1, NAN, INFINITY, 1e-9, 10**400, True, "hot", None], "0 for greedy decoding, or a number"),
+        ("top_k", [-1, True, 1.5], "an integer of at least 0, where 0 keeps every token"),
+        ("top_p", [0, -0.1, 1.1, NAN, True, "1"], "a number above 0 and at most 1"),
+        ("min_p", [-0.1, 1.1, NAN], "a number from 0 to 1"),
+        ("presence_penalty", [-2.1, 2.1, NAN], "a number from -2 to 2"),
+        ("frequency_penalty", [-2.1, 2.1, NAN], "a number from -2 to 2"),
+        ("repetition_penalty", [0, -1, NAN, INFINITY], "a number above 0"),
+        ("seed", [-1, True, 1.0], "None or an integer of at least 0"),
+        ("stop", ["", [""], ["a", ""], [1], None, b"a"], "a list of strings that are not empty"),
+        ("stop_token_ids", [[-1], [True], [1.0], "12", 3], "a list of token ids"),
+        ("bad_words", ["", [""], 1], "a list of strings that are not empty"),
+        ("logit_bias", [{1: NAN}, {1: 101}, {-1: 1}, {True: 1}, {"1": 1}, [1]], "a mapping of token ids to numbers"),
+        ("min_tokens", [-1, True], "an integer of at least 0"),
+        ("max_tokens", [0, -1, True, 1.0], "an integer of at least 1"),
+        ("logprobs", [-1, True, 0.5], "None or an integer of at least 0"),
+        ("prompt_logprobs", [-1, True], "None or an integer of at least 0"),
+        ("logits_processors", [[1], 1], "a list of callables"),
+        ("ignore_eos", [1, "yes"], "True or False"),
+        ("skip_special_tokens", [0, None], "True or False"),
+        ("include_stop_str_in_output", [0, None], "True or False"),
+    ],
+)
+def test_values_that_are_not_allowed(name: str, values: list[Any], allowed: str) -> None:
+    """The error names the parameter, quotes the value and says what is allowed."""
+    for value in values:
+        with pytest.raises(RequestError) as raised:
+            SamplingParams(**{name: value})
+        assert str(raised.value).startswith(f"SamplingParams: {name} is {value!r}: use {allowed}")
+
+
+def test_every_parameter_is_checked() -> None:
+    """No parameter is left out of the test above, save the one that structured output checks itself."""
+    (mark,) = test_values_that_are_not_allowed.pytestmark  # type: ignore[attr-defined]
+    tested = {row[0] for row in mark.args[1]}
+    assert tested | {"structured_output"} == {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"min_tokens": 17}, "min_tokens is 17 and max_tokens 16, and no output .* lower the one or raise the other"),
+        ({"n": 2, "temperature": 0}, "n is 2 and temperature 0, and greedy decoding gives the same output every time"),
+    ],
+)
+def test_contradictions(values: dict[str, Any], message: str) -> None:
+    """Two values that exclude each other are named, with the reason and both ways out."""
+    with pytest.raises(RequestError, match=message):
+        SamplingParams(**values)
+
+
+def test_lists_are_kept_as_tuples_of_their_own() -> None:
+    """One string is a list of one, and what the caller changes later changes nothing."""
+    stop, bias = ["a"], {1: 2.0}
+    params = SamplingParams(stop=stop, logit_bias=bias, bad_words="b", stop_token_ids={3})
+    stop.append("c")
+    bias[4] = NAN
+    assert (params.stop, params.logit_bias, params.bad_words, params.stop_token_ids) == (("a",), {1: 2.0}, ("b",), (3,))
+    assert SamplingParams(temperature=0).greedy
+    assert not SamplingParams().greedy
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens", "reason"),
+    [
+        ({"max_tokens": 9}, [5, 0], "stop"),
+        ({"max_tokens": 9, "min_tokens": 2}, [5, 0, 0], "stop"),
+        ({"max_tokens": 3, "ignore_eos": True}, [0, 0, 0], "length"),
+        ({"max_tokens": 9, "ignore_eos": True, "stop_token_ids": [7]}, [0, 7], "stop"),
+        ({"max_tokens": 2}, [5, 0], "stop"),
+        ({"max_tokens": 99}, [5, 5, 5, 5, 5], "length"),
+    ],
+)
+def test_what_ends_a_request(params: dict[str, Any], tokens: list[int], reason: str) -> None:
+    """A request ends at the last of these tokens and not before, here in a context of 8 with a prompt of 3."""
+    request = Request("a", [1, 2, 3], SamplingParams(**params), eos={0})
+    assert [request.append(token, 8) for token in tokens] == [False] * (len(tokens) - 1) + [True]
+    assert request.finish_reason == reason
+    assert request.tokens() == [1, 2, 3, *tokens]
+    assert request.tokens(2, 4) == [3, tokens[0]]
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    """There must be a token to go on from."""
+    with pytest.raises(RequestError, match="'a' has an empty prompt: give it at least one token"):
+        Request("a", [], SamplingParams())

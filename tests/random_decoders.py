@@ -1,0 +1,70 @@
+"""Small decoders with random weights, a case for each way in which families differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 99,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GEMMA = {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 24}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 0.5,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.11,
+}
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama 3, with biases, tied": (
+        "Llama",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "rope_parameters": LLAMA3},
+    ),
+    "mistral": ("Mistral", {"sliding_window": 5, "head_dim": 16}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "phi3": ("Phi3", {}),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "gemma2": ("Gemma2", GEMMA),
+    "gemma3": ("Gemma3", {**GEMMA, "_sliding_window_pattern": 2}),
+    "granite": ("Granite", GRANITE),
+    "olmo2": ("Olmo2", {}),
+}
+
+
+def written(family: str, folder: Path, **values: Any) -> Any:
+    """A model of transformers with random weights, whose checkpoint is in ``folder``."""
+    config_class = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
+    config = config_class(**{**SIZES, "num_key_value_heads": 2, **values})
+    return saved(getattr(transformers, f"{family}ForCausalLM")(config), folder)
+
+
+def saved(model: Any, folder: Path) -> Any:
+    generator = torch.Generator().manual_seed(len(folder.name))
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+    model.tie_weights()
+    model.save_pretrained(folder)
+    return model.eval()
