@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 from opgraft.config import OpgraftConfig
 from opgraft.engine.engine_core import EngineCore, EngineOutput
 from opgraft.engine.request import Request
 from opgraft.engine.sampling import Grammar, GrammarTokens, TokenLogprobs, bad_word_tokens
 from opgraft.engine.sampling_params import SamplingParams
+from opgraft.engine.stats import EngineStats
 from opgraft.errors import InputError, RequestError
+from opgraft.logger import logger
 from opgraft.models.config import read_config
 from opgraft.models.files import open_weights, opened_once
 from opgraft.models.generation import stop_tokens
@@ -20,6 +24,10 @@ from opgraft.serving.detokenizer import Detokenizer
 from opgraft.serving.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from opgraft.serving.prompts import Prompt, tokenized
 from opgraft.serving.tokenizer import Tokenizer, find_tokenizer
+from opgraft.text import described
+
+OnStep: TypeAlias = Callable[[EngineStats, Sequence[RequestOutput]], None]
+"""Called after each step, and after an abort, with what has changed since the last call, and the requests with news."""
 
 
 @dataclass
@@ -39,11 +47,31 @@ class _Open:
     growing: dict[str, _Answer]
 
 
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A request that is ready for the engine.
+
+    Attributes:
+        request_id: as it was given.
+        text: of the prompt; ``None`` where it was given as token ids.
+        ids: of the prompt.
+        requests: one for each answer.
+        arrival: in seconds of ``time.monotonic()``.
+    """
+
+    request_id: str
+    text: str | None
+    ids: list[int]
+    requests: Sequence[Request]
+    arrival: float
+
+
 class TextEngine:
     """The engine with the tokenizer of its model.
 
     Args:
         opgraft_config: of the engine.
+        on_step: see ``OnStep``. If it raises, that is logged, and it is not called again.
 
     Raises:
         ModelError: no model is named, or it is no decoder.
@@ -51,7 +79,7 @@ class TextEngine:
         CheckpointError: the checkpoint cannot be read.
     """
 
-    def __init__(self, opgraft_config: OpgraftConfig) -> None:
+    def __init__(self, opgraft_config: OpgraftConfig, on_step: OnStep | None = None) -> None:
         with opened_once():
             self.core = EngineCore(opgraft_config)
             weights = open_weights(str(self.core.opgraft_config.model.name))
@@ -61,6 +89,8 @@ class TextEngine:
         self.vocab_size = int(config.get_text_config().vocab_size)
         self._open: dict[str, _Open] = {}
         self._owner: dict[str, str] = {}
+        self._on_step = on_step
+        self._reported = self.core.stats()
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -82,7 +112,7 @@ class TextEngine:
         """Tell whether a request has not ended."""
         return bool(self._open)
 
-    def add(
+    def prepare(
         self,
         request_id: str,
         prompt: Prompt,
@@ -91,8 +121,8 @@ class TextEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
-    ) -> RequestOutput:
-        """Have a request wait for its turn, and return its output, which grows with the steps.
+    ) -> PreparedRequest:
+        """Check a request and make it ready for ``add``. It changes nothing, and so may run in another thread.
 
         Args:
             request_id: unique among those that have not ended.
@@ -103,11 +133,10 @@ class TextEngine:
             add_special_tokens: begin and end the text as the tokenizer does; not for the text of a chat.
 
         Raises:
-            RequestError: the prompt or the id cannot be taken, or the request could never be served.
+            RequestError: the prompt cannot be taken.
             InputError: the structured output that is asked for cannot be had.
         """
-        if request_id in self._open:
-            raise RequestError(f"request {request_id!r} is added, and one of that id runs: give each an id of its own")
+        arrival = time.monotonic()
         text, ids = tokenized(
             prompt,
             self._expect_tokenizer() if isinstance(prompt, str) else self.tokenizer,  # type: ignore[arg-type]
@@ -116,7 +145,7 @@ class TextEngine:
             add_special_tokens=add_special_tokens,
             name=f"the prompt of request {request_id!r}",
         )
-        requests = Request(
+        request = Request(
             request_id,
             ids,
             params,
@@ -125,11 +154,25 @@ class TextEngine:
             cache_salt=cache_salt,
             bad_words=bad_word_tokens(params.bad_words, self._expect_tokenizer()) if params.bad_words else (),
             grammar=self._grammar(params),
-        ).split()
-        self.core.add(requests)
-        answers = [_Answer(each, CompletionOutput(i), self._detokenizer(each)) for i, each in enumerate(requests)]
-        output = RequestOutput(request_id, text, ids, [answer.output for answer in answers])
-        output.metrics = RequestMetrics(time.monotonic())
+        )
+        return PreparedRequest(request_id, text, ids, request.split(), arrival)
+
+    def add(self, prepared: PreparedRequest) -> RequestOutput:
+        """Have a request wait for its turn, and return its output, which grows with the steps.
+
+        Raises:
+            RequestError: one of its id runs, or it could never be served.
+            EngineError: the engine has stopped.
+        """
+        request_id = prepared.request_id
+        if request_id in self._open:
+            raise RequestError(f"request {request_id!r} is added, and one of that id runs: give each an id of its own")
+        self.core.add(prepared.requests)
+        answers = [
+            _Answer(each, CompletionOutput(i), self._detokenizer(each)) for i, each in enumerate(prepared.requests)
+        ]
+        output = RequestOutput(request_id, prepared.text, prepared.ids, [answer.output for answer in answers])
+        output.metrics = RequestMetrics(prepared.arrival)
         self._open[request_id] = _Open(output, {answer.request.request_id: answer for answer in answers})
         self._owner.update((answer.request.request_id, request_id) for answer in answers)
         return output
@@ -163,31 +206,51 @@ class TextEngine:
         for child, answer in list(opened.growing.items()):
             self.core.abort(child)
             self._end(opened, child, answer, "abort")
+        self._report([opened.output])
         return opened.output
 
     def step(self) -> list[RequestOutput]:
-        """Compute a step, and return the requests that have news."""
-        changed: dict[str, RequestOutput] = {}
-        for news in self.core.step():
-            request_id = self._owner[news.request_id]
-            opened = self._open[request_id]
-            self._take(opened, news)
-            changed[request_id] = opened.output
-        return list(changed.values())
+        """Compute a step, and return the requests that have news.
 
-    def _take(self, opened: _Open, news: EngineOutput) -> None:
+        Raises:
+            EngineError: the engine has stopped.
+        """
+        found = self.core.step()
+        changed: dict[str, RequestOutput] = {}
+        with self.core.counters.timed("text"):
+            now = time.monotonic()
+            for news in found:
+                opened = self._open[self._owner[news.request_id]]
+                self._take(opened, news, now)
+                changed[opened.output.request_id] = opened.output
+        outputs = list(changed.values())
+        self._report(outputs)
+        return outputs
+
+    def _report(self, outputs: Sequence[RequestOutput]) -> None:
+        if self._on_step is None:
+            return
+        stats, before = self.core.stats(), self._reported
+        self._reported = stats
+        try:
+            self._on_step(stats.since(before), outputs)
+        except Exception as error:  # requests do not end because somebody watches them
+            logger.error("on_step failed and is not called again: %s", described(error))
+            self._on_step = None
+
+    def _take(self, opened: _Open, news: EngineOutput, now: float) -> None:
         answer = opened.growing[news.request_id]
         output, reason = answer.output, news.finish_reason
         if news.prompt_logprobs is not None:
             opened.output.prompt_logprobs = [None, *map(self._logprobs, news.prompt_logprobs)]
         if news.token is not None:
-            _count(opened.output.metrics)
+            _count(opened.output.metrics, answer.request, now)
             output.token_ids.append(news.token)
             if news.logprobs is not None:
                 output.cumulative_logprob = (output.cumulative_logprob or 0.0) + news.logprobs.logprob
                 output.logprobs = [*(output.logprobs or ()), self._logprobs(news.logprobs)]
             if self._show(answer, news.token, reason) and reason is None:
-                self.core.abort(news.request_id)
+                self.core.abort(news.request_id, "stop")
                 reason = "stop"
         if reason is not None:
             output.error = news.error
@@ -231,7 +294,7 @@ class TextEngine:
         self.core.shutdown()
 
 
-def _count(metrics: RequestMetrics | None) -> None:
+def _count(metrics: RequestMetrics | None, request: Request, now: float) -> None:
     if metrics is not None:
-        now = time.monotonic()
+        metrics.admitted = metrics.admitted or request.admitted
         metrics.first_token, metrics.last_token = metrics.first_token or now, now
