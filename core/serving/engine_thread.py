@@ -7,7 +7,8 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import TypeAlias, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from opgraft.errors import EngineError
 from opgraft.logger import logger
@@ -30,17 +31,15 @@ class Mailbox:
         self._lock = threading.Lock()
         self._news: dict[Stream, _News] = {}
 
-    def put(self, stream: Stream, news: _News) -> None:
-        """Leave news, from the engine's thread.
-
-        Raises:
-            RuntimeError: the loop is closed.
-        """
+    def put(self, stream: Stream, news: _News) -> bool:
+        """Leave news, from the engine's thread, and tell whether the loop is still open."""
         with self._lock:
-            wake = not self._news
+            if self.loop.is_closed():
+                return False
+            if not self._news:
+                self.loop.call_soon_threadsafe(self._deliver)
             self._news[stream] = news
-        if wake:
-            self.loop.call_soon_threadsafe(self._deliver)
+        return True
 
     def _deliver(self) -> None:
         with self._lock:
@@ -73,6 +72,30 @@ class Stream:
         return news
 
 
+class _Call(Generic[_T]):
+    """A function that the engine's thread is to call."""
+
+    def __init__(self, function: Callable[..., _T], *args: object) -> None:
+        self.future: Future[_T] = Future()
+        self._function = partial(function, *args)
+
+    def make(self) -> None:
+        """Call the function, unless nobody waits for it any more; what it raises goes to who waits."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = self._function()
+        except BaseException as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
+
+    def refuse(self, error: Exception) -> None:
+        """Raise an error where the result is waited for."""
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+
+
 class EngineThread:
     """A thread that makes an engine, runs its steps while there is work, and sleeps while there is none.
 
@@ -84,16 +107,16 @@ class EngineThread:
 
     def __init__(self, make: Callable[[], TextEngine]) -> None:
         self._wake = threading.Condition()
-        self._calls: list[Callable[[], None]] = []
+        self._calls: list[_Call[Any]] = []
         self._streams: dict[str, Stream] = {}
         self._stopping = False
         self._ended: EngineError | None = None
-        made: Future[TextEngine] = Future()
-        target = contextvars.copy_context().run
-        self._thread = threading.Thread(target=target, args=(self._run, make, made), name="opgraft-engine", daemon=True)
+        making = _Call(make)
+        run = partial(contextvars.copy_context().run, self._run, making)
+        self._thread = threading.Thread(target=run, name="opgraft-engine", daemon=True)
         self._thread.start()
         try:
-            self.engine = made.result()
+            self.engine = making.future.result()
         except BaseException:
             self._stopping = True
             raise
@@ -104,12 +127,12 @@ class EngineThread:
         Raises:
             EngineError: the thread has ended.
         """
-        future: Future[_T] = Future()
+        call = _Call(function, *args)
         with self._wake:
             self.check()
-            self._calls.append(lambda: _resolve(future, function, *args))
+            self._calls.append(call)
             self._wake.notify()
-        return future
+        return call.future
 
     def check(self) -> None:
         """Raise if the thread has ended.
@@ -118,7 +141,7 @@ class EngineThread:
             EngineError: it has.
         """
         if self._ended is not None:
-            raise EngineError(*self._ended.args) from self._ended.__cause__
+            raise _again(self._ended)
 
     def open(self, stream: Stream, prepared: PreparedRequest) -> None:
         """Add a request, whose news go to a stream from now on; to be called in the thread."""
@@ -140,56 +163,61 @@ class EngineThread:
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._thread.join()
 
-    def _run(self, make: Callable[[], TextEngine], made: Future[TextEngine]) -> None:
-        if not _resolve(made, make):
+    def _run(self, making: _Call[TextEngine]) -> None:
+        making.make()
+        if making.future.exception() is not None:
             return
-        engine = made.result()
+        self.engine = making.future.result()
         try:
-            while self._wait(engine):
-                if engine.has_work:
-                    self._send(engine.step())
+            while self._wait():
+                if self.engine.has_work:
+                    self._send(self.engine.step())
         except BaseException as error:
             logger.error("the thread of the engine has ended: %s", described(error))
             self._end(f"the thread of the engine has ended by an error ({described(error)}): make a new one", error)
         else:
-            self._send([engine.abort(request_id) for request_id in list(self._streams)])
+            self._send([self.engine.abort(request_id) for request_id in list(self._streams)])
             self._end("the engine was shut down: make a new one", None)
-        engine.shutdown()
+        self.engine.shutdown()
 
-    def _wait(self, engine: TextEngine) -> bool:
+    def _wait(self) -> bool:
         """Sleep until there is something to do, make the calls, and tell whether to go on."""
         with self._wake:
-            self._wake.wait_for(lambda: self._calls or self._stopping or engine.has_work)
+            self._wake.wait_for(lambda: self._calls or self._stopping or self.engine.has_work)
             calls, self._calls = self._calls, []
-        for each in calls:
-            each()
+        for call in calls:
+            call.make()
         return not self._stopping
 
     def _send(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:
             stream = self._streams.get(output.request_id)
-            if stream is not None:
-                self._put(stream, output.snapshot())
-                if output.finished:
-                    self._streams.pop(output.request_id, None)
-
-    def _put(self, stream: Stream, news: _News) -> None:
-        try:
-            stream.mailbox.put(stream, news)
-        except RuntimeError:  # its event loop is closed, so nobody reads it
-            self.close(stream)
+            if stream is None:
+                continue
+            there = stream.mailbox.put(stream, output.snapshot())
+            if output.finished:
+                del self._streams[output.request_id]
+            elif not there:
+                self.close(stream)
 
     def _end(self, reason: str, cause: BaseException | None) -> None:
         """Refuse calls from now on, and raise in every stream and call that is open."""
+        error = EngineError(reason)
+        error.__cause__ = cause
         with self._wake:
-            self._ended = EngineError(reason)
-            self._ended.__cause__ = cause
+            self._ended = error
             calls, self._calls = self._calls, []
-        for stream in list(self._streams.values()):
-            del self._streams[stream.request_id]
-            self._put(stream, self._error())
-        for each in calls:
-            each()
+        for stream in self._streams.values():
+            stream.mailbox.put(stream, _again(error))
+        self._streams.clear()
+        for call in calls:
+            call.refuse(_again(error))
+
+
+def _again(error: EngineError) -> EngineError:
+    """Return the same error with a traceback of its own."""
+    copy = EngineError(*error.args)
+    copy.__cause__ = error.__cause__
+    return copy
