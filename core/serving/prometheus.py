@@ -62,6 +62,7 @@ class PrometheusExporter:
         self._finished = self._family("Counter", "request_success", "Ended sequences, by reason.", "finished_reason")
         self._seconds = self._family("Counter", "engine_step_seconds", "Time of steps, by part.", "part")
         self._kernels = self._family("Gauge", "kernel_info", "Kernels that run, 1 each.", "op", "kernel", "provider")
+        self._begun: set[str] = set()
 
     def _metric(self, kind: str, name: str, text: str, **options: Any) -> Any:
         return self._family(kind, name, text, **options).labels(self._model_name)
@@ -95,9 +96,12 @@ class PrometheusExporter:
 
     def _observe(self, output: RequestOutput, metrics: RequestMetrics) -> None:
         observed: dict[str, float | None] = {}
-        if metrics.first_token == metrics.last_token:
+        if metrics.first_token is not None and output.request_id not in self._begun:
+            self._begun.add(output.request_id)
             observed["time_to_first_token_seconds"] = metrics.time_to_first_token
             observed["request_queue_time_seconds"] = metrics.time_in_queue
+        if output.finished:
+            self._begun.discard(output.request_id)
         if output.finished and metrics.first_token is not None and metrics.last_token is not None:
             observed["e2e_request_latency_seconds"] = metrics.last_token - metrics.arrival
             tokens = max(len(answer.token_ids) for answer in output.outputs)
@@ -111,4 +115,5 @@ class PrometheusExporter:
     def show_kernels(self, explanation: Explanation) -> None:
         """Show which kernel of which provider runs each op, as ``LLM.explain`` tells."""
         for row in explanation.rows:
-            self._kernels.labels(self._model_name, row.op, row.kernel, row.provider).set(1)
+            if row.runs:
+                self._kernels.labels(self._model_name, row.op, row.kernel, str(row.provider)).set(1)
