@@ -66,7 +66,7 @@ def kernel(
     own, table, slots, key, value = repaged(cache, block_table, query_start_loc, seq_lens)
     settings = (scale, others.get("sliding_window"), others.get("logits_soft_cap"), others.get("sinks"))
     attended = torch.ops.opgraft_cpu_kernels.attend_pages(
-        query, key, value, own, table, slots, query_start_loc, seq_lens, *settings
+        query, key, value, own, slots, table, query_start_loc, seq_lens, *settings
     )
     return attended[..., :size]
 
@@ -124,7 +124,7 @@ def test_rows_do_not_depend_on_neighbours(dtype: torch.dtype, kernels: Any) -> N
 def test_layer(dtype: torch.dtype, head_size: int, kernels: Any) -> None:
     """The layer is replaced; over pages it gives what it gives without a batch, in what the kernel lacks too."""
     layer = Attention(6, head_size, 0.2, 2, 20, prefix="attn")
-    assert type(layer).__module__ == "opgraft_cpu_kernels.attention"
+    assert type(layer).__module__ == "opgraft_cpu_kernels.ops"
     given = [
         torch.randn(70, heads * head_size, generator=torch.Generator().manual_seed(heads)).to(dtype)
         for heads in (6, 2, 2)
@@ -154,7 +154,7 @@ def test_the_fallback_reads_the_same_pages(kernels: Any) -> None:
             *(arguments[n] for n in ("cache", "block_table", "query_start_loc", "seq_lens"))
         )
         by_definition, rest = own.clone(), (arguments["query_start_loc"], arguments["seq_lens"])
-        torch.ops.opgraft_cpu_kernels.attend_pages(arguments["query"], key, value, own, table, slots, *rest, 0.2)
+        torch.ops.opgraft_cpu_kernels.attend_pages(arguments["query"], key, value, own, slots, table, *rest, 0.2)
         attention.write(key, value, by_definition, slots)
         torch.testing.assert_close(own, by_definition, equal_nan=True, rtol=0, atol=0)
         plain = attention.in_opgrafts_layout(own, 64)
@@ -181,8 +181,8 @@ def test_refusals(changed: dict[str, Tensor], words: str, kernels: Any) -> None:
         "key": torch.ones(3, 2, 64),
         "value": torch.ones(3, 2, 64),
         "cache": cache,
-        "table": torch.tensor([[0, 1]]),
         "slots": torch.tensor([38, 39, 40]),
+        "table": torch.tensor([[0, 1]]),
         "starts": torch.tensor([0, 3]),
         "lengths": torch.tensor([41]),
     }
@@ -203,7 +203,8 @@ def test_compiled(kernels: Any) -> None:
         nodes.extend(node.name for node in graph.graph.nodes if node.op == "call_function")
         return graph.forward
 
-    compiled = torch.compile(layer, backend=backend, fullgraph=True)
-    with attending(batch), torch.no_grad():
-        torch.testing.assert_close(compiled(*given), layer(*given))
+    compiled = torch.compile(layer.attend_batch, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        pages = batch.pages["attn"]
+        torch.testing.assert_close(compiled(batch, pages, *given), layer.attend_batch(batch, pages, *given))
     assert any("attend_pages" in name for name in nodes)

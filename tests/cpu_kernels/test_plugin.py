@@ -48,7 +48,7 @@ def test_every_op_is_replaced(plugin: Path) -> None:
     for replacement in opgraft_cpu_kernels.ops.REPLACEMENTS:
         assert ops.maybe_get_oot_by_class(getattr(ops, replacement.__name__)) is replacement
     op = RMSNorm(8)
-    assert op.decision.chosen == "RMSNorm.forward_cpu"
+    assert op.decision.chosen == "opgraft_cpu_kernels.ops:RMSNorm.forward_cpu"
     assert op.op_class is opgraft_cpu_kernels.ops.RMSNorm
 
 
@@ -123,7 +123,7 @@ def test_without_a_compiler(python: Python, tmp_path: Path, compiler: str, reaso
     result = install(copy_of_sources(tmp_path / "source"), tmp_path / "site", CXX=compiler)
     assert result.returncode == 0, result.stderr
     text = explained(python, tmp_path / "site")
-    assert "op rms_norm: RMSNorm.forward_native" in text
+    assert "op rms_norm: opgraft.ops.layernorm.modules:RMSNorm.forward_native" in text
     assert reason in text
     code = "import torch; from opgraft import ops, functional; x = torch.ones(2, 4); functional.silu(ops.RMSNorm(4)(x))"
     ran = python("-c", code, site=tmp_path / "site")

@@ -132,7 +132,7 @@ def test_what_does_not_fit_chunks(kernels: Any, positions: list[int], chunk: tup
 def test_a_module_by_sections(plugin: object, sections: list[int] | None) -> None:
     """The module takes positions of text, offsets and no key, as its definition does."""
     op = ops.MRotaryEmbedding(8, 8, 16, 10000.0, True, torch.float32, sections)
-    assert op.decision.chosen == "MRotaryEmbedding.forward_cpu"
+    assert op.decision.chosen == "opgraft_cpu_kernels.ops:MRotaryEmbedding.forward_cpu"
     (query, key), text = heads(5, 8), torch.arange(5)
     for positions in (text, *([torch.randint(0, 16, (3, 5))] if sections else [])):
         for others in ((), (key,), (key, torch.tensor(3))):
@@ -142,7 +142,7 @@ def test_a_module_by_sections(plugin: object, sections: list[int] | None) -> Non
 def test_a_module_by_chunks(plugin: object) -> None:
     """The module adds offsets and refuses positions beyond its bound, as its definition does."""
     op = ops.DualChunkRotaryEmbedding(8, 8, 100, 10000.0, True, torch.float32, 16, 7)
-    assert op.decision.chosen == "DualChunkRotaryEmbedding.forward_cpu"
+    assert op.decision.chosen == "opgraft_cpu_kernels.ops:DualChunkRotaryEmbedding.forward_cpu"
     (query, key), positions = heads(5, 8), torch.arange(95, 100)
     for offsets in (None, torch.tensor(-20)):
         got, expected = (call(positions, query, key, offsets) for call in (op, op.forward_native))

@@ -58,11 +58,11 @@ def test_an_answer_opens_the_file_once(llama, tmp_path, monkeypatch, openings) -
     write_gguf(file, llama, "Q8_0")
     seen = []
 
-    def load_tokenizer(weights: Weights) -> None:
+    def open_tokenizer(weights: Weights) -> None:
         seen.append(weights.path)
         raise CheckpointError("seen")
 
-    monkeypatch.setattr(answer, "load_tokenizer", load_tokenizer)
+    monkeypatch.setattr(answer, "open_tokenizer", open_tokenizer)
     CliRunner().invoke(run.command, [str(file), "hi"])
     assert seen == [file]
     assert openings == {file.name: 1}

@@ -18,7 +18,7 @@ _NO_CACHES: Mapping[str, Tensor] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class LayerPages:
-    """Where one attention layer keeps keys and values. Layers of one kind share table and slots.
+    """The pages where one attention layer keeps keys and values. Layers of one kind share table and slots.
 
     Attributes:
         cache: of the shape that the layer's ``kv_cache_shape`` gives; its first dimension is the block.

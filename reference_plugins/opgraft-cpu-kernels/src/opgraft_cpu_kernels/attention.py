@@ -6,9 +6,10 @@ not take, gradients and float64 among them, is computed by the definition over a
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from opgraft import functional as forms
-from opgraft import ops as catalogue
 from opgraft.ops.attention import AttentionBatch, LayerPages
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
@@ -21,33 +22,37 @@ GROUP = 16
 """Tokens whose keys lie by elements."""
 
 
-class Attention(catalogue.Attention):
-    def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        if self.head_size % GROUP or block_size % GROUP:
-            return super().kv_cache_shape(num_blocks, block_size)
-        return (num_blocks, 2, self.num_kv_heads, block_size // GROUP, GROUP * self.head_size)
+def takes(head_size: int, block_size: int) -> bool:
+    """Tell whether blocks of such heads can have the layout."""
+    return head_size % GROUP == 0 and block_size % GROUP == 0
 
-    def attend_batch(
-        self, batch: AttentionBatch, pages: LayerPages, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
-        if pages.cache.shape[-1] == self.head_size:
-            return super().attend_batch(batch, pages, query, key, value)
-        tensors = {"query": query, "key": key, "value": value, "cache": pages.cache}
-        taken = query.dtype in DTYPES and query.is_cpu
-        if taken and is_dynamo_compiling():
-            taken = not refusal("attend_pages", tensors)
-        settings = self.scale, self.sliding_window, self.logits_soft_cap, self.sinks
-        places = pages.block_table, pages.slots, batch.query_start_loc, batch.seq_lens
-        if taken:
-            try:
-                return _attend_pages(*tensors.values(), *places, *settings)  # type: ignore[no-any-return]
-            except REFUSED:
-                pass
-        write(key, value, pages.cache, pages.slots)
-        plain = in_opgrafts_layout(pages.cache, self.head_size)
-        return forms.paged_attention.native(
-            query, plain, pages.block_table, batch.query_start_loc, batch.seq_lens, *settings
-        )
+
+def attend(
+    batch: AttentionBatch, pages: LayerPages, query: Tensor, key: Tensor, value: Tensor, *settings: Any
+) -> Tensor:
+    """Write new tokens to pages of this layout and attend over them, as ``[tokens, heads, head_size]``.
+
+    Args:
+        batch: the sequences.
+        pages: of the layer.
+        query: of the new tokens.
+        key: likewise.
+        value: likewise.
+        settings: scale, window, soft cap and sinks.
+    """
+    tensors = {"query": query, "key": key, "value": value, "cache": pages.cache}
+    places = pages.block_table, batch.query_start_loc, batch.seq_lens
+    taken = query.dtype in DTYPES and query.is_cpu
+    if taken and is_dynamo_compiling():
+        taken = not refusal("attend_pages", tensors)
+    if taken:
+        try:
+            return _attend_pages(*tensors.values(), pages.slots, *places, *settings)  # type: ignore[no-any-return]
+        except REFUSED:
+            pass
+    write(key, value, pages.cache, pages.slots)
+    plain = in_opgrafts_layout(pages.cache, query.shape[-1])
+    return forms.paged_attention.native(query, plain, *places, *settings)
 
 
 def has_kernel(platform: object) -> bool:
@@ -60,7 +65,7 @@ def write(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
     keys, values = _by_token(cache, key.shape[-1])
     group, lane = slots // GROUP, slots % GROUP
     groups, pair = cache.shape[3], keys.shape[-1]
-    keys[group // groups, :, group % groups, lane] = key.unflatten(-1, (-1, pair))
+    keys[group // groups, :, group % groups, lane] = key.reshape(*key.shape[:-1], key.shape[-1] // pair, pair)
     values[group // groups, :, group % groups, lane // pair, lane % pair] = value
 
 
@@ -74,8 +79,8 @@ def _by_token(cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
     """View keys as ``[blocks, heads, groups, 16, pairs, pair]``, values as ``[…, 16 / pair, pair, head_size]``."""
     pair = 2 if cache.dtype == torch.bfloat16 else 1
     keys, values = cache.unbind(1)
-    keys = keys.unflatten(-1, (head_size // pair, GROUP, pair)).transpose(-3, -2)
-    return keys, values.unflatten(-1, (GROUP // pair, head_size, pair)).transpose(-2, -1)
+    keys = keys.view(*keys.shape[:-1], head_size // pair, GROUP, pair).transpose(-3, -2)
+    return keys, values.view(*values.shape[:-1], GROUP // pair, head_size, pair).transpose(-2, -1)
 
 
 _attend_pages = op("attend_pages")

@@ -9,10 +9,10 @@ from typing import ClassVar
 
 import opgraft
 from opgraft import ops as catalogue
+from opgraft.ops.attention import AttentionBatch, LayerPages
 from torch import Tensor
 
-from opgraft_cpu_kernels import kernels, linear, quantized
-from opgraft_cpu_kernels.attention import Attention
+from opgraft_cpu_kernels import attention, kernels, linear, quantized
 from opgraft_cpu_kernels.library import missing
 
 
@@ -141,6 +141,22 @@ class Linear(catalogue.Linear):
         return self.quant_method.apply(
             self, input, self.bias, activation=self.activation, residual=residual, kernel=linear.linear
         )
+
+
+class Attention(catalogue.Attention):
+    def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        if not attention.takes(self.head_size, block_size):
+            return super().kv_cache_shape(num_blocks, block_size)
+        groups, size = block_size // attention.GROUP, attention.GROUP * self.head_size
+        return (num_blocks, 2, self.num_kv_heads, groups, size)
+
+    def attend_batch(
+        self, batch: AttentionBatch, pages: LayerPages, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        if not attention.takes(self.head_size, batch.block_size):
+            return super().attend_batch(batch, pages, query, key, value)
+        settings = self.scale, self.sliding_window, self.logits_soft_cap, self.sinks
+        return attention.attend(batch, pages, query, key, value, *settings)
 
 
 REPLACEMENTS = (

@@ -175,7 +175,7 @@ void run(const PagedAttention& a, Dtype dtype, Work& work) {
 }
 
 Tensor attend_pages(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cache,
-                    const Tensor& block_table, const Tensor& slots, const Tensor& query_start_loc,
+                    const Tensor& slots, const Tensor& block_table, const Tensor& query_start_loc,
                     const Tensor& seq_lens, double scale, std::optional<int64_t> sliding_window,
                     std::optional<double> logits_soft_cap, const OptionalTensor& sinks) {
   const Tensor& sink = defined(sinks);
@@ -227,7 +227,7 @@ Tensor attend_pages(const Tensor& query, const Tensor& key, const Tensor& value,
 
 TORCH_LIBRARY_FRAGMENT(opgraft_cpu_kernels, library) {
   library.def(
-      "attend_pages(Tensor query, Tensor key, Tensor value, Tensor(a!) cache, Tensor block_table, Tensor slots, Tensor "
+      "attend_pages(Tensor query, Tensor key, Tensor value, Tensor(a!) cache, Tensor slots, Tensor block_table, Tensor "
       "query_start_loc, Tensor seq_lens, float scale, int? sliding_window=None, float? logits_soft_cap=None, Tensor? "
       "sinks=None) -> Tensor");
 }
