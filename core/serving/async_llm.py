@@ -20,7 +20,7 @@ from opgraft.serving.engine_thread import EngineThread, Mailbox, Stream
 from opgraft.serving.llm import Message, engine_config
 from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.prompts import Prompt
-from opgraft.serving.text_engine import OnStep, PreparedRequest, TextEngine
+from opgraft.serving.text_engine import OnStep, OpenRequest, TextEngine
 
 
 class AsyncLLM:
@@ -110,7 +110,7 @@ class AsyncLLM:
         """
         name = request_id or uuid4().hex
 
-        def prepare() -> PreparedRequest:
+        def prepare() -> OpenRequest:
             return self._engine.prepare(
                 name,
                 self._engine.chat_template.render(messages, tools=tools),
@@ -122,9 +122,7 @@ class AsyncLLM:
 
         return self._answer(name, prepare)
 
-    async def _answer(
-        self, request_id: str, prepare: Callable[[], PreparedRequest]
-    ) -> AsyncGenerator[RequestOutput, None]:
+    async def _answer(self, request_id: str, prepare: Callable[[], OpenRequest]) -> AsyncGenerator[RequestOutput, None]:
         self._thread.check()
         loop = asyncio.get_running_loop()
         prepared = await loop.run_in_executor(self._preparing, prepare)

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from opgraft.errors import EngineError
 from opgraft.logger import logger
 from opgraft.serving.outputs import RequestOutput
-from opgraft.serving.text_engine import PreparedRequest, TextEngine
+from opgraft.serving.text_engine import OpenRequest, TextEngine
 from opgraft.text import described
 
 _T = TypeVar("_T")
@@ -143,9 +143,9 @@ class EngineThread:
         if self._ended is not None:
             raise _again(self._ended)
 
-    def open(self, stream: Stream, prepared: PreparedRequest) -> None:
+    def open(self, stream: Stream, prepared: OpenRequest) -> None:
         """Add a request, whose news go to a stream from now on; to be called in the thread."""
-        self.engine.add(prepared)
+        self.engine.submit(prepared)
         self._streams[stream.request_id] = stream
 
     def close(self, stream: Stream) -> None:

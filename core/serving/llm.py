@@ -154,8 +154,7 @@ class LLM:
         outputs: dict[str, RequestOutput] = {}
         try:
             for request_id, prompt, each in zip(ids, prompts, params, strict=True):
-                prepared = self.engine.prepare(request_id, prompt, each, add_special_tokens=add_special_tokens)
-                outputs[request_id] = self.engine.add(prepared)
+                outputs[request_id] = self.engine.add(request_id, prompt, each, add_special_tokens=add_special_tokens)
         except BaseException:
             for request_id in outputs:
                 self.engine.abort(request_id)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from opgraft.config import OpgraftConfig
 from opgraft.engine.engine_core import EngineCore, EngineOutput
@@ -40,30 +40,11 @@ class _Answer:
 
 
 @dataclass
-class _Open:
+class OpenRequest:
     """A request with its answers that have not ended, by the ids that the engine knows them by."""
 
     output: RequestOutput
     growing: dict[str, _Answer]
-
-
-@dataclass(frozen=True)
-class PreparedRequest:
-    """A request that is ready for the engine.
-
-    Attributes:
-        request_id: as it was given.
-        text: of the prompt; ``None`` where it was given as token ids.
-        ids: of the prompt.
-        requests: one for each answer.
-        arrival: in seconds of ``time.monotonic()``.
-    """
-
-    request_id: str
-    text: str | None
-    ids: list[int]
-    requests: Sequence[Request]
-    arrival: float
 
 
 class TextEngine:
@@ -87,7 +68,7 @@ class TextEngine:
             config = read_config(weights)
             self.eos = stop_tokens(self.tokenizer, config, weights)
         self.vocab_size = int(config.get_text_config().vocab_size)
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, OpenRequest] = {}
         self._owner: dict[str, str] = {}
         self._on_step = on_step
         self._reported = self.core.stats()
@@ -121,8 +102,8 @@ class TextEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
-    ) -> PreparedRequest:
-        """Check a request and make it ready for ``add``. It changes nothing, and so may run in another thread.
+    ) -> OpenRequest:
+        """Check a request and make it ready for ``submit``. It changes nothing, and so may run in another thread.
 
         Args:
             request_id: unique among those that have not ended.
@@ -136,7 +117,7 @@ class TextEngine:
             RequestError: the prompt cannot be taken.
             InputError: the structured output that is asked for cannot be had.
         """
-        arrival = time.monotonic()
+        metrics = RequestMetrics(time.monotonic())
         text, ids = tokenized(
             prompt,
             self._expect_tokenizer() if isinstance(prompt, str) else self.tokenizer,  # type: ignore[arg-type]
@@ -145,7 +126,7 @@ class TextEngine:
             add_special_tokens=add_special_tokens,
             name=f"the prompt of request {request_id!r}",
         )
-        request = Request(
+        requests = Request(
             request_id,
             ids,
             params,
@@ -154,28 +135,29 @@ class TextEngine:
             cache_salt=cache_salt,
             bad_words=bad_word_tokens(params.bad_words, self._expect_tokenizer()) if params.bad_words else (),
             grammar=self._grammar(params),
-        )
-        return PreparedRequest(request_id, text, ids, request.split(), arrival)
+        ).split()
+        answers = [_Answer(each, CompletionOutput(i), self._detokenizer(each)) for i, each in enumerate(requests)]
+        output = RequestOutput(request_id, text, ids, [answer.output for answer in answers], metrics=metrics)
+        return OpenRequest(output, {answer.request.request_id: answer for answer in answers})
 
-    def add(self, prepared: PreparedRequest) -> RequestOutput:
+    def submit(self, prepared: OpenRequest) -> RequestOutput:
         """Have a request wait for its turn, and return its output, which grows with the steps.
 
         Raises:
             RequestError: one of its id runs, or it could never be served.
             EngineError: the engine has stopped.
         """
-        request_id = prepared.request_id
+        request_id = prepared.output.request_id
         if request_id in self._open:
             raise RequestError(f"request {request_id!r} is added, and one of that id runs: give each an id of its own")
-        self.core.add(prepared.requests)
-        answers = [
-            _Answer(each, CompletionOutput(i), self._detokenizer(each)) for i, each in enumerate(prepared.requests)
-        ]
-        output = RequestOutput(request_id, prepared.text, prepared.ids, [answer.output for answer in answers])
-        output.metrics = RequestMetrics(prepared.arrival)
-        self._open[request_id] = _Open(output, {answer.request.request_id: answer for answer in answers})
-        self._owner.update((answer.request.request_id, request_id) for answer in answers)
-        return output
+        self.core.add(answer.request for answer in prepared.growing.values())
+        self._open[request_id] = prepared
+        self._owner.update(dict.fromkeys(prepared.growing, request_id))
+        return prepared.output
+
+    def add(self, request_id: str, prompt: Prompt, params: SamplingParams, **options: Any) -> RequestOutput:
+        """Prepare a request and submit it; arguments and errors are those of ``prepare`` and ``submit``."""
+        return self.submit(self.prepare(request_id, prompt, params, **options))
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         wanted = params.structured_output
@@ -238,7 +220,7 @@ class TextEngine:
             logger.error("on_step failed and is not called again: %s", described(error))
             self._on_step = None
 
-    def _take(self, opened: _Open, news: EngineOutput, now: float) -> None:
+    def _take(self, opened: OpenRequest, news: EngineOutput, now: float) -> None:
         answer = opened.growing[news.request_id]
         output, reason = answer.output, news.finish_reason
         if news.prompt_logprobs is not None:
@@ -267,7 +249,7 @@ class TextEngine:
         answer.output.text = answer.detokenizer.text
         return answer.detokenizer.stop_reason is not None
 
-    def _end(self, opened: _Open, child: str, answer: _Answer, reason: str) -> None:
+    def _end(self, opened: OpenRequest, child: str, answer: _Answer, reason: str) -> None:
         output = answer.output
         if answer.detokenizer is not None:
             answer.detokenizer.finish()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import random
 import threading
 import time
@@ -101,8 +102,10 @@ def test_outputs_are_cumulative_and_do_not_change(checkpoint: Path) -> None:
         async for output in llm.generate("the cat", LONG):
             seen.append((output, list(output.outputs[0].token_ids), output.outputs[0].text))
         assert len(seen[-1][1]) == 50
-        for (_, tokens, text), (_, more, longer) in zip(seen, seen[1:], strict=False):
-            assert more[: len(tokens)] == tokens and len(more) > len(tokens) and longer.startswith(text)
+        for (_, tokens, text), (_, more, longer) in itertools.pairwise(seen):
+            assert more[: len(tokens)] == tokens
+            assert len(more) > len(tokens)
+            assert longer.startswith(text)
         assert all(output.outputs[0].token_ids == tokens for output, tokens, _ in seen)
         assert [output.finished for output, _, _ in seen] == [False] * (len(seen) - 1) + [True]
 
@@ -184,7 +187,8 @@ def test_abort_by_id(checkpoint: Path) -> None:
         tokens = (await anext(stream)).outputs[0].token_ids
         await llm.abort("a")
         output = await last(stream)
-        assert output.finished and output.outputs[0].finish_reason == "abort"
+        assert output.finished
+        assert output.outputs[0].finish_reason == "abort"
         assert output.outputs[0].token_ids[: len(tokens)] == tokens
         for name in ("a", "b"):
             with pytest.raises(RequestError, match=f"'{name}' is aborted, and none of that id"):
@@ -303,7 +307,8 @@ def test_shutdown_with_open_requests(checkpoint: Path) -> None:
             await asyncio.sleep(0)
         llm.shutdown()
         for output in await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE):
-            assert output.finished and output.outputs[0].finish_reason == "abort"
+            assert output.finished
+            assert output.outputs[0].finish_reason == "abort"
         assert llm.stats().blocks_used == 0
         with pytest.raises(EngineError, match="was shut down"):
             await last(llm.generate([5], LONG))
