@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from opgraft.binding.explaining import Explanation
-from opgraft.engine.stats import EngineStats
+from opgraft.engine.stats import FINISH_REASONS, PARTS, EngineStats
 from opgraft.models.extras import import_extra
 from opgraft.serving.outputs import RequestMetrics, RequestOutput
 
@@ -59,8 +59,10 @@ class PrometheusExporter:
             name: self._metric("Histogram", name, text, buckets=SECONDS if name.endswith("seconds") else TOKENS)
             for name, text in HISTOGRAMS.items()
         }
-        self._finished = self._family("Counter", "request_success", "Ended sequences, by reason.", "finished_reason")
-        self._seconds = self._family("Counter", "engine_step_seconds", "Time of steps, by part.", "part")
+        finished = self._family("Counter", "request_success", "Ended sequences, by reason.", "finished_reason")
+        self._finished = {reason: finished.labels(model_name, reason) for reason in FINISH_REASONS}
+        seconds = self._family("Counter", "engine_step_seconds", "Time of steps, by part.", "part")
+        self._seconds = {part: seconds.labels(model_name, part) for part in PARTS}
         self._kernels = self._family("Gauge", "kernel_info", "Kernels that run, 1 each.", "op", "kernel", "provider")
         self._begun: set[str] = set()
 
@@ -85,9 +87,9 @@ class PrometheusExporter:
         self._gauges["num_requests_waiting"].set(stats.waiting)
         self._gauges["kv_cache_usage_perc"].set(stats.cache_usage)
         for part, seconds in counted.seconds.items():
-            self._seconds.labels(self._model_name, part).inc(seconds)
+            self._seconds[part].inc(seconds)
         for reason, number in counted.finished.items():
-            self._finished.labels(self._model_name, reason).inc(number)
+            self._finished[reason].inc(number)
         if counted.steps:
             self._histograms["iteration_tokens_total"].observe(counted.prompt_tokens + counted.decode_tokens)
         for output in outputs:

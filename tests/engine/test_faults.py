@@ -157,7 +157,7 @@ def test_random_faults_with_preemptions_and_siblings(checkpoint: Path, place: st
     twice = {"n": 2, "temperature": 1.0, "seed": 3}
     right, _ = served(engine(checkpoint), [part for one in requests(20, **twice) for part in one.split()])
     core = engine(checkpoint, num_blocks=36, max_num_batched_tokens=9)
-    draw = random.Random(len(place))
+    draw = random.Random(len(place))  # noqa: S311
     owner, name = places(core)[place]
     rate = 0.02 if place in OFTEN else 0.1
     fault = Fault(owner, name, lambda _: draw.random() < rate, RuntimeError)

@@ -163,7 +163,7 @@ def test_cancelled_at_any_moment(checkpoint: Path) -> None:
     """Readers that are cancelled before they begin, in the queue, in the prompt and later leave nothing behind."""
 
     async def use(llm: AsyncLLM) -> None:
-        draw = random.Random(3)
+        draw = random.Random(3)  # noqa: S311
         tasks = [asyncio.create_task(last(llm.generate(prompt, LONG))) for prompt in prompts(60)]
         for task in draw.sample(tasks, 45):
             await asyncio.sleep(draw.choice((0, 0, 0.002)))
