@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -115,7 +116,8 @@ class TextEngine:
 
         Raises:
             RequestError: the prompt cannot be taken.
-            InputError: the structured output that is asked for cannot be had.
+            InputError: text, stop strings or bad words are given and the model has no tokenizer, or the structured
+                output that is asked for cannot be had.
         """
         metrics = RequestMetrics(time.monotonic())
         text, ids = tokenized(
@@ -165,10 +167,10 @@ class TextEngine:
 
     def _detokenizer(self, request: Request) -> Detokenizer | None:
         params = request.params
-        if self.tokenizer is None:
+        if self.tokenizer is None and not params.stop:
             return None
         return Detokenizer(
-            self.tokenizer,
+            self._expect_tokenizer(),
             request.prompt,
             skip_special_tokens=params.skip_special_tokens,
             stop=params.stop,
@@ -186,7 +188,8 @@ class TextEngine:
             raise RequestError(f"request {request_id!r} is aborted, and none of that id runs or waits")
         opened = self._open[request_id]
         for child, answer in list(opened.growing.items()):
-            self.core.abort(child)
+            with suppress(RequestError):  # the core has ended it, if an error cut short the step that it ended in
+                self.core.abort(child)
             self._end(opened, child, answer, "abort")
         self._report([opened.output])
         return opened.output
