@@ -43,7 +43,9 @@ class CacheConfig(Section):
     section: ClassVar[str] = "cache"
 
     block_size: int = setting("tokens in a block of the cache", default=32, minimum=1)
-    memory_share: float = setting("share of the free memory that the cache takes", default=0.9, above=0, maximum=1)
+    memory_share: float | None = setting(
+        "share of the free memory that the cache takes", above=0, maximum=1, unset="0.9 of a device's, 0.25 of a host's"
+    )
     memory_bytes: int | None = setting("bytes that the cache takes, instead of a share", minimum=1, unset="the share")
     num_blocks: int | None = setting(
         "blocks of the cache, whatever memory they take", minimum=1, unset="as memory allows"

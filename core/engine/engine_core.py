@@ -14,6 +14,7 @@ from opgraft.engine.request import FinishReason, Request
 from opgraft.engine.scheduler import Scheduler
 from opgraft.engine.step import Step, StepResult
 from opgraft.errors import ConfigError, ModelError, RequestError
+from opgraft.logger import logger
 from opgraft.state import host_state
 
 
@@ -65,6 +66,7 @@ class EngineCore:
         self._expect_room(layout)
         self.executor.call("allocate_cache", num_blocks)
         self.scheduler = Scheduler(self.opgraft_config.scheduler, self.cache, self.max_model_len)
+        logger.info(self.capacity())
 
     def _context(self) -> int:
         longest = self.executor.call("max_context")
@@ -88,6 +90,13 @@ class EngineCore:
         """Return how many tokens of long sequences the cache holds."""
         full = sum(kind.sliding_window is None for kind in self.cache.kinds) or len(self.cache.kinds)
         return self.cache.pool.num_blocks // full * self.cache.block_size
+
+    def capacity(self) -> str:
+        """Say in words what the cache holds."""
+        return (
+            f"the cache holds {self.cache_tokens:,} tokens in {self.cache.pool.num_blocks:,} blocks of "
+            f"{self.cache.block_size}; the longest context has {self.max_model_len:,}"
+        )
 
     @property
     def has_work(self) -> bool:

@@ -31,7 +31,7 @@ class ModelRunner(PluggableClass):
         self.opgraft_config = opgraft_config
         self.device = device
         self.sampler = Sampler()
-        self.sampling = SamplingBatch()
+        self.sampling = SamplingBatch(opgraft_config.model.seed)
         self._prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = {}
 
     def load_model(self) -> None:

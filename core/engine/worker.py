@@ -13,6 +13,9 @@ from opgraft.engine.model_runner import ModelRunner
 from opgraft.engine.step import Step, StepResult
 from opgraft.plugins.selection import current_platform
 
+DEVICE_SHARE, HOST_SHARE = 0.9, 0.25
+"""Of the free memory, for the cache: a device works for one process as a rule, the memory of a host is everybody's."""
+
 
 @PluggableClass.register("worker")
 class Worker(PluggableClass):
@@ -50,7 +53,9 @@ class Worker(PluggableClass):
         cache = self.opgraft_config.cache
         if cache.memory_bytes is not None:
             return cache.memory_bytes
-        return int(current_platform().memory(self.local_rank).free * cache.memory_share)
+        platform = current_platform()
+        share = cache.memory_share or (HOST_SHARE if "cpu" in platform.dispatch_chain else DEVICE_SHARE)
+        return int(platform.memory(self.local_rank).free * share)
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Make the cache of that many blocks."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -15,6 +13,8 @@ from opgraft.config import OpgraftConfig
 from opgraft.config.whole import config_from_fields, resolve
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import ConfigError, RequestError, close_matches
+from opgraft.plugins.host import load_plugins
+from opgraft.serving.interrupts import interrupts_noted
 from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.prompts import Prompt
 from opgraft.serving.text_engine import TextEngine
@@ -71,6 +71,7 @@ class LLM:
     def __init__(
         self, model: str | None = None, *, opgraft_config: OpgraftConfig | None = None, **settings: Any
     ) -> None:
+        load_plugins()  # which may have settings to add
         given = opgraft_config or host_state().settings().config
         named = {"model.name": model} if model is not None else {}
         arguments = config_from_fields({**_by_dotted_names(settings), **named})
@@ -125,6 +126,11 @@ class LLM:
         texts = [self.engine.chat_template.render(chat, tools=tools) for chat in chats]
         return self._answer(texts, _one_each(params, len(texts)), progress, add_special_tokens=False)
 
+    @property
+    def chats(self) -> bool:
+        """Tell whether the model has a chat template."""
+        return self.engine.tokenizer is not None and bool(self.engine.tokenizer.chat_templates)
+
     def explain(self) -> Explanation:
         """Tell which kernel of which provider runs each op of the model, and why."""
         explanation: Explanation = self.engine.core.executor.call("explain")
@@ -151,7 +157,7 @@ class LLM:
             for request_id in outputs:
                 self.engine.abort(request_id)
             raise
-        with _bar(len(prompts), progress) as ended, _interrupt() as interrupted:
+        with _bar(len(prompts), progress) as ended, interrupts_noted() as interrupted:
             while self.engine.has_work and not interrupted():
                 ended(sum(output.finished for output in self.engine.step()))
         running = [request_id for request_id, output in outputs.items() if not output.finished]
@@ -201,23 +207,3 @@ def _bar(total: int, shown: bool | None) -> Iterator[Callable[[int], None]]:
     ) as bar:
         task = bar.add_task("prompts answered", total=total)
         yield lambda more: bar.advance(task, more)
-
-
-@contextmanager
-def _interrupt() -> Iterator[Callable[[], bool]]:
-    """Take note of an interrupt, so that it ends no step in the middle; a second one does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False  # signals come to the main thread alone
-        return
-    former = signal.getsignal(signal.SIGINT)
-    noted = threading.Event()
-
-    def note(number: int, frame: Any) -> None:
-        signal.signal(signal.SIGINT, former)
-        noted.set()
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield noted.is_set
-    finally:
-        signal.signal(signal.SIGINT, former)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Generator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,11 +15,11 @@ from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import InputError, RequestError
 from opgraft.models.config import read_config
 from opgraft.models.files import open_weights, opened_once
-from opgraft.models.generation import stop_tokens
 from opgraft.serving.chat_template import ChatTemplate
 from opgraft.serving.detokenizer import Detokenizer
 from opgraft.serving.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from opgraft.serving.prompts import Prompt, tokenized
+from opgraft.serving.stop_tokens import stop_tokens
 from opgraft.serving.tokenizer import Tokenizer, find_tokenizer
 
 
@@ -106,8 +107,7 @@ class TextEngine:
             RequestError: the prompt or the id cannot be taken, or the request could never be served.
             InputError: the structured output that is asked for cannot be had.
         """
-        if request_id in self._open:
-            raise RequestError(f"request {request_id!r} is added, and one of that id runs: give each an id of its own")
+        self._expect_new(request_id)
         text, ids = tokenized(
             prompt,
             self._expect_tokenizer() if isinstance(prompt, str) else self.tokenizer,  # type: ignore[arg-type]
@@ -134,6 +134,10 @@ class TextEngine:
         self._owner.update((answer.request.request_id, request_id) for answer in answers)
         return output
 
+    def _expect_new(self, request_id: str) -> None:
+        if request_id in self._open:
+            raise RequestError(f"request {request_id!r} is added, and one of that id runs: give each an id of its own")
+
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         wanted = params.structured_output
         return None if wanted is None else Grammar(wanted, self._grammar_tokens)
@@ -157,9 +161,7 @@ class TextEngine:
         Raises:
             RequestError: none of that id runs or waits.
         """
-        if request_id not in self._open:
-            raise RequestError(f"request {request_id!r} is aborted, and none of that id runs or waits")
-        opened = self._open[request_id]
+        opened = self._opened(request_id, "aborted")
         for child, answer in list(opened.growing.items()):
             self.core.abort(child)
             self._end(opened, child, answer, "abort")
@@ -174,6 +176,28 @@ class TextEngine:
             self._take(opened, news)
             changed[request_id] = opened.output
         return list(changed.values())
+
+    def stream(self, request_id: str) -> Generator[RequestOutput, None, None]:
+        """Compute steps until a request ends, and yield its output whenever it has grown.
+
+        A request whose iterator is closed before is aborted.
+
+        Raises:
+            RequestError: none of that id runs or waits.
+        """
+        output = self._opened(request_id, "streamed").output
+        try:
+            while not output.finished:
+                if any(changed is output for changed in self.step()):
+                    yield output
+        finally:
+            if not output.finished:
+                self.abort(request_id)
+
+    def _opened(self, request_id: str, what: str) -> _Open:
+        if request_id not in self._open:
+            raise RequestError(f"request {request_id!r} is {what}, and none of that id runs or waits")
+        return self._open[request_id]
 
     def _take(self, opened: _Open, news: EngineOutput) -> None:
         answer = opened.growing[news.request_id]
