@@ -18,6 +18,9 @@ from opgraft.serving.llm import LLM, Interrupted
 from opgraft.serving.outputs import RequestOutput
 from opgraft.text import printable
 
+DTYPES = ("float32", "bfloat16", "float16")
+"""For weights and activations."""
+
 MOST_TOKENS = 128
 """Of an answer, if nothing else is asked for."""
 

@@ -11,7 +11,7 @@ import click
 import rich.progress
 import torch
 from opgraft.checkpoint import open_checkpoint
-from opgraft.cli.answer import MOST_TOKENS, answer_prompts, open_llm
+from opgraft.cli.answer import DTYPES, MOST_TOKENS, answer_prompts, open_llm
 from opgraft.cli.output import (
     COMMAND_LINE,
     echo,
@@ -46,7 +46,6 @@ _SAMPLE = (
 _PRECISIONS = ("highest", "high", "medium")
 _OF_PROMPT = ("model", "cache", "scheduler", "parallel", "load", "quantization")
 """Sections of settings that lines of text, which a model of transformers runs, do not read."""
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @click.command("run")
@@ -54,7 +53,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 @click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
 @click.option("--input", "input_file", metavar="FILE", help="UTF-8 text, one sentence or prompt per line.")
 @click.option("--compare", is_flag=True, help="Also run the model ungrafted; report the difference and both times.")
-@click.option("--dtype", type=click.Choice(list(_DTYPES)), help="Of lines: float32; of PROMPT: model.dtype.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Of lines: float32; of PROMPT: model.dtype.")
 @click.option("--matmul-precision", type=click.Choice(_PRECISIONS), default="highest", show_default=True)
 @click.option("--max-tokens", type=click.IntRange(1), help=f"Of an answer to a PROMPT [default: {MOST_TOKENS}].")
 @click.option("--temperature", type=click.FloatRange(0), help="Of answers [default: 0, the likeliest tokens].")
@@ -95,7 +94,7 @@ def command(
     comparison = None
     with _progress() as progress:
         progress("loading the model", 0, 1)
-        runner = open_runner(checkpoint, _DTYPES[dtype or "float32"])
+        runner = open_runner(checkpoint, getattr(torch, dtype or "float32"))
         progress("loading the model", 1, 1)
         if compare:
             output, report, comparison = runner.compare(texts, progress)

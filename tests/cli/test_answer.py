@@ -80,7 +80,8 @@ def test_a_prompt_that_fits_nowhere_is_an_error(cli, causal_folder: Path) -> Non
     """A prompt beyond the context is an error that names the limit, and so is a cache too small for the context."""
     result = cli("run", str(causal_folder), "the cat " * 40, *SMALL, "--model.max_model_len", "64")
     assert result.returncode == 2
-    assert "80 tokens" in result.stderr and "the model takes 64" in result.stderr
+    assert "80 tokens" in result.stderr
+    assert "the model takes 64" in result.stderr
     result = cli("run", str(causal_folder), "the cat", "--cache.num_blocks", "3")
     assert result.returncode == 2
     assert "the cache has room for 3 blocks" in result.stderr

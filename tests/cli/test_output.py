@@ -13,7 +13,7 @@ from opgraft.cli import cli as root
 from opgraft.environment import VARIABLES
 
 EVERY_COMMAND = ["detect", "env", "ops", "ops list", "ops explain", "plugins", "plugins list", "plugins show"]
-EVERY_COMMAND += ["plugins doctor", "run"]
+EVERY_COMMAND += ["plugins doctor", "run", "chat"]
 
 
 def find(path: str) -> tuple[click.Command, click.Context]:
