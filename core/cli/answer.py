@@ -26,9 +26,10 @@ MOST_TOKENS = 128
 
 
 def open_llm(model: str, dtype: str | None) -> LLM:
-    """Load a model, and tell on stderr what its cache holds; ``dtype`` goes before the setting."""
+    """Load a model, and tell on stderr what its cache holds, if it has one; ``dtype`` goes before the setting."""
     llm = LLM(model) if dtype is None else LLM(model, dtype=dtype)
-    click.echo(llm.engine.core.capacity(), err=True)
+    if not llm.embeds:
+        click.echo(llm.engine.core.capacity(), err=True)
     return llm
 
 

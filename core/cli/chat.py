@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 from collections.abc import Iterator
 from itertools import count
@@ -34,7 +35,7 @@ def command(model: str, system: str | None, dtype: str | None, max_tokens: int, 
     if host_state().settings().origins["model.name"] == COMMAND_LINE:
         raise click.UsageError("MODEL names the model: leave --model.name out")
     llm = open_llm(model, dtype)
-    if not llm.chats:
+    if llm.embeds or not llm.chats:
         raise RequestError(
             f"{model} has no chat template, so how it was taught to chat is not known: 'opgraft run MODEL PROMPT' "
             "continues a text without one; or put a chat_template.jinja beside the weights"
@@ -91,8 +92,9 @@ class _Chat:
 
 def _lines() -> Iterator[str]:
     """Yield the lines of stdin."""
-    for line in click.get_text_stream("stdin", errors="replace"):
-        yield line.strip()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    yield from map(str.strip, sys.stdin)
 
 
 def _typed() -> Iterator[str]:

@@ -12,6 +12,7 @@ import rich.progress
 import torch
 from opgraft.checkpoint import open_checkpoint
 from opgraft.cli.answer import DTYPES, MOST_TOKENS, answer_prompts, open_llm
+from opgraft.cli.neighbours import show_neighbours
 from opgraft.cli.output import (
     COMMAND_LINE,
     echo,
@@ -82,8 +83,12 @@ def command(
     if prompts:
         if input_file or compare:
             raise click.UsageError("PROMPT goes without --input and --compare, which run lines of text")
+        llm = open_llm(model, dtype)
+        if llm.embeds:
+            show_neighbours(llm, model, prompts, as_json)
+            return
         params = SamplingParams(temperature=temperature or 0.0, max_tokens=max_tokens or MOST_TOKENS)
-        answer_prompts(open_llm(model, dtype), model, prompts, params, as_json)
+        answer_prompts(llm, model, prompts, params, as_json)
         return
     for option, value in (("--max-tokens", max_tokens), ("--temperature", temperature)):
         if value is not None:

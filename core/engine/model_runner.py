@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from opgraft.engine.cache_layout import CacheLayout
 from opgraft.engine.input_batch import InputBatch, Inputs
 from opgraft.engine.sampling import Sampler, SamplingBatch, TokenLogprobs, prompt_logprobs
 from opgraft.engine.step import Scheduled, Step, StepResult
-from opgraft.models import load_model
-from opgraft.ops.attention.batch import attending
+from opgraft.models import TransformersModel, load_model
+from opgraft.ops.attention.batch import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
 from torch import Tensor
 
@@ -51,6 +52,19 @@ class ModelRunner(PluggableClass):
             self.layout.block_size,
             self.device,
         )
+
+    @torch.inference_mode()
+    def encode(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Compute the hidden states ``[tokens, hidden_size]`` of each of some sequences, without a cache."""
+        if isinstance(self.model, TransformersModel) and self.model.examination.uncached and len(sequences) > 1:
+            return [states for each in sequences for states in self.encode([each])]  # its layers know of no batch
+        lengths = [len(each) for each in sequences]
+        ids = torch.tensor(list(chain.from_iterable(sequences)), device=self.device)
+        positions = torch.tensor(list(chain.from_iterable(map(range, lengths))), device=self.device)
+        if len(sequences) == 1:
+            return [self.model(ids, positions)]
+        with attending(AttentionBatch.of_sequences(lengths, device=self.device)):
+            return list(self.model(ids, positions).split(lengths))
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:

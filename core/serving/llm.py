@@ -12,10 +12,13 @@ from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.config.whole import config_from_fields, resolve
 from opgraft.engine.sampling_params import SamplingParams
-from opgraft.errors import ConfigError, RequestError, close_matches
+from opgraft.errors import ConfigError, ModelError, RequestError, close_matches
+from opgraft.models.build import generates
+from opgraft.models.files import opened_once
 from opgraft.plugins.host import load_plugins
+from opgraft.serving.embedder import Embedder
 from opgraft.serving.interrupts import interrupts_noted
-from opgraft.serving.outputs import RequestOutput
+from opgraft.serving.outputs import EmbeddingOutput, RequestOutput
 from opgraft.serving.prompts import Prompt
 from opgraft.serving.text_engine import TextEngine
 from opgraft.state import host_state
@@ -64,7 +67,7 @@ class LLM:
 
     Raises:
         ConfigError: a setting that there is not, or a value that it does not take; a cache too small for one request.
-        ModelError: no model is named, or it is no decoder.
+        ModelError: no model is named, or none is registered for its architecture.
         CheckpointError: the checkpoint cannot be read.
     """
 
@@ -76,8 +79,32 @@ class LLM:
         named = {"model.name": model} if model is not None else {}
         arguments = config_from_fields({**_by_dotted_names(settings), **named})
         merged = resolve([("the settings", given), ("the arguments of LLM", arguments)])
-        self.engine = TextEngine(merged.config)
+        self.opgraft_config = merged.config.resolved()
+        self._engine: TextEngine | None = None
+        self._embedder: Embedder | None = None
+        with opened_once():
+            if generates(self.opgraft_config):
+                self._engine = TextEngine(self.opgraft_config)
+            else:
+                self._embedder = Embedder(self.opgraft_config)
         self._numbers = count()
+
+    @property
+    def engine(self) -> TextEngine:
+        """The engine of a model that generates.
+
+        Raises:
+            ModelError: the model is an encoder.
+        """
+        if self._engine is None:
+            name = self.opgraft_config.model.name
+            raise ModelError(f"{name} is an encoder, which answers no prompt: LLM.embed gives the vectors of texts")
+        return self._engine
+
+    @property
+    def embeds(self) -> bool:
+        """Tell whether the model is an encoder."""
+        return self._embedder is not None
 
     def generate(
         self,
@@ -126,6 +153,27 @@ class LLM:
         texts = [self.engine.chat_template.render(chat, tools=tools) for chat in chats]
         return self._answer(texts, _one_each(params, len(texts)), progress, add_special_tokens=False)
 
+    def embed(
+        self, texts: Prompt | Sequence[Prompt], *, truncate: bool = False, progress: bool | None = None
+    ) -> list[EmbeddingOutput]:
+        """Return the embeddings of texts, in their order, pooled and normalised as the checkpoint says.
+
+        Args:
+            texts: one, or several: text, or token ids.
+            truncate: cut texts that are longer than the model takes, instead of refusing them.
+            progress: as for ``generate``.
+
+        Raises:
+            ModelError: the model is no encoder.
+            RequestError: a text cannot be taken, or the model computes no numbers for it.
+        """
+        if self._embedder is None:
+            name = self.opgraft_config.model.name
+            raise ModelError(f"{name} generates text, and has no embeddings of texts: give an encoder, such as minilm")
+        listed = _listed(texts)
+        with _bar(len(listed), progress) as ended:
+            return self._embedder.embed(listed, truncate=truncate, ended=ended)
+
     @property
     def chats(self) -> bool:
         """Tell whether the model has a chat template."""
@@ -133,12 +181,16 @@ class LLM:
 
     def explain(self) -> Explanation:
         """Tell which kernel of which provider runs each op of the model, and why."""
-        explanation: Explanation = self.engine.core.executor.call("explain")
+        executor = self._embedder.executor if self._embedder else self.engine.core.executor
+        explanation: Explanation = executor.call("explain")
         return explanation
 
     def shutdown(self) -> None:
         """Let go of the model and its cache."""
-        self.engine.shutdown()
+        if self._embedder is not None:
+            self._embedder.executor.shutdown()
+        else:
+            self.engine.shutdown()
 
     def _answer(
         self,

@@ -94,11 +94,17 @@ def test_prompts_and_lines_exclude_each_other(cli) -> None:
     assert "without --input and --compare" in result.stderr
 
 
-def test_an_encoder_answers_no_prompt(cli) -> None:
-    """A prompt for an encoder is an error that names the way to run it."""
-    result = cli("run", "minilm", "hi")
-    assert result.returncode == 1
-    assert result.stderr.splitlines()[-1].startswith("error: the model minilm has no attention layers with a cache")
+def test_an_encoder_embeds_prompts(cli) -> None:
+    """For each text the nearest is printed; JSON has the vectors, as its schema says."""
+    texts = ("The cat sleeps.", "A train leaves at noon.", "A kitten naps.")
+    result = cli("run", "minilm", *texts)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[:2] == ["The cat sleeps.", "  -> A kitten naps."]
+    report = json.loads(cli("run", "minilm", *texts, "--json").stdout)
+    assert [row["nearest"] for row in report["embeddings"]][::2] == [texts[2], texts[0]]
+    assert len(report["embeddings"][0]["embedding"]) == 384
+    validator = runpy.run_path(str(Path(__file__).with_name("test_schemas.py")))["validator"]
+    assert [error.message for error in validator("opgraft.embeddings/1").iter_errors(report)] == []
 
 
 @pytest.mark.parametrize("folder", [False, True])

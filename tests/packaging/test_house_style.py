@@ -70,11 +70,11 @@ LAYERS = [
     "opgraft.torch_library",
     # Models.
     "opgraft.bucketing",
+    "opgraft.pooling",
     "opgraft.grafting",
     "opgraft.quantization",
     "opgraft.models",
     "opgraft.engine",
-    "opgraft.pooling",
     "opgraft.checkpoint",
     "opgraft.runner",
     "opgraft.serving",
