@@ -16,7 +16,7 @@ _NO_LIMIT = 10**9  # transformers writes 10**30 where a tokenizer knows no limit
 
 @dataclass(frozen=True)
 class SentenceSettings:
-    """How the states of a sentence's tokens become one vector.
+    """The way from the states of a sentence's tokens to one vector.
 
     Attributes:
         pooling: names of ``opgraft.pooling.POOLINGS``.
