@@ -60,6 +60,12 @@ class RequestError(OpgraftError, ValueError):
     exit_code = 2
 
 
+class EngineError(OpgraftError):
+    """An engine has stopped, and neither goes on with its requests nor takes new ones."""
+
+    exit_code = 5
+
+
 class RegistrationError(OpgraftError, TypeError):
     """An op class or a replacement was rejected when it was registered."""
 

@@ -66,6 +66,11 @@ class SchedulerConfig(Section):
     policy: str = setting(
         "order of requests: first come, first served, or by priority", default="fcfs", choices=("fcfs", "priority")
     )
+    on_step_error: str = setting(
+        "an error in the middle of a step ends the requests of that step, or stops the engine with all of them",
+        default="fail_requests",
+        choices=("fail_requests", "stop"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

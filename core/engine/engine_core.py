@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,12 @@ from opgraft.engine.executor import Executor
 from opgraft.engine.kv_cache import KVCacheManager
 from opgraft.engine.request import FinishReason, Request
 from opgraft.engine.scheduler import Scheduler
+from opgraft.engine.stats import EngineStats, copied
 from opgraft.engine.step import Step, StepResult
-from opgraft.errors import ConfigError, ModelError, RequestError
+from opgraft.errors import MOST_LISTED, ConfigError, EngineError, ModelError, RequestError
 from opgraft.logger import logger
 from opgraft.state import host_state
+from opgraft.text import described
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,8 @@ class EngineCore:
         self._expect_room(layout)
         self.executor.call("allocate_cache", num_blocks)
         self.scheduler = Scheduler(self.opgraft_config.scheduler, self.cache, self.max_model_len)
+        self.counters = self.scheduler.counters
+        self._stopped: Exception | None = None
         logger.info(self.capacity())
 
     def _context(self) -> int:
@@ -108,7 +112,9 @@ class EngineCore:
 
         Raises:
             RequestError: an id is in use, or a request can never be served.
+            EngineError: the engine has stopped.
         """
+        self._expect_going()
         added: list[Request] = []
         try:
             for request in requests:
@@ -119,25 +125,79 @@ class EngineCore:
                 self.scheduler.abort(request.request_id)
             raise
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
         """End a request now.
 
         Raises:
             RequestError: none of that id runs or waits.
         """
-        self.scheduler.abort(request_id)
+        self.scheduler.abort(request_id, reason)
 
     def step(self) -> list[EngineOutput]:
-        """Compute a step and return the news of its requests. A step that fails ends its requests, and only those."""
-        step = self.scheduler.schedule()
+        """Compute a step and return the news of its requests.
+
+        If an error is raised in the middle of it, its requests end with that error and the others go on; under
+        ``scheduler.on_step_error=stop`` all requests end, and the engine stops. After an interrupt the requests of the
+        step are computed anew.
+
+        Raises:
+            EngineError: the engine has stopped.
+        """
+        self._expect_going()
+        self.counters.steps += 1
+        with self.counters.timed("schedule"):
+            step = self.scheduler.schedule()
         try:
             result: StepResult = self.executor.call("execute", step)
-        except Exception as error:
-            return self._failed({each.request_id: f"{type(error).__name__}: {error}" for each in step.sequences})
+        except BaseException as error:
+            batch = self.scheduler.undo(step)
+            if not isinstance(error, Exception):
+                raise
+            return self._step_failed(batch, error)
+        for part, seconds in result.seconds.items():
+            self.counters.seconds[part] += seconds
+        self.counters.sampled_tokens += len(result.tokens)
         failed = self._failed(result.errors)
-        return failed + self._news(step, result)
+        with self.counters.timed("schedule"):
+            return failed + self._news(step, result)
 
-    def _failed(self, errors: Any) -> list[EngineOutput]:
+    def stats(self) -> EngineStats:
+        """Return a snapshot of what runs and of the counters, from any thread."""
+        return EngineStats(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            blocks_used=self.cache.pool.num_blocks - self.cache.pool.num_free,
+            num_blocks=self.cache.pool.num_blocks,
+            counters=copied(self.counters),
+        )
+
+    def check_health(self) -> None:
+        """Raise where the engine cannot go on.
+
+        Raises:
+            EngineError: it has stopped.
+        """
+        self._expect_going()
+        self.executor.check_health()
+
+    def _expect_going(self) -> None:
+        if self._stopped is not None:
+            raise EngineError(
+                f"the engine has stopped, because a step failed ({described(self._stopped)}) and "
+                "scheduler.on_step_error is stop: make a new engine, or set it to fail_requests"
+            ) from self._stopped
+
+    def _step_failed(self, batch: Sequence[Request], error: Exception) -> list[EngineOutput]:
+        self.counters.failed_steps += 1
+        message = f"the step of {_named(batch)} failed: {described(error)}"
+        if self.opgraft_config.scheduler.on_step_error == "stop":
+            self._stopped = error
+            message += "; the engine stops"
+            batch = [*self.scheduler.running, *self.scheduler.waiting]
+        logger.error("%s", message)
+        return self._failed(dict.fromkeys((request.request_id for request in batch), message))
+
+    def _failed(self, errors: Mapping[str, str]) -> list[EngineOutput]:
         for request_id in errors:
             self.scheduler.abort(request_id, "error")
         return [EngineOutput(request_id, None, "error", message) for request_id, message in errors.items()]
@@ -158,3 +218,12 @@ class EngineCore:
     def shutdown(self) -> None:
         """Let go of the workers."""
         self.executor.shutdown()
+
+
+def _named(requests: Sequence[Request]) -> str:
+    """Name requests for a message: all of them, or the first of many."""
+    if not requests:
+        return "no request"
+    names = ", ".join(repr(request.request_id) for request in requests[:MOST_LISTED])
+    more = f" and {len(requests) - MOST_LISTED} more" if len(requests) > MOST_LISTED else ""
+    return f"request{'s' * (len(requests) != 1)} {names}{more}"

@@ -71,19 +71,24 @@ class InputBatch:
     def __len__(self) -> int:
         return len(self._sequences)
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._sequences
+
     def tokens(self, request_id: str) -> Sequence[int]:
         """Return prompt and output so far of a request."""
         return self._sequences[request_id].tokens
 
     def apply(self, step: Step) -> None:
-        """Forget, add and extend sequences as a step says."""
-        for request_id in step.removed:
-            self._rows.append(self._sequences.pop(request_id).row)
+        """Add and extend sequences as a step says."""
         for new in step.added:
             self._add(new)
         for scheduled in step.sequences:
             if any(scheduled.new_blocks):
                 self._extend(self._sequences[scheduled.request_id], scheduled.new_blocks)
+
+    def remove(self, request_id: str) -> None:
+        """Forget a sequence."""
+        self._rows.append(self._sequences.pop(request_id).row)
 
     def _add(self, new: NewSequence) -> None:
         sequence = _Sequence(self._rows.pop(), new.tokens, len(self.groups))

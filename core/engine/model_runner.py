@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from itertools import chain
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -68,21 +70,28 @@ class ModelRunner(PluggableClass):
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
-        """Compute a step: change what is known of the sequences, run the model, sample."""
+        """Compute a step: change what is known of the sequences, run the model, sample.
+
+        If it raises, each sequence of the step is to be removed by the next one.
+        """
+        started = perf_counter()
         self._apply(step)
         if not step.sequences:
             return StepResult({})
         inputs = self.batch.inputs(step.sequences)
+        prepared = perf_counter()
         with attending(inputs.batch):
             hidden = self.model(inputs.input_ids, inputs.positions)
         if self._prompt_logprobs:
             self._take_prompt_logprobs(hidden, step.sequences)
-        return self._sample(hidden, inputs) if inputs.sampled else StepResult({})
+        computed = perf_counter()
+        result = self._sample(hidden, inputs) if inputs.sampled else StepResult({})
+        seconds = {"inputs": prepared - started, "model": computed - prepared, "sample": perf_counter() - computed}
+        return dataclasses.replace(result, seconds=seconds)
 
     def _apply(self, step: Step) -> None:
-        for request_id in step.removed:
-            self.sampling.remove(request_id)
-            self._prompt_logprobs.pop(request_id, None)
+        for request_id in step.removed:  # before anything that may raise
+            self._forget(request_id)
         for new in step.added:
             self.sampling.add(
                 new.request_id,
@@ -101,6 +110,14 @@ class ModelRunner(PluggableClass):
             sources, targets = torch.tensor(step.copies, device=self.device).unbind(1)
             for cache in {id(cache): cache for cache in self.caches.values()}.values():
                 cache[targets] = cache[sources]
+
+    def _forget(self, request_id: str) -> None:
+        """Forget a sequence wherever it is known; a step that failed may have added it to some places only."""
+        if request_id in self.sampling:
+            self.sampling.remove(request_id)
+        if request_id in self.batch:
+            self.batch.remove(request_id)
+        self._prompt_logprobs.pop(request_id, None)
 
     def _sample(self, hidden: Tensor, inputs: Inputs) -> StepResult:
         if len(inputs.sampled) < len(hidden):

@@ -28,6 +28,7 @@ class Request:
         parent: the request whose prompt's blocks this one shares, for ``n > 1``.
         arrival: its number in the order of arrival, which the scheduler gives.
         rank: its place in the scheduler's order.
+        admitted: when it was scheduled first, in seconds of ``time.monotonic()``; ``None`` before.
         num_tokens: tokens of prompt and output.
         num_computed: tokens whose keys and values are in the cache.
         num_cached: tokens that were found there when it was last admitted.
@@ -39,6 +40,7 @@ class Request:
     """
 
     __slots__ = (
+        "admitted",
         "arrival",
         "bad_words",
         "block_hashes",
@@ -87,6 +89,7 @@ class Request:
         self.parent = parent
         self.arrival = 0
         self.rank = (0, 0)
+        self.admitted: float | None = None
         self.status: Status = "waiting"
         self.finish_reason: FinishReason | None = None
         self.num_tokens = len(self.prompt)

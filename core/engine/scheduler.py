@@ -10,10 +10,12 @@ from bisect import bisect_left, insort
 from collections.abc import Mapping
 from itertools import count
 from operator import attrgetter
+from time import monotonic
 
 from opgraft.config import SchedulerConfig
 from opgraft.engine.kv_cache import KVCacheManager, Prefix
 from opgraft.engine.request import FinishReason, Request
+from opgraft.engine.stats import Counters
 from opgraft.engine.step import Blocks, NewSequence, Scheduled, Step
 from opgraft.errors import RequestError
 
@@ -25,6 +27,7 @@ class _Draft:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
+        self.prompt_tokens = 0
         self.batch: list[Request] = []
         self.sequences: list[Scheduled] = []
         self.added: list[NewSequence] = []
@@ -36,6 +39,8 @@ class _Draft:
         self.batch.append(request)
         self.sequences.append(Scheduled(request.request_id, start, count, new_blocks, samples))
         self.budget -= count
+        if count > 1 or not request.output:
+            self.prompt_tokens += count
 
 
 class Scheduler:
@@ -55,6 +60,7 @@ class Scheduler:
         self.config = config
         self.cache = cache
         self.max_model_len = max_model_len
+        self.counters = Counters()
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self._requests: dict[str, Request] = {}
@@ -102,6 +108,8 @@ class Scheduler:
             self._admit(draft)
         removed, self._removed = self._removed, []
         self._batch = draft.batch
+        self.counters.prompt_tokens += draft.prompt_tokens
+        self.counters.decode_tokens += self.config.max_num_batched_tokens - draft.budget - draft.prompt_tokens
         return Step(tuple(removed), tuple(draft.added), tuple(draft.copies), tuple(draft.sequences))
 
     def update(self, step: Step, tokens: Mapping[str, int]) -> list[Request]:
@@ -121,6 +129,19 @@ class Scheduler:
                 finished.append(request)
         self._batch = []
         return finished
+
+    def undo(self, step: Step) -> list[Request]:
+        """Have the last step, which was not computed to its end, forgotten; return the requests that it was for.
+
+        They wait and are computed anew, unless they are aborted now. What the step was to remove is removed by the
+        next one, together with what it was to compute.
+        """
+        batch = [request for request in self._batch if request.status == "running"]
+        for request in batch:
+            self._requeue(request)
+        self._removed[:0] = step.removed
+        self._batch = []
+        return batch
 
     def _schedule_running(self, draft: _Draft) -> bool:
         """Schedule those that run, and tell whether there were blocks for all of them.
@@ -157,6 +178,9 @@ class Scheduler:
         insort(self.running, request, key=_rank)
         request.status = "running"
         request.num_computed = request.num_cached = prefix.num_tokens
+        request.admitted = request.admitted or monotonic()
+        self.counters.prefix_queries += request.num_tokens
+        self.counters.prefix_hits += prefix.num_tokens
         draft.copies += self.cache.open(request, prefix)
         self.cache.extend(request, count)
         draft.take(request, count, self.cache.no_blocks)
@@ -204,10 +228,14 @@ class Scheduler:
         return shared or self.cache.longest_prefix(request)
 
     def _preempt(self, request: Request) -> None:
+        self._requeue(request)
+        request.num_preemptions += 1
+        self.counters.preemptions += 1
+
+    def _requeue(self, request: Request) -> None:
         self._stop(request)
         request.status = "waiting"
         request.num_computed = 0
-        request.num_preemptions += 1
         insort(self.waiting, request, key=_rank)
 
     def _finish(self, request: Request) -> None:
@@ -217,6 +245,7 @@ class Scheduler:
             _take_out(self.waiting, request)
         request.status = "finished"
         del self._requests[request.request_id]
+        self.counters.finished[str(request.finish_reason)] += 1
 
     def _stop(self, request: Request) -> None:
         _take_out(self.running, request)

@@ -86,9 +86,11 @@ class StepResult:
         logprobs: the log-probabilities of those that ask for them.
         errors: the reason for each request that failed alone, such as logits that are NaN.
         prompt_logprobs: of the prompts that this step has come to the end of, for who asks for them.
+        seconds: time by part of the step; a runner names those that it knows.
     """
 
     tokens: Mapping[str, int]
     logprobs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     errors: Mapping[str, str] = dataclasses.field(default_factory=dict)
     prompt_logprobs: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
+    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)

@@ -12,6 +12,7 @@ from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.config.whole import config_from_fields, resolve
 from opgraft.engine.sampling_params import SamplingParams
+from opgraft.engine.stats import EngineStats
 from opgraft.errors import ConfigError, ModelError, RequestError, close_matches
 from opgraft.models.build import generates
 from opgraft.models.files import opened_once
@@ -20,7 +21,7 @@ from opgraft.serving.embedder import Embedder
 from opgraft.serving.interrupts import interrupts_noted
 from opgraft.serving.outputs import EmbeddingOutput, RequestOutput
 from opgraft.serving.prompts import Prompt
-from opgraft.serving.text_engine import TextEngine
+from opgraft.serving.text_engine import OnStep, TextEngine
 from opgraft.state import host_state
 from rich.console import Console
 
@@ -62,6 +63,8 @@ class LLM:
         model: a checkpoint's folder or file, or the name of a packaged model; ``model.name`` of the settings if not
             given.
         opgraft_config: settings in place of the process's.
+        on_step: called after each step with its ``EngineStats``, a change since the last call, and the requests that
+            have news; see ``PrometheusExporter``.
         **settings: single settings, which go before those: by the names in ``SHORT_NAMES``, or by dotted names as in
             ``**{"cache.memory_bytes": 1 << 30}``.
 
@@ -72,19 +75,19 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | None = None, *, opgraft_config: OpgraftConfig | None = None, **settings: Any
+        self,
+        model: str | None = None,
+        *,
+        opgraft_config: OpgraftConfig | None = None,
+        on_step: OnStep | None = None,
+        **settings: Any,
     ) -> None:
-        load_plugins()  # which may have settings to add
-        given = opgraft_config or host_state().settings().config
-        named = {"model.name": model} if model is not None else {}
-        arguments = config_from_fields({**_by_dotted_names(settings), **named})
-        merged = resolve([("the settings", given), ("the arguments of LLM", arguments)])
-        self.opgraft_config = merged.config.resolved()
+        self.opgraft_config = engine_config(model, opgraft_config, settings).resolved()
         self._engine: TextEngine | None = None
         self._embedder: Embedder | None = None
         with opened_once():
             if generates(self.opgraft_config):
-                self._engine = TextEngine(self.opgraft_config)
+                self._engine = TextEngine(self.opgraft_config, on_step)
             else:
                 self._embedder = Embedder(self.opgraft_config)
         self._numbers = count()
@@ -185,6 +188,10 @@ class LLM:
         explanation: Explanation = executor.call("explain")
         return explanation
 
+    def stats(self) -> EngineStats:
+        """Return what runs, and totals since the model was loaded; also from another thread, while prompts run."""
+        return self.engine.core.stats()
+
     def shutdown(self) -> None:
         """Let go of the model and its cache."""
         if self._embedder is not None:
@@ -202,22 +209,37 @@ class LLM:
     ) -> list[RequestOutput]:
         ids = [str(next(self._numbers)) for _ in prompts]
         outputs: dict[str, RequestOutput] = {}
-        try:
-            for request_id, prompt, each in zip(ids, prompts, params, strict=True):
-                outputs[request_id] = self.engine.add(request_id, prompt, each, add_special_tokens=add_special_tokens)
-        except BaseException:
-            for request_id in outputs:
-                self.engine.abort(request_id)
-            raise
-        with _bar(len(prompts), progress) as ended, interrupts_noted() as interrupted:
-            while self.engine.has_work and not interrupted():
-                ended(sum(output.finished for output in self.engine.step()))
-        running = [request_id for request_id, output in outputs.items() if not output.finished]
-        for request_id in running:
-            self.engine.abort(request_id)
-        if running:
+        with interrupts_noted() as interrupted:
+            try:
+                for request_id, prompt, each in zip(ids, prompts, params, strict=True):
+                    outputs[request_id] = self.engine.add(
+                        request_id, prompt, each, add_special_tokens=add_special_tokens
+                    )
+                with _bar(len(prompts), progress) as ended:
+                    while self.engine.has_work and not interrupted():
+                        ended(sum(output.finished for output in self.engine.step()))
+            finally:
+                for request_id, output in outputs.items():
+                    if not output.finished:
+                        self.engine.abort(request_id)
+        if interrupted():
             raise Interrupted(list(outputs.values()))
         return list(outputs.values())
+
+
+def engine_config(
+    model: str | None, opgraft_config: OpgraftConfig | None, settings: Mapping[str, Any]
+) -> OpgraftConfig:
+    """Return the settings of an engine as ``LLM`` takes them.
+
+    Raises:
+        ConfigError: a setting that there is not, or a value that it does not take.
+    """
+    load_plugins()  # which may have settings to add
+    given = opgraft_config or host_state().settings().config
+    named = {"model.name": model} if model is not None else {}
+    arguments = config_from_fields({**_by_dotted_names(settings), **named})
+    return resolve([("the settings", given), ("the arguments of LLM", arguments)]).config
 
 
 def _by_dotted_names(settings: Mapping[str, Any]) -> dict[str, Any]:

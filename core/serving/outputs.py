@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -26,12 +27,17 @@ class RequestMetrics:
     """Times of a request, in seconds of ``time.monotonic()``; None where it did not get so far."""
 
     arrival: float
+    admitted: float | None = None
     first_token: float | None = None
     last_token: float | None = None
 
     @property
     def time_to_first_token(self) -> float | None:
         return None if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def time_in_queue(self) -> float | None:
+        return None if self.admitted is None else self.admitted - self.arrival
 
 
 @dataclass(slots=True)
@@ -62,6 +68,19 @@ class CompletionOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    def snapshot(self) -> CompletionOutput:
+        """Return a copy that does not grow."""
+        return CompletionOutput(
+            self.index,
+            self.text,
+            self.token_ids.copy(),
+            self.cumulative_logprob,
+            self.logprobs,
+            self.finish_reason,
+            self.stop_reason,
+            self.error,
+        )
+
 
 @dataclass(slots=True)
 class RequestOutput:
@@ -80,6 +99,18 @@ class RequestOutput:
     finished: bool = False
     prompt_logprobs: Sequence[Mapping[int, Logprob] | None] | None = None
     metrics: RequestMetrics | None = None
+
+    def snapshot(self) -> RequestOutput:
+        """Return a copy that does not grow; what never changes is shared."""
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            [answer.snapshot() for answer in self.outputs],
+            self.finished,
+            self.prompt_logprobs,
+            self.metrics and dataclasses.replace(self.metrics),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeAlias
 
 from opgraft.config import OpgraftConfig
 from opgraft.engine.engine_core import EngineCore, EngineOutput
 from opgraft.engine.request import Request
 from opgraft.engine.sampling import Grammar, GrammarTokens, TokenLogprobs, bad_word_tokens
 from opgraft.engine.sampling_params import SamplingParams
+from opgraft.engine.stats import EngineStats
 from opgraft.errors import InputError, RequestError
+from opgraft.logger import logger
 from opgraft.models.config import read_config
 from opgraft.models.files import open_weights, opened_once
 from opgraft.serving.chat_template import ChatTemplate
@@ -21,6 +25,10 @@ from opgraft.serving.outputs import CompletionOutput, Logprob, RequestMetrics, R
 from opgraft.serving.prompts import Prompt, tokenized
 from opgraft.serving.stop_tokens import stop_tokens
 from opgraft.serving.tokenizer import Tokenizer, find_tokenizer
+from opgraft.text import described
+
+OnStep: TypeAlias = Callable[[EngineStats, Sequence[RequestOutput]], None]
+"""Called after each step, and after an abort, with what has changed since the last call, and the requests with news."""
 
 
 @dataclass
@@ -33,7 +41,7 @@ class _Answer:
 
 
 @dataclass
-class _Open:
+class OpenRequest:
     """A request with its answers that have not ended, by the ids that the engine knows them by."""
 
     output: RequestOutput
@@ -45,6 +53,7 @@ class TextEngine:
 
     Args:
         opgraft_config: of the engine.
+        on_step: see ``OnStep``. If it raises, that is logged, and it is not called again.
 
     Raises:
         ModelError: no model is named, or it is no decoder.
@@ -52,7 +61,7 @@ class TextEngine:
         CheckpointError: the checkpoint cannot be read.
     """
 
-    def __init__(self, opgraft_config: OpgraftConfig) -> None:
+    def __init__(self, opgraft_config: OpgraftConfig, on_step: OnStep | None = None) -> None:
         with opened_once():
             self.core = EngineCore(opgraft_config)
             weights = open_weights(str(self.core.opgraft_config.model.name))
@@ -60,8 +69,10 @@ class TextEngine:
             config = read_config(weights)
             self.eos = stop_tokens(self.tokenizer, config, weights)
         self.vocab_size = int(config.get_text_config().vocab_size)
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, OpenRequest] = {}
         self._owner: dict[str, str] = {}
+        self._on_step = on_step
+        self._reported = self.core.stats()
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -83,7 +94,7 @@ class TextEngine:
         """Tell whether a request has not ended."""
         return bool(self._open)
 
-    def add(
+    def prepare(
         self,
         request_id: str,
         prompt: Prompt,
@@ -92,8 +103,8 @@ class TextEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
-    ) -> RequestOutput:
-        """Have a request wait for its turn, and return its output, which grows with the steps.
+    ) -> OpenRequest:
+        """Check a request and make it ready for ``submit``. It changes nothing, and so may run in another thread.
 
         Args:
             request_id: unique among those that have not ended.
@@ -104,10 +115,11 @@ class TextEngine:
             add_special_tokens: begin and end the text as the tokenizer does; not for the text of a chat.
 
         Raises:
-            RequestError: the prompt or the id cannot be taken, or the request could never be served.
-            InputError: the structured output that is asked for cannot be had.
+            RequestError: the prompt cannot be taken.
+            InputError: text, stop strings or bad words are given and the model has no tokenizer, or the structured
+                output that is asked for cannot be had.
         """
-        self._expect_new(request_id)
+        metrics = RequestMetrics(time.monotonic())
         text, ids = tokenized(
             prompt,
             self._expect_tokenizer() if isinstance(prompt, str) else self.tokenizer,  # type: ignore[arg-type]
@@ -126,17 +138,28 @@ class TextEngine:
             bad_words=bad_word_tokens(params.bad_words, self._expect_tokenizer()) if params.bad_words else (),
             grammar=self._grammar(params),
         ).split()
-        self.core.add(requests)
         answers = [_Answer(each, CompletionOutput(i), self._detokenizer(each)) for i, each in enumerate(requests)]
-        output = RequestOutput(request_id, text, ids, [answer.output for answer in answers])
-        output.metrics = RequestMetrics(time.monotonic())
-        self._open[request_id] = _Open(output, {answer.request.request_id: answer for answer in answers})
-        self._owner.update((answer.request.request_id, request_id) for answer in answers)
-        return output
+        output = RequestOutput(request_id, text, ids, [answer.output for answer in answers], metrics=metrics)
+        return OpenRequest(output, {answer.request.request_id: answer for answer in answers})
 
-    def _expect_new(self, request_id: str) -> None:
+    def submit(self, prepared: OpenRequest) -> RequestOutput:
+        """Have a request wait for its turn, and return its output, which grows with the steps.
+
+        Raises:
+            RequestError: one of its id runs, or it could never be served.
+            EngineError: the engine has stopped.
+        """
+        request_id = prepared.output.request_id
         if request_id in self._open:
             raise RequestError(f"request {request_id!r} is added, and one of that id runs: give each an id of its own")
+        self.core.add(answer.request for answer in prepared.growing.values())
+        self._open[request_id] = prepared
+        self._owner.update(dict.fromkeys(prepared.growing, request_id))
+        return prepared.output
+
+    def add(self, request_id: str, prompt: Prompt, params: SamplingParams, **options: Any) -> RequestOutput:
+        """Prepare a request and submit it; arguments and errors are those of ``prepare`` and ``submit``."""
+        return self.submit(self.prepare(request_id, prompt, params, **options))
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         wanted = params.structured_output
@@ -144,10 +167,10 @@ class TextEngine:
 
     def _detokenizer(self, request: Request) -> Detokenizer | None:
         params = request.params
-        if self.tokenizer is None:
+        if self.tokenizer is None and not params.stop:
             return None
         return Detokenizer(
-            self.tokenizer,
+            self._expect_tokenizer(),
             request.prompt,
             skip_special_tokens=params.skip_special_tokens,
             stop=params.stop,
@@ -163,19 +186,29 @@ class TextEngine:
         """
         opened = self._opened(request_id, "aborted")
         for child, answer in list(opened.growing.items()):
-            self.core.abort(child)
+            with suppress(RequestError):  # the core has ended it, if an error cut short the step that it ended in
+                self.core.abort(child)
             self._end(opened, child, answer, "abort")
+        self._report([opened.output])
         return opened.output
 
     def step(self) -> list[RequestOutput]:
-        """Compute a step, and return the requests that have news."""
+        """Compute a step, and return the requests that have news.
+
+        Raises:
+            EngineError: the engine has stopped.
+        """
+        found = self.core.step()
         changed: dict[str, RequestOutput] = {}
-        for news in self.core.step():
-            request_id = self._owner[news.request_id]
-            opened = self._open[request_id]
-            self._take(opened, news)
-            changed[request_id] = opened.output
-        return list(changed.values())
+        with self.core.counters.timed("text"):
+            now = time.monotonic()
+            for news in found:
+                opened = self._open[self._owner[news.request_id]]
+                self._take(opened, news, now)
+                changed[opened.output.request_id] = opened.output
+        outputs = list(changed.values())
+        self._report(outputs)
+        return outputs
 
     def stream(self, request_id: str) -> Generator[RequestOutput, None, None]:
         """Compute steps until a request ends, and yield its output whenever it has grown.
@@ -194,24 +227,35 @@ class TextEngine:
             if not output.finished:
                 self.abort(request_id)
 
-    def _opened(self, request_id: str, what: str) -> _Open:
+    def _opened(self, request_id: str, what: str) -> OpenRequest:
         if request_id not in self._open:
             raise RequestError(f"request {request_id!r} is {what}, and none of that id runs or waits")
         return self._open[request_id]
 
-    def _take(self, opened: _Open, news: EngineOutput) -> None:
+    def _report(self, outputs: Sequence[RequestOutput]) -> None:
+        if self._on_step is None:
+            return
+        stats, before = self.core.stats(), self._reported
+        self._reported = stats
+        try:
+            self._on_step(stats.since(before), outputs)
+        except Exception as error:  # requests do not end because somebody watches them
+            logger.error("on_step failed and is not called again: %s", described(error))
+            self._on_step = None
+
+    def _take(self, opened: OpenRequest, news: EngineOutput, now: float) -> None:
         answer = opened.growing[news.request_id]
         output, reason = answer.output, news.finish_reason
         if news.prompt_logprobs is not None:
             opened.output.prompt_logprobs = [None, *map(self._logprobs, news.prompt_logprobs)]
         if news.token is not None:
-            _count(opened.output.metrics)
+            _count(opened.output.metrics, answer.request, now)
             output.token_ids.append(news.token)
             if news.logprobs is not None:
                 output.cumulative_logprob = (output.cumulative_logprob or 0.0) + news.logprobs.logprob
                 output.logprobs = [*(output.logprobs or ()), self._logprobs(news.logprobs)]
             if self._show(answer, news.token, reason) and reason is None:
-                self.core.abort(news.request_id)
+                self.core.abort(news.request_id, "stop")
                 reason = "stop"
         if reason is not None:
             output.error = news.error
@@ -228,7 +272,7 @@ class TextEngine:
         answer.output.text = answer.detokenizer.text
         return answer.detokenizer.stop_reason is not None
 
-    def _end(self, opened: _Open, child: str, answer: _Answer, reason: str) -> None:
+    def _end(self, opened: OpenRequest, child: str, answer: _Answer, reason: str) -> None:
         output = answer.output
         if answer.detokenizer is not None:
             answer.detokenizer.finish()
@@ -255,7 +299,7 @@ class TextEngine:
         self.core.shutdown()
 
 
-def _count(metrics: RequestMetrics | None) -> None:
+def _count(metrics: RequestMetrics | None, request: Request, now: float) -> None:
     if metrics is not None:
-        now = time.monotonic()
+        metrics.admitted = metrics.admitted or request.admitted
         metrics.first_token, metrics.last_token = metrics.first_token or now, now

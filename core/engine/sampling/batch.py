@@ -58,6 +58,9 @@ class SamplingBatch:
     def __len__(self) -> int:
         return len(self._keys)
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._all
+
     @property
     def keys(self) -> tuple[Hashable, ...]:
         """Return the key of each row of the logits."""

@@ -1,0 +1,193 @@
+"""``AsyncLLM``: a model that streams answers into an event loop, to as many readers as there are."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+from opgraft.binding.explaining import Explanation
+from opgraft.config import OpgraftConfig
+from opgraft.engine.sampling_params import SamplingParams
+from opgraft.engine.stats import EngineStats
+from opgraft.errors import EngineError
+from opgraft.serving.engine_thread import EngineThread, Mailbox, Stream
+from opgraft.serving.llm import Message, engine_config
+from opgraft.serving.outputs import RequestOutput
+from opgraft.serving.prompts import Prompt
+from opgraft.serving.text_engine import OnStep, OpenRequest, TextEngine
+
+
+class AsyncLLM:
+    """A language model whose engine runs in a thread of its own and sleeps while nothing is asked.
+
+    Prompts are tokenized, and grammars compiled, in a thread beside it, so that neither steps nor event loops wait.
+    It may be used from several event loops. ``async with`` shuts it down at the end.
+
+    Args:
+        model, opgraft_config, on_step, **settings: as for ``LLM``. ``on_step`` is called in the engine's thread.
+
+    Raises:
+        ConfigError: a setting that there is not, or a value that it does not take; a cache too small for one request.
+        ModelError: no model is named, or it is no decoder.
+        CheckpointError: the checkpoint cannot be read.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        opgraft_config: OpgraftConfig | None = None,
+        on_step: OnStep | None = None,
+        **settings: Any,
+    ) -> None:
+        config = engine_config(model, opgraft_config, settings)
+        self._thread = EngineThread(lambda: TextEngine(config, on_step))
+        self._engine = self._thread.engine
+        self._preparing = ThreadPoolExecutor(1, thread_name_prefix="opgraft-prepare")
+        self._mailbox: Mailbox | None = None
+        self._finalizer = weakref.finalize(self, _shutdown, self._thread, self._preparing)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer a prompt, and yield the answer so far whenever it has grown.
+
+        Each output is cumulative: it has the whole answer up to now, and does not change any more. A reader that is
+        slower than the engine gets the newest one, and misses those between. The last one is ``finished``. A request
+        that fails while it is computed ends with the ``finish_reason`` ``"error"``, one that is aborted with
+        ``"abort"``. Leaving the iterator, by ``break`` or by cancellation, aborts the request before the next step but
+        one; who keeps a reference to the iterator closes it with ``aclose``.
+
+        Args:
+            prompt: text, or token ids.
+            params: ``SamplingParams()`` if not given.
+            request_id: unique among those that run; made up if not given.
+            priority: lower ones come first, under the policy "priority".
+            cache_salt: requests of different salts share nothing in the cache.
+
+        Raises:
+            RequestError: the request cannot be taken; raised when the first output is asked for.
+            EngineError: the engine has ended.
+        """
+        name = request_id or uuid4().hex
+        prepare = partial(
+            self._engine.prepare, name, prompt, params or SamplingParams(), priority=priority, cache_salt=cache_salt
+        )
+        return self._answer(name, prepare)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer a chat by the chat template of the model, and yield the answer as ``generate`` does.
+
+        Args:
+            messages: ``{"role": "user", "content": "…"}``.
+            params, request_id, priority, cache_salt: as for ``generate``.
+            tools: JSON schemas of functions that the model may call.
+
+        Raises:
+            RequestError: the model has no chat template, it refuses the messages, or the request cannot be taken.
+            EngineError: the engine has ended.
+        """
+        name = request_id or uuid4().hex
+
+        def prepare() -> OpenRequest:
+            return self._engine.prepare(
+                name,
+                self._engine.chat_template.render(messages, tools=tools),
+                params or SamplingParams(),
+                priority=priority,
+                cache_salt=cache_salt,
+                add_special_tokens=False,
+            )
+
+        return self._answer(name, prepare)
+
+    async def _answer(self, request_id: str, prepare: Callable[[], OpenRequest]) -> AsyncGenerator[RequestOutput, None]:
+        self._thread.check()
+        loop = asyncio.get_running_loop()
+        prepared = await loop.run_in_executor(self._preparing, prepare)
+        stream = Stream(request_id, self._mailbox_of(loop))
+        finished = False
+        try:
+            await asyncio.wrap_future(self._thread.call(self._thread.open, stream, prepared))
+            while not finished:
+                output = await stream.next()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                with suppress(EngineError):  # then it has ended already
+                    self._thread.call(self._thread.close, stream)
+
+    def _mailbox_of(self, loop: asyncio.AbstractEventLoop) -> Mailbox:
+        if self._mailbox is None or self._mailbox.loop is not loop:
+            self._mailbox = Mailbox(loop)
+        return self._mailbox
+
+    async def abort(self, request_id: str) -> None:
+        """Abort a request; its iterator ends with what it has so far.
+
+        Raises:
+            RequestError: none of that id runs or waits.
+            EngineError: the engine has ended.
+        """
+        await asyncio.wrap_future(self._thread.call(self._thread.abort, request_id))
+
+    async def check_health(self) -> None:
+        """Raise where the engine cannot go on.
+
+        Raises:
+            EngineError: its thread has ended, or it has stopped after an error.
+        """
+        self._thread.check()
+        self._engine.core.check_health()
+
+    async def explain(self) -> Explanation:
+        """Tell which kernel of which provider runs each op of the model, and why.
+
+        Raises:
+            EngineError: the engine has ended.
+        """
+        explanation: Explanation = await asyncio.wrap_future(
+            self._thread.call(self._engine.core.executor.call, "explain")
+        )
+        return explanation
+
+    def stats(self) -> EngineStats:
+        """Return what runs, and totals since the model was loaded."""
+        return self._engine.core.stats()
+
+    def shutdown(self) -> None:
+        """Abort what runs and let go of the model, after the current step. Open iterators end with what they have."""
+        self._finalizer()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.shutdown)
+
+
+def _shutdown(thread: EngineThread, preparing: ThreadPoolExecutor) -> None:
+    preparing.shutdown(wait=False)
+    thread.shutdown()

@@ -1,0 +1,121 @@
+"""``PrometheusExporter``: the engine's counters and the times of requests, as operators of such engines know them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from opgraft.binding.explaining import Explanation
+from opgraft.engine.stats import FINISH_REASONS, PARTS, EngineStats
+from opgraft.models.extras import import_extra
+from opgraft.serving.outputs import RequestMetrics, RequestOutput
+
+COUNTERS = {
+    "prompt_tokens": "Tokens computed of prompts, those computed anew after a preemption included.",
+    "generation_tokens": "Tokens that were sampled.",
+    "prefix_cache_queries": "Tokens of admitted sequences, each looked up in the cache.",
+    "prefix_cache_hits": "Tokens of admitted sequences that were found in the cache.",
+    "num_preemptions": "Sequences that gave their blocks of the cache to others.",
+    "engine_steps": "Steps that the engine computed.",
+    "engine_step_errors": "Steps that failed.",
+}
+GAUGES = {
+    "num_requests_running": "Sequences that hold blocks of the cache.",
+    "num_requests_waiting": "Sequences that wait.",
+    "kv_cache_usage_perc": "Share of the cache's blocks that are in use, 0 to 1.",
+}
+HISTOGRAMS = {
+    "time_to_first_token_seconds": "From the arrival of a request to its first token.",
+    "request_queue_time_seconds": "From the arrival of a request to its first step.",
+    "request_time_per_output_token_seconds": "Of a finished request: per token after the first.",
+    "e2e_request_latency_seconds": "From the arrival of a request to its last token.",
+    "iteration_tokens_total": "Tokens of a step.",
+}
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+class PrometheusExporter:
+    """Metrics in a registry of ``prometheus_client``, to be passed as ``on_step``.
+
+    Names and labels are vLLM's with another prefix, ``opgraft:``, so that its dashboards need no more than that. The
+    extra ``metrics`` brings the library.
+
+    Args:
+        model_name: value of the label ``model_name``, which every metric has.
+        registry: a ``CollectorRegistry``; the library's own if not given. It takes one exporter.
+
+    Raises:
+        InputError: ``prometheus_client`` is not installed.
+    """
+
+    def __init__(self, model_name: str, registry: Any = None) -> None:
+        self._client = import_extra("prometheus_client", "metrics")
+        self._registry = self._client.REGISTRY if registry is None else registry
+        self._model_name = model_name
+        self._counters = {name: self._metric("Counter", name, text) for name, text in COUNTERS.items()}
+        self._gauges = {name: self._metric("Gauge", name, text) for name, text in GAUGES.items()}
+        self._histograms = {
+            name: self._metric("Histogram", name, text, buckets=SECONDS if name.endswith("seconds") else TOKENS)
+            for name, text in HISTOGRAMS.items()
+        }
+        finished = self._family("Counter", "request_success", "Ended sequences, by reason.", "finished_reason")
+        self._finished = {reason: finished.labels(model_name, reason) for reason in FINISH_REASONS}
+        seconds = self._family("Counter", "engine_step_seconds", "Time of steps, by part.", "part")
+        self._seconds = {part: seconds.labels(model_name, part) for part in PARTS}
+        self._kernels = self._family("Gauge", "kernel_info", "Kernels that run, 1 each.", "op", "kernel", "provider")
+        self._begun: set[str] = set()
+
+    def _metric(self, kind: str, name: str, text: str, **options: Any) -> Any:
+        return self._family(kind, name, text, **options).labels(self._model_name)
+
+    def _family(self, kind: str, name: str, text: str, *labels: str, **options: Any) -> Any:
+        make = getattr(self._client, kind)
+        return make(f"opgraft:{name}", text, ("model_name", *labels), registry=self._registry, **options)
+
+    def __call__(self, stats: EngineStats, outputs: Sequence[RequestOutput]) -> None:
+        """Take what has changed since the last call, and the requests that have news."""
+        counted, add = stats.counters, self._counters
+        add["prompt_tokens"].inc(counted.prompt_tokens)
+        add["generation_tokens"].inc(counted.sampled_tokens)
+        add["prefix_cache_queries"].inc(counted.prefix_queries)
+        add["prefix_cache_hits"].inc(counted.prefix_hits)
+        add["num_preemptions"].inc(counted.preemptions)
+        add["engine_steps"].inc(counted.steps)
+        add["engine_step_errors"].inc(counted.failed_steps)
+        self._gauges["num_requests_running"].set(stats.running)
+        self._gauges["num_requests_waiting"].set(stats.waiting)
+        self._gauges["kv_cache_usage_perc"].set(stats.cache_usage)
+        for part, seconds in counted.seconds.items():
+            self._seconds[part].inc(seconds)
+        for reason, number in counted.finished.items():
+            self._finished[reason].inc(number)
+        if counted.steps:
+            self._histograms["iteration_tokens_total"].observe(counted.prompt_tokens + counted.decode_tokens)
+        for output in outputs:
+            if output.metrics is not None:
+                self._observe(output, output.metrics)
+
+    def _observe(self, output: RequestOutput, metrics: RequestMetrics) -> None:
+        observed: dict[str, float | None] = {}
+        if metrics.first_token is not None and output.request_id not in self._begun:
+            self._begun.add(output.request_id)
+            observed["time_to_first_token_seconds"] = metrics.time_to_first_token
+            observed["request_queue_time_seconds"] = metrics.time_in_queue
+        if output.finished:
+            self._begun.discard(output.request_id)
+        if output.finished and metrics.first_token is not None and metrics.last_token is not None:
+            observed["e2e_request_latency_seconds"] = metrics.last_token - metrics.arrival
+            tokens = max(len(answer.token_ids) for answer in output.outputs)
+            if tokens > 1:
+                each = (metrics.last_token - metrics.first_token) / (tokens - 1)
+                observed["request_time_per_output_token_seconds"] = each
+        for name, seconds in observed.items():
+            if seconds is not None:
+                self._histograms[name].observe(seconds)
+
+    def show_kernels(self, explanation: Explanation) -> None:
+        """Show which kernel of which provider runs each op, as ``LLM.explain`` tells."""
+        for row in explanation.rows:
+            if row.runs:
+                self._kernels.labels(self._model_name, row.op, row.kernel, str(row.provider)).set(1)

@@ -1,0 +1,259 @@
+"""An error in the middle of a step ends the requests of that step, and leaves nothing behind for the others."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from opgraft.config import CacheConfig, LoadConfig, ModelConfig, OpgraftConfig, SchedulerConfig
+from opgraft.engine.engine_core import EngineCore, EngineOutput
+from opgraft.engine.request import Request
+from opgraft.engine.sampling_params import SamplingParams
+from opgraft.errors import EngineError, RequestError
+from opgraft.serving.llm import LLM
+from random_decoders import written
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("faults") / "mistral"
+    written("Mistral", folder, sliding_window=9, head_dim=16)
+    return folder
+
+
+def engine(folder: Path, *, num_blocks: int = 100, **scheduler: Any) -> EngineCore:
+    return EngineCore(
+        OpgraftConfig(
+            model=ModelConfig(name=str(folder), dtype="float32", max_model_len=64),
+            cache=CacheConfig(block_size=4, num_blocks=num_blocks),
+            scheduler=SchedulerConfig(**{"max_num_seqs": 4, **scheduler}),
+            load=LoadConfig(progress=False),
+        )
+    )
+
+
+def requests(count: int, **params: Any) -> list[Request]:
+    generator = torch.Generator().manual_seed(1)
+    greedy = SamplingParams(**{"temperature": 0, "max_tokens": 12, "ignore_eos": True, **params})
+    return [
+        Request(f"r{i}", torch.randint(3, 99, (2 + 3 * i % 11,), generator=generator).tolist(), greedy)
+        for i in range(count)
+    ]
+
+
+def news(core: EngineCore) -> Iterator[EngineOutput]:
+    while core.has_work:
+        yield from core.step()
+
+
+def served(core: EngineCore, given: list[Request]) -> tuple[dict[str, list[int]], dict[str, str]]:
+    """Serve requests; return the tokens of those that end well, and the errors of the others."""
+    core.add(given)
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in given}
+    errors = {}
+    for output in news(core):
+        if output.error is not None:
+            assert output.finish_reason == "error"
+            errors[output.request_id] = output.error
+            del tokens[output.request_id]
+        elif output.token is not None:
+            tokens[output.request_id].append(output.token)
+    return tokens, errors
+
+
+def expect_nothing_left(core: EngineCore) -> None:
+    """No block is used, and once the next step has said who is gone, the runner knows nobody."""
+    assert core.cache.pool.num_free == core.cache.pool.num_blocks
+    runner = core.executor.worker.runner
+    runner.execute(core.scheduler.schedule())
+    assert len(runner.batch) == len(runner.sampling._all) == len(runner._prompt_logprobs) == 0
+    assert sorted(runner.batch._rows) == [0, 1, 2, 3]
+
+
+class Fault:
+    """Raises in the calls of a function that ``chosen`` picks by their number, before or after it has run."""
+
+    def __init__(self, owner: Any, name: str, chosen: Callable[[int], bool], error: type[BaseException]) -> None:
+        self.original, self.calls, self.chosen, self.error = getattr(owner, name), 0, chosen, error
+        setattr(owner, name, self)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        self.calls += 1
+        if self.chosen(self.calls):
+            raise self.error("kernel trouble")
+        return self.original(*arguments, **named)
+
+
+def places(core: EngineCore) -> dict[str, tuple[Any, str]]:
+    """Functions that a step goes through, from the engine to the end of the sampler."""
+    runner = core.executor.worker.runner
+    return {
+        "executor": (core.executor, "call"),
+        "sampling settings": (runner.sampling, "add"),
+        "tables": (runner.batch, "_extend"),
+        "inputs": (runner.batch, "inputs"),
+        "layer": (runner.model.model.layers[1], "forward"),
+        "logits": (runner.model, "compute_logits"),
+        "sampler": (runner, "sampler"),
+        "one of several tokens": (runner.sampling, "append"),
+    }
+
+
+PLACES = ("executor", "sampling settings", "tables", "inputs", "layer", "logits", "sampler", "one of several tokens")
+
+OFTEN = ("sampling settings", "tables", "one of several tokens")
+"""Places that a step goes through not once, but as often as it has new sequences or tokens."""
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_requests_of_the_step_fail_and_the_others_go_on(checkpoint: Path, place: str) -> None:
+    """Wherever it is raised: those of the step fail with all their ids, the others get the tokens they would get."""
+    right, _ = served(engine(checkpoint), requests(12))
+    core = engine(checkpoint)
+    owner, name = places(core)[place]
+    each_step = place not in OFTEN
+    Fault(owner, name, lambda call: call in (13 if each_step else 3, 30), RuntimeError)  # the 13th step removes some
+    tokens, errors = served(core, requests(12))
+    assert errors
+    assert tokens
+    assert {name: right[name] for name in tokens} == tokens
+    for request_id, message in errors.items():
+        assert "RuntimeError: kernel trouble" in message
+        assert repr(request_id) in message
+        together = [other for other in errors if errors[other] == message]
+        assert all(repr(other) in message for other in together)
+    assert 1 <= core.stats().counters.failed_steps <= 2
+    assert core.stats().counters.finished["error"] == len(errors)
+    expect_nothing_left(core)
+
+
+def test_requests_that_run_but_are_not_in_the_step_go_on(checkpoint: Path) -> None:
+    """A better one's long prompt takes a whole step, which fails; those that wait for the next have their tokens."""
+    right, _ = served(engine(checkpoint), requests(3))
+    core = engine(checkpoint, max_num_batched_tokens=4, policy="priority")
+    core.add(requests(3))
+    found = []
+    while len(core.scheduler.running) < 3:
+        found += core.step()
+    core.add([Request("better", [5] * 20, GREEDY, priority=-1)])
+    while core.scheduler.running[0].request_id != "better":
+        found += core.step()
+    Fault(core.executor.worker.runner.model, "forward", lambda call: call == 1, RuntimeError)
+    found += news(core)
+    assert [output.request_id for output in found if output.error] == ["better"]
+    assert right == {name: [output.token for output in found if output.request_id == name] for name in right}
+    expect_nothing_left(core)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_random_faults_with_preemptions_and_siblings(checkpoint: Path, place: str) -> None:
+    """A small cache, chunks, several completions, aborts, and faults all along: tokens stay right."""
+    twice = {"n": 2, "temperature": 1.0, "seed": 3}
+    right, _ = served(engine(checkpoint), [part for one in requests(20, **twice) for part in one.split()])
+    core = engine(checkpoint, num_blocks=36, max_num_batched_tokens=9)
+    draw = random.Random(len(place))  # noqa: S311
+    owner, name = places(core)[place]
+    rate = 0.02 if place in OFTEN else 0.1
+    fault = Fault(owner, name, lambda _: draw.random() < rate, RuntimeError)
+    given = [part for one in requests(20, **twice) for part in one.split()]
+    core.add(given)
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in given}
+    while core.has_work:
+        for output in core.step():
+            if output.token is None:
+                del tokens[output.request_id]
+            else:
+                tokens[output.request_id].append(output.token)
+        if draw.random() < 0.05 and core.has_work:
+            aborted = draw.choice([*core.scheduler.running, *core.scheduler.waiting]).request_id
+            core.abort(aborted)
+            del tokens[aborted]
+    assert core.stats().counters.failed_steps > 0
+    assert tokens
+    assert {name: right[name] for name in tokens} == tokens
+    fault.chosen = lambda _: False
+    expect_nothing_left(core)
+    again, errors = served(core, requests(12))
+    assert not errors
+    assert again == served(engine(checkpoint), requests(12))[0]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_after_an_interrupt_the_step_is_computed_anew(checkpoint: Path, place: str) -> None:
+    """An interrupt goes through, and the requests have the tokens that they would have had without it."""
+    right, _ = served(engine(checkpoint), requests(6))
+    core = engine(checkpoint)
+    owner, name = places(core)[place]
+    Fault(owner, name, lambda call: call in (3, 11), KeyboardInterrupt)
+    core.add(requests(6))
+    tokens: dict[str, list[int]] = {name: [] for name in right}
+    interrupts = 0
+    while core.has_work:
+        try:
+            for output in core.step():
+                assert output.token is not None
+                tokens[output.request_id].append(output.token)
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts >= 1
+    assert tokens == right
+    assert core.stats().counters.preemptions == 0
+    expect_nothing_left(core)
+
+
+def test_stop_ends_all_requests_and_the_engine(checkpoint: Path) -> None:
+    """Under on_step_error=stop those that wait end too, and the engine says why it takes nothing any more."""
+    core = engine(checkpoint, on_step_error="stop")
+    Fault(core.executor.worker.runner.model, "forward", lambda call: call == 5, RuntimeError)
+    core.check_health()
+    tokens, errors = served(core, requests(9))
+    assert not tokens
+    assert len(errors) == 9
+    assert set(errors.values()) == {
+        "the step of requests 'r0', 'r1', 'r2', 'r3' failed: RuntimeError: kernel trouble; the engine stops"
+    }
+    reason = r"the engine has stopped, because a step failed \(RuntimeError: kernel trouble\).*fail_requests"
+    for refused in (core.step, core.check_health, lambda: core.add(requests(1))):
+        with pytest.raises(EngineError, match=reason) as caught:
+            refused()
+        assert isinstance(caught.value.__cause__, RuntimeError)
+    assert core.cache.pool.num_free == core.cache.pool.num_blocks
+    with pytest.raises(RequestError, match="none of that id"):
+        core.abort("r0")
+
+
+def test_a_message_of_many_requests_names_the_first(checkpoint: Path) -> None:
+    """Of a large batch a message names twenty requests and counts the others."""
+    core = engine(checkpoint, max_num_seqs=30)
+    Fault(core.executor.worker.runner.model, "forward", lambda call: call == 1, RuntimeError)
+    _, errors = served(core, requests(30))
+    assert "'r19' and 10 more failed" in errors["r29"]
+
+
+def test_a_foreign_message_is_one_harmless_line(checkpoint: Path) -> None:
+    """Control characters of an error do not reach who prints it."""
+    core = engine(checkpoint)
+
+    def fail(*_: object) -> None:
+        raise ValueError("a\nb\x1b[2J")
+
+    core.executor.worker.runner.model.forward = fail
+    _, errors = served(core, requests(1))
+    assert errors["r0"].endswith(r"failed: ValueError: a b\x1b[2J")
+
+
+def test_a_model_goes_on_after_a_second_interrupt(checkpoint: Path) -> None:
+    """Who interrupts twice leaves the step in the middle; the next prompts are answered, and nothing of the others."""
+    llm = LLM(str(checkpoint), max_model_len=64, block_size=4, **{"cache.num_blocks": 50, "load.progress": False})
+    expected = llm.generate([[5, 6], [7, 8]], GREEDY)
+    Fault(llm.engine.core.executor.worker.runner.model, "forward", lambda call: call == 4, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt, match="kernel trouble"):
+        llm.generate([[9] * 5] * 9, GREEDY)
+    assert not llm.engine.has_work
+    assert [output.outputs for output in llm.generate([[5, 6], [7, 8]], GREEDY)] == [each.outputs for each in expected]

@@ -1,0 +1,218 @@
+"""The numbers of the engine are those of what really ran, and cost next to nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine.simulated import make_scheduler
+from opgraft import SamplingParams
+from opgraft.engine.kv_cache import LayerKind
+from opgraft.engine.request import Request
+from opgraft.engine.stats import PARTS, Counters, EngineStats, copied
+from opgraft.serving.llm import LLM
+from opgraft.serving.outputs import RequestOutput
+from random_decoders import written
+
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32", "max_model_len": 64, "block_size": 4, "cache.num_blocks": 40, "load.progress": False,
+    "max_num_seqs": 4, "max_num_batched_tokens": 16,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stats") / "llama"
+    written("Llama", folder)
+    return folder
+
+
+class Watcher:
+    """Notes every report, and counts for itself what the model computes."""
+
+    def __init__(self) -> None:
+        self.reports: list[EngineStats] = []
+        self.tokens: list[int] = []
+
+    def __call__(self, stats: EngineStats, outputs: list[RequestOutput]) -> None:
+        self.reports.append(stats)
+
+    def count(self, llm: LLM) -> None:
+        model = llm.engine.core.executor.worker.runner.model
+        model.register_forward_pre_hook(lambda module, inputs: self.tokens.append(len(inputs[0])))
+
+    def total(self, name: str) -> int:
+        return sum(getattr(report.counters, name) for report in self.reports)
+
+
+def opened(checkpoint: Path, **settings: Any) -> tuple[LLM, Watcher]:
+    watcher = Watcher()
+    llm = LLM(str(checkpoint), on_step=watcher, **{**SETTINGS, **settings})
+    watcher.count(llm)
+    return llm, watcher
+
+
+def test_tokens_and_requests_are_those_that_ran(checkpoint: Path) -> None:
+    """Each report has the tokens that the model was given in that step; totals are those of prompts and answers."""
+    llm, watcher = opened(checkpoint)
+    lengths = (3, 20, 7, 1, 30, 5)
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    outputs = llm.generate([[5 + i] * length for i, length in enumerate(lengths)], params)
+    computed = [report.counters.prompt_tokens + report.counters.decode_tokens for report in watcher.reports]
+    assert computed == watcher.tokens
+    totals = llm.stats().counters
+    assert totals.steps == len(watcher.tokens) == watcher.total("steps")
+    assert totals.sampled_tokens == sum(len(output.outputs[0].token_ids) for output in outputs) == 6 * 9
+    assert totals.preemptions == totals.failed_steps == 0
+    assert totals.prompt_tokens == sum(lengths)
+    assert totals.decode_tokens == 6 * 8  # the last token of an answer is not computed any more
+    assert totals.finished == {"stop": 0, "length": 6, "abort": 0, "error": 0}
+    assert max(report.running for report in watcher.reports) == 4
+    assert watcher.reports[0].waiting == 6 - watcher.reports[0].running
+    end = watcher.reports[-1]
+    assert (end.running, end.waiting, end.blocks_used, end.num_blocks) == (0, 0, 0, 40)
+    assert llm.stats().since(llm.stats()).counters == Counters()
+
+
+def test_cache_use_and_prefix_hits(checkpoint: Path) -> None:
+    """Blocks are those of the tables; a prompt that begins like an earlier one hits its full blocks."""
+    llm, watcher = opened(checkpoint)
+    one = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    llm.generate([7] * 14, one)
+    assert watcher.reports[0].blocks_used == 4
+    assert watcher.reports[0].cache_usage == 0.1
+    before = llm.stats()
+    llm.generate([7] * 12 + [8, 9], one)
+    change = llm.stats().since(before).counters
+    assert (change.prefix_queries, change.prefix_hits) == (14, 12)
+    assert change.prompt_tokens == 2
+
+
+def test_preemptions_are_counted_with_what_they_cost(checkpoint: Path) -> None:
+    """In a cache too small for all, some are preempted, and their tokens computed anew are counted with prompts."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    llm, watcher = opened(checkpoint, **{"cache.num_blocks": 20, "cache.prefix_reuse": False})
+    preempted = []
+    stop = llm.engine.core.scheduler._preempt
+    llm.engine.core.scheduler._preempt = lambda request: (preempted.append(request.num_tokens), stop(request))  # type: ignore[method-assign]
+    llm.generate([[5 + i] * 8 for i in range(4)], params)
+    totals = llm.stats().counters
+    assert totals.preemptions == len(preempted) > 0
+    assert totals.prompt_tokens == 4 * 8 + sum(preempted)
+    assert totals.prompt_tokens + totals.decode_tokens == sum(watcher.tokens)
+
+
+def test_stop_strings_aborts_and_one_report_each(checkpoint: Path) -> None:
+    """An abort between steps is reported at once, with no step, so that nothing seems to run that does not."""
+    llm, watcher = opened(checkpoint)
+    engine = llm.engine
+    engine.add("a", [5, 6], SamplingParams(max_tokens=9))
+    engine.step()
+    engine.abort("a")
+    assert [report.running for report in watcher.reports] == [1, 0]
+    assert watcher.reports[-1].counters.steps == 0
+    assert watcher.reports[-1].counters.finished["abort"] == 1
+
+
+def test_seconds_are_those_of_the_parts(checkpoint: Path) -> None:
+    """Time that is spent in a part is counted there, and the parts together are the time of the steps."""
+    llm, _ = opened(checkpoint)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    llm.generate([5, 6], params)
+    runner = llm.engine.core.executor.worker.runner
+    places = {
+        "schedule": (llm.engine.core.scheduler, "schedule"), "inputs": (runner.batch, "inputs"),
+        "model": (runner.model, "forward"), "sample": (runner.model, "compute_logits"), "text": (llm.engine, "_take"),
+    }  # fmt: skip
+    assert set(places) == set(PARTS)
+    for part, (owner, name) in places.items():
+        original = getattr(owner, name)
+        setattr(owner, name, lambda *a, original=original: (time.sleep(0.01), original(*a))[1])
+        before, started = llm.stats(), time.perf_counter()
+        llm.generate([5, 6], params)
+        took = time.perf_counter() - started
+        setattr(owner, name, original)
+        seconds = llm.stats().since(before).counters.seconds
+        assert seconds[part] >= 12 * 0.01
+        assert max(seconds, key=seconds.__getitem__) == part
+        assert sum(seconds.values()) <= took
+
+
+def test_a_watcher_that_fails_is_not_called_again(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An error in on_step is logged, and the answers come all the same."""
+    calls = []
+
+    def watch(*arguments: object) -> None:
+        calls.append(arguments)
+        raise RuntimeError("watcher trouble")
+
+    llm = LLM(str(checkpoint), on_step=watch, **SETTINGS)
+    (output,) = llm.generate([5, 6], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 4
+    assert len(calls) == 1
+    assert "watcher trouble" in caplog.text
+
+
+def test_snapshots_from_another_thread(checkpoint: Path) -> None:
+    """Counters can be read while prompts run, and never go back."""
+    llm, _ = opened(checkpoint)
+    seen: list[int] = []
+    ended = threading.Event()
+
+    def read() -> None:
+        while not ended.is_set():
+            seen.append(llm.stats().counters.sampled_tokens)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    llm.generate([[5 + i] * 5 for i in range(8)], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    ended.set()
+    thread.join()
+    assert seen == sorted(seen)
+    assert len(set(seen)) > 2
+
+
+def test_a_step_costs_a_few_microseconds_more() -> None:
+    """Counters and clocks of a step, a report and a snapshot take less than 10 microseconds each."""
+    counters, result = Counters(), {"inputs": 1.0, "model": 1.0, "sample": 1.0}
+    snapshot = EngineStats(running=1, waiting=1, blocks_used=1, num_blocks=1, counters=counters)
+
+    def counted() -> None:
+        counters.steps += 1
+        for part in ("schedule", "schedule", "text"):
+            with counters.timed(part):
+                pass
+        for part, seconds in result.items():
+            counters.seconds[part] += seconds
+
+    def reported() -> None:
+        now = EngineStats(running=1, waiting=1, blocks_used=1, num_blocks=1, counters=copied(counters))
+        now.since(snapshot)
+
+    for function in (counted, reported):
+        best = min(_time_of(function) for _ in range(20))
+        assert best < 10e-6, (function.__name__, best)
+
+
+def _time_of(function: Any) -> float:
+    started = time.thread_time()
+    for _ in range(500):
+        function()
+    return (time.thread_time() - started) / 500
+
+
+def test_undone_steps_do_not_count_as_preemptions() -> None:
+    """A step that was not computed has its sequences wait again, in their order and without their blocks."""
+    scheduler = make_scheduler([LayerKind()])
+    for name in "ab":
+        scheduler.add(Request(name, [1, 2, 3], SamplingParams(max_tokens=4)))
+    made = scheduler.schedule()
+    assert [request.request_id for request in scheduler.undo(made)] == ["a", "b"]
+    assert scheduler.counters.preemptions == 0
+    assert scheduler.cache.pool.num_free == scheduler.cache.pool.num_blocks
+    again = scheduler.schedule()
+    assert again.removed == ("a", "b")
+    assert [each.request_id for each in again.added] == ["a", "b"]

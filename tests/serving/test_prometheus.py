@@ -1,0 +1,90 @@
+"""Metrics have the names that dashboards know, and the numbers of what ran."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opgraft import SamplingParams
+from opgraft.serving.llm import LLM
+from opgraft.serving.prometheus import PrometheusExporter
+from random_decoders import written
+
+prometheus = pytest.importorskip("prometheus_client")
+
+KNOWN = """
+num_requests_running num_requests_waiting kv_cache_usage_perc num_preemptions_total prompt_tokens_total
+generation_tokens_total prefix_cache_queries_total prefix_cache_hits_total request_success_total iteration_tokens_total
+time_to_first_token_seconds request_queue_time_seconds request_time_per_output_token_seconds
+e2e_request_latency_seconds
+"""
+"""Metrics of vLLM that are here too, without its prefix."""
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> tuple[LLM, Any]:
+    """A model that has answered three prompts of 4 and 12 tokens and given up one, and its registry."""
+    written("Llama", tmp_path / "llama")
+    registry = prometheus.CollectorRegistry()
+    exporter = PrometheusExporter("small", registry)
+    settings: dict[str, Any] = {"cache.num_blocks": 40, "load.progress": False}
+    llm = LLM(str(tmp_path / "llama"), on_step=exporter, max_model_len=64, block_size=4, **settings)
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    llm.generate([[5] * 4, [6] * 12], params)
+    llm.generate([6] * 12, params)
+    llm.engine.add("a", [5, 6], params)
+    llm.engine.step()
+    llm.engine.abort("a")
+    exporter.show_kernels(llm.explain())
+    return llm, registry
+
+
+def value(registry: Any, name: str, **labels: str) -> float:
+    found = registry.get_sample_value(f"opgraft:{name}", {"model_name": "small", **labels})
+    assert found is not None, name
+    return float(found)
+
+
+def test_numbers_are_those_of_what_ran(served: tuple[LLM, Any]) -> None:
+    """Counters are the totals of the engine, gauges its state now, and each request is observed once."""
+    llm, registry = served
+    totals = llm.stats().counters
+    assert value(registry, "prompt_tokens_total") == totals.prompt_tokens == 4 + 12 + 4 + 2
+    assert value(registry, "generation_tokens_total") == totals.sampled_tokens == 3 * 5 + 1
+    assert value(registry, "prefix_cache_hits_total") == 8
+    assert value(registry, "prefix_cache_queries_total") == 4 + 12 + 12 + 2
+    assert value(registry, "engine_steps_total") == totals.steps == 11
+    assert value(registry, "request_success_total", finished_reason="length") == 3
+    assert value(registry, "request_success_total", finished_reason="abort") == 1
+    assert value(registry, "num_requests_running") == value(registry, "kv_cache_usage_perc") == 0
+    for name, count in (
+        ("time_to_first_token_seconds", 4),
+        ("request_queue_time_seconds", 4),
+        ("request_time_per_output_token_seconds", 3),
+        ("iteration_tokens_total", 11),
+    ):
+        assert value(registry, f"{name}_count") == count
+    assert value(registry, "iteration_tokens_total_sum") == totals.prompt_tokens + totals.decode_tokens
+    assert value(registry, "engine_step_seconds_total", part="model") == pytest.approx(totals.seconds["model"])
+    queue = value(registry, "request_queue_time_seconds_sum")
+    first = value(registry, "time_to_first_token_seconds_sum")
+    assert 0 < queue < first < value(registry, "e2e_request_latency_seconds_sum")
+
+
+def test_names_and_labels_are_those_of_vllm(served: tuple[LLM, Any]) -> None:
+    """Every metric has a help text and the label model_name; vLLM's names are there with another prefix."""
+    _, registry = served
+    text = prometheus.generate_latest(registry).decode()
+    families = {line.split()[2] for line in text.splitlines() if line.startswith("# HELP") and len(line.split()) > 3}
+    assert {f"opgraft:{name}" for name in KNOWN.split()} <= families
+    samples = [line for line in text.splitlines() if not line.startswith("#")]
+    assert all('model_name="small"' in line for line in samples)
+
+
+def test_kernels_are_those_of_explain(served: tuple[LLM, Any]) -> None:
+    """Each kernel that runs is one sample, with its provider."""
+    llm, registry = served
+    (family,) = [each for each in registry.collect() if each.name == "opgraft:kernel_info"]
+    shown = {(s.labels["op"], s.labels["kernel"], s.labels["provider"]) for s in family.samples}
+    assert shown == {(row.op, row.kernel, str(row.provider)) for row in llm.explain().rows if row.runs}
