@@ -68,3 +68,20 @@ def saved(model: Any, folder: Path) -> Any:
     model.tie_weights()
     model.save_pretrained(folder)
     return model.eval()
+
+
+THROUGH_TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "gpt_neox": {},
+    "smollm3": {},
+    "starcoder2": {"sliding_window": 5},
+    "cohere2": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+}
+"""Decoders that are not written, by the ``model_type`` of transformers."""
+
+
+def through_transformers(kind: str, folder: Path) -> Any:
+    """A model of transformers that none of the written families is, whose checkpoint is in ``folder``."""
+    values = {**SIZES, "num_key_value_heads": 2, "head_dim": 12, **THROUGH_TRANSFORMERS[kind]}
+    config = transformers.AutoConfig.for_model(kind, **values)
+    return saved(transformers.AutoModelForCausalLM.from_config(config), folder)
