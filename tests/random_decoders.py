@@ -48,7 +48,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {}),
     "gemma": ("Gemma", {"head_dim": 16}),
     "gemma2": ("Gemma2", GEMMA),
-    "gemma3": ("Gemma3", {**GEMMA, "_sliding_window_pattern": 2}),
+    "gemma3": ("Gemma3", {**GEMMA, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "granite": ("Granite", GRANITE),
     "olmo2": ("Olmo2", {}),
 }
