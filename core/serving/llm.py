@@ -144,20 +144,20 @@ class LLM:
     ) -> list[RequestOutput]:
         ids = [str(next(self._numbers)) for _ in prompts]
         outputs: dict[str, RequestOutput] = {}
-        try:
-            for request_id, prompt, each in zip(ids, prompts, params, strict=True):
-                outputs[request_id] = self.engine.add(request_id, prompt, each, add_special_tokens=add_special_tokens)
-        except BaseException:
-            for request_id in outputs:
-                self.engine.abort(request_id)
-            raise
-        with _bar(len(prompts), progress) as ended, _interrupt() as interrupted:
-            while self.engine.has_work and not interrupted():
-                ended(sum(output.finished for output in self.engine.step()))
-        running = [request_id for request_id, output in outputs.items() if not output.finished]
-        for request_id in running:
-            self.engine.abort(request_id)
-        if running:
+        with _interrupt() as interrupted:
+            try:
+                for request_id, prompt, each in zip(ids, prompts, params, strict=True):
+                    outputs[request_id] = self.engine.add(
+                        request_id, prompt, each, add_special_tokens=add_special_tokens
+                    )
+                with _bar(len(prompts), progress) as ended:
+                    while self.engine.has_work and not interrupted():
+                        ended(sum(output.finished for output in self.engine.step()))
+            finally:
+                for request_id, output in outputs.items():
+                    if not output.finished:
+                        self.engine.abort(request_id)
+        if interrupted():
             raise Interrupted(list(outputs.values()))
         return list(outputs.values())
 

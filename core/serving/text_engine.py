@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -104,7 +105,8 @@ class TextEngine:
 
         Raises:
             RequestError: the prompt or the id cannot be taken, or the request could never be served.
-            InputError: the structured output that is asked for cannot be had.
+            InputError: text, stop strings or bad words are given and the model has no tokenizer, or the structured
+                output that is asked for cannot be had.
         """
         if request_id in self._open:
             raise RequestError(f"request {request_id!r} is added, and one of that id runs: give each an id of its own")
@@ -126,8 +128,8 @@ class TextEngine:
             bad_words=bad_word_tokens(params.bad_words, self._expect_tokenizer()) if params.bad_words else (),
             grammar=self._grammar(params),
         ).split()
-        self.core.add(requests)
         answers = [_Answer(each, CompletionOutput(i), self._detokenizer(each)) for i, each in enumerate(requests)]
+        self.core.add(requests)
         output = RequestOutput(request_id, text, ids, [answer.output for answer in answers])
         output.metrics = RequestMetrics(time.monotonic())
         self._open[request_id] = _Open(output, {answer.request.request_id: answer for answer in answers})
@@ -140,10 +142,10 @@ class TextEngine:
 
     def _detokenizer(self, request: Request) -> Detokenizer | None:
         params = request.params
-        if self.tokenizer is None:
+        if self.tokenizer is None and not params.stop:
             return None
         return Detokenizer(
-            self.tokenizer,
+            self._expect_tokenizer(),
             request.prompt,
             skip_special_tokens=params.skip_special_tokens,
             stop=params.stop,
@@ -161,7 +163,8 @@ class TextEngine:
             raise RequestError(f"request {request_id!r} is aborted, and none of that id runs or waits")
         opened = self._open[request_id]
         for child, answer in list(opened.growing.items()):
-            self.core.abort(child)
+            with suppress(RequestError):  # the core has ended it, if an error cut short the step that it ended in
+                self.core.abort(child)
             self._end(opened, child, answer, "abort")
         return opened.output
 
