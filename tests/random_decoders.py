@@ -80,8 +80,8 @@ THROUGH_TRANSFORMERS: dict[str, dict[str, Any]] = {
 """Decoders that are not written, by the ``model_type`` of transformers."""
 
 
-def through_transformers(kind: str, folder: Path) -> Any:
+def through_transformers(kind: str, folder: Path, **more: Any) -> Any:
     """A model of transformers that none of the written families is, whose checkpoint is in ``folder``."""
-    values = {**SIZES, "num_key_value_heads": 2, "head_dim": 12, **THROUGH_TRANSFORMERS[kind]}
+    values = {**SIZES, "num_key_value_heads": 2, "head_dim": 12, **THROUGH_TRANSFORMERS[kind], **more}
     config = transformers.AutoConfig.for_model(kind, **values)
     return saved(transformers.AutoModelForCausalLM.from_config(config), folder)
