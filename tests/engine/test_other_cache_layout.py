@@ -52,7 +52,9 @@ def opgraft_register_ops():
 
 
 @pytest.mark.parametrize(("name", "num_blocks"), [("llama", 12), ("gemma3", 24)])
-def test_the_engine_runs_on_another_layout(toy_npu: Path, site: Site, tmp_path: Path, name: str, num_blocks: int) -> None:
+def test_the_engine_runs_on_another_layout(
+    toy_npu: Path, site: Site, tmp_path: Path, name: str, num_blocks: int
+) -> None:
     """Chunks, reused prefixes, preemption and copies for siblings give transformers' tokens: no part looks inside."""
     site.plugin("toy-npu-attention", PLUGIN)
     family, values = DECODERS[name]

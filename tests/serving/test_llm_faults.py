@@ -54,7 +54,10 @@ PROMPTS: dict[str, tuple[Any, str]] = {
     "longer still": ("cat " * 99, r"tokens and needs room for 1 more, and the model takes 64"),
     "empty": ([], r"has no tokens: give some text, or at least one token id"),
     "empty text": ("", r"has no tokens"),
-    "beyond the vocabulary": ([5, VOCABULARY], r"has the token id 400 at place 1, and the vocabulary has 400 \(0 to 39"),
+    "beyond the vocabulary": (
+        [5, VOCABULARY],
+        r"has the token id 400 at place 1, and the vocabulary has 400 \(0 to 39",
+    ),
     "below it": ([-1], r"has the token id -1 at place 0"),
     "no token": ([5, 1.5], r"has 1.5 at place 1, which is no token id: give whole numbers"),
     "of another kind": (None, r"is NoneType: give text, a list of token ids"),
@@ -168,9 +171,9 @@ def test_a_request_that_fails_alone(llm: LLM, failure: str, temperature: float) 
 
 
 def test_weights_that_give_nan_for_one_token(tmp_path: Path) -> None:
-    """A prompt with a token whose embedding is NaN fails, even from a reused prefix; others take its blocks after it."""
-    config = transformers.LlamaConfig(vocab_size=VOCABULARY, hidden_size=48, intermediate_size=72,
-                                      num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=CONTEXT)  # fmt: skip
+    """A prompt with a token whose embedding is NaN fails, even from a reused prefix; others take its blocks."""
+    sizes = {"hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, **sizes)
     model = saved(transformers.LlamaForCausalLM(config), tmp_path / "model")
     good = [[4] * 20, [4] * 19 + [6], [8, 9]]
     expected = tokens(open_llm(tmp_path / "model", **{"cache.num_blocks": 18}), *good)
@@ -273,9 +276,7 @@ def before_call(call: int, function: Callable[..., Any], do: Callable[[], None])
     ("part", "call", "ended"),
     [("add", 1, 0), ("add", 3, 0), ("step", 1, 0), ("step", 3, 0), ("step", 6, 4), ("step", 15, 9), ("_take", 45, 9)],
 )
-def test_an_interrupt_at_any_point(
-    llm: LLM, part: str, call: int, ended: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_at_any_point(llm: LLM, part: str, call: int, ended: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """While prompts are added, in any step and at the last token: each has its output, and none is left behind."""
     with monkeypatch.context() as patched:
         patched.setattr(llm.engine, part, before_call(call, getattr(llm.engine, part), interrupt))
