@@ -45,7 +45,8 @@ def run(core: EngineCore, requests: Sequence[Request]) -> dict[str, list[int]]:
     core.add(requests)
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for output in news(core):
-        assert output.error is None and output.token is not None
+        assert output.error is None
+        assert output.token is not None
         tokens[output.request_id].append(output.token)
     assert core.cache.pool.num_free == core.cache.pool.num_blocks
     return tokens

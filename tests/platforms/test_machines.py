@@ -45,8 +45,10 @@ def detect(*arguments: str) -> str:
 
 @each_machine
 def test_the_text(name: str, machine_folder) -> None:
-    """The short form names the platform, its devices, and what is missing for the others."""
-    text = detect("--root", str(machine_folder(name)))
+    """The short form names the machine, the platform, its devices, and what is missing for the others."""
+    folder = machine_folder(name)
+    first, _, text = detect("--root", str(folder)).partition("\n")
+    assert first == f"of the machine that is recorded in {folder}, not of this one:"
     compare(f"{name}.txt", text)
 
 

@@ -65,7 +65,7 @@ def write(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
     keys, values = _by_token(cache, key.shape[-1])
     group, lane = slots // GROUP, slots % GROUP
     groups, pair = cache.shape[3], keys.shape[-1]
-    keys[group // groups, :, group % groups, lane] = key.unflatten(-1, (-1, pair))
+    keys[group // groups, :, group % groups, lane] = key.reshape(*key.shape[:-1], key.shape[-1] // pair, pair)
     values[group // groups, :, group % groups, lane // pair, lane % pair] = value
 
 
@@ -79,8 +79,8 @@ def _by_token(cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
     """View keys as ``[blocks, heads, groups, 16, pairs, pair]``, values as ``[…, 16 / pair, pair, head_size]``."""
     pair = 2 if cache.dtype == torch.bfloat16 else 1
     keys, values = cache.unbind(1)
-    keys = keys.unflatten(-1, (head_size // pair, GROUP, pair)).transpose(-3, -2)
-    return keys, values.unflatten(-1, (GROUP // pair, head_size, pair)).transpose(-2, -1)
+    keys = keys.view(*keys.shape[:-1], head_size // pair, GROUP, pair).transpose(-3, -2)
+    return keys, values.view(*values.shape[:-1], GROUP // pair, head_size, pair).transpose(-2, -1)
 
 
 _attend_pages = op("attend_pages")
