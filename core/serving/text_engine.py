@@ -105,11 +105,9 @@ class TextEngine:
 
         Raises:
             RequestError: the prompt or the id cannot be taken, or the request could never be served.
-            InputError: text, stop strings or bad words are given and the model has no tokenizer, or the structured
-                output that is asked for cannot be had.
+            InputError: the tokenizer, or the structured output, that is asked for cannot be had.
         """
-        if request_id in self._open:
-            raise RequestError(f"request {request_id!r} is added, and one of that id runs: give each an id of its own")
+        self._expect_new(request_id)
         text, ids = tokenized(
             prompt,
             self._expect_tokenizer() if isinstance(prompt, str) else self.tokenizer,  # type: ignore[arg-type]
@@ -130,11 +128,15 @@ class TextEngine:
         ).split()
         answers = [_Answer(each, CompletionOutput(i), self._detokenizer(each)) for i, each in enumerate(requests)]
         self.core.add(requests)
-        output = RequestOutput(request_id, text, ids, [answer.output for answer in answers])
-        output.metrics = RequestMetrics(time.monotonic())
+        metrics, outputs = RequestMetrics(time.monotonic()), [answer.output for answer in answers]
+        output = RequestOutput(request_id, text, ids, outputs, metrics=metrics)
         self._open[request_id] = _Open(output, {answer.request.request_id: answer for answer in answers})
         self._owner.update((answer.request.request_id, request_id) for answer in answers)
         return output
+
+    def _expect_new(self, request_id: str) -> None:
+        if request_id in self._open:
+            raise RequestError(f"request {request_id!r} is added, and one of that id runs: give each an id of its own")
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         wanted = params.structured_output
