@@ -31,6 +31,9 @@ class ModelConfig(Section):
         default="auto",
         choices=("auto", "opgraft", "transformers"),
     )
+    batch_invariant: bool = setting(
+        "compute each token bit for bit alike, whatever else is in the batch, which takes longer", default=False
+    )
     part: str | None = setting(
         "name in the checkpoint's config of the part that is the model, such as text_config", unset="the whole"
     )

@@ -13,6 +13,7 @@ from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
 from opgraft.engine.cache_layout import CacheLayout
 from opgraft.engine.input_batch import InputBatch, Inputs
+from opgraft.engine.invariance import make_batch_invariant
 from opgraft.engine.sampling import Sampler, SamplingBatch, TokenLogprobs, prompt_logprobs
 from opgraft.engine.step import Scheduled, Step, StepResult
 from opgraft.models import TransformersModel, load_model
@@ -41,6 +42,8 @@ class ModelRunner(PluggableClass):
         """Make the model and read its weights."""
         self.model: Any = load_model(self.opgraft_config)
         cache = self.opgraft_config.cache
+        if self.opgraft_config.model.batch_invariant:
+            make_batch_invariant(self.model, cache.block_size)
         dtype = self.model.dtype if cache.dtype == "auto" else getattr(torch, cache.dtype)
         self.layout = CacheLayout.of(attention_layers(self.model), cache.block_size, dtype)
 

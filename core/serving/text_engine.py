@@ -150,8 +150,7 @@ class TextEngine:
             EngineError: the engine has stopped.
         """
         request_id = prepared.output.request_id
-        if request_id in self._open:
-            raise RequestError(f"request {request_id!r} is added, and one of that id runs: give each an id of its own")
+        self._expect_new(request_id)
         self.core.add(answer.request for answer in prepared.growing.values())
         self._open[request_id] = prepared
         self._owner.update(dict.fromkeys(prepared.growing, request_id))
@@ -160,6 +159,10 @@ class TextEngine:
     def add(self, request_id: str, prompt: Prompt, params: SamplingParams, **options: Any) -> RequestOutput:
         """Prepare a request and submit it; arguments and errors are those of ``prepare`` and ``submit``."""
         return self.submit(self.prepare(request_id, prompt, params, **options))
+
+    def _expect_new(self, request_id: str) -> None:
+        if request_id in self._open:
+            raise RequestError(f"request {request_id!r} is added, and one of that id runs: give each an id of its own")
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         wanted = params.structured_output
