@@ -18,7 +18,7 @@ PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -
 OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-families test-xla test-ipex test-triton check evidence op-pages settings-page bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-ipex charts figures docs clean FORCE
+.PHONY: help run test test-families test-xla test-ipex test-triton check evidence op-pages settings-page bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-ipex charts figures docs clean FORCE
 
 help:
 	@echo "make run    the demonstration: a sentence encoder and a language model on the CPU, then on a simulated NPU from a plugin"
@@ -37,6 +37,7 @@ help:
 	@echo "make bench-gpu     what the Triton kernels reach on a GPU: table, and JSON in build/bench-gpu.json"
 	@echo "make bench-models  what they gain on an encoder and a causal model, whole processes"
 	@echo "make bench-loading the memory that loading a checkpoint takes on top of its weights, against its limit"
+	@echo "make bench-engine  the engine against transformers, vLLM and llama.cpp on SmolLM2: table, and JSON in build (8 GB the first time)"
 	@echo "make bench-ipex    the CPU kernels against Intel's extension, in its environment (8 GB)"
 	@echo "make charts  measure mechanism and models, and draw the charts of README and documentation anew"
 	@echo "make figures draw charts and diagrams from the figures that are committed"
@@ -106,6 +107,11 @@ bench-ipex:
 
 bench-loading: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/loading.py
+
+# BENCH='--quick --cpu-time' for a machine that has other work; --help names the rest.
+bench-engine: .demo/installed
+	mkdir -p build
+	PYTHONPATH=$(CURDIR)/.demo $(BIN)/python benchmarks/engine.py --json build/bench-engine.json $(BENCH)
 
 bench-models: .demo/installed
 	PYTHONPATH=$(CURDIR)/.demo $(BIN)/python benchmarks/models.py

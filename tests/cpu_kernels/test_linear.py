@@ -66,6 +66,22 @@ def distance(got: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [7, 64, 100])
+def test_rows_alone(width: int, dtype: torch.dtype, path: str) -> None:
+    """A row is the same bit for bit whatever rows stand beside it, few or many."""
+    torch.manual_seed(0)
+    x, weight, bias = draw(11, width, 37, dtype)
+    run = torch.ops.opgraft_cpu_kernels.linear
+    with torch.no_grad():
+        together = run(x, weight, bias)
+        assert distance(together, exact(x, weight, bias)) < {torch.float32: 1e-6}.get(dtype, 5e-3)
+        for count in (1, 2, 3, 4, 5, 6, 7, 8):
+            assert run(x[:count], weight, bias).equal(together[:count])
+        for row in range(11):
+            assert run(x[row : row + 1], weight, bias).equal(together[row : row + 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("variant", list(SPEC.variants))
 def test_values(variant: str, dtype: torch.dtype, path: str) -> None:
     """On each path the op on rows and the function compute what the reference computes in float64."""

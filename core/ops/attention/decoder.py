@@ -181,24 +181,22 @@ class Attention(PluggableLayer):
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """View the arguments as ``[tokens, heads, head_size]``."""
-        given = {"query": (query, self.num_heads), "key": (key, self.num_kv_heads), "value": (value, self.num_kv_heads)}
-        tokens = query.shape[:1]
+        heads, kv_heads, tokens = self.num_heads, self.num_kv_heads, query.shape[:1]
+        return [
+            self._viewed("query", query, heads, tokens),
+            self._viewed("key", key, kv_heads, tokens),
+            self._viewed("value", value, kv_heads, tokens),
+        ]
+
+    def _viewed(self, name: str, x: Tensor, heads: int, tokens: tuple[int, ...]) -> Tensor:
+        size, shape = self.head_size, x.shape
+        if tokens and shape in ((*tokens, heads * size), (*tokens, heads, size)):
+            return x.reshape(tokens[0], heads, size)
         count = tokens[0] if tokens else "tokens"
-        for name, (x, heads) in given.items():
-            if (
-                not x.dim()
-                or x.shape[:1] != tokens
-                or tuple(x.shape[1:])
-                not in (
-                    (heads * self.head_size,),
-                    (heads, self.head_size),
-                )
-            ):
-                raise ValueError(
-                    f"attention: {name} has shape {tuple(x.shape)}, expected [{count}, {heads} · {self.head_size}] or "
-                    f"[{count}, {heads}, {self.head_size}]"
-                )
-        return [x.reshape(-1, heads, self.head_size) for x, heads in given.values()]
+        raise ValueError(
+            f"attention: {name} has shape {tuple(shape)}, expected [{count}, {heads} · {size}] or "
+            f"[{count}, {heads}, {size}]"
+        )
 
     def attend_batch(
         self, batch: AttentionBatch, pages: LayerPages, query: Tensor, key: Tensor, value: Tensor

@@ -23,7 +23,7 @@ FEW = {
     (path, dtype): 4
     for path in ("amx", "avx512_bf16", "avx512")
     for dtype in (torch.float32, torch.bfloat16, torch.float16)
-} | {("amx", torch.bfloat16): 2}
+} | {("amx", torch.bfloat16): 2, ("avx512_bf16", torch.float32): 64, ("avx512_bf16", torch.bfloat16): 64}
 """Path and dtype → up to how many rows the weight is read as it is."""
 
 MANY = {2: 8, 3: 16}

@@ -1,0 +1,25 @@
+"""opgraft's ``LLM``."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from opgraft import SamplingParams
+from opgraft.serving.llm import LLM
+from protocol import Generate, serve
+
+
+def start(checkpoint: str, dtype: str) -> Generate:
+    settings = {"dtype": dtype, "max_model_len": 2560, "max_num_seqs": 128, "enable_prefix_caching": False}
+    llm = LLM(checkpoint, **{**settings, "cache.memory_bytes": 2 << 30, **json.loads(os.environ.get("SETTINGS", "{}"))})
+
+    def generate(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params, progress=False)]
+
+    return generate
+
+
+if __name__ == "__main__":
+    serve(start)
