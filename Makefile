@@ -48,7 +48,7 @@ run: .demo/installed
 	@printf '\n==> On the CPU, with its kernels; the NPU that the other plugin is for is absent\n\n'
 	env -u TOY_NPU_DEVICE $(OPGRAFT) detect
 	env -u TOY_NPU_DEVICE $(OPGRAFT) run minilm --input examples/sentences.txt --compare
-	env -u TOY_NPU_DEVICE $(OPGRAFT) run smollm2 "What is gravity?" --dtype bfloat16 --max-tokens 40
+	env -u TOY_NPU_DEVICE $(OPGRAFT) run smollm2 "What is gravity?" "Name a colour." "Why is the sky blue?" --dtype bfloat16 --max-tokens 40
 	@printf '\n==> On the toy NPU: the same commands, with the device present\n\n'
 	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json $(OPGRAFT) detect
 	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json $(OPGRAFT) run minilm --input examples/sentences.txt --compare

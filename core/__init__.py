@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from opgraft.plugins.host import load_plugins as load_plugins
     from opgraft.plugins.selection import current_platform as current_platform
     from opgraft.serving.async_llm import AsyncLLM as AsyncLLM
+    from opgraft.serving.llm import LLM as LLM
     from opgraft.state import reset as reset
     from opgraft.torch_library import direct_register_custom_op as direct_register_custom_op
 
@@ -103,6 +104,7 @@ _HOME = {
     "opgraft.logger": ("init_logger",),
     "opgraft.ops.linear.weight_cache": ("freeze", "refresh"),
     "opgraft.serving.async_llm": ("AsyncLLM",),
+    "opgraft.serving.llm": ("LLM",),
     "opgraft.state": ("reset",),
     "opgraft.machine.evidence": ("Device", "Evidence", "Fact"),
     "opgraft.machine.machine": ("Machine", "TorchBuild"),

@@ -12,8 +12,8 @@ import torch
 from opgraft.errors import InputError
 from opgraft.models.config import LOCAL_ONLY, check_config
 from opgraft.models.extras import import_extra
-from opgraft.models.files import BUNDLED, find_checkpoint, open_weights, parse_json, read_json
-from opgraft.pooling import pooling_modes
+from opgraft.models.files import BUNDLED, find_checkpoint, open_weights, read_json
+from opgraft.models.sentences import SentenceSettings
 from opgraft.text import described
 from torch import nn
 
@@ -37,30 +37,9 @@ class Checkpoint:
         """Return how the states of a sentence's tokens become one vector, by names of ``opgraft.pooling.POOLINGS``.
 
         Raises:
-            InputError: the settings cannot be read, or ask for what is not known.
+            CheckpointError: the settings cannot be read, or ask for what is not known.
         """
-        file = self.folder / self._pooling_folder() / "config.json"
-        try:
-            return pooling_modes(read_json(file) if file.is_file() else {})
-        except ValueError as error:
-            raise InputError(f"{file}: {error}") from error
-
-    def _pooling_folder(self) -> str:
-        """Return the folder of the pooling module. Refuse other modules that shape a vector: they would be left out."""
-        index = self.folder / "modules.json"
-        rows = _read_list(index) if index.is_file() else []
-        kinds = [str(row.get("type", "")).rpartition(".")[2] for row in rows]
-        others = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
-        if others:
-            raise InputError(
-                f"{index} lists a module {others[0]!r:.80}, which 'run' cannot apply: use sentence-transformers, or "
-                "graft the model in a program of your own"
-            )
-        found = [str(row.get("path", "")) for row, kind in zip(rows, kinds, strict=True) if kind == "Pooling"]
-        path = found[0] if found else "1_Pooling"
-        if Path(path).is_absolute() or ".." in Path(path).parts:
-            raise InputError(f"{index} has the path {path!r:.80}, which leads out of the checkpoint")
-        return path
+        return SentenceSettings.of(self.folder).pooling
 
     def load(self, dtype: torch.dtype) -> tuple[nn.Module, Any]:
         """Load the model in evaluation mode and its tokenizer, from the local files only and running no code in them.
@@ -158,14 +137,6 @@ def open_checkpoint(name: str) -> Checkpoint:
 
 def _has_only_gguf(folder: Path) -> bool:
     return any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))
-
-
-def _read_list(file: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSON list."""
-    rows = parse_json(file)
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise InputError(f"{file} holds no list of JSON objects")
-    return rows
 
 
 def _counted(names: list[str], fault: str) -> str:

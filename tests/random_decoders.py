@@ -48,7 +48,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {}),
     "gemma": ("Gemma", {"head_dim": 16}),
     "gemma2": ("Gemma2", GEMMA),
-    "gemma3": ("Gemma3", {**GEMMA, "_sliding_window_pattern": 2}),
+    "gemma3": ("Gemma3", {**GEMMA, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "granite": ("Granite", GRANITE),
     "olmo2": ("Olmo2", {}),
 }
@@ -68,3 +68,20 @@ def saved(model: Any, folder: Path) -> Any:
     model.tie_weights()
     model.save_pretrained(folder)
     return model.eval()
+
+
+THROUGH_TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "apertus": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "gpt_neox": {},
+    "smollm3": {},
+    "starcoder2": {"sliding_window": 5},
+    "cohere2": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+}
+"""Decoders that are not written, by the ``model_type`` of transformers."""
+
+
+def through_transformers(kind: str, folder: Path, **more: Any) -> Any:
+    """A model of transformers that none of the written families is, whose checkpoint is in ``folder``."""
+    values = {**SIZES, "num_key_value_heads": 2, "head_dim": 12, **THROUGH_TRANSFORMERS[kind], **more}
+    config = transformers.AutoConfig.for_model(kind, **values)
+    return saved(transformers.AutoModelForCausalLM.from_config(config), folder)

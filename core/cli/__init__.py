@@ -15,11 +15,12 @@ from opgraft.errors import OpgraftError
 from opgraft.version import __version__
 
 _COMMANDS = {
+    "chat": ("opgraft.cli.chat", "Chat with MODEL in the terminal, or over the lines of stdin."),
     "detect": ("opgraft.cli.detect", "Show which platform this machine gets, and why."),
     "env": ("opgraft.cli.env", "Print versions, hardware, plugins and settings for a bug report."),
     "ops": ("opgraft.cli.ops", "Show the op catalogue, and which kernel an op gets."),
     "plugins": ("opgraft.cli.plugins", "Show installed plugins, and check that they work."),
-    "run": ("opgraft.cli.run", "Answer PROMPT with MODEL, or graft MODEL and run it on lines of text."),
+    "run": ("opgraft.cli.run", "Answer every PROMPT with MODEL, or graft MODEL and run it on lines of text."),
 }
 
 

@@ -1,72 +1,162 @@
-"""The answer of ``opgraft run MODEL PROMPT``, shown as it is generated."""
+"""The answers of ``opgraft run MODEL PROMPT…``: one is shown as it is generated, several are computed at once."""
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
 
 import click
-from opgraft.cli.output import discard_stdout, echo, print_json
-from opgraft.models.build import load_model
-from opgraft.models.files import open_weights, opened_once
-from opgraft.models.generation import generate, stop_tokens
+from opgraft.cli.output import discard_stdout, echo, print_json, print_table
+from opgraft.engine.sampling_params import SamplingParams
+from opgraft.errors import RequestError
 from opgraft.plugins.selection import current_platform, selected_platform
-from opgraft.serving.chat_template import ChatTemplate
-from opgraft.serving.detokenizer import Detokenizer
-from opgraft.serving.prompts import tokenized
-from opgraft.serving.tokenizer import open_tokenizer
-from opgraft.state import host_state
+from opgraft.serving.interrupts import interrupts_noted
+from opgraft.serving.llm import LLM, Interrupted
+from opgraft.serving.outputs import RequestOutput
 from opgraft.text import printable
 
+DTYPES = ("float32", "bfloat16", "float16")
+"""For weights and activations."""
 
-def answer_prompt(name: str, prompt: str, dtype: str | None, max_tokens: int, as_json: bool) -> None:
-    """Load a model, answer a prompt greedily, and print the answer; ``dtype`` goes before the setting."""
-    settings = host_state().settings().config
-    chosen = dataclasses.replace(settings.model, name=name, dtype=dtype or settings.model.dtype)
-    with opened_once():
-        model = load_model(dataclasses.replace(settings, model=chosen))
-        tokenizer = open_tokenizer(open_weights(name))
-        stop = stop_tokens(tokenizer, model.config, open_weights(name))
-    chats = bool(tokenizer.chat_templates)
-    text = ChatTemplate(tokenizer).render([{"role": "user", "content": prompt}]) if chats else prompt
-    size, longest = tokenizer.vocab_size, int(model.max_position)
-    _, given = tokenized(text, tokenizer, vocab_size=size, max_model_len=longest, add_special_tokens=not chats)
-    detokenizer = Detokenizer(tokenizer, given)
-    tokens: list[int] = []
+MOST_TOKENS = 128
+"""Of an answer, if nothing else is asked for."""
+
+
+def open_llm(model: str, dtype: str | None) -> LLM:
+    """Load a model, and tell on stderr what its cache holds, if it has one; ``dtype`` goes before the setting."""
+    llm = LLM(model) if dtype is None else LLM(model, dtype=dtype)
+    if not llm.embeds:
+        click.echo(llm.engine.core.capacity(), err=True)
+    return llm
+
+
+def answer_prompts(llm: LLM, model: str, prompts: Sequence[str], params: SamplingParams, as_json: bool) -> None:
+    """Answer prompts, in the chat template where there is one, and print the answers; what it took goes to stderr.
+
+    Raises:
+        RequestError: a prompt cannot be taken, or failed.
+        Abort: after an interrupt, when what there is has been printed.
+    """
     start = time.perf_counter()
-    for token in generate(model, given, max_tokens=max_tokens, stop=stop):
-        tokens.append(token)
-        _show(detokenizer.add(token), as_json)
-    _show(detokenizer.finish(), as_json)
+    if len(prompts) == 1 and not as_json:
+        outputs = [_streamed(llm, prompts[0], params)]
+    else:
+        outputs = _at_once(llm, prompts, params)
     seconds = time.perf_counter() - start
     if as_json:
-        print_json(
-            "opgraft.answer/1",
-            {
-                "model": name,
-                "platform": current_platform().name,
-                "decision": selected_platform().decision.to_dict(),
-                "prompt": prompt,
-                "prompt_tokens": len(given),
-                "answer": detokenizer.text,
-                "tokens": tokens,
-                "seconds": seconds,
-            },
-        )
-        return
-    echo()
-    words = f"{len(given)} tokens of prompt, {len(tokens)} of answer in {seconds:.1f} s on {current_platform().name}"
-    click.echo(words, err=True)
+        _print_as_json(llm, model, prompts, outputs, seconds)
+    elif len(prompts) > 1:
+        _print_as_text(prompts, outputs)
+        _print_kernels(llm)
+    if not as_json:
+        click.echo(_speed(outputs, seconds), err=True)
+    answers = [output.outputs[0] for output in outputs]
+    if any(answer.finish_reason == "abort" for answer in answers):
+        raise click.Abort
+    failed = [str(answer.error) for answer in answers if answer.finish_reason == "error"]
+    if failed:
+        raise RequestError(f"{len(failed)} of {len(answers)} prompts failed: {failed[0]}")
 
 
-def _show(piece: str, as_json: bool) -> None:
-    """Write a part of the answer to stdout at once; line breaks stay, terminal sequences are shown escaped."""
-    if as_json:
-        return
-    text = "\n".join(map(printable, piece.split("\n")))
+def _streamed(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
+    chats = llm.chats
+    text = llm.engine.chat_template.render([_message(prompt)]) if chats else prompt
+    output = llm.engine.add("0", text, params, add_special_tokens=not chats)
+    show_stream(llm, output)
+    return output
+
+
+def _at_once(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[RequestOutput]:
     try:
-        click.echo(text, nl=False)
+        if llm.chats:
+            return llm.chat([[_message(prompt)] for prompt in prompts], params)
+        return llm.generate(prompts, params)
+    except Interrupted as interrupted:
+        return interrupted.outputs
+
+
+def _message(prompt: str) -> dict[str, str]:
+    return {"role": "user", "content": prompt}
+
+
+def show_stream(llm: LLM, output: RequestOutput) -> None:
+    """Show an answer on stdout as it grows, and a line break after it; an interrupt ends the answer."""
+    shown = 0
+    answer = output.outputs[0]
+    with interrupts_noted() as interrupted, closing(llm.engine.stream(output.request_id)) as news:
+        for _ in news:
+            _show(answer.text[shown:])
+            shown = len(answer.text)
+            if interrupted():
+                break
+    _show(f"{answer.text[shown:]}\n")
+
+
+def _show(piece: str) -> None:
+    """Write a part of an answer to stdout at once; line breaks stay, terminal sequences are shown escaped."""
+    try:
+        click.echo(_harmless(piece), nl=False)
         sys.stdout.flush()
     except BrokenPipeError:
         discard_stdout()
+
+
+def _harmless(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def _print_as_text(prompts: Sequence[str], outputs: Sequence[RequestOutput]) -> None:
+    for prompt, output in zip(prompts, outputs, strict=True):
+        echo(f"> {printable(prompt)}\n{_harmless(output.outputs[0].text)}\n")
+
+
+def _print_kernels(llm: LLM) -> None:
+    running = [row for row in llm.explain().rows if row.runs]
+    counts = Counter((row.op or row.op_class, f"{row.kernel} of {row.provider}") for row in running)
+    print_table(("count", "op", "implementation"), [(count, *key) for key, count in counts.most_common()])
+
+
+def _speed(outputs: Sequence[RequestOutput], seconds: float) -> str:
+    tokens = _tokens(outputs)
+    given = sum(len(output.prompt_token_ids) for output in outputs)
+    return (
+        f"{given} tokens of prompt, {tokens} of answer in {seconds:.1f} s on {current_platform().name}: "
+        f"{tokens / seconds:.1f} tokens per second"
+    )
+
+
+def _tokens(outputs: Sequence[RequestOutput]) -> int:
+    return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+
+def _print_as_json(
+    llm: LLM, model: str, prompts: Sequence[str], outputs: Sequence[RequestOutput], seconds: float
+) -> None:
+    answers = [
+        {
+            "prompt": prompt,
+            "prompt_tokens": len(output.prompt_token_ids),
+            "answer": answer.text,
+            "tokens": answer.token_ids,
+            "finish_reason": answer.finish_reason,
+            "error": answer.error,
+        }
+        for prompt, output in zip(prompts, outputs, strict=True)
+        for answer in output.outputs
+    ]
+    print_json(
+        "opgraft.answer/2",
+        {
+            "model": model,
+            "platform": current_platform().name,
+            "decision": selected_platform().decision.to_dict(),
+            "cache_tokens": llm.engine.core.cache_tokens,
+            "answers": answers,
+            "seconds": seconds,
+            "tokens_per_second": _tokens(outputs) / seconds,
+            **llm.explain().to_dict(),
+        },
+    )

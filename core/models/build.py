@@ -16,7 +16,7 @@ from opgraft.models.description import part, quantization_config
 from opgraft.models.files import Weights, open_weights, opened_once
 from opgraft.models.lazy import LazyTensor
 from opgraft.models.load import load_weights
-from opgraft.models.model import Model, model_class
+from opgraft.models.model import HasLogits, Model, model_class
 from opgraft.plugins.selection import current_platform
 from opgraft.quantization.settings import expect_patterns_used
 from opgraft.text import described
@@ -38,13 +38,11 @@ def load_model(opgraft_config: OpgraftConfig) -> Model:
         ConfigError: ``load.device`` is no device that is here.
     """
     resolved = opgraft_config.resolved()
-    if resolved.model.name is None:
-        raise ModelError("no model is named: set model.name to a checkpoint's folder or file, or to a name")
+    name = _name(resolved)
     _expect_ranks(resolved.parallel)
-    weights = open_weights(resolved.model.name)
+    weights = open_weights(name)
     _expect_format(resolved.load.format, weights)
-    config = part(read_config(weights), resolved.model.part)
-    cls = model_class(getattr(config, "architectures", None) or (), resolved.model.implementation or "auto")
+    cls, config = _class_of(resolved, weights)
     _expect_embedding(cls, config, weights.tensors)
     device = _device(resolved.load.device or current_platform().device_type)
     with _defaults(dtype_of(resolved, config), device):
@@ -59,6 +57,29 @@ def load_model(opgraft_config: OpgraftConfig) -> Model:
         progress=bool(resolved.load.progress),
     )
     return model.eval()
+
+
+def generates(opgraft_config: OpgraftConfig) -> bool:
+    """Tell whether the model that is named has logits; otherwise it is an encoder, for embeddings.
+
+    Raises:
+        ModelError: nothing is named, or no class is registered for the architecture.
+        CheckpointError: the checkpoint is damaged.
+    """
+    resolved = opgraft_config.resolved()
+    return issubclass(_class_of(resolved, open_weights(_name(resolved)))[0], HasLogits)
+
+
+def _name(resolved: OpgraftConfig) -> str:
+    if resolved.model.name is None:
+        raise ModelError("no model is named: set model.name to a checkpoint's folder or file, or to a name")
+    return resolved.model.name
+
+
+def _class_of(resolved: OpgraftConfig, weights: Weights) -> tuple[type[Model], Any]:
+    config = part(read_config(weights), resolved.model.part)
+    architectures = getattr(config, "architectures", None) or ()
+    return model_class(architectures, resolved.model.implementation or "auto"), config
 
 
 def _expect_ranks(parallel: ParallelConfig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from opgraft.binding.pluggable_class import PluggableClass
@@ -15,7 +15,7 @@ from opgraft.models.description import architecture_config
 from opgraft.models.names import ShardId, WeightsMapper
 from opgraft.plugins.host import load_plugins
 from opgraft.state import host_state
-from torch import nn
+from torch import Tensor, nn
 
 
 class Model(PluggableClass, nn.Module):
@@ -57,6 +57,14 @@ class Model(PluggableClass, nn.Module):
         )
         self.max_position = opgraft_config.model.max_model_len or longest or sys.maxsize
         self.dtype = torch.get_default_dtype()
+
+
+@runtime_checkable
+class HasLogits(Protocol):
+    """A model that generates: of hidden states it makes logits ``[rows, vocab_size]``."""
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        """Return the logits; ``None`` on ranks that do not gather them."""
 
 
 def model_classes() -> dict[str, type[Model]]:

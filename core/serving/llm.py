@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -15,8 +13,13 @@ from opgraft.config import OpgraftConfig
 from opgraft.config.whole import config_from_fields, resolve
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.engine.stats import EngineStats
-from opgraft.errors import ConfigError, RequestError, close_matches
-from opgraft.serving.outputs import RequestOutput
+from opgraft.errors import ConfigError, ModelError, RequestError, close_matches
+from opgraft.models.build import generates
+from opgraft.models.files import opened_once
+from opgraft.plugins.host import load_plugins
+from opgraft.serving.embedder import Embedder
+from opgraft.serving.interrupts import interrupts_noted
+from opgraft.serving.outputs import EmbeddingOutput, RequestOutput
 from opgraft.serving.prompts import Prompt
 from opgraft.serving.text_engine import OnStep, TextEngine
 from opgraft.state import host_state
@@ -67,7 +70,7 @@ class LLM:
 
     Raises:
         ConfigError: a setting that there is not, or a value that it does not take; a cache too small for one request.
-        ModelError: no model is named, or it is no decoder.
+        ModelError: no model is named, or none is registered for its architecture.
         CheckpointError: the checkpoint cannot be read.
     """
 
@@ -79,8 +82,32 @@ class LLM:
         on_step: OnStep | None = None,
         **settings: Any,
     ) -> None:
-        self.engine = TextEngine(engine_config(model, opgraft_config, settings), on_step)
+        self.opgraft_config = engine_config(model, opgraft_config, settings).resolved()
+        self._engine: TextEngine | None = None
+        self._embedder: Embedder | None = None
+        with opened_once():
+            if generates(self.opgraft_config):
+                self._engine = TextEngine(self.opgraft_config, on_step)
+            else:
+                self._embedder = Embedder(self.opgraft_config)
         self._numbers = count()
+
+    @property
+    def engine(self) -> TextEngine:
+        """The engine of a model that generates.
+
+        Raises:
+            ModelError: the model is an encoder.
+        """
+        if self._engine is None:
+            name = self.opgraft_config.model.name
+            raise ModelError(f"{name} is an encoder, which answers no prompt: LLM.embed gives the vectors of texts")
+        return self._engine
+
+    @property
+    def embeds(self) -> bool:
+        """Tell whether the model is an encoder."""
+        return self._embedder is not None
 
     def generate(
         self,
@@ -129,9 +156,36 @@ class LLM:
         texts = [self.engine.chat_template.render(chat, tools=tools) for chat in chats]
         return self._answer(texts, _one_each(params, len(texts)), progress, add_special_tokens=False)
 
+    def embed(
+        self, texts: Prompt | Sequence[Prompt], *, truncate: bool = False, progress: bool | None = None
+    ) -> list[EmbeddingOutput]:
+        """Return the embeddings of texts, in their order, pooled and normalised as the checkpoint says.
+
+        Args:
+            texts: one, or several: text, or token ids.
+            truncate: cut texts that are longer than the model takes, instead of refusing them.
+            progress: as for ``generate``.
+
+        Raises:
+            ModelError: the model is no encoder.
+            RequestError: a text cannot be taken, or the model computes no numbers for it.
+        """
+        if self._embedder is None:
+            name = self.opgraft_config.model.name
+            raise ModelError(f"{name} generates text, and has no embeddings of texts: give an encoder, such as minilm")
+        listed = _listed(texts)
+        with _bar(len(listed), progress) as ended:
+            return self._embedder.embed(listed, truncate=truncate, ended=ended)
+
+    @property
+    def chats(self) -> bool:
+        """Tell whether the model has a chat template."""
+        return self.engine.tokenizer is not None and bool(self.engine.tokenizer.chat_templates)
+
     def explain(self) -> Explanation:
         """Tell which kernel of which provider runs each op of the model, and why."""
-        explanation: Explanation = self.engine.core.executor.call("explain")
+        executor = self._embedder.executor if self._embedder else self.engine.core.executor
+        explanation: Explanation = executor.call("explain")
         return explanation
 
     def stats(self) -> EngineStats:
@@ -140,7 +194,10 @@ class LLM:
 
     def shutdown(self) -> None:
         """Let go of the model and its cache."""
-        self.engine.shutdown()
+        if self._embedder is not None:
+            self._embedder.executor.shutdown()
+        else:
+            self.engine.shutdown()
 
     def _answer(
         self,
@@ -152,7 +209,7 @@ class LLM:
     ) -> list[RequestOutput]:
         ids = [str(next(self._numbers)) for _ in prompts]
         outputs: dict[str, RequestOutput] = {}
-        with _interrupt() as interrupted:
+        with interrupts_noted() as interrupted:
             try:
                 for request_id, prompt, each in zip(ids, prompts, params, strict=True):
                     outputs[request_id] = self.engine.add(
@@ -178,6 +235,7 @@ def engine_config(
     Raises:
         ConfigError: a setting that there is not, or a value that it does not take.
     """
+    load_plugins()  # which may have settings to add
     given = opgraft_config or host_state().settings().config
     named = {"model.name": model} if model is not None else {}
     arguments = config_from_fields({**_by_dotted_names(settings), **named})
@@ -223,23 +281,3 @@ def _bar(total: int, shown: bool | None) -> Iterator[Callable[[int], None]]:
     ) as bar:
         task = bar.add_task("prompts answered", total=total)
         yield lambda more: bar.advance(task, more)
-
-
-@contextmanager
-def _interrupt() -> Iterator[Callable[[], bool]]:
-    """Take note of an interrupt, so that it ends no step in the middle; a second one does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False  # signals come to the main thread alone
-        return
-    former = signal.getsignal(signal.SIGINT)
-    noted = threading.Event()
-
-    def note(number: int, frame: Any) -> None:
-        signal.signal(signal.SIGINT, former)
-        noted.set()
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield noted.is_set
-    finally:
-        signal.signal(signal.SIGINT, former)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,11 +19,11 @@ from opgraft.errors import InputError, RequestError
 from opgraft.logger import logger
 from opgraft.models.config import read_config
 from opgraft.models.files import open_weights, opened_once
-from opgraft.models.generation import stop_tokens
 from opgraft.serving.chat_template import ChatTemplate
 from opgraft.serving.detokenizer import Detokenizer
 from opgraft.serving.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from opgraft.serving.prompts import Prompt, tokenized
+from opgraft.serving.stop_tokens import stop_tokens
 from opgraft.serving.tokenizer import Tokenizer, find_tokenizer
 from opgraft.text import described
 
@@ -150,8 +150,7 @@ class TextEngine:
             EngineError: the engine has stopped.
         """
         request_id = prepared.output.request_id
-        if request_id in self._open:
-            raise RequestError(f"request {request_id!r} is added, and one of that id runs: give each an id of its own")
+        self._expect_new(request_id)
         self.core.add(answer.request for answer in prepared.growing.values())
         self._open[request_id] = prepared
         self._owner.update(dict.fromkeys(prepared.growing, request_id))
@@ -160,6 +159,10 @@ class TextEngine:
     def add(self, request_id: str, prompt: Prompt, params: SamplingParams, **options: Any) -> RequestOutput:
         """Prepare a request and submit it; arguments and errors are those of ``prepare`` and ``submit``."""
         return self.submit(self.prepare(request_id, prompt, params, **options))
+
+    def _expect_new(self, request_id: str) -> None:
+        if request_id in self._open:
+            raise RequestError(f"request {request_id!r} is added, and one of that id runs: give each an id of its own")
 
     def _grammar(self, params: SamplingParams) -> Grammar | None:
         wanted = params.structured_output
@@ -184,9 +187,7 @@ class TextEngine:
         Raises:
             RequestError: none of that id runs or waits.
         """
-        if request_id not in self._open:
-            raise RequestError(f"request {request_id!r} is aborted, and none of that id runs or waits")
-        opened = self._open[request_id]
+        opened = self._opened(request_id, "aborted")
         for child, answer in list(opened.growing.items()):
             with suppress(RequestError):  # the core has ended it, if an error cut short the step that it ended in
                 self.core.abort(child)
@@ -211,6 +212,28 @@ class TextEngine:
         outputs = list(changed.values())
         self._report(outputs)
         return outputs
+
+    def stream(self, request_id: str) -> Generator[RequestOutput, None, None]:
+        """Compute steps until a request ends, and yield its output whenever it has grown.
+
+        A request whose iterator is closed before is aborted.
+
+        Raises:
+            RequestError: none of that id runs or waits.
+        """
+        output = self._opened(request_id, "streamed").output
+        try:
+            while not output.finished:
+                if any(changed is output for changed in self.step()):
+                    yield output
+        finally:
+            if not output.finished:
+                self.abort(request_id)
+
+    def _opened(self, request_id: str, what: str) -> OpenRequest:
+        if request_id not in self._open:
+            raise RequestError(f"request {request_id!r} is {what}, and none of that id runs or waits")
+        return self._open[request_id]
 
     def _report(self, outputs: Sequence[RequestOutput]) -> None:
         if self._on_step is None:

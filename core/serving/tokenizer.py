@@ -50,6 +50,12 @@ class Tokenizer:
         """Return the token ids of a text, with those that begin and end a text if asked for."""
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
+    def encode_truncated(self, text: str, most: int) -> list[int]:
+        """Return the token ids of a text, begun and ended as usual, cut to at most ``most``."""
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        encoding.truncate(max(most - self.backend.num_special_tokens_to_add(is_pair=False), 0))
+        return list(self.backend.post_process(encoding).ids)
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; bytes that are no character become U+FFFD."""
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))

@@ -1,4 +1,4 @@
-"""A terminal of any width to run the command line in."""
+"""A terminal of any width to run the command line in, and a small checkpoint."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from small_words import word_llama, word_tokenizer
 
 Terminal = Callable[..., list[str]]
 
@@ -40,3 +41,15 @@ def terminal(site, tmp_path: Path, warm_python: str) -> Terminal:
         return b"".join(shown).decode().replace("\r\n", "\n").splitlines()
 
     return run
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """A tokenizer of a few words."""
+    return word_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def causal_folder(tmp_path_factory) -> Path:
+    """A random Llama of two layers, saved as a checkpoint folder."""
+    return word_llama(tmp_path_factory.mktemp("causal"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from pathlib import Path
 
@@ -16,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 PROMPT = "What is gravity?"
 NEW = 8
+SMALL = ("--cache.num_blocks", "300", "--load.progress", "false")
 
 
 @pytest.fixture(scope="module")
@@ -32,22 +34,57 @@ def expected() -> list[int]:
 
 
 def test_the_tokens_are_those_of_transformers(cli, expected: list[int]) -> None:
-    """Greedy tokens of SmolLM2 agree, and the JSON is what its schema says."""
-    result = cli("run", "smollm2", PROMPT, "--max-tokens", str(NEW), "--json")
+    """Greedy tokens of SmolLM2 agree, beside another prompt, and the JSON is what its schema says."""
+    result = cli("run", "smollm2", PROMPT, "Name a colour.", "--max-tokens", str(NEW), "--json", *SMALL)
     assert result.returncode == 0, result.stderr
-    answer = json.loads(result.stdout)
-    assert answer["tokens"] == expected
-    assert answer["answer"].startswith("Gravity is")
+    report = json.loads(result.stdout)
+    first, second = report["answers"]
+    assert first["tokens"] == expected
+    assert first["answer"].startswith("Gravity is")
+    assert first["finish_reason"] == "length"
+    assert second["prompt"] == "Name a colour."
+    assert {"attention", "rms_norm"} <= {row["op"] for row in report["ops"]}
     validator = runpy.run_path(str(Path(__file__).with_name("test_schemas.py")))["validator"]
-    validator("opgraft.answer/1").validate(answer)
+    assert [error.message for error in validator("opgraft.answer/2").iter_errors(report)] == []
 
 
-def test_text_is_the_answer_alone(cli) -> None:
-    """Stdout has the answer, stderr what it took."""
-    result = cli("run", "smollm2", PROMPT, "--max-tokens", "3", "--dtype", "bfloat16")
+def test_text_is_the_answer_alone(cli, causal_folder: Path) -> None:
+    """Of one prompt stdout has the answer, stderr what the cache holds and what it took."""
+    result = cli("run", str(causal_folder), "the cat", "--max-tokens", "3", "--dtype", "bfloat16", *SMALL)
     assert result.returncode == 0, result.stderr
-    assert result.stdout == "Gravity is\n"
-    assert "3 of answer" in result.stderr
+    assert len(result.stdout.splitlines()) == 1
+    assert "the cache holds 9,600 tokens in 300 blocks of 32" in result.stderr
+    assert re.search(r"2 tokens of prompt, [123] of answer in [\d.]+ s on cpu: [\d.]+ tokens per second", result.stderr)
+
+
+def test_several_prompts_are_shown_with_their_answers_and_the_kernels(cli, causal_folder: Path) -> None:
+    """Each prompt stands above its answer, whose terminal sequences are escaped; the table of kernels follows."""
+    result = cli("run", str(causal_folder), "the cat", "a dog \x1b[31m", "--max-tokens", "3", *SMALL)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "> the cat"
+    assert lines[3] == "> a dog \\x1b[31m"
+    assert any(line.split()[:3] == ["5", "rms_norm", "RMSNorm.forward_native"] for line in lines)
+
+
+def test_temperature_and_seed_are_heeded(cli, causal_folder: Path) -> None:
+    """Sampled answers are those of the seed."""
+    options = ("the cat", "--temperature", "5", "--max-tokens", "20", *SMALL)
+    first, again, other = (
+        cli("run", str(causal_folder), *options, "--model.seed", seed).stdout for seed in ("1", "1", "2")
+    )
+    assert first == again != other
+
+
+def test_a_prompt_that_fits_nowhere_is_an_error(cli, causal_folder: Path) -> None:
+    """A prompt beyond the context is an error that names the limit, and so is a cache too small for the context."""
+    result = cli("run", str(causal_folder), "the cat " * 40, *SMALL, "--model.max_model_len", "64")
+    assert result.returncode == 2
+    assert "80 tokens" in result.stderr
+    assert "the model takes 64" in result.stderr
+    result = cli("run", str(causal_folder), "the cat", "--cache.num_blocks", "3")
+    assert result.returncode == 2
+    assert "the cache has room for 3 blocks" in result.stderr
 
 
 def test_prompts_and_lines_exclude_each_other(cli) -> None:
@@ -57,13 +94,17 @@ def test_prompts_and_lines_exclude_each_other(cli) -> None:
     assert "without --input and --compare" in result.stderr
 
 
-def test_an_encoder_answers_no_prompt(cli) -> None:
-    """A prompt for an encoder is an error that names the way to run it."""
-    result = cli("run", "minilm", "hi")
-    assert result.returncode == 2
-    assert result.stderr.splitlines()[-1].startswith("error: BertModel has no compute_logits")
-    assert "lines of text" in result.stderr
-    assert "Traceback" not in result.stderr
+def test_an_encoder_embeds_prompts(cli) -> None:
+    """For each text the nearest is printed; JSON has the vectors, as its schema says."""
+    texts = ("The cat sleeps.", "A train leaves at noon.", "A kitten naps.")
+    result = cli("run", "minilm", *texts)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[:2] == ["The cat sleeps.", "  -> A kitten naps."]
+    report = json.loads(cli("run", "minilm", *texts, "--json").stdout)
+    assert [row["nearest"] for row in report["embeddings"]][::2] == [texts[2], texts[0]]
+    assert len(report["embeddings"][0]["embedding"]) == 384
+    validator = runpy.run_path(str(Path(__file__).with_name("test_schemas.py")))["validator"]
+    assert [error.message for error in validator("opgraft.embeddings/1").iter_errors(report)] == []
 
 
 @pytest.mark.parametrize("folder", [False, True])

@@ -13,7 +13,7 @@ from opgraft.cli import cli as root
 from opgraft.environment import VARIABLES
 
 EVERY_COMMAND = ["detect", "env", "ops", "ops list", "ops explain", "plugins", "plugins list", "plugins show"]
-EVERY_COMMAND += ["plugins doctor", "run"]
+EVERY_COMMAND += ["plugins doctor", "run", "chat"]
 
 
 def find(path: str) -> tuple[click.Command, click.Context]:
@@ -101,7 +101,7 @@ def test_errors_are_json_where_json_is_asked_for(cli, arguments: list[str], code
 
 @pytest.mark.parametrize(
     ("arguments", "hint"),
-    [(["detct"], "did you mean 'detect'?"), (["plugins", "docter"], "'doctor'"), (["zzz"], "known: detect, env")],
+    [(["detct"], "did you mean 'detect'?"), (["plugins", "docter"], "'doctor'"), (["zzz"], "known: chat, detect, env")],
 )
 def test_misspelt_commands_get_suggestions(cli, arguments: list[str], hint: str) -> None:
     """Near names are suggested, all are listed where none is near."""

@@ -20,39 +20,6 @@ from opgraft.platforms.cpu.platform import CpuPlatform
 from opgraft.runner import Progress, longest_input, nearest, open_runner
 
 transformers = pytest.importorskip("transformers")
-tokenizers = pytest.importorskip("tokenizers")
-
-WORDS = ["the", "a", "cat", "dog", "sleeps", "runs", "on", "mat", "in", "sun", "bread", "bakes", "well"]
-
-
-@pytest.fixture(scope="session")
-def tokenizer():
-    """A word-level tokenizer made on the spot."""
-    vocabulary = {word: index for index, word in enumerate(["[PAD]", "[UNK]", "</s>", *WORDS])}
-    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))  # noqa: S106  # no secret
-    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "eos_token": "</s>"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, **special)
-
-
-@pytest.fixture(scope="session")
-def causal_folder(tokenizer, tmp_path_factory) -> Path:
-    """A random Llama of two layers, saved as a checkpoint folder."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=0,
-        eos_token_id=2,
-    )
-    folder = tmp_path_factory.mktemp("causal")
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from types import ModuleType
 
 import opgraft
 import opgraft.ops  # before the host is first reset: what is imported during a test is forgotten after it
+import opgraft.serving.llm
 import pytest
 import tomllib
 from cpu_kernels.building import compiler

@@ -12,7 +12,6 @@ import torch
 from opgraft.config import LoadConfig, ModelConfig, OpgraftConfig, ParallelConfig
 from opgraft.errors import CheckpointError, ConfigError, DistributedError, LayerError, ModelError
 from opgraft.models import load_model, model_class, model_classes
-from opgraft.models.generation import generate
 from opgraft.ops.attention import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
 from random_decoders import DECODERS, SIZES, saved, written
@@ -131,15 +130,6 @@ def encoded(folder: str) -> torch.Tensor:
     with torch.no_grad(), attending(AttentionBatch.of_sequences([7, 12])):
         states: torch.Tensor = model(torch.cat((ids(7), ids(12))), torch.cat((torch.arange(7), torch.arange(12))))
     return states
-
-
-def test_greedy_generation(checkpoints: dict[str, tuple[Path, Any]]) -> None:
-    """Token by token it answers as transformers does, up to the token that stops it, which is not yielded."""
-    folder, reference = checkpoints["llama"]
-    expected = reference.generate(ids(5)[None], max_new_tokens=12, do_sample=False, eos_token_id=None)[0, 5:].tolist()
-    model = loaded(folder)
-    assert list(generate(model, ids(5).tolist(), max_tokens=12)) == expected
-    assert list(generate(model, ids(5).tolist(), max_tokens=12, stop={expected[3]})) == expected[:3]
 
 
 def test_a_part_of_a_larger_model(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from greedy import greedy_tokens
 from opgraft.config import ModelConfig, OpgraftConfig
 from opgraft.errors import ModelError
 from opgraft.models import load_model
-from opgraft.models.generation import generate
 from opgraft.ops.attention import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
 from ranks import Ranks
@@ -114,7 +114,7 @@ def test_longrope_generates(tmp_path: Path) -> None:
     """Greedy generation in the short context is that of transformers."""
     reference = phi3(tmp_path)
     whole = reference.generate(ids(12)[None], max_new_tokens=10, do_sample=False, eos_token_id=None)
-    assert list(generate(loaded(tmp_path), ids(12).tolist(), max_tokens=10)) == whole[0, 12:].tolist()
+    assert greedy_tokens(loaded(tmp_path), ids(12).tolist(), 10) == whole[0, 12:].tolist()
 
 
 @pytest.mark.parametrize("longest", [None, 32, 128])

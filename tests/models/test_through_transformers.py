@@ -12,11 +12,11 @@ import opgraft
 import pytest
 import torch
 import transformers
+from greedy import greedy_tokens
 from opgraft import OpgraftConfig
 from opgraft.config import ModelConfig
 from opgraft.errors import CheckpointError, ModelError
 from opgraft.models import TransformersForCausalLM, load_model, load_weights, model_class, through_transformers
-from opgraft.models.generation import generate
 from opgraft.models.transformers_layers import Replacer
 from opgraft.ops.attention import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
@@ -181,7 +181,7 @@ def test_generation_is_that_of_transformers(tmp_path: Path) -> None:
     expected, model = reference("starcoder2", DECODERS["starcoder2"], tmp_path), through(tmp_path)
     prompt = tokens(0)
     whole = expected.generate(prompt[None], max_new_tokens=12, do_sample=False, eos_token_id=None)[0]
-    assert list(generate(model, prompt.tolist(), max_tokens=12)) == whole[TOKENS:].tolist()
+    assert greedy_tokens(model, prompt.tolist(), 12) == whole[TOKENS:].tolist()
     assert model.max_position == 64
 
 
@@ -192,7 +192,7 @@ def test_ungraft_leaves_the_attention_that_the_model_is_made_with(kind: str, tmp
     reference(kind, DECODERS[kind], tmp_path)
     model = through(tmp_path)
     prompt = tokens(0).tolist()
-    expected, grafted = list(generate(model, prompt, max_tokens=6)), model.report.grafted.replaced
+    expected, grafted = greedy_tokens(model, prompt, 6), model.report.grafted.replaced
     paths = [row.path for row in grafted]
     assert paths
     former = [model.get_submodule(path) for path in paths]
@@ -201,11 +201,11 @@ def test_ungraft_leaves_the_attention_that_the_model_is_made_with(kind: str, tmp
     assert all(model.get_submodule(path) is not op for path, op in zip(paths, former, strict=True))
     for each in (model, copy.deepcopy(model)):
         assert list(attention_layers(each)) == list(layers)
-        assert list(generate(each, prompt, max_tokens=6)) == expected
+        assert greedy_tokens(each, prompt, 6) == expected
     opgraft.ungraft(model)
     again = opgraft.graft(model).replaced
     assert [row.path for row in again] == paths
-    assert list(generate(model, prompt, max_tokens=6)) == expected
+    assert greedy_tokens(model, prompt, 6) == expected
 
 
 @torch.no_grad()

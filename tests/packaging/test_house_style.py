@@ -70,11 +70,11 @@ LAYERS = [
     "opgraft.torch_library",
     # Models.
     "opgraft.bucketing",
+    "opgraft.pooling",
     "opgraft.grafting",
     "opgraft.quantization",
     "opgraft.models",
     "opgraft.engine",
-    "opgraft.pooling",
     "opgraft.checkpoint",
     "opgraft.runner",
     "opgraft.serving",
@@ -92,6 +92,7 @@ IMPORTS_LATE = ("opgraft.cli",)
 CONTROL_FLOW = {
     "opgraft.plugins.probing": "ProbeFailed",  # an outcome that selection records, never raised to a caller
     "opgraft.adapter": "LeaveAlone",  # a verdict that the graft report shows
+    "opgraft.serving.llm": "Interrupted",  # a KeyboardInterrupt that has what was computed
     "opgraft.grafting.expressions": "NotExpressible",  # a verdict that the recogniser of modules catches
 }
 """Exceptions that are no errors, and so neither derive from OpgraftError nor live with the errors."""

@@ -46,7 +46,8 @@ class SamplingBatch:
     them in the order in which they were added. Tensors are made anew only after the rows have changed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
         self._all: dict[Hashable, Row] = {}
         self._keys: tuple[Hashable, ...] = ()
         self._places: dict[Hashable, int] = {}
@@ -89,7 +90,8 @@ class SamplingBatch:
             params: its settings.
             prompt: its token ids.
             output: tokens that were sampled before.
-            arrival: its number in the order of arrival, which seeds it where ``params.seed`` is ``None``.
+            arrival: its number in the order of arrival, which with the batch's seed seeds it where ``params.seed``
+                is ``None``.
             eos: tokens that end it beside ``params.stop_token_ids``.
             bad_words: the tokens of ``params.bad_words``, as ``bad_word_tokens`` gives them.
             grammar: compiled from ``params.structured_output``.
@@ -107,7 +109,7 @@ class SamplingBatch:
             raise RequestError(f"request {key!r} has a structured output without its grammar: compile one and pass it")
         stop = (*params.stop_token_ids, *(() if params.ignore_eos else eos))
         state = grammar.start(tokens) if grammar else None
-        self._all[key] = Row(params, prompt, tokens, stream_of(params.seed, arrival), stop, words, state)
+        self._all[key] = Row(params, prompt, tokens, stream_of(params.seed, arrival, self._seed), stop, words, state)
         self._show((*self._keys, key))
 
     def remove(self, key: Hashable) -> None:

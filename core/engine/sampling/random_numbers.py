@@ -5,9 +5,9 @@ from __future__ import annotations
 from hashlib import blake2b
 
 
-def stream_of(seed: int | None, arrival: int) -> bytes:
-    """Name the random numbers of a request: those of its seed, or of its number in the order of arrival."""
-    return b"arrival %d" % arrival if seed is None else b"seed %d" % seed
+def stream_of(seed: int | None, arrival: int, engine_seed: int = 0) -> bytes:
+    """Name the random numbers of a request: those of its seed, or of its place in the order of arrival at an engine."""
+    return b"arrival %d at %d" % (arrival, engine_seed) if seed is None else b"seed %d" % seed
 
 
 def uniform(stream: bytes, position: int) -> float:

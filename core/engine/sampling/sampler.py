@@ -68,7 +68,7 @@ class Sampler(PluggableClass):
             working = working.clone() if working is logits else working
             errors = plan.adjustments.apply(working)
         maximum, tokens = row_maximum(working)
-        errors = _unusable(maximum, logits) | errors
+        errors = _unusable(maximum, logits, working) | errors
         if plan.drawn:
             if errors:  # numbers that harm no other row
                 failed = torch.tensor(list(errors), device=logits.device)
@@ -98,14 +98,14 @@ def _parts(begin: int, end: int, size: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, end)) for start in range(begin, end, size)]
 
 
-def _unusable(maximum: Tensor, logits: Tensor) -> dict[int, str]:
+def _unusable(maximum: Tensor, logits: Tensor, working: Tensor) -> dict[int, str]:
     """Say by row why nothing can be sampled, where the greatest logit is no number."""
     if bool(maximum.isfinite().all()):
         return {}
-    return {row: _reason(logits[row]) for row in (~maximum.isfinite()).nonzero().flatten().tolist()}
+    return {row: _reason(logits[row], working[row]) for row in (~maximum.isfinite()).nonzero().flatten().tolist()}
 
 
-def _reason(logits: Tensor) -> str:
+def _reason(logits: Tensor, working: Tensor) -> str:
     where = f"of {len(logits)} logits"
     if bool(logits.isnan().any()):
         return f"{int(logits.isnan().sum())} {where} are NaN: numbers overflowed, or weights are damaged"
@@ -113,6 +113,8 @@ def _reason(logits: Tensor) -> str:
         return f"{int(logits.isposinf().sum())} {where} are infinite: numbers overflowed"
     if bool(logits.isneginf().all()):
         return f"all {where} are -inf: the model allows no token"
+    if not bool(working.isneginf().all()):
+        return f"what the request does to its logits made {int((~working.isfinite()).sum())} {where} NaN or infinite"
     return "no token is left: together, what the request bans, allows and processes leaves none to sample"
 
 

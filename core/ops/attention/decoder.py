@@ -151,6 +151,14 @@ class Attention(PluggableLayer):
         """Return the shape of a cache of ``num_blocks`` blocks; only this layer looks inside a block."""
         return (num_blocks, 2, self.num_kv_heads, block_size, self.head_size)
 
+    def batch_invariant(self, block_size: int) -> bool:
+        """Tell whether pages of that block size give each token the same bits, whatever stands beside it in a batch.
+
+        That is beside other sequences, and beside more or fewer tokens of its own. It holds of a replacement that says
+        so.
+        """
+        return False
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return the attended values, in the shape of ``query``; the new keys and values go to the cache.
 

@@ -150,6 +150,9 @@ class Attention(catalogue.Attention):
         groups, size = block_size // attention.GROUP, attention.GROUP * self.head_size
         return (num_blocks, 2, self.num_kv_heads, groups, size)
 
+    def batch_invariant(self, block_size: int) -> bool:
+        return attention.takes(self.head_size, block_size)
+
     def attend_batch(
         self, batch: AttentionBatch, pages: LayerPages, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from opgraft.errors import CheckpointError
 from opgraft.models.files import Weights
-from opgraft.models.generation import stop_tokens
+from opgraft.serving.stop_tokens import stop_tokens
 
 
 def stops(path: Path, **metadata: Any) -> frozenset[int]:

@@ -1,0 +1,110 @@
+"""``opgraft chat``: a chat with a language model in a terminal, or over lines of a pipe."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import sys
+from collections.abc import Iterator
+from itertools import count
+
+import click
+from opgraft.cli.answer import DTYPES, open_llm, show_stream
+from opgraft.cli.output import COMMAND_LINE, echo, with_settings
+from opgraft.engine.sampling_params import SamplingParams
+from opgraft.errors import RequestError
+from opgraft.serving.llm import LLM
+from opgraft.state import host_state
+
+_MOST_TOKENS = 512
+_PROMPT = "> "
+
+
+@click.command("chat")
+@click.argument("model")
+@click.option("--system", metavar="TEXT", help="Told to the model before the chat.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Of weights and activations, as model.dtype.")
+@click.option("--max-tokens", type=click.IntRange(1), default=_MOST_TOKENS, show_default=True, help="Of an answer.")
+@click.option("--temperature", type=click.FloatRange(0), default=0.0, help="Of answers [default: 0, the likeliest].")
+@with_settings
+def command(model: str, system: str | None, dtype: str | None, max_tokens: int, temperature: float) -> None:
+    """Chat with MODEL in the terminal, or over the lines of stdin.
+
+    /clear begins a new chat, /exit or Ctrl-D ends it, Ctrl-C ends an answer.
+    """
+    if host_state().settings().origins["model.name"] == COMMAND_LINE:
+        raise click.UsageError("MODEL names the model: leave --model.name out")
+    llm = open_llm(model, dtype)
+    if llm.embeds or not llm.chats:
+        raise RequestError(
+            f"{model} has no chat template, so how it was taught to chat is not known: 'opgraft run MODEL PROMPT' "
+            "continues a text without one; or put a chat_template.jinja beside the weights"
+        )
+    _Chat(llm, SamplingParams(temperature=temperature, max_tokens=max_tokens), system).hold()
+
+
+class _Chat:
+    """A chat with its history."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
+        self.llm = llm
+        self.params = params
+        self.first = [] if system is None else [{"role": "system", "content": system}]
+        self.messages = list(self.first)
+        self.numbers = count()
+
+    def hold(self) -> None:
+        """Answer what is typed, to the end of the input.
+
+        Raises:
+            RequestError: an answer failed, and nobody is at the terminal to say something else.
+        """
+        interactive = sys.stdin.isatty()
+        for line in _typed() if interactive else _lines():
+            if line == "/exit":
+                return
+            if line == "/clear":
+                self.messages = list(self.first)
+            elif line:
+                try:
+                    self.answer(line)
+                except RequestError as error:
+                    if not interactive:
+                        raise
+                    click.echo(f"error: {error} (/clear begins a new chat)", err=True)
+
+    def answer(self, text: str) -> None:
+        """Answer a message, and keep both; one that fails leaves the chat as it was.
+
+        Raises:
+            RequestError: the chat has become too long, the template refuses it, or the answer failed.
+        """
+        messages = [*self.messages, {"role": "user", "content": text}]
+        engine = self.llm.engine
+        prompt = engine.chat_template.render(messages)
+        output = engine.add(str(next(self.numbers)), prompt, self.params, add_special_tokens=False)
+        show_stream(self.llm, output)
+        (answer,) = output.outputs
+        if answer.error is not None:
+            raise RequestError(f"the answer failed: {answer.error}")
+        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+
+
+def _lines() -> Iterator[str]:
+    """Yield the lines of stdin."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    yield from map(str.strip, sys.stdin)
+
+
+def _typed() -> Iterator[str]:
+    """Yield what is typed in the terminal; Ctrl-C takes a line back, Ctrl-D ends."""
+    importlib.import_module("readline")  # which gives input() a history
+    while True:
+        try:
+            yield input(_PROMPT).strip()
+        except KeyboardInterrupt:
+            echo()
+        except EOFError:
+            echo()
+            return

@@ -1,0 +1,96 @@
+"""``Embedder``: texts in, vectors out, with an encoder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from opgraft.config import OpgraftConfig
+from opgraft.engine.executor import Executor
+from opgraft.errors import RequestError
+from opgraft.models.config import read_config
+from opgraft.models.files import open_weights, opened_once
+from opgraft.models.sentences import SentenceSettings
+from opgraft.serving.outputs import EmbeddingOutput
+from opgraft.serving.prompts import Prompt, tokenized
+from opgraft.serving.tokenizer import Tokenizer, open_tokenizer
+
+
+class Embedder:
+    """An encoder with its tokenizer.
+
+    Args:
+        opgraft_config: ``scheduler`` says how many texts and tokens a batch has at most.
+
+    Raises:
+        ModelError: no model is named, or it cannot be made.
+        CheckpointError: the checkpoint cannot be read.
+    """
+
+    def __init__(self, opgraft_config: OpgraftConfig) -> None:
+        self.opgraft_config = opgraft_config.resolved()
+        with opened_once():
+            self.executor = Executor(self.opgraft_config)
+            self.executor.start()
+            self.executor.call("load_model")
+            weights = open_weights(str(self.opgraft_config.model.name))
+            self.tokenizer: Tokenizer = open_tokenizer(weights)
+            self.vocab_size = int(read_config(weights).get_text_config().vocab_size)
+        self.settings = SentenceSettings.of(weights.path if weights.path.is_dir() else weights.path.parent)
+        limits = (self.executor.call("max_context"), self.settings.max_tokens)
+        self.max_tokens = min((limit for limit in limits if limit is not None), default=512)
+
+    def embed(
+        self, texts: Sequence[Prompt], *, truncate: bool, ended: Callable[[int], None] = lambda more: None
+    ) -> list[EmbeddingOutput]:
+        """Return the vector of each text, in their order; texts of like length share a batch.
+
+        Args:
+            texts: each as text or token ids.
+            truncate: cut texts that are too long, instead of refusing them.
+            ended: called with the number of texts that a batch has had.
+
+        Raises:
+            RequestError: a text cannot be taken, or its vector has numbers that are none.
+        """
+        given = [self._tokenized(text, index, truncate) for index, text in enumerate(texts)]
+        found: dict[int, list[float]] = {}
+        for batch in self._batches([len(ids) for _, ids in given]):
+            sequences = [given[index][1] for index in batch]
+            vectors = self.executor.call("embed", sequences, self.settings.pooling, self.settings.normalize)
+            found.update(zip(batch, vectors, strict=True))
+            ended(len(batch))
+        outputs = [EmbeddingOutput(str(i), text, ids, found[i]) for i, (text, ids) in enumerate(given)]
+        for output in outputs:
+            self._expect_numbers(output)
+        return outputs
+
+    def _tokenized(self, text: Prompt, index: int, truncate: bool) -> tuple[str | None, list[int]]:
+        if truncate and isinstance(text, str):
+            return text, self.tokenizer.encode_truncated(text, self.max_tokens)
+        name, limit = f"text {index}", self.max_tokens
+        return tokenized(text, self.tokenizer, vocab_size=self.vocab_size, max_model_len=limit, room=0, name=name)
+
+    def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """Yield the indices of texts in batches, the shortest first."""
+        scheduler = self.opgraft_config.scheduler
+        batch: list[int] = []
+        tokens = 0
+        for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+            full = len(batch) == scheduler.max_num_seqs or tokens + lengths[index] > scheduler.max_num_batched_tokens
+            if batch and full:
+                yield batch
+                batch, tokens = [], 0
+            batch.append(index)
+            tokens += lengths[index]
+        if batch:
+            yield batch
+
+    def _expect_numbers(self, output: EmbeddingOutput) -> None:
+        if not all(map(math.isfinite, output.embedding)):
+            name = self.opgraft_config.model.name
+            raise RequestError(
+                f"{name} computes numbers that are no embedding (NaN or infinity) for text {output.request_id}, "
+                f"{output.prompt or output.prompt_token_ids!r:.60}: its weights are damaged, or "
+                f"{self.opgraft_config.model.dtype} is too narrow for them. Try the dtype float32."
+            )

@@ -1,0 +1,88 @@
+"""An engine that has served its requests, or refused or aborted them, holds nothing of them."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from engine.engines import expect_empty, settings
+from opgraft.engine.sampling_params import SamplingParams
+from opgraft.errors import OpgraftError
+from opgraft.serving.text_engine import TextEngine
+from random_decoders import written
+
+SMALLEST = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+ROWS = 12
+
+
+class Visitors:
+    """Random requests that come, are aborted, are refused, and end."""
+
+    def __init__(self, engine: TextEngine) -> None:
+        self.engine = engine
+        self.random = random.Random(5)  # noqa: S311  # no secret
+        self.number = self.ended = self.aborted = self.refused = 0
+        self.living: list[str] = []
+
+    def serve(self, count: int) -> None:
+        """Serve that many more requests, all to their ends."""
+        last = self.number + count
+        while self.number < last or self.engine.has_work:
+            while self.number < last and len(self.living) < 2 * ROWS:
+                self._add()
+            if self.living and self.random.random() < 0.2:
+                self._abort()
+            for output in self.engine.step():
+                if output.finished:
+                    assert all(answer.error is None for answer in output.outputs)
+                    self.living.remove(output.request_id)
+                    self.ended += 1
+
+    def _add(self) -> None:
+        draw, name = self.random, str(self.number)
+        prompt = [draw.choice((3, 3, 4)) for _ in range(draw.choice((1, 4, 9, 20, 63, 64)))]
+        params = SamplingParams(
+            n=draw.choice((1, 1, 1, 3)), max_tokens=draw.randint(1, 6), logprobs=draw.choice((None, None, 2)),
+            prompt_logprobs=draw.choice((None, None, None, 1)), stop_token_ids=[5, 6, 7], seed=self.number,
+        )  # fmt: skip
+        self.number += 1
+        try:
+            self.engine.add(name, prompt, params, cache_salt=draw.choice((None, None, name)))
+        except OpgraftError:
+            assert len(prompt) == 64
+            self.refused += 1
+        else:
+            self.living.append(name)
+
+    def _abort(self) -> None:
+        name = self.living.pop(self.random.randrange(len(self.living)))
+        assert self.engine.abort(name).finished
+        self.aborted += 1
+
+    def expect_nothing_held(self) -> None:
+        expect_empty(self.engine.core)
+        assert not any((self.living, self.engine._open, self.engine._owner))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_thousands_of_requests_leave_nothing(family: str, tmp_path: Path) -> None:
+    """Neither blocks nor rows nor objects nor memory of requests that ended, were aborted or refused remain."""
+    written(family, tmp_path / "model", **SMALLEST, num_hidden_layers=2, head_dim=8, sliding_window=6)
+    engine = TextEngine(settings(tmp_path / "model", num_blocks=64, max_num_seqs=ROWS, max_num_batched_tokens=40))
+    visitors = Visitors(engine)
+    visitors.serve(300)
+    visitors.expect_nothing_held()
+    before = _objects(), sys.getallocatedblocks()
+    visitors.serve(2000)
+    visitors.expect_nothing_held()
+    grown = _objects() - before[0], sys.getallocatedblocks() - before[1]
+    assert min(visitors.aborted, visitors.refused, visitors.ended) > 100
+    assert max(grown) < 1000, f"{grown} more objects and blocks of memory"
+
+
+def _objects() -> int:
+    gc.collect()
+    return len(gc.get_objects())

