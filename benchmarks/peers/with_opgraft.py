@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 
-from opgraft import SamplingParams
-from opgraft.serving.llm import LLM
+from opgraft import LLM, SamplingParams
 from protocol import Generate, serve
 
 
