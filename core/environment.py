@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from opgraft.config import FIELDS, ConfigFile, Layers, config_from_fields, read_file
+from opgraft.config import FIELDS, ConfigFile, Layers, config_from_fields, parse_text, read_file
 from opgraft.errors import ConfigError, close_matches
 
 PLATFORM = "OPGRAFT_PLATFORM"
@@ -71,11 +71,8 @@ def _layers(values: Mapping[str, str]) -> Layers:
         text = values.get(field.variable)
         if text is None or not (text or field.kind.metavar == "LIST"):
             continue
-        value = field.parse(text, field.variable)
-        try:
-            layers.append((field.variable, config_from_fields({field.name: value})))
-        except ConfigError as error:
-            raise ConfigError(f"{field.variable}: {error}") from error
+        value = parse_text(field.name, text, field.variable)
+        layers.append((field.variable, config_from_fields({field.name: value})))
     return tuple(layers)
 
 

@@ -199,14 +199,26 @@ def check_known(name: str) -> None:
         raise ConfigError(f"unknown setting {name!r}: {meant}")
 
 
-def parse_text(name: str, text: str) -> Any:
-    """Parse the value of the field ``name`` from a command line: JSON for lists and mappings, else plain text.
+def parse_text(name: str, text: str, source: str = "") -> Any:
+    """Parse the value of the field ``name``: JSON for lists and mappings, else plain text.
+
+    Args:
+        name: of the field, with its section.
+        text: of the value.
+        source: what gives it, such as an environment variable; the option of the command line if empty.
 
     Raises:
-        ConfigError: an unknown field, or text that is not of its form.
+        ConfigError: an unknown field, or text that is not of its form, or a value that it does not take; the message
+            names the source.
     """
     check_known(name)
-    return FIELDS[name].parse(text, f"--{name}")
+    source = source or f"--{name}"
+    value = FIELDS[name].parse(text, source)
+    try:
+        config_from_fields({name: value})
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
+    return value
 
 
 def _long_prompts_fit(config: OpgraftConfig) -> bool:

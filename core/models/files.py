@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any
 
-from opgraft.errors import CheckpointError, close_matches
+from opgraft.errors import CheckpointError, near_matches
 from opgraft.models.gguf_file import open_gguf
 from opgraft.models.gguf_names import renamed
 from opgraft.models.lazy import LazyTensor
@@ -75,11 +75,12 @@ def find_checkpoint(name: str | Path) -> Path:
     if name in BUNDLED:
         return _bundled(str(name))
     path = Path(name)
-    if path.is_dir() or path.is_file():
+    if name != "" and (path.is_dir() or path.is_file()):  # of an empty name pathlib makes the current folder
         return path
+    near = near_matches(str(name), BUNDLED)
     raise CheckpointError(
         f"{str(name)!r} is no folder and no file: give a checkpoint folder, a .safetensors or .gguf file, or one of "
-        f"{', '.join(map(repr, BUNDLED))} ({close_matches(str(name), BUNDLED)})"
+        f"{', '.join(map(repr, BUNDLED))}" + (f" (did you mean {' or '.join(map(repr, near))}?)" if near else "")
     )
 
 

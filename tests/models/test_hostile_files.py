@@ -13,8 +13,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from opgraft.checkpoint import open_checkpoint
+from opgraft.config import ModelConfig, OpgraftConfig
 from opgraft.errors import CheckpointError
-from opgraft.models import open_weights
+from opgraft.models import load_model, open_weights
 from opgraft.models.config import check_config
 from safetensors.torch import save_file
 
@@ -153,6 +155,17 @@ def test_pickles_are_refused(tmp_path) -> None:
             open_weights(path)
     with pytest.raises(CheckpointError, match=r"'smollm' is no folder and no file.*did you mean 'smollm2'"):
         open_weights("smollm")
+    with pytest.raises(CheckpointError, match=r"or one of 'minilm', 'smollm2'$"):
+        open_weights("zebra")
+
+
+def test_an_empty_name_is_no_checkpoint(sharded, monkeypatch) -> None:
+    """An empty name, as of a variable that is not set, does not mean the current folder; a dot does."""
+    monkeypatch.chdir(sharded)
+    for opening in (open_weights, open_checkpoint, lambda name: load_model(OpgraftConfig(model=ModelConfig(name=name)))):
+        with pytest.raises(CheckpointError, match="'' is no folder and no file"):
+            opening("")
+    assert open_weights(".").tensors
 
 
 def test_parts_of_a_split_file(gguf_file) -> None:
