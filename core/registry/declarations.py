@@ -96,9 +96,12 @@ class Registry:
     def _add(self, records: dict[str, OpRecord], name: str, cls: type, provider: Provider) -> None:
         known = self.ops.get(name) or self.classes.get(name)
         if known is not None and not (redefines(known.cls, cls) and known.provider == provider):
+            kind = "op" if records is self.ops else "class"
             raise ConflictError(
-                f"op name {name!r} is registered twice: by {qualified(known.cls)} at {location_of(known.cls)} "
-                f"({known.provider}) and by {qualified(cls)} at {location_of(cls)} ({provider}). Rename one of them."
+                f"{kind} name {name!r} is registered twice: by {qualified(known.cls)} at {location_of(known.cls)} "
+                f"({known.provider}) and by {qualified(cls)} at {location_of(cls)} ({provider}). To replace the first, "
+                f"derive from it and decorate with @{known.cls.__name__}.register_oot{_import_of(known.cls)} instead; "
+                "otherwise rename one of them."
             )
         records[name] = OpRecord(name, cls, provider)
 
@@ -199,6 +202,14 @@ def _with_variants(cls: type, replacements: set[type]) -> Iterator[type]:
 def _exports(module: str, cls: type) -> bool:
     """Return whether an imported module has a class of another module under its own name."""
     return getattr(sys.modules.get(module), cls.__qualname__, None) is cls
+
+
+def _import_of(cls: type) -> str:
+    """Give the statement that imports a class from the outermost package that has it; empty where none has."""
+    parts = cls.__module__.split(".")
+    packages = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    found = next((package for package in packages if _exports(package, cls)), None)
+    return f" (from {found} import {cls.__name__})" if found else ""
 
 
 def redefines(old: Any, new: Any) -> bool:
