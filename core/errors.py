@@ -107,7 +107,22 @@ class LayerError(OpgraftError, ValueError):
 
 
 class WeightError(OpgraftError, ValueError):
-    """A weight that is loaded does not fit the parameter that it is for."""
+    """A weight that is loaded does not fit the parameter that it is for.
+
+    ``fault`` is the message without the reason, which a list of several faults gives once.
+    """
+
+    def __init__(self, fault: str, reason: str = "") -> None:
+        super().__init__(f"{fault}: {reason}" if reason else fault)
+        self.fault = printable(fault)
+
+    @classmethod
+    def of_shape(cls, what: str, found: Sequence[int], expected: object) -> WeightError:
+        """Make the error about a weight of another shape than ``expected``; ``what`` names its layer."""
+        return cls(
+            f"{what}: the weight that is loaded has shape {tuple(found)}, expected {expected}",
+            "the model's config and its checkpoint do not belong together",
+        )
 
 
 class QuantizationError(OpgraftError, NotImplementedError):

@@ -20,6 +20,7 @@ from typing import Any
 
 from opgraft.errors import CheckpointError
 from opgraft.models.extras import import_extra
+from opgraft.models.lazy import cut_short
 
 _VERSIONS = (2, 3)
 _MOST_DIMENSIONS = 4
@@ -177,9 +178,8 @@ def _row(name: str, shape: tuple[int, ...], kind: int, begin: int) -> tuple[Row 
 def _misplaced(rows: list[Row], start: int, size: int, alignment: int, *, complete: bool) -> Iterator[str]:
     """Yield what is wrong with the places of the tensors; holes only where all rows could be read."""
     ordered = sorted(rows, key=lambda row: (row.begin, row.end))
+    yield from cut_short([(row.name, row.end) for row in ordered], size)
     for row in ordered:
-        if row.end > size:
-            yield f"tensor {row.name!r:.200}: it ends at byte {row.end} of {size}: the file is cut short"
         if row.begin % alignment:
             yield f"tensor {row.name!r:.200}: it begins at byte {row.begin}, which is no multiple of {alignment}"
     for one, two in itertools.pairwise(ordered):

@@ -158,3 +158,18 @@ def _read(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(map(_read, value))
     return value[...] if isinstance(value, LazyTensor) else value
+
+
+def cut_short(ends: Sequence[tuple[str, int]], size: int) -> Iterator[str]:
+    """Yield one sentence if tensors, each with the byte that it ends at, reach beyond the ``size`` of a file's data.
+
+    Args:
+        ends: name and end of every tensor, in the order of the file.
+        size: bytes that there are.
+    """
+    beyond = [name for name, end in ends if end > size]
+    if beyond:
+        yield (
+            f"the file is cut short: {size} of {max(end for _, end in ends)} bytes are there, without all of "
+            f"{len(beyond)} of {len(ends)} tensors, from {beyond[0]!r:.200} on"
+        )

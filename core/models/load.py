@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from opgraft.errors import CheckpointError, OpgraftError
+from opgraft.errors import CheckpointError, OpgraftError, WeightError
 from opgraft.machine.memory import release_free_memory
 from opgraft.models.names import IGNORED, ShardId, Target, Targets, WeightsMapper, is_ignored
+from opgraft.ops.embedding.vocab import ParallelLMHead, VocabParallelEmbedding
 from opgraft.ops.weights import LoadedTensor, PostLoadHook, default_weight_loader
 from opgraft.state import host_state
 from opgraft.text import described
@@ -67,7 +68,8 @@ def load_weights(
     targets = Targets(model)
     plan, left, unexpected, twice = _plan(targets, weights, mapper or WeightsMapper(), (*IGNORED, *ignored))
     missing = targets.missing([target for target, _ in plan])
-    problems = [f"{name!r:.200} is missing" + _near(name, unexpected) for name in missing]
+    ways = _ways_to_tie(model)
+    problems = [f"{name!r:.200} is missing" + (ways.get(name) or _near(name, unexpected)) for name in missing]
     problems += [f"{name!r:.200} has no place" + _near(name, targets.by_source) for name in unexpected]
     problems += [problem for target, loaded in plan if (problem := _misfit(target, loaded))]
     problems += [
@@ -84,7 +86,9 @@ def load_weights(
         raise CheckpointError.listing(
             f"the weights are not those of the {type(model).__name__} that the configuration describes",
             problems,
-            "give the configuration and the weights of one model, or save both again",
+            "tie the head where the model is constructed"
+            if len(problems) == len(ways.keys() & missing)
+            else "give the configuration and the weights of one model, or save both again",
         )
     hooks.finish()
     return Loaded(count, tuple(left), time.perf_counter() - start)
@@ -128,6 +132,20 @@ def _plan(
     order = {name: place for place, name in enumerate(targets.tensors)}
     plan.sort(key=lambda item: order[item[0].name])
     return plan, left, unexpected, twice
+
+
+def _ways_to_tie(model: nn.Module) -> dict[str, str]:
+    """Return what to call, by the weight of each head that is not tied to the embedding though the config says so."""
+    if not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+        return {}
+    layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, VocabParallelEmbedding)}
+    heads = [path for path, layer in layers.items() if isinstance(layer, ParallelLMHead) and not layer.tied]
+    embedding = next((path for path, layer in layers.items() if layer.looks_up), "embed_tokens")
+    return {
+        f"{head}.weight": ": the config ties it to the embedding (tie_word_embeddings), and the model does not: "
+        f"self.{head} = self.{head}.tie_weights(self.{embedding})"
+        for head in heads
+    }
 
 
 def _near(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
@@ -191,10 +209,15 @@ def _fill(target: Target, loaded: LoadedTensor) -> list[str]:
     loader = _loader_of(target) or default_weight_loader
     try:
         loader(target.tensor, loaded, *(() if target.shard_id is None else (target.shard_id,)))
+    except WeightError as error:
+        return [_refused(target, loaded, error.fault)]
     except (OpgraftError, ValueError, IndexError, RuntimeError) as error:  # of torch, where a part does not fit
-        shape = f"of shape {list(loaded.shape)}"
-        return [f"{target.source!r:.200} {shape} does not fit {list(target.tensor.shape)}: {described(error)}"]
+        return [_refused(target, loaded, described(error))]
     return []
+
+
+def _refused(target: Target, loaded: LoadedTensor, words: str) -> str:
+    return f"{target.source!r:.200} of shape {list(loaded.shape)} does not fit {list(target.tensor.shape)}: {words}"
 
 
 class _Heap:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from opgraft.errors import CheckpointError
 from opgraft.models.extras import import_extra
-from opgraft.models.lazy import MAPPED_BYTES, Bounds, LazyTensor, StoredTensor
+from opgraft.models.lazy import MAPPED_BYTES, Bounds, LazyTensor, StoredTensor, cut_short
 
 _LONGEST_HEADER = 100_000_000  # the library's own limit
 _NAMES = {
@@ -166,9 +166,7 @@ def _are_sizes(value: Any) -> bool:
 def _misplaced(entries: list[Entry], data_bytes: int, *, complete: bool) -> Iterator[str]:
     """Yield what is wrong with the places of the tensors; holes only where all entries could be read."""
     ordered = sorted(entries, key=lambda entry: (entry.begin, entry.end))
-    for entry in ordered:
-        if entry.end > data_bytes:
-            yield f"tensor {entry.name!r:.200}: it ends at byte {entry.end} of {data_bytes}: the file is cut short"
+    yield from cut_short([(entry.name, entry.end) for entry in ordered], data_bytes)
     for one, two in itertools.pairwise(ordered):
         if two.begin < one.end:
             yield f"tensors {one.name!r:.200} and {two.name!r:.200} overlap"

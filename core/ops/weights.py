@@ -68,10 +68,7 @@ def copy_weight(target: Tensor, loaded: LoadedTensor, what: str) -> None:
     """
     one = target.numel() == 1 and _count(loaded.shape) == 1
     if tuple(target.shape) != tuple(loaded.shape) and not one:
-        raise WeightError(
-            f"{what}: the weight that is loaded has shape {tuple(loaded.shape)}, expected {tuple(target.shape)}: the "
-            "model's config and its checkpoint do not belong together"
-        )
+        raise WeightError.of_shape(what, loaded.shape, tuple(target.shape))
     source: Any = loaded[...].reshape(target.shape) if one else loaded
     with torch.no_grad():
         target.copy_(source)

@@ -184,7 +184,7 @@ BROKEN = {
     break_config: "has no config.json",
     garble_config: r"config.json cannot be read as JSON",
     unknown_architecture: "cannot load",
-    truncate: "it ends at byte .*: the file is cut short",
+    truncate: r"the file is cut short: \d+ of \d+ bytes are there",
     empty: "is no whole safetensors file",
     no_weights: "the weights are missing",
     pickle_only: r"only as a pickle \(pytorch_model.bin\), which is refused",

@@ -76,7 +76,10 @@ EDITS = [
     (entry("a", data_offsets=[128, 0]), "and it has -128"),
     (entry("b", data_offsets=[0, 32]), "'a' and 'b' overlap|'b' and 'a' overlap"),
     (entry("c", data_offsets=[160, 176]), None),
-    (entry("c", data_offsets=[1000, 1016]), "it ends at byte 1016 of 176: the file is cut short"),
+    (
+        entry("c", data_offsets=[1000, 1016]),
+        "cut short: 176 of 1016 bytes are there, without all of 1 of 3 tensors, from 'c' on",
+    ),
     (lambda header: header.pop("b"), "32 bytes before tensor 'c' belong to no tensor"),
     (lambda header: header.pop("c"), "16 bytes at an edge of the data belong to no tensor"),
     (lambda header: header.update(b=3), "its entry is no JSON object"),
@@ -106,6 +109,15 @@ def test_all_problems_are_in_one_error(file) -> None:
         open_weights(file)
     write(file, {f"t{i}": 0 for i in range(100)}, b"")
     with pytest.raises(CheckpointError, match=r"100 problems: .*'t19'.*; and 80 more"):
+        open_weights(file)
+
+
+def test_a_file_that_is_cut_short_is_one_problem(file) -> None:
+    """However many tensors are cut, the sizes and their number are told once."""
+    file.write_bytes(file.read_bytes()[:-160])
+    with pytest.raises(
+        CheckpointError, match=r"file: the file is cut short: 16 of 176 bytes .* 3 of 3 tensors, from 'a'"
+    ):
         open_weights(file)
 
 
@@ -162,7 +174,11 @@ def test_pickles_are_refused(tmp_path) -> None:
 def test_an_empty_name_is_no_checkpoint(sharded, monkeypatch) -> None:
     """An empty name, as of a variable that is not set, does not mean the current folder; a dot does."""
     monkeypatch.chdir(sharded)
-    for opening in (open_weights, open_checkpoint, lambda name: load_model(OpgraftConfig(model=ModelConfig(name=name)))):
+    for opening in (
+        open_weights,
+        open_checkpoint,
+        lambda name: load_model(OpgraftConfig(model=ModelConfig(name=name))),
+    ):
         with pytest.raises(CheckpointError, match="'' is no folder and no file"):
             opening("")
     assert open_weights(".").tensors

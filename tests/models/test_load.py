@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from opgraft import OpgraftConfig, set_config
-from opgraft.errors import CheckpointError
+from opgraft import OpgraftConfig, ops, set_config
+from opgraft.errors import CheckpointError, WeightError
 from opgraft.models import WeightsMapper, load, load_weights, open_weights
 from torch import nn
 
@@ -129,6 +129,47 @@ def test_loaders_that_refuse_are_listed_together() -> None:
     weights["blocks.0.q_proj.weight"] = weights["blocks.1.up_proj.weight"] = torch.ones(3, 8)
     with pytest.raises(CheckpointError, match=r"2 problems: .*q_proj.*expected \(8, 8\).*up_proj.*expected \(6, 8\)"):
         load_weights(Model(), weights)
+
+
+class Untied(nn.Module):
+    """An embedding and a head of its own, though the config ties them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = llama_config(tie_word_embeddings=True)
+        self.model = nn.ModuleDict({"embed_tokens": ops.VocabParallelEmbedding(96, 8)})
+        self.lm_head = ops.ParallelLMHead(96, 8)
+        self.norm = ops.RMSNorm(8)
+
+
+def test_a_head_that_the_config_ties() -> None:
+    """The error about its weight tells how to tie it; where more is wrong, or it is not tied, as for any other."""
+    model, weights = Untied(), {"model.embed_tokens.weight": torch.ones(96, 8), "norm.weight": torch.ones(8)}
+    way = r"self\.lm_head = self\.lm_head\.tie_weights\(self\.model\.embed_tokens\)"
+    with pytest.raises(CheckpointError, match=rf"'lm_head.weight' is missing: .*tie_word_embeddings.* {way}") as caught:
+        load_weights(model, weights)
+    assert str(caught.value).endswith("Next: tie the head where the model is constructed.")
+    with pytest.raises(CheckpointError, match=rf"2 problems: .*{way}.* Next: give the configuration"):
+        load_weights(model, {"model.embed_tokens.weight": torch.ones(96, 8)})
+    model.config.tie_word_embeddings = False
+    with pytest.raises(CheckpointError, match=r"'lm_head.weight' is missing\. Next: give the configuration"):
+        load_weights(model, weights)
+    model.config.tie_word_embeddings = True
+    model.lm_head = model.lm_head.tie_weights(model.model["embed_tokens"])  # type: ignore[assignment]
+    load_weights(model, weights)
+
+
+def test_the_reason_of_many_shapes_is_given_once() -> None:
+    """Weights of other shapes are told by their sizes, and why that may be stands before the list."""
+    layers = nn.ModuleDict({f"a{i}": ops.ColumnParallelLinear(4, 8, bias=False, prefix=f"a{i}") for i in range(3)})
+    with pytest.raises(
+        CheckpointError, match=r"'a0': the weight .* \(9, 4\), expected 8 in dimension 0.*'a2': "
+    ) as caught:
+        load_weights(layers, {f"a{i}.weight": torch.ones(9, 4) for i in range(3)})
+    assert "belong together" not in str(caught.value)
+    assert "WeightError" not in str(caught.value)
+    with pytest.raises(WeightError, match="do not belong together"):
+        layers["a0"].weight.weight_loader(layers["a0"].weight, torch.ones(9, 4))
 
 
 def test_many_problems_are_limited() -> None:

@@ -126,11 +126,8 @@ class VocabParallelEmbedding(PluggableLayer):
             return
         unit = int(param.packed_factor) if getattr(param, "packed_dim", None) == dim else 1
         if len(loaded_weight.shape) != param.dim() or loaded_weight.shape[dim] * unit != self.org_vocab_size:
-            raise WeightError(
-                f"{self.name}: the weight that is loaded has shape {tuple(loaded_weight.shape)}, expected "
-                f"{self.org_vocab_size // unit} in dimension {dim} of {param.dim()}: the model's config and its "
-                "checkpoint do not belong together"
-            )
+            expected = f"{self.org_vocab_size // unit} in dimension {dim} of {param.dim()}"
+            raise WeightError.of_shape(self.name, loaded_weight.shape, expected)
         shard = self.shard_indices
         size = shard.num_org_elements // unit
         part = loaded_weight.narrow(dim, shard.org_vocab_start_index // unit, size)

@@ -79,10 +79,7 @@ def expect_rows(param: Tensor, loaded: LoadedTensor, rows: int, what: str) -> No
         return
     expected = _parts(rows, _unit(param, dim, "output_unit"))
     if len(loaded.shape) != param.dim() or loaded.shape[dim] != expected:
-        raise WeightError(
-            f"{what}: the weight that is loaded has shape {tuple(loaded.shape)}, expected {expected} in dimension "
-            f"{dim} of {param.dim()}: the model's config and its checkpoint do not belong together"
-        )
+        raise WeightError.of_shape(what, loaded.shape, f"{expected} in dimension {dim} of {param.dim()}")
 
 
 def load_columns(param: Tensor, loaded: LoadedTensor, columns: int, rank: int, ranks: int, what: str) -> None:
@@ -98,10 +95,7 @@ def load_columns(param: Tensor, loaded: LoadedTensor, columns: int, rank: int, r
             raise _crossing(what, f"columns {rank * columns} to {(rank + 1) * columns - 1}", unit)
         size = param.shape[dim]
         if len(loaded.shape) != param.dim() or loaded.shape[dim] != size * ranks:
-            raise WeightError(
-                f"{what}: the weight that is loaded has shape {tuple(loaded.shape)}, expected {size * ranks} in "
-                f"dimension {dim} of {param.dim()}: the model's config and its checkpoint do not belong together"
-            )
+            raise WeightError.of_shape(what, loaded.shape, f"{size * ranks} in dimension {dim} of {param.dim()}")
         loaded = loaded.narrow(dim, rank * size, size)
     copy_weight(param.data, loaded, what)
 
