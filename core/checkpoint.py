@@ -117,8 +117,8 @@ def open_checkpoint(name: str) -> Checkpoint:
     """Check the folder ``name``, or the bundled encoder.
 
     Raises:
-        InputError: no name or no such folder, or one for prompts only; no or broken ``config.json``, or one that names code of a
-            hub; weights missing, cut short, elsewhere, or only as a pickle; no ``tokenizer.json``.
+        InputError: no name or no such folder, or one for prompts only; no or broken ``config.json``, or one that names
+            code of a hub; weights missing, cut short, elsewhere, or only as a pickle; no ``tokenizer.json``.
     """
     folder = find_checkpoint(name) if name in ("", *BUNDLED) else Path(name)
     if folder.is_file() or _has_only_gguf(folder):

@@ -129,6 +129,10 @@ class QuantizationError(OpgraftError, NotImplementedError):
     """A weight method cannot do what a layer needs of it."""
 
 
+class QuantizationSettingError(QuantizationError, ConfigError):
+    """A setting of quantization names a method or layers that there are none of, or contradicts the checkpoint."""
+
+
 class ModelError(OpgraftError, ValueError):
     """A model cannot be made as its config describes it, or nothing is registered for its architecture."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from opgraft.config.sections import QuantizationSettings
-from opgraft.errors import QuantizationError
+from opgraft.errors import QuantizationError, QuantizationSettingError
 from opgraft.ops.linear.methods import QuantizeMethodBase
 from opgraft.ops.linear.parallel import LinearBase
 from opgraft.ops.linear.quantization_config import QuantizationConfig
@@ -42,8 +42,8 @@ class SettingsConfig(QuantizationConfig):
     ) -> None:
         super().__init__()
         self.whole = whole
-        self.skip = Patterns(skip)
-        self.others = [(config, Patterns(patterns)) for config, patterns in others]
+        self.skip = Patterns(skip, "quantization.skip")
+        self.others = [(config, Patterns(patterns, "quantization.by_prefix")) for config, patterns in others]
         self.taken: set[str] = set()
         self.refused: dict[str, str] = {}
         merged = {name: list(parts) for name, parts in packed_modules_mapping.items()}
@@ -102,17 +102,21 @@ def choose_quantization(
         packed_modules_mapping: name of a merged layer → names of the layers that it stands for.
 
     Raises:
-        QuantizationError: there is no quantization of a name, the settings contradict the checkpoint, or the
-            quantization does not support torch's default dtype, in which the model is made.
+        QuantizationSettingError: a setting names a quantization that there is none of, or contradicts the checkpoint.
+        QuantizationError: the checkpoint names one that there is none of, or the quantization does not support torch's
+            default dtype, in which the model is made.
     """
     _expect_no_contradiction(settings, own)
     name = settings.method or _kept(own)
     methods = dict.fromkeys(settings.by_prefix.values())
-    others = [(_made(method, own), [p for p, m in settings.by_prefix.items() if m == method]) for method in methods]
-    whole = _made(name, own) if name else None
+    others = [
+        (_made(method, own, "quantization.by_prefix"), [p for p, m in settings.by_prefix.items() if m == method])
+        for method in methods
+    ]
+    whole = _made(name, own, "quantization.method" if settings.method else "") if name else None
     if whole is None and not others:
         if settings.skip:
-            raise QuantizationError(
+            raise QuantizationSettingError(
                 "quantization.skip is set and nothing is quantized: set quantization.method, or take it out"
             )
         return None
@@ -130,7 +134,7 @@ def expect_patterns_used(model: nn.Module) -> None:
     """Check that a layer of the constructed model answered to each pattern of the settings.
 
     Raises:
-        QuantizationError: none did to some, or only layers that cannot take the method.
+        QuantizationSettingError: none did to some, or only layers that cannot take the method.
     """
     layers = [module for module in model.modules() if isinstance(module, LinearBase)]
     by_id = {id(layer.quant_config): layer.quant_config for layer in layers}
@@ -139,14 +143,21 @@ def expect_patterns_used(model: nn.Module) -> None:
     taken = {pattern for config in configs for pattern in config.taken}
     refused = [f"{p!r}: {why}" for config in configs for p, why in config.refused.items() if p not in taken]
     if refused:
-        raise QuantizationError(
+        raise QuantizationSettingError(
             f"quantization.by_prefix names what stays plain: {'; '.join(dict.fromkeys(refused))}, as embeddings and "
             "heads cannot: take these patterns out"
         )
 
 
-def _made(name: str, own: Mapping[str, Any]) -> QuantizationConfig:
-    return quantization_named(name).from_config(own if _is_own(name, own) else {})
+def _made(name: str, own: Mapping[str, Any], setting: str) -> QuantizationConfig:
+    """Make the config of a quantization that a setting names, or the checkpoint where that is empty."""
+    try:
+        cls = quantization_named(name)
+    except QuantizationError as error:
+        if setting:
+            raise QuantizationSettingError(f"{setting}: {error}") from error
+        raise
+    return cls.from_config(own if _is_own(name, own) else {})
 
 
 def _is_own(name: str, own: Mapping[str, Any]) -> bool:
@@ -169,7 +180,7 @@ def _expect_no_contradiction(settings: QuantizationSettings, own: Mapping[str, A
         "quantization.by_prefix": settings.by_prefix,
     }
     if contradictions := [setting for setting, against in others.items() if against]:
-        raise QuantizationError(
+        raise QuantizationSettingError(
             f"the checkpoint is quantized already, by {name}, which {' and '.join(contradictions)} contradict: its "
             "weights are loaded as they are. Take the setting out, or take a plain checkpoint of the model"
         )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from opgraft.config import LoadConfig, ModelConfig, OpgraftConfig, QuantizationSettings
-from opgraft.errors import CheckpointError, QuantizationError
+from opgraft.errors import CheckpointError, ConfigError, QuantizationError
 from opgraft.models import load_model
 from ranks import Ranks
 from torch import Tensor
@@ -100,17 +100,29 @@ def test_a_method_for_some_layers_only(single: Path) -> None:
         ({"method": "int8", "by_prefix": {"*.down_proj": "fq8"}}, "no quantization is called 'fq8'"),
         (
             {"method": "int8", "skip": ["model.layers.7", "lm_head"]},
-            "no layer of the model answers to 'model.layers.7'",
+            r"quantization.skip: no layer of the model answers to 'model.layers.7' \(did you mean 'model.layers.\d'",
         ),
-        ({"by_prefix": {"*.down_pro": "int8"}}, r"no layer of the model answers to '\*.down_pro'"),
+        (
+            {"method": "int8", "skip": ["model.layers.0.self_atn", "lm_hed"]},
+            r"self_atn' \(did you mean 'model.layers.0.self_attn'\?\), 'lm_hed' \(did you mean 'lm_head'\?\): give",
+        ),
+        ({"method": "int8", "skip": ["model.layers.1.mlp.gate_prj"]}, r"did you mean 'model.layers.1.mlp.gate_proj'\?"),
+        ({"method": "int8", "skip": ["zebra"]}, r"no layer of the model answers to 'zebra': give names"),
+        (
+            {"by_prefix": {"*.down_pro": "int8"}},
+            r"^quantization.by_prefix: no layer .* '\*.down_pro' \(did you mean '\*.down_proj'\?\): give names",
+        ),
+        ({"method": "int8", "skip": ["re:("]}, r"^quantization.skip: 're:\(' is no regular expression"),
         ({"skip": ["lm_head"]}, "quantization.skip is set and nothing is quantized"),
         ({"method": "int8", "skip": ["*.q_proj"]}, "q_proj match a pattern and .* none, but they are one layer"),
     ],
 )
 def test_settings_that_do_not_fit(settings: dict[str, Any], message: str, single: Path) -> None:
     """A method or a pattern that nothing answers to is an error that names it."""
-    with pytest.raises(QuantizationError, match=message):
+    with pytest.raises(QuantizationError, match=message) as caught:
         load_model(config(single, **settings))
+    assert isinstance(caught.value, ConfigError)
+    assert caught.value.exit_code == 2
 
 
 def test_a_setting_against_the_checkpoint(single: Path, tmp_path: Path) -> None:
@@ -125,8 +137,9 @@ def test_a_setting_against_the_checkpoint(single: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="expected settings with a quant_method"):
         load_model(config(folder))
     folder = changed(single, tmp_path / "unknown", quantization_config={"quant_method": "int7"})
-    with pytest.raises(QuantizationError, match="no quantization is called 'int7': did you mean"):
+    with pytest.raises(QuantizationError, match="no quantization is called 'int7': did you mean") as caught:
         load_model(config(folder))
+    assert caught.value.exit_code == 1, "no setting is to blame"
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_1", "Q8_0"])
