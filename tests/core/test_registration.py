@@ -9,18 +9,9 @@ from collections.abc import Callable
 import opgraft
 import pytest
 import torch
-from opgraft import (
-    CustomOp,
-    OpgraftConfig,
-    PluggableClass,
-    PluggableLayer,
-    maybe_get_oot_by_class,
-    needs,
-    set_config,
-)
+from opgraft import CustomOp, OpgraftConfig, PluggableLayer, maybe_get_oot_by_class, needs, set_config
 from opgraft.binding import specialisation as binding
 from opgraft.errors import ConfigError, ConflictError, RegistrationError, UnknownTargetError
-from opgraft.models import LlamaForCausalLM
 from opgraft.ops import RotaryEmbedding
 from opgraft.registry.signatures import called_with
 from opgraft.state import host_state
@@ -362,17 +353,6 @@ def test_an_op_name_belongs_to_one_class(scale) -> None:
 
     with pytest.raises(ConflictError, match=r"'scale' is registered twice.*conftest.py:\d+.*test_registration.py:\d+"):
         CustomOp.register("scale")(Other)
-
-
-def test_a_second_class_for_an_architecture_is_told_how_to_replace() -> None:
-    """The name of an architecture cannot change, so the error tells the registration that keeps it."""
-
-    class Other(LlamaForCausalLM):
-        pass
-
-    way = r"@LlamaForCausalLM.register_oot \(from opgraft.models import LlamaForCausalLM\) instead"
-    with pytest.raises(ConflictError, match=rf"^class name 'LlamaForCausalLM' is registered twice.* {way}"):
-        PluggableClass.register("LlamaForCausalLM")(Other)
 
 
 def test_register_wants_a_custom_op_with_a_definition() -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from opgraft import PluggableClass
 from opgraft.config import LoadConfig, ModelConfig, OpgraftConfig, ParallelConfig
-from opgraft.errors import CheckpointError, ConfigError, DistributedError, LayerError, ModelError
-from opgraft.models import load_model, model_class, model_classes
+from opgraft.errors import CheckpointError, ConfigError, ConflictError, DistributedError, LayerError, ModelError
+from opgraft.models import LlamaForCausalLM, load_model, model_class, model_classes
 from opgraft.ops.attention import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
 from random_decoders import DECODERS, SIZES, saved, written
@@ -155,6 +156,17 @@ def test_an_architecture_that_nobody_registered() -> None:
     with pytest.raises(ModelError, match="LamaForCausalLM: did you mean 'LlamaForCausalLM'"):
         model_class(["LamaForCausalLM"])
     assert "Qwen3ForCausalLM" in model_classes()
+
+
+def test_a_second_class_for_an_architecture_is_told_how_to_replace() -> None:
+    """The name of an architecture cannot change, so the error tells the registration that keeps it."""
+
+    class Other(LlamaForCausalLM):
+        pass
+
+    way = r"@LlamaForCausalLM.register_oot \(from opgraft.models import LlamaForCausalLM\) instead"
+    with pytest.raises(ConflictError, match=rf"^class name 'LlamaForCausalLM' is registered twice.* {way}"):
+        PluggableClass.register("LlamaForCausalLM")(Other)
 
 
 def test_heads_that_ranks_do_not_divide(tmp_path: Path, two: Ranks) -> None:
