@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import json
@@ -233,3 +234,14 @@ def test_every_built_in_platform_is_a_row() -> None:
         module, _, attribute = value.partition(":")
         spec = getattr(pytest.importorskip(module), attribute)
         assert int(rows[name][3]) == spec.priority
+
+
+@pytest.mark.parametrize("part", ["models", "distributed"])
+def test_every_name_for_model_authors_is_described(part: str) -> None:
+    """What the packages for models and for ranks export is in their tables, and their parameters are as listed."""
+    module = importlib.import_module(f"opgraft.{part}")
+    rows = rows_of("api", "model name" if part == "models" else "distributed name")
+    listed = dict(split_call(span) for row in rows for span in re.findall(r"`([^`]+)`", row[0]))
+    assert sorted(listed) == sorted(module.__all__)
+    for name, parameters in listed.items():
+        assert parameters is None or parameters == parameters_of(getattr(module, name)), name
