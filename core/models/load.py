@@ -83,13 +83,8 @@ def load_weights(
         hooks = _Hooks(model, [target.name for target, _ in plan])
         problems = _fill_all(plan, hooks, progress)
     if problems:
-        raise CheckpointError.listing(
-            f"the weights are not those of the {type(model).__name__} that the configuration describes",
-            problems,
-            "tie the head where the model is constructed"
-            if len(problems) == len(ways.keys() & missing)
-            else "give the configuration and the weights of one model, or save both again",
-        )
+        untied_only = len(problems) == len(ways.keys() & missing)
+        raise _mismatch(model, problems, untied_only)
     hooks.finish()
     return Loaded(count, tuple(left), time.perf_counter() - start)
 
@@ -132,6 +127,17 @@ def _plan(
     order = {name: place for place, name in enumerate(targets.tensors)}
     plan.sort(key=lambda item: order[item[0].name])
     return plan, left, unexpected, twice
+
+
+def _mismatch(model: nn.Module, problems: Sequence[str], untied_only: bool) -> CheckpointError:
+    """Make the error that lists all problems, which may be heads that are to be tied and nothing else."""
+    return CheckpointError.listing(
+        f"the weights are not those of the {type(model).__name__} that the configuration describes",
+        problems,
+        "tie the head where the model is constructed"
+        if untied_only
+        else "give the configuration and the weights of one model, or save both again",
+    )
 
 
 def _ways_to_tie(model: nn.Module) -> dict[str, str]:
