@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from opgraft.cli import answer, run
+from opgraft.cli import run
 from opgraft.config import LoadConfig, ModelConfig, OpgraftConfig, QuantizationSettings
+from opgraft.engine import model_runner
 from opgraft.errors import CheckpointError, QuantizationError
 from opgraft.models import load_model
 from opgraft.quantization.compressed_tensors import CompressedTensorsConfig
@@ -116,6 +117,6 @@ def test_the_dtype_of_an_answer(options: tuple, expected: str, monkeypatch: pyte
         seen.append(given.resolved().model.dtype)
         raise CheckpointError("seen")
 
-    monkeypatch.setattr(answer, "load_model", load)
+    monkeypatch.setattr(model_runner, "load_model", load)
     CliRunner().invoke(run.command, ["smollm2", "hi", *options])
     assert seen == [expected]

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from opgraft.cli import answer, run
+from opgraft.cli import run
 from opgraft.config import LoadConfig, ModelConfig, OpgraftConfig
 from opgraft.errors import CheckpointError
 from opgraft.models import Weights, files, load_model, open_weights
 from opgraft.models.files import opened_once
+from opgraft.serving import text_engine
 
 from .conftest import write_gguf
 
@@ -58,11 +59,11 @@ def test_an_answer_opens_the_file_once(llama, tmp_path, monkeypatch, openings) -
     write_gguf(file, llama, "Q8_0")
     seen = []
 
-    def open_tokenizer(weights: Weights) -> None:
+    def find_tokenizer(weights: Weights) -> None:
         seen.append(weights.path)
         raise CheckpointError("seen")
 
-    monkeypatch.setattr(answer, "open_tokenizer", open_tokenizer)
+    monkeypatch.setattr(text_engine, "find_tokenizer", find_tokenizer)
     CliRunner().invoke(run.command, [str(file), "hi"])
     assert seen == [file]
     assert openings == {file.name: 1}
