@@ -216,9 +216,10 @@ def test_a_checkpoint_without_tokenizer(without_tokenizer: Path) -> None:
 
 
 def test_an_encoder_generates_nothing() -> None:
-    """An encoder given to LLM is an error that says so."""
-    with pytest.raises(ModelError, match="has no attention layers with a cache: it cannot generate"):
-        LLM("minilm", **{"load.progress": False})
+    """A prompt for an encoder is an error that says what it does instead."""
+    llm = LLM("minilm", **{"load.progress": False})
+    with pytest.raises(ModelError, match=r"minilm is an encoder, which answers no prompt: LLM\.embed gives"):
+        llm.generate("the cat")
 
 
 def test_no_model() -> None:
