@@ -303,7 +303,9 @@ def test_shutdown_with_open_requests(checkpoint: Path) -> None:
     async def main() -> None:
         llm = opened(checkpoint)
         tasks = [asyncio.create_task(last(llm.generate(prompt, LONG))) for prompt in prompts(20)]
-        while llm.stats().counters.steps < 3:
+        deadline = time.monotonic() + PATIENCE
+        while (now := llm.stats()).counters.steps < 3 or now.running + now.waiting < len(tasks):
+            assert time.monotonic() < deadline, now
             await asyncio.sleep(0)
         llm.shutdown()
         for output in await asyncio.wait_for(asyncio.gather(*tasks), PATIENCE):
