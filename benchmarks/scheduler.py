@@ -1,6 +1,4 @@
 """The cost of choosing a step: scheduler and cache manager, without a model, in microseconds of CPU time.
-
-It is run by hand: ``.venv/bin/python benchmarks/scheduler.py``.
 """
 
 from __future__ import annotations

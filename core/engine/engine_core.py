@@ -30,7 +30,6 @@ class EngineOutput:
         error: what failed, for the reason ``"error"``.
         logprobs: of the token, where they are asked for.
         prompt_logprobs: of the prompt, once, where they are asked for.
-        num_cached: tokens of the prompt whose keys and values were found in the cache.
     """
 
     request_id: str
@@ -39,7 +38,6 @@ class EngineOutput:
     error: str | None = None
     logprobs: Any = None
     prompt_logprobs: Sequence[Any] | None = None
-    num_cached: int = 0
 
 
 class EngineCore:
