@@ -1,5 +1,4 @@
-"""The cost of choosing a step: scheduler and cache manager, without a model, in microseconds of CPU time.
-"""
+"""The cost of choosing a step: scheduler and cache manager, without a model, in microseconds of CPU time."""
 
 from __future__ import annotations
 
