@@ -41,7 +41,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def dequantize_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Return rows ``[..., head_size + 4]`` as ``[..., head_size]`` in ``dtype``."""
-    codes, scale = rows.split((rows.shape[-1] - SCALE_BYTES, SCALE_BYTES), dim=-1)
+    codes, scale = rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:]
     numbers = codes if codes.dtype == torch.int8 else codes.view(torch.float8_e4m3fn)
     exact = compute_dtype(dtype)
     return (numbers.to(exact) * scale.contiguous().view(torch.float32).to(exact)).to(dtype)

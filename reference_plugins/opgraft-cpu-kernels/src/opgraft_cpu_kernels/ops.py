@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import opgraft
+import torch
 from opgraft import ops as catalogue
 from opgraft.ops.attention import AttentionBatch, LayerPages
 from torch import Tensor
