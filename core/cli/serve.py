@@ -99,10 +99,9 @@ def _log_to_stderr() -> None:
 
 def _show(service: Service, url: str) -> None:
     """Tell what is served, by which kernels, and where."""
-    engine = service.llm.engine
     echo(f"model     {printable(service.name)}")
     echo(f"platform  {current_platform().name}")
     echo(f"kernels   {service.kernels}")
-    echo(f"cache     {engine.core.capacity()}")
+    echo(f"cache     {service.capacity()}")
     echo(f"url       {url}/v1")
     sys.stdout.flush()

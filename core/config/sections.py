@@ -139,6 +139,7 @@ class ServerConfig(Section):
     max_answers: int = setting(
         "answers that a request may ask for: its prompts times n, at most", default=128, minimum=1
     )
+    max_inputs: int = setting("texts that a request for embeddings may have", default=2048, minimum=1)
     max_logprobs: int = setting("log-probabilities of a token that a request may ask for", default=20, minimum=0)
     body_seconds: float = setting("seconds in which the body of a request must have come", default=30, above=0)
     request_seconds: float | None = setting("seconds after which a request is aborted", above=0, unset="never")

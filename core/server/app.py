@@ -12,9 +12,17 @@ from opgraft.errors import OpgraftError
 from opgraft.server import faults
 from opgraft.server.chat import Chat
 from opgraft.server.completions import Completion
+from opgraft.server.embeddings import embed
 from opgraft.server.gate import Gate
-from opgraft.server.protocol import ChatRequest, CompletionRequest
+from opgraft.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
 from opgraft.server.service import Service
+from opgraft.server.tokens import detokenize, tokenize
 from opgraft.version import __version__
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
@@ -63,6 +71,24 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answer a chat."""
     return await Chat(_service(request), body, request.state.request_id, request.state.record).respond()
+
+
+@router.post("/v1/embeddings")
+async def create_embeddings(body: EmbeddingRequest, request: Request) -> JSONResponse:
+    """Give the vectors of texts."""
+    return JSONResponse(await embed(_service(request), body, request.state.record))
+
+
+@router.post("/tokenize")
+async def create_tokens(body: TokenizeRequest, request: Request) -> JSONResponse:
+    """Give the token ids of a text, or of a chat."""
+    return JSONResponse(await tokenize(_service(request), body))
+
+
+@router.post("/detokenize")
+async def create_text(body: DetokenizeRequest, request: Request) -> JSONResponse:
+    """Give the text of token ids."""
+    return JSONResponse(await detokenize(_service(request), body))
 
 
 @router.get("/v1/models")

@@ -9,6 +9,7 @@ from typing import Any
 from opgraft.errors import HTTPError
 from opgraft.server.generating import Generating
 from opgraft.server.protocol import CompletionRequest
+from opgraft.server.service import Service
 from opgraft.server.streams import News, finite, likeliest, token_text
 from opgraft.serving.outputs import CompletionOutput, Logprob, RequestOutput
 from opgraft.serving.prompts import Prompt
@@ -20,6 +21,11 @@ class Completion(Generating[CompletionRequest]):
     prefix = "cmpl"
     whole_object = "text_completion"
     chunk_object = "text_completion"
+    prompt_field = "prompt"
+
+    def __init__(self, service: Service, body: CompletionRequest, request_id: str, record: dict[str, Any]) -> None:
+        super().__init__(service, body, request_id, record)
+        self._offsets: dict[int, int] = {}
 
     async def prompts(self) -> list[list[int]]:
         """Return the token ids of the prompts, of which a body has one or several."""
@@ -61,7 +67,7 @@ class Completion(Generating[CompletionRequest]):
         return {
             "index": index,
             "text": text,
-            "logprobs": None if self.params.logprobs is None else self._logprobs(places),
+            "logprobs": None if self.params.logprobs is None else self._logprobs(index, places),
             "finish_reason": answer.finish_reason,
         }
 
@@ -69,11 +75,12 @@ class Completion(Generating[CompletionRequest]):
         tokenizer = self.service.llm.engine.tokenizer
         return "" if tokenizer is None else tokenizer.decode(prompt, skip_special_tokens=False)
 
-    def _logprobs(self, places: Sequence[tuple[int, Mapping[int, Logprob] | None]]) -> dict[str, Any]:
+    def _logprobs(self, index: int, places: Sequence[tuple[int, Mapping[int, Logprob] | None]]) -> dict[str, Any]:
         """Return the log-probabilities at places; the first token of a prompt has none."""
         texts = [
             self._prompt_text([token]) if ranked is None else token_text(token, ranked) for token, ranked in places
         ]
+        *offsets, self._offsets[index] = accumulate(map(len, texts), initial=self._offsets.get(index, 0))
         return {
             "tokens": texts,
             "token_logprobs": [None if ranked is None else finite(ranked[token].logprob) for token, ranked in places],
@@ -83,5 +90,5 @@ class Completion(Generating[CompletionRequest]):
                 else {token_text(each, ranked): finite(ranked[each].logprob) for each in likeliest(ranked, self.params)}
                 for _, ranked in places
             ],
-            "text_offset": list(accumulate(map(len, texts), initial=0))[:-1],
+            "text_offset": offsets,
         }

@@ -46,11 +46,13 @@ def response(error: HTTPError) -> JSONResponse:
 def _of_validation(error: RequestValidationError) -> HTTPError:
     """Tell the first of the faults that were found in a body, and the field that it is in."""
     faults: Sequence[Mapping[str, Any]] = error.errors()
-    kind = faults[0]["type"]
-    if kind == "json_invalid":
-        reason = faults[0].get("ctx", {}).get("error", "it cannot be parsed")
+    first = faults[0]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "it cannot be parsed")
         return HTTPError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
-    field = _field(faults[0])
+    within = [fault for fault in faults if fault["loc"][:2] == first["loc"][:2]]
+    deepest = max(within, key=lambda fault: len(fault["loc"]))  # of the alternatives of a union, the likeliest meant
+    kind, field = deepest["type"], _field(deepest)
     if kind == "extra_forbidden":
         return HTTPError(400, f"{field} is not supported: leave it out", field=field, code="unsupported_field")
     if kind == "missing":

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi.responses import JSONResponse, Response
 from opgraft.engine.sampling_params import SamplingParams
+from opgraft.errors import HTTPError, InputError, RequestError
 from opgraft.server import sampling
 from opgraft.server.protocol import Generation
 from opgraft.server.service import Job, Service
@@ -32,6 +33,7 @@ class Generating(ABC, Generic[_B]):
     prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
+    prompt_field: ClassVar[str]
 
     def __init__(self, service: Service, body: _B, request_id: str, record: dict[str, Any]) -> None:
         self.service = service
@@ -50,6 +52,10 @@ class Generating(ABC, Generic[_B]):
             RequestError: a prompt cannot be taken.
             InputError: likewise.
         """
+
+    def structured(self) -> dict[str, Any]:
+        """Return settings of sampling that go before those of the body."""
+        return {}
 
     @abstractmethod
     def delta(self, index: int, output: RequestOutput, answer: CompletionOutput, news: News) -> dict[str, Any]:
@@ -84,9 +90,13 @@ class Generating(ABC, Generic[_B]):
     async def _answers(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         started = time.perf_counter()
         with self.service.admission.slot() as slot:
-            self.prompt_ids = await self.prompts()
+            with _at(self.prompt_field):
+                self.prompt_ids = await self.prompts()
             sampling.expect_prompts(self.body, self.prompt_ids, self.service)
-            self.params = sampling.params_of(self.body, self.prompt_ids, self.service)
+            self.params = sampling.params_of(self.body, self.prompt_ids, self.service, self.structured())
+            if self.params.structured_output is not None:
+                with _at("response_format"):
+                    await self.service.prepare(self.service.llm.engine.grammar, self.params)
             self.record |= {"prompt_tokens": sum(map(len, self.prompt_ids)), "completion_tokens": 0}
             job = Job(self.id, self.prompt_ids, self.params, self.body.priority or 0, self.body.cache_salt)
             async with aclosing(self.service.answers(job, slot)) as news:
@@ -144,6 +154,15 @@ class Generating(ABC, Generic[_B]):
 
     def _usage(self, tokens: int) -> dict[str, int]:
         return usage(sum(map(len, self.prompt_ids)), tokens)
+
+
+@contextmanager
+def _at(field: str) -> Iterator[None]:
+    """Name the field that is at fault for what is raised within the block."""
+    try:
+        yield
+    except (RequestError, InputError) as error:
+        raise HTTPError(400, str(error), field=field, code="invalid_value") from error
 
 
 def _tokens(output: RequestOutput) -> int:

@@ -81,10 +81,79 @@ class CompletionRequest(Generation):
     suffix: None = None
 
 
+class TextPart(Body):
+    """A part of a message that is text; there are no others."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Body):
+    """A function with its arguments, which are JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call that a model made."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class ChatMessage(Body):
+    """A message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: list[Any] | None = Field(default=None, max_length=0)
+
+
+class Function(Body):
+    """A function that a model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool, of which functions are the only kind."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedToolChoice(Body):
+    """The choice of one function."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatRequest(Generation):
     """The body of ``/v1/chat/completions``."""
 
-    messages: list[dict[str, Any]]
+    messages: list[ChatMessage]
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -92,3 +161,32 @@ class ChatRequest(Generation):
     modalities: list[Literal["text"]] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
+
+
+class EmbeddingRequest(Body):
+    """The body of ``/v1/embeddings``."""
+
+    model: str
+    input: str | list[str] | list[_Tokens] | list[list[_Tokens]]
+    encoding_format: Literal["float", "base64"] | None = None
+    user: str | None = None
+
+
+class TokenizeRequest(Body):
+    """The body of ``/tokenize``: a prompt, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(Body):
+    """The body of ``/detokenize``."""
+
+    model: str | None = None
+    tokens: list[_Tokens]
+    skip_special_tokens: bool | None = None

@@ -66,7 +66,7 @@ class HTTPServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Tell whether to end, ten times a second."""
         try:
-            await self._service.llm.check_health()
+            await self._service.check_health()
         except EngineError as error:
             if self._failed is None:
                 self._failed, self._failed_at = error, time.monotonic()
@@ -131,7 +131,7 @@ def serve(
         try:
             server.run([listener])
         finally:
-            service.llm.shutdown()
+            service.shutdown()
     server.expect_no_failure()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opgraft.engine.sampling_params import SamplingParams
@@ -47,21 +47,24 @@ def expect_stream_options(body: Generation) -> None:
         raise HTTPError(400, "stream_options needs stream: true", field="stream_options", code="invalid_value")
 
 
-def params_of(body: Generation, prompts: Sequence[Sequence[int]], service: Service) -> SamplingParams:
-    """Return the sampling that a request asks for.
+def params_of(
+    body: Generation, prompts: Sequence[Sequence[int]], service: Service, settled: Mapping[str, Any]
+) -> SamplingParams:
+    """Return the sampling that a request asks for; ``settled`` goes before that.
 
     Raises:
         HTTPError: it asks for more than the server allows, or for what it has not.
         RequestError: a value is not allowed, or two contradict each other.
     """
     given = body.model_dump(include=set(_AS_THEY_ARE), exclude_none=True)
-    return SamplingParams(
-        **given,
-        max_tokens=_max_tokens(body, prompts, service),
-        logit_bias=_logit_bias(body.logit_bias or {}, service.llm.engine.vocab_size),
-        structured_output=_structured(body.response_format),
+    given |= {
+        "max_tokens": _max_tokens(body, prompts, service),
+        "logit_bias": _logit_bias(body.logit_bias or {}, service.vocab_size),
+        "structured_output": _structured(body.response_format),
         **_logprobs(body, service.settings.max_logprobs),
-    )
+        **settled,
+    }
+    return SamplingParams(**given)
 
 
 def _max_tokens(body: Generation, prompts: Sequence[Sequence[int]], service: Service) -> int:

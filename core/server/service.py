@@ -5,23 +5,28 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import EngineError, HTTPError
+from opgraft.models.build import generates
 from opgraft.plugins.selection import current_platform, selected_platform
 from opgraft.server.admission import Admission, Slot
+from opgraft.serving.async_embedder import AsyncEmbedder
 from opgraft.serving.async_llm import AsyncLLM
 from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.prometheus import PrometheusExporter
+from opgraft.serving.tokenizer import Tokenizer
 from opgraft.text import printable
 from prometheus_client import CollectorRegistry
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -54,14 +59,13 @@ class Flight:
 
 
 class Service:
-    """A language model behind the interface.
+    """A language model or an encoder behind the interface.
 
     Args:
         model: a checkpoint's folder or file, or the name of a packaged model.
         opgraft_config: every setting.
 
     Attributes:
-        llm: the model.
         registry: of the metrics.
         kernels: how many of whose kernels run, in words; empty before the service is ready.
         created: when it was loaded, in seconds since 1970.
@@ -77,7 +81,11 @@ class Service:
         self.name = self.settings.model_name or PurePath(model).name
         self.registry = CollectorRegistry()
         self._exporter = PrometheusExporter(self.name, self.registry)
-        self.llm = AsyncLLM(model, opgraft_config=opgraft_config, on_step=self._exporter)
+        self._model: AsyncLLM | AsyncEmbedder
+        if generates(opgraft_config):
+            self._model = AsyncLLM(opgraft_config=opgraft_config, on_step=self._exporter)
+        else:
+            self._model = AsyncEmbedder(opgraft_config)
         self.created = int(time.time())
         self.admission = Admission(self.settings)
         self.draining = False
@@ -85,38 +93,120 @@ class Service:
         self._warm = False
         self.kernels = ""
 
+    @property
+    def llm(self) -> AsyncLLM:
+        """The language model.
+
+        Raises:
+            HTTPError: the model is an encoder.
+        """
+        if isinstance(self._model, AsyncLLM):
+            return self._model
+        raise HTTPError(
+            400,
+            f"{self.name} is an encoder, which answers no prompt: POST /v1/embeddings gives the vectors of texts",
+            field="model",
+            code="unsupported_model",
+        )
+
+    @property
+    def encoder(self) -> AsyncEmbedder:
+        """The encoder.
+
+        Raises:
+            HTTPError: the model is none.
+        """
+        if isinstance(self._model, AsyncEmbedder):
+            return self._model
+        raise HTTPError(
+            400,
+            f"{self.name} generates text, and has no embeddings: ask a server of an encoder",
+            field="model",
+            code="unsupported_model",
+        )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model.
+
+        Raises:
+            InputError: it has none.
+        """
+        if isinstance(self._model, AsyncEmbedder):
+            return self._model.embedder.tokenizer
+        return self._model.engine.expect_tokenizer()
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens that the model knows."""
+        embeds = isinstance(self._model, AsyncEmbedder)
+        return self.encoder.embedder.vocab_size if embeds else self.llm.engine.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence, in tokens."""
+        embeds = isinstance(self._model, AsyncEmbedder)
+        return self.encoder.embedder.max_tokens if embeds else self.llm.engine.core.max_model_len
+
+    def capacity(self) -> str:
+        """Say in words what the model can hold."""
+        if isinstance(self._model, AsyncEmbedder):
+            return f"none, as it is an encoder; the longest text has {self.max_model_len:,} tokens"
+        return self._model.engine.core.capacity()
+
+    async def prepare(self, function: Callable[..., _T], *args: object) -> _T:
+        """Call a function in the thread that prepares requests."""
+        return await self._model.prepare(function, *args)
+
     async def warm_up(self) -> None:
-        """Generate a token, after which the service is ready.
+        """Generate a token, or embed one, after which the service is ready.
 
         Raises:
             EngineError: it could not.
         """
+        if isinstance(self._model, AsyncEmbedder):
+            await self._model.embed([[0]])
+        else:
+            await self._generate_a_token()
+        explanation = await self._model.explain()
+        self._exporter.show_kernels(explanation)
+        self.kernels = _summary(explanation)
+        self._warm = True
+
+    async def _generate_a_token(self) -> None:
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
         async for output in self.llm.generate([0], params):
             failed = output.outputs[0].error
         if failed is not None:
             raise EngineError(f"the first token could not be generated: {failed}")
-        explanation = await self.llm.explain()
-        self._exporter.show_kernels(explanation)
-        self.kernels = _summary(explanation)
-        self._warm = True
+
+    def shutdown(self) -> None:
+        """Let go of the model."""
+        self._model.shutdown()
 
     def card(self) -> dict[str, Any]:
         """Return the model as OpenAI lists models."""
-        most = self.llm.engine.core.max_model_len
         return {
             "id": self.name,
             "object": "model",
             "created": self.created,
             "owned_by": "opgraft",
-            "max_model_len": most,
+            "max_model_len": self.max_model_len,
         }
 
     async def decisions(self) -> dict[str, Any]:
         """Return which platform was chosen, which kernel of which provider runs each op, and why."""
-        explanation = await self.llm.explain()
+        explanation = await self._model.explain()
         decision = selected_platform().decision.to_dict()
         return {"model": self.name, "platform": current_platform().name, "decision": decision, **explanation.to_dict()}
+
+    async def check_health(self) -> None:
+        """Raise where the engine cannot go on.
+
+        Raises:
+            EngineError: it has stopped.
+        """
+        await self._model.check_health()
 
     async def check(self) -> None:
         """Raise where requests cannot be served.
@@ -125,7 +215,7 @@ class Service:
             HTTPError: the model is not ready yet, or the server is about to end.
             EngineError: the engine has stopped.
         """
-        await self.llm.check_health()
+        await self.check_health()
         if self.draining:
             raise HTTPError(503, "the server is shutting down: ask another one", code="draining")
         if not self._warm:

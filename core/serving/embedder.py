@@ -65,6 +65,14 @@ class Embedder:
             self._expect_numbers(output)
         return outputs
 
+    def encode(self, text: Prompt, index: int) -> list[int]:
+        """Return the token ids of a text, from any thread; ``index`` names it in errors.
+
+        Raises:
+            RequestError: it cannot be taken.
+        """
+        return self._tokenized(text, index, truncate=False)[1]
+
     def _tokenized(self, text: Prompt, index: int, truncate: bool) -> tuple[str | None, list[int]]:
         if truncate and isinstance(text, str):
             return text, self.tokenizer.encode_truncated(text, self.max_tokens)

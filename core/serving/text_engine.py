@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +31,9 @@ from opgraft.text import described
 
 OnStep: TypeAlias = Callable[[EngineStats, Sequence[RequestOutput]], None]
 """Called after each step, and after an abort, with what has changed since the last call, and the requests with news."""
+
+_MOST_GRAMMARS = 128
+"""Compiled grammars that are kept, those that were used last."""
 
 
 @dataclass
@@ -71,6 +76,7 @@ class TextEngine:
         self.vocab_size = int(config.get_text_config().vocab_size)
         self._open: dict[str, OpenRequest] = {}
         self._owner: dict[str, str] = {}
+        self._grammars: OrderedDict[str, Grammar] = OrderedDict()
         self._on_step = on_step
         self._reported = self.core.stats()
 
@@ -153,7 +159,7 @@ class TextEngine:
             priority=priority,
             cache_salt=cache_salt,
             bad_words=bad_word_tokens(params.bad_words, self.expect_tokenizer()) if params.bad_words else (),
-            grammar=self._grammar(params),
+            grammar=self.grammar(params),
         ).split()
         answers = [_Answer(each, CompletionOutput(i), self._detokenizer(each)) for i, each in enumerate(requests)]
         output = RequestOutput(request_id, text, ids, [answer.output for answer in answers], metrics=metrics)
@@ -181,9 +187,25 @@ class TextEngine:
         if request_id in self._open:
             raise RequestError(f"request {request_id!r} is added, and one of that id runs: give each an id of its own")
 
-    def _grammar(self, params: SamplingParams) -> Grammar | None:
+    def grammar(self, params: SamplingParams) -> Grammar | None:
+        """Return the grammar of a structured output, which is compiled once and kept; in the preparing thread.
+
+        Raises:
+            InputError: it cannot be compiled.
+        """
         wanted = params.structured_output
-        return None if wanted is None else Grammar(wanted, self._grammar_tokens)
+        if wanted is None:
+            return None
+        try:
+            key = json.dumps(wanted)
+        except (TypeError, ValueError, RecursionError):
+            return Grammar(wanted, self._grammar_tokens)  # which tells what is wrong with it
+        if key not in self._grammars:
+            self._grammars[key] = Grammar(wanted, self._grammar_tokens)
+        self._grammars.move_to_end(key)
+        while len(self._grammars) > _MOST_GRAMMARS:
+            self._grammars.popitem(last=False)
+        return self._grammars[key]
 
     def _detokenizer(self, request: Request) -> Detokenizer | None:
         params = request.params

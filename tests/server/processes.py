@@ -25,7 +25,7 @@ TEMPLATE = (
 )
 SETTINGS = {
     "model.dtype": "float32",
-    "model.max_model_len": "64",
+    "model.max_model_len": "512",
     "cache.block_size": "4",
     "cache.num_blocks": "256",
     "scheduler.max_num_seqs": "8",
@@ -35,7 +35,7 @@ SETTINGS = {
 
 def write_model(folder: Path, tokenizer: Any, template: str | None = TEMPLATE) -> Path:
     """Write a Llama of random weights with a tokenizer of 400 tokens and a chat template."""
-    written("Llama", folder, vocab_size=400)
+    written("Llama", folder, vocab_size=400, max_position_embeddings=1024)
     tokenizer.save(str(folder / "tokenizer.json"))
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
