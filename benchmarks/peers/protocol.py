@@ -2,8 +2,8 @@
 
 It needs nothing but the standard library, as these environments have no opgraft. A line of JSON comes on stdin,
 ``{"prompts": [[token, …], …], "max_tokens": n}``; a line goes to stdout, ``{"seconds": …, "cpu_seconds": …,
-"peak_bytes": …, "tokens": [[token, …], …]}``. The first line out is ``{"ready": true}``. What libraries print goes to
-stderr.
+"all_cpu_seconds": …, "peak_bytes": …, "tokens": [[token, …], …]}``, where ``all`` is since the process began. The first
+line out is ``{"ready": true}``. What libraries print goes to stderr.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-Generate = Callable[[list[list[int]], int], list[list[int]]]
+Answer = dict[str, Any]
+"""``tokens`` of each prompt, and what else an engine tells of the run."""
+
+Generate = Callable[[list[list[int]], int], Answer]
 """Prompts and how many tokens each is to get → the tokens, greedily chosen, no end of text respected."""
 
 
@@ -29,15 +33,17 @@ def serve(start: Callable[[str, str], Generate]) -> None:
     for line in sys.stdin:
         task = json.loads(line)
         wall, cpu = time.perf_counter(), cpu_seconds()
-        tokens = generate(task["prompts"], task["max_tokens"])
-        result = {"seconds": time.perf_counter() - wall, "cpu_seconds": cpu_seconds() - cpu, "tokens": tokens}
-        print(json.dumps({**result, "peak_bytes": peak_bytes()}), file=answers)
+        answer = generate(task["prompts"], task["max_tokens"])
+        result = {"seconds": time.perf_counter() - wall, "cpu_seconds": cpu_seconds() - cpu, **answer}
+        print(json.dumps({**result, "all_cpu_seconds": cpu_seconds(), "peak_bytes": peak_bytes()}), file=answers)
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time that this process, and those that it started and that run, have taken."""
+    """Return the CPU time that this process has taken, with those that it started and what they waited for."""
     fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in _children()]
-    return time.process_time() + sum(int(each[11]) + int(each[12]) for each in fields) / os.sysconf("SC_CLK_TCK")
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    running = sum(int(ticks) for each in fields for ticks in each[11:15]) / os.sysconf("SC_CLK_TCK")
+    return time.process_time() + ended.ru_utime + ended.ru_stime + running
 
 
 def peak_bytes() -> int:
