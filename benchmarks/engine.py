@@ -24,6 +24,7 @@ import torch
 from engine_rows import Finding, Findings, Shape, print_findings
 from engine_sides import Bench, Key, Record, Rounds, checkpoint_of, pythons
 from engine_tasks import ENGINES, PARTS, SUBJECT, TASKS
+from scheduler import step_rows
 from timing import machine
 
 STEP = "step"
@@ -96,7 +97,7 @@ def measured(arguments: argparse.Namespace, folder: Path, left_out: list[str]) -
     parts = [name for name in PARTS if name in arguments.rows]
     wanted = {engine for name in parts for engine in PARTS[name].engines} & set(arguments.engines)
     engines = [name for name in ENGINES if name in wanted]
-    rounds = Rounds(2, 1, warm=False) if arguments.quick else Rounds()
+    rounds = Rounds(2, 1) if arguments.quick else Rounds()
     bench = Bench(pythons(left_out, engines), folder, engines, rounds)
     shapes = {}
     for dtype in arguments.dtypes if parts else ():
@@ -104,6 +105,8 @@ def measured(arguments: argparse.Namespace, folder: Path, left_out: list[str]) -
         bench.measure(dtype, parts)
     clock = "cpu_seconds" if arguments.cpu_time else "seconds"
     findings = list(Findings(bench.records, shapes, clock).rows())
+    if STEP in arguments.rows:
+        findings += [Finding(row.name, row.measured, row.detail, most=row.limit) for row in step_rows()]
     return bench.records, findings
 
 

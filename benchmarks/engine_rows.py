@@ -167,13 +167,13 @@ class Findings:
 
     def _ratio(self, task: str, ours: Key, theirs: Key, least: float | None, limit: float | None = None) -> Finding:
         """Return the ratio of two speeds; ``limit``: the least seconds of the task on this machine."""
-        mine, others = self._times(ours, task), self._times(theirs, task)
-        ratio = statistics.median(b / a for a, b in zip(mine, others, strict=True))
+        mine, others = (statistics.median(self._times(key, task)) for key in (ours, theirs))
         counted = _counted(task)
-        speeds = [counted / statistics.median(each) for each in (mine, others)]
-        detail = f"{speeds[0]:.4g} over {speeds[1]:.4g} tokens/s, {_rounds(mine)}"
-        bound = None if limit is None else statistics.median(others) / limit
-        return Finding(f"{task}: {' '.join(ours)} / {' '.join(theirs)}", ratio, detail, least=least, bound=bound)
+        detail = f"{counted / mine:.4g} over {counted / others:.4g} tokens/s"
+        bound = None if limit is None else others / limit
+        return Finding(
+            f"{task}: {' '.join(ours)} / {' '.join(theirs)}", others / mine, detail, least=least, bound=bound
+        )
 
     def _against_peers(self, dtype: str) -> Iterator[Finding]:
         roof, ours = self._roof(dtype), (SUBJECT, dtype)
@@ -221,17 +221,16 @@ class Findings:
         for name, theirs in starts.items():
             if name != SUBJECT and SUBJECT in starts:
                 taken = [statistics.median(each[self.clock] for each in both) for both in (starts[SUBJECT], theirs)]
-                detail = f"{taken[0]:.3g} over {taken[1]:.3g} s, {_rounds(theirs)}"
+                detail = f"{taken[0]:.3g} over {taken[1]:.3g} s"
                 name_of_row = f"start to first token {dtype} / {name}"
                 yield Finding(name_of_row, taken[0] / taken[1], detail, most=STARTS.get(name))
 
     def _prefix(self, dtype: str) -> Iterator[Finding]:
         key, tasks = ("opgraft, prefixes kept", dtype), ("first of a prefix", "second of a prefix")
         if self._has(key, *tasks):
-            first, second = (self.records[key].seconds(task, self.clock) for task in tasks)
-            ratio = statistics.median(a / b for a, b in zip(first, second, strict=True))
-            detail = f"{statistics.median(first) * 1e3:.4g} over {statistics.median(second) * 1e3:.4g} ms"
-            yield Finding(f"first token, its prefix of 1,000 new / kept, {dtype}", ratio, detail, least=PREFIX)
+            first, second = (statistics.median(self.records[key].seconds(task, self.clock)) for task in tasks)
+            detail = f"{first * 1e3:.4g} over {second * 1e3:.4g} ms"
+            yield Finding(f"first token, its prefix of 1,000 new / kept, {dtype}", first / second, detail, least=PREFIX)
 
     def _overload(self, dtype: str) -> Iterator[Finding]:
         key, tasks = ("opgraft, small cache", dtype), ("requests that fit", "twice as many")
@@ -273,7 +272,3 @@ def _counted(task: str) -> int:
 
 def _differences(whole: Sequence[float], first: Sequence[float]) -> list[float]:
     return [a - b for a, b in zip(whole, first, strict=True)]
-
-
-def _rounds(values: Sequence[object]) -> str:
-    return f"{len(values)} round{'s' if len(values) > 1 else ''}"

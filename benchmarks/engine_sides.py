@@ -122,18 +122,17 @@ class Rounds:
 
     Attributes:
         usual: rounds of a task, after one that warms up.
-        many: rounds of a task of many requests.
-        warm: whether these too are warmed up.
+        many: rounds of a task of many requests, which needs no warming up.
     """
 
     usual: int = 5
-    many: int = 3
-    warm: bool = True
+    many: int = 2
 
-    def counts(self, task: str, turn: int) -> bool:
-        """Tell whether a task is done in a turn; turn 0 warms up and is not counted."""
-        many = TASKS[task].many
-        return (self.warm or not many) if turn == 0 else turn <= (self.many if many else self.usual)
+    def includes(self, engine: str, task: str, turn: int) -> bool:
+        """Tell whether an engine does a task in a turn; turn 0 warms up and is not counted."""
+        if TASKS[task].many:
+            return 0 < turn <= (1 if ENGINES[engine].once else self.many)
+        return turn <= self.usual
 
 
 class Bench:
@@ -192,7 +191,7 @@ class Bench:
         for turn in range(self.rounds.usual + 1):
             for side in sides[:: 1 if turn % 2 == 0 else -1]:
                 for task in part.tasks:
-                    if self.rounds.counts(task, turn):
+                    if self.rounds.includes(side.name, task, turn):
                         answer = side.ask(TASKS[task].prompts(task, turn), TASKS[task].max_tokens)
                         if turn:
                             self._record(side.name, side.dtype).answers.setdefault(task, []).append(answer)

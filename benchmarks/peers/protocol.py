@@ -54,8 +54,11 @@ def peak_bytes() -> int:
     return (own + max(children, running)) * 1024
 
 
-def _children() -> list[str]:
-    return [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+def _children(parent: str = "self") -> list[str]:
+    """Return the processes that one has started, with those that these have: vLLM's worker is a child of a child."""
+    files = Path(f"/proc/{parent}/task").glob("*/children")
+    children = [pid for file in files for pid in file.read_text().split()]
+    return children + [each for pid in children for each in _children(pid)]
 
 
 def _status_kib(pid: str, field: str) -> int:
