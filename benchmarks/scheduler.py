@@ -47,9 +47,10 @@ def microseconds(running: int, kinds: list[LayerKind]) -> tuple[float, float]:
 
 def write_tiny_model(folder: Path) -> None:
     """Write a decoder of one small layer, with the tokenizer of SmolLM2."""
-    transformers.utils.logging.disable_progress_bar()
+    quiet: Any = transformers.utils.logging  # which has no types, as the tokenizer
+    quiet.disable_progress_bar()
     packaged = find_checkpoint("smollm2")
-    tokenizer: Any = transformers.AutoTokenizer  # which has no types
+    tokenizer: Any = transformers.AutoTokenizer
     tokenizer.from_pretrained(str(packaged.parent), gguf_file=packaged.name).save_pretrained(folder)
     config = transformers.LlamaConfig(
         vocab_size=512,
@@ -65,7 +66,7 @@ def write_tiny_model(folder: Path) -> None:
 def parts_of_a_step(folder: Path, running: int) -> dict[str, float]:
     """Return the median milliseconds of each part of a step in which ``running`` requests decode."""
     changes: list[EngineStats] = []
-    settings = {"cache.memory_bytes": 1 << 26, "load.progress": False, "scheduler.max_num_seqs": 256}
+    settings: dict[str, Any] = {"cache.memory_bytes": 1 << 26, "load.progress": False, "scheduler.max_num_seqs": 256}
     llm = LLM(str(folder), dtype="float32", on_step=lambda change, _: changes.append(change), **settings)
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     llm.generate([[5 + number] * 16 for number in range(running)], params, progress=False)

