@@ -40,7 +40,7 @@ help:
 	@echo "make bench-engine  the engine against transformers, vLLM and llama.cpp on SmolLM2: table, and JSON in build (8 GB the first time)"
 	@echo "make bench-ipex    the CPU kernels against Intel's extension, in its environment (8 GB)"
 	@echo "make charts  measure mechanism, models and engine, and draw the charts of README and documentation anew"
-	@echo "make figures draw charts and diagrams from the figures that are committed"
+	@echo "make figures draw charts and diagrams, and the table of engines, from the figures that are committed"
 	@echo "make docs   the documentation, into site/"
 	@echo "make clean  remove everything that these targets made"
 
@@ -127,6 +127,7 @@ charts: .demo/installed
 
 figures: .venv/base
 	$(BIN)/python tools/figures.py
+	$(BIN)/python tools/engine_table.py
 
 docs: .venv/docs
 	$(BIN)/mkdocs build --strict
