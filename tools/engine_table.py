@@ -10,7 +10,9 @@ from typing import Any
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, DATA = DOCS / "explanation/engine.md", DOCS / "figures/engine.json"
-_TABLE = re.compile(r"(?<=^\| measured \| value \| target \| \| figures \|\n\|---\|---\|---\|---\|---\|\n)(\|.*\n)*", re.M)
+_TABLE = re.compile(
+    r"(?<=^\| measured \| value \| target \| \| figures \|\n\|---\|---\|---\|---\|---\|\n)(\|.*\n)*", re.M
+)
 
 
 def main() -> None:
