@@ -39,8 +39,8 @@ help:
 	@echo "make bench-loading the memory that loading a checkpoint takes on top of its weights, against its limit"
 	@echo "make bench-engine  the engine against transformers, vLLM and llama.cpp on SmolLM2: table, and JSON in build (8 GB the first time)"
 	@echo "make bench-ipex    the CPU kernels against Intel's extension, in its environment (8 GB)"
-	@echo "make charts  measure mechanism and models, and draw the charts of README and documentation anew"
-	@echo "make figures draw charts and diagrams from the figures that are committed"
+	@echo "make charts  measure mechanism, models and engine, and draw the charts of README and documentation anew"
+	@echo "make figures draw charts and diagrams, and the table of engines, from the figures that are committed"
 	@echo "make docs   the documentation, into site/"
 	@echo "make clean  remove everything that these targets made"
 
@@ -109,7 +109,7 @@ bench-ipex:
 bench-loading: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/loading.py
 
-# BENCH='--quick --cpu-time' for a machine that has other work; --help names the rest.
+# BENCH='--quick --cpu-time' for a machine that has other work, '--rows decode' for a part; --help names the rest.
 bench-engine: .demo/installed
 	mkdir -p build
 	PYTHONPATH=$(CURDIR)/.demo $(BIN)/python benchmarks/engine.py --json build/bench-engine.json $(BENCH)
@@ -119,13 +119,15 @@ bench-models: .demo/installed
 
 # A limit that is exceeded on this machine is no reason to keep old charts: it shows in them.
 charts: .demo/installed
-	rm -f $(FIGURES)/models.json $(FIGURES)/mechanism.json
+	rm -f $(FIGURES)/models.json $(FIGURES)/mechanism.json $(FIGURES)/engine.json
 	-$(BIN)/python benchmarks/mechanism.py --json > $(FIGURES)/mechanism.json
 	-PYTHONPATH=$(CURDIR)/.demo $(BIN)/python benchmarks/models.py --json $(FIGURES)/models.json
+	-PYTHONPATH=$(CURDIR)/.demo $(BIN)/python benchmarks/engine.py --json $(FIGURES)/engine.json $(BENCH)
 	$(MAKE) figures
 
 figures: .venv/base
 	$(BIN)/python tools/figures.py
+	$(BIN)/python tools/engine_table.py
 
 docs: .venv/docs
 	$(BIN)/mkdocs build --strict
