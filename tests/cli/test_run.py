@@ -16,7 +16,7 @@ import pytest
 import torch
 from opgraft.cli.neighbours import nearest
 from opgraft.cli.run import read_lines
-from opgraft.errors import InputError, OpgraftError
+from opgraft.errors import InputError, ModelError, OpgraftError
 from opgraft.serving.llm import LLM
 
 transformers = pytest.importorskip("transformers")
@@ -219,23 +219,23 @@ BROKEN = {
     configured(architectures=3): "architectures is 3, expected a list of class names",
     configured(architectures="LlamaForCausalLM"): "architectures is 'LlamaForCausalLM', expected a list",
     configured(architectures=[3]): r"architectures is \[3\], expected a list",
-    configured(hidden_size="x"): "cannot load .*hidden_size",
-    configured(num_attention_heads=0): "cannot load",
-    configured(model_type=["llama"]): "cannot load",
+    configured(hidden_size="x"): "cannot read the configuration .*hidden_size",
+    configured(num_attention_heads=0): "cannot read the configuration",
+    configured(model_type=["llama"]): "cannot read the configuration",
     configured(is_encoder_decoder=True): r"is an encoder with a decoder \(llama\)",
-    encoder_decoder: r"is an encoder with a decoder \(t5\), which 'run' cannot drive",
+    encoder_decoder: r"is an encoder with a decoder \(t5\), which no model here is",
     nested_config: "config.json cannot be read as JSON",
     huge_header: "is no whole safetensors file",
-    garbled_tokenizer: "cannot load",
+    garbled_tokenizer: "is no tokenizer that can be read",
     break_config: "has no config.json",
     garble_config: r"config.json cannot be read as JSON",
-    unknown_architecture: "cannot load",
+    unknown_architecture: "cannot read the configuration",
     truncate: r"the file is cut short: \d+ of \d+ bytes are there",
     empty: "is no whole safetensors file",
     no_weights: "the weights are missing",
     pickle_only: r"only as a pickle \(pytorch_model.bin\), which is refused",
     missing_shard: r"model-00001-of-00002.safetensors is listed in model.safetensors.index.json and missing",
-    no_tokenizer: "has no tokenizer.json",
+    no_tokenizer: "cannot load the tokenizer",
 }
 
 
@@ -249,6 +249,13 @@ def test_a_broken_checkpoint_is_a_clear_error(broken: Path, harm) -> None:
     assert caught.value.exit_code == 2
 
 
+def test_an_architecture_without_a_name(broken: Path) -> None:
+    """The error lists what is written here, not the hundreds of names that transformers has."""
+    (broken / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ModelError, match=r"\(none is named\): known: (\w+, ){10,40}\w+\. A plugin adds"):
+        LLM(str(broken), **QUIET)
+
+
 def test_code_in_a_checkpoint_is_never_run(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model or tokenizer that exists only as code in the folder is refused, without a question on the terminal."""
     monkeypatch.setattr("builtins.input", lambda *args: pytest.fail("it asked whether to run the code"))
@@ -257,7 +264,7 @@ def test_code_in_a_checkpoint_is_never_run(broken: Path, monkeypatch: pytest.Mon
     configured(auto_map=auto_map)(broken)
     LLM(str(broken), **{"cache.num_blocks": 300}, **QUIET)
     configured(model_type="never-heard-of")(broken)
-    with pytest.raises(OpgraftError, match="never-heard-of"):
+    with pytest.raises(OpgraftError, match=r"config.json needs Python code of its own \(auto_map\), which is refused"):
         LLM(str(broken), **QUIET)
     assert not (broken / "ran").exists()
 
