@@ -67,6 +67,10 @@ class HasLogits(Protocol):
         """Return the logits; ``None`` on ranks that do not gather them."""
 
 
+_HEAD = "ForMaskedLM"
+"""The end of the names of encoders with a head that guesses words, which embeddings do not use."""
+
+
 def model_classes() -> dict[str, type[Model]]:
     """Return the classes that are registered for architectures, those of plugins with them."""
     load_plugins()
@@ -86,6 +90,7 @@ def model_class(architectures: Iterable[str], implementation: str = "auto") -> t
         ModelError: none has; the message has near matches.
     """
     wanted, known = list(architectures), model_classes()
+    wanted += [f"{name.removesuffix(_HEAD)}Model" for name in wanted if name.endswith(_HEAD)]
     if implementation != "transformers":
         for architecture in wanted:
             if architecture in known:

@@ -86,10 +86,10 @@ def rename_all(weights: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda folder: change_weights(folder, lose_one), "1 tensor that it needs are missing"),
-        (lambda folder: change_weights(folder, rename_all), "that it needs are missing"),
-        (lambda folder: change_config(folder, num_hidden_layers=1), "belong to no part of it"),
-        (lambda folder: change_config(folder, num_hidden_layers=3), "that it needs are missing"),
+        (lambda folder: change_weights(folder, lose_one), "is missing"),
+        (lambda folder: change_weights(folder, rename_all), "is missing"),
+        (lambda folder: change_config(folder, num_hidden_layers=1), "has no place"),
+        (lambda folder: change_config(folder, num_hidden_layers=3), "is missing"),
     ],
     ids=["lost", "foreign", "too many layers", "too few layers"],
 )
@@ -98,9 +98,8 @@ def test_weights_of_another_model_are_refused(request, kind: str, change, messag
     folder = request.getfixturevalue(kind)
     LLM(str(folder), **SMALL)
     change(folder)
-    with pytest.raises(InputError, match=message) as caught:
+    with pytest.raises(InputError, match=message):
         LLM(str(folder), **SMALL)
-    assert str(folder) in str(caught.value)
 
 
 def test_the_command_ends_with_2(cli, causal: Path) -> None:
@@ -108,14 +107,21 @@ def test_the_command_ends_with_2(cli, causal: Path) -> None:
     change_weights(causal, lose_one)
     result = cli("run", str(causal), "the cat")
     assert (result.returncode, result.stdout) == (2, "")
-    assert "1 tensor that it needs are missing" in result.stderr
+    assert "is missing" in result.stderr
 
 
-def test_parts_that_no_answer_needs(tokenizer, tmp_path: Path, bert) -> None:
-    """A masked language model has a head that an encoder goes without, and no pooler: both are fine."""
-    folder = save(transformers.BertForMaskedLM(bert()), tokenizer, tmp_path / "masked")
-    change_config(folder, architectures=["BertForMaskedLM"])
-    LLM(str(folder), **SMALL)
+@pytest.mark.parametrize("family", ["Bert", "Roberta"])
+def test_parts_that_no_answer_needs(tokenizer, tmp_path: Path, bert, family: str) -> None:
+    """A masked language model has a head that embeddings go without, and no pooler: its vectors are the encoder's."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(
+        **{**bert(pad_token_id=0).to_dict(), "model_type": family.lower()}
+    )
+    masked = getattr(transformers, f"{family}ForMaskedLM")(config)
+    folders = save(masked, tokenizer, tmp_path / "masked"), save(masked.base_model, tokenizer, tmp_path / "base")
+    change_config(folders[0], architectures=[f"{family}ForMaskedLM"])
+    vectors = [LLM(str(folder), **SMALL).embed("the cat")[0].embedding for folder in folders]
+    assert vectors[0] == vectors[1]
 
 
 @pytest.mark.parametrize("mode", POOLINGS)
