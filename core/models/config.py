@@ -40,6 +40,7 @@ def read_config(weights: Weights) -> Any:
         raise
     except Exception as error:  # damaged values make transformers raise nearly anything
         version = f"transformers {transformers.__version__}"
+        _refuse_code(file, error, version)
         raise CheckpointError(f"{version} cannot read the configuration in {file}: {described(error)}") from error
 
 
@@ -56,6 +57,7 @@ def load_tokenizer(weights: Weights) -> Any:
         return transformers.AutoTokenizer.from_pretrained(_folder(weights), **place, **LOCAL_ONLY)
     except Exception as error:  # as above
         version = f"transformers {transformers.__version__}"
+        _refuse_code(_folder(weights) / "tokenizer_config.json", error, version)
         raise CheckpointError(f"{version} cannot load the tokenizer of {weights.path}: {described(error)}") from error
 
 
@@ -78,6 +80,19 @@ def check_config(file: Path) -> dict[str, Any]:
                 f"Remove it, or use one of {', '.join(map(repr, _LOCAL[1:]))}."
             )
     return config
+
+
+def _refuse_code(file: Path, error: Exception, version: str) -> None:
+    """Say so where transformers failed on a file because it may not run the code that the file names.
+
+    Raises:
+        CheckpointError: the file names code.
+    """
+    if isinstance(error, ValueError) and file.suffix == ".json" and file.is_file() and "auto_map" in read_json(file):
+        raise CheckpointError(
+            f"{file} needs Python code of its own (auto_map), which is refused: it would run with your rights. Use a "
+            f"checkpoint whose architecture {version} knows."
+        ) from error
 
 
 def _folder(weights: Weights) -> Path:

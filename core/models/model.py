@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
-from opgraft.errors import ModelError, close_matches
+from opgraft.errors import ModelError, close_matches, near_matches
 from opgraft.models.description import architecture_config
 from opgraft.models.names import ShardId, WeightsMapper
 from opgraft.plugins.host import load_plugins
@@ -67,6 +67,10 @@ class HasLogits(Protocol):
         """Return the logits; ``None`` on ranks that do not gather them."""
 
 
+_HEAD = "ForMaskedLM"
+"""The end of the names of encoders with a head that guesses words, which embeddings do not use."""
+
+
 def model_classes() -> dict[str, type[Model]]:
     """Return the classes that are registered for architectures, those of plugins with them."""
     load_plugins()
@@ -86,6 +90,7 @@ def model_class(architectures: Iterable[str], implementation: str = "auto") -> t
         ModelError: none has; the message has near matches.
     """
     wanted, known = list(architectures), model_classes()
+    wanted += [f"{name.removesuffix(_HEAD)}Model" for name in wanted if name.endswith(_HEAD)]
     if implementation != "transformers":
         for architecture in wanted:
             if architecture in known:
@@ -94,7 +99,8 @@ def model_class(architectures: Iterable[str], implementation: str = "auto") -> t
     for architecture in wanted:
         if architecture in foreign:
             return known[foreign[architecture]]
-    near = close_matches(wanted[0] if wanted else "", {**known, **foreign})
+    name, all_names = wanted[0] if wanted else "", {**known, **foreign}
+    near = close_matches(name, all_names if near_matches(name, all_names) else known)  # transformers has hundreds
     further = "transformers has no model of it either"
     if implementation == "opgraft":
         further = "any architecture of transformers runs with --model.implementation transformers"
