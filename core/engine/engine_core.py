@@ -65,7 +65,8 @@ class EngineCore:
         self.cache = KVCacheManager(layout.kinds, num_blocks, layout.block_size, cache.prefix_reuse)
         self._expect_room(layout)
         self.executor.call("allocate_cache", num_blocks)
-        self.scheduler = Scheduler(self.opgraft_config.scheduler, self.cache, self.max_model_len)
+        fits = self.executor.call("context_fits")
+        self.scheduler = Scheduler(self.opgraft_config.scheduler, self.cache, self.max_model_len, fits)
         self.counters = self.scheduler.counters
         self._stopped: Exception | None = None
         logger.info(self.capacity())

@@ -6,9 +6,9 @@ import re
 
 from opgraft.machine.evidence import Device, Evidence, Fact
 from opgraft.machine.machine import Machine
+from opgraft.machine.host_memory import MEMINFO
 
 CPUINFO = "/proc/cpuinfo"
-MEMINFO = "/proc/meminfo"
 
 FEATURES = (
     *("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"),
