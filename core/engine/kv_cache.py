@@ -67,7 +67,8 @@ class KVCacheManager:
     """Tables of blocks from one pool, and the beginnings of sequences that are found in it again.
 
     A full block is known by a hash of its tokens and of everything before them, chained from block to block, of the
-    request's salt, and of the ways in which its keys are rotated. It is SHA-256: whoever could make two beginnings collide could read another tenant's.
+    request's salt, and of the ways in which its keys are rotated. It is SHA-256: whoever could make two beginnings
+    collide could read another tenant's.
 
     Args:
         kinds: of the model's layers; each has a table, and blocks of its own in it.

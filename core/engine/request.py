@@ -26,8 +26,8 @@ class Request:
         bad_words: ``params.bad_words`` as tokens.
         grammar: compiled from ``params.structured_output``.
         parent: the request whose prompt's blocks this one shares, for ``n > 1``.
-        context: length of the context that its first tokens are rotated for, where that makes a difference: its prompt's,
-            or its own when it was last computed anew; see ``Scheduler``.
+        context: length of the context that its first tokens are rotated for, by ropes that depend on it: its prompt's,
+            or the length that it had when it was rotated anew; see ``Scheduler``.
         rotation: names the ways in which ropes rotate its keys; sequences share blocks only where these are the same.
         arrival: its number in the order of arrival, which the scheduler gives.
         rank: its place in the scheduler's order.

@@ -250,9 +250,9 @@ class DecoderModel(nn.Module):
     def _fit_ropes(self, positions: Tensor) -> None:
         """Have ropes that depend on the length of the context rotate for that of this call.
 
-        The batch may say it for each token. Without a cache it is the length of the sequence, as in transformers. Keys in a cache stay rotated as they were,
-        so over a cache it is the same from the first token of a sequence to its last: what the batch says that one may
-        come to have, or the longest context.
+        The batch may say it for each token. Without a cache it is the length of the sequence, as in transformers. Keys
+        in a cache stay rotated as they were, so over a cache it is the same from the first token of a sequence to its
+        last: what the batch says that one may come to have, or the longest context.
         """
         batch = current_batch()
         if batch is not None and batch.context_lens is not None:

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 
 import torch
 from opgraft.config import OpgraftConfig
-from opgraft.machine.machine import Machine
 from opgraft.machine.host_memory import host_memory
+from opgraft.machine.machine import Machine
 from opgraft.platform import DeviceCapability, DeviceMemory, Platform
 from opgraft.platforms.cpu.allocator import keep_memory_or_warn
 from opgraft.platforms.cpu.packages import KERNEL_PACKAGES

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from opgraft.machine.evidence import Device, Evidence, Fact
-from opgraft.machine.machine import Machine
 from opgraft.machine.host_memory import MEMINFO
+from opgraft.machine.machine import Machine
 
 CPUINFO = "/proc/cpuinfo"
 

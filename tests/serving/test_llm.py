@@ -137,9 +137,7 @@ def platform_of(device_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("device", "expected"), [(None, 900), ("xpu", 900), ("xpu:1", 1800), ("cpu", 100)])
-def test_the_memory_is_that_of_the_device(
-    device: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_memory_is_that_of_the_device(device: str | None, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache takes its share of what is free where the model is: on one of the devices, or on the host."""
     platform_of("xpu", monkeypatch)
     worker = Worker(OpgraftConfig(load=LoadConfig(device=device)).resolved())
@@ -152,7 +150,9 @@ def test_memory_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     platform_of("xpu", monkeypatch)
     worker = Worker(OpgraftConfig(load=LoadConfig(device="meta")).resolved())
     worker.init_device()
-    with pytest.raises(ConfigError, match=r"load\.device=meta is not known.* for xpu: set cache\.memory_bytes or cache"):
+    with pytest.raises(
+        ConfigError, match=r"load\.device=meta is not known.* for xpu: set cache\.memory_bytes or cache"
+    ):
         worker.cache_bytes()
 
 
