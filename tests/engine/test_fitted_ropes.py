@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine.engines import engine, prompts, recorded, serve
 from opgraft.engine.request import Request
-from random_decoders import written
+from random_decoders import through_transformers, written
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -47,7 +47,7 @@ def expect_as_generated(model: Any, request: Request, recorder: Any) -> None:
     torch.testing.assert_close(logits, torch.cat(found.logits), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("limits", [{}, {"num_blocks": 36, "max_num_batched_tokens": 9}])
+@pytest.mark.parametrize("limits", [{}, {"num_blocks": 20, "max_num_batched_tokens": 9}])
 def test_below_and_beyond_the_first_context(checkpoint: tuple[Path, Any], limits: dict[str, int]) -> None:
     """Short and long sequences in one batch, in chunks and after preemption too, some of which grow beyond."""
     folder, model = checkpoint
@@ -80,3 +80,12 @@ def test_answers_of_one_prompt(checkpoint: tuple[Path, Any]) -> None:
     alone = [recorded(str(seed), prompt, temperature=1, seed=seed)[0] for seed in (5, 6, 7)]
     serve(engine(folder, max_num_seqs=1), alone)
     assert [sibling.output for sibling in siblings] == [request.output for request in alone]
+
+
+def test_a_model_whose_rope_looks_at_the_whole_batch_is_refused(tmp_path: Path) -> None:
+    """A model of transformers that is not written would rotate for its longest neighbour: no token, but the reason."""
+    through_transformers("smollm3", tmp_path / "model", rope_parameters=DYNAMIC)
+    core = engine(tmp_path / "model")
+    core.add([recorded("request", prompts(5)[0])[0]])
+    (output,) = core.step()
+    assert "rotary_emb rotates for the longest sequence of a batch" in str(output.error)

@@ -150,9 +150,7 @@ def test_memory_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     platform_of("xpu", monkeypatch)
     worker = Worker(OpgraftConfig(load=LoadConfig(device="meta")).resolved())
     worker.init_device()
-    with pytest.raises(
-        ConfigError, match=r"load\.device=meta is not known.* for xpu: set cache\.memory_bytes or cache"
-    ):
+    with pytest.raises(ConfigError, match=r"load\.device=meta is not known.* for xpu: set cache"):
         worker.cache_bytes()
 
 
