@@ -25,7 +25,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "longrope": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": TRAINED}),
     "dynamic": ("Llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": TRAINED}),
 }
-LENGTHS = (3, 40, 25, 31, 12, 32, 33, 50)
+LENGTHS = (3, 12, 2, 25, 31, 40, 32, 33, 48)
 """Of prompts: within the first context, up to its last token, and beyond it."""
 
 
@@ -52,7 +52,7 @@ def test_below_and_beyond_the_first_context(checkpoint: tuple[Path, Any], limits
     """Short and long sequences in one batch, in chunks and after preemption too, some of which grow beyond."""
     folder, model = checkpoint
     core = engine(folder, **limits)
-    pairs = [recorded(str(i), prompt) for i, prompt in enumerate(prompts(*LENGTHS))]
+    pairs = [recorded(str(i), prompt, 16) for i, prompt in enumerate(prompts(*LENGTHS))]
     serve(core, [request for request, _ in pairs])
     assert any(request.num_preemptions for request, _ in pairs) == bool(limits)
     for request, recorder in pairs:
