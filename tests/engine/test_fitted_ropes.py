@@ -84,7 +84,7 @@ def test_answers_of_one_prompt(checkpoint: tuple[Path, Any]) -> None:
 
 def test_a_model_whose_rope_looks_at_the_whole_batch_is_refused(tmp_path: Path) -> None:
     """A model of transformers that is not written would rotate for its longest neighbour: no token, but the reason."""
-    through_transformers("smollm3", tmp_path / "model", rope_parameters=DYNAMIC)
+    through_transformers("smollm3", tmp_path / "model", rope_parameters=LONGROPE)
     core = engine(tmp_path / "model")
     core.add([recorded("request", prompts(5)[0])[0]])
     (output,) = core.step()

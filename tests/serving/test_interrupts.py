@@ -31,13 +31,13 @@ def slowly(name, seconds):
 
 def generate(model):
     from opgraft import LLM
-    settings = {"cache.num_blocks": 40, "load.progress": False, "max_num_batched_tokens": 1, "max_num_seqs": 1}
+    settings = {"cache.num_blocks": 100, "load.progress": False, "max_num_batched_tokens": 1, "max_num_seqs": 1}
     LLM(model, **settings).generate("the cat", progress=False)
 
 def command(*words):
     from opgraft.cli import main
     limits = ["--scheduler.max_num_batched_tokens=1", "--scheduler.max_num_seqs=1"]
-    sys.argv[1:] = [*words, "--cache.num_blocks=40", "--load.progress=false", *limits]
+    sys.argv[1:] = [*words, "--cache.num_blocks=100", "--load.progress=false", *limits]
     main()
 
 what, model, slow, seconds = sys.argv[1:]
