@@ -58,7 +58,8 @@ class EngineCore:
         self.executor.start()
         layout: CacheLayout = self.executor.call("load_model")
         if not layout.layers:
-            raise ModelError(f"the model {given.model.name} has no attention layers with a cache: it cannot generate")
+            reason = self.executor.call("why_uncached") or "it cannot generate"
+            raise ModelError(f"the model {given.model.name} has no attention layers with a cache: {reason}")
         self.max_model_len = self._context()
         cache = self.opgraft_config.cache
         num_blocks = cache.num_blocks or self.executor.call("cache_bytes") // layout.bytes_per_block

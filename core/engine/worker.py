@@ -16,6 +16,7 @@ from opgraft.engine.step import Step, StepResult
 from opgraft.errors import ConfigError
 from opgraft.logger import logger
 from opgraft.machine.host_memory import host_memory
+from opgraft.models import TransformersModel
 from opgraft.plugins.selection import current_platform
 from opgraft.pooling import pooled
 from opgraft.text import described
@@ -56,6 +57,11 @@ class Worker(PluggableClass):
         """Return the tokens of the longest context; ``None`` where neither settings nor checkpoint say."""
         longest = int(self.runner.model.max_position)
         return None if longest == sys.maxsize else longest
+
+    def why_uncached(self) -> str:
+        """Say why a model of transformers runs without a cache; empty where it has one, or is a written one."""
+        model = self.runner.model
+        return model.examination.uncached if isinstance(model, TransformersModel) else ""
 
     def context_fits(self) -> tuple[ContextFit, ...]:
         """Return which ropes of the model depend on the length of the context, and how."""
