@@ -87,6 +87,6 @@ def test_a_model_whose_rope_looks_at_the_whole_batch_is_refused(tmp_path: Path) 
     """A model of transformers that is not written would rotate for its longest neighbour."""
     through_transformers("smollm3", tmp_path / "model", rope_parameters=LONGROPE)
     with pytest.raises(
-        ModelError, match="no attention layers with a cache: .*rotates for the longest sequence of a batch"
+        ModelError, match=r"no attention layers with a cache: .*rotates for the longest sequence of a batch"
     ):
         engine(tmp_path / "model")

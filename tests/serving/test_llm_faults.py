@@ -79,7 +79,7 @@ def test_a_schema_that_nothing_meets(llm: LLM) -> None:
     """It is refused before anything is computed, for those given with it too, and the next call is answered."""
     pytest.importorskip("llguidance")
     impossible = SamplingParams(structured_output={"json": {"type": "integer", "minimum": 5, "maximum": 3}})
-    with pytest.raises(InputError, match="structured output: .*Unsatisfiable schema: minimum"):
+    with pytest.raises(InputError, match=r"structured output: .*Unsatisfiable schema: minimum"):
         llm.generate([PROMPT, "cat"], [GREEDY, impossible])
     expect_nothing_held(llm)
     assert len(tokens(llm, PROMPT)[0]) == 5
