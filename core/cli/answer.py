@@ -126,12 +126,15 @@ def show_stream(llm: LLM, output: RequestOutput) -> None:
     """Show an answer on stdout as it grows, and a line break after it; an interrupt ends the answer."""
     shown = 0
     answer = output.outputs[0]
-    with interrupts_noted() as interrupted, closing(llm.engine.stream(output.request_id)) as news:
-        for _ in news:
-            _show(answer.text[shown:])
-            shown = len(answer.text)
-            if interrupted():
-                break
+    with interrupts_noted() as interrupted:
+        try:
+            while not (output.finished or interrupted()):  # asked in each step, those without a token too
+                llm.engine.step()
+                _show(answer.text[shown:])
+                shown = len(answer.text)
+        finally:
+            if not output.finished:
+                llm.engine.abort(output.request_id)
     _show(f"{answer.text[shown:]}\n")
 
 

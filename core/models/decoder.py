@@ -250,11 +250,15 @@ class DecoderModel(nn.Module):
     def _fit_ropes(self, positions: Tensor) -> None:
         """Have ropes that depend on the length of the context rotate for that of this call.
 
-        Without a cache it is the length of the sequence, as in transformers. Keys in a cache stay rotated as they were,
-        so over a cache it is the same from the first token of a sequence to its last: what the batch says that one may
-        come to have, or the longest context.
+        The batch may say it for each token. Without a cache it is the length of the sequence, as in transformers. Keys
+        in a cache stay rotated as they were, so over a cache it is the same from the first token of a sequence to its
+        last: what the batch says that one may come to have, or the longest context.
         """
         batch = current_batch()
+        if batch is not None and batch.context_lens is not None:
+            for rope in self.fitted_ropes:
+                rope.fit_tokens(positions, batch.context_lens)
+            return
         length = int(positions.max()) + 1 if batch is None else batch.max_context_len or self.max_position
         for rope in self.fitted_ropes:
             rope.fit_context(length)
@@ -295,6 +299,7 @@ class DecoderForCausalLM(Model):
         shape = DecoderShape.of(config, self.family, opgraft_config.model.max_model_len)
         self.max_position = shape.max_position
         self.model = DecoderModel(shape, self.family, quant_config, joined(prefix, "model"))
+        self.fitted_ropes = self.model.fitted_ropes
         head = ParallelLMHead(
             shape.vocab_size, shape.hidden_size, quant_config=quant_config, prefix=joined(prefix, "lm_head")
         )

@@ -33,11 +33,14 @@ class Model(PluggableClass, nn.Module):
         config: of the architecture, from the checkpoint; ``None`` where ``opgraft_config`` names none.
         max_position: tokens of the longest context.
         dtype: of activations, and so of caches.
+        fitted_ropes: ropes that depend on the length of the context, with ``trained_positions``, ``gradual`` and
+            ``fit_tokens`` of ``DynamicNTKScalingRotaryEmbedding``.
     """
 
     config: Any
     max_position: int
     dtype: torch.dtype
+    fitted_ropes: Sequence[Any] = ()
 
     packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = {}
     """Last name of a merged layer → those of the layers of a checkpoint that it holds, each with its shard's id."""
