@@ -77,9 +77,11 @@ def _name(resolved: OpgraftConfig) -> str:
 
 
 def _class_of(resolved: OpgraftConfig, weights: Weights) -> tuple[type[Model], Any]:
-    config = part(read_config(weights), resolved.model.part)
+    plain = resolved.model.part is None and resolved.model.implementation != "transformers"
+    config = part(read_config(weights, plain=plain), resolved.model.part)
     architectures = getattr(config, "architectures", None) or ()
-    return model_class(architectures, resolved.model.implementation or "auto"), config
+    cls = model_class(architectures, resolved.model.implementation or "auto")
+    return cls, config if cls.plain_config or not plain else read_config(weights)
 
 
 def _expect_ranks(parallel: ParallelConfig) -> None:
