@@ -46,7 +46,7 @@ class Model(PluggableClass, nn.Module):
     embedding_weight: ClassVar[str] = ""
     """The checkpoint's name of the embedding ``[vocab_size, hidden_size]``, which its config is checked against."""
     plain_config: ClassVar[bool] = False
-    """Reads no more of its config than a ``PlainConfig`` has, which spares the seconds that transformers' import takes."""
+    """Reads no more of its config than a ``PlainConfig`` has, which spares the import of transformers."""
     weights_mapper: WeightsMapper = WeightsMapper()
     """Changes of the names that checkpoints have to those of this model."""
 
