@@ -10,6 +10,7 @@ from opgraft.errors import CheckpointError
 from opgraft.models.extras import import_extra
 from opgraft.models.files import Weights, read_json
 from opgraft.models.gguf_names import config_values
+from opgraft.models.plain_config import plain_config
 from opgraft.text import described
 
 LOCAL_ONLY: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -20,24 +21,28 @@ _LOCAL = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 """The implementations that transformers itself has; it may fetch others."""
 
 
-def read_config(weights: Weights) -> Any:
+def read_config(weights: Weights, *, plain: bool = False) -> Any:
     """Return the configuration of a checkpoint as the class of transformers for its ``model_type``.
+
+    Args:
+        weights: of the checkpoint.
+        plain: a ``PlainConfig`` will do, for which transformers is not imported; settings that are not usual are read
+            by transformers all the same.
 
     Raises:
         CheckpointError: ``config.json`` is missing, broken, needs code of its own, or names an implementation of a hub;
             the architecture of a GGUF file is not known.
         InputError: transformers is not installed.
     """
-    transformers = import_extra("transformers")
     file = weights.path if weights.is_gguf else _folder(weights) / "config.json"
+    values = config_values(weights.metadata, weights.stored, file) if weights.is_gguf else check_config(file)
+    if plain and (found := plain_config(values)) is not None:
+        return found
+    transformers = import_extra("transformers")
     try:
         if weights.is_gguf:
-            values = config_values(weights.metadata, weights.stored, file)
             return transformers.AutoConfig.for_model(values.pop("model_type"), **values)
-        check_config(file)
         return transformers.AutoConfig.from_pretrained(file.parent, **LOCAL_ONLY)
-    except CheckpointError:
-        raise
     except Exception as error:  # damaged values make transformers raise nearly anything
         version = f"transformers {transformers.__version__}"
         _refuse_code(file, error, version)

@@ -291,6 +291,7 @@ class DecoderForCausalLM(Model):
     family: ClassVar[Family] = Family()
     packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = PACKED_MODULES
     embedding_weight: ClassVar[str] = "model.embed_tokens.weight"
+    plain_config: ClassVar[bool] = True
 
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
         super().__init__(opgraft_config=opgraft_config, prefix=prefix)

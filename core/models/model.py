@@ -48,13 +48,16 @@ class Model(PluggableClass, nn.Module):
     """Patterns of tensors that checkpoints have and this model does not read."""
     embedding_weight: ClassVar[str] = ""
     """The checkpoint's name of the embedding ``[vocab_size, hidden_size]``, which its config is checked against."""
+    plain_config: ClassVar[bool] = False
+    """Reads no more of its config than a ``PlainConfig`` has, which spares the import of transformers."""
     weights_mapper: WeightsMapper = WeightsMapper()
     """Changes of the names that checkpoints have to those of this model."""
 
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
         nn.Module.__init__(self)
         self.opgraft_config = opgraft_config
-        self.config = None if opgraft_config.model.name is None else architecture_config(opgraft_config)
+        named = opgraft_config.model.name is not None
+        self.config = architecture_config(opgraft_config, plain=self.plain_config) if named else None
         longest = (
             None if self.config is None else getattr(self.config.get_text_config(), "max_position_embeddings", None)
         )

@@ -66,7 +66,7 @@ class TextEngine:
             self.core = EngineCore(opgraft_config)
             weights = open_weights(str(self.core.opgraft_config.model.name))
             self.tokenizer = find_tokenizer(weights)
-            config = read_config(weights)
+            config = read_config(weights, plain=True)
             self.eos = stop_tokens(self.tokenizer, config, weights)
         self.vocab_size = int(config.get_text_config().vocab_size)
         self._open: dict[str, OpenRequest] = {}
