@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from opgraft.binding.functional import Functional
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.errors import QuantizationError
 from opgraft.ops.linear.methods import LinearMethodBase, QuantizeMethodBase
@@ -116,6 +117,9 @@ class GGUFLinearMethod(LinearMethodBase):
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return forms.quantized_linear(x, layer.weight, layer.scales, layer.offsets, bias)
+
+    def form_of(self, layer: Any) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]]:
+        return forms.quantized_linear, (layer.weight, layer.scales, layer.offsets)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Check that the weight was loaded.

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from opgraft.binding.functional import Functional
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.errors import QuantizationError
 from opgraft.ops.linear.methods import QuantizeMethodBase
@@ -122,6 +123,9 @@ class Int8LinearMethod(OnlineLinearMethod):
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return forms.quantized_linear(x, layer.weight, layer.scales, None, bias)
 
+    def form_of(self, layer: Any) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]]:
+        return forms.quantized_linear, (layer.weight, layer.scales, None)
+
 
 @PluggableClass.register("int8_dynamic_linear_method")
 class Int8DynamicLinearMethod(Int8LinearMethod):
@@ -129,6 +133,9 @@ class Int8DynamicLinearMethod(Int8LinearMethod):
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return forms.int8_dynamic_linear(x, layer.weight, layer.scales, bias)
+
+    def form_of(self, layer: Any) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]]:
+        return forms.int8_dynamic_linear, (layer.weight, layer.scales)
 
 
 @PluggableClass.register("int4_linear_method")
@@ -151,3 +158,6 @@ class Int4LinearMethod(OnlineLinearMethod):
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return forms.quantized_linear(x, layer.weight, layer.scales, layer.offsets, bias)
+
+    def form_of(self, layer: Any) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]]:
+        return forms.quantized_linear, (layer.weight, layer.scales, layer.offsets)
