@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from opgraft.engine.step import Blocks, NewSequence, Scheduled, Step
+from opgraft.engine.step import Blocks, NewSequence, Step
 from opgraft.ops.attention.batch import AttentionBatch, LayerPages
 from torch import Tensor
 
@@ -106,8 +106,9 @@ class InputBatch:
         """Add a sampled token to a sequence."""
         self._sequences[request_id].tokens.append(token)
 
-    def inputs(self, scheduled: Sequence[Scheduled]) -> Inputs:
+    def inputs(self, step: Step) -> Inputs:
         """Return the tensors of a step."""
+        scheduled = step.sequences
         sequences = [self._sequences[each.request_id] for each in scheduled]
         starts, counts = [each.start for each in scheduled], [each.count for each in scheduled]
         ids = [t for s, each in zip(sequences, scheduled, strict=True) for t in s.tokens[each.start :][: each.count]]
@@ -135,6 +136,7 @@ class InputBatch:
             max(lengths),
             pages,
             self.block_size,
+            continues=not step.added,
         )
         sampled = [(end - 1, each.request_id) for end, each in zip(ends, scheduled, strict=True) if each.samples]
         return Inputs(

@@ -81,7 +81,7 @@ class ModelRunner(PluggableClass):
         self._apply(step)
         if not step.sequences:
             return StepResult({})
-        inputs = self.batch.inputs(step.sequences)
+        inputs = self.batch.inputs(step)
         prepared = perf_counter()
         with attending(inputs.batch):
             hidden = self.model(inputs.input_ids, inputs.positions)

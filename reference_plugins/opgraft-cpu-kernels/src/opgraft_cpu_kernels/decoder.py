@@ -21,6 +21,7 @@ from opgraft.ops.linear.weight_cache import watched
 from opgraft.registry.op_classes import definer
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+from torch.utils.hooks import RemovableHandle
 
 from opgraft_cpu_kernels import attention, kernels, linear, ops, quantized
 from opgraft_cpu_kernels.kernels import REFUSED
@@ -46,6 +47,7 @@ class DecoderPlan(Base):
     """Binds the layers of a decoder to the library when it is called first, and anew when something has changed."""
 
     _bound: _Bound | None = None
+    _next_hook = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle as one that has bound nothing yet."""
@@ -57,8 +59,11 @@ class DecoderPlan(Base):
         batch, limit = current_batch(), linear.FEW.get((path_or_none(), hidden_states.dtype), 0)
         if batch is None or len(hidden_states) > limit or watched() or hooks_on_every_module():
             return None
-        if self._bound is None or not self._bound.holds():
+        # To look at every module takes a twentieth of a step. Hooks are numbered: the next number tells of new ones.
+        unseen = not batch.continues or self._next_hook != RemovableHandle.next_id
+        if self._bound is None or (unseen and not self._bound.holds()):
             self._bound = _Bound(layers)
+        self._next_hook = RemovableHandle.next_id
         return self._bound.run(batch, positions, hidden_states)
 
 
@@ -68,7 +73,6 @@ class _Bound:
     def __init__(self, layers: nn.ModuleList) -> None:
         parts = [layer.parts() if isinstance(layer, HasParts) else None for layer in layers]
         known = [part for part in parts if part is not None]
-        self.decoder = _decoder(known) if len(known) == len(parts) else None
         self.prefixes = [part.attn.prefix for part in known]
         self.ropes = [part.rotary_emb._buffers for part in known]
         leaves = {getattr(part, field.name) for part in known for field in fields(part)}
@@ -76,22 +80,27 @@ class _Bound:
         self.types = list(map(type, self.modules))
         self.attributes = list(map(vars, self.modules))
         self.lengths = list(map(len, self.attributes))
-        self.hooks = [attributes[name] for attributes in self.attributes for name in HOOKS]
         self.places = [place for module in self.modules for place in _places(module, module in leaves)]
         self.values = [holder[name] for holder, name in self.places]  # which keeps their ids theirs
         self.ids = list(map(id, self.values))
+        self.hooked = self._has_hooks()
+        self.decoder = None if self.hooked or len(known) < len(parts) else _decoder(known)
+
+    def _has_hooks(self) -> bool:
+        return any(attributes[name] for attributes in self.attributes for name in HOOKS)
 
     def holds(self) -> bool:
-        """Tell whether modules, parameters and settings are those that were bound."""
+        """Tell whether modules, parameters, settings and hooks are those that were bound."""
         try:
             same = [id(holder[name]) for holder, name in self.places] == self.ids
         except KeyError:
             return False
-        return same and list(map(type, self.modules)) == self.types and list(map(len, self.attributes)) == self.lengths
+        same = same and list(map(type, self.modules)) == self.types
+        return same and list(map(len, self.attributes)) == self.lengths and self._has_hooks() == self.hooked
 
     def run(self, batch: AttentionBatch, positions: Tensor, hidden_states: Tensor) -> tuple[Tensor, Tensor] | None:
         """Compute the layers; ``None`` where that is not for the library, or where it refuses."""
-        if self.decoder is None or any(self.hooks) or batch.block_size % attention.GROUP:
+        if self.decoder is None or batch.block_size % attention.GROUP:
             return None
         try:
             pages = [batch.pages[prefix] for prefix in self.prefixes]
