@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from opgraft import CustomOp
 from opgraft import functional as forms
 from opgraft.binding.functional import binding_of
 from opgraft.compat.hooks import hooks_on_every_module
@@ -154,7 +155,7 @@ def _decoder(parts: Sequence[DecoderParts]) -> Any:
 
 
 def _is_unchanged(op: Any) -> bool:
-    return type(op) is op.binding.specialisation and "forward" not in vars(op)
+    return isinstance(op, CustomOp) and type(op) is op.binding.specialisation and "forward" not in vars(op)
 
 
 def _runs(op: Any, form: str) -> bool:
