@@ -85,7 +85,7 @@ class ModelRunner(PluggableClass):
         sequences = [each for each in step.sequences if each.request_id not in errors] if errors else step.sequences
         if not sequences:
             return StepResult({}, errors=errors)
-        inputs = self.batch.inputs(sequences)
+        inputs = self.batch.inputs(sequences, continues=not step.added)
         prepared = perf_counter()
         with attending(inputs.batch):
             hidden = self.model(inputs.input_ids, inputs.positions)
