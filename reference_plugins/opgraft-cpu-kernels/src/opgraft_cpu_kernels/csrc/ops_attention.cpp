@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "tensors.h"
+#include "ops.h"
 
 namespace opgraft_cpu_kernels {
 namespace {
@@ -223,6 +223,8 @@ void run(const PagedAttention& a, Codes codes, Dtype dtype, Work& work) {
     pull(0, 1);
 }
 
+}  // namespace
+
 Tensor attend_pages(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cache,
                     const Tensor& slots, const Tensor& block_table, const Tensor& query_start_loc,
                     const Tensor& seq_lens, double scale, std::optional<int64_t> sliding_window,
@@ -272,6 +274,8 @@ Tensor attend_pages(const Tensor& query, const Tensor& key, const Tensor& value,
   run(a, codes_of(cache), dtype, work);
   return out;
 }
+
+namespace {
 
 }  // namespace
 
