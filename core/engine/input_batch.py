@@ -111,8 +111,8 @@ class InputBatch:
         """Add a sampled token to a sequence."""
         self._sequences[request_id].tokens.append(token)
 
-    def inputs(self, scheduled: Sequence[Scheduled]) -> Inputs:
-        """Return the tensors of a step."""
+    def inputs(self, scheduled: Sequence[Scheduled], *, continues: bool = False) -> Inputs:
+        """Return the tensors of a step; ``continues`` as of ``AttentionBatch``."""
         sequences = [self._sequences[each.request_id] for each in scheduled]
         starts, counts = [each.start for each in scheduled], [each.count for each in scheduled]
         ids = [t for s, each in zip(sequences, scheduled, strict=True) for t in s.tokens[each.start :][: each.count]]
@@ -141,6 +141,7 @@ class InputBatch:
             pages,
             self.block_size,
             context_lens=_context_lens(sequences, counts, positions).to(self.device) if self.fits_context else None,
+            continues=continues,
         )
         sampled = [(end - 1, each.request_id) for end, each in zip(ends, scheduled, strict=True) if each.samples]
         return Inputs(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
-from opgraft.engine.cache_layout import CacheLayout
+from opgraft.engine.cache_layout import CacheLayout, cache_dtype
 from opgraft.engine.input_batch import InputBatch, Inputs
 from opgraft.engine.invariance import make_batch_invariant
 from opgraft.engine.largest_step import largest_step
@@ -46,7 +46,7 @@ class ModelRunner(PluggableClass):
         cache = self.opgraft_config.cache
         if self.opgraft_config.model.batch_invariant:
             make_batch_invariant(self.model, cache.block_size)
-        dtype = self.model.dtype if cache.dtype == "auto" else getattr(torch, cache.dtype)
+        dtype = cache_dtype(cache.dtype, self.model.dtype)
         self.layout = CacheLayout.of(attention_layers(self.model), cache.block_size, dtype)
 
     def allocate_cache(self, num_blocks: int) -> None:
@@ -85,7 +85,7 @@ class ModelRunner(PluggableClass):
         sequences = [each for each in step.sequences if each.request_id not in errors] if errors else step.sequences
         if not sequences:
             return StepResult({}, errors=errors)
-        inputs = self.batch.inputs(sequences)
+        inputs = self.batch.inputs(sequences, continues=not step.added)
         prepared = perf_counter()
         with attending(inputs.batch):
             hidden = self.model(inputs.input_ids, inputs.positions)

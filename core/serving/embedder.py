@@ -80,6 +80,14 @@ class Embedder:
             self._expect_numbers(output)
         return outputs
 
+    def encode(self, text: Prompt, index: int) -> list[int]:
+        """Return the token ids of a text, from any thread; ``index`` names it in errors.
+
+        Raises:
+            RequestError: it cannot be taken.
+        """
+        return self._tokenized(text, index, truncate=False)[1]
+
     def _vectors(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Compute a batch, and count it."""
         self.counters.steps += 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections import OrderedDict
 from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +26,9 @@ from opgraft.serving.prompts import Prompt, tokenized
 from opgraft.serving.step_reports import OnStep, StepReports
 from opgraft.serving.stop_tokens import stop_tokens
 from opgraft.serving.tokenizer import Tokenizer, find_tokenizer
+
+_MOST_GRAMMARS = 128
+"""Compiled grammars that are kept, those that were used last."""
 
 
 @dataclass
@@ -61,23 +66,29 @@ class TextEngine:
             self.core = EngineCore(opgraft_config)
             weights = open_weights(str(self.core.opgraft_config.model.name))
             self.tokenizer = find_tokenizer(weights)
-            config = read_config(weights)
+            config = read_config(weights, plain=True)
             self.eos = stop_tokens(self.tokenizer, config, weights)
         self.vocab_size = int(config.get_text_config().vocab_size)
         self._open: dict[str, OpenRequest] = {}
         self._owner: dict[str, str] = {}
+        self._grammars: OrderedDict[str, Grammar] = OrderedDict()
         self._reports = StepReports(self.core.stats, on_step)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """The chat template of the model."""
-        return ChatTemplate(self._expect_tokenizer())
+        return ChatTemplate(self.expect_tokenizer())
 
     @cached_property
     def _grammar_tokens(self) -> GrammarTokens:
-        return GrammarTokens(self._expect_tokenizer().backend, self.vocab_size, self.eos)
+        return GrammarTokens(self.expect_tokenizer().backend, self.vocab_size, self.eos)
 
-    def _expect_tokenizer(self) -> Tokenizer:
+    def expect_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer.
+
+        Raises:
+            InputError: the model has none.
+        """
         if self.tokenizer is None:
             name = self.core.opgraft_config.model.name
             raise InputError(f"{name} has no tokenizer: give prompts as token ids, or put tokenizer.json beside it")
@@ -87,6 +98,24 @@ class TextEngine:
     def has_work(self) -> bool:
         """Tell whether a request has not ended."""
         return bool(self._open)
+
+    def encode(
+        self, prompt: Prompt, *, add_special_tokens: bool = True, name: str = "the prompt"
+    ) -> tuple[str | None, list[int]]:
+        """Return the text of a prompt, None where it is given as token ids, and its token ids; from any thread.
+
+        Raises:
+            RequestError: the prompt cannot be taken.
+            InputError: it is text, and the model has no tokenizer.
+        """
+        return tokenized(
+            prompt,
+            self.expect_tokenizer() if isinstance(prompt, str) else self.tokenizer,  # type: ignore[arg-type]
+            vocab_size=self.vocab_size,
+            max_model_len=self.core.max_model_len,
+            add_special_tokens=add_special_tokens,
+            name=name,
+        )
 
     def prepare(
         self,
@@ -114,14 +143,8 @@ class TextEngine:
                 output that is asked for cannot be had.
         """
         metrics = RequestMetrics(time.monotonic())
-        text, ids = tokenized(
-            prompt,
-            self._expect_tokenizer() if isinstance(prompt, str) else self.tokenizer,  # type: ignore[arg-type]
-            vocab_size=self.vocab_size,
-            max_model_len=self.core.max_model_len,
-            add_special_tokens=add_special_tokens,
-            name=f"the prompt of request {request_id!r}",
-        )
+        name = f"the prompt of request {request_id!r}"
+        text, ids = self.encode(prompt, add_special_tokens=add_special_tokens, name=name)
         requests = Request(
             request_id,
             ids,
@@ -129,8 +152,8 @@ class TextEngine:
             eos=self.eos,
             priority=priority,
             cache_salt=cache_salt,
-            bad_words=bad_word_tokens(params.bad_words, self._expect_tokenizer()) if params.bad_words else (),
-            grammar=self._grammar(params),
+            bad_words=bad_word_tokens(params.bad_words, self.expect_tokenizer()) if params.bad_words else (),
+            grammar=self.grammar(params),
         ).split()
         answers = [_Answer(each, CompletionOutput(i), self._detokenizer(each)) for i, each in enumerate(requests)]
         output = RequestOutput(request_id, text, ids, [answer.output for answer in answers], metrics=metrics)
@@ -158,16 +181,32 @@ class TextEngine:
         if request_id in self._open:
             raise RequestError(f"request {request_id!r} is added, and one of that id runs: give each an id of its own")
 
-    def _grammar(self, params: SamplingParams) -> Grammar | None:
+    def grammar(self, params: SamplingParams) -> Grammar | None:
+        """Return the grammar of a structured output, which is compiled once and kept; in the preparing thread.
+
+        Raises:
+            InputError: it cannot be compiled.
+        """
         wanted = params.structured_output
-        return None if wanted is None else Grammar(wanted, self._grammar_tokens)
+        if wanted is None:
+            return None
+        try:
+            key = json.dumps(wanted)
+        except (TypeError, ValueError, RecursionError):
+            return Grammar(wanted, self._grammar_tokens)  # which tells what is wrong with it
+        if key not in self._grammars:
+            self._grammars[key] = Grammar(wanted, self._grammar_tokens)
+        self._grammars.move_to_end(key)
+        while len(self._grammars) > _MOST_GRAMMARS:
+            self._grammars.popitem(last=False)
+        return self._grammars[key]
 
     def _detokenizer(self, request: Request) -> Detokenizer | None:
         params = request.params
         if self.tokenizer is None and not params.stop:
             return None
         return Detokenizer(
-            self._expect_tokenizer(),
+            self.expect_tokenizer(),
             request.prompt,
             skip_special_tokens=params.skip_special_tokens,
             stop=params.stop,
