@@ -53,7 +53,11 @@ class CacheConfig(Section):
     num_blocks: int | None = setting(
         "blocks of the cache, whatever memory they take", minimum=1, unset="as memory allows"
     )
-    dtype: str = setting("dtype of the cache; auto takes the model's", default="auto", choices=(*DTYPES, "fp8", "int8"))
+    dtype: str = setting(
+        "dtype of the cache; auto takes the model's, fp8 and int8 have a scale for each token and head",
+        default="auto",
+        choices=(*DTYPES, "fp8", "int8"),
+    )
     prefix_reuse: bool = setting("reuse blocks of prompts that begin alike", default=True)
 
 

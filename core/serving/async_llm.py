@@ -20,7 +20,8 @@ from opgraft.serving.engine_thread import EngineThread, Mailbox, Stream
 from opgraft.serving.llm import Message, engine_config
 from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.prompts import Prompt
-from opgraft.serving.text_engine import OnStep, OpenRequest, TextEngine
+from opgraft.serving.step_reports import OnStep
+from opgraft.serving.text_engine import OpenRequest, TextEngine
 
 _T = TypeVar("_T")
 
@@ -36,7 +37,7 @@ class AsyncLLM:
 
     Raises:
         ConfigError: a setting that there is not, or a value that it does not take; a cache too small for one request.
-        ModelError: no model is named, or it is no decoder.
+        ModelError: no model is named, or it is no decoder: ``LLM`` takes encoders.
         CheckpointError: the checkpoint cannot be read.
     """
 

@@ -5,32 +5,27 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 from opgraft.config import OpgraftConfig
 from opgraft.engine.engine_core import EngineCore, EngineOutput
 from opgraft.engine.request import Request
 from opgraft.engine.sampling import Grammar, GrammarTokens, TokenLogprobs, bad_word_tokens
 from opgraft.engine.sampling_params import SamplingParams
-from opgraft.engine.stats import EngineStats
 from opgraft.errors import InputError, RequestError
-from opgraft.logger import logger
 from opgraft.models.config import read_config
 from opgraft.models.files import open_weights, opened_once
 from opgraft.serving.chat_template import ChatTemplate
 from opgraft.serving.detokenizer import Detokenizer
 from opgraft.serving.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from opgraft.serving.prompts import Prompt, tokenized
+from opgraft.serving.step_reports import OnStep, StepReports
 from opgraft.serving.stop_tokens import stop_tokens
 from opgraft.serving.tokenizer import Tokenizer, find_tokenizer
-from opgraft.text import described
-
-OnStep: TypeAlias = Callable[[EngineStats, Sequence[RequestOutput]], None]
-"""Called after each step, and after an abort, with what has changed since the last call, and the requests with news."""
 
 _MOST_GRAMMARS = 128
 """Compiled grammars that are kept, those that were used last."""
@@ -71,14 +66,13 @@ class TextEngine:
             self.core = EngineCore(opgraft_config)
             weights = open_weights(str(self.core.opgraft_config.model.name))
             self.tokenizer = find_tokenizer(weights)
-            config = read_config(weights)
+            config = read_config(weights, plain=True)
             self.eos = stop_tokens(self.tokenizer, config, weights)
         self.vocab_size = int(config.get_text_config().vocab_size)
         self._open: dict[str, OpenRequest] = {}
         self._owner: dict[str, str] = {}
         self._grammars: OrderedDict[str, Grammar] = OrderedDict()
-        self._on_step = on_step
-        self._reported = self.core.stats()
+        self._reports = StepReports(self.core.stats, on_step)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -231,7 +225,7 @@ class TextEngine:
             with suppress(RequestError):  # the core has ended it, if an error cut short the step that it ended in
                 self.core.abort(child)
             self._end(opened, child, answer, "abort")
-        self._report([opened.output])
+        self._reports.send([opened.output])
         return opened.output
 
     def step(self) -> list[RequestOutput]:
@@ -249,7 +243,7 @@ class TextEngine:
                 self._take(opened, news, now)
                 changed[opened.output.request_id] = opened.output
         outputs = list(changed.values())
-        self._report(outputs)
+        self._reports.send(outputs)
         return outputs
 
     def stream(self, request_id: str) -> Generator[RequestOutput, None, None]:
@@ -274,17 +268,6 @@ class TextEngine:
             raise RequestError(f"request {request_id!r} is {what}, and none of that id runs or waits")
         return self._open[request_id]
 
-    def _report(self, outputs: Sequence[RequestOutput]) -> None:
-        if self._on_step is None:
-            return
-        stats, before = self.core.stats(), self._reported
-        self._reported = stats
-        try:
-            self._on_step(stats.since(before), outputs)
-        except Exception as error:  # requests do not end because somebody watches them
-            logger.error("on_step failed and is not called again: %s", described(error))
-            self._on_step = None
-
     def _take(self, opened: OpenRequest, news: EngineOutput, now: float) -> None:
         answer = opened.growing[news.request_id]
         output, reason = answer.output, news.finish_reason
@@ -295,7 +278,8 @@ class TextEngine:
             output.token_ids.append(news.token)
             if news.logprobs is not None:
                 output.cumulative_logprob = (output.cumulative_logprob or 0.0) + news.logprobs.logprob
-                output.logprobs = [*(output.logprobs or ()), self._logprobs(news.logprobs)]
+                output.logprobs = [] if output.logprobs is None else output.logprobs
+                output.logprobs.append(self._logprobs(news.logprobs))
             if self._show(answer, news.token, reason) and reason is None:
                 self.core.abort(news.request_id, "stop")
                 reason = "stop"

@@ -75,8 +75,6 @@ LAYERS = [
     "opgraft.quantization",
     "opgraft.models",
     "opgraft.engine",
-    "opgraft.checkpoint",
-    "opgraft.runner",
     "opgraft.serving",
     "opgraft.server",
     "opgraft.testing",
