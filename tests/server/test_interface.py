@@ -101,7 +101,7 @@ def test_log_probabilities_of_completions(server: Server) -> None:
     (choice,) = server.complete(**given).json()["choices"]
     found = choice["logprobs"]
     assert [len(found[key]) for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset")] == [6] * 4
-    assert all(len(top) == 2 for top in found["top_logprobs"])
+    assert all(1 <= len(top) <= 2 for top in found["top_logprobs"]), "two tokens may have the same text"
     assert found["token_logprobs"] == [max(top.values()) for top in found["top_logprobs"]]
     parts = [event["choices"][0]["logprobs"] for event in events(server.complete(**given, stream=True))]
     assert [token for part in parts for token in part["tokens"]] == found["tokens"]
