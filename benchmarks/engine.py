@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -94,17 +95,21 @@ def parsed() -> argparse.Namespace:
 
 
 def measured(arguments: argparse.Namespace, folder: Path, left_out: list[str]) -> Findings:
-    """Run the parts that are asked for, save the step without its model."""
+    """Run the parts that are asked for, save the step without its model; what is cut short leaves JSON of its parts."""
     parts = [name for name in PARTS if name in arguments.rows]
     wanted = {engine for name in parts for engine in PARTS[name].engines} & set(arguments.engines)
     engines = [name for name in ENGINES if name in wanted]
     rounds = Rounds(2, 1) if arguments.quick else Rounds()
     bench = Bench(pythons(left_out, engines), folder, engines, rounds)
-    shapes = {}
+    shapes: dict[str, Shape] = {}
+    found = Findings(bench.records, shapes, "cpu_seconds" if arguments.cpu_time else "seconds")
     for dtype in arguments.dtypes if parts else ():
         shapes[dtype] = shape_of(dtype, folder)
-        bench.measure(dtype, parts)
-    return Findings(bench.records, shapes, "cpu_seconds" if arguments.cpu_time else "seconds")
+        for name in bench.measure(dtype, parts):
+            print(f"measured: {name}, {dtype}", file=sys.stderr)
+            if arguments.json:
+                write_json(arguments.json, found, list(found.rows()), left_out)
+    return found
 
 
 def main() -> None:

@@ -152,8 +152,8 @@ class Bench:
         self.engines = [name for name in engines if ENGINES[name].environment in found]
         self.records: dict[Key, Record] = {}
 
-    def measure(self, dtype: str, parts: Iterable[str]) -> None:
-        """Measure parts in a dtype."""
+    def measure(self, dtype: str, parts: Iterable[str]) -> Iterator[str]:
+        """Measure parts in a dtype, and yield the name of each when it is done."""
         with self._sides(dtype) as sides:
             for name in parts:
                 part = PARTS[name]
@@ -162,7 +162,7 @@ class Bench:
                     self._time_starts(chosen, dtype)
                 else:
                     self._take_turns(part, [sides(each) for each in chosen])
-                print(f"measured: {name}, {dtype}", file=sys.stderr)
+                yield name
 
     @contextmanager
     def _sides(self, dtype: str) -> Iterator[Any]:
