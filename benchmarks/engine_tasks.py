@@ -105,7 +105,11 @@ def _opgraft(**settings: Any) -> dict[str, str]:
 _SMALL_CACHE = {"cache.num_blocks": FITTING_BLOCKS, "block_size": BLOCK}
 ENGINES = {
     SUBJECT: Engine("with_opgraft.py", variables=_opgraft()),
-    "opgraft, int8": Engine("with_opgraft.py", variables=_opgraft(quantization="int8"), dtypes=("bfloat16",)),
+    "opgraft, int8": Engine(
+        "with_opgraft.py",
+        variables=_opgraft(quantization="int8", **{"quantization.by_prefix": {"model.embed_tokens": "int8"}}),
+        dtypes=("bfloat16",),
+    ),
     "opgraft, 4-bit blocks": Engine(
         "with_opgraft.py", variables=_opgraft(quantization="gguf"), dtypes=("float32",), checkpoint="packaged"
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from opgraft import ops as _catalogue  # noqa: F401  # so that no test is the fi
 from opgraft.plugins import discovery
 from opgraft.state import host_state
 from warm.interpreter import warm_interpreter
+
+os.environ.setdefault("SYMPY_CACHE_SIZE", "100000")  # of 1000 as is, compilers work out the same sizes over and over
 
 REPOSITORY = Path(__file__).parent.parent
 TOY_NPU = REPOSITORY / "reference_plugins" / "opgraft-toy-npu"
@@ -31,6 +34,12 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def pytest_collection_finish() -> None:
+    """Spare the collector what stays to the end: items and imported libraries, which it walks over and over."""
+    gc.collect()
+    gc.freeze()
 
 
 _FOREIGN = {offer.provider.name for offer in discovery.scan().offers if not offer.built_in}

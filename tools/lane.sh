@@ -50,4 +50,4 @@ echo "==> The $lane stack itself"
 PJRT_DEVICE=CPU "${pytest[@]}" --quiet "tests/lanes/test_$lane.py" # the variable is for torch_xla: XLA's CPU client
 echo "==> The suite of the main environment, on this torch"
 others=(--ignore tests/lanes --ignore tests/packaging --ignore tests/docs) # the last two are about the main environment
-"${pytest[@]}" --quiet --numprocesses 2 --dist loadgroup "${others[@]}"
+"${pytest[@]}" --quiet --numprocesses 2 --dist worksteal "${others[@]}"

@@ -17,7 +17,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 FOLDERS = {"core": "opgraft", "platforms": "opgraft/platforms", "plugins": "opgraft/plugins"}
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("wheel")]
+pytestmark = pytest.mark.slow
 
 
 def run(*command: str | Path, folder: Path) -> str:
