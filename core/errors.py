@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from opgraft.text import printable
 
@@ -55,9 +55,42 @@ class CheckpointError(InputError):
 
 
 class RequestError(OpgraftError, ValueError):
-    """A request cannot be served as it was made, or there is none of that id; those beside it are not concerned."""
+    """A request cannot be served as it was made, or there is none of that id; those beside it are not concerned.
+
+    ``field`` is the setting of the request that is at fault, where it is one.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class HTTPError(OpgraftError):
+    """A request over HTTP is answered with an error in OpenAI's shape.
+
+    Attributes:
+        status: of the answer.
+        field: of the request that is at fault, the ``param`` of the answer; None where it is none.
+        code: a word that programs tell the error by.
+        headers: of the answer, besides the usual ones.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        field: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.field = field
+        self.code = code
+        self.headers = dict(headers or {})
 
 
 class EngineError(OpgraftError):

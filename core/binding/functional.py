@@ -235,9 +235,11 @@ def _contiguous(result: Any) -> Any:
 
 
 def _refuse(form: Functional[..., Any], argument: str) -> None:
+    pure = form.name.removesuffix("_")
+    instead = f"use torch.ops.opgraft.{pure}" if pure in FUNCTIONALS and pure != form.name else "give it detached"
     raise ValueError(
         f"{form.name}: {argument} requires a gradient, and {' and '.join(form.mutates)} would be written to in place "
-        f"where a gradient is required: use torch.ops.opgraft.{form.name.removesuffix('_')}, or torch.no_grad()"
+        f"where a gradient is required: {instead}, or use torch.no_grad()"
     )
 
 

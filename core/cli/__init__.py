@@ -20,7 +20,8 @@ _COMMANDS = {
     "env": ("opgraft.cli.env", "Print versions, hardware, plugins and settings for a bug report."),
     "ops": ("opgraft.cli.ops", "Show the op catalogue, and which kernel an op gets."),
     "plugins": ("opgraft.cli.plugins", "Show installed plugins, and check that they work."),
-    "run": ("opgraft.cli.run", "Answer every PROMPT with MODEL, or graft MODEL and run it on lines of text."),
+    "run": ("opgraft.cli.run", "Answer every PROMPT with MODEL, or embed it where MODEL is an encoder."),
+    "serve": ("opgraft.cli.serve", "Serve MODEL over HTTP, with OpenAI's interface."),
 }
 
 
@@ -29,7 +30,7 @@ _COMMANDS = {
 def cli() -> None:
     """Host plugins that graft device kernels onto PyTorch models.
 
-    Exit codes: 0 fine, 1 findings, 2 usage, 3 no platform, 4 plugin failure.
+    Exit codes: 0 fine, 1 findings, 2 usage, 3 no platform, 4 plugin failure, 5 engine stopped.
     """
 
 

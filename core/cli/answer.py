@@ -6,9 +6,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import closing
+from dataclasses import replace
 
 import click
+import torch
+from opgraft.cli.comparison import Comparison, Measurement, timed
 from opgraft.cli.output import discard_stdout, echo, print_json, print_table
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import RequestError
@@ -33,7 +35,34 @@ def open_llm(model: str, dtype: str | None) -> LLM:
     return llm
 
 
-def answer_prompts(llm: LLM, model: str, prompts: Sequence[str], params: SamplingParams, as_json: bool) -> None:
+def measure_answers(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> Measurement:
+    """Answer prompts and take the time; what is prepared at the first call is not in it.
+
+    Raises:
+        RequestError: a prompt cannot be taken, or failed.
+        Interrupted: after an interrupt.
+    """
+    logits: dict[str, torch.Tensor] = {}
+
+    def keep(prompt: list[int], output: list[int], values: torch.Tensor) -> torch.Tensor:
+        logits[str(prompt)] = values.float().cpu()
+        return values
+
+    first = _ask(llm, prompts, replace(params, max_tokens=1, logits_processors=(keep,)))
+    outputs, seconds = timed(lambda: _ask(llm, prompts, params))
+    _expect_answers(outputs)
+    numbers = torch.stack([logits[str(output.prompt_token_ids)] for output in first])
+    return Measurement(numbers, [output.outputs[0].token_ids for output in outputs], _tokens(outputs), seconds)
+
+
+def answer_prompts(
+    llm: LLM,
+    model: str,
+    prompts: Sequence[str],
+    params: SamplingParams,
+    as_json: bool,
+    comparison: Comparison | None = None,
+) -> None:
     """Answer prompts, in the chat template where there is one, and print the answers; what it took goes to stderr.
 
     Raises:
@@ -47,18 +76,18 @@ def answer_prompts(llm: LLM, model: str, prompts: Sequence[str], params: Samplin
         outputs = _at_once(llm, prompts, params)
     seconds = time.perf_counter() - start
     if as_json:
-        _print_as_json(llm, model, prompts, outputs, seconds)
+        _print_as_json(llm, model, prompts, outputs, seconds, comparison)
     elif len(prompts) > 1:
         _print_as_text(prompts, outputs)
-        _print_kernels(llm)
+        print_kernels(llm)
+    if comparison and not as_json:
+        echo()
+        comparison.print()
     if not as_json:
         click.echo(_speed(outputs, seconds), err=True)
-    answers = [output.outputs[0] for output in outputs]
-    if any(answer.finish_reason == "abort" for answer in answers):
+    if any(output.outputs[0].finish_reason == "abort" for output in outputs):
         raise click.Abort
-    failed = [str(answer.error) for answer in answers if answer.finish_reason == "error"]
-    if failed:
-        raise RequestError(f"{len(failed)} of {len(answers)} prompts failed: {failed[0]}")
+    _expect_answers(outputs)
 
 
 def _streamed(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
@@ -71,11 +100,21 @@ def _streamed(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
 
 def _at_once(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[RequestOutput]:
     try:
-        if llm.chats:
-            return llm.chat([[_message(prompt)] for prompt in prompts], params)
-        return llm.generate(prompts, params)
+        return _ask(llm, prompts, params)
     except Interrupted as interrupted:
         return interrupted.outputs
+
+
+def _ask(llm: LLM, prompts: Sequence[str], params: SamplingParams) -> list[RequestOutput]:
+    if llm.chats:
+        return llm.chat([[_message(prompt)] for prompt in prompts], params)
+    return llm.generate(prompts, params)
+
+
+def _expect_answers(outputs: Sequence[RequestOutput]) -> None:
+    failed = [str(output.outputs[0].error) for output in outputs if output.outputs[0].finish_reason == "error"]
+    if failed:
+        raise RequestError(f"{len(failed)} of {len(outputs)} prompts failed: {failed[0]}")
 
 
 def _message(prompt: str) -> dict[str, str]:
@@ -86,12 +125,15 @@ def show_stream(llm: LLM, output: RequestOutput) -> None:
     """Show an answer on stdout as it grows, and a line break after it; an interrupt ends the answer."""
     shown = 0
     answer = output.outputs[0]
-    with interrupts_noted() as interrupted, closing(llm.engine.stream(output.request_id)) as news:
-        for _ in news:
-            _show(answer.text[shown:])
-            shown = len(answer.text)
-            if interrupted():
-                break
+    with interrupts_noted() as interrupted:
+        try:
+            while not (output.finished or interrupted()):  # asked in each step, those without a token too
+                llm.engine.step()
+                _show(answer.text[shown:])
+                shown = len(answer.text)
+        finally:
+            if not output.finished:
+                llm.engine.abort(output.request_id)
     _show(f"{answer.text[shown:]}\n")
 
 
@@ -113,7 +155,8 @@ def _print_as_text(prompts: Sequence[str], outputs: Sequence[RequestOutput]) -> 
         echo(f"> {printable(prompt)}\n{_harmless(output.outputs[0].text)}\n")
 
 
-def _print_kernels(llm: LLM) -> None:
+def print_kernels(llm: LLM) -> None:
+    """Print which kernel of whom runs each op, and how often the model has it."""
     running = [row for row in llm.explain().rows if row.runs]
     counts = Counter((row.op or row.op_class, f"{row.kernel} of {row.provider}") for row in running)
     print_table(("count", "op", "implementation"), [(count, *key) for key, count in counts.most_common()])
@@ -133,7 +176,12 @@ def _tokens(outputs: Sequence[RequestOutput]) -> int:
 
 
 def _print_as_json(
-    llm: LLM, model: str, prompts: Sequence[str], outputs: Sequence[RequestOutput], seconds: float
+    llm: LLM,
+    model: str,
+    prompts: Sequence[str],
+    outputs: Sequence[RequestOutput],
+    seconds: float,
+    comparison: Comparison | None,
 ) -> None:
     answers = [
         {
@@ -157,6 +205,7 @@ def _print_as_json(
             "answers": answers,
             "seconds": seconds,
             "tokens_per_second": _tokens(outputs) / seconds,
+            "comparison": comparison.to_dict() if comparison else None,
             **llm.explain().to_dict(),
         },
     )

@@ -5,22 +5,44 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from opgraft.cli.answer import print_kernels
+from opgraft.cli.comparison import Comparison, Measurement, timed
 from opgraft.cli.output import echo, print_json
 from opgraft.plugins.selection import current_platform, selected_platform
-from opgraft.runner import nearest
 from opgraft.serving.llm import LLM
 from opgraft.text import printable
+from torch import Tensor
 from torch.nn import functional
 
+_SHOWN = 6
+"""Texts with their nearest, of all that there are."""
+_MOST_SIMILARITIES = 1 << 24
+"""Similarities held at a time, 64 MiB of them; those of 40,000 texts would be 6 GiB."""
 
-def show_neighbours(llm: LLM, model: str, texts: Sequence[str], as_json: bool) -> None:
-    """Embed texts, and print for each the nearest other one by cosine similarity.
+
+def measure_vectors(llm: LLM, texts: Sequence[str]) -> Measurement:
+    """Embed texts and take the time; what is prepared at the first call is not in it.
+
+    Raises:
+        RequestError: the model computes no numbers for a text.
+    """
+    llm.embed(texts, truncate=True)
+    outputs, seconds = timed(lambda: llm.embed(texts, truncate=True))
+    vectors = torch.tensor([output.embedding for output in outputs])
+    tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    return Measurement(vectors, nearest(vectors), tokens, seconds)
+
+
+def show_neighbours(
+    llm: LLM, model: str, texts: Sequence[str], as_json: bool, comparison: Comparison | None = None
+) -> None:
+    """Embed texts, print for each the nearest other one by cosine similarity, and the table of kernels.
 
     Raises:
         RequestError: the model computes no numbers for a text.
     """
     vectors = [output.embedding for output in llm.embed(texts, truncate=True)]
-    neighbours = nearest(functional.normalize(torch.tensor(vectors), dim=-1))
+    neighbours = nearest(torch.tensor(vectors))
     if as_json:
         rows = [
             {"text": text, "nearest": texts[other], "embedding": vector}
@@ -28,7 +50,28 @@ def show_neighbours(llm: LLM, model: str, texts: Sequence[str], as_json: bool) -
         ]
         platform, decision = current_platform().name, selected_platform().decision.to_dict()
         data = {"model": model, "platform": platform, "decision": decision, "embeddings": rows}
-        print_json("opgraft.embeddings/1", {**data, **llm.explain().to_dict()})
+        compared = {"comparison": comparison.to_dict() if comparison else None}
+        print_json("opgraft.embeddings/1", {**data, **compared, **llm.explain().to_dict()})
         return
-    for text, other in zip(texts, neighbours, strict=True):
+    for text, other in list(zip(texts, neighbours, strict=True))[:_SHOWN]:
         echo(f"{printable(text)}\n  -> {printable(texts[other])}")
+    if len(texts) > _SHOWN:
+        echo(f"and {len(texts) - _SHOWN} more, which --json has all of")
+    echo()
+    print_kernels(llm)
+    if comparison:
+        echo()
+        comparison.print()
+
+
+def nearest(embeddings: Tensor) -> list[int]:
+    """Find, for each row of ``[n, d]``, the other row nearest by cosine; its own index where n is 1."""
+    units = functional.normalize(embeddings, dim=-1)
+    found: list[int] = []
+    rows = max(1, _MOST_SIMILARITIES // max(1, len(units)))
+    for start in range(0, len(units), rows):
+        similarity = units[start : start + rows] @ units.T
+        if len(units) > 1:
+            similarity.diagonal(start).fill_(-torch.inf)
+        found += similarity.argmax(dim=1).tolist()
+    return found

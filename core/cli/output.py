@@ -8,7 +8,8 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import click
@@ -28,8 +29,11 @@ _TEXT_WIDTH = 100
 """Columns that sentences fill at most, however wide the terminal is."""
 
 
-def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command ``--config`` and one option per setting, such as ``--parallel.tensor``, and run it under them."""
+def with_settings(command: Callable[..., Any], short: Mapping[str, str] = MappingProxyType({})) -> Callable[..., Any]:
+    """Give a command ``--config`` and one option per setting, such as ``--parallel.tensor``, and run it under them.
+
+    ``short`` has further spellings of options, by the names of their settings.
+    """
 
     @functools.wraps(command)
     def run(**options: Any) -> Any:
@@ -42,8 +46,9 @@ def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
 
     for name, field in reversed(list(FIELDS.items())):
         complete = functools.partial(_complete, name)
+        spellings = [short[name], f"--{name}"] if name in short else [f"--{name}"]
         option = click.option(
-            f"--{name}", _parameter(name), metavar=field.metavar, help=_help(field), shell_complete=complete
+            *spellings, _parameter(name), metavar=field.metavar, help=_help(field), shell_complete=complete
         )
         run = option(run)
     help = f"{VARIABLES[CONFIG]} (instead of {CONFIG})."

@@ -17,6 +17,7 @@ from opgraft.config.sections import (
     ParallelConfig,
     QuantizationSettings,
     SchedulerConfig,
+    ServerConfig,
 )
 from opgraft.config.whole import FIELDS, OpgraftConfig, Settings, config_from_fields, parse_text, resolve, text_of
 
@@ -39,6 +40,7 @@ __all__ = [
     "SchedulerConfig",
     "Scope",
     "Section",
+    "ServerConfig",
     "Settings",
     "config_from_fields",
     "parse_text",

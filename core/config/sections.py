@@ -1,4 +1,4 @@
-"""Settings of models: what is loaded, how it is cut into shards and quantized, and what an engine may use.
+"""Settings of models, of engines and of the server: what is loaded, how it runs, and who may use it.
 
 The annotation of a field is the type that it has in a resolved config; in a layer it may also be ``None``, not set.
 """
@@ -53,7 +53,11 @@ class CacheConfig(Section):
     num_blocks: int | None = setting(
         "blocks of the cache, whatever memory they take", minimum=1, unset="as memory allows"
     )
-    dtype: str = setting("dtype of the cache; auto takes the model's", default="auto", choices=(*DTYPES, "fp8", "int8"))
+    dtype: str = setting(
+        "dtype of the cache; auto takes the model's, fp8 and int8 have a scale for each token and head",
+        default="auto",
+        choices=(*DTYPES, "fp8", "int8"),
+    )
     prefix_reuse: bool = setting("reuse blocks of prompts that begin alike", default=True)
 
 
@@ -110,3 +114,40 @@ class QuantizationSettings(Section):
     method: str | None = setting("name of a quantization method", unset="the checkpoint's")
     skip: Sequence[str] = setting("prefixes, or patterns with *, of layers that stay as they are", default=())
     by_prefix: Mapping[str, str] = setting("prefix or pattern of layers to the method that they take", default={})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(Section):
+    """The HTTP server: where it listens, whom it admits, and what a request may ask for."""
+
+    section: ClassVar[str] = "server"
+
+    host: str = setting("address to listen on; 0.0.0.0 for all of this machine's", default="127.0.0.1")
+    port: int = setting("port to listen on; 0 takes a free one", default=8000, minimum=0, maximum=65535)
+    model_name: str | None = setting("name of the model for clients", unset="the last part of MODEL")
+    api_key_file: str | None = setting("file of API keys, one a line; clients must send one", unset="none")
+    cors_origins: Sequence[str] = setting("origins whose pages may call the server from a browser", default=())
+    max_waiting_requests: int = setting(
+        "sequences that wait for their first token, at most; further requests get the status 429",
+        default=1024,
+        minimum=1,
+    )
+    max_waiting_tokens: int = setting(
+        "tokens of the prompts of these, at most; further requests get the status 429", default=1 << 20, minimum=1
+    )
+    max_body_bytes: int = setting("bytes of the body of a request, at most", default=4 << 20, minimum=1)
+    max_prompt_tokens: int | None = setting("tokens of a prompt, at most", minimum=1, unset="as the context allows")
+    max_output_tokens: int | None = setting(
+        "tokens that a request may ask for, all its answers together, at most", minimum=1, unset="the context for each"
+    )
+    max_answers: int = setting(
+        "answers that a request may ask for: its prompts times n, at most", default=128, minimum=1
+    )
+    max_inputs: int = setting("texts that a request for embeddings may have", default=2048, minimum=1)
+    max_logprobs: int = setting("log-probabilities of a token that a request may ask for", default=20, minimum=0)
+    body_seconds: float = setting("seconds in which the body of a request must have come", default=30, above=0)
+    request_seconds: float | None = setting("seconds after which a request is aborted", above=0, unset="never")
+    drain_seconds: float = setting(
+        "seconds that running requests have after a SIGTERM, until they are aborted", default=30, minimum=0
+    )
+    log_prompts: bool = setting("write prompts and answers to the log", default=False)

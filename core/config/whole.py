@@ -18,6 +18,7 @@ from opgraft.config.sections import (
     ParallelConfig,
     QuantizationSettings,
     SchedulerConfig,
+    ServerConfig,
 )
 from opgraft.errors import ConfigError, close_matches
 
@@ -34,7 +35,7 @@ class OpgraftConfig(Section):
         check_values: whether ops check values of tensors, such as positions, on accelerators too, which then must wait.
         cpu_keep_memory: whether the CPU platform has glibc keep freed memory in the process. Decided once per process.
         providers: op name to the entry-point or distribution name of the provider whose replacement is to be used.
-        compilation_config, model, cache, scheduler, parallel, load, quantization: sections, see their classes.
+        compilation_config, model, cache, scheduler, parallel, load, quantization, server: sections, see their classes.
     """
 
     platform: str | None = setting("the platform to use; decided once per process", unset="detected")
@@ -62,6 +63,7 @@ class OpgraftConfig(Section):
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig, kw_only=True)
     load: LoadConfig = dataclasses.field(default_factory=LoadConfig, kw_only=True)
     quantization: QuantizationSettings = dataclasses.field(default_factory=QuantizationSettings, kw_only=True)
+    server: ServerConfig = dataclasses.field(default_factory=ServerConfig, kw_only=True)
 
     def op_names(self) -> dict[str, list[str]]:
         """Map a field to the names of ops that it mentions; whether they exist is known once plugins are loaded."""

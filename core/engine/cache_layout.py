@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 
 import torch
 from opgraft.engine.kv_cache import LayerKind
+from opgraft.errors import ConfigError
 from opgraft.ops.attention import Attention
+from opgraft.ops.attention.decoder import cache_shape
 from torch import Tensor
+
+CODES: Mapping[str, torch.dtype] = MappingProxyType({"int8": torch.int8, "fp8": torch.uint8})
+"""Settings of ``cache.dtype`` with codes and scales → the dtype of the tensors that hold them."""
+
+
+def cache_dtype(setting: str, model: torch.dtype) -> torch.dtype:
+    """Return the dtype of the cache of a model of a dtype, for a setting of ``cache.dtype``.
+
+    Raises:
+        ConfigError: it is another floating-point dtype than the model's.
+    """
+    dtype = CODES[setting] if setting in CODES else model if setting == "auto" else getattr(torch, setting)
+    if dtype.is_floating_point and dtype != model:
+        raise ConfigError(
+            f"cache.dtype is {setting}, and the model computes in {str(model).removeprefix('torch.')}, which keys and "
+            "values would have to be converted to: set cache.dtype to auto, or to int8 or fp8 for half of bfloat16's "
+            "memory, or model.dtype to the same"
+        )
+    return dtype
 
 
 @dataclass(frozen=True)
@@ -34,7 +57,13 @@ class CacheLayout:
 
     @classmethod
     def of(cls, layers: Mapping[str, Attention], block_size: int, dtype: torch.dtype) -> CacheLayout:
-        """Group layers by their windows."""
+        """Group layers by their windows.
+
+        Raises:
+            ConfigError: a layer has a layout of its own without a place for codes, which ``dtype`` is of.
+        """
+        if dtype in CODES.values():
+            _expect_codes(layers)
         by_window: dict[int | None, list[str]] = {}
         for name, layer in layers.items():
             by_window.setdefault(layer.sliding_window, []).append(name)
@@ -61,7 +90,18 @@ class CacheLayout:
     def _homes(self, num_blocks: int) -> dict[str, tuple[int, tuple[int, ...]]]:
         """Return for each layer the tensor that it has: its place in its group and the shape."""
         return {
-            name: (place, tuple(self.layers[name].kv_cache_shape(num_blocks, self.block_size)))
+            name: (place, cache_shape(self.layers[name], num_blocks, self.block_size, self.dtype))
             for group in self.groups
             for place, name in enumerate(group)
         }
+
+
+def _expect_codes(layers: Mapping[str, Attention]) -> None:
+    """Raise ``ConfigError`` unless each layer can be told that its cache is one of codes."""
+    for name, layer in layers.items():
+        if "dtype" not in inspect.signature(layer.kv_cache_shape).parameters:
+            raise ConfigError(
+                f"cache.dtype is int8 or fp8, and the attention layer {name!r} keeps its cache in a layout of "
+                f"{type(layer).__name__}, which has no place for codes and scales, as its kv_cache_shape takes no "
+                "dtype: set cache.dtype to auto, or disable the plugin that the class is from"
+            )

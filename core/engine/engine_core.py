@@ -58,14 +58,16 @@ class EngineCore:
         self.executor.start()
         layout: CacheLayout = self.executor.call("load_model")
         if not layout.layers:
-            raise ModelError(f"the model {given.model.name} has no attention layers with a cache: it cannot generate")
+            reason = self.executor.call("why_uncached") or "it cannot generate"
+            raise ModelError(f"the model {given.model.name} has no attention layers with a cache: {reason}")
         self.max_model_len = self._context()
         cache = self.opgraft_config.cache
         num_blocks = cache.num_blocks or self.executor.call("cache_bytes") // layout.bytes_per_block
         self.cache = KVCacheManager(layout.kinds, num_blocks, layout.block_size, cache.prefix_reuse)
         self._expect_room(layout)
         self.executor.call("allocate_cache", num_blocks)
-        self.scheduler = Scheduler(self.opgraft_config.scheduler, self.cache, self.max_model_len)
+        fits = self.executor.call("context_fits")
+        self.scheduler = Scheduler(self.opgraft_config.scheduler, self.cache, self.max_model_len, fits)
         self.counters = self.scheduler.counters
         self._stopped: Exception | None = None
         logger.info(self.capacity())

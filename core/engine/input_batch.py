@@ -32,12 +32,13 @@ class Inputs:
 
 
 class _Sequence:
-    """Tokens of a sequence, and its row in the tables."""
+    """Tokens of a sequence, its row in the tables, and the context that its first tokens are rotated for."""
 
-    __slots__ = ("row", "tokens", "widths")
+    __slots__ = ("context", "row", "tokens", "widths")
 
-    def __init__(self, row: int, tokens: Sequence[int], groups: int) -> None:
+    def __init__(self, row: int, tokens: Sequence[int], context: int, groups: int) -> None:
         self.row = row
+        self.context = context
         self.tokens = list(tokens)
         self.widths = [0] * groups
 
@@ -51,6 +52,7 @@ class InputBatch:
         max_blocks: blocks of a sequence in a group.
         block_size: tokens in a block.
         device: where the model is; the tables are built on the host.
+        fits_context: the model has ropes that depend on the length of the context.
     """
 
     def __init__(
@@ -60,10 +62,13 @@ class InputBatch:
         max_blocks: int,
         block_size: int,
         device: torch.device,
+        *,
+        fits_context: bool = False,
     ) -> None:
         self.groups = groups
         self.block_size = block_size
         self.device = device
+        self.fits_context = fits_context
         self._tables = [torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32) for _ in groups]
         self._sequences: dict[str, _Sequence] = {}
         self._rows = list(range(max_num_seqs))
@@ -91,7 +96,7 @@ class InputBatch:
         self._rows.append(self._sequences.pop(request_id).row)
 
     def _add(self, new: NewSequence) -> None:
-        sequence = _Sequence(self._rows.pop(), new.tokens, len(self.groups))
+        sequence = _Sequence(self._rows.pop(), new.tokens, new.context, len(self.groups))
         self._sequences[new.request_id] = sequence
         self._extend(sequence, new.blocks)
 
@@ -106,8 +111,8 @@ class InputBatch:
         """Add a sampled token to a sequence."""
         self._sequences[request_id].tokens.append(token)
 
-    def inputs(self, scheduled: Sequence[Scheduled]) -> Inputs:
-        """Return the tensors of a step."""
+    def inputs(self, scheduled: Sequence[Scheduled], *, continues: bool = False) -> Inputs:
+        """Return the tensors of a step; ``continues`` as of ``AttentionBatch``."""
         sequences = [self._sequences[each.request_id] for each in scheduled]
         starts, counts = [each.start for each in scheduled], [each.count for each in scheduled]
         ids = [t for s, each in zip(sequences, scheduled, strict=True) for t in s.tokens[each.start :][: each.count]]
@@ -135,6 +140,8 @@ class InputBatch:
             max(lengths),
             pages,
             self.block_size,
+            context_lens=_context_lens(sequences, counts, positions).to(self.device) if self.fits_context else None,
+            continues=continues,
         )
         sampled = [(end - 1, each.request_id) for end, each in zip(ends, scheduled, strict=True) if each.samples]
         return Inputs(
@@ -144,3 +151,9 @@ class InputBatch:
             torch.tensor([row for row, _ in sampled], dtype=torch.int64).to(self.device),
             tuple(request_id for _, request_id in sampled),
         )
+
+
+def _context_lens(sequences: Sequence[_Sequence], counts: Sequence[int], positions: Tensor) -> Tensor:
+    """Return the length of the context that each token is rotated for: that of its sequence with it, or the first."""
+    first = torch.tensor([sequence.context for sequence in sequences]).repeat_interleave(torch.tensor(counts))
+    return torch.maximum(first, positions + 1)

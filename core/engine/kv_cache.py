@@ -66,8 +66,9 @@ class _Table:
 class KVCacheManager:
     """Tables of blocks from one pool, and the beginnings of sequences that are found in it again.
 
-    A full block is known by a hash of its tokens and of everything before them, chained from block to block, and of the
-    request's salt. It is SHA-256: whoever could make two beginnings collide could read another tenant's.
+    A full block is known by a hash of its tokens and of everything before them, chained from block to block, of the
+    request's salt, and of the ways in which its keys are rotated. It is SHA-256: whoever could make two beginnings
+    collide could read another tenant's.
 
     Args:
         kinds: of the model's layers; each has a table, and blocks of its own in it.
@@ -199,11 +200,13 @@ class KVCacheManager:
         """Have the hashes of a request's first ``count`` blocks, all full; those that are known stay."""
         hashes = request.block_hashes
         for index in range(len(hashes), count):
-            before = hashes[-1] if hashes else _root(request.cache_salt)
+            before = hashes[-1] if hashes else _root(request)
             tokens = array("q", request.tokens(index * self.block_size, (index + 1) * self.block_size))
             hashes.append(sha256(before + tokens.tobytes()).digest())
 
 
-def _root(salt: str | None) -> bytes:
+def _root(request: Request) -> bytes:
     """Return what the first block's hash begins with, as long as a hash."""
-    return bytes(sha256().digest_size) if salt is None else sha256(salt.encode("utf-8", "surrogatepass")).digest()
+    salt = request.cache_salt
+    root = bytes(sha256().digest_size) if salt is None else sha256(salt.encode("utf-8", "surrogatepass")).digest()
+    return sha256(root + array("q", request.rotation).tobytes()).digest() if any(request.rotation) else root

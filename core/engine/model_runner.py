@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from time import perf_counter
 from typing import Any
@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
-from opgraft.engine.cache_layout import CacheLayout
+from opgraft.engine.cache_layout import CacheLayout, cache_dtype
 from opgraft.engine.input_batch import InputBatch, Inputs
 from opgraft.engine.invariance import make_batch_invariant
+from opgraft.engine.largest_step import largest_step
 from opgraft.engine.sampling import Sampler, SamplingBatch, TokenLogprobs, prompt_logprobs
-from opgraft.engine.step import Scheduled, Step, StepResult
+from opgraft.engine.step import NewSequence, Scheduled, Step, StepResult
+from opgraft.errors import RequestError
 from opgraft.models import TransformersModel, load_model
 from opgraft.ops.attention.batch import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
@@ -44,7 +46,7 @@ class ModelRunner(PluggableClass):
         cache = self.opgraft_config.cache
         if self.opgraft_config.model.batch_invariant:
             make_batch_invariant(self.model, cache.block_size)
-        dtype = self.model.dtype if cache.dtype == "auto" else getattr(torch, cache.dtype)
+        dtype = cache_dtype(cache.dtype, self.model.dtype)
         self.layout = CacheLayout.of(attention_layers(self.model), cache.block_size, dtype)
 
     def allocate_cache(self, num_blocks: int) -> None:
@@ -56,6 +58,7 @@ class ModelRunner(PluggableClass):
             -(-self.model.max_position // self.layout.block_size),
             self.layout.block_size,
             self.device,
+            fits_context=bool(self.model.fitted_ropes),
         )
 
     @torch.inference_mode()
@@ -78,41 +81,74 @@ class ModelRunner(PluggableClass):
         If it raises, each sequence of the step is to be removed by the next one.
         """
         started = perf_counter()
-        self._apply(step)
-        if not step.sequences:
-            return StepResult({})
-        inputs = self.batch.inputs(step.sequences)
+        errors = self._apply(step)
+        sequences = [each for each in step.sequences if each.request_id not in errors] if errors else step.sequences
+        if not sequences:
+            return StepResult({}, errors=errors)
+        inputs = self.batch.inputs(sequences, continues=not step.added)
         prepared = perf_counter()
         with attending(inputs.batch):
             hidden = self.model(inputs.input_ids, inputs.positions)
         if self._prompt_logprobs:
-            self._take_prompt_logprobs(hidden, step.sequences)
+            self._take_prompt_logprobs(hidden, sequences)
         computed = perf_counter()
         result = self._sample(hidden, inputs) if inputs.sampled else StepResult({})
         seconds = {"inputs": prepared - started, "model": computed - prepared, "sample": perf_counter() - computed}
-        return dataclasses.replace(result, seconds=seconds)
+        return dataclasses.replace(result, errors={**errors, **result.errors}, seconds=seconds)
 
-    def _apply(self, step: Step) -> None:
+    def peak_of_largest_step(self, free: Callable[[], int]) -> int:
+        """Return the bytes by which the free memory shrinks at most while the largest step is computed.
+
+        Args:
+            free: tells the bytes that are free; asked after every layer.
+        """
+        limits = self.opgraft_config.scheduler
+        kinds, longest = len(self.layout.groups), self.model.max_position
+        sizes = limits.max_num_seqs, limits.max_num_batched_tokens, longest, self.layout.block_size, kinds
+        step = largest_step(*sizes)
+        self.allocate_cache(sum(len(blocks) for new in step.added for blocks in new.blocks))
+        seen = [free()]
+        hooks = [each.register_forward_hook(lambda *_: seen.append(free())) for each in self.model.modules()]
+        try:
+            self.execute(step)
+            seen.append(free())
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self.execute(Step(tuple(new.request_id for new in step.added), (), (), ()))
+            del self.caches, self.batch
+        return seen[0] - min(seen)
+
+    def _apply(self, step: Step) -> dict[str, str]:
+        """Change what is known of the sequences, and return why some of those that are added fail."""
         for request_id in step.removed:  # before anything that may raise
             self._forget(request_id)
+        errors: dict[str, str] = {}
         for new in step.added:
-            self.sampling.add(
-                new.request_id,
-                new.params,
-                new.tokens[: new.prompt_length],
-                new.tokens[new.prompt_length :],
-                arrival=new.arrival,
-                eos=new.eos,
-                bad_words=new.bad_words,
-                grammar=new.grammar,
-            )
-            if new.params.prompt_logprobs is not None and len(new.tokens) == new.prompt_length:
-                self._prompt_logprobs[new.request_id] = (new.params.prompt_logprobs, [])
+            try:
+                self._add(new)
+            except RequestError as error:
+                errors[new.request_id] = str(error)
         self.batch.apply(step)
         if step.copies:
             sources, targets = torch.tensor(step.copies, device=self.device).unbind(1)
             for cache in {id(cache): cache for cache in self.caches.values()}.values():
                 cache[targets] = cache[sources]
+        return errors
+
+    def _add(self, new: NewSequence) -> None:
+        self.sampling.add(
+            new.request_id,
+            new.params,
+            new.tokens[: new.prompt_length],
+            new.tokens[new.prompt_length :],
+            arrival=new.arrival,
+            eos=new.eos,
+            bad_words=new.bad_words,
+            grammar=new.grammar,
+        )
+        if new.params.prompt_logprobs is not None and len(new.tokens) == new.prompt_length:
+            self._prompt_logprobs[new.request_id] = (new.params.prompt_logprobs, [])
 
     def _forget(self, request_id: str) -> None:
         """Forget a sequence wherever it is known; a step that failed may have added it to some places only."""
@@ -127,15 +163,21 @@ class ModelRunner(PluggableClass):
             hidden = hidden[inputs.sampled_rows]
         self.sampling.select(inputs.sampled)
         sampled = self.sampler(self.model.compute_logits(hidden), self.sampling)
-        tokens = dict(zip(inputs.sampled, sampled.tokens.tolist(), strict=True))
-        for request_id in sampled.errors:
-            del tokens[str(request_id)]
-        for request_id, token in tokens.items():
-            self.batch.append(request_id, token)
-            self.sampling.append(request_id, token)
+        errors = {str(request_id): error for request_id, error in sampled.errors.items()}
+        tokens = {}
+        for request_id, token in zip(inputs.sampled, sampled.tokens.tolist(), strict=True):
+            if request_id in errors:
+                continue
+            try:
+                self.sampling.append(request_id, token)
+            except RequestError as error:
+                errors[request_id] = str(error)
+            else:
+                self.batch.append(request_id, token)
+                tokens[request_id] = token
         ended = [name for name in inputs.sampled if name in self._prompt_logprobs]
         prompts = {name: self._prompt_logprobs.pop(name)[1] for name in ended}
-        return StepResult(tokens, sampled.logprobs, sampled.errors, prompts)
+        return StepResult(tokens, sampled.logprobs, errors, prompts)
 
     def _take_prompt_logprobs(self, hidden: Tensor, sequences: Sequence[Scheduled]) -> None:
         """Compute the logits of a chunk of a prompt for who asks for them."""

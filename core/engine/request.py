@@ -26,6 +26,9 @@ class Request:
         bad_words: ``params.bad_words`` as tokens.
         grammar: compiled from ``params.structured_output``.
         parent: the request whose prompt's blocks this one shares, for ``n > 1``.
+        context: length of the context that its first tokens are rotated for, by ropes that depend on it: its prompt's,
+            or the length that it had when it was rotated anew; see ``Scheduler``.
+        rotation: names the ways in which ropes rotate its keys; sequences share blocks only where these are the same.
         arrival: its number in the order of arrival, which the scheduler gives.
         rank: its place in the scheduler's order.
         admitted: when it was scheduled first, in seconds of ``time.monotonic()``; ``None`` before.
@@ -45,6 +48,7 @@ class Request:
         "bad_words",
         "block_hashes",
         "cache_salt",
+        "context",
         "eos",
         "finish_reason",
         "grammar",
@@ -59,6 +63,7 @@ class Request:
         "prompt",
         "rank",
         "request_id",
+        "rotation",
         "status",
     )
 
@@ -87,6 +92,8 @@ class Request:
         self.bad_words = tuple(map(tuple, bad_words))
         self.grammar = grammar
         self.parent = parent
+        self.context = len(self.prompt)
+        self.rotation: tuple[int, ...] = ()
         self.arrival = 0
         self.rank = (0, 0)
         self.admitted: float | None = None

@@ -7,12 +7,13 @@ after it gave its blocks away differ in nothing but the number of tokens that ar
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import count
 from operator import attrgetter
 from time import monotonic
 
 from opgraft.config import SchedulerConfig
+from opgraft.engine.context_fit import ContextFit
 from opgraft.engine.kv_cache import KVCacheManager, Prefix
 from opgraft.engine.request import FinishReason, Request
 from opgraft.engine.stats import Counters
@@ -54,12 +55,18 @@ class Scheduler:
         config: the limits of a step, and the policy; every field is set.
         cache: the tables of blocks, which nobody else changes.
         max_model_len: tokens of prompt and output together, at most.
+        fits: the model's ropes that depend on the length of the context. They rotate tokens for the length of their own
+            sequence: those of a prompt for that of the prompt, later ones for the length that the sequence has with
+            them. A sequence that comes to where all its keys should have been rotated in another way is computed anew.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: KVCacheManager, max_model_len: int) -> None:
+    def __init__(
+        self, config: SchedulerConfig, cache: KVCacheManager, max_model_len: int, fits: Sequence[ContextFit] = ()
+    ) -> None:
         self.config = config
         self.cache = cache
         self.max_model_len = max_model_len
+        self.fits = fits
         self.counters = Counters()
         self.running: list[Request] = []
         self.waiting: list[Request] = []
@@ -82,6 +89,7 @@ class Scheduler:
         self._check(request)
         request.arrival = next(self._arrivals)
         request.rank = (request.priority if self.config.policy == "priority" else 0, request.arrival)
+        request.rotation = self._rotation(request)
         self._requests[request.request_id] = request
         insort(self.waiting, request, key=_rank)
 
@@ -127,6 +135,8 @@ class Scheduler:
             if scheduled.samples and request.append(_token_of(request, tokens), self.max_model_len):
                 self._finish(request)
                 finished.append(request)
+            elif any(fit.outgrown(request.context, request.num_tokens) for fit in self.fits):
+                self._rotate_anew(request)
         self._batch = []
         return finished
 
@@ -189,6 +199,7 @@ class Scheduler:
                 request.request_id,
                 tokens=tuple(request.tokens()),
                 prompt_length=len(request.prompt),
+                context=request.context,
                 params=request.params,
                 blocks=self.cache.blocks(request),
                 arrival=request.arrival,
@@ -224,8 +235,19 @@ class Scheduler:
         parent = self._requests.get(request.parent) if request.parent else None
         shared = None
         if parent is not None and parent.status == "running" and not request.output:
-            shared = self.cache.common_prefix(request, parent)
+            same = parent.rotation == request.rotation
+            shared = self.cache.common_prefix(request, parent) if same else None
         return shared or self.cache.longest_prefix(request)
+
+    def _rotation(self, request: Request) -> tuple[int, ...]:
+        return tuple(fit.way(request.context) for fit in self.fits)
+
+    def _rotate_anew(self, request: Request) -> None:
+        """Have all tokens of a sequence computed for the length that it has now."""
+        request.context = request.num_tokens
+        request.rotation = self._rotation(request)
+        request.block_hashes = []
+        self._requeue(request)
 
     def _preempt(self, request: Request) -> None:
         self._requeue(request)

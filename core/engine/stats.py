@@ -29,15 +29,16 @@ class Counters:
     """Totals since the engine was made, which the parts of the engine add to as they go.
 
     Attributes:
-        steps: that were computed, failed ones included.
+        steps: that were computed, failed ones included. Of an encoder, batches.
         failed_steps: of these, those in which something was raised.
-        prompt_tokens: computed of prompts, and anew of sequences that had given their blocks away.
+        prompt_tokens: computed of prompts, and anew of sequences that had given their blocks away. Of an encoder, of
+            texts.
         decode_tokens: computed of outputs, one for each sequence and step.
         sampled_tokens: that came out.
         prefix_queries: tokens of the sequences that were admitted.
         prefix_hits: of these, those whose keys and values were found in the cache.
         preemptions: sequences that gave their blocks to others.
-        finished: requests that have ended, by ``finish_reason``.
+        finished: requests that have ended, by ``finish_reason``. Of an encoder, texts, by "stop" or "error".
         seconds: by part of the step. Host time: where a device computes behind the host's back, what it takes is
             counted where the host waits for it, which is "sample".
     """
@@ -68,8 +69,9 @@ class EngineStats:
     """State and counters of an engine at a moment: totals since it was made, or changes ``since`` another moment.
 
     Attributes:
-        running: requests that hold blocks of the cache; each of several completions counts as one.
-        waiting: requests that hold none.
+        running: requests that hold blocks of the cache; each of several completions counts as one. Of an encoder, the
+            texts of the batch that is computed.
+        waiting: requests that hold none. Of an encoder, the texts of later batches.
         blocks_used: blocks of the cache that a request holds.
         num_blocks: blocks of the cache.
         counters: totals, or changes.
@@ -83,8 +85,8 @@ class EngineStats:
 
     @property
     def cache_usage(self) -> float:
-        """Return the share of the cache's blocks that are used, 0 to 1."""
-        return self.blocks_used / self.num_blocks
+        """Return the share of the cache's blocks that are used, 0 to 1; 0 without a cache, as in an encoder."""
+        return self.blocks_used / self.num_blocks if self.num_blocks else 0.0
 
     def since(self, earlier: EngineStats) -> EngineStats:
         """Return the state of now, with the changes of the counters from an ``earlier`` moment."""

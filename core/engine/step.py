@@ -20,6 +20,7 @@ class NewSequence:
     Attributes:
         tokens: prompt and outputs so far.
         prompt_length: tokens of the prompt.
+        context: length of the context that its first tokens are rotated for, by ropes that depend on it.
         blocks: the whole table, with what this step writes to. Before a sliding window stand zeros, which nobody reads.
         arrival: its number in the order of arrival, which seeds random numbers where ``params.seed`` is ``None``.
         eos: tokens that end it unless ``params.ignore_eos``.
@@ -30,6 +31,7 @@ class NewSequence:
     request_id: str
     tokens: tuple[int, ...]
     prompt_length: int
+    context: int
     params: SamplingParams
     blocks: Blocks
     arrival: int

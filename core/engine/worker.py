@@ -10,10 +10,16 @@ from opgraft.binding.explaining import Explanation, explain
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
 from opgraft.engine.cache_layout import CacheLayout
+from opgraft.engine.context_fit import ContextFit
 from opgraft.engine.model_runner import ModelRunner
 from opgraft.engine.step import Step, StepResult
+from opgraft.errors import ConfigError
+from opgraft.logger import logger
+from opgraft.machine.host_memory import host_memory
+from opgraft.models import TransformersModel
 from opgraft.plugins.selection import current_platform
 from opgraft.pooling import pooled
+from opgraft.text import described
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
@@ -52,14 +58,62 @@ class Worker(PluggableClass):
         longest = int(self.runner.model.max_position)
         return None if longest == sys.maxsize else longest
 
+    def why_uncached(self) -> str:
+        """Say why a model of transformers runs without a cache; empty where it has one, or is a written one."""
+        model = self.runner.model
+        return model.examination.uncached if isinstance(model, TransformersModel) else ""
+
+    def context_fits(self) -> tuple[ContextFit, ...]:
+        """Return which ropes of the model depend on the length of the context, and how."""
+        return tuple(ContextFit(rope.trained_positions, rope.gradual) for rope in self.runner.model.fitted_ropes)
+
     def cache_bytes(self) -> int:
-        """Return the bytes that the cache may take: as set, or a share of the memory that is free now."""
+        """Return the bytes that the cache may take: as set, or a share of the memory that is free now.
+
+        On a device that is not the host, this is less what the largest step takes at its peak, which is computed to
+        see. The share of the host's memory is small enough to leave room for every step.
+
+        Raises:
+            ConfigError: the platform does not know the memory of the device, or the largest step fails there.
+        """
         cache = self.opgraft_config.cache
         if cache.memory_bytes is not None:
             return cache.memory_bytes
+        free = self._free_memory()
+        if self._on_host():
+            return int(free * (cache.memory_share or HOST_SHARE))
+        return max(0, int(free * (cache.memory_share or DEVICE_SHARE)) - self._peak())
+
+    def _on_host(self) -> bool:
         platform = current_platform()
-        share = cache.memory_share or (HOST_SHARE if "cpu" in platform.dispatch_chain else DEVICE_SHARE)
-        return int(platform.memory(self.local_rank).free * share)
+        return self.device.type == "cpu" and (platform.device_type != "cpu" or "cpu" in platform.dispatch_chain)
+
+    def _free_memory(self) -> int:
+        """Return the bytes that are free on the device, which may be another than the platform's."""
+        platform = current_platform()
+        if self.device.type == platform.device_type:
+            return platform.memory(self.device.index or 0).free
+        if self._on_host():
+            return host_memory()[1]
+        raise ConfigError(
+            f"the free memory of load.device={self.device} is not known, as the platform {platform.name} is for "
+            f"{platform.device_type}: set cache.memory_bytes or cache.num_blocks"
+        )
+
+    def _peak(self) -> int:
+        """Return the bytes that the largest step takes at its peak."""
+        try:
+            peak = self.runner.peak_of_largest_step(self._free_memory)
+            current_platform().synchronize(self.device.index or 0)
+        except RuntimeError as error:  # torch's, such as one that is out of memory
+            limits = self.opgraft_config.scheduler
+            raise ConfigError(
+                f"the largest step, of {limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} sequences, "
+                f"fails on {self.device}: {described(error)}. Lower scheduler.max_num_batched_tokens or "
+                "scheduler.max_num_seqs, or set cache.memory_bytes to leave it out"
+            ) from error
+        logger.info("the largest step takes %s MiB on %s", f"{peak / 2**20:,.1f}", self.device)
+        return peak
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Make the cache of that many blocks."""

@@ -64,7 +64,7 @@ def generates(opgraft_config: OpgraftConfig) -> bool:
 
     Raises:
         ModelError: nothing is named, or no class is registered for the architecture.
-        CheckpointError: the checkpoint is damaged.
+        CheckpointError: the checkpoint is damaged, or is an encoder with a decoder.
     """
     resolved = opgraft_config.resolved()
     return issubclass(_class_of(resolved, open_weights(_name(resolved)))[0], HasLogits)
@@ -77,9 +77,16 @@ def _name(resolved: OpgraftConfig) -> str:
 
 
 def _class_of(resolved: OpgraftConfig, weights: Weights) -> tuple[type[Model], Any]:
-    config = part(read_config(weights), resolved.model.part)
+    plain = resolved.model.part is None and resolved.model.implementation != "transformers"
+    config = part(read_config(weights, plain=plain), resolved.model.part)
+    if getattr(config, "is_encoder_decoder", False):
+        raise CheckpointError(
+            f"{weights.path} is an encoder with a decoder ({config.model_type}), which no model here is: give an "
+            "encoder or a causal language model, or call opgraft.graft() in a program of your own"
+        )
     architectures = getattr(config, "architectures", None) or ()
-    return model_class(architectures, resolved.model.implementation or "auto"), config
+    cls = model_class(architectures, resolved.model.implementation or "auto")
+    return cls, config if cls.plain_config or not plain else read_config(weights)
 
 
 def _expect_ranks(parallel: ParallelConfig) -> None:

@@ -10,6 +10,7 @@ from opgraft.errors import CheckpointError
 from opgraft.models.extras import import_extra
 from opgraft.models.files import Weights, read_json
 from opgraft.models.gguf_names import config_values
+from opgraft.models.plain_config import plain_config
 from opgraft.text import described
 
 LOCAL_ONLY: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -20,26 +21,31 @@ _LOCAL = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 """The implementations that transformers itself has; it may fetch others."""
 
 
-def read_config(weights: Weights) -> Any:
+def read_config(weights: Weights, *, plain: bool = False) -> Any:
     """Return the configuration of a checkpoint as the class of transformers for its ``model_type``.
+
+    Args:
+        weights: of the checkpoint.
+        plain: a ``PlainConfig`` will do, for which transformers is not imported; settings that are not usual are read
+            by transformers all the same.
 
     Raises:
         CheckpointError: ``config.json`` is missing, broken, needs code of its own, or names an implementation of a hub;
             the architecture of a GGUF file is not known.
         InputError: transformers is not installed.
     """
-    transformers = import_extra("transformers")
     file = weights.path if weights.is_gguf else _folder(weights) / "config.json"
+    values = config_values(weights.metadata, weights.stored, file) if weights.is_gguf else check_config(file)
+    if plain and (found := plain_config(values)) is not None:
+        return found
+    transformers = import_extra("transformers")
     try:
         if weights.is_gguf:
-            values = config_values(weights.metadata, weights.stored, file)
             return transformers.AutoConfig.for_model(values.pop("model_type"), **values)
-        check_config(file)
         return transformers.AutoConfig.from_pretrained(file.parent, **LOCAL_ONLY)
-    except CheckpointError:
-        raise
     except Exception as error:  # damaged values make transformers raise nearly anything
         version = f"transformers {transformers.__version__}"
+        _refuse_code(file, error, version)
         raise CheckpointError(f"{version} cannot read the configuration in {file}: {described(error)}") from error
 
 
@@ -56,6 +62,7 @@ def load_tokenizer(weights: Weights) -> Any:
         return transformers.AutoTokenizer.from_pretrained(_folder(weights), **place, **LOCAL_ONLY)
     except Exception as error:  # as above
         version = f"transformers {transformers.__version__}"
+        _refuse_code(_folder(weights) / "tokenizer_config.json", error, version)
         raise CheckpointError(f"{version} cannot load the tokenizer of {weights.path}: {described(error)}") from error
 
 
@@ -78,6 +85,19 @@ def check_config(file: Path) -> dict[str, Any]:
                 f"Remove it, or use one of {', '.join(map(repr, _LOCAL[1:]))}."
             )
     return config
+
+
+def _refuse_code(file: Path, error: Exception, version: str) -> None:
+    """Say so where transformers failed on a file because it may not run the code that the file names.
+
+    Raises:
+        CheckpointError: the file names code.
+    """
+    if isinstance(error, ValueError) and file.suffix == ".json" and file.is_file() and "auto_map" in read_json(file):
+        raise CheckpointError(
+            f"{file} needs Python code of its own (auto_map), which is refused: it would run with your rights. Use a "
+            f"checkpoint whose architecture {version} knows."
+        ) from error
 
 
 def _folder(weights: Weights) -> Path:

@@ -20,6 +20,7 @@ from opgraft.models.names import ShardId
 from opgraft.ops.activation import GeluAndMul, SiluAndMul
 from opgraft.ops.attention import Attention
 from opgraft.ops.attention.batch import current_batch
+from opgraft.ops.decoder_plan import DecoderParts, DecoderPlan
 from opgraft.ops.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
 from opgraft.ops.layernorm import GemmaRMSNorm, RMSNorm
 from opgraft.ops.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -190,6 +191,28 @@ class DecoderLayer(nn.Module):
         hidden_states, residual = self._enter(before_mlp, hidden_states, residual)
         return self._leave(after_mlp, self.mlp(hidden_states)), residual
 
+    def parts(self) -> DecoderParts | None:
+        """Return the parts of the layer, where there are no others."""
+        before_attention, after_attention, before_mlp, after_mlp = self.norms
+        attention, mlp = self.self_attn, self.mlp
+        if type(self) is not DecoderLayer or type(attention) is not DecoderAttention or type(mlp) is not DecoderMLP:
+            return None
+        if after_attention or after_mlp or attention.qk_norm or self.residual_scale != 1.0:
+            return None
+        if before_attention is None or before_mlp is None or isinstance(attention.rotary_emb, _FITTED):
+            return None
+        return DecoderParts(
+            before_attention=self._modules[before_attention],
+            qkv_proj=attention.qkv_proj,
+            rotary_emb=attention.rotary_emb,
+            attn=attention.attn,
+            o_proj=attention.o_proj,
+            before_mlp=self._modules[before_mlp],
+            gate_up_proj=mlp.gate_up_proj,
+            act_fn=mlp.act_fn,
+            down_proj=mlp.down_proj,
+        )
+
     def _enter(self, name: str | None, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         if name is None:
             total = hidden_states if residual is None else hidden_states + residual
@@ -224,6 +247,7 @@ class DecoderModel(nn.Module):
             for number, layer in enumerate(shape.layers)
         )
         self.norm = (GemmaRMSNorm if family.gemma_norm else RMSNorm)(shape.hidden_size, shape.eps)
+        self.plan = DecoderPlan()
         # transformers keeps the scale in the dtype of the weights, and so it was in training
         self.embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=torch.get_default_dtype()))
 
@@ -241,8 +265,12 @@ class DecoderModel(nn.Module):
         if self.fitted_ropes and positions.numel():
             self._fit_ropes(positions)
         residual: Tensor | None = None
-        for layer in self.layers:
-            hidden_states, residual = layer(positions, hidden_states, residual)
+        planned = self.plan.run(self.layers, positions, hidden_states)
+        if planned is not None:
+            hidden_states, residual = planned
+        else:
+            for layer in self.layers:
+                hidden_states, residual = layer(positions, hidden_states, residual)
         if residual is None:
             return self.norm(hidden_states)  # type: ignore[no-any-return]
         return self.norm(hidden_states, residual)[0]  # type: ignore[no-any-return]
@@ -250,11 +278,15 @@ class DecoderModel(nn.Module):
     def _fit_ropes(self, positions: Tensor) -> None:
         """Have ropes that depend on the length of the context rotate for that of this call.
 
-        Without a cache it is the length of the sequence, as in transformers. Keys in a cache stay rotated as they were,
-        so over a cache it is the same from the first token of a sequence to its last: what the batch says that one may
-        come to have, or the longest context.
+        The batch may say it for each token. Without a cache it is the length of the sequence, as in transformers. Keys
+        in a cache stay rotated as they were, so over a cache it is the same from the first token of a sequence to its
+        last: what the batch says that one may come to have, or the longest context.
         """
         batch = current_batch()
+        if batch is not None and batch.context_lens is not None:
+            for rope in self.fitted_ropes:
+                rope.fit_tokens(positions, batch.context_lens)
+            return
         length = int(positions.max()) + 1 if batch is None else batch.max_context_len or self.max_position
         for rope in self.fitted_ropes:
             rope.fit_context(length)
@@ -287,6 +319,7 @@ class DecoderForCausalLM(Model):
     family: ClassVar[Family] = Family()
     packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = PACKED_MODULES
     embedding_weight: ClassVar[str] = "model.embed_tokens.weight"
+    plain_config: ClassVar[bool] = True
 
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
         super().__init__(opgraft_config=opgraft_config, prefix=prefix)
@@ -295,6 +328,7 @@ class DecoderForCausalLM(Model):
         shape = DecoderShape.of(config, self.family, opgraft_config.model.max_model_len)
         self.max_position = shape.max_position
         self.model = DecoderModel(shape, self.family, quant_config, joined(prefix, "model"))
+        self.fitted_ropes = self.model.fitted_ropes
         head = ParallelLMHead(
             shape.vocab_size, shape.hidden_size, quant_config=quant_config, prefix=joined(prefix, "lm_head")
         )

@@ -17,8 +17,12 @@ from opgraft.quantization import quantizations
 from opgraft.quantization.settings import choose_quantization
 
 
-def architecture_config(opgraft_config: OpgraftConfig) -> Any:
+def architecture_config(opgraft_config: OpgraftConfig, *, plain: bool = False) -> Any:
     """Read the config of the architecture from the checkpoint, of transformers' class for it.
+
+    Args:
+        opgraft_config: names the checkpoint, and the part of its config.
+        plain: see ``read_config``; a part is always of transformers' class.
 
     Raises:
         ModelError: no checkpoint is named, or its config has no such part.
@@ -27,7 +31,7 @@ def architecture_config(opgraft_config: OpgraftConfig) -> Any:
     model = opgraft_config.model
     if model.name is None:
         raise ModelError("a model is constructed and model.name, which checkpoint has its config, is not set")
-    return part(read_config(open_weights(model.name)), model.part)
+    return part(read_config(open_weights(model.name), plain=plain and model.part is None), model.part)
 
 
 def part(config: Any, name: str | None) -> Any:

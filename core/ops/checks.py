@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from opgraft.compat import tracing
 from opgraft.state import host_state
-from torch import Tensor, nn
+from torch import Tensor
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """The dtypes that ops compute with."""
@@ -127,12 +127,6 @@ def expect_positive(op: str, argument: str, value: float) -> None:
     """Raise ``ValueError`` unless a number is above zero."""
     if not value > 0:
         raise ValueError(f"{op}: {argument} is {value}, expected a positive number")
-
-
-def expect_module(function: str, model: object) -> None:
-    """Raise ``TypeError`` unless a function was given a module: an instance, not its class."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{function} was given {model!r}, expected a torch.nn.Module")
 
 
 def values_are_known(x: Tensor) -> bool:

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from opgraft.binding.functional import Functional
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.errors import QuantizationError
+from opgraft.ops.embedding.vocab import VocabParallelEmbedding
 from opgraft.ops.linear.methods import LinearMethodBase, QuantizeMethodBase
 from opgraft.ops.linear.parallel import LinearBase
 from opgraft.ops.linear.quantization_config import QuantizationConfig
@@ -15,7 +17,7 @@ from opgraft.ops.quantized_linear import functional as forms
 from opgraft.ops.weights import LoadedTensor, set_weight_attrs
 from opgraft.quantization.codes import Codes, stored
 from opgraft.quantization.gguf_blocks import FORMATS
-from opgraft.quantization.online import put
+from opgraft.quantization.online import LooksUpCodes, put
 from opgraft.quantization.patterns import names_of
 from torch import Tensor, nn
 
@@ -34,7 +36,8 @@ class BlockTensor(LoadedTensor, Protocol):
 
 @PluggableClass.register("gguf")
 class GGUFConfig(QuantizationConfig):
-    """Linear layers hold the blocks of a GGUF file; those of types that they cannot hold are read as numbers.
+    """Linear layers and embeddings hold the blocks of a GGUF file; those of types that they cannot hold are read as
+    numbers, and so are those of an embedding whose rows are filled up.
 
     Args:
         types: the type of blocks by the name of each tensor.
@@ -65,7 +68,7 @@ class GGUFConfig(QuantizationConfig):
         return cls(config["types"])
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        if not isinstance(layer, LinearBase):
+        if not isinstance(layer, LinearBase) and not (isinstance(layer, VocabParallelEmbedding) and layer.is_unpadded):
             return None
         names = [prefix, *names_of(prefix, self.packed_modules_mapping)]
         kinds = {self.types.get(f"{name}.weight") for name in names if f"{name}.weight" in self.types}
@@ -76,7 +79,7 @@ class GGUFConfig(QuantizationConfig):
 
 
 @PluggableClass.register("gguf_linear_method")
-class GGUFLinearMethod(LinearMethodBase):
+class GGUFLinearMethod(LooksUpCodes, LinearMethodBase):
     """Holds ``weight``, ``scales`` and ``offsets`` as ``quantized_linear`` takes them, all numbers as in the file.
 
     Args:
@@ -116,6 +119,9 @@ class GGUFLinearMethod(LinearMethodBase):
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return forms.quantized_linear(x, layer.weight, layer.scales, layer.offsets, bias)
+
+    def form_of(self, layer: Any) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]]:
+        return forms.quantized_linear, (layer.weight, layer.scales, layer.offsets)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Check that the weight was loaded.

@@ -8,20 +8,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from opgraft.binding.functional import Functional
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.errors import QuantizationError
+from opgraft.ops.embedding.vocab import VocabParallelEmbedding
 from opgraft.ops.linear.methods import QuantizeMethodBase
 from opgraft.ops.linear.parallel import LinearBase
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.quantized_linear import functional as forms
 from opgraft.ops.quantized_linear.quantizers import quantize_int4, quantize_int8
-from opgraft.quantization.online import OnlineLinearMethod
+from opgraft.quantization.online import LooksUpCodes, OnlineLinearMethod
 from opgraft.quantization.patterns import Patterns
 from torch import Tensor, nn
 
 
 class OnlineConfig(QuantizationConfig):
-    """A quantization of all linear layers but those that answer to a pattern; embeddings stay as they are.
+    """A quantization of all linear layers but those that answer to a pattern, and of embeddings that are named in full.
 
     Args:
         ignore: patterns of layers that stay plain, see ``opgraft.quantization.patterns``.
@@ -55,7 +57,8 @@ class OnlineConfig(QuantizationConfig):
         return cls(**given)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        if not isinstance(layer, LinearBase) or self.ignore.match(prefix, self.packed_modules_mapping):
+        wanted = prefix in self.embeddings and isinstance(layer, VocabParallelEmbedding) and layer.is_unpadded
+        if not (wanted or isinstance(layer, LinearBase)) or self.ignore.match(prefix, self.packed_modules_mapping):
             return None
         return self.linear_method()
 
@@ -112,7 +115,7 @@ class Int4Config(OnlineConfig):
 
 
 @PluggableClass.register("int8_linear_method")
-class Int8LinearMethod(OnlineLinearMethod):
+class Int8LinearMethod(LooksUpCodes, OnlineLinearMethod):
     """Holds ``weight`` in ``int8`` and ``scales`` ``[out_features, 1]``."""
 
     def quantize(self, weight: Tensor) -> Mapping[str, Tensor | None]:
@@ -122,6 +125,9 @@ class Int8LinearMethod(OnlineLinearMethod):
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return forms.quantized_linear(x, layer.weight, layer.scales, None, bias)
 
+    def form_of(self, layer: Any) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]]:
+        return forms.quantized_linear, (layer.weight, layer.scales, None)
+
 
 @PluggableClass.register("int8_dynamic_linear_method")
 class Int8DynamicLinearMethod(Int8LinearMethod):
@@ -130,9 +136,12 @@ class Int8DynamicLinearMethod(Int8LinearMethod):
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return forms.int8_dynamic_linear(x, layer.weight, layer.scales, bias)
 
+    def form_of(self, layer: Any) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]]:
+        return forms.int8_dynamic_linear, (layer.weight, layer.scales)
+
 
 @PluggableClass.register("int4_linear_method")
-class Int4LinearMethod(OnlineLinearMethod):
+class Int4LinearMethod(LooksUpCodes, OnlineLinearMethod):
     """Holds ``weight`` packed in ``uint8``, ``scales`` and ``offsets`` ``[out_features, groups]``."""
 
     def __init__(self, group_size: int, symmetric: bool) -> None:
@@ -151,3 +160,6 @@ class Int4LinearMethod(OnlineLinearMethod):
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return forms.quantized_linear(x, layer.weight, layer.scales, layer.offsets, bias)
+
+    def form_of(self, layer: Any) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]]:
+        return forms.quantized_linear, (layer.weight, layer.scales, layer.offsets)

@@ -8,9 +8,24 @@ from typing import Any
 
 import torch
 from opgraft.errors import QuantizationError
-from opgraft.ops.linear.methods import LinearMethodBase
+from opgraft.ops.linear.methods import LinearMethodBase, QuantizeMethodBase
+from opgraft.ops.quantized_linear.storage import dequantize
 from opgraft.ops.weights import LoadedTensor, set_weight_attrs
 from torch import Tensor, nn
+
+
+class LooksUpCodes(QuantizeMethodBase):
+    """A way to hold ``weight``, ``scales`` and perhaps ``offsets`` as ``quantized_linear`` takes them, for embeddings
+    too: the head that is tied to one computes with the same codes."""
+
+    def embedding(self, layer: Any, input_: Tensor) -> Tensor:
+        """Look up rows, as plain numbers of the layer's dtype."""
+        ids = input_.flatten()
+        offsets: Tensor | None = getattr(layer, "offsets", None)
+        rows = dequantize(
+            layer.weight[ids], layer.scales[ids], None if offsets is None else offsets[ids], layer.embedding_dim
+        )
+        return rows.to(layer.params_dtype).reshape(*input_.shape, layer.embedding_dim)
 
 
 class OnlineLinearMethod(LinearMethodBase):

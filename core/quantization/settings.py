@@ -49,6 +49,8 @@ class SettingsConfig(QuantizationConfig):
         merged = {name: list(parts) for name, parts in packed_modules_mapping.items()}
         for config in self.configs:
             config.packed_modules_mapping = merged
+        for config, patterns in others:
+            config.embeddings = frozenset(patterns)
 
     @property
     def configs(self) -> list[QuantizationConfig]:
@@ -144,8 +146,8 @@ def expect_patterns_used(model: nn.Module) -> None:
     refused = [f"{p!r}: {why}" for config in configs for p, why in config.refused.items() if p not in taken]
     if refused:
         raise QuantizationSettingError(
-            f"quantization.by_prefix names what stays plain: {'; '.join(dict.fromkeys(refused))}, as embeddings and "
-            "heads cannot: take these patterns out"
+            f"quantization.by_prefix names what stays plain: {'; '.join(dict.fromkeys(refused))}: take these patterns "
+            "out, or name an embedding in full, with a method that it can take, such as int8"
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from opgraft.binding.explaining import Explanation
@@ -20,7 +20,10 @@ from opgraft.serving.engine_thread import EngineThread, Mailbox, Stream
 from opgraft.serving.llm import Message, engine_config
 from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.prompts import Prompt
-from opgraft.serving.text_engine import OnStep, OpenRequest, TextEngine
+from opgraft.serving.step_reports import OnStep
+from opgraft.serving.text_engine import OpenRequest, TextEngine
+
+_T = TypeVar("_T")
 
 
 class AsyncLLM:
@@ -34,7 +37,7 @@ class AsyncLLM:
 
     Raises:
         ConfigError: a setting that there is not, or a value that it does not take; a cache too small for one request.
-        ModelError: no model is named, or it is no decoder.
+        ModelError: no model is named, or it is no decoder: ``LLM`` takes encoders.
         CheckpointError: the checkpoint cannot be read.
     """
 
@@ -52,6 +55,15 @@ class AsyncLLM:
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="opgraft-prepare")
         self._mailbox: Mailbox | None = None
         self._finalizer = weakref.finalize(self, _shutdown, self._thread, self._preparing)
+
+    @property
+    def engine(self) -> TextEngine:
+        """The engine, of which other threads than its own may call what changes nothing."""
+        return self._engine
+
+    async def prepare(self, function: Callable[..., _T], *args: object) -> _T:
+        """Call a function in the thread that prepares requests, such as one that tokenizes a text."""
+        return await asyncio.get_running_loop().run_in_executor(self._preparing, partial(function, *args))
 
     def generate(
         self,
@@ -124,9 +136,8 @@ class AsyncLLM:
 
     async def _answer(self, request_id: str, prepare: Callable[[], OpenRequest]) -> AsyncGenerator[RequestOutput, None]:
         self._thread.check()
-        loop = asyncio.get_running_loop()
-        prepared = await loop.run_in_executor(self._preparing, prepare)
-        stream = Stream(request_id, self._mailbox_of(loop))
+        prepared = await self.prepare(prepare)
+        stream = Stream(request_id, self._mailbox_of(asyncio.get_running_loop()))
         finished = False
         try:
             await asyncio.wrap_future(self._thread.call(self._thread.open, stream, prepared))

@@ -27,6 +27,11 @@ class ChatTemplate:
     def _environment(self) -> TemplateEnvironment:
         return TemplateEnvironment()
 
+    @property
+    def source(self) -> str:
+        """The source of all templates, empty where there are none."""
+        return "\n".join(self._tokenizer.chat_templates.values())
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

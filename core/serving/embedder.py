@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 from opgraft.config import OpgraftConfig
 from opgraft.engine.executor import Executor
+from opgraft.engine.stats import Counters, EngineStats, copied
 from opgraft.errors import RequestError
 from opgraft.models.config import read_config
 from opgraft.models.files import open_weights, opened_once
 from opgraft.models.sentences import SentenceSettings
 from opgraft.serving.outputs import EmbeddingOutput
 from opgraft.serving.prompts import Prompt, tokenized
+from opgraft.serving.step_reports import OnStep, StepReports
 from opgraft.serving.tokenizer import Tokenizer, open_tokenizer
 
 
@@ -21,13 +23,14 @@ class Embedder:
 
     Args:
         opgraft_config: ``scheduler`` says how many texts and tokens a batch has at most.
+        on_step: see ``OnStep``; called after each batch.
 
     Raises:
         ModelError: no model is named, or it cannot be made.
         CheckpointError: the checkpoint cannot be read.
     """
 
-    def __init__(self, opgraft_config: OpgraftConfig) -> None:
+    def __init__(self, opgraft_config: OpgraftConfig, on_step: OnStep | None = None) -> None:
         self.opgraft_config = opgraft_config.resolved()
         with opened_once():
             self.executor = Executor(self.opgraft_config)
@@ -39,6 +42,15 @@ class Embedder:
         self.settings = SentenceSettings.of(weights.path if weights.path.is_dir() else weights.path.parent)
         limits = (self.executor.call("max_context"), self.settings.max_tokens)
         self.max_tokens = min((limit for limit in limits if limit is not None), default=512)
+        self.counters = Counters()
+        self._running = self._waiting = 0
+        self._reports = StepReports(self.stats, on_step)
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot of what runs and of the counters, from any thread; there is no cache."""
+        return EngineStats(
+            running=self._running, waiting=self._waiting, blocks_used=0, num_blocks=0, counters=copied(self.counters)
+        )
 
     def embed(
         self, texts: Sequence[Prompt], *, truncate: bool, ended: Callable[[int], None] = lambda more: None
@@ -53,17 +65,47 @@ class Embedder:
         Raises:
             RequestError: a text cannot be taken, or its vector has numbers that are none.
         """
-        given = [self._tokenized(text, index, truncate) for index, text in enumerate(texts)]
+        with self.counters.timed("text"):
+            given = [self._tokenized(text, index, truncate) for index, text in enumerate(texts)]
         found: dict[int, list[float]] = {}
-        for batch in self._batches([len(ids) for _, ids in given]):
-            sequences = [given[index][1] for index in batch]
-            vectors = self.executor.call("embed", sequences, self.settings.pooling, self.settings.normalize)
-            found.update(zip(batch, vectors, strict=True))
-            ended(len(batch))
+        self._waiting = len(given)
+        try:
+            for batch in self._batches([len(ids) for _, ids in given]):
+                found.update(zip(batch, self._vectors([given[index][1] for index in batch]), strict=True))
+                ended(len(batch))
+        finally:
+            self._waiting = 0
         outputs = [EmbeddingOutput(str(i), text, ids, found[i]) for i, (text, ids) in enumerate(given)]
         for output in outputs:
             self._expect_numbers(output)
         return outputs
+
+    def encode(self, text: Prompt, index: int) -> list[int]:
+        """Return the token ids of a text, from any thread; ``index`` names it in errors.
+
+        Raises:
+            RequestError: it cannot be taken.
+        """
+        return self._tokenized(text, index, truncate=False)[1]
+
+    def _vectors(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Compute a batch, and count it."""
+        self.counters.steps += 1
+        self._running, reason = len(sequences), "error"
+        self._waiting -= len(sequences)
+        try:
+            with self.counters.timed("model"):
+                vectors: list[list[float]] = self.executor.call(
+                    "embed", sequences, self.settings.pooling, self.settings.normalize
+                )
+            reason = "stop"
+            self.counters.prompt_tokens += sum(map(len, sequences))
+        finally:
+            self._running = 0
+            self.counters.failed_steps += reason == "error"
+            self.counters.finished[reason] += len(sequences)
+            self._reports.send()
+        return vectors
 
     def _tokenized(self, text: Prompt, index: int, truncate: bool) -> tuple[str | None, list[int]]:
         if truncate and isinstance(text, str):

@@ -21,7 +21,8 @@ from opgraft.serving.embedder import Embedder
 from opgraft.serving.interrupts import interrupts_noted
 from opgraft.serving.outputs import EmbeddingOutput, RequestOutput
 from opgraft.serving.prompts import Prompt
-from opgraft.serving.text_engine import OnStep, TextEngine
+from opgraft.serving.step_reports import OnStep
+from opgraft.serving.text_engine import TextEngine
 from opgraft.state import host_state
 from rich.console import Console
 
@@ -64,7 +65,7 @@ class LLM:
             given.
         opgraft_config: settings in place of the process's.
         on_step: called after each step with its ``EngineStats``, a change since the last call, and the requests that
-            have news; see ``PrometheusExporter``.
+            have news; see ``PrometheusExporter``. An encoder calls it after each batch, without requests.
         **settings: single settings, which go before those: by the names in ``SHORT_NAMES``, or by dotted names as in
             ``**{"cache.memory_bytes": 1 << 30}``.
 
@@ -89,7 +90,7 @@ class LLM:
             if generates(self.opgraft_config):
                 self._engine = TextEngine(self.opgraft_config, on_step)
             else:
-                self._embedder = Embedder(self.opgraft_config)
+                self._embedder = Embedder(self.opgraft_config, on_step)
         self._numbers = count()
 
     @property
@@ -189,8 +190,11 @@ class LLM:
         return explanation
 
     def stats(self) -> EngineStats:
-        """Return what runs, and totals since the model was loaded; also from another thread, while prompts run."""
-        return self.engine.core.stats()
+        """Return what runs, and totals since the model was loaded; also from another thread, while prompts run.
+
+        Of an encoder they count batches and texts; see ``EngineStats``.
+        """
+        return self._embedder.stats() if self._embedder is not None else self.engine.core.stats()
 
     def shutdown(self) -> None:
         """Let go of the model and its cache."""

@@ -75,7 +75,7 @@ class CompletionOutput:
             self.text,
             self.token_ids.copy(),
             self.cumulative_logprob,
-            self.logprobs,
+            self.logprobs and self.logprobs.copy(),
             self.finish_reason,
             self.stop_reason,
             self.error,

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections import OrderedDict
+from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 
 from opgraft.config import OpgraftConfig
 from opgraft.engine.engine_core import EngineCore, EngineOutput
 from opgraft.engine.request import Request
 from opgraft.engine.sampling import Grammar, GrammarTokens, TokenLogprobs, bad_word_tokens
 from opgraft.engine.sampling_params import SamplingParams
-from opgraft.engine.stats import EngineStats
 from opgraft.errors import InputError, RequestError
-from opgraft.logger import logger
 from opgraft.models.config import read_config
 from opgraft.models.files import open_weights, opened_once
 from opgraft.serving.chat_template import ChatTemplate
 from opgraft.serving.detokenizer import Detokenizer
 from opgraft.serving.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from opgraft.serving.prompts import Prompt, tokenized
+from opgraft.serving.step_reports import OnStep, StepReports
 from opgraft.serving.stop_tokens import stop_tokens
 from opgraft.serving.tokenizer import Tokenizer, find_tokenizer
-from opgraft.text import described
 
-OnStep: TypeAlias = Callable[[EngineStats, Sequence[RequestOutput]], None]
-"""Called after each step, and after an abort, with what has changed since the last call, and the requests with news."""
+_MOST_GRAMMARS = 128
+"""Compiled grammars that are kept, those that were used last."""
 
 
 @dataclass
@@ -66,24 +66,29 @@ class TextEngine:
             self.core = EngineCore(opgraft_config)
             weights = open_weights(str(self.core.opgraft_config.model.name))
             self.tokenizer = find_tokenizer(weights)
-            config = read_config(weights)
+            config = read_config(weights, plain=True)
             self.eos = stop_tokens(self.tokenizer, config, weights)
         self.vocab_size = int(config.get_text_config().vocab_size)
         self._open: dict[str, OpenRequest] = {}
         self._owner: dict[str, str] = {}
-        self._on_step = on_step
-        self._reported = self.core.stats()
+        self._grammars: OrderedDict[str, Grammar] = OrderedDict()
+        self._reports = StepReports(self.core.stats, on_step)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """The chat template of the model."""
-        return ChatTemplate(self._expect_tokenizer())
+        return ChatTemplate(self.expect_tokenizer())
 
     @cached_property
     def _grammar_tokens(self) -> GrammarTokens:
-        return GrammarTokens(self._expect_tokenizer().backend, self.vocab_size, self.eos)
+        return GrammarTokens(self.expect_tokenizer().backend, self.vocab_size, self.eos)
 
-    def _expect_tokenizer(self) -> Tokenizer:
+    def expect_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer.
+
+        Raises:
+            InputError: the model has none.
+        """
         if self.tokenizer is None:
             name = self.core.opgraft_config.model.name
             raise InputError(f"{name} has no tokenizer: give prompts as token ids, or put tokenizer.json beside it")
@@ -93,6 +98,24 @@ class TextEngine:
     def has_work(self) -> bool:
         """Tell whether a request has not ended."""
         return bool(self._open)
+
+    def encode(
+        self, prompt: Prompt, *, add_special_tokens: bool = True, name: str = "the prompt"
+    ) -> tuple[str | None, list[int]]:
+        """Return the text of a prompt, None where it is given as token ids, and its token ids; from any thread.
+
+        Raises:
+            RequestError: the prompt cannot be taken.
+            InputError: it is text, and the model has no tokenizer.
+        """
+        return tokenized(
+            prompt,
+            self.expect_tokenizer() if isinstance(prompt, str) else self.tokenizer,  # type: ignore[arg-type]
+            vocab_size=self.vocab_size,
+            max_model_len=self.core.max_model_len,
+            add_special_tokens=add_special_tokens,
+            name=name,
+        )
 
     def prepare(
         self,
@@ -120,14 +143,8 @@ class TextEngine:
                 output that is asked for cannot be had.
         """
         metrics = RequestMetrics(time.monotonic())
-        text, ids = tokenized(
-            prompt,
-            self._expect_tokenizer() if isinstance(prompt, str) else self.tokenizer,  # type: ignore[arg-type]
-            vocab_size=self.vocab_size,
-            max_model_len=self.core.max_model_len,
-            add_special_tokens=add_special_tokens,
-            name=f"the prompt of request {request_id!r}",
-        )
+        name = f"the prompt of request {request_id!r}"
+        text, ids = self.encode(prompt, add_special_tokens=add_special_tokens, name=name)
         requests = Request(
             request_id,
             ids,
@@ -135,8 +152,8 @@ class TextEngine:
             eos=self.eos,
             priority=priority,
             cache_salt=cache_salt,
-            bad_words=bad_word_tokens(params.bad_words, self._expect_tokenizer()) if params.bad_words else (),
-            grammar=self._grammar(params),
+            bad_words=bad_word_tokens(params.bad_words, self.expect_tokenizer()) if params.bad_words else (),
+            grammar=self.grammar(params),
         ).split()
         answers = [_Answer(each, CompletionOutput(i), self._detokenizer(each)) for i, each in enumerate(requests)]
         output = RequestOutput(request_id, text, ids, [answer.output for answer in answers], metrics=metrics)
@@ -164,16 +181,32 @@ class TextEngine:
         if request_id in self._open:
             raise RequestError(f"request {request_id!r} is added, and one of that id runs: give each an id of its own")
 
-    def _grammar(self, params: SamplingParams) -> Grammar | None:
+    def grammar(self, params: SamplingParams) -> Grammar | None:
+        """Return the grammar of a structured output, which is compiled once and kept; in the preparing thread.
+
+        Raises:
+            InputError: it cannot be compiled.
+        """
         wanted = params.structured_output
-        return None if wanted is None else Grammar(wanted, self._grammar_tokens)
+        if wanted is None:
+            return None
+        try:
+            key = json.dumps(wanted)
+        except (TypeError, ValueError, RecursionError):
+            return Grammar(wanted, self._grammar_tokens)  # which tells what is wrong with it
+        if key not in self._grammars:
+            self._grammars[key] = Grammar(wanted, self._grammar_tokens)
+        self._grammars.move_to_end(key)
+        while len(self._grammars) > _MOST_GRAMMARS:
+            self._grammars.popitem(last=False)
+        return self._grammars[key]
 
     def _detokenizer(self, request: Request) -> Detokenizer | None:
         params = request.params
         if self.tokenizer is None and not params.stop:
             return None
         return Detokenizer(
-            self._expect_tokenizer(),
+            self.expect_tokenizer(),
             request.prompt,
             skip_special_tokens=params.skip_special_tokens,
             stop=params.stop,
@@ -192,7 +225,7 @@ class TextEngine:
             with suppress(RequestError):  # the core has ended it, if an error cut short the step that it ended in
                 self.core.abort(child)
             self._end(opened, child, answer, "abort")
-        self._report([opened.output])
+        self._reports.send([opened.output])
         return opened.output
 
     def step(self) -> list[RequestOutput]:
@@ -210,7 +243,7 @@ class TextEngine:
                 self._take(opened, news, now)
                 changed[opened.output.request_id] = opened.output
         outputs = list(changed.values())
-        self._report(outputs)
+        self._reports.send(outputs)
         return outputs
 
     def stream(self, request_id: str) -> Generator[RequestOutput, None, None]:
@@ -235,17 +268,6 @@ class TextEngine:
             raise RequestError(f"request {request_id!r} is {what}, and none of that id runs or waits")
         return self._open[request_id]
 
-    def _report(self, outputs: Sequence[RequestOutput]) -> None:
-        if self._on_step is None:
-            return
-        stats, before = self.core.stats(), self._reported
-        self._reported = stats
-        try:
-            self._on_step(stats.since(before), outputs)
-        except Exception as error:  # requests do not end because somebody watches them
-            logger.error("on_step failed and is not called again: %s", described(error))
-            self._on_step = None
-
     def _take(self, opened: OpenRequest, news: EngineOutput, now: float) -> None:
         answer = opened.growing[news.request_id]
         output, reason = answer.output, news.finish_reason
@@ -256,7 +278,8 @@ class TextEngine:
             output.token_ids.append(news.token)
             if news.logprobs is not None:
                 output.cumulative_logprob = (output.cumulative_logprob or 0.0) + news.logprobs.logprob
-                output.logprobs = [*(output.logprobs or ()), self._logprobs(news.logprobs)]
+                output.logprobs = [] if output.logprobs is None else output.logprobs
+                output.logprobs.append(self._logprobs(news.logprobs))
             if self._show(answer, news.token, reason) and reason is None:
                 self.core.abort(news.request_id, "stop")
                 reason = "stop"

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Collection, Mapping
 
 import torch
 from opgraft.config import OpgraftConfig
+from opgraft.machine.host_memory import host_memory
 from opgraft.machine.machine import Machine
 from opgraft.platform import DeviceCapability, DeviceMemory, Platform
 from opgraft.platforms.cpu.allocator import keep_memory_or_warn
 from opgraft.platforms.cpu.packages import KERNEL_PACKAGES
-from opgraft.platforms.cpu.probe import MEMINFO, probe
+from opgraft.platforms.cpu.probe import probe
 
 
 class CpuPlatform(Platform):
@@ -48,11 +47,7 @@ class CpuPlatform(Platform):
         return DeviceCapability(name, dtypes, torch.float8_e4m3fn, tuple((features or "").split()))
 
     def memory(self, index: int = 0) -> DeviceMemory:
-        pages = os.sysconf("SC_PHYS_PAGES")
-        available = re.search(r"^MemAvailable:\s*(\d+) kB$", Machine().read(MEMINFO) or "", re.MULTILINE)
-        size = os.sysconf("SC_PAGE_SIZE")
-        free = int(available.group(1)) * 1024 if available else os.sysconf("SC_AVPHYS_PAGES") * size
-        return DeviceMemory(total=pages * size, free=free)
+        return DeviceMemory(*host_memory())
 
     def synchronize(self, index: int = 0) -> None:
         """Do nothing: PyTorch's CPU kernels return when they are done."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 from opgraft.machine.evidence import Device, Evidence, Fact
+from opgraft.machine.host_memory import MEMINFO
 from opgraft.machine.machine import Machine
 
 CPUINFO = "/proc/cpuinfo"
-MEMINFO = "/proc/meminfo"
 
 FEATURES = (
     *("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"),

@@ -83,13 +83,6 @@ def test_a_prompt_that_fits_nowhere_is_an_error(cli, causal_folder: Path) -> Non
     assert "the cache has room for 3 blocks" in result.stderr
 
 
-def test_prompts_and_lines_exclude_each_other(cli) -> None:
-    """A prompt beside a comparison is a usage error."""
-    result = cli("run", "smollm2", PROMPT, "--compare")
-    assert result.returncode == 2
-    assert "without --input and --compare" in result.stderr
-
-
 def test_an_encoder_embeds_prompts(cli) -> None:
     """For each text the nearest is printed; JSON has the vectors, as its schema says."""
     texts = ("The cat sleeps.", "A train leaves at noon.", "A kitten naps.")
@@ -101,46 +94,6 @@ def test_an_encoder_embeds_prompts(cli) -> None:
     assert len(report["embeddings"][0]["embedding"]) == 384
     validator = runpy.run_path(str(Path(__file__).with_name("test_schemas.py")))["validator"]
     assert [error.message for error in validator("opgraft.embeddings/1").iter_errors(report)] == []
-
-
-@pytest.mark.parametrize("folder", [False, True])
-def test_a_gguf_model_needs_a_prompt(cli, folder: bool) -> None:
-    """Without a prompt, the name of a GGUF model and a folder with nothing else are told to take one."""
-    model = str(find_checkpoint("smollm2").parent) if folder else "smollm2"
-    result = cli("run", model)
-    assert result.returncode == 2
-    assert "answers a prompt, and none is given: opgraft run MODEL" in result.stderr
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        ("--model.dtype", "bfloat16"),
-        ("--quantization.method", "fp8"),
-        ("--quantization.by_prefix", '{"encoder": "fp8"}'),
-        ("--parallel.tensor", "2"),
-        ("--load.device", "meta"),
-        ("--cache.dtype", "int8"),
-        ("--max-tokens", "5"),
-    ],
-)
-def test_options_that_lines_of_text_do_not_read_are_refused(option: tuple[str, str]) -> None:
-    """What only a prompt heeds is a usage error without one, and is named."""
-    result = CliRunner().invoke(run.command, ["minilm", *option])
-    assert result.exit_code == 2
-    assert option[0] in result.stderr
-    assert result.stdout == ""
-
-
-def test_settings_from_elsewhere_are_told_of(cli, tmp_path: Path) -> None:
-    """A file of settings may be for more than one command: what lines of text do not read in it is a warning."""
-    (tmp_path / "settings.toml").write_text('[model]\nname = "smollm2"\ndtype = "bfloat16"\n[load]\nprogress = false\n')
-    result = cli("run", "minilm", "--config", "settings.toml")
-    assert result.returncode == 0, result.stderr
-    assert (
-        "not read without PROMPT, as transformers loads the model: model.dtype (settings.toml, line 3)" in result.stderr
-    )
-    assert "loading the model" not in result.stderr
 
 
 def test_the_model_is_named_once() -> None:

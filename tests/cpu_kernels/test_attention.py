@@ -8,12 +8,17 @@ from typing import Any
 import pytest
 import torch
 from opgraft.ops import Attention, AttentionBatch, attending
+from opgraft.ops.attention.codes import quantize_rows, row_size
+from opgraft.ops.attention.codes_spec import decoded_rows, encoded
 from opgraft.testing import checks
 from opgraft.testing.catalogue import SPECS
 from torch import Tensor
 
 SPEC = SPECS["paged_attention"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CODES = (torch.int8, torch.uint8)
+"""The dtypes of caches of codes: whole numbers, and fp8."""
+
 BLOCK = 32
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -22,8 +27,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def repaged(cache: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> tuple[Tensor, ...]:
-    """Put keys and values of tokens before a call into pages of the plugin's layout, the others aside.
+def unread(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A cache of NaN; of codes, with scales that are."""
+    return (
+        torch.full(shape, 0xFF, dtype=torch.uint8).view(dtype)
+        if dtype in CODES
+        else torch.full(shape, torch.nan, dtype=dtype)
+    )
+
+
+def repaged(
+    cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, ...]:
+    """Put keys and values of tokens before a call into pages of the plugin's layout, in ``dtype``, the others aside.
 
     Returns the cache, the table, the slots of the new tokens, and their keys and values.
     """
@@ -31,7 +51,8 @@ def repaged(cache: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_len
 
     _, _, heads, old, size = cache.shape
     blocks = [-(-n // BLOCK) for n in seq_lens.tolist()]
-    own = torch.full((sum(blocks) + 3, 2, heads, BLOCK // 16, 16 * size), torch.nan, dtype=cache.dtype)
+    dtype = dtype or cache.dtype
+    own = unread(attention.cache_shape(sum(blocks) + 3, heads, BLOCK, size, dtype), dtype)
     free = torch.randperm(len(own), generator=torch.Generator().manual_seed(0)).tolist()
     table = torch.full((len(blocks), max(blocks, default=0) + 1), -5, dtype=torch.int32)
     slots, rows = [], []
@@ -57,13 +78,14 @@ def kernel(
     query_start_loc: Tensor,
     seq_lens: Tensor,
     scale: float,
+    dtype: torch.dtype | None = None,
     **others: Any,
 ) -> Tensor:
-    """Call the kernel as the form is called; sizes that it does not take are filled up with zeros."""
+    """Call the kernel as the form is called, on a cache of ``dtype``; sizes that it does not take get more zeros."""
     size = query.shape[-1]
     more = -size % 16
     query, cache = (torch.nn.functional.pad(x, (0, more)) for x in (query, cache))
-    own, table, slots, key, value = repaged(cache, block_table, query_start_loc, seq_lens)
+    own, table, slots, key, value = repaged(cache, block_table, query_start_loc, seq_lens, dtype)
     settings = (scale, others.get("sliding_window"), others.get("logits_soft_cap"), others.get("sinks"))
     attended = torch.ops.opgraft_cpu_kernels.attend_pages(
         query, key, value, own, slots, table, query_start_loc, seq_lens, *settings
@@ -71,7 +93,7 @@ def kernel(
     return attended[..., :size]
 
 
-@pytest.mark.parametrize("variant", SPEC.variants)
+@pytest.mark.parametrize("variant", [variant for variant in SPEC.variants if variant not in ("int8", "fp8")])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values(variant: str, dtype: torch.dtype, path: str) -> None:
     """Each path computes what the reference computes in float64, amid blocks of NaN."""
@@ -91,6 +113,20 @@ def test_long_contexts(settings: dict[str, Any], dtype: torch.dtype, path: str) 
     torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_contexts_in_codes(settings: dict[str, Any], codes: torch.dtype, dtype: torch.dtype, path: str) -> None:
+    """Over a cache of codes, each path gives what the reference gives in float64 over the numbers that they are."""
+    arguments = sequences([600, 5, 1, 1, 0], [600, 530, 1100, 1, 3], dtype)
+    exact = {n: x.double() if x.is_floating_point() else x for n, x in arguments.items()}
+    exact["cache"] = decoded_rows(encoded(exact["cache"], codes))
+    expected = SPEC.reference(**exact, scale=0.2, **settings)
+    got = kernel(**arguments, scale=0.2, dtype=codes, **settings)
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}[dtype]
+    torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
+
+
 def sequences(counts: list[int], lengths: list[int], dtype: torch.dtype) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(7)
     most = -(-max(lengths) // 16)
@@ -103,25 +139,27 @@ def sequences(counts: list[int], lengths: list[int], dtype: torch.dtype) -> dict
     }
 
 
+@pytest.mark.parametrize("codes", [None, *CODES])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_do_not_depend_on_neighbours(dtype: torch.dtype, kernels: Any) -> None:
+def test_rows_do_not_depend_on_neighbours(dtype: torch.dtype, codes: torch.dtype | None, kernels: Any) -> None:
     """A token's result has the same bits alone, in a batch, in a prompt and on another number of threads."""
     threads = torch.get_num_threads()
     both = sequences([1, 40], [900, 700], dtype)
-    together = kernel(**both, scale=0.2)
+    together = kernel(**both, scale=0.2, dtype=codes)
     for row, rows in enumerate((slice(0, 1), slice(40, 41))):
         one = {**both, "query": both["query"][rows], "query_start_loc": torch.tensor([0, 1])}
         one |= {name: both[name][row : row + 1] for name in ("block_table", "seq_lens")}
         for count in (1, 2):
             torch.set_num_threads(count)
-            alone = kernel(**one, scale=0.2)
+            alone = kernel(**one, scale=0.2, dtype=codes)
             torch.set_num_threads(threads)
             assert torch.equal(alone, together[rows])
 
 
+@pytest.mark.parametrize("codes", [None, *CODES])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("head_size", [64, 24])
-def test_layer(dtype: torch.dtype, head_size: int, kernels: Any) -> None:
+def test_layer(dtype: torch.dtype, head_size: int, codes: torch.dtype | None, kernels: Any) -> None:
     """The layer is replaced; over pages it gives what it gives without a batch, in what the kernel lacks too."""
     layer = Attention(6, head_size, 0.2, 2, 20, prefix="attn")
     assert type(layer).__module__ == "opgraft_cpu_kernels.ops"
@@ -129,8 +167,8 @@ def test_layer(dtype: torch.dtype, head_size: int, kernels: Any) -> None:
         torch.randn(70, heads * head_size, generator=torch.Generator().manual_seed(heads)).to(dtype)
         for heads in (6, 2, 2)
     ]
-    caches = {"attn": torch.full(layer.kv_cache_shape(4, BLOCK), torch.nan, dtype=dtype)}
-    assert (caches["attn"].shape[-1] == head_size) == (head_size == 24)
+    caches = {"attn": unread(layer.kv_cache_shape(4, BLOCK, codes), codes or dtype)}
+    assert (caches["attn"].shape[3] == BLOCK) == (head_size == 24)
     attended, done = [], 0
     for count in (33, 1, 36):
         batch = AttentionBatch.of_sequences(
@@ -139,28 +177,43 @@ def test_layer(dtype: torch.dtype, head_size: int, kernels: Any) -> None:
         with attending(batch), torch.no_grad():
             attended.append(layer(*(x[done : done + count] for x in given)))
         done += count
-    torch.testing.assert_close(
-        torch.cat(attended), layer(*given), **({"atol": 2e-2, "rtol": 2e-2} if dtype.itemsize == 2 else {})
-    )
+    tolerance = {None: 2e-2 if dtype.itemsize == 2 else 1e-5, torch.int8: 4e-2, torch.uint8: 0.15}[codes]
+    torch.testing.assert_close(torch.cat(attended), layer(*given), atol=tolerance, rtol=tolerance)
 
 
-def test_the_fallback_reads_the_same_pages(kernels: Any) -> None:
+@pytest.mark.parametrize("codes", [None, *CODES])
+def test_the_fallback_reads_the_same_pages(codes: torch.dtype | None, kernels: Any, path: str) -> None:
     """What the kernel wrote is where the definition finds it, and the other way round."""
     from opgraft_cpu_kernels import attention
 
     for dtype in DTYPES:
         arguments = sequences([3], [40], dtype)
-        own, table, slots, key, value = repaged(
-            *(arguments[n] for n in ("cache", "block_table", "query_start_loc", "seq_lens"))
-        )
-        by_definition, rest = own.clone(), (arguments["query_start_loc"], arguments["seq_lens"])
-        torch.ops.opgraft_cpu_kernels.attend_pages(arguments["query"], key, value, own, slots, table, *rest, 0.2)
+        query, *rest = (arguments[n] for n in ("query", "query_start_loc", "seq_lens"))
+        own, table, slots, key, value = repaged(arguments["cache"], arguments["block_table"], *rest, codes)
+        key, value = key.clone(), torch.cat((key, value), 1)[:, 2:]  # rows that adjoin, and that do not
+        key[1] = 0
+        by_definition = own.clone()
+        torch.ops.opgraft_cpu_kernels.attend_pages(query, key, value, own, slots, table, *rest, 0.2)
         attention.write(key, value, by_definition, slots)
         torch.testing.assert_close(own, by_definition, equal_nan=True, rtol=0, atol=0)
-        plain = attention.in_opgrafts_layout(own, 64)
-        assert plain.shape == (len(own), 2, 2, BLOCK, 64)
+        plain = attention.in_opgrafts_layout(own, query)
+        assert plain.shape == (len(own), 2, 2, BLOCK, row_size(64, codes))
         block, offset = divmod(int(slots[-1]), BLOCK)
-        torch.testing.assert_close(plain[block, 0, :, offset], key[-1], rtol=0, atol=0)
+        written = quantize_rows(key[-1], codes) if codes else key[-1]
+        torch.testing.assert_close(plain[block, 0, :, offset], written, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("nothing", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_not_lost_in_codes(nothing: float, codes: torch.dtype, kernels: Any, path: str) -> None:
+    """A key that is not finite makes its sequence NaN, and no other; one that none sees makes nothing."""
+    arguments = sequences([2, 1], [40, 40], torch.float32)
+    arguments["cache"][0, 0, 1, 0, 5] = nothing
+    attended = kernel(**arguments, scale=0.2, dtype=codes)
+    assert attended[:2, 3:].isnan().all()
+    assert attended[:2, :3].isfinite().all()
+    assert attended[2:].isfinite().all()
+    assert kernel(**arguments, scale=0.2, dtype=codes, sliding_window=20).isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,9 @@ _OPGRAFT_ITSELF = r"(.* )?['\"]?\.(\[\w+\])?['\"]?"
 VOLATILE = {
     r"\d+ x [^,]+,( [a-z0-9_ ]+,)? \d+ GiB": "<this machine's CPU>",
     r"/proc/cpuinfo: \d+ processors": "<its cores>",
-    r"model +time +of plain +answers +difference": "<columns>",
-    r" +[\d.]+ s +[\d.]+ +(the same|others) +\d\.\de[+-]\d\d": r" <times> \1",
+    r"model +time +tokens per second +answers +difference": "<columns>",
+    r"(plain|grafted) +[\d.]+ s +[\d.]+": r"\1 <times>",
+    r"(the same|others) +\d\.\de[+-]\d\d": r"\1 <difference>",
 }
 """What differs from machine to machine and from run to run; the pages show it as it was once."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +205,64 @@ def test_after_an_interrupt_the_step_is_computed_anew(checkpoint: Path, place: s
     assert tokens == right
     assert core.stats().counters.preemptions == 0
     expect_nothing_left(core)
+
+
+class Loose:
+    """A grammar that allows every token, and whose state refuses the one after ``last`` tokens."""
+
+    finished = False
+
+    def __init__(self, last: int, had: int = 0) -> None:
+        self.last, self.had = last, had
+
+    def start(self, output: Sequence[int] = ()) -> Loose:
+        state = Loose(self.last)
+        for token in output:
+            state.accept(token)
+        return state
+
+    def fill(self, mask: torch.Tensor) -> None:
+        mask.fill_(-1)
+
+    def accept(self, token: int) -> None:
+        if self.had == self.last:
+            raise RequestError("the grammar is at its end")
+        self.had += 1
+
+
+@pytest.mark.parametrize("last", [0, 3])
+def test_a_grammar_that_refuses_a_token_fails_its_request(checkpoint: Path, last: int) -> None:
+    """The sampled token that a grammar does not take ends that request; its neighbours have all their tokens."""
+    right, _ = served(engine(checkpoint), requests(3))
+    core = engine(checkpoint)
+    given = requests(3)
+    asked = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, structured_output={"regex": "a"})
+    given[1] = Request("r1", given[1].prompt, asked, grammar=Loose(last))
+    tokens, errors = served(core, given)
+    assert errors == {"r1": "the grammar is at its end"}
+    assert tokens == {name: right[name] for name in ("r0", "r2")}
+    assert core.stats().counters.failed_steps == 0
+    expect_nothing_left(core)
+
+
+def test_a_grammar_that_refuses_to_go_on_after_a_preemption(checkpoint: Path) -> None:
+    """A request that starts anew and whose grammar does not take its output fails alone, without others or none."""
+    right, _ = served(engine(checkpoint), requests(3))
+    for number in (1, 3):
+        core = engine(checkpoint)
+        grammar = Loose(99)
+        asked = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, structured_output={"regex": "a"})
+        given = requests(number)
+        given[0] = Request("r0", given[0].prompt, asked, grammar=grammar)
+        core.add(given)
+        found = [*core.step(), *core.step()]
+        grammar.last = 1
+        core.scheduler._preempt(given[0])
+        found += news(core)
+        assert [(each.request_id, each.error) for each in found if each.error] == [("r0", "the grammar is at its end")]
+        for name in ("r1", "r2")[: number - 1]:
+            assert [each.token for each in found if each.request_id == name] == right[name]
+        expect_nothing_left(core)
 
 
 def test_stop_ends_all_requests_and_the_engine(checkpoint: Path) -> None:

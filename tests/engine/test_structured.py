@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from opgraft.engine.sampling import Grammar, GrammarTokens, Sampler, SamplingBatch
+from opgraft.engine.sampling import Grammar, GrammarState, GrammarTokens, Sampler, SamplingBatch
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import InputError, RequestError
 from opgraft.models import load_tokenizer
@@ -178,6 +178,28 @@ def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(InputError, match=r"pip install 'opgraft\[structured\]'"):
         GrammarTokens(object())
+
+
+class Broken:
+    """A matcher of a library that fails."""
+
+    def is_stopped(self) -> bool:
+        return False
+
+    def consume_token(self, token: int) -> bool:
+        raise OverflowError("no more room")
+
+    def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
+        raise OverflowError("no more room")
+
+
+def test_a_library_that_raises_fails_the_request(tokens: GrammarTokens) -> None:
+    """Whatever the library raises at a token or a mask is an error of the request."""
+    state = GrammarState(Broken(), tokens.tokens)
+    with pytest.raises(RequestError, match="its grammar cannot take token 5: OverflowError: no more room"):
+        state.accept(5)
+    with pytest.raises(RequestError, match="its grammar cannot go on: OverflowError: no more room"):
+        state.fill(torch.zeros(VOCABULARY // 32, dtype=torch.int32))
 
 
 def test_a_structured_output_needs_its_grammar() -> None:

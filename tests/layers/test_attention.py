@@ -216,6 +216,7 @@ def test_shape_of_a_cache() -> None:
     """Blocks come first."""
     layer = layer_of((6, 2, 5))
     assert layer.kv_cache_shape(7, 32) == (7, 2, 2, 32, 5)
+    assert layer.kv_cache_shape(7, 32, torch.int8) == (7, 2, 2, 32, 9)
 
 
 def test_layers_by_prefix() -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from opgraft.checkpoint import open_checkpoint
 from opgraft.config import ModelConfig, OpgraftConfig
 from opgraft.errors import CheckpointError
 from opgraft.models import load_model, open_weights
@@ -176,7 +175,6 @@ def test_an_empty_name_is_no_checkpoint(sharded, monkeypatch) -> None:
     monkeypatch.chdir(sharded)
     for opening in (
         open_weights,
-        open_checkpoint,
         lambda name: load_model(OpgraftConfig(model=ModelConfig(name=name))),
     ):
         with pytest.raises(CheckpointError, match="'' is no folder and no file"):

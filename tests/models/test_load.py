@@ -73,11 +73,10 @@ def checkpoint() -> dict[str, torch.Tensor]:
 def test_stacked_layers_tied_weights_and_hooks() -> None:
     """Packed layers are filled in parts, a tied head by its other name; hooks run once, after all rows are filled."""
     weights, model = checkpoint(), Model()
-    loaded = load_weights(
-        model, {**weights, "blocks.0.rotary_emb.inv_freq": torch.ones(2), "head.weight": weights["embed.weight"]}
-    )
+    left = {f"blocks.0.{name}": torch.ones(2) for name in ("rotary_emb.inv_freq", "attn.k_scale", "attn.v_scale")}
+    loaded = load_weights(model, {**weights, **left, "head.weight": weights["embed.weight"]})
     assert loaded.tensors == len(weights)
-    assert loaded.ignored == ("blocks.0.rotary_emb.inv_freq", "head.weight")
+    assert loaded.ignored == (*left, "head.weight")
     block = model.blocks[1]
     parts = [weights[f"blocks.1.{name}_proj.weight"] for name in "qkv"]
     assert torch.equal(block.qkv_proj.weight, torch.cat(parts))

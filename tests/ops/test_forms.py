@@ -65,6 +65,14 @@ def test_in_place_registered_ops_refuse_gradients(name: str, written: str, argum
             op(*arguments())
 
 
+def test_a_form_that_only_writes_advises_no_other() -> None:
+    """What has no variant out of place is not named as the way out."""
+    key, cache = draw(3, 2, 4).requires_grad_(), torch.zeros(2, 2, 2, 4, 4)
+    reason = r"write_kv_cache: key requires a gradient, and cache would be .*: give it detached, or use torch\.no_grad"
+    with pytest.raises(ValueError, match=reason):
+        torch.ops.opgraft.write_kv_cache(key, draw(3, 2, 4), cache, torch.arange(3))
+
+
 def test_an_in_place_write_is_counted() -> None:
     """A registered op that writes over what autograd has saved makes the backward raise, not wrong."""
     x = draw(4).requires_grad_()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from opgraft import functional
 from opgraft.ops import Attention, AttentionBatch, attending
+from opgraft.ops.attention.codes import dequantize_rows, quantize_rows
 from torch import Tensor
 
 HEADS, KV_HEADS, SIZE, BLOCK = 6, 2, 8, 4
@@ -96,6 +97,8 @@ def test_layer_over_pages(settings: dict[str, Any]) -> None:
         ({"sliding_window": 0}, "sliding_window is 0"),
         ({"logits_soft_cap": -1.0}, "logits_soft_cap is -1.0"),
         ({"sinks": torch.zeros(2)}, "sinks has shape"),
+        ({"cache": torch.zeros(7, 2, KV_HEADS, BLOCK, SIZE, dtype=torch.int8)}, r"query has shape .*, heads, 4\]"),
+        ({"cache": torch.zeros(7, 2, KV_HEADS, BLOCK, SIZE + 4, dtype=torch.int16)}, "cache is torch.int16"),
     ],
 )
 def test_attention_refuses(changed: dict[str, Any], words: str) -> None:
@@ -116,6 +119,7 @@ def test_attention_refuses(changed: dict[str, Any], words: str) -> None:
         ({"slots": torch.tensor([-1, 1])}, "slots reach from -1 to 1"),
         ({"slots": torch.tensor([0.0, 1.0])}, "slots are torch.float32"),
         ({"slots": torch.tensor([0])}, r"slots \(1,\)"),
+        ({"cache": torch.zeros(3, 2, KV_HEADS, BLOCK, SIZE, dtype=torch.uint8)}, r"key has shape .*, heads, 4\]"),
     ],
 )
 def test_writing_refuses(changed: dict[str, Any], words: str) -> None:
@@ -125,3 +129,39 @@ def test_writing_refuses(changed: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         functional.write_kv_cache(**{**given, **changed})
     assert not cache.any()
+
+
+@pytest.mark.parametrize(("codes", "error"), [(torch.int8, 1 / 254), (torch.uint8, 1 / 16)])
+def test_rows_of_codes(codes: torch.dtype, error: float) -> None:
+    """Numbers come back to half a step, of the largest in int8, of their own in fp8, whatever their magnitude is."""
+    x = tokens(50) * 10.0 ** torch.arange(-25, 25).view(-1, 1, 1)
+    again = dequantize_rows(quantize_rows(x, codes), torch.float32)
+    largest = x.abs().amax(-1, keepdim=True)
+    bound = largest if codes == torch.int8 else x.abs().maximum(largest * 2**-14)
+    assert ((again - x).abs() <= bound * (error + 1e-6)).all()
+    zeros = torch.zeros(2, 5)
+    assert torch.equal(dequantize_rows(quantize_rows(zeros, codes), torch.bfloat16), zeros.bfloat16())
+
+
+@pytest.mark.parametrize("codes", [torch.int8, torch.uint8])
+@pytest.mark.parametrize("nothing", [torch.nan, torch.inf, -torch.inf])
+def test_rows_that_are_not_finite(codes: torch.dtype, nothing: float) -> None:
+    """Such a row is NaN as a whole, so that a fault is not hidden by codes, and the others are as they were."""
+    x = tokens(2)
+    x[0, 1, 3] = nothing
+    again = dequantize_rows(quantize_rows(x, codes), torch.float32)
+    assert again[0, 1].isnan().all()
+    assert again[0, 0].isfinite().all()
+    assert again[1].isfinite().all()
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("codes", [torch.int8, torch.uint8])
+def test_unseen_codes_are_not_read(settings: dict[str, Any], codes: torch.dtype) -> None:
+    """Places without a token of the sequence may hold any bytes, scales that are NaN among them."""
+    shape = (7, 2, KV_HEADS, BLOCK, SIZE + 4)
+    clean = pages(3, torch.zeros(shape, dtype=codes), [5, 1, 3], range(10))
+    dirty = pages(3, torch.full(shape, 0xFF, dtype=torch.uint8).view(codes), [5, 1, 3], range(10))
+    expected = functional.paged_attention(**clean, **settings)
+    assert expected.isfinite().all()
+    torch.testing.assert_close(functional.paged_attention(**dirty, **settings), expected)

@@ -75,9 +75,8 @@ LAYERS = [
     "opgraft.quantization",
     "opgraft.models",
     "opgraft.engine",
-    "opgraft.checkpoint",
-    "opgraft.runner",
     "opgraft.serving",
+    "opgraft.server",
     "opgraft.testing",
     # The command line.
     "opgraft.cli",

@@ -107,12 +107,26 @@ def test_parts_of_several_types(kinds: Sequence[str]) -> None:
 
 
 def test_layers_that_stay_plain() -> None:
-    """Layers whose blocks cannot be held, or that have none, and embeddings are read as numbers."""
+    """Layers whose blocks cannot be held, or that have none, and embeddings with padding are read as numbers."""
     quantization = config(a="Q2_K", b="Q4_0")
     for prefix in ("a", "c"):
         assert quantization.get_quant_method(ops.ReplicatedLinear(32, 8), prefix) is None
-    assert quantization.get_quant_method(ops.VocabParallelEmbedding(64, 32), "b") is None
+    assert quantization.get_quant_method(ops.VocabParallelEmbedding(63, 32), "b") is None
     assert set(FORMATS) == set(HALVES)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q6_K"])
+def test_embeddings(kind: str) -> None:
+    """Rows are looked up as the numbers of their blocks, and the head that is tied computes with the same codes."""
+    embedding: Any = ops.VocabParallelEmbedding(64, 256, quant_config=config(embed=kind), prefix="embed")
+    part = drawn(kind, 64, 256)
+    load(embedding, lazy(kind, part))
+    embedding.process_weights_after_loading()
+    expected, ids = numbers(kind, part), torch.tensor([[3, 63], [0, 3]])
+    assert torch.equal(embedding(ids), expected[ids])
+    head: Any = ops.ParallelLMHead(64, 256).tie_weights(embedding)
+    x = torch.randn(2, 256)
+    torch.testing.assert_close(ops.LogitsProcessor(64)(head, x), x @ expected.T, rtol=1e-4, atol=1e-4)
 
 
 def test_what_does_not_fit() -> None:

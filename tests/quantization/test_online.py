@@ -10,10 +10,10 @@ import pytest
 import torch
 from opgraft import ops
 from opgraft.binding.pluggable_class import PluggableClass
-from opgraft.errors import OpgraftError, QuantizationError
+from opgraft.errors import LayerError, OpgraftError, QuantizationError
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.weights import process_weights_after_loading
-from opgraft.quantization import Int4Config, Int8Config, quantization_named, quantizations
+from opgraft.quantization import Int4Config, Int8Config, Int8DynamicConfig, quantization_named, quantizations
 from opgraft.quantization.integers import Int8LinearMethod
 from opgraft.quantization.patterns import Patterns
 from torch import Tensor, nn
@@ -126,6 +126,23 @@ def test_what_stays_plain() -> None:
     config.ignore.expect_all_used()
     with pytest.raises(QuantizationError, match=r"gate_proj match a pattern and model.layers.3.up_proj none"):
         ops.MergedColumnParallelLinear(64, [32, 32], quant_config=config, prefix="model.layers.3.gate_up_proj")
+
+
+@pytest.mark.parametrize("config", [Int8Config(), Int4Config(), Int8DynamicConfig()])
+def test_embeddings_that_are_named(config: Any) -> None:
+    """An embedding is quantized where it is named in full; a head that is tied to a plain one is not."""
+    config.embeddings = frozenset({"embed", "lm_head"})
+    plain = ops.VocabParallelEmbedding(64, 128, quant_config=config, prefix="other")
+    assert not plain.weight.is_meta
+    head: Any = ops.ParallelLMHead(64, 128, quant_config=config, prefix="lm_head")
+    with pytest.raises(LayerError, match="ParallelLMHead 'lm_head' is to be quantized, and shares the plain weight"):
+        head.tie_weights(plain)
+    embedding: Any = ops.VocabParallelEmbedding(64, 128, quant_config=config, prefix="embed")
+    weight, ids = drawn(64, 128), torch.tensor([5, 63, 0])
+    load(embedding, "weight", weight)
+    steps = embedding.scales.amax(1, keepdim=True)
+    assert ((embedding(ids) - weight[ids]).abs() <= steps[ids] * 0.51).all()
+    assert head.tie_weights(embedding) is embedding
 
 
 def test_patterns() -> None:

@@ -8,24 +8,18 @@ import pytest
 from opgraft.models.config import load_tokenizer
 from opgraft.models.files import Weights, open_weights
 from opgraft.serving.tokenizer import Tokenizer, open_tokenizer
+from small_tokenizers import trained_tokenizer
 
 gguf = pytest.importorskip("gguf")
 tokenizers = pytest.importorskip("tokenizers")
 
-TEXT = "the cat sat on the mat; 12 cats, 123 mats, don't they're we've été naïve 漢字 漢 😀 \n\n  the  that then"
 CONTROL, USER_DEFINED = 3, 4
 
 
 @pytest.fixture(scope="session")
 def trained():
     """A byte-level vocabulary of 400 tokens."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([TEXT] * 9, trainer)
-    return tokenizer
+    return trained_tokenizer()
 
 
 @pytest.fixture(scope="session")

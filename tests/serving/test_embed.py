@@ -84,3 +84,29 @@ def test_numbers_that_are_none_are_an_error() -> None:
     next(llm._embedder.executor.worker.runner.model.parameters()).data.fill_(torch.nan)
     with pytest.raises(RequestError, match=r"no embedding \(NaN or infinity\) for text 0, 'A cat\."):
         llm.embed("A cat.")
+
+
+def test_stats_count_batches_and_texts() -> None:
+    """Counters and reports are those of the batches, with the time of the model; a watcher hears of each."""
+    reports = []
+    batches = {"scheduler.max_num_batched_tokens": 70, "scheduler.max_num_seqs": 2}
+    llm = LLM("minilm", on_step=lambda stats, outputs: reports.append((stats, outputs)), **QUIET, **batches)
+    outputs = llm.embed(TEXTS)
+    total, tokens = llm.stats(), sum(len(output.prompt_token_ids) for output in outputs)
+    assert [list(outputs) for _, outputs in reports] == [[]] * total.counters.steps
+    assert (total.counters.steps, total.counters.prompt_tokens) == (3, tokens)
+    assert total.counters.finished == {"stop": 4, "length": 0, "abort": 0, "error": 0}
+    assert sum(stats.counters.prompt_tokens for stats, _ in reports) == tokens
+    assert [stats.waiting for stats, _ in reports] == [2, 1, 0]
+    assert all(stats.counters.seconds["model"] > 0 for stats, _ in reports)
+    assert (total.running, total.waiting, total.cache_usage) == (0, 0, 0.0)
+
+
+def test_a_batch_that_fails_is_counted() -> None:
+    """A fault goes through, is counted, and leaves no text that waits."""
+    llm = LLM("minilm", **QUIET, **{"scheduler.max_num_seqs": 2})
+    llm._embedder.executor.worker.runner.model.forward = lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        llm.embed(TEXTS)
+    stats = llm.stats()
+    assert (stats.counters.failed_steps, stats.counters.finished["error"], stats.waiting) == (1, 2, 0)

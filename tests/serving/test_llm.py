@@ -10,7 +10,8 @@ import opgraft
 import pytest
 import torch
 from opgraft import LLM, SamplingParams
-from opgraft.config import OpgraftConfig
+from opgraft.config import LoadConfig, OpgraftConfig
+from opgraft.engine.model_runner import ModelRunner
 from opgraft.engine.worker import DEVICE_SHARE, HOST_SHARE, Worker
 from opgraft.errors import ConfigError, RequestError
 from opgraft.platform import DeviceMemory
@@ -73,6 +74,18 @@ def test_a_stream_grows_and_ends(llm: LLM) -> None:
         next(llm.engine.stream("b"))
 
 
+def test_logprobs_grow_in_place(llm: LLM) -> None:
+    """A token adds to the list of log-probabilities, whatever its length; a snapshot keeps what it had."""
+    output = llm.engine.add("a", "the cat", SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1))
+    lists, snapshots = [], []
+    while llm.engine.has_work:
+        llm.engine.step()
+        lists.append(output.outputs[0].logprobs)
+        snapshots.append(output.snapshot())
+    assert all(each is lists[0] for each in lists)
+    assert [len(snapshot.outputs[0].logprobs) for snapshot in snapshots] == [1, 2, 3, 4, 5, 6]
+
+
 def test_settings_are_honoured(folder: Path) -> None:
     """Settings of cache, scheduler and seed reach the engine, from a scope and as arguments, which go first."""
     scope = OpgraftConfig()
@@ -108,8 +121,37 @@ def test_the_cache_takes_a_share_of_what_is_free(
     """A quarter of a host's memory, nearly all of a device's, or what is set."""
     monkeypatch.setattr(CpuPlatform, "dispatch_chain", chain)
     monkeypatch.setattr(CpuPlatform, "memory", lambda self, index=0: DeviceMemory(2000, 1000))
-    config = opgraft.config.whole.config_from_fields(setting).resolved()
-    assert Worker(config).cache_bytes() == 1000 * share
+    monkeypatch.setattr(ModelRunner, "peak_of_largest_step", lambda self, free: 100)
+    worker = Worker(opgraft.config.whole.config_from_fields(setting).resolved())
+    worker.init_device()
+    assert worker.cache_bytes() == 1000 * share - (100 if share == DEVICE_SHARE else 0)
+
+
+def platform_of(device_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the platform's devices be of a type, with 1000 bytes free on the first and 2000 on the second."""
+    monkeypatch.setattr(CpuPlatform, "device_type", device_type)
+    monkeypatch.setattr(CpuPlatform, "dispatch_chain", ("native",))
+    monkeypatch.setattr(CpuPlatform, "memory", lambda self, index=0: DeviceMemory(9000, 1000 * (index + 1)))
+    monkeypatch.setattr(ModelRunner, "peak_of_largest_step", lambda self, free: 0)
+    monkeypatch.setattr("opgraft.engine.worker.host_memory", lambda: (9000, 400))
+
+
+@pytest.mark.parametrize(("device", "expected"), [(None, 900), ("xpu", 900), ("xpu:1", 1800), ("cpu", 100)])
+def test_the_memory_is_that_of_the_device(device: str | None, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache takes its share of what is free where the model is: on one of the devices, or on the host."""
+    platform_of("xpu", monkeypatch)
+    worker = Worker(OpgraftConfig(load=LoadConfig(device=device)).resolved())
+    worker.init_device()
+    assert worker.cache_bytes() == expected
+
+
+def test_memory_that_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device of another kind than the platform's has no known memory: the error says what to set."""
+    platform_of("xpu", monkeypatch)
+    worker = Worker(OpgraftConfig(load=LoadConfig(device="meta")).resolved())
+    worker.init_device()
+    with pytest.raises(ConfigError, match=r"load\.device=meta is not known.* for xpu: set cache"):
+        worker.cache_bytes()
 
 
 def test_what_the_cache_holds_is_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -75,6 +75,16 @@ def test_prompts_that_cannot_be_taken(llm: LLM, kind: str) -> None:
     assert tokens(llm, PROMPT) == expected
 
 
+def test_a_schema_that_nothing_meets(llm: LLM) -> None:
+    """It is refused before anything is computed, for those given with it too, and the next call is answered."""
+    pytest.importorskip("llguidance")
+    impossible = SamplingParams(structured_output={"json": {"type": "integer", "minimum": 5, "maximum": 3}})
+    with pytest.raises(InputError, match=r"structured output: .*Unsatisfiable schema: minimum"):
+        llm.generate([PROMPT, "cat"], [GREEDY, impossible])
+    expect_nothing_held(llm)
+    assert len(tokens(llm, PROMPT)[0]) == 5
+
+
 def test_no_prompts(llm: LLM) -> None:
     """No prompts have no answers."""
     assert llm.generate([], GREEDY) == []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 from opgraft import SamplingParams
 from opgraft.models import find_checkpoint
 from opgraft.serving.llm import LLM
+from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
 
@@ -48,3 +52,39 @@ def test_answers_are_those_of_transformers(reference: tuple[Any, Any]) -> None:
     assert [answer.prompt_token_ids for answer in answers] == [ids.input_ids[0].tolist() for ids in given]
     assert [answer.outputs[0].token_ids for answer in answers] == [generated(reference, ids.input_ids) for ids in given]
     assert answers[0].outputs[0].text.startswith("Gravity is")
+
+
+@pytest.fixture(scope="module")
+def judged() -> Callable[[str, str], tuple[Tensor, Tensor]]:
+    """Compute in a dtype, over a cache of one, the likeliest tokens of a text's places, and its tokens' logprobs."""
+    text = (Path(__file__).parents[2] / "docs" / "explanation" / "plugins.md").read_text(encoding="utf-8")[:2500]
+
+    @functools.cache
+    def judge(dtype: str, cache: str) -> tuple[Tensor, Tensor]:
+        given = {"cache.dtype": cache, "cache.memory_bytes": 1 << 26, "load.progress": False}
+        llm = LLM("smollm2", dtype=dtype, max_model_len=768, **given)
+        (output,) = llm.generate(text, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1))
+        assert output.prompt_logprobs is not None
+        places = [place for place in output.prompt_logprobs if place is not None]
+        likeliest = [max(place, key=lambda token: place[token].logprob) for place in places]
+        tokens = zip(places, output.prompt_token_ids[1:], strict=True)
+        return torch.tensor(likeliest), torch.tensor([place[token].logprob for place, token in tokens])
+
+    return judge
+
+
+@pytest.mark.parametrize(("dtype", "cache", "agreement", "error"), [
+    ("bfloat16", "auto", 0.95, 0.06),
+    ("float32", "int8", 0.95, 0.05),
+    ("float32", "fp8", 0.93, 0.1),
+    ("bfloat16", "int8", 0.93, 0.08),
+])  # fmt: skip
+def test_accuracy_of_caches_of_codes(
+    judged: Callable[[str, str], tuple[Tensor, Tensor]], dtype: str, cache: str, agreement: float, error: float
+) -> None:
+    """Over 8 bits a text's likeliest tokens are nearly always those of float32, and its logprobs near theirs."""
+    tokens, logprobs = judged("float32", "auto")
+    found, found_logprobs = judged(dtype, cache)
+    assert len(tokens) > 400
+    assert (found == tokens).double().mean() > agreement
+    assert (found_logprobs - logprobs).abs().mean() < error

@@ -59,11 +59,16 @@ def draw(scaled: Tensor, uniforms: Tensor) -> Tensor:
     Returns:
         Tokens ``[n]``, int64: the first whose cumulative probability exceeds the uniform number.
     """
-    mass = blocks_of(scaled.exp(), 0.0)
+    return _draw_by(scaled.exp(), uniforms)
+
+
+def _draw_by(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw by weights ``[n, vocabulary]`` that need not add up to 1."""
+    mass = blocks_of(weights, 0.0)
     totals = _totals(mass)
     target = uniforms * totals[:, -1]
     block = invert(totals, target)
-    rows = torch.arange(len(scaled), device=scaled.device)
+    rows = torch.arange(len(weights), device=weights.device)
     inner = mass[rows, block].double().cumsum(-1)
     before = torch.where(block > 0, totals[rows, block - 1], 0.0)
     return block * BLOCK + invert(inner, target - before)
@@ -80,15 +85,17 @@ def draw_filtered(scaled: Tensor, filters: Filters, uniforms: Tensor) -> Tensor:
         Tokens ``[n]``, int64.
     """
     whole = bool((filters.whole & filters.top_p.isfinite()).any())
-    total = _totals(blocks_of(scaled.exp(), 0.0))[:, -1] if whole else torch.zeros_like(uniforms)
+    mass = scaled.exp() if whole else None
+    total = torch.zeros_like(uniforms) if mass is None else _totals(blocks_of(mass, 0.0))[:, -1]
     tokens, left = _draw_among(CANDIDATES[0], scaled, filters, total, uniforms)
     if not len(left):
         return tokens
     by_rank = filters.top_k[left, 0] < scaled.shape[1]
     wide, ranked = left[~by_rank], left[by_rank]
     if len(wide):
-        some = filters.take(wide)
-        tokens[wide] = draw(within_nucleus(scaled[wide], some.top_p, some.min_p), uniforms[wide])
+        some, theirs = filters.take(wide), scaled[wide]
+        weights = theirs.exp() if mass is None else mass if len(wide) == len(mass) else mass[wide]
+        tokens[wide] = _draw_by(within_nucleus(theirs, weights, some.top_p, some.min_p), uniforms[wide])
     for size in (CANDIDATES[1], scaled.shape[1]):
         if len(ranked):
             given = scaled[ranked], filters.take(ranked), total[ranked], uniforms[ranked]
@@ -108,8 +115,11 @@ def _draw_among(size: int, scaled: Tensor, filters: Filters, total: Tensor, unif
 
 
 def _totals(mass: Tensor) -> Tensor:
-    """Return the cumulative sums of blocks in float64; added up in an order that the number of rows does not change."""
-    return mass.sum(-1, dtype=torch.float64).cumsum(-1)
+    """Return the cumulative sums of blocks in float64; added up in an order that the number of rows does not change.
+
+    A block is added up in float32: a copy of all rows in float64 would take longer than all that is done with it.
+    """
+    return mass.sum(-1).double().cumsum(-1)
 
 
 def _limits(values: Tensor, filters: Filters, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:

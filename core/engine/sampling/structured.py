@@ -108,7 +108,10 @@ class GrammarState:
             RequestError: the grammar has come to where nothing can follow, or to a limit of the library.
         """
         room = mask if len(mask) == self._words else mask.new_empty(self._words)
-        self._matcher.unsafe_compute_mask_ptr(room.data_ptr(), 4 * len(room))
+        try:
+            self._matcher.unsafe_compute_mask_ptr(room.data_ptr(), 4 * len(room))
+        except Exception as error:  # whatever the library raises fails one request
+            raise RequestError(f"its grammar cannot go on: {described(error)}") from error
         if self._matcher.is_error():
             raise RequestError(f"its grammar cannot go on: {_line(self._matcher.get_error())}")
         if room is not mask:
@@ -119,11 +122,15 @@ class GrammarState:
         """Go on by a token; after the end, by further ends, as under ``ignore_eos``.
 
         Raises:
-            RequestError: the grammar does not allow it here.
+            RequestError: the grammar does not allow it here, or the library fails.
         """
         if self.finished and token in self._tokens.eos_tokens:
             return
-        if not self._matcher.consume_token(token):
+        try:
+            allowed = self._matcher.consume_token(token)
+        except Exception as error:  # whatever the library raises fails one request
+            raise RequestError(f"its grammar cannot take token {token}: {described(error)}") from error
+        if not allowed:
             raise RequestError(
                 f"token {token} does not follow the grammar of the structured output here: sample from what it allows"
             )

@@ -45,6 +45,10 @@ class AttentionBatch:
         block_size: tokens of a block.
         max_context_len: tokens that the longest of the sequences may come to have; the model's own limit if not given.
             Ropes that depend on the length of the context rotate for it, from a sequence's first token to its last.
+        context_lens: the length of the context that such ropes rotate each token for, in place of ``max_context_len``,
+            int64 ``[tokens]``. So sequences of a batch do not depend on each other.
+        continues: no sequence is new since the model's last call. What has been checked of the model then may be taken
+            for granted.
 
     Raises:
         LayerError: ``query_start_loc`` and ``seq_lens`` are not for as many sequences, or ``pages`` is no mapping.
@@ -57,6 +61,8 @@ class AttentionBatch:
     pages: Mapping[str, LayerPages]
     block_size: int
     max_context_len: int | None = None
+    context_lens: Tensor | None = None
+    continues: bool = False
 
     def __post_init__(self) -> None:
         bounds, lengths = tuple(self.query_start_loc.shape), tuple(self.seq_lens.shape)

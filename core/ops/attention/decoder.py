@@ -10,6 +10,7 @@ from opgraft.binding.custom_op import CustomOp, PluggableLayer
 from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.errors import LayerError
 from opgraft.ops.attention.batch import AttentionBatch, LayerPages, current_batch
+from opgraft.ops.attention.codes import LARGEST_CODES, row_size
 from opgraft.ops.attention.functional import expect_kv_heads
 from opgraft.ops.attention.modules import ScaledDotProductAttention
 from opgraft.ops.attention.paged import attend_stepwise, visible_keys
@@ -147,9 +148,20 @@ class Attention(PluggableLayer):
         self.write = WriteKVCache()
         self.attend_pages = PagedAttention(scale, sliding_window, logits_soft_cap)
 
-    def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Return the shape of a cache of ``num_blocks`` blocks; only this layer looks inside a block."""
-        return (num_blocks, 2, self.num_kv_heads, block_size, self.head_size)
+    def kv_cache_shape(self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None) -> tuple[int, ...]:
+        """Return the shape of a cache of ``num_blocks`` blocks; only this layer looks inside a block.
+
+        Args:
+            num_blocks: the first dimension.
+            block_size: tokens in a block.
+            dtype: ``torch.int8`` for a cache of such codes, ``torch.uint8`` for one of fp8 e4m3, each with what else
+                the layer needs to read them. Not given where the cache has the layer's own dtype: a replacement whose
+                layout has no place for codes leaves the parameter out.
+
+        Raises:
+            LayerError: from a replacement, if it has no layout for ``dtype``.
+        """
+        return (num_blocks, 2, self.num_kv_heads, block_size, row_size(self.head_size, dtype))
 
     def batch_invariant(self, block_size: int) -> bool:
         """Tell whether pages of that block size give each token the same bits, whatever stands beside it in a batch.
@@ -226,10 +238,11 @@ class Attention(PluggableLayer):
                 "model with the tokens of all its sequences"
             )
         shape = tuple(pages.cache.shape)
-        if shape != self.kv_cache_shape(shape[0] if shape else 0, batch.block_size):
+        expected = cache_shape(self, shape[0] if shape else 0, batch.block_size, pages.cache.dtype)
+        if shape != expected:
             raise LayerError(
-                f"attention {self.prefix!r}: its cache has shape {shape}, expected "
-                f"{self.kv_cache_shape(shape[0] if shape else 0, batch.block_size)}: make it by kv_cache_shape"
+                f"attention {self.prefix!r}: its cache has shape {shape}, expected {expected}: make it by "
+                "kv_cache_shape"
             )
         return pages
 
@@ -268,6 +281,12 @@ def _expect_settings(head_size: int, scale: float, window: int | None, cap: floa
             raise ValueError(f"attention: {name} is {number!r}, expected a finite number")
     if cap is not None:
         expect_positive("attention", "logits_soft_cap", cap)
+
+
+def cache_shape(layer: Attention, num_blocks: int, block_size: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """Return the shape of a layer's cache of ``dtype``, which the layer is told of only if it is one of codes."""
+    told = (dtype,) if dtype in LARGEST_CODES else ()
+    return tuple(layer.kv_cache_shape(num_blocks, block_size, *told))
 
 
 def attention_layers(model: nn.Module) -> dict[str, Attention]:

@@ -2,7 +2,8 @@
 
 A cache ``[num_blocks, 2, num_kv_heads, block_size, head_size]`` holds keys (0) and values (1) of blocks of tokens. A
 sequence has the blocks that its row of a table names, in the order of its tokens. The tokens of a call belong to
-sequences that follow one another without padding, prompts and parts of them beside single tokens.
+sequences that follow one another without padding, prompts and parts of them beside single tokens. A cache of 8 bits
+holds ``head_size + 4`` bytes for each token and head, which ``opgraft.ops.attention.codes`` describes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from itertools import pairwise
 
 import torch
 from opgraft.binding.functional import register_functional
+from opgraft.ops.attention.codes import LARGEST_CODES, dequantize_rows, quantize_rows, row_size
 from opgraft.ops.attention.functional import like_query
 from opgraft.ops.checks import (
     expect_ascending,
@@ -40,7 +42,8 @@ def write_kv_cache(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> 
     Args:
         key: ``[tokens, num_kv_heads, head_size]``.
         value: as ``key``.
-        cache: ``[num_blocks, 2, num_kv_heads, block_size, head_size]``, in the dtype of ``key``.
+        cache: ``[num_blocks, 2, num_kv_heads, block_size, head_size]``, in the dtype of ``key``; or rows of
+            ``head_size + 4`` bytes, codes and their scale, as ``int8``, or as ``uint8`` for fp8 e4m3.
         slots: the place of each token, ``block · block_size + offset``, integers ``[tokens]``, no two the same.
 
     Raises:
@@ -53,10 +56,9 @@ def write_kv_cache(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> 
     if key.shape[1] != cache.shape[2] or slots.shape != key.shape[:1]:
         raise ValueError(
             f"{op}: key has shape {tuple(key.shape)} and slots {tuple(slots.shape)}, expected [tokens, "
-            f"{cache.shape[2]}, {cache.shape[4]}] and [tokens]"
+            f"{cache.shape[2]}, {key.shape[2]}] and [tokens]"
         )
-    for argument, x in (("value", value), ("cache", cache)):
-        expect_same_dtype(op, argument, x, "key", key)
+    expect_same_dtype(op, "value", value, "key", key)
     for argument, x in (("value", value), ("cache", cache), ("slots", slots)):
         expect_same_device(op, argument, x, "key", key)
     expect_integers(op, "slots", slots)
@@ -64,8 +66,9 @@ def write_kv_cache(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> 
     expect_in_range(op, "slots", slots, cache.shape[0] * block_size)
     keys, values = cache.transpose(2, 3).unbind(1)
     place = slots // block_size, slots % block_size
-    keys[place] = key
-    values[place] = value
+    quantized = cache.dtype in LARGEST_CODES
+    keys[place] = quantize_rows(key, cache.dtype) if quantized else key
+    values[place] = quantize_rows(value, cache.dtype) if quantized else value
 
 
 @register_functional("paged_attention", like_query)
@@ -88,8 +91,9 @@ def paged_attention(
 
     Args:
         query: ``[tokens, num_heads, head_size]``, the tokens of all sequences one after another.
-        cache: ``[num_blocks, 2, num_kv_heads, block_size, head_size]``; each key head serves ``num_heads /
-            num_kv_heads`` query heads (arXiv:2305.13245).
+        cache: ``[num_blocks, 2, num_kv_heads, block_size, head_size]``, in the dtype of ``query``; or rows of
+            ``head_size + 4`` bytes, codes and their scale, as ``int8``, or as ``uint8`` for fp8 e4m3. Each key head
+            serves ``num_heads / num_kv_heads`` query heads (arXiv:2305.13245).
         block_table: blocks of each sequence, integers ``[sequences, most blocks]``. Entries whose tokens none sees may
             be anything.
         query_start_loc: where the tokens of each sequence begin and end in ``query``: integers ``[sequences + 1]``,
@@ -165,19 +169,25 @@ def _over_pages(
     sinks: Tensor | None,
 ) -> Tensor:
     """Attend over ``[sequences, tokens, heads, head_size]``, of tokens at positions from ``first`` on."""
-    size, queries = cache.shape[3], torch.arange(query.shape[1], device=query.device)
+    dtype, size, queries = query.dtype, cache.shape[3], torch.arange(query.shape[1], device=query.device)
     keys = torch.arange(block_table.shape[1] * size, device=query.device)
     visible = visible_keys(first[:, None] + queries, keys, sliding_window) & (keys < lengths[:, None])[:, None]
     used = visible.any(1)
     blocks = block_table.where(used.view(*block_table.shape, size).any(-1), 0)
-    pages = cache[blocks].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)  # of keys and values [sequences, heads, keys, size]
+    pages = cache[blocks]
+    if cache.dtype in LARGEST_CODES:
+        query = query.to(compute_dtype(dtype))
+        pages = dequantize_rows(pages, query.dtype)
+    pages = pages.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)  # of keys and values [sequences, heads, keys, size]
     key, value = pages.masked_fill(~used[:, None, :, None], 0.0)  # as a share of zero times NaN is NaN
     query = query.transpose(1, 2)
     if logits_soft_cap is None and sinks is None:
         groups = {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}
         mask = visible[:, None]
-        return F.scaled_dot_product_attention(query, key, value, mask, scale=scale, **groups).transpose(1, 2)
-    return attend_stepwise(query, key, value, visible, scale, logits_soft_cap, sinks).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(query, key, value, mask, scale=scale, **groups)
+    else:
+        attended = attend_stepwise(query, key, value, visible, scale, logits_soft_cap, sinks)
+    return attended.transpose(1, 2).to(dtype)
 
 
 def visible_keys(queries: Tensor, keys: Tensor, sliding_window: int | None) -> Tensor:
@@ -214,14 +224,15 @@ def attend_stepwise(
 
 def _expect_cache(op: str, cache: Tensor, argument: str, x: Tensor) -> None:
     """Raise ``ValueError`` unless ``cache`` has pages of heads such as those of ``x``, ``[tokens, heads, size]``."""
+    if cache.dtype not in LARGEST_CODES:
+        expect_same_dtype(op, "cache", cache, argument, x)
     if cache.dim() != 5 or cache.shape[1] != 2:
         raise ValueError(
             f"{op}: cache has shape {tuple(cache.shape)}, expected [num_blocks, 2, num_kv_heads, block_size, head_size]"
         )
-    if x.dim() != 3 or x.shape[2] != cache.shape[4]:
-        raise ValueError(
-            f"{op}: {argument} has shape {tuple(x.shape)}, expected [tokens, heads, {cache.shape[4]}] as cache has"
-        )
+    if x.dim() != 3 or row_size(x.shape[2], cache.dtype) != cache.shape[4]:
+        size = cache.shape[4] - row_size(0, cache.dtype)
+        raise ValueError(f"{op}: {argument} has shape {tuple(x.shape)}, expected [tokens, heads, {size}] as cache has")
 
 
 def _expect_pages(query: Tensor, cache: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> None:
@@ -230,7 +241,6 @@ def _expect_pages(query: Tensor, cache: Tensor, block_table: Tensor, query_start
     _expect_cache(op, cache, "query", query)
     if not cache.shape[2] or query.shape[1] % cache.shape[2]:
         raise ValueError(f"{op}: cache has {cache.shape[2]} heads, expected a divisor of the {query.shape[1]} of query")
-    expect_same_dtype(op, "cache", cache, "query", query)
     expect_same_device(op, "cache", cache, "query", query)
     integers = {"block_table": block_table, "query_start_loc": query_start_loc, "seq_lens": seq_lens}
     for argument, x in integers.items():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from opgraft.ops import attention as ops
 from opgraft.ops.attention import functional, paged
+from opgraft.ops.attention.codes_spec import decoded_rows, encoded
 from opgraft.ops.spec import HALF_NORM, Arguments, Draw, OpSpec, Outside
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -60,6 +61,16 @@ def _written(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
     }
 
 
+def _written_codes(dtype: torch.dtype) -> Callable[..., Tensor]:
+    """Make what draws a cache of rows of codes, of which any bytes are some, for ``_written``."""
+
+    def drawn(draw: Draw, lead: Sequence[int], head_size: int) -> Tensor:
+        shape = math.prod(lead) // BLOCK_SIZE + 2, 2, KEY_HEADS, BLOCK_SIZE, head_size + 4
+        return draw.integers(0, 256, shape).to(torch.uint8).view(dtype)
+
+    return drawn
+
+
 def _paged_inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
     """Draw sequences of up to ``longest`` tokens, of which the first has as many, with up to ten tokens before them."""
     sequences, longest = lead
@@ -80,6 +91,17 @@ def _paged_inputs(draw: Draw, lead: Sequence[int], head_size: int) -> Arguments:
         "seq_lens": seq_lens.to(torch.int32),
         "scale": 0.3,
     }
+
+
+def _paged_codes(dtype: torch.dtype) -> Callable[..., Tensor]:
+    """Make what draws a cache of codes, with at least the blocks that ``_paged_inputs`` has a table for."""
+
+    def drawn(draw: Draw, lead: Sequence[int], head_size: int) -> Tensor:
+        sequences, longest = lead
+        blocks = sequences * (longest // BLOCK_SIZE + 4) + SPARE_BLOCKS
+        return encoded(draw(blocks, 2, KEY_HEADS, BLOCK_SIZE, head_size).double(), dtype)
+
+    return drawn
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
@@ -175,6 +197,8 @@ def _encoder_op(
 
 def _write(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
     cache = cache.clone()
+    if not cache.is_floating_point():
+        key, value = (encoded(x.float().double(), cache.dtype) for x in (key, value))
     for token, slot in enumerate(slots.tolist()):
         block, offset = divmod(slot, cache.shape[3])
         cache[block, 0, :, offset] = key[token]
@@ -186,6 +210,7 @@ def _tokens_of(
     cache: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield for each token of the query its position, and keys and values up to it, ``[heads, keys, size]``."""
+    cache = decoded_rows(cache)
     for sequence, (start, end) in enumerate(pairwise(query_start_loc.tolist())):
         length = int(seq_lens[sequence])
         places = [divmod(position, cache.shape[3]) for position in range(length)]
@@ -231,7 +256,7 @@ def _torch_paged(
     sinks: Tensor | None = None,
 ) -> Any:
     """Attend with one token after another to contiguous keys."""
-    if logits_soft_cap is not None or sinks is not None:
+    if logits_soft_cap is not None or sinks is not None or not cache.is_floating_point():
         return None
     attended = []
     for row, (_, key, value) in zip(query, _tokens_of(cache, block_table, query_start_loc, seq_lens), strict=True):
@@ -318,6 +343,11 @@ SPECS = (
         _write,
         flops=lambda **others: 0,
         module=lambda **arguments: (ops.WriteKVCache(), arguments),
+        variants={
+            "": {},
+            "int8": {"cache": _written_codes(torch.int8)},
+            "fp8": {"cache": _written_codes(torch.uint8)},
+        },
         leads=((1,), (7,), (2, 3), (0,)),
         sizes=(1, 9, 64),
         large=(((83,), 80),),
@@ -334,6 +364,8 @@ SPECS = (
             "window": {"sliding_window": 3},
             "cap": {"logits_soft_cap": 0.7},
             "sinks": {"sinks": lambda draw, lead, size: draw(HEADS)},
+            "int8": {"cache": _paged_codes(torch.int8)},
+            "fp8": {"cache": _paged_codes(torch.uint8)},
             "all": {"sliding_window": 5, "logits_soft_cap": 2.0, "sinks": lambda draw, lead, size: draw(HEADS)},
         },
         leads=((2, 1), (11, 3), (5, 7), (2, 0), (0, 3)),

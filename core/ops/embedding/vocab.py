@@ -102,6 +102,11 @@ class VocabParallelEmbedding(PluggableLayer):
         """The layer as messages call it."""
         return f"{self.op_class.__qualname__} {self.prefix!r}"
 
+    @property
+    def is_unpadded(self) -> bool:
+        """Every row of this rank is that of one of the model's own ids."""
+        return self.num_embeddings_per_partition == self.num_org_embeddings_per_partition
+
     def _expect_embedding(self) -> None:
         method = type(self.quant_method)
         if self.looks_up and method.embedding is QuantizeMethodBase.embedding:
@@ -226,6 +231,10 @@ class ParallelLMHead(PackableLayer, VocabParallelEmbedding):
             )
         if not isinstance(embed_tokens.quant_method, UnquantizedEmbeddingMethod):
             return embed_tokens
+        if not isinstance(self.quant_method, UnquantizedEmbeddingMethod):
+            raise LayerError(
+                f"{self.name} is to be quantized, and shares the plain weight of {embed_tokens.name}: name that one"
+            )
         self.release_weights()
         self.register_parameter("weight", embed_tokens.get_parameter("weight"))
         self.tied = True

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from opgraft.binding.functional import binding_of
+from opgraft.binding.functional import Functional, binding_of
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.ops.linear import functional as forms
 from opgraft.ops.linear import packed as packed_linear
@@ -31,6 +31,13 @@ class QuantizeMethodBase(PluggableClass, ABC):
     @abstractmethod
     def apply(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """Compute with the weights of ``layer``."""
+
+    def form_of(self, layer: Any) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]] | None:
+        """Return the form that ``apply`` calls, and what it gives between input and bias; ``None`` if it does more.
+
+        For those who bind a layer once to the kernel of that form. A class that overrides ``apply`` overrides this too.
+        """
+        return None
 
     def embedding(self, layer: nn.Module, input_: Tensor) -> Tensor:
         """Look up rows ``[..., embedding_dim]`` for ids; a method that embeddings may have overrides this."""
@@ -108,6 +115,9 @@ class UnquantizedLinearMethod(_PlainWeight, LinearMethodBase):
         if packed is None:
             return kernel(x, layer.weight, bias, activation, residual)
         return packed_only.linear(x, packed, bias, activation, residual)
+
+    def form_of(self, layer: Any) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]] | None:
+        return (forms.linear, (layer.weight,)) if layer._packed is None else None
 
     def holds_weight(self, layer: Any) -> bool:
         """Say whether the weight is the layer's own, and is not computed for a call."""

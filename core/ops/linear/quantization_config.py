@@ -17,10 +17,12 @@ class QuantizationConfig(PluggableClass, ABC):
 
     Attributes:
         packed_modules_mapping: name of a merged layer → names of the layers that it stands for, as the model says.
+        embeddings: names of embeddings and heads that are to be quantized, too; the others may stay plain.
     """
 
     def __init__(self) -> None:
         self.packed_modules_mapping: dict[str, list[str]] = {}
+        self.embeddings: frozenset[str] = frozenset()
 
     @abstractmethod
     def get_name(self) -> str:

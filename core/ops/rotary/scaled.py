@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.checks import expect_positive
+from opgraft.ops.precision import compute_dtype
 from opgraft.ops.rotary.modules import (
     TRITON,
     RotaryEmbedding,
@@ -121,7 +122,8 @@ class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
 
     The base is multiplied by ``(f · n / t - (f - 1))^(d / (d - 2))`` with ``f = scaling_factor``, ``n =
     max_position_embeddings``, ``t = max_trained_positions``, ``d = rotary_dim``; up to ``t`` positions the base stays.
-    The table is first made for the longest context. ``fit_context`` makes it anew for another one.
+    The table is first made for the longest context. ``fit_context`` makes it anew for another one, ``fit_tokens`` has
+    each token rotated for a context of its own.
 
     Args:
         max_position_embeddings: positions that the table is for.
@@ -130,6 +132,8 @@ class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
 
     The other arguments are those of ``RotaryEmbeddingBase``.
     """
+
+    gradual: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -147,15 +151,48 @@ class DynamicNTKScalingRotaryEmbedding(RotaryEmbedding):
         self.scaling_factor = scaling_factor
         self.max_trained_positions = max_trained_positions
         self.context = max_position_embeddings
+        self._own: tuple[Tensor, Tensor] | None = None
         super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype)
 
     def fit_context(self, length: int) -> None:
         """Rotate as a context of ``length`` positions asks for, at most ``max_position_embeddings``."""
+        self._own = None
         context = max(self.max_trained_positions, min(length, self.max_position_embeddings))
         if context != self.context:
             self.context = context
             with torch.inference_mode(False):  # later calls may need gradients
                 self.cos_sin_cache = self._compute_cos_sin_cache().to(self.cos_sin_cache)
+
+    @property
+    def trained_positions(self) -> int:
+        """Return the positions up to which the base stays."""
+        return self.max_trained_positions
+
+    def fit_tokens(self, positions: Tensor, lengths: Tensor) -> None:
+        """Rotate the tokens of the next calls each for a context of its own length.
+
+        Args:
+            positions: of those tokens, integers ``[tokens]``; the next calls must have the same.
+            lengths: ``[tokens]``, of the context of each.
+        """
+        longer = self.scaling_factor * (lengths.double() / self.max_trained_positions).clamp(min=1.0)
+        base = self.base * (longer - (self.scaling_factor - 1)) ** (self.rotary_dim / (self.rotary_dim - 2))
+        dtype = compute_dtype(self.dtype)
+        exponents = torch.arange(0, self.rotary_dim, 2, dtype=dtype, device=positions.device) / self.rotary_dim
+        angles = positions[:, None] / torch.pow(base.to(dtype)[:, None], exponents)
+        rows = torch.cat((angles.cos(), angles.sin()), dim=-1).to(self.cos_sin_cache.dtype)
+        self._own = torch.arange(len(positions), device=positions.device), rows
+
+    @called_with(always=["key"])
+    @calls_functional
+    def forward_native(
+        self, positions: Tensor, query: Tensor, key: Tensor | None = None, *, functional: Any = NATIVE
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rotate as ``RotaryEmbeddingBase`` does, from the table or from rows of the tokens' own."""
+        rows, table = (positions, self.cos_sin_cache) if self._own is None else self._own
+        return rotated_by(functional.rotary_embedding, rows, query, key, self.head_size, table, self.is_neox_style)
+
+    functional_cuda = functional_xpu = TRITON
 
     def _compute_cos_sin_cache(self) -> Tensor:
         longer = self.scaling_factor * max(1.0, self.context / self.max_trained_positions)
@@ -198,7 +235,7 @@ class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbeddingBase):
     ``max_position_embeddings`` rows with the long ones. It takes the place of ``cos_sin_cache``. Which ones count is
     the attribute ``use_long_rope``, at first whether there are more positions than the model was first trained for: a
     sequence must not change from one to the other, as keys in a cache stay rotated as they were. ``fit_context``
-    sets it for the length of a context.
+    sets it for the length of a context, ``fit_tokens`` for each token by itself.
 
     Args:
         original_max_position_embeddings: positions that the model was first trained for.
@@ -216,6 +253,7 @@ class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbeddingBase):
     """
 
     long_short_cos_sin_cache: Tensor
+    gradual: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -240,7 +278,7 @@ class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbeddingBase):
                 raise ValueError(f"{_OP}: {name} has {len(factors)} factors, expected {rotary_dim // 2}")
         self.original_max_position_embeddings = original_max_position_embeddings
         self.short_factor, self.long_factor = list(short_factor), list(long_factor)
-        self.use_long_rope = max_position_embeddings > original_max_position_embeddings
+        self.use_long_rope: bool | Tensor = max_position_embeddings > original_max_position_embeddings
         longer = max_position_embeddings / original_max_position_embeddings
         scale = longrope_scale(longer, original_max_position_embeddings)
         self.short_mscale = scale if short_mscale is None else short_mscale
@@ -248,6 +286,15 @@ class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbeddingBase):
         short = self._compute_cos_sin_cache(original_max_position_embeddings, self.short_factor, self.short_mscale)
         long = self._compute_cos_sin_cache(max_position_embeddings, self.long_factor, self.long_mscale)
         self.register_buffer("long_short_cos_sin_cache", torch.cat((short, long)).to(dtype), persistent=False)
+
+    @property
+    def trained_positions(self) -> int:
+        """Return the positions up to which the short factors hold."""
+        return self.original_max_position_embeddings
+
+    def fit_tokens(self, positions: Tensor, lengths: Tensor) -> None:
+        """Take the factors for the tokens of the next calls that a context of the length of each asks for."""
+        self.use_long_rope = lengths > self.original_max_position_embeddings
 
     def fit_context(self, length: int) -> None:
         """Take the factors that a context of ``length`` positions asks for, at most ``max_position_embeddings``."""
@@ -275,7 +322,10 @@ class Phi3LongRoPEScaledRotaryEmbedding(RotaryEmbeddingBase):
     ) -> tuple[Tensor, Tensor | None]:
         """Rotate as ``RotaryEmbeddingBase`` does, at ``positions + offsets``."""
         trained, table = self.original_max_position_embeddings, self.long_short_cos_sin_cache
-        table = table[trained:] if self.use_long_rope else table[:trained]
+        if isinstance(self.use_long_rope, Tensor):
+            positions = positions + self.use_long_rope * trained
+        else:
+            table = table[trained:] if self.use_long_rope else table[:trained]
         settings = (self.head_size, table, self.is_neox_style)
         return rotated_by(functional.rotary_embedding, moved(positions, offsets), query, key, *settings)
 

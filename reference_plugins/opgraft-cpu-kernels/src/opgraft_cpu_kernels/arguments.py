@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from opgraft.ops.attention.codes import LARGEST_CODES
 from torch import Tensor
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
-LIKE_THE_FIRST = ("out", "residual", "z", "key", "value", "cache")
+LIKE_THE_FIRST = ("out", "residual", "z", "key", "value")
 FACTORS = ("weight", "bias", "cos", "sin", "cos_sin_cache", "alpha_p", "alpha_n")
 ROUNDED_TO_WEIGHT = (
     "rms_norm",
@@ -45,6 +46,8 @@ def _taken(op: str, name: str, x: Tensor, weight: Tensor | None) -> tuple[torch.
     """Return the dtypes that an argument may have, ``None`` for any."""
     if name in LIKE_THE_FIRST:
         return (x.dtype,)
+    if name == "cache":
+        return (x.dtype, *LARGEST_CODES)
     if name == "positions":
         return INTEGERS
     if op in CODES and name == "weight":

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from opgraft import functional as forms
 from opgraft.ops.attention import AttentionBatch, LayerPages
+from opgraft.ops.attention.codes import LARGEST_CODES, SCALE_BYTES, quantize_rows, row_size
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
@@ -51,7 +52,7 @@ def attend(
         except REFUSED:
             pass
     write(key, value, pages.cache, pages.slots)
-    plain = in_opgrafts_layout(pages.cache, query.shape[-1])
+    plain = in_opgrafts_layout(pages.cache, query)
     return forms.paged_attention.native(query, plain, *places, *settings)
 
 
@@ -60,27 +61,50 @@ def has_kernel(platform: object) -> bool:
     return not missing()
 
 
+def cache_shape(
+    num_blocks: int, heads: int, block_size: int, head_size: int, dtype: torch.dtype | None
+) -> tuple[int, ...]:
+    """Return the shape of a cache of this layout, whose groups of codes have their scales behind them."""
+    return (num_blocks, 2, heads, block_size // GROUP, GROUP * row_size(head_size, dtype))
+
+
 def write(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
     """Write tokens ``[tokens, num_kv_heads, head_size]`` to their slots in a cache of this layout."""
-    keys, values = _by_token(cache, key.shape[-1])
+    keys, values = _by_token(cache, key)
     group, lane = slots // GROUP, slots % GROUP
-    groups, pair = cache.shape[3], keys.shape[-1]
-    keys[group // groups, :, group % groups, lane] = key.reshape(*key.shape[:-1], key.shape[-1] // pair, pair)
+    groups, pair, size = cache.shape[3], keys.shape[-1], key.shape[-1]
+    if cache.dtype in LARGEST_CODES:
+        key, value = (quantize_rows(x, cache.dtype) for x in (key, value))
+        rows = torch.stack((key, value), dim=1)[..., size:]
+        _scales(cache, size)[group // groups, :, :, group % groups, lane] = rows
+        key, value = key[..., :size], value[..., :size]
+    keys[group // groups, :, group % groups, lane] = key.reshape(*key.shape[:-1], size // pair, pair)
     values[group // groups, :, group % groups, lane // pair, lane % pair] = value
 
 
-def in_opgrafts_layout(cache: Tensor, head_size: int) -> Tensor:
-    """Copy a cache of this layout to ``[num_blocks, 2, num_kv_heads, block_size, head_size]``."""
-    keys, values = _by_token(cache, head_size)
-    return torch.stack((keys.flatten(4).flatten(2, 3), values.flatten(2, 4)), dim=1)
+def in_opgrafts_layout(cache: Tensor, query: Tensor) -> Tensor:
+    """Copy a cache of this layout to ``[num_blocks, 2, num_kv_heads, block_size, head_size]``, or rows of codes."""
+    keys, values = _by_token(cache, query)
+    rows = torch.stack((keys.flatten(4).flatten(2, 3), values.flatten(2, 4)), dim=1)
+    if cache.dtype in LARGEST_CODES:
+        return torch.cat((rows, _scales(cache, query.shape[-1]).flatten(3, 4)), dim=-1)
+    return rows
 
 
-def _by_token(cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
-    """View keys as ``[blocks, heads, groups, 16, pairs, pair]``, values as ``[…, 16 / pair, pair, head_size]``."""
-    pair = 2 if cache.dtype == torch.bfloat16 else 1
-    keys, values = cache.unbind(1)
-    keys = keys.view(*keys.shape[:-1], head_size // pair, GROUP, pair).transpose(-3, -2)
-    return keys, values.view(*values.shape[:-1], GROUP // pair, head_size, pair).transpose(-2, -1)
+def _scales(cache: Tensor, head_size: int) -> Tensor:
+    """View the scales of a cache of codes as ``[blocks, 2, heads, groups, 16, 4]``."""
+    return cache[..., GROUP * head_size :].unflatten(-1, (GROUP, SCALE_BYTES))
+
+
+def _by_token(cache: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """View keys as ``[blocks, heads, groups, 16, pairs, pair]``, values as ``[…, 16 / pair, pair, head_size]``.
+
+    The size of a head and the dtype in which its elements lie are those of ``x``.
+    """
+    size, pair = x.shape[-1], 2 if x.dtype == torch.bfloat16 else 1
+    keys, values = cache[..., : GROUP * size].unbind(1)
+    keys = keys.view(*keys.shape[:-1], size // pair, GROUP, pair).transpose(-3, -2)
+    return keys, values.view(*values.shape[:-1], GROUP // pair, size, pair).transpose(-2, -1)
 
 
 _attend_pages = op("attend_pages")

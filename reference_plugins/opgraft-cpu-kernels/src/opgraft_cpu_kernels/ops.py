@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import opgraft
+import torch
 from opgraft import ops as catalogue
 from opgraft.ops.attention import AttentionBatch, LayerPages
 from torch import Tensor
@@ -144,11 +145,10 @@ class Linear(catalogue.Linear):
 
 
 class Attention(catalogue.Attention):
-    def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+    def kv_cache_shape(self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None) -> tuple[int, ...]:
         if not attention.takes(self.head_size, block_size):
-            return super().kv_cache_shape(num_blocks, block_size)
-        groups, size = block_size // attention.GROUP, attention.GROUP * self.head_size
-        return (num_blocks, 2, self.num_kv_heads, groups, size)
+            return super().kv_cache_shape(num_blocks, block_size, dtype)
+        return attention.cache_shape(num_blocks, self.num_kv_heads, block_size, self.head_size, dtype)
 
     def batch_invariant(self, block_size: int) -> bool:
         return attention.takes(self.head_size, block_size)

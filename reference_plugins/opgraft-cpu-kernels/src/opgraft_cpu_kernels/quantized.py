@@ -23,7 +23,7 @@ def quantized_linear(
 ) -> Tensor:
     """Compute the form of that name, with weights in float32 on few rows."""
     named = {"x": x, "weight": weight, "scales": scales, "offsets": offsets, "bias": bias}
-    if _takes("quantized_linear", named) and scales.dim() == 2 and _in_lanes(x, weight, scales):
+    if _takes("quantized_linear", named) and in_lanes(x.shape[-1], weight, scales):
         try:
             return _quantized_linear(x, weight, scales, offsets, bias)  # type: ignore[no-any-return]
         except REFUSED:
@@ -49,9 +49,10 @@ def _takes(name: str, tensors: dict[str, Tensor | None]) -> bool:
     return bool(x.dim()) and not (is_dynamo_compiling() and refusal(name, tensors))
 
 
-def _in_lanes(x: Tensor, weight: Tensor, scales: Tensor) -> bool:
-    groups, lanes = scales.shape[1], LANES.get(weight.dtype, 0)
-    return groups == 1 or (groups > 0 and lanes > 0 and x.shape[-1] % (lanes * groups) == 0)
+def in_lanes(inputs: int, weight: Tensor, scales: Tensor) -> bool:
+    """Tell whether so many inputs make groups that the kernel can take."""
+    groups, lanes = scales.shape[1] if scales.dim() == 2 else 0, LANES.get(weight.dtype, 0)
+    return groups == 1 or (groups > 0 and lanes > 0 and inputs % (lanes * groups) == 0)
 
 
 _quantized_linear = op("quantized_linear")

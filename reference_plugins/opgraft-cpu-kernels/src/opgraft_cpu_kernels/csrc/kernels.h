@@ -170,14 +170,21 @@ struct Int8Linear {
 // Attention over pages. A block holds keys and then values, each a head after another, each of these in groups of 16
 // tokens. A group of keys lies by elements: [head_size][16], in bfloat16 by pairs of them: [head_size / 2][16][2]. A
 // group of values lies by tokens: [16][head_size], in bfloat16 by pairs of them: [8][head_size][2].
+//
+// In 8 bits a group is its codes, which lie as elements in the dtype of the query would, and then the float32 scales of
+// its 16 tokens.
 constexpr int64_t KEYS_OF_GROUP = 16;
+constexpr int64_t SCALE_BYTES = 4;
 constexpr int64_t CHUNK = 256;  // keys whose results are merged with those of others
+
+enum Codes { NO_CODES, INT8_CODES, FP8_CODES, CODES };
 
 struct PagedAttention {
   const void* query = nullptr;
   void* out = nullptr;  // contiguous
   const void* cache = nullptr;
   int64_t query_stride = 0, block_size = 0, head_size = 0, heads = 0, kv_heads = 0;
+  int64_t token_size = 0;  // elements of the cache for a token's key or value: head_size and its scale
   const int32_t* tables = nullptr;
   int64_t table_stride = 0;
   const int32_t *starts = nullptr, *lengths = nullptr;
@@ -234,7 +241,7 @@ struct Path {
   DequantizeKernel dequantize_rows[DTYPES];
   Int8RowsKernel int8_rows[DTYPES];
   Int8LinearKernel int8_linear[DTYPES];
-  AttentionKernel attention[DTYPES];
+  AttentionKernel attention[CODES][DTYPES];
   MergeKernel merge_chunks[DTYPES];
   // Null without tiles. They return whether bfloat16 can hold what they read.
   PackKernel pack = nullptr;

@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "overlap.h"
-#include "tensors.h"
+#include "ops.h"
 
 namespace opgraft_cpu_kernels {
 namespace {
@@ -32,7 +32,11 @@ bool is_tanh(const char* op, c10::string_view approximate) {
   return tanh;
 }
 
+}  // namespace
+
 Tensor silu_and_mul(const Tensor& x) { return gated("silu_and_mul", SILU_AND_MUL, x); }
+
+namespace {
 Tensor mul_and_silu(const Tensor& x) { return gated("mul_and_silu", SILU_AND_MUL, x, 0, 0, true); }
 Tensor gelu_and_mul(const Tensor& x, c10::string_view approximate) {
   return gated("gelu_and_mul", is_tanh("gelu_and_mul", approximate) ? GELU_TANH_AND_MUL : GELU_AND_MUL, x);

@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "tensors.h"
+#include "ops.h"
 
 namespace opgraft_cpu_kernels {
 namespace {
@@ -25,14 +25,19 @@ Tensor in_rows(const Tensor& x) {
   return x.stride(2) == 1 && x.stride(1) == x.size(2) ? x : x.contiguous();
 }
 
+Codes codes_of(const Tensor& cache) {
+  return cache.scalar_type() == at::kChar ? INT8_CODES : cache.scalar_type() == at::kByte ? FP8_CODES : NO_CODES;
+}
+
 void expect_cache(const Tensor& cache, const Tensor& query) {
-  const int64_t size = query.size(2);
+  const bool coded = codes_of(cache) != NO_CODES;
+  const int64_t size = query.size(2), elements = KEYS_OF_GROUP * (size + (coded ? SCALE_BYTES : 0));
   TORCH_CHECK_VALUE(cache.dim() == 5 && cache.size(1) == 2 && cache.size(2) > 0 &&
-                        cache.size(4) == KEYS_OF_GROUP * size && size % 16 == 0 && cache.is_contiguous(),
+                        cache.size(4) == elements && size % 16 == 0 && cache.is_contiguous(),
                     OP, ": cache has shape ", cache.sizes(), ", expected a contiguous [num_blocks, 2, num_kv_heads, ",
-                    "groups, ", KEYS_OF_GROUP * size, "], and a head size that 16 divides");
-  TORCH_CHECK_VALUE(cache.scalar_type() == query.scalar_type(), OP, ": cache has dtype ", cache.scalar_type(),
-                    ", expected that of query, ", query.scalar_type());
+                    "groups, ", elements, "], and a head size that 16 divides");
+  TORCH_CHECK_VALUE(coded || cache.scalar_type() == query.scalar_type(), OP, ": cache has dtype ", cache.scalar_type(),
+                    ", expected that of query, ", query.scalar_type(), ", or codes");
   TORCH_CHECK_VALUE(query.size(1) > 0 && query.size(1) % cache.size(2) == 0, OP, ": cache has ", cache.size(2),
                     " heads, expected a divisor of ", query.size(1));
 }
@@ -56,7 +61,7 @@ void write(const Tensor& x, const Tensor& cache, const int64_t* slots, bool valu
       for (int64_t head = 0; head < heads; ++head) {
         const int64_t part = (group / groups * 2 + values) * heads + head;
         const T* source = from + token * stride + head * size;
-        T* target = to + (part * groups + group % groups) * KEYS_OF_GROUP * size;
+        T* target = to + (part * groups + group % groups) * cache.size(4);
         if (values) {
           target += lane / PAIR * PAIR * size + lane % PAIR;
           for (int64_t i = 0; i < size; ++i) target[i * PAIR] = source[i];
@@ -69,14 +74,58 @@ void write(const Tensor& x, const Tensor& cache, const int64_t* slots, bool valu
   });
 }
 
+// The largest magnitude of the elements of a head, as bits: NaN is above infinity.
+template <class T>
+T largest_bits(const T* x, int64_t size) {
+  T largest = 0;
+  for (int64_t i = 0; i < size; ++i) largest = std::max<T>(largest, x[i] & T(~T(0)) >> 1);
+  return largest;
+}
+
+// Quantizes the heads of tokens, and writes codes and scales to their places. A head with what is not finite becomes
+// NaN.
+template <class T, int64_t PAIR, T INFINITE>
+void write_codes(const Tensor& x, const Tensor& cache, const int64_t* slots, bool values) {
+  const int64_t tokens = x.size(0), heads = x.size(1), size = x.size(2), groups = cache.size(3);
+  const Dtype dtype = dtype_of(OP, x);
+  const bool fp8 = codes_of(cache) == FP8_CODES;
+  const Tensor codes = fresh(x.sizes(), at::kByte), scales = fresh({tokens, heads}, at::kFloat);
+  Quantization q;
+  q.x = {x.const_data_ptr(), x.stride(0)};
+  q.out = codes.mutable_data_ptr<uint8_t>();
+  q.width = heads * size;
+  q.group = size;
+  q.scales = scales.mutable_data_ptr<float>();
+  q.scale_row_stride = heads;
+  q.scale_group_stride = 1;
+  q.smallest_scale = SMALLEST_SCALE;
+  const QuantizationKernel quantize = (fp8 ? path().fp8_dynamic : path().int8_dynamic)[dtype];
+  share(tokens, q.width, [&](int64_t begin, int64_t end) { quantize(q, begin, end); });
+  write<uint8_t, PAIR>(codes, cache, slots, values);
+  const T* const from = static_cast<const T*>(x.const_data_ptr());
+  uint8_t* const to = static_cast<uint8_t*>(cache.mutable_data_ptr());
+  for (int64_t token = 0; token < tokens; ++token) {
+    const int64_t group = slots[token] / KEYS_OF_GROUP, lane = slots[token] % KEYS_OF_GROUP;
+    for (int64_t head = 0; head < heads; ++head) {
+      const bool finite = largest_bits(from + token * x.stride(0) + head * size, size) < INFINITE;
+      const float scale = finite ? q.scales[token * heads + head] : __builtin_nanf("");
+      const int64_t part = (group / groups * 2 + values) * heads + head;
+      std::memcpy(to + (part * groups + group % groups) * cache.size(4) + KEYS_OF_GROUP * size + lane * SCALE_BYTES,
+                  &scale, sizeof(scale));
+    }
+  }
+}
+
 void write_tokens(const Tensor& key, const Tensor& value, const Tensor& cache, const Tensor& slots) {
   const int64_t* const places = slots.const_data_ptr<int64_t>();
   const int64_t room = cache.size(0) * cache.size(3) * KEYS_OF_GROUP;
   for (int64_t i = 0; i < slots.numel(); ++i)
     TORCH_CHECK_VALUE(0 <= places[i] && places[i] < room, OP, ": slots has ", places[i], ", expected 0 to ", room - 1);
   const at::ScalarType dtype = key.scalar_type();
-  const auto write_one = dtype == at::kFloat ? &write<uint32_t, 1> : dtype == at::kHalf ? &write<uint16_t, 1>
-                                                                                        : &write<uint16_t, 2>;
+  const bool coded = codes_of(cache) != NO_CODES;
+  const auto write_one = dtype == at::kFloat  ? (coded ? &write_codes<uint32_t, 1, 0x7f800000> : &write<uint32_t, 1>)
+                         : dtype == at::kHalf ? (coded ? &write_codes<uint16_t, 1, 0x7c00> : &write<uint16_t, 1>)
+                                              : (coded ? &write_codes<uint16_t, 2, 0x7f80> : &write<uint16_t, 2>);
   write_one(key, cache, places, false);
   write_one(value, cache, places, true);
 }
@@ -156,12 +205,12 @@ Work work_of(const PagedAttention& a, int64_t sequences) {
   return work;
 }
 
-void run(const PagedAttention& a, Dtype dtype, Work& work) {
+void run(const PagedAttention& a, Codes codes, Dtype dtype, Work& work) {
   const Path& kernels = path();
   std::atomic<size_t> next{0};
   const auto pull = [&](int64_t, int64_t) {
     for (size_t i = next++; i < work.parts.size(); i = next++) {
-      kernels.attention[dtype](a, work.parts[i]);
+      kernels.attention[codes][dtype](a, work.parts[i]);
       Divided* const owner = work.owners[i];
       if (owner && owner->left.fetch_sub(1, std::memory_order_acq_rel) == 1)
         kernels.merge_chunks[dtype](a, owner->part, owner->partials.data(), owner->chunks);
@@ -173,6 +222,8 @@ void run(const PagedAttention& a, Dtype dtype, Work& work) {
   else
     pull(0, 1);
 }
+
+}  // namespace
 
 Tensor attend_pages(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cache,
                     const Tensor& slots, const Tensor& block_table, const Tensor& query_start_loc,
@@ -207,6 +258,7 @@ Tensor attend_pages(const Tensor& query, const Tensor& key, const Tensor& value,
   a.head_size = query.size(2);
   a.heads = query.size(1);
   a.kv_heads = cache.size(2);
+  a.token_size = cache.size(4) / KEYS_OF_GROUP;
   a.tables = table.const_data_ptr<int32_t>();
   a.table_stride = table.size(1);
   a.starts = starts.const_data_ptr<int32_t>();
@@ -219,9 +271,11 @@ Tensor attend_pages(const Tensor& query, const Tensor& key, const Tensor& value,
   write_tokens(in_rows(key), in_rows(value), cache, places);
   written(cache);
   Work work = work_of(a, sequences);
-  run(a, dtype, work);
+  run(a, codes_of(cache), dtype, work);
   return out;
 }
+
+namespace {
 
 }  // namespace
 

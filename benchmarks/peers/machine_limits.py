@@ -1,0 +1,50 @@
+"""The speeds that bound every engine on a machine: of reading weights from memory, and of products.
+
+It answers as an engine does, with bytes and products per second in place of tokens. Reading is what torch's sum over as
+many bytes as the checkpoint has reaches, products what oneDNN reaches in a large matrix product.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from protocol import Answer, Generate, cpu_seconds, serve
+from torch.utils import mkldnn
+
+SIZE = 1024
+"""Rows and columns of the matrices."""
+
+
+def start(checkpoint: str, dtype: str) -> Generate:
+    weights = torch.ones(sum(file.stat().st_size for file in Path(checkpoint).glob("*.safetensors")) // 4)
+    to_mkldnn: Any = mkldnn.to_mkldnn  # which has no types
+    linear = to_mkldnn(torch.nn.Linear(SIZE, SIZE).eval(), getattr(torch, dtype))
+    rows = torch.randn(SIZE, SIZE, dtype=getattr(torch, dtype)).to_mkldnn()
+
+    @torch.inference_mode()
+    def generate(_prompts: list[list[int]], _max_tokens: int) -> Answer:
+        reading, products = taken(weights.sum, 5), taken(lambda: linear(rows), 20)
+        return {
+            "tokens": [],
+            "bytes_per": {clock: weights.nbytes / value for clock, value in reading.items()},
+            "products_per": {clock: SIZE**3 / value for clock, value in products.items()},
+        }
+
+    return generate
+
+
+def taken(call: Callable[[], object], number: int) -> dict[str, float]:
+    """Return seconds per call, by clock."""
+    call()
+    wall, cpu = time.perf_counter(), cpu_seconds()
+    for _ in range(number):
+        call()
+    return {"seconds": (time.perf_counter() - wall) / number, "cpu_seconds": (cpu_seconds() - cpu) / number}
+
+
+if __name__ == "__main__":
+    serve(start, "torch")

@@ -1,0 +1,107 @@
+"""``opgraft serve``: a model behind OpenAI's interface over HTTP."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+from opgraft.cli.output import COMMAND_LINE, echo, with_settings
+from opgraft.config import FIELDS
+from opgraft.errors import InputError
+from opgraft.plugins.selection import current_platform
+from opgraft.serving.llm import engine_config
+from opgraft.state import host_state
+from opgraft.text import printable
+
+if TYPE_CHECKING:
+    from opgraft.server.service import Service
+
+_SHORT = {
+    "server.host": "--host",
+    "server.port": "--port",
+    "server.model_name": "--model-name",
+    "server.api_key_file": "--api-key-file",
+    "server.drain_seconds": "--drain-seconds",
+    "model.dtype": "--dtype",
+    "model.max_model_len": "--max-model-len",
+    "scheduler.max_num_seqs": "--max-num-seqs",
+}
+
+_GROUPS = {
+    "server": "Server",
+    "model": "Model",
+    "load": "Loading",
+    "quantization": "Quantization",
+    "cache": "Cache",
+    "scheduler": "Scheduler",
+    "parallel": "Parallelism",
+    "compilation_config": "Compilation",
+}
+"""Headings of the help, by section of the settings."""
+
+
+class _GroupedCommand(click.Command):
+    """A command whose help has its options by section."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, those of each section under a heading."""
+        rows: dict[str, list[tuple[str, str]]] = {heading: [] for heading in ("Options", *_GROUPS.values(), "Host")}
+        settings = {name.replace(".", "__"): name for name in FIELDS}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            name = settings.get(str(parameter.name))
+            heading = "Options" if name is None else _GROUPS.get(name.partition(".")[0], "Host")
+            if record is not None:
+                rows[heading].append(record)
+        for heading, found in rows.items():
+            with formatter.section(heading):
+                formatter.write_dl(found)
+
+
+@click.command("serve", cls=_GroupedCommand)
+@click.argument("model")
+@click.option("--api-key", "api_keys", metavar="KEY", multiple=True, help="That clients must send; may be repeated.")
+@functools.partial(with_settings, short=_SHORT)
+def command(model: str, api_keys: tuple[str, ...]) -> None:
+    """Serve MODEL over HTTP, with OpenAI's interface, until a SIGTERM or SIGINT.
+
+    The first signal lets running requests finish, the second ends at once. Exit code 5: the engine has stopped.
+    """
+    if host_state().settings().origins["model.name"] == COMMAND_LINE:
+        raise click.UsageError("MODEL names the model: leave --model.name out")
+    if not all(api_keys):
+        raise click.UsageError("--api-key is empty: give a key, or leave the option out")
+    _log_to_stderr()
+    config = engine_config(model, None, {}).resolved()
+    _server().serve(model, config, api_keys, _show)
+
+
+def _server() -> Any:
+    try:
+        return importlib.import_module("opgraft.server.run")
+    except ImportError as error:
+        raise InputError(f"the server cannot be imported ({error}): pip install 'opgraft[serve]'") from error
+
+
+def _log_to_stderr() -> None:
+    """Write the line of each request to stderr as it is, whatever else is logged."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log = logging.getLogger("opgraft.server")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
+def _show(service: Service, url: str) -> None:
+    """Tell what is served, by which kernels, and where."""
+    echo(f"model     {printable(service.name)}")
+    echo(f"platform  {current_platform().name}")
+    echo(f"kernels   {service.kernels}")
+    echo(f"cache     {service.capacity()}")
+    echo(f"url       {url}/v1")
+    sys.stdout.flush()

@@ -1,0 +1,69 @@
+"""Admission: a bound on what waits, so that whoever is admitted is answered in time and the rest know at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from opgraft.config import ServerConfig
+from opgraft.errors import HTTPError
+
+
+@dataclass
+class Slot:
+    """A request that was admitted: what it adds to those that wait, until its first token has come."""
+
+    sequences: int = 0
+    tokens: int = 0
+
+
+class Admission:
+    """Count of the sequences and prompt tokens that wait for a first token; for one event loop."""
+
+    def __init__(self, settings: ServerConfig) -> None:
+        self._settings = settings
+        self.sequences = 0
+        self.tokens = 0
+
+    @contextmanager
+    def slot(self) -> Iterator[Slot]:
+        """Hold what a request adds while it waits; the room is given back at the end of the block at the latest.
+
+        Raises:
+            HTTPError: nothing has room.
+        """
+        slot = Slot()
+        self.take(slot, 1, 0)
+        try:
+            yield slot
+        finally:
+            self.begun(slot)
+
+    def take(self, slot: Slot, sequences: int, tokens: int) -> None:
+        """Put sequences and tokens in the place of those that a request has held so far.
+
+        Raises:
+            HTTPError: there is no room for as many.
+        """
+        self._expect("sequences", self.sequences - slot.sequences, sequences, self._settings.max_waiting_requests)
+        self._expect("tokens", self.tokens - slot.tokens, tokens, self._settings.max_waiting_tokens)
+        self._hold(slot, sequences, tokens)
+
+    def begun(self, slot: Slot) -> None:
+        """Give the room back; further calls change nothing."""
+        self._hold(slot, 0, 0)
+
+    def _hold(self, slot: Slot, sequences: int, tokens: int) -> None:
+        self.sequences += sequences - slot.sequences
+        self.tokens += tokens - slot.tokens
+        slot.sequences, slot.tokens = sequences, tokens
+
+    def _expect(self, what: str, waiting: int, more: int, limit: int) -> None:
+        if waiting and waiting + more > limit:
+            raise HTTPError(
+                429,
+                f"{waiting} {what} wait already, this request has {more}, and at most {limit} may: try again later",
+                code="overloaded",
+                headers={"retry-after": "1"},
+            )

@@ -1,0 +1,94 @@
+"""``/v1/completions``: texts that go on from prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+from opgraft.errors import HTTPError
+from opgraft.server.generating import Generating
+from opgraft.server.protocol import CompletionRequest
+from opgraft.server.service import Service
+from opgraft.server.streams import News, finite, likeliest, token_text
+from opgraft.serving.outputs import CompletionOutput, Logprob, RequestOutput
+from opgraft.serving.prompts import Prompt
+
+
+class Completion(Generating[CompletionRequest]):
+    """A request for texts, and the form of its answer."""
+
+    prefix = "cmpl"
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+    prompt_field = "prompt"
+
+    def __init__(self, service: Service, body: CompletionRequest, request_id: str, record: dict[str, Any]) -> None:
+        super().__init__(service, body, request_id, record)
+        self._offsets: dict[int, int] = {}
+
+    async def prompts(self) -> list[list[int]]:
+        """Return the token ids of the prompts, of which a body has one or several."""
+        given: Any = self.body.prompt
+        if not given:
+            raise HTTPError(400, "prompt is empty: give some text", field="prompt", code="invalid_value")
+        several: Sequence[Prompt] = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+        return await self.service.llm.prepare(self._encoded, several)
+
+    def _encoded(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        encode = self.service.llm.engine.encode
+        names = [f"prompt[{place}]" for place in range(len(prompts))] if len(prompts) > 1 else ["prompt"]
+        return [encode(prompt, name=name)[1] for prompt, name in zip(prompts, names, strict=True)]
+
+    def delta(self, index: int, output: RequestOutput, answer: CompletionOutput, news: News) -> dict[str, Any]:
+        """Return the choice of a chunk; an echo comes with the first."""
+        echoed = self.body.echo and news.first
+        return self._choice(index, output if echoed else None, answer, news.text, news.tokens, news.logprobs)
+
+    def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
+        """Return a whole choice."""
+        echoed = output if self.body.echo else None
+        return self._choice(index, echoed, answer, answer.text, answer.token_ids, answer.logprobs or [])
+
+    def _choice(
+        self,
+        index: int,
+        echoed: RequestOutput | None,
+        answer: CompletionOutput,
+        text: str,
+        tokens: Sequence[int],
+        logprobs: Sequence[Mapping[int, Logprob]],
+    ) -> dict[str, Any]:
+        places: list[tuple[int, Mapping[int, Logprob] | None]] = list(zip(tokens, logprobs, strict=False))
+        if echoed is not None:
+            prompt = echoed.prompt_token_ids
+            text = self._prompt_text(prompt) + text
+            places = [*zip(prompt, echoed.prompt_logprobs or (), strict=False), *places]
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": None if self.params.logprobs is None else self._logprobs(index, places),
+            "finish_reason": answer.finish_reason,
+        }
+
+    def _prompt_text(self, prompt: Sequence[int]) -> str:
+        tokenizer = self.service.llm.engine.tokenizer
+        return "" if tokenizer is None else tokenizer.decode(prompt, skip_special_tokens=False)
+
+    def _logprobs(self, index: int, places: Sequence[tuple[int, Mapping[int, Logprob] | None]]) -> dict[str, Any]:
+        """Return the log-probabilities at places; the first token of a prompt has none."""
+        texts = [
+            self._prompt_text([token]) if ranked is None else token_text(token, ranked) for token, ranked in places
+        ]
+        *offsets, self._offsets[index] = accumulate(map(len, texts), initial=self._offsets.get(index, 0))
+        return {
+            "tokens": texts,
+            "token_logprobs": [None if ranked is None else finite(ranked[token].logprob) for token, ranked in places],
+            "top_logprobs": [
+                None
+                if ranked is None
+                else {token_text(each, ranked): finite(ranked[each].logprob) for each in likeliest(ranked, self.params)}
+                for _, ranked in places
+            ],
+            "text_offset": offsets,
+        }

@@ -1,0 +1,55 @@
+"""``/v1/embeddings``: the vectors of texts, by an encoder."""
+
+from __future__ import annotations
+
+import array
+import base64
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from opgraft.errors import HTTPError
+from opgraft.server.protocol import EmbeddingRequest
+from opgraft.server.service import Service
+from opgraft.serving.prompts import Prompt
+
+
+async def embed(service: Service, body: EmbeddingRequest, record: dict[str, Any]) -> dict[str, Any]:
+    """Answer a request for the vectors of texts.
+
+    Raises:
+        HTTPError: the model is no encoder, the request is not admitted, or it asks for too much.
+        RequestError: a text cannot be taken.
+    """
+    service.expect_model(body.model)
+    await service.check()
+    given: Any = body.input
+    if not given:
+        raise HTTPError(400, "input is empty: give some text", field="input", code="invalid_value")
+    texts: Sequence[Prompt] = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+    most = service.settings.max_inputs
+    if len(texts) > most:
+        raise HTTPError(
+            400, f"input has {len(texts)} texts, and this server takes {most}", field="input", code="limit_exceeded"
+        )
+    with service.admission.slot() as slot:
+        ids = await service.encoder.encode(texts)
+        tokens = sum(map(len, ids))
+        record["prompt_tokens"] = tokens
+        service.admission.take(slot, len(ids), tokens)
+        outputs = await service.encoder.embed(ids)
+    written = _base64 if body.encoding_format == "base64" else list
+    rows = [
+        {"object": "embedding", "index": index, "embedding": written(output.embedding)}
+        for index, output in enumerate(outputs)
+    ]
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "data": rows, "model": service.name, "usage": usage}
+
+
+def _base64(vector: Sequence[float]) -> str:
+    """Return a vector as little-endian float32 in base64, as OpenAI does."""
+    numbers = array.array("f", vector)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return base64.b64encode(numbers.tobytes()).decode()

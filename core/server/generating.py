@@ -1,0 +1,169 @@
+"""The course of a request that generates text, whatever form its answer has."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from typing import Any, ClassVar, Generic, TypeVar
+
+from fastapi.responses import JSONResponse, Response
+from opgraft.engine.sampling_params import SamplingParams
+from opgraft.errors import HTTPError, InputError, RequestError
+from opgraft.server import sampling
+from opgraft.server.protocol import Generation
+from opgraft.server.service import Job, Service
+from opgraft.server.streams import DONE, EventStream, News, Reader, event, usage
+from opgraft.serving.outputs import CompletionOutput, RequestOutput
+
+_B = TypeVar("_B", bound=Generation)
+
+
+class Generating(ABC, Generic[_B]):
+    """A request, and the form of its answer.
+
+    Args:
+        service: that answers it.
+        body: of the request.
+        request_id: of the request over HTTP.
+        record: of the request for the log, which is added to.
+    """
+
+    prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    prompt_field: ClassVar[str]
+
+    def __init__(self, service: Service, body: _B, request_id: str, record: dict[str, Any]) -> None:
+        self.service = service
+        self.body = body
+        self.record = record
+        self.id = f"{self.prefix}-{request_id}"
+        self.created = int(time.time())
+        self.params = SamplingParams()
+        self.prompt_ids: Sequence[list[int]] = ()
+
+    @abstractmethod
+    async def prompts(self) -> list[list[int]]:
+        """Return the token ids of the prompts.
+
+        Raises:
+            RequestError: a prompt cannot be taken.
+            InputError: likewise.
+        """
+
+    def structured(self) -> dict[str, Any]:
+        """Return settings of sampling that go before those of the body."""
+        return {}
+
+    @abstractmethod
+    def delta(self, index: int, output: RequestOutput, answer: CompletionOutput, news: News) -> dict[str, Any]:
+        """Return the choice of a chunk: what is new in an answer, which is choice number ``index``."""
+
+    @abstractmethod
+    def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
+        """Return a whole choice."""
+
+    async def respond(self) -> Response:
+        """Answer the request, whole or as a stream.
+
+        Raises:
+            HTTPError: it is not admitted, or asks for what there is not; or it failed.
+            RequestError: it cannot be taken as it is.
+            InputError: likewise.
+            EngineError: the engine has stopped.
+        """
+        self.service.expect_model(self.body.model)
+        sampling.expect_stream_options(self.body)
+        await self.service.check()
+        news = self._answers()
+        if self.body.stream:
+            first = await anext(news)  # so that an error before it has a status of its own
+            return EventStream(self._events(first, news))
+        outputs: dict[int, RequestOutput] = {}
+        async with aclosing(news):
+            async for number, output in news:
+                outputs[number] = output
+        return JSONResponse(self._whole([outputs[number] for number in range(len(outputs))]))
+
+    async def _answers(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        started = time.perf_counter()
+        with self.service.admission.slot() as slot:
+            with _at(self.prompt_field):
+                self.prompt_ids = await self.prompts()
+            sampling.expect_prompts(self.body, self.prompt_ids, self.service)
+            self.params = sampling.params_of(self.body, self.prompt_ids, self.service, self.structured())
+            if self.params.structured_output is not None:
+                with _at("response_format"):
+                    await self.service.prepare(self.service.llm.engine.grammar, self.params)
+            self.record |= {"prompt_tokens": sum(map(len, self.prompt_ids)), "completion_tokens": 0}
+            job = Job(self.id, self.prompt_ids, self.params, self.body.priority or 0, self.body.cache_salt)
+            async with aclosing(self.service.answers(job, slot)) as news:
+                async for number, output in news:
+                    self.record.setdefault("seconds_to_first_token", round(time.perf_counter() - started, 6))
+                    yield number, output
+
+    async def _events(
+        self, first: tuple[int, RequestOutput], news: AsyncGenerator[tuple[int, RequestOutput], None]
+    ) -> AsyncGenerator[bytes, None]:
+        reader, tokens = Reader(), [0] * len(self.prompt_ids)
+        for chunk in self._chunks(first, reader):
+            yield chunk
+        tokens[first[0]] = _tokens(first[1])
+        async with aclosing(news):
+            async for number, output in news:
+                for chunk in self._chunks((number, output), reader):
+                    yield chunk
+                tokens[number] = _tokens(output)
+                self.record["completion_tokens"] = sum(tokens)
+        self.record["completion_tokens"] = sum(tokens)
+        if self._tells_usage:
+            yield event({**self._head(self.chunk_object), "choices": [], "usage": self._usage(sum(tokens))})
+        yield DONE
+
+    @property
+    def _tells_usage(self) -> bool:
+        return self.body.stream_options is not None and bool(self.body.stream_options.include_usage)
+
+    def _chunks(self, found: tuple[int, RequestOutput], reader: Reader) -> list[bytes]:
+        number, output = found
+        chunks = []
+        for answer in output.outputs:
+            news = reader.news(number, answer)
+            if news is not None:
+                chunk = {**self._head(self.chunk_object), "choices": [self._delta(number, output, answer, news)]}
+                chunks.append(event({**chunk, "usage": None} if self._tells_usage else chunk))
+        return chunks
+
+    def _delta(self, number: int, output: RequestOutput, answer: CompletionOutput, news: News) -> dict[str, Any]:
+        return self.delta(number * self.params.n + answer.index, output, answer, news)
+
+    def _whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        tokens = sum(map(_tokens, outputs))
+        self.record["completion_tokens"] = tokens
+        choices = [
+            self.choice(number * self.params.n + answer.index, output, answer)
+            for number, output in enumerate(outputs)
+            for answer in output.outputs
+        ]
+        return {**self._head(self.whole_object), "choices": choices, "usage": self._usage(tokens)}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.service.name}
+
+    def _usage(self, tokens: int) -> dict[str, int]:
+        return usage(sum(map(len, self.prompt_ids)), tokens)
+
+
+@contextmanager
+def _at(field: str) -> Iterator[None]:
+    """Name the field that is at fault for what is raised within the block."""
+    try:
+        yield
+    except (RequestError, InputError) as error:
+        raise HTTPError(400, str(error), field=field, code="invalid_value") from error
+
+
+def _tokens(output: RequestOutput) -> int:
+    return sum(len(answer.token_ids) for answer in output.outputs)

@@ -1,0 +1,138 @@
+"""Sampling as requests ask for it, within the limits of the server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from opgraft.engine.sampling_params import SamplingParams
+from opgraft.errors import HTTPError
+from opgraft.server.protocol import ChatRequest, CompletionRequest, Generation, ResponseFormat
+from opgraft.server.service import Service
+
+_AS_THEY_ARE = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "seed", "stop", "stop_token_ids", "bad_words", "min_tokens", "ignore_eos", "skip_special_tokens",
+    "include_stop_str_in_output",
+)  # fmt: skip
+"""Fields that ``SamplingParams`` has by the same names."""
+
+_COMPLETION_TOKENS = 16
+"""Tokens of a completion that does not say how many it wants; a chat's answer may fill the context."""
+
+
+def expect_prompts(body: Generation, prompts: Sequence[Sequence[int]], service: Service) -> None:
+    """Refuse more or longer prompts than the server takes.
+
+    Raises:
+        HTTPError: with the limit.
+    """
+    settings = service.settings
+    answers = len(prompts) * (body.n or 1)
+    if answers > settings.max_answers:
+        raise _too_many("answers, prompts times n,", answers, settings.max_answers, "n")
+    longest = max(map(len, prompts), default=0)
+    if settings.max_prompt_tokens is not None and longest > settings.max_prompt_tokens:
+        field = "messages" if isinstance(body, ChatRequest) else "prompt"
+        raise _too_many("tokens of a prompt", longest, settings.max_prompt_tokens, field)
+
+
+def expect_stream_options(body: Generation) -> None:
+    """Refuse options of a stream where the answer is none.
+
+    Raises:
+        HTTPError: there are some.
+    """
+    if body.stream_options is not None and not body.stream:
+        raise HTTPError(400, "stream_options needs stream: true", field="stream_options", code="invalid_value")
+
+
+def params_of(
+    body: Generation, prompts: Sequence[Sequence[int]], service: Service, settled: Mapping[str, Any]
+) -> SamplingParams:
+    """Return the sampling that a request asks for; ``settled`` goes before that.
+
+    Raises:
+        HTTPError: it asks for more than the server allows, or for what it has not.
+        RequestError: a value is not allowed, or two contradict each other.
+    """
+    given = body.model_dump(include=set(_AS_THEY_ARE), exclude_none=True)
+    given |= {
+        "max_tokens": _max_tokens(body, prompts, service),
+        "logit_bias": _logit_bias(body.logit_bias or {}, service.vocab_size),
+        "structured_output": _structured(body.response_format),
+        **_logprobs(body, service.settings.max_logprobs),
+        **settled,
+    }
+    return SamplingParams(**given)
+
+
+def _max_tokens(body: Generation, prompts: Sequence[Sequence[int]], service: Service) -> int:
+    field, wanted = "max_tokens", body.max_tokens
+    if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
+        field, wanted = "max_completion_tokens", body.max_completion_tokens
+    longest = max(map(len, prompts))
+    room = service.llm.engine.core.max_model_len - longest
+    answers = len(prompts) * (body.n or 1)
+    limit = service.settings.max_output_tokens
+    if wanted is None:
+        usual = _COMPLETION_TOKENS if isinstance(body, CompletionRequest) else room
+        return max(1, min(usual, room, usual if limit is None else limit // answers))
+    if wanted > room:
+        raise HTTPError(
+            400,
+            f"{field} is {wanted} after a prompt of {longest} tokens, and the context has {room + longest}: ask for at "
+            f"most {room}, or shorten the prompt",
+            field=field,
+            code="context_length_exceeded",
+        )
+    if limit is not None and wanted * answers > limit:
+        raise _too_many(f"tokens ({field} for each of {answers} answers)", wanted * answers, limit, field)
+    return wanted
+
+
+def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
+    bias = {}
+    for token, value in given.items():
+        if not (token.isascii() and token.isdigit() and int(token[:10]) < vocab_size):
+            raise HTTPError(
+                400,
+                f"logit_bias has the key {token[:20]!r}, which is no token id: use 0 to {vocab_size - 1}",
+                field="logit_bias",
+                code="invalid_value",
+            )
+        bias[int(token)] = value
+    return bias
+
+
+def _structured(form: ResponseFormat | None) -> Any:
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return {"json": {"type": "object"}}
+    if form.json_schema is None or form.json_schema.schema_ is None:
+        field = "response_format.json_schema" + (".schema" if form.json_schema else "")
+        raise HTTPError(400, f"{field} is missing", field=field, code="missing_field")
+    return {"json": form.json_schema.schema_}
+
+
+def _logprobs(body: Generation, limit: int) -> dict[str, Any]:
+    """Return how many log-probabilities are wanted of each token of the answer, and of the prompt if that is echoed."""
+    if isinstance(body, CompletionRequest):
+        field, wanted = "logprobs", body.logprobs
+    elif isinstance(body, ChatRequest) and body.logprobs:
+        field, wanted = "top_logprobs", body.top_logprobs or 0
+    elif isinstance(body, ChatRequest) and body.top_logprobs:
+        raise HTTPError(400, "top_logprobs needs logprobs: true", field="top_logprobs", code="invalid_value")
+    else:
+        return {}
+    if wanted is not None and wanted > limit:
+        raise _too_many("log-probabilities of a token", wanted, limit, field)
+    echoed = isinstance(body, CompletionRequest) and body.echo
+    return {"logprobs": wanted, "prompt_logprobs": wanted if echoed else None}
+
+
+def _too_many(what: str, found: int, limit: int, field: str) -> HTTPError:
+    return HTTPError(
+        400, f"the request asks for {found} {what}, and this server allows {limit}", field=field, code="limit_exceeded"
+    )

@@ -1,0 +1,311 @@
+"""The model that is served, with the limits of requests and those that are in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, TypeVar
+
+from opgraft.binding.explaining import Explanation
+from opgraft.config import OpgraftConfig
+from opgraft.engine.sampling_params import SamplingParams
+from opgraft.errors import EngineError, HTTPError
+from opgraft.models.build import generates
+from opgraft.plugins.selection import current_platform, selected_platform
+from opgraft.server.admission import Admission, Slot
+from opgraft.serving.async_embedder import AsyncEmbedder
+from opgraft.serving.async_llm import AsyncLLM
+from opgraft.serving.outputs import RequestOutput
+from opgraft.serving.prometheus import PrometheusExporter
+from opgraft.serving.tokenizer import Tokenizer
+from opgraft.text import printable
+from prometheus_client import CollectorRegistry
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Prompts as token ids, and how each is to be answered."""
+
+    request_id: str
+    prompts: Sequence[list[int]]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class Flight:
+    """A request that is being answered.
+
+    Attributes:
+        reason: why it was ended, where it was.
+    """
+
+    def __init__(self, task: asyncio.Task[Any]) -> None:
+        self._task = task
+        self.reason: HTTPError | None = None
+
+    def end(self, reason: HTTPError) -> None:
+        """End the request, which frees what it holds, and answer with the reason."""
+        if self.reason is None:
+            self.reason = reason
+            self._task.cancel()
+
+
+class Service:
+    """A language model or an encoder behind the interface.
+
+    Args:
+        model: a checkpoint's folder or file, or the name of a packaged model.
+        opgraft_config: every setting.
+
+    Attributes:
+        registry: of the metrics.
+        kernels: how many of whose kernels run, in words; empty before the service is ready.
+        created: when it was loaded, in seconds since 1970.
+        name: of the model, for clients.
+        settings: of the server.
+        admission: of requests.
+        flights: requests that are being answered.
+        draining: whether the server is about to end, and takes no new requests.
+    """
+
+    def __init__(self, model: str, opgraft_config: OpgraftConfig) -> None:
+        self.settings = opgraft_config.server
+        self.name = self.settings.model_name or PurePath(model).name
+        self.registry = CollectorRegistry()
+        self._exporter = PrometheusExporter(self.name, self.registry)
+        self._model: AsyncLLM | AsyncEmbedder
+        if generates(opgraft_config):
+            self._model = AsyncLLM(opgraft_config=opgraft_config, on_step=self._exporter)
+        else:
+            self._model = AsyncEmbedder(opgraft_config)
+        self.created = int(time.time())
+        self.admission = Admission(self.settings)
+        self.draining = False
+        self.flights: set[Flight] = set()
+        self._warm = False
+        self.kernels = ""
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """The language model.
+
+        Raises:
+            HTTPError: the model is an encoder.
+        """
+        if isinstance(self._model, AsyncLLM):
+            return self._model
+        raise HTTPError(
+            400,
+            f"{self.name} is an encoder, which answers no prompt: POST /v1/embeddings gives the vectors of texts",
+            field="model",
+            code="unsupported_model",
+        )
+
+    @property
+    def encoder(self) -> AsyncEmbedder:
+        """The encoder.
+
+        Raises:
+            HTTPError: the model is none.
+        """
+        if isinstance(self._model, AsyncEmbedder):
+            return self._model
+        raise HTTPError(
+            400,
+            f"{self.name} generates text, and has no embeddings: ask a server of an encoder",
+            field="model",
+            code="unsupported_model",
+        )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model.
+
+        Raises:
+            InputError: it has none.
+        """
+        if isinstance(self._model, AsyncEmbedder):
+            return self._model.embedder.tokenizer
+        return self._model.engine.expect_tokenizer()
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens that the model knows."""
+        embeds = isinstance(self._model, AsyncEmbedder)
+        return self.encoder.embedder.vocab_size if embeds else self.llm.engine.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence, in tokens."""
+        embeds = isinstance(self._model, AsyncEmbedder)
+        return self.encoder.embedder.max_tokens if embeds else self.llm.engine.core.max_model_len
+
+    def capacity(self) -> str:
+        """Say in words what the model can hold."""
+        if isinstance(self._model, AsyncEmbedder):
+            return f"none, as it is an encoder; the longest text has {self.max_model_len:,} tokens"
+        return self._model.engine.core.capacity()
+
+    async def prepare(self, function: Callable[..., _T], *args: object) -> _T:
+        """Call a function in the thread that prepares requests."""
+        return await self._model.prepare(function, *args)
+
+    async def warm_up(self) -> None:
+        """Generate a token, or embed one, after which the service is ready.
+
+        Raises:
+            EngineError: it could not.
+        """
+        if isinstance(self._model, AsyncEmbedder):
+            await self._model.embed([[0]])
+        else:
+            await self._generate_a_token()
+        explanation = await self._model.explain()
+        self._exporter.show_kernels(explanation)
+        self.kernels = _summary(explanation)
+        self._warm = True
+
+    async def _generate_a_token(self) -> None:
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        async for output in self.llm.generate([0], params):
+            failed = output.outputs[0].error
+        if failed is not None:
+            raise EngineError(f"the first token could not be generated: {failed}")
+
+    def shutdown(self) -> None:
+        """Let go of the model."""
+        self._model.shutdown()
+
+    def card(self) -> dict[str, Any]:
+        """Return the model as OpenAI lists models."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "opgraft",
+            "max_model_len": self.max_model_len,
+        }
+
+    async def decisions(self) -> dict[str, Any]:
+        """Return which platform was chosen, which kernel of which provider runs each op, and why."""
+        explanation = await self._model.explain()
+        decision = selected_platform().decision.to_dict()
+        return {"model": self.name, "platform": current_platform().name, "decision": decision, **explanation.to_dict()}
+
+    async def check_health(self) -> None:
+        """Raise where the engine cannot go on.
+
+        Raises:
+            EngineError: it has stopped.
+        """
+        await self._model.check_health()
+
+    async def check(self) -> None:
+        """Raise where requests cannot be served.
+
+        Raises:
+            HTTPError: the model is not ready yet, or the server is about to end.
+            EngineError: the engine has stopped.
+        """
+        await self.check_health()
+        if self.draining:
+            raise HTTPError(503, "the server is shutting down: ask another one", code="draining")
+        if not self._warm:
+            raise HTTPError(503, "the model is not ready yet: try again", code="starting", headers={"retry-after": "1"})
+
+    def expect_model(self, name: str) -> None:
+        """Refuse a request for another model.
+
+        Raises:
+            HTTPError: it asks for another one.
+        """
+        if name != self.name:
+            raise HTTPError(
+                404,
+                f"the model {name[:80]!r} is not served here: ask for {self.name!r}",
+                field="model",
+                code="model_not_found",
+            )
+
+    async def answers(self, job: Job, slot: Slot) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Answer the prompts of a job, and yield the number of a prompt with its output whenever that has grown.
+
+        Raises:
+            HTTPError: a prompt failed, or the engine gave up on it.
+            RequestError: a prompt cannot be taken.
+            EngineError: the engine has stopped.
+        """
+        self.admission.take(slot, job.params.n * len(job.prompts), sum(map(len, job.prompts)))
+        streams = [self._answer(job, number) for number in range(len(job.prompts))]
+        async with aclosing(_merged(streams)) as news:
+            async for number, output in news:
+                self.admission.begun(slot)
+                _expect_no_error(output)
+                yield number, output
+
+    def _answer(self, job: Job, number: int) -> AsyncGenerator[RequestOutput, None]:
+        return self.llm.generate(
+            job.prompts[number],
+            job.params,
+            request_id=f"{job.request_id}-{number}",
+            priority=job.priority,
+            cache_salt=job.cache_salt,
+        )
+
+
+def _summary(explanation: Explanation) -> str:
+    counts = Counter(str(row.provider) for row in explanation.rows if row.runs)
+    return printable(", ".join(f"{count} of {provider}" for provider, count in counts.most_common()))
+
+
+def _expect_no_error(output: RequestOutput) -> None:
+    for answer in output.outputs:
+        if answer.finish_reason == "error":
+            raise HTTPError(500, "the request failed while it was computed: the log of the server has the cause")
+        if answer.finish_reason == "abort":
+            raise HTTPError(503, "the request was aborted, as the server ends: ask another one", code="aborted")
+
+
+async def _merged(
+    streams: Sequence[AsyncGenerator[RequestOutput, None]],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Yield what streams yield, as it comes, with the number of the stream; one that raises ends all."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as stream:
+            async for output in stream:
+                yield 0, output
+        return
+    news: asyncio.Queue[Any] = asyncio.Queue(1)
+    tasks = [asyncio.create_task(_forward(number, stream, news)) for number, stream in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            number, found = await news.get()
+            if isinstance(found, Exception):
+                raise found
+            left -= found is None
+            if found is not None:
+                yield number, found
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _forward(number: int, stream: AsyncIterator[RequestOutput], news: asyncio.Queue[Any]) -> None:
+    try:
+        async with aclosing(stream):  # type: ignore[type-var]
+            async for output in stream:
+                await news.put((number, output))
+    except Exception as error:  # raised again by the reader
+        await news.put((number, error))
+    else:
+        await news.put((number, None))

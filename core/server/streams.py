@@ -1,0 +1,121 @@
+"""Server-sent events, and what is new in outputs that grow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+from opgraft.engine.sampling_params import SamplingParams
+from opgraft.errors import HTTPError
+from opgraft.logger import logger
+from opgraft.server import faults
+from opgraft.serving.outputs import CompletionOutput, Logprob
+from opgraft.text import described
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: Mapping[str, Any]) -> bytes:
+    """Return data as an event."""
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n\n"
+
+
+class EventStream(Response):
+    """An answer that is sent event by event; an error on the way is the last event.
+
+    Args:
+        events: as ``event`` makes them. They are asked for one after the other, as fast as the reader takes them.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        self.events = events
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        async with aclosing(self.events) as events:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            try:
+                async for body in events:
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+            except Exception as error:
+                await send({"type": "http.response.body", "body": error_event(error), "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def error_event(error: Exception) -> bytes:
+    """Return an error as an event, and log it where it is the server's own."""
+    answer: HTTPError = faults.as_http_error(error)
+    if answer.status == 500:
+        logger.error("a stream failed: %s", described(error))
+    return event(faults.content(answer))
+
+
+class News(NamedTuple):
+    """What is new in an answer.
+
+    Attributes:
+        text: that has come.
+        tokens: ids that have come.
+        logprobs: of these, empty where they were not asked for.
+        first: whether nothing was told of the answer before.
+    """
+
+    text: str
+    tokens: list[int]
+    logprobs: list[Mapping[int, Logprob]]
+    first: bool
+
+
+class Reader:
+    """What a stream has told of each of its answers, to tell what is new."""
+
+    def __init__(self) -> None:
+        self._told: dict[tuple[int, int], tuple[int, int]] = {}
+        self._ended: set[tuple[int, int]] = set()
+
+    def news(self, prompt: int, answer: CompletionOutput) -> News | None:
+        """Return what is new in an answer, or None where that is nothing that can be shown yet."""
+        key = (prompt, answer.index)
+        if key in self._ended:
+            return None
+        first = key not in self._told
+        characters, tokens = self._told.get(key, (0, 0))
+        if len(answer.text) == characters and not answer.finished and not first:
+            return None
+        self._told[key] = (len(answer.text), len(answer.token_ids))
+        if answer.finished:
+            self._ended.add(key)
+        return News(answer.text[characters:], answer.token_ids[tokens:], (answer.logprobs or [])[tokens:], first)
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """Return the tokens of a request as OpenAI counts them."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def finite(logprob: float) -> float:
+    """Return a log-probability as JSON can have it, which knows no infinity."""
+    return max(logprob, -9999.0)
+
+
+def token_text(token: int, ranked: Mapping[int, Logprob]) -> str:
+    """Return the text of one of the tokens at a place, which a model without a tokenizer does not know."""
+    text = ranked[token].decoded_token
+    return f"token_id:{token}" if text is None else text
+
+
+def likeliest(ranked: Mapping[int, Logprob], params: SamplingParams) -> list[int]:
+    """Return the likeliest tokens at a place, as many as were asked for."""
+    return sorted(ranked, key=lambda token: -ranked[token].logprob)[: params.logprobs or 0]

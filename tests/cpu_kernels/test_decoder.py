@@ -1,0 +1,212 @@
+"""The layers of a decoder in one call: the bits that their modules give, and the modules where something is unusual."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.engines import prompts, recorded, serve, settings
+from opgraft.config import CacheConfig, CompilationConfig, QuantizationSettings
+from opgraft.engine.engine_core import EngineCore
+from opgraft.ops.decoder_plan import DecoderPlan
+from random_decoders import LLAMA3, written
+from torch import Tensor, nn
+
+SHAPE = {"hidden_size": 128, "intermediate_size": 192, "vocab_size": 192, "head_dim": 32, "num_key_value_heads": 2}
+BIASES = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+Logits = dict[Any, Tensor]
+
+
+class Served:
+    """An engine whose plan is watched: how many calls it answered, and how many it left to the modules."""
+
+    def __init__(self, folder: Path, dtype: str = "float32", **sections: Any) -> None:
+        given = settings(folder)
+        model, cache = dataclasses.replace(given.model, dtype=dtype), CacheConfig(block_size=16, num_blocks=40)
+        self.core = EngineCore(dataclasses.replace(given, model=model, cache=cache, **sections))
+        self.stack: Any = self.core.executor.worker.runner.model.model
+        self.answered = self.left = 0
+        self.plan, run = self.stack.plan, self.stack.plan.run
+
+        def watched(*args: Any) -> Any:
+            result = run(*args)
+            self.answered, self.left = self.answered + (result is not None), self.left + (result is None)
+            return result
+
+        self.plan.run = watched
+
+    def by_modules(self) -> Served:
+        """Call the modules, as where no plugin replaces the plan."""
+        self.stack.plan = object.__new__(DecoderPlan)
+        return self
+
+    def logits(self, *lengths: int) -> Logits:
+        """Serve prompts of these lengths at once."""
+        self.answered = self.left = 0
+        pairs = [recorded(f"{number}", prompt, 6) for number, prompt in enumerate(prompts(*lengths))]
+        serve(self.core, [request for request, _ in pairs])
+        return {(number, key): row for number, (_, each) in enumerate(pairs) for key, row in each.logits.items()}
+
+
+def expect_equal(ours: Logits, others: Logits) -> None:
+    assert list(ours) == list(others)
+    assert all(torch.equal(row, others[key]) for key, row in ours.items())
+
+
+@pytest.fixture
+def folder(plugin: Path, tmp_path: Path) -> Path:
+    written("Llama", tmp_path / "model", **SHAPE, **BIASES)
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_bits_are_those_of_the_modules(folder: Path, dtype: str) -> None:
+    """Alone and beside others, prompts and tokens after them; longer prompts are left to the modules."""
+    ours, modules = Served(folder, dtype), Served(folder, dtype).by_modules()
+    for lengths in ((1,), (3, 1, 9), (50,)):
+        expect_equal(ours.logits(*lengths), modules.logits(*lengths))
+        assert ours.answered >= 5
+    assert ours.left == (dtype == "float16")
+
+
+@pytest.mark.parametrize("method", ["int8", "int8_dynamic", "int4"])
+def test_quantized_weights(folder: Path, method: str) -> None:
+    """Weights of 8 and of 4 bits are those that the modules compute with."""
+    quantized = QuantizationSettings(method=method)
+    ours, modules = (Served(folder, quantization=quantized) for _ in range(2))
+    expect_equal(ours.logits(3, 5), modules.by_modules().logits(3, 5))
+    assert (ours.answered > 0, ours.left) == (True, 0)
+
+
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [("Mistral", {"sliding_window": 5}), ("Qwen2", {}), ("Llama", {"rope_parameters": LLAMA3}), ("Qwen3", {})],
+)
+def test_families(plugin: Path, tmp_path: Path, family: str, values: dict[str, Any]) -> None:
+    """A window and biases are in the plan; layers with norms of query and key, or other ropes, are called."""
+    written(family, tmp_path, **SHAPE, **values)
+    ours, modules = Served(tmp_path), Served(tmp_path).by_modules()
+    expect_equal(ours.logits(12), modules.logits(12))
+    planned = family in ("Mistral", "Qwen2")
+    assert (ours.answered > 0, ours.left > 0) == (planned, not planned)
+
+
+class Halved(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., : x.shape[-1] // 2] * 0.5
+
+
+def _replace_module(stack: Any) -> None:
+    stack.layers[1].mlp.act_fn = Halved()
+
+
+def _replace_layer(stack: Any) -> None:
+    stack.layers[1] = Nothing()
+
+
+class Nothing(nn.Module):
+    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden_states, residual
+
+
+def _replace_forward(stack: Any) -> None:
+    stack.layers[2].self_attn.o_proj.forward = lambda x: x * 2
+
+
+def _replace_weight(stack: Any) -> None:
+    stack.layers[0].mlp.down_proj.weight = nn.Parameter(stack.layers[0].mlp.down_proj.weight * 2, requires_grad=False)
+
+
+def _write_weight(stack: Any) -> None:
+    stack.layers[0].mlp.down_proj.weight.data.mul_(2)
+
+
+def _pack(stack: Any) -> None:
+    stack.layers[0].mlp.down_proj.hold_packed()
+
+
+def _set_eps(stack: Any) -> None:
+    stack.layers[2].input_layernorm.variance_epsilon = 0.5
+
+
+CHANGES = (_replace_module, _replace_layer, _replace_forward, _replace_weight, _write_weight, _pack, _set_eps)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_between_requests(folder: Path, change: Callable[[Any], None]) -> None:
+    """What is changed after the layers were bound holds for the next request, also for one from a reused prefix."""
+    ours, modules = Served(folder), Served(folder).by_modules()
+    before, _ = ours.logits(17), modules.logits(17)
+    for served in (ours, modules):
+        change(served.stack)
+    after = ours.logits(17)
+    expect_equal(after, modules.logits(17))
+    assert any(key not in before or not torch.equal(row, before[key]) for key, row in after.items()) or change is _pack
+
+
+def test_hooks(folder: Path) -> None:
+    """A hook is called from the next step on, with one of a request's tokens as well; without it the plan is back."""
+    served, seen = Served(folder), []
+    served.logits(3)
+    assert served.left == 0
+    act = served.stack.layers[1].mlp.act_fn
+    request, recorder = recorded("hooked", prompts(3)[0], 6)
+    served.core.add([request])
+    for _ in range(3):
+        served.core.step()
+    with act.register_forward_hook(lambda *_: seen.append(len(recorder.logits))):
+        while served.core.has_work:
+            served.core.step()
+    assert len(seen) == 3
+    served.logits(3)
+    assert (served.answered > 0, served.left) == (True, 0)
+    with nn.modules.module.register_module_forward_hook(lambda *_: seen.append(0)):
+        served.logits(3)
+    assert served.answered == 0
+
+
+def test_switched_off(folder: Path) -> None:
+    """A kernel that settings switch off does not run in the plan either."""
+    off = Served(folder, compilation_config=CompilationConfig(custom_ops=["-rms_norm"]))
+    off.logits(3)
+    assert off.answered == 0
+
+
+def test_gradients_and_calls_without_a_batch(folder: Path) -> None:
+    """Where gradients are recorded, and where no batch is set, the modules are called."""
+    served = Served(folder)
+    ids, positions = torch.tensor([3, 4]), torch.arange(2)
+    with torch.inference_mode():
+        served.stack(ids, positions)
+    served.stack(ids, positions)
+    assert (served.answered, served.left) == (0, 2)
+
+
+def test_copies_bind_anew(folder: Path) -> None:
+    """A copy of a model computes with its own weights."""
+    served = Served(folder)
+    served.logits(3)
+    del served.plan.run
+    copied = copy.deepcopy(served.stack)
+    assert "_bound" in vars(served.plan)
+    assert "_bound" not in vars(copied.plan)
+
+
+def test_what_the_library_refuses(kernels: Any) -> None:
+    """Wrong layers say what is wrong."""
+    decoder = torch.classes.opgraft_cpu_kernels.Decoder()
+    weight = torch.ones(4, 4)
+    maps = [("linear", [weight, None, None, None])] * 4
+    given = (weight[0], 1e-6, weight[0], 1e-6)
+    with pytest.raises(ValueError, match="a linear layer by sparse with 4 tensors"):
+        decoder.add_layer(*given, [("sparse", maps[0][1])] * 4, [1, 1, 4], 1.0, None, None, None, True)
+    with pytest.raises(ValueError, match="a layer has 3 maps and 3 sizes"):
+        decoder.add_layer(*given, maps[:3], [1, 1, 4], 1.0, None, None, None, True)
+    decoder.add_layer(*given, maps, [1, 1, 4], 1.0, None, None, None, True)
+    with pytest.raises(ValueError, match="0 layers have caches"):
+        decoder.run(torch.arange(1), weight[:1], [], [], [], [], torch.tensor([0, 1]), torch.tensor([1]))

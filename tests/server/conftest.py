@@ -1,0 +1,26 @@
+"""Servers that several tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from server.processes import Server, serving, write_model
+from small_tokenizers import trained_tokenizer
+
+pytest.importorskip("fastapi")
+pytest.importorskip("openai")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A decoder of random weights with a tokenizer and a chat template."""
+    return write_model(tmp_path_factory.mktemp("served") / "llama", trained_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[Server]:
+    """A server of that model."""
+    with serving(checkpoint) as running:
+        yield running

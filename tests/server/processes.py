@@ -1,0 +1,130 @@
+"""Servers as real processes on free ports, and small models for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+from random_decoders import written
+
+START_SECONDS = 120
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
+)
+SETTINGS = {
+    "model.dtype": "float32",
+    "model.max_model_len": "512",
+    "cache.block_size": "4",
+    "cache.num_blocks": "256",
+    "scheduler.max_num_seqs": "8",
+    "load.progress": "false",
+}
+
+
+def write_model(folder: Path, tokenizer: Any, template: str | None = TEMPLATE) -> Path:
+    """Write a Llama of random weights with a tokenizer of 400 tokens and a chat template."""
+    written("Llama", folder, vocab_size=400, max_position_embeddings=1024)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+@dataclass
+class Server:
+    """A server that runs."""
+
+    process: subprocess.Popen[str]
+    model: str
+    shown: list[str] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        (line,) = [line for line in self.shown if line.startswith("url")]
+        return line.split()[1].removesuffix("/v1")
+
+    @property
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", timeout=60, **options)
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=body, timeout=60)
+
+    def complete(self, **body: Any) -> httpx.Response:
+        return self.post("/v1/completions", **{"model": self.model, "prompt": "the cat", "temperature": 0, **body})
+
+    def chat(self, **body: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": "the cat"}]
+        given = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": 5, **body}
+        return self.post("/v1/chat/completions", **given)
+
+    def metric(self, name: str) -> float:
+        """Return the sum of a metric over its labels."""
+        lines = self.get("/metrics").text.splitlines()
+        values = [float(line.split()[-1]) for line in lines if re.match(rf"opgraft:{name}(\{{|\s)", line)]
+        assert values, f"there is no metric {name}"
+        return sum(values)
+
+    def requests(self) -> list[dict[str, Any]]:
+        """Return the lines of the log that are of requests."""
+        return [json.loads(line) for line in list(self.log) if line.startswith("{")]
+
+    def end(self, signal_number: int = signal.SIGTERM, seconds: float = 60) -> int:
+        """Send a signal, and return the exit code."""
+        self.process.send_signal(signal_number)
+        return self.process.wait(seconds)
+
+
+@contextmanager
+def serving(model: Path | str, *options: str, program: tuple[str, ...] = ("-m", "opgraft")) -> Iterator[Server]:
+    """Start a server on a free port, and kill it at the end if it still runs."""
+    settings = {} if isinstance(model, str) else SETTINGS
+    given = [part for name, value in settings.items() for part in (f"--{name}", value)]
+    command = [sys.executable, *program, "serve", str(model), "--port", "0", *given, *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    server = Server(process, Path(model).name)
+    ready = threading.Event()
+    readers = [
+        threading.Thread(target=_read, args=(process.stdout, server.shown, ready)),
+        threading.Thread(target=_read, args=(process.stderr, server.log, None)),
+    ]
+    for reader in readers:
+        reader.start()
+    try:
+        assert ready.wait(START_SECONDS), "the server did not start:\n" + "".join(server.log)
+        assert process.poll() is None or server.shown, "".join(server.log)
+        yield server
+    finally:
+        process.kill()
+        process.wait()
+        for reader in readers:
+            reader.join()
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+def _read(pipe: Any, lines: list[str], ready: threading.Event | None) -> None:
+    for line in pipe:
+        lines.append(line)
+        if ready is not None and line.startswith("url"):
+            ready.set()
+    if ready is not None:
+        ready.set()  # it has ended: nobody needs to wait any longer

@@ -1,0 +1,126 @@
+"""Ctrl-C in a real process: a first one ends after the step, a second one at once, wherever they come."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from small_words import word_llama
+
+pytest.importorskip("transformers")
+
+SLOW = """
+import sys, time
+from opgraft.engine.model_runner import ModelRunner
+
+def slowly(name, seconds):
+    original = getattr(ModelRunner, name)
+
+    def slow(self, *arguments):
+        print("now", file=sys.stderr, flush=True)
+        time.sleep(seconds)
+        return original(self, *arguments)
+
+    setattr(ModelRunner, name, slow)
+
+def generate(model):
+    from opgraft import LLM
+    settings = {"cache.num_blocks": 100, "load.progress": False, "max_num_batched_tokens": 1, "max_num_seqs": 1}
+    LLM(model, **settings).generate("the cat", progress=False)
+
+def command(*words):
+    from opgraft.cli import main
+    limits = ["--scheduler.max_num_batched_tokens=1", "--scheduler.max_num_seqs=1"]
+    sys.argv[1:] = [*words, "--cache.num_blocks=100", "--load.progress=false", *limits]
+    main()
+
+what, model, slow, seconds = sys.argv[1:]
+slowly(slow, float(seconds))
+if what == "generate":
+    generate(model)
+elif what == "run":
+    command("run", model, "the cat")
+else:
+    command("chat", model)
+"""
+WAYS = ("generate", "run", "chat")
+ENDED_BY_INTERRUPT = (-signal.SIGINT, 128 + signal.SIGINT, 1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return word_llama(tmp_path_factory.mktemp("llama"), chats=True)
+
+
+class Process:
+    """A process that says ``now`` when it is where it is to be interrupted."""
+
+    def __init__(self, *words: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SLOW, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        if words[0] == "chat":
+            assert self.process.stdin is not None
+            self.process.stdin.write("the cat\n")
+            self.process.stdin.flush()
+
+    def wait_for_now(self) -> None:
+        assert self.process.stderr is not None
+        lines = []
+        while (line := self.process.stderr.readline()) != "now\n":
+            lines.append(line)
+            assert line, "".join(lines)
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+
+@pytest.fixture
+def interrupted(request: pytest.FixtureRequest, model: Path) -> Iterator[Process]:
+    what, slow, seconds = request.param
+    process = Process(what, str(model), slow, seconds)
+    yield process
+    process.process.kill()
+    process.process.communicate()
+
+
+@pytest.mark.parametrize(
+    "interrupted", [(what, "execute", "600") for what in ("generate", "run", "chat")], indirect=True
+)
+def test_a_second_interrupt_ends_at_once(interrupted: Process) -> None:
+    """The first waits for the end of the step, which does not come; the second does not wait."""
+    interrupted.wait_for_now()
+    interrupted.interrupt()
+    time.sleep(2)
+    assert interrupted.process.poll() is None
+    interrupted.interrupt()
+    _, errors = interrupted.process.communicate(timeout=60)
+    assert interrupted.process.returncode in ENDED_BY_INTERRUPT, errors
+
+
+@pytest.mark.parametrize(
+    "interrupted", [(what, "load_model", "600") for what in ("generate", "run", "chat")], indirect=True
+)
+def test_an_interrupt_ends_the_loading(interrupted: Process) -> None:
+    """There is nothing to keep while a model is loaded: one interrupt is enough."""
+    interrupted.wait_for_now()
+    interrupted.interrupt()
+    _, errors = interrupted.process.communicate(timeout=60)
+    assert interrupted.process.returncode in ENDED_BY_INTERRUPT, errors
+
+
+@pytest.mark.parametrize("interrupted", [(what, "execute", "3") for what in WAYS], indirect=True)
+def test_a_first_interrupt_ends_after_the_step(interrupted: Process) -> None:
+    """A prompt in chunks gives no token for many steps: nothing more of it is computed than the step that runs."""
+    interrupted.wait_for_now()
+    interrupted.interrupt()
+    _, errors = interrupted.process.communicate(timeout=60)
+    assert "now\n" not in errors
+    assert interrupted.process.returncode in (*ENDED_BY_INTERRUPT, 0)
