@@ -11,7 +11,6 @@ import pytest
 from click.testing import CliRunner
 from opgraft import SamplingParams
 from opgraft.cli import run
-from opgraft.models import find_checkpoint
 from opgraft.serving.llm import LLM
 
 pytest.importorskip("transformers")
