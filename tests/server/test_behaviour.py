@@ -183,7 +183,7 @@ def test_each_key_opens(slow: Server, key: str) -> None:
 
 
 def test_a_drain_lets_requests_finish(checkpoint: Path) -> None:
-    """After a SIGTERM new ones are refused, short ones end, long ones are aborted when time is up, and the code is 0."""
+    """After a SIGTERM new ones are refused, short ones end, long ones are aborted at its end, and the code is 0."""
     with serving(checkpoint, "--drain-seconds", "2", step_seconds=STEP) as server, httpx.Client() as client:
         assert client.get(f"{server.url}/health").status_code == 200
         with stream(server) as long, stream(server, max_tokens=20) as short:
