@@ -134,7 +134,7 @@ def test_what_ran_is_told(server: Server, visit: Callable[..., Any]) -> None:
         assert text in panel
     op = page.locator("#ops li", has_text="rms_norm").first
     count = sum(each["op"] == "rms_norm" for each in told["ops"])
-    assert f"× {count}" in op.text_content()
+    assert f"× {count}" in op.text_content()  # noqa: RUF001  # as the page shows it
     op.get_by_text("Why").click()
     assert op.get_by_text(next(each["reason"] for each in told["ops"] if each["op"] == "rms_norm")).is_visible()
 
