@@ -87,8 +87,7 @@ def test_every_command_is_described_with_its_options_and_schema(path: str) -> No
             (option,) = options
             assert f"| `{option}" in section, option
     if any("--json" in parameter.opts for parameter in COMMANDS[path].params):
-        schema = path.replace(" ", ".") + "/2"
-        assert f"`{schema}`" in section
+        assert re.search(rf"`{path.replace(' ', '.')}/\d+`", section)
 
 
 def test_no_command_or_option_is_invented() -> None:

@@ -78,6 +78,7 @@ LAYERS = [
     "opgraft.engine",
     "opgraft.serving",
     "opgraft.server",
+    "opgraft.bench",
     "opgraft.testing",
     # The command line.
     "opgraft.cli",
