@@ -18,7 +18,7 @@ _SHOWN = 300
 
 @dataclass
 class Outcome:
-    """What became of a request; times are of ``time.perf_counter()``.
+    """Course of a request; times are of ``time.perf_counter()``.
 
     Attributes:
         due: when it should be sent.
@@ -42,7 +42,7 @@ class Outcome:
         return self.ended - self.due
 
 
-class _Failed(Exception):  # noqa: N818 - the outcome of a request, which no caller sees
+class Broken(Exception):  # noqa: N818 - the outcome of a request, which no caller sees
     """A request has failed in a way that is counted by a name."""
 
 
@@ -101,9 +101,9 @@ class Client:
             async with self._session.post(f"{self.url}{path}", json=body) as response:
                 if response.status != 200:
                     await response.read()
-                    raise _Failed(str(response.status))
+                    raise Broken(str(response.status))
                 await _read(response, outcome)
-        except _Failed as failure:
+        except Broken as failure:
             outcome.error = str(failure)
         except asyncio.TimeoutError:
             outcome.error = "timeout"
@@ -124,14 +124,14 @@ async def _read(response: aiohttp.ClientResponse, outcome: Outcome) -> None:
             counts = chunk.get("usage") or {}
             shows = any(map(_text, chunk.get("choices") or ()))
         except (ValueError, AttributeError, TypeError) as error:
-            raise _Failed("stream") from error
+            raise Broken("stream") from error
         if failed:
-            raise _Failed("stream")
+            raise Broken("stream")
         if shows:
             outcome.arrivals.append(time.perf_counter())
         outcome.prompt_tokens = counts.get("prompt_tokens", outcome.prompt_tokens)
         outcome.output_tokens = counts.get("completion_tokens", outcome.output_tokens)
-    raise _Failed("incomplete")
+    raise Broken("incomplete")
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

@@ -17,7 +17,7 @@ COMPLETIONS = "/v1/completions"
 
 @dataclass(frozen=True)
 class Load:
-    """How fast requests are sent: so many in a second, or the next whenever one of so many has ended.
+    """Pace at which requests are sent: so many in a second, or the next whenever one of so many has ended.
 
     Attributes:
         rate: requests per second, whether or not those before have ended; None where ``concurrency`` counts.
@@ -38,7 +38,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Question:
-    """What all requests of a load test have in common.
+    """Common part of all requests of a load test.
 
     Attributes:
         model: name of it.

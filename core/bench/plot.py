@@ -7,14 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from opgraft.bench.report import PERCENTILES, Report
+from opgraft.bench.report import LATENCIES, PERCENTILES, Report
 
-LATENCIES = {
-    "time_to_first_token": "time to first token",
-    "time_per_output_token": "time per output token",
-    "inter_token_latency": "inter-token latency",
-    "end_to_end": "end to end",
-}
 _DOTS_PER_INCH = 150
 
 

@@ -25,7 +25,7 @@ _WORDS = tuple(
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a request asks.
+    """Content of a request.
 
     Attributes:
         content: a text, or the messages of a chat.

@@ -13,6 +13,13 @@ from typing import Any
 from opgraft.bench.client import Outcome
 
 PERCENTILES = (50, 90, 99)
+LATENCIES = {
+    "time_to_first_token": "time to first token",
+    "time_per_output_token": "time per output token",
+    "inter_token_latency": "inter-token latency",
+    "end_to_end": "end to end",
+}
+"""Names of the spreads of a report, in words."""
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -18,12 +18,6 @@ if TYPE_CHECKING:
     from opgraft.bench.prompts import Prompt
     from opgraft.bench.report import Report, Spread
 
-_LATENCIES = {
-    "time to first token": "time_to_first_token",
-    "time per output token": "time_per_output_token",
-    "inter-token latency": "inter_token_latency",
-    "end to end": "end_to_end",
-}
 _COUNT = click.IntRange(min=1)
 _ABOVE_ZERO = click.FloatRange(min=0, min_open=True)
 
@@ -153,7 +147,7 @@ def _show(report: Report) -> None:
     )
     if report.errors:
         print_wrapped("errors: " + ", ".join(f"{kind}: {count}" for kind, count in report.errors.items()))
-    rows = [[name, *_cells(getattr(report, key))] for name, key in _LATENCIES.items()]
+    rows = [[name, *_cells(getattr(report, key))] for key, name in _import("report").LATENCIES.items()]
     print_table(["milliseconds", "mean", "p50", "p90", "p99"], rows)
 
 
