@@ -13,7 +13,7 @@ from opgraft.server import faults
 from opgraft.server.chat import Chat
 from opgraft.server.completions import Completion
 from opgraft.server.embeddings import embed
-from opgraft.server.gate import Gate, log
+from opgraft.server.gate import Gate
 from opgraft.server.page import page
 from opgraft.server.protocol import (
     ChatRequest,
@@ -22,7 +22,7 @@ from opgraft.server.protocol import (
     EmbeddingRequest,
     TokenizeRequest,
 )
-from opgraft.server.service import Service
+from opgraft.server.service import Service, log
 from opgraft.server.tokens import detokenize, tokenize
 from opgraft.text import described
 from opgraft.version import __version__

@@ -10,7 +10,7 @@ from uuid import uuid4
 from opgraft.config import ServerConfig
 from opgraft.errors import HTTPError
 from opgraft.server import faults
-from opgraft.server.gate import log
+from opgraft.server.service import log
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 _HEAD_BYTES = 1 << 16

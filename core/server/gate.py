@@ -12,9 +12,8 @@ from typing import Any
 from uuid import uuid4
 
 from opgraft.errors import HTTPError
-from opgraft.logger import init_logger
 from opgraft.server import faults
-from opgraft.server.service import Flight, Service
+from opgraft.server.service import Flight, Service, log
 from opgraft.server.streams import error_event
 from opgraft.text import described
 from starlette.datastructures import Headers
@@ -22,9 +21,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 OPEN_PATHS = ("/", "/health")
 """Answered without a key: the page, which asks for one, and whether the server is ready."""
-
-log = init_logger("opgraft.server")
-"""One line of JSON for each request, of the level INFO."""
 
 
 class Gate:

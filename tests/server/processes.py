@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -73,6 +74,14 @@ class Server:
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return httpx.post(f"{self.url}{path}", json=body, headers=self.headers, timeout=60)
+
+    def send(self, path: str, body: bytes, kind: dict[str, str] | None = None) -> httpx.Response:
+        """Send a body as it is."""
+        kind = {"content-type": "application/json"} if kind is None else kind
+        return httpx.post(f"{self.url}{path}", content=body, headers={**self.headers, **kind}, timeout=60)
+
+    def request(self, method: str, path: str) -> httpx.Response:
+        return httpx.request(method, f"{self.url}{path}", headers=self.headers, timeout=60)
 
     def later(self, ask: Callable[[], httpx.Response]) -> Future[httpx.Response]:
         """Ask beside other requests."""
@@ -150,3 +159,25 @@ def _read(pipe: Any, lines: list[str], ready: threading.Event | None) -> None:
             ready.set()
     if ready is not None:
         ready.set()  # it has ended: nobody needs to wait any longer
+
+
+def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+    """Wait for a condition."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.02)
+
+
+def expect_idle(server: Server) -> None:
+    """Wait until nothing runs, and nothing is left in the cache."""
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    until(lambda: not any(map(server.metric, names)))
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """The error of an answer, which is of OpenAI's shape."""
+    (error,) = response.json().values()
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error, dict)
+    return error

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from server.processes import Server, serving
+from server.processes import Server, error_of, expect_idle, serving, until
 
 STEP = 0.05
 LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "stream": True}
@@ -40,14 +40,6 @@ def slow(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield running
 
 
-def until(condition: Callable[[], bool], seconds: float = 10) -> None:
-    """Wait for a condition."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come to that"
-        time.sleep(0.02)
-
-
 def stream(server: Server, **body: Any) -> AbstractContextManager[httpx.Response]:
     """Begin a stream."""
     given = {"model": server.model, "prompt": "the cat", "temperature": 0, **LONG, **body}
@@ -59,20 +51,6 @@ def begun(response: httpx.Response) -> Iterator[str]:
     lines = response.iter_lines()
     assert next(lines).startswith("data:")
     return lines
-
-
-def expect_idle(server: Server) -> None:
-    """Wait until nothing runs, and nothing is left in the cache."""
-    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-    until(lambda: not any(map(server.metric, names)))
-
-
-def error_of(response: httpx.Response) -> dict[str, Any]:
-    """The error of an answer, which is of OpenAI's shape."""
-    (error,) = response.json().values()
-    assert set(error) == {"message", "type", "param", "code"}
-    assert isinstance(error, dict)
-    return error
 
 
 def test_a_client_that_leaves_is_noticed_within_two_steps(slow: Server) -> None:
@@ -183,7 +161,7 @@ def test_each_key_opens(slow: Server, key: str) -> None:
 
 
 def test_a_drain_lets_requests_finish(checkpoint: Path) -> None:
-    """After a SIGTERM new ones are refused, short ones end, long ones are aborted at its end, and the code is 0."""
+    """After a SIGTERM new ones are refused, short ones end, long ones are aborted in time, and the code is 0."""
     with serving(checkpoint, "--drain-seconds", "2", step_seconds=STEP) as server, httpx.Client() as client:
         assert client.get(f"{server.url}/health").status_code == 200
         with stream(server) as long, stream(server, max_tokens=20) as short:
