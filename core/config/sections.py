@@ -145,6 +145,7 @@ class ServerConfig(Section):
     )
     max_inputs: int = setting("texts that a request for embeddings may have", default=2048, minimum=1)
     max_logprobs: int = setting("log-probabilities of a token that a request may ask for", default=20, minimum=0)
+    head_seconds: float = setting("seconds in which the head of a request must have come", default=10, above=0)
     body_seconds: float = setting("seconds in which the body of a request must have come", default=30, above=0)
     request_seconds: float | None = setting("seconds after which a request is aborted", above=0, unset="never")
     drain_seconds: float = setting(

@@ -13,7 +13,7 @@ from opgraft.server import faults
 from opgraft.server.chat import Chat
 from opgraft.server.completions import Completion
 from opgraft.server.embeddings import embed
-from opgraft.server.gate import Gate
+from opgraft.server.gate import Gate, log
 from opgraft.server.page import page
 from opgraft.server.protocol import (
     ChatRequest,
@@ -24,6 +24,7 @@ from opgraft.server.protocol import (
 )
 from opgraft.server.service import Service
 from opgraft.server.tokens import detokenize, tokenize
+from opgraft.text import described
 from opgraft.version import __version__
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
@@ -39,7 +40,7 @@ def create_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
         service: the model with its settings.
         api_keys: of which clients must send one; none is asked for where there are none.
     """
-    app = FastAPI(title="opgraft", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="opgraft", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     app.include_router(router)
     for kind in (OpgraftError, RequestValidationError, HTTPException):
@@ -53,6 +54,8 @@ def create_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
 
 async def _answer(request: Request, error: Exception) -> Response:
     answer = faults.as_http_error(error)
+    if answer.status == 500:
+        log.error("request %s failed: %s", request.state.request_id, described(error))
     request.state.record["error"] = str(answer)
     return faults.response(answer)
 

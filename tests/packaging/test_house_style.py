@@ -56,11 +56,12 @@ LAYERS = [
     "opgraft.ops.linear",
     "opgraft.ops.embedding",
     "opgraft.ops.rotary",
-    "opgraft.ops.attention",
     "opgraft.ops.quantization",
+    "opgraft.ops.attention",
     "opgraft.ops.quantized_linear",
     "opgraft.ops.routing",
     "opgraft.ops.conv",
+    "opgraft.ops.decoder_plan",  # a class of the process, whose parts are of several families
     "opgraft.ops.composites",  # layers of several families' ops
     "opgraft.ops.pack",
     "opgraft.ops",  # the facade of the families

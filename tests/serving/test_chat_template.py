@@ -199,7 +199,7 @@ def test_time_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_sandbox(source: str) -> None:
     """Templates reach neither the internals of Python nor files, and change nothing of the caller's."""
     messages = [{"role": "user", "content": "x"}]
-    with pytest.raises((RequestError, CheckpointError), match="the chat template 'default' of model"):
+    with pytest.raises((RequestError, CheckpointError), match="the chat template 'default' of "):
         chat_template(source).render(messages)
     assert messages == [{"role": "user", "content": "x"}]
 
