@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 import shutil
@@ -14,8 +16,6 @@ import pytest
 from server.processes import Server, serving
 
 pytest.importorskip("fastapi")
-playwright = pytest.importorskip("playwright.sync_api")
-axe = pytest.importorskip("axe_playwright_python.sync_playwright")
 
 PHONE = {"width": 360, "height": 740}
 HOSTILE = "<img src=x onerror=document.title='hit'><script>document.title='hit'</script><b>bold</b>"
@@ -27,6 +27,7 @@ REFUSED = "Failed to load resource: the server responded with a status of 401"
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Chromium of the system, or else Playwright's own."""
+    playwright = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as driver:
         own = driver.chromium.executable_path
         path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome") or own
@@ -134,7 +135,7 @@ def test_what_ran_is_told(server: Server, visit: Callable[..., Any]) -> None:
         assert text in panel
     op = page.locator("#ops li", has_text="rms_norm").first
     count = sum(each["op"] == "rms_norm" for each in told["ops"])
-    assert f"× {count}" in op.text_content()  # noqa: RUF001  # as the page shows it
+    assert f"\N{MULTIPLICATION SIGN} {count}" in op.text_content()
     op.get_by_text("Why").click()
     assert op.get_by_text(next(each["reason"] for each in told["ops"] if each["op"] == "rms_norm")).is_visible()
 
@@ -143,6 +144,7 @@ def test_what_ran_is_told(server: Server, visit: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("size", [{"width": 1280, "height": 800}, PHONE], ids=["desk", "phone"])
 def test_it_is_accessible(server: Server, visit: Callable[..., Any], scheme: str, size: dict[str, int]) -> None:
     """Light and dark, wide and narrow, axe finds no fault, contrast included, and nothing is wider than the window."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     page = visit(server, color_scheme=scheme, viewport=size)
     paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (paper == "rgb(252, 251, 248)") == (scheme == "light")
@@ -256,15 +258,35 @@ def test_a_server_that_has_gone_is_noticed(checkpoint: Path, visit: Callable[...
         page.locator("#state", has_text="not reached").wait_for()
 
 
-def test_it_loads_nothing_else(server: Server, visit: Callable[..., Any]) -> None:
-    """The page is one file whose policy lets it run its own script and call its own server, and nothing else."""
+def test_the_policy_of_the_page(server: Server) -> None:
+    """The page may run its own script and call its own server; every digest in the policy is of a part of it."""
     answer = server.get("/")
-    policy = answer.headers["content-security-policy"]
-    assert policy.startswith("default-src 'none'; script-src 'sha256-")
-    assert "unsafe" not in policy
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+    assert policy.pop("script-src") == digest_of("script", answer.text)
+    assert policy.pop("style-src") == digest_of("style", answer.text)
+    assert policy == {
+        "default-src": "'none'",
+        "img-src": "data:",
+        "connect-src": "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    assert "/" not in server.get("/openapi.json").json()["paths"]
+
+
+def digest_of(tag: str, html: str) -> str:
+    _, _, rest = html.partition(f"<{tag}")
+    text = rest.partition(">")[2].partition(f"</{tag}>")[0]
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def test_it_loads_nothing_else(server: Server, visit: Callable[..., Any]) -> None:
+    """The page asks for nothing but what it shows, and no script runs that is not its own."""
     page = visit(server, allowed="Content Security Policy")
     page.locator("#state[data-state=ready]").wait_for()
     loaded = page.evaluate("performance.getEntriesByType('resource').map(entry => entry.name)")
-    assert {url.removeprefix(server.url) for url in loaded} <= {"/metrics", "/v1/models", "/v1/decisions"}
+    assert {url.removeprefix(server.url) for url in loaded} == {"/metrics", "/v1/models", "/v1/decisions"}
     page.evaluate("document.head.append(Object.assign(document.createElement('script'), {text: 'window.ran = true'}))")
     assert page.evaluate("window.ran") is None
