@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a model computes for some texts, and how fast.
+    """Numbers that a model computes for some texts, and its speed.
 
     Attributes:
         numbers: float32 ``[texts, n]``: logits of the first token of each answer, or embeddings.

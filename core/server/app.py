@@ -14,6 +14,7 @@ from opgraft.server.chat import Chat
 from opgraft.server.completions import Completion
 from opgraft.server.embeddings import embed
 from opgraft.server.gate import Gate
+from opgraft.server.page import page
 from opgraft.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -68,6 +69,12 @@ async def _answer(request: Request, error: Exception) -> Response:
 def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
+
+
+@router.get("/", include_in_schema=False)
+async def show_page() -> Response:
+    """Show the page for people."""
+    return page()
 
 
 @router.post("/v1/completions")

@@ -86,11 +86,13 @@ class Completion(Generating[CompletionRequest]):
         return {
             "tokens": texts,
             "token_logprobs": [None if ranked is None else finite(ranked[token].logprob) for token, ranked in places],
-            "top_logprobs": [
-                None
-                if ranked is None
-                else {token_text(each, ranked): finite(ranked[each].logprob) for each in likeliest(ranked, self.params)}
-                for _, ranked in places
-            ],
+            "top_logprobs": [None if ranked is None else self._top(ranked) for _, ranked in places],
             "text_offset": offsets,
         }
+
+    def _top(self, ranked: Mapping[int, Logprob]) -> dict[str, float]:
+        """Return the likeliest tokens by their texts; of tokens with the same text, the likeliest."""
+        found: dict[str, float] = {}
+        for token in likeliest(ranked, self.params):
+            found.setdefault(token_text(token, ranked), finite(ranked[token].logprob))
+        return found

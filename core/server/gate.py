@@ -20,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 OPEN_PATHS = ("/", "/health")
-"""What is answered without a key: the page, which asks for one, and whether the server is ready."""
+"""Answered without a key: the page, which asks for one, and whether the server is ready."""
 
 
 class Gate:

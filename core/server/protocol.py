@@ -20,7 +20,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream has besides the answers."""
+    """Chunks of a stream besides those of the answers."""
 
     include_usage: bool | None = None
 

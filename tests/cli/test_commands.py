@@ -273,7 +273,7 @@ def test_env_is_markdown_without_secrets(cli, site, monkeypatch) -> None:
 
 
 def test_every_command_has_json_and_a_help_text() -> None:
-    """The contract of all commands: a sentence on what they do, and --json but where they go on until they are ended."""
+    """The contract of all commands: a sentence on what they do, and --json but for those that go on until ended."""
 
     def walk(command: click.Command, path: str) -> Iterator[tuple[str, click.Command]]:
         if isinstance(command, click.Group):
