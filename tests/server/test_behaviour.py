@@ -211,3 +211,16 @@ def test_the_death_of_the_engine_ends_every_request(checkpoint: Path) -> None:
         assert server.complete().status_code == 503
         assert server.process.wait(10) == 5
         assert not any("the thread is dead" in line for line in server.requests())
+
+
+def test_prompts_are_logged_where_that_is_asked_for(checkpoint: Path) -> None:
+    """The line of a request then has its prompt and its answers, streamed ones too."""
+    with serving(checkpoint, "--server.log_prompts", "true") as server:
+        text = server.complete(max_tokens=3).json()["choices"][0]["text"]
+        server.complete(max_tokens=3, stream=True)
+        server.chat()
+        until(lambda: len(server.requests()) == 3)
+        whole, streamed, chat = server.requests()
+    assert (whole["prompt"], whole["answers"]) == ("the cat", {"0/0": text})
+    assert streamed["answers"] == whole["answers"]
+    assert chat["prompt"][0]["content"] == "the cat"

@@ -82,9 +82,10 @@ def test_curl(server: Server) -> None:
     assert curl(server, "/v1/completions", "--data", body, "--write-out", "%{http_code}").endswith("400")
 
 
-def test_the_client_of_hugging_face(server: Server) -> None:
+def test_the_client_of_hugging_face(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own code for OpenAI's interface reads whole answers, streams, and errors."""
     hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)  # it asks this server alone
     client = hub.InferenceClient(base_url=f"{server.url}/v1", api_key="none")
     given: dict[str, Any] = {"model": server.model, "temperature": 0, "max_tokens": 8}
     whole = client.chat_completion(QUESTION, **given)
@@ -92,10 +93,5 @@ def test_the_client_of_hugging_face(server: Server) -> None:
     assert whole.usage.completion_tokens <= 8
     streamed = client.chat_completion(QUESTION, **given, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == text
-    form = {"type": "json_schema", "json_schema": {"name": "pet", "schema": Pet.model_json_schema()}}
-    structured = client.chat_completion(
-        QUESTION, model=server.model, max_tokens=60, response_format=form, logit_bias=None
-    )
-    assert structured.choices[0].finish_reason in ("stop", "length")
     with pytest.raises(hub.errors.HfHubHTTPError, match="400"):
         client.chat_completion(QUESTION, model=server.model, max_tokens=10**9)

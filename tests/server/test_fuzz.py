@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from server.processes import Server, error_of, expect_idle
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize")
-MANY = 25
+MANY = 60
 
 SCALARS = st.one_of(
     st.none(),
