@@ -20,6 +20,7 @@ from opgraft.server.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    ErrorAnswer,
     TokenizeRequest,
 )
 from opgraft.server.service import Service, log
@@ -30,7 +31,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-router = APIRouter()
+router = APIRouter(
+    responses={
+        "4XX": {"model": ErrorAnswer, "description": "The request cannot be served as it is."},
+        "5XX": {"model": ErrorAnswer, "description": "The server cannot serve it now."},
+    }
+)
 
 
 def create_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:

@@ -57,8 +57,13 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Take what has come, unless the connection takes no more requests."""
-        if not self._deaf:
-            super().data_received(data)
+        if self._deaf:
+            return
+        super().data_received(data)
+        if self._in_head and not self.transport.is_closing():
+            self._bytes += len(data)  # the parser keeps a header to itself until it has come to its end
+            if self._too_large:
+                self.send_400_response("")
 
     def on_message_begin(self) -> None:
         """Begin with a request."""
@@ -84,6 +89,16 @@ class Connection(HttpToolsProtocol):
         _cancel(self._timer)
         self._in_head = False
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of the body."""
+        if not self._deaf:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Take note that the request has come as a whole."""
+        if not self._deaf:
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """Wait for the rest of the request, if its body was refused, or for another."""

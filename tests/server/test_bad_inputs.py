@@ -10,7 +10,7 @@ import pytest
 from server.processes import Server, error_of, expect_idle
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
-SECRET = "marmalade"
+MARKER = "marmalade"
 FUNCTION = {"type": "function", "function": {"name": "f"}}
 
 
@@ -94,7 +94,7 @@ FIELDS: list[tuple[str, Any, str, str]] = [
     ("bad_words", ["a"] * 65, "bad_words", "allows 64"),
     ("logit_bias", {"x": 1}, "logit_bias", "'x', which is no token id: use 0 to 399"),
     ("logit_bias", {"400": 1}, "logit_bias", "use 0 to 399"),
-    ("logit_bias", {"٥": 1}, "logit_bias", "no token id"),
+    ("logit_bias", {"\u0665": 1}, "logit_bias", "no token id"),
     ("logit_bias", {"5": 101}, "logit_bias", "from -100 to 100"),
     ("stream", "yes", "stream", "valid boolean"),
     ("stream_options", {"include_usage": True}, "stream_options", "needs stream: true"),
@@ -152,7 +152,7 @@ BODIES: list[tuple[bytes, str | None, str]] = [
 
 def ask(server: Server, path: str, body: dict[str, Any]) -> Any:
     """Send a body as the JSON that Python makes, with what only Python takes for JSON."""
-    prompt = {"prompt": SECRET} if path == COMPLETIONS else {"messages": user(SECRET)}
+    prompt = {"prompt": MARKER} if path == COMPLETIONS else {"messages": user(MARKER)}
     content = json.dumps({"model": server.model, "max_tokens": 3, "temperature": 1, **prompt, **body})
     return server.send(path, content.encode())
 
@@ -176,7 +176,7 @@ def unharmed(server: Server) -> Iterator[None]:
     yield
     expect_idle(server)
     assert server.complete(max_tokens=2).status_code == 200
-    assert not any(SECRET in line for line in server.log)
+    assert not any(MARKER in line for line in server.log)
     assert not any("Traceback" in line for line in server.log)
 
 
