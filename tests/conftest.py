@@ -16,6 +16,7 @@ from opgraft.plugins import discovery
 from opgraft.state import host_state
 from warm.interpreter import warm_interpreter
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # which its library reads when it is imported, here and in processes to come
 os.environ.setdefault("SYMPY_CACHE_SIZE", "100000")  # of 1000 as is, compilers work out the same sizes over and over
 
 REPOSITORY = Path(__file__).parent.parent
@@ -51,7 +52,6 @@ def fresh_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in os.environ:
         if name.startswith("OPGRAFT_"):
             monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     real_scan = discovery.scan
 
     def scan_without_foreign_plugins() -> discovery.Discovery:

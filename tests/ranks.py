@@ -1,4 +1,7 @@
-"""Ranks of a job, each a process of its own that calls functions of test modules."""
+"""Ranks of a job, each a process of its own that calls functions of test modules.
+
+They are forked by a server that has imported what takes seconds; nothing of opgraft is in it.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,21 @@ from typing import Any
 PATIENCE = 120.0
 """Seconds that a rank has for an answer."""
 
+IMPORTED = ("torch", "pytest", "transformers", "transformers.models.llama.modeling_llama")
+"""What the server imports, where it is installed."""
+
 
 class Ranks:
     """Processes over gloo that are one tensor group, unless ``sizes`` says otherwise."""
 
     def __init__(self, size: int, *, path: Sequence[str] = (), plugins: str = "", **sizes: int) -> None:
         self.folder = tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(IMPORTED))
         sizes = sizes or {"tensor": size}
-        job = (size, f"file://{self.folder.name}/store", tuple(path), plugins, sizes)
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("OPGRAFT_")}
+        environ["OPGRAFT_PLUGINS"] = plugins
+        job = (size, f"file://{self.folder.name}/store", tuple(path), environ, sizes)
         self.ends: list[Connection] = []
         self.processes = []
         for rank in range(size):
@@ -65,11 +74,16 @@ class Ranks:
 
 
 def _serve(
-    end: Connection, rank: int, size: int, store: str, path: Sequence[str], plugins: str, sizes: dict[str, int]
+    end: Connection,
+    rank: int,
+    size: int,
+    store: str,
+    path: Sequence[str],
+    environ: dict[str, str],
+    sizes: dict[str, int],
 ) -> None:
-    for name in [name for name in os.environ if name.startswith("OPGRAFT_")]:
-        del os.environ[name]
-    os.environ["OPGRAFT_PLUGINS"] = plugins
+    os.environ.clear()  # which is that of the server's start
+    os.environ.update(environ)
     sys.path[:0] = path
     import torch
 

@@ -15,6 +15,7 @@ from opgraft.errors import OpgraftError
 from opgraft.version import __version__
 
 _COMMANDS = {
+    "bench": ("opgraft.cli.bench", "Measure how fast things run."),
     "chat": ("opgraft.cli.chat", "Chat with MODEL in the terminal, or over the lines of stdin."),
     "detect": ("opgraft.cli.detect", "Show which platform this machine gets, and why."),
     "env": ("opgraft.cli.env", "Print versions, hardware, plugins and settings for a bug report."),

@@ -137,6 +137,11 @@ class ServerConfig(Section):
     )
     max_body_bytes: int = setting("bytes of the body of a request, at most", default=4 << 20, minimum=1)
     max_prompt_tokens: int | None = setting("tokens of a prompt, at most", minimum=1, unset="as the context allows")
+    max_prompt_characters: int | None = setting(
+        "characters of a prompt, at most; longer ones are not tokenized",
+        minimum=1,
+        unset="64 for a token of the context",
+    )
     max_output_tokens: int | None = setting(
         "tokens that a request may ask for, all its answers together, at most", minimum=1, unset="the context for each"
     )
@@ -144,7 +149,11 @@ class ServerConfig(Section):
         "answers that a request may ask for: its prompts times n, at most", default=128, minimum=1
     )
     max_inputs: int = setting("texts that a request for embeddings may have", default=2048, minimum=1)
+    max_stops: int = setting(
+        "strings or tokens that a request may list in stop, stop_token_ids and bad_words each", default=64, minimum=0
+    )
     max_logprobs: int = setting("log-probabilities of a token that a request may ask for", default=20, minimum=0)
+    head_seconds: float = setting("seconds in which the head of a request must have come", default=10, above=0)
     body_seconds: float = setting("seconds in which the body of a request must have come", default=30, above=0)
     request_seconds: float | None = setting("seconds after which a request is aborted", above=0, unset="never")
     drain_seconds: float = setting(

@@ -67,7 +67,7 @@ _RULES: Mapping[str, _Rule] = {
     "min_p": _number(0, 1, ", where 0 keeps every token"),
     "presence_penalty": _number(-2, 2),
     "frequency_penalty": _number(-2, 2),
-    "repetition_penalty": _Rule(lambda v: _is_number(v) and v > 0, "a number above 0, where 1 is no penalty"),
+    "repetition_penalty": _number(0.001, 1000, ", where 1 is no penalty"),  # others overflow in half precision
     "seed": _optional_integer(", where None draws other numbers for each request"),
     "stop": _tuple_of(_is_text, "strings that are not empty, as every text ends with an empty one"),
     "stop_token_ids": _tuple_of(lambda v: _is_integer(v) and v >= 0, "token ids, integers of at least 0"),

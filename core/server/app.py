@@ -14,21 +14,29 @@ from opgraft.server.chat import Chat
 from opgraft.server.completions import Completion
 from opgraft.server.embeddings import embed
 from opgraft.server.gate import Gate
+from opgraft.server.page import page
 from opgraft.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    ErrorAnswer,
     TokenizeRequest,
 )
-from opgraft.server.service import Service
+from opgraft.server.service import Service, log
 from opgraft.server.tokens import detokenize, tokenize
+from opgraft.text import described
 from opgraft.version import __version__
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-router = APIRouter()
+router = APIRouter(
+    responses={
+        "4XX": {"model": ErrorAnswer, "description": "The request cannot be served as it is."},
+        "5XX": {"model": ErrorAnswer, "description": "The server cannot serve it now."},
+    }
+)
 
 
 def create_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
@@ -38,7 +46,7 @@ def create_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
         service: the model with its settings.
         api_keys: of which clients must send one; none is asked for where there are none.
     """
-    app = FastAPI(title="opgraft", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="opgraft", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
     app.include_router(router)
     for kind in (OpgraftError, RequestValidationError, HTTPException):
@@ -52,6 +60,8 @@ def create_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
 
 async def _answer(request: Request, error: Exception) -> Response:
     answer = faults.as_http_error(error)
+    if answer.status == 500:
+        log.error("request %s failed: %s", request.state.request_id, described(error))
     request.state.record["error"] = str(answer)
     return faults.response(answer)
 
@@ -59,6 +69,12 @@ async def _answer(request: Request, error: Exception) -> Response:
 def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
+
+
+@router.get("/", include_in_schema=False)
+async def show_page() -> Response:
+    """Show the page for people."""
+    return page()
 
 
 @router.post("/v1/completions")

@@ -36,6 +36,7 @@ class Chat(Generating[ChatRequest]):
         text = engine.chat_template.render(
             for_template(self.body.messages), tools=self.tools.functions, values=self.body.chat_template_kwargs
         )
+        self.service.expect_characters(text, "messages")
         return engine.encode(text, add_special_tokens=False, name="the chat")[1]
 
     def structured(self) -> dict[str, Any]:

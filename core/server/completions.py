@@ -37,6 +37,8 @@ class Completion(Generating[CompletionRequest]):
 
     def _encoded(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         encode = self.service.llm.engine.encode
+        for prompt in prompts:
+            self.service.expect_characters(prompt if isinstance(prompt, str) else "", "prompt")
         names = [f"prompt[{place}]" for place in range(len(prompts))] if len(prompts) > 1 else ["prompt"]
         return [encode(prompt, name=name)[1] for prompt, name in zip(prompts, names, strict=True)]
 

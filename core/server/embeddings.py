@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from opgraft.errors import HTTPError
+from opgraft.server.faults import at
 from opgraft.server.protocol import EmbeddingRequest
 from opgraft.server.service import Service
 from opgraft.serving.prompts import Prompt
@@ -32,8 +33,11 @@ async def embed(service: Service, body: EmbeddingRequest, record: dict[str, Any]
         raise HTTPError(
             400, f"input has {len(texts)} texts, and this server takes {most}", field="input", code="limit_exceeded"
         )
+    for text in texts:
+        service.expect_characters(text if isinstance(text, str) else "", "input")
     with service.admission.slot() as slot:
-        ids = await service.encoder.encode(texts)
+        with at("input"):
+            ids = await service.encoder.encode(texts)
         tokens = sum(map(len, ids))
         record["prompt_tokens"] = tokens
         service.admission.take(slot, len(ids), tokens)

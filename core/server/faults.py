@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from opgraft.errors import EngineError, HTTPError, InputError, RequestError
+from opgraft.errors import CheckpointError, EngineError, HTTPError, InputError, RequestError
 from starlette.exceptions import HTTPException
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -22,14 +23,27 @@ def as_http_error(error: Exception) -> HTTPError:
     if isinstance(error, RequestValidationError):
         return _of_validation(error)
     if isinstance(error, RequestError):
-        return HTTPError(400, str(error).removeprefix("SamplingParams: "), field=error.field)
-    if isinstance(error, InputError):
-        return HTTPError(400, str(error))
+        return HTTPError(400, str(error).removeprefix("SamplingParams: "), field=error.field, code="invalid_value")
+    if isinstance(error, InputError) and not isinstance(error, CheckpointError):
+        return HTTPError(400, str(error), code="invalid_value")
     if isinstance(error, EngineError):
         return HTTPError(503, "the engine has stopped: try again when the server is back", code="engine_stopped")
+    if isinstance(error, HTTPException) and error.status_code == 400:  # FastAPI could not read the body
+        return HTTPError(400, "the body is not valid JSON, or it is nested too deeply", code="invalid_json")
     if isinstance(error, HTTPException):
         return HTTPError(error.status_code, str(error.detail), headers=error.headers)
     return HTTPError(500, "the server failed at this request: its log has the cause", code="internal_error")
+
+
+@contextmanager
+def at(field: str) -> Iterator[None]:
+    """Name the field that is at fault for what is raised within the block."""
+    try:
+        yield
+    except (RequestError, InputError) as error:
+        answer = as_http_error(error)
+        answer.field = answer.field or field
+        raise answer from error
 
 
 def content(error: HTTPError) -> dict[str, Any]:
@@ -53,6 +67,12 @@ def _of_validation(error: RequestValidationError) -> HTTPError:
     within = [fault for fault in faults if fault["loc"][:2] == first["loc"][:2]]
     deepest = max(within, key=lambda fault: len(fault["loc"]))  # of the alternatives of a union, the likeliest meant
     kind, field = deepest["type"], _field(deepest)
+    if deepest["loc"] == ("body",) and kind == "model_attributes_type":
+        return HTTPError(
+            400,
+            "the body is no JSON object, or was not sent with 'content-type: application/json'",
+            code="invalid_json",
+        )
     if kind == "extra_forbidden":
         return HTTPError(400, f"{field} is not supported: leave it out", field=field, code="unsupported_field")
     if kind == "missing":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import json
 import time
@@ -11,19 +12,15 @@ from typing import Any
 from uuid import uuid4
 
 from opgraft.errors import HTTPError
-from opgraft.logger import init_logger
 from opgraft.server import faults
-from opgraft.server.service import Flight, Service
+from opgraft.server.service import Flight, Service, log
 from opgraft.server.streams import error_event
 from opgraft.text import described
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 OPEN_PATHS = ("/", "/health")
-"""What is answered without a key: the page, which asks for one, and whether the server is ready."""
-
-log = init_logger("opgraft.server")
-"""One line of JSON for each request, of the level INFO."""
+"""Answered without a key: the page, which asks for one, and whether the server is ready."""
 
 
 class Gate:
@@ -38,7 +35,7 @@ class Gate:
     def __init__(self, app: ASGIApp, service: Service, api_keys: Sequence[str] = ()) -> None:
         self._app = app
         self._service = service
-        self._keys = [key.encode() for key in api_keys]
+        self._keys = [_digest(key.encode("utf-8", "surrogateescape")) for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or have it answered."""
@@ -58,9 +55,10 @@ class Gate:
     def _expect_key(self, scope: Scope) -> None:
         if not self._keys or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
             return
-        given = Headers(scope=scope).get("authorization", "").removeprefix("Bearer ").encode()
-        matches = [hmac.compare_digest(given, key) for key in self._keys]  # every key, so that time tells nothing
-        if not any(matches):
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = _digest(key.strip().encode("latin-1"))  # the bytes as they were sent
+        matches = [hmac.compare_digest(given, known) for known in self._keys]  # all, so that time tells nothing
+        if scheme.lower() != "bearer" or not any(matches):
             raise HTTPError(
                 401,
                 "no valid API key was sent: send the header 'Authorization: Bearer KEY'",
@@ -137,6 +135,11 @@ class _Passing:
         log.info("%s", json.dumps(self.record))
 
 
+def _digest(key: bytes) -> bytes:
+    """Return bytes of one length, so that the time of a comparison does not tell that of a key."""
+    return hashlib.sha256(key).digest()
+
+
 async def _read(receive: Receive, limit: int) -> bytes:
     """Read the body of a request.
 
@@ -191,8 +194,5 @@ def _late(seconds: float) -> HTTPError:
 
 def _too_large(limit: int) -> HTTPError:
     return HTTPError(
-        413,
-        f"the body is larger than {limit} bytes, which this server takes: send less",
-        code="body_too_large",
-        headers={"connection": "close"},
+        413, f"the body is larger than {limit} bytes, which this server takes: send less", code="body_too_large"
     )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi.responses import JSONResponse, Response
 from opgraft.engine.sampling_params import SamplingParams
-from opgraft.errors import HTTPError, InputError, RequestError
 from opgraft.server import sampling
+from opgraft.server.faults import at
 from opgraft.server.protocol import Generation
 from opgraft.server.service import Job, Service
 from opgraft.server.streams import DONE, EventStream, News, Reader, event, usage
@@ -89,19 +89,25 @@ class Generating(ABC, Generic[_B]):
 
     async def _answers(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         started = time.perf_counter()
+        logged = self.service.settings.log_prompts
+        if logged:
+            self.record["prompt"] = self.body.model_dump(include={self.prompt_field})[self.prompt_field]
         with self.service.admission.slot() as slot:
-            with _at(self.prompt_field):
+            with at(self.prompt_field):
                 self.prompt_ids = await self.prompts()
             sampling.expect_prompts(self.body, self.prompt_ids, self.service)
             self.params = sampling.params_of(self.body, self.prompt_ids, self.service, self.structured())
             if self.params.structured_output is not None:
-                with _at("response_format"):
+                with at("response_format"):
                     await self.service.prepare(self.service.llm.engine.grammar, self.params)
             self.record |= {"prompt_tokens": sum(map(len, self.prompt_ids)), "completion_tokens": 0}
             job = Job(self.id, self.prompt_ids, self.params, self.body.priority or 0, self.body.cache_salt)
             async with aclosing(self.service.answers(job, slot)) as news:
                 async for number, output in news:
                     self.record.setdefault("seconds_to_first_token", round(time.perf_counter() - started, 6))
+                    if logged:
+                        answers = {f"{number}/{answer.index}": answer.text for answer in output.outputs}
+                        self.record["answers"] = {**self.record.get("answers", {}), **answers}
                     yield number, output
 
     async def _events(
@@ -154,15 +160,6 @@ class Generating(ABC, Generic[_B]):
 
     def _usage(self, tokens: int) -> dict[str, int]:
         return usage(sum(map(len, self.prompt_ids)), tokens)
-
-
-@contextmanager
-def _at(field: str) -> Iterator[None]:
-    """Name the field that is at fault for what is raised within the block."""
-    try:
-        yield
-    except (RequestError, InputError) as error:
-        raise HTTPError(400, str(error), field=field, code="invalid_value") from error
 
 
 def _tokens(output: RequestOutput) -> int:

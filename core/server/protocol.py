@@ -20,7 +20,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream has besides the answers."""
+    """Chunks of a stream besides those of the answers."""
 
     include_usage: bool | None = None
 
@@ -190,3 +190,18 @@ class DetokenizeRequest(Body):
     model: str | None = None
     tokens: list[_Tokens]
     skip_special_tokens: bool | None = None
+
+
+class ErrorDetail(Body):
+    """What is wrong, and where."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(Body):
+    """The answer to a request that is refused, or failed."""
+
+    error: ErrorDetail

@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -16,6 +17,7 @@ import uvicorn
 from opgraft.config import OpgraftConfig, ServerConfig
 from opgraft.errors import ConfigError, EngineError, HTTPError
 from opgraft.server.app import create_app
+from opgraft.server.connection import Connection
 from opgraft.server.service import Service
 from opgraft.text import described
 
@@ -119,6 +121,7 @@ def serve(
         url = f"http://{_named(settings.host)}:{listener.getsockname()[1]}"
         config = uvicorn.Config(
             create_app(service, keys),
+            http=partial(Connection, settings),  # type: ignore[arg-type]  # it is called as the class would be
             log_config=None,
             access_log=False,
             server_header=False,

@@ -21,6 +21,10 @@ _COMPLETION_TOKENS = 16
 """Tokens of a completion that does not say how many it wants; a chat's answer may fill the context."""
 
 
+_STOP_CHARACTERS = 256
+"""Characters of a text to stop at, at most, or of a bad word."""
+
+
 def expect_prompts(body: Generation, prompts: Sequence[Sequence[int]], service: Service) -> None:
     """Refuse more or longer prompts than the server takes.
 
@@ -30,7 +34,8 @@ def expect_prompts(body: Generation, prompts: Sequence[Sequence[int]], service: 
     settings = service.settings
     answers = len(prompts) * (body.n or 1)
     if answers > settings.max_answers:
-        raise _too_many("answers, prompts times n,", answers, settings.max_answers, "n")
+        field = "prompt" if len(prompts) > settings.max_answers else "n"
+        raise _too_many("answers (prompts times n)", answers, settings.max_answers, field)
     longest = max(map(len, prompts), default=0)
     if settings.max_prompt_tokens is not None and longest > settings.max_prompt_tokens:
         field = "messages" if isinstance(body, ChatRequest) else "prompt"
@@ -56,6 +61,8 @@ def params_of(
         HTTPError: it asks for more than the server allows, or for what it has not.
         RequestError: a value is not allowed, or two contradict each other.
     """
+    for field in ("stop", "stop_token_ids", "bad_words"):
+        _expect_few(getattr(body, field) or (), service.settings.max_stops, field)
     given = body.model_dump(include=set(_AS_THEY_ARE), exclude_none=True)
     given |= {
         "max_tokens": _max_tokens(body, prompts, service),
@@ -65,6 +72,16 @@ def params_of(
         **settled,
     }
     return SamplingParams(**given)
+
+
+def _expect_few(listed: str | Sequence[object], limit: int, field: str) -> None:
+    """Refuse lists and texts so long that to look for them would keep other requests waiting."""
+    if not isinstance(listed, str) and len(listed) > limit:
+        raise _too_many(f"entries of {field}", len(listed), limit, field)
+    texts = [listed] if isinstance(listed, str) else [each for each in listed if isinstance(each, str)]
+    longest = max(map(len, texts), default=0)
+    if longest > _STOP_CHARACTERS:
+        raise _too_many(f"characters of an entry of {field}", longest, _STOP_CHARACTERS, field)
 
 
 def _max_tokens(body: Generation, prompts: Sequence[Sequence[int]], service: Service) -> int:
@@ -126,6 +143,8 @@ def _logprobs(body: Generation, limit: int) -> dict[str, Any]:
         raise HTTPError(400, "top_logprobs needs logprobs: true", field="top_logprobs", code="invalid_value")
     else:
         return {}
+    if wanted is not None and wanted < 0:
+        raise HTTPError(400, f"{field} is {wanted}: use 0 to {limit}", field=field, code="invalid_value")
     if wanted is not None and wanted > limit:
         raise _too_many("log-probabilities of a token", wanted, limit, field)
     echoed = isinstance(body, CompletionRequest) and body.echo

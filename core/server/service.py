@@ -15,6 +15,7 @@ from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import EngineError, HTTPError
+from opgraft.logger import init_logger
 from opgraft.models.build import generates
 from opgraft.plugins.selection import current_platform, selected_platform
 from opgraft.server.admission import Admission, Slot
@@ -27,6 +28,11 @@ from opgraft.text import printable
 from prometheus_client import CollectorRegistry
 
 _T = TypeVar("_T")
+_CHARACTERS = 64
+"""Characters for each token of the context, beyond which a text is not tokenized; few tokens have as many."""
+
+log = init_logger("opgraft.server")
+"""One line of JSON for each request, of the level INFO, and what failed."""
 
 
 @dataclass(frozen=True)
@@ -235,6 +241,21 @@ class Service:
                 code="model_not_found",
             )
 
+    def expect_characters(self, text: str, field: str) -> None:
+        """Refuse a text that is too long to be tokenized: who tokenizes it keeps all others waiting.
+
+        Raises:
+            HTTPError: with the limit.
+        """
+        limit = self.settings.max_prompt_characters or _CHARACTERS * self.max_model_len
+        if len(text) > limit:
+            raise HTTPError(
+                400,
+                f"{field} has a text of {len(text)} characters, and this server takes {limit}: shorten it",
+                field=field,
+                code="context_length_exceeded",
+            )
+
     async def answers(self, job: Job, slot: Slot) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Answer the prompts of a job, and yield the number of a prompt with its output whenever that has grown.
 
@@ -269,7 +290,10 @@ def _summary(explanation: Explanation) -> str:
 def _expect_no_error(output: RequestOutput) -> None:
     for answer in output.outputs:
         if answer.finish_reason == "error":
-            raise HTTPError(500, "the request failed while it was computed: the log of the server has the cause")
+            log.error("%s failed: %s", output.request_id, answer.error)
+            raise HTTPError(
+                500, "the request failed while it was computed: the log of the server has the cause", code="failed"
+            )
         if answer.finish_reason == "abort":
             raise HTTPError(503, "the request was aborted, as the server ends: ask another one", code="aborted")
 

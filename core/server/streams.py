@@ -59,7 +59,7 @@ def error_event(error: Exception) -> bytes:
 
 
 class News(NamedTuple):
-    """What is new in an answer.
+    """News of an answer.
 
     Attributes:
         text: that has come.
@@ -75,7 +75,7 @@ class News(NamedTuple):
 
 
 class Reader:
-    """What a stream has told of each of its answers, to tell what is new."""
+    """Keeps what a stream has told of each of its answers, to tell what is new."""
 
     def __init__(self) -> None:
         self._told: dict[tuple[int, int], tuple[int, int]] = {}

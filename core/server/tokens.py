@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from opgraft.errors import HTTPError
+from opgraft.server.faults import at
 from opgraft.server.messages import for_template
 from opgraft.server.protocol import DetokenizeRequest, TokenizeRequest
 from opgraft.server.service import Service
@@ -24,7 +25,8 @@ async def tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
         service.expect_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise HTTPError(400, "give either prompt or messages", field="prompt", code="invalid_value")
-    ids = await service.prepare(_encoded, service, body)
+    with at("prompt" if body.messages is None else "messages"):
+        ids = await service.prepare(_encoded, service, body)
     return {"tokens": ids, "count": len(ids), "max_model_len": service.max_model_len}
 
 
@@ -38,6 +40,7 @@ def _encoded(service: Service, body: TokenizeRequest) -> list[int]:
             add_generation_prompt=body.add_generation_prompt is not False,
             values=body.chat_template_kwargs,
         )
+    service.expect_characters(str(text), "prompt" if body.messages is None else "messages")
     return tokenized(
         str(text),
         service.tokenizer,

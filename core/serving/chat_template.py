@@ -77,8 +77,8 @@ class ChatTemplate:
         except Exception as error:  # a template can do nearly anything that raises
             reason = str(error) if isinstance(error, jinja2.TemplateError) else described(error)
             raise RequestError(
-                f"the chat template {chosen!r} of {self._tokenizer.path} cannot make a text of these {len(chat)} "
-                f"messages: {reason}. Change the messages, or pass a prompt as text."
+                f"the chat template {chosen!r} of the model cannot make a text of these {len(chat)} messages: "
+                f"{reason}. Change the messages, or pass a prompt as text."
             ) from error
 
     def _default(self, tools: object) -> str:
@@ -92,13 +92,12 @@ class ChatTemplate:
     def _compile(self, name: str) -> Any:
         sources = self._tokenizer.chat_templates
         if name not in sources:
-            path = self._tokenizer.path
             if not sources:
                 raise RequestError(
-                    f"{path} has no chat template, so how it was taught to chat is not known: pass a prompt as text to "
-                    "generate(), or put a chat_template.jinja beside the weights"
+                    "the model has no chat template, so how it was taught to chat is not known: pass a prompt as text "
+                    "to generate(), or put a chat_template.jinja beside the weights"
                 )
-            raise RequestError(f"{path} has no chat template {name!r:.80}: {close_matches(name[:80], sources)}")
+            raise RequestError(f"the model has no chat template {name!r:.80}: {close_matches(name[:80], sources)}")
         try:
             return self._environment.compiled(sources[name])
         except Exception as error:  # of syntax mostly, and of nesting too deep

@@ -90,8 +90,9 @@ class TextEngine:
             InputError: the model has none.
         """
         if self.tokenizer is None:
-            name = self.core.opgraft_config.model.name
-            raise InputError(f"{name} has no tokenizer: give prompts as token ids, or put tokenizer.json beside it")
+            raise InputError(
+                "the model has no tokenizer: give prompts as token ids, or put tokenizer.json beside its weights"
+            )
         return self.tokenizer
 
     @property

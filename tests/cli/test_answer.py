@@ -8,12 +8,12 @@ import runpy
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner
+from opgraft import SamplingParams
 from opgraft.cli import run
-from opgraft.models import find_checkpoint
+from opgraft.serving.llm import LLM
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 PROMPT = "What is gravity?"
 NEW = 8
@@ -22,18 +22,13 @@ SMALL = ("--cache.num_blocks", "300", "--load.progress", "false")
 
 @pytest.fixture(scope="module")
 def expected() -> list[int]:
-    """What transformers generates from the same file, dequantized."""
-    path = find_checkpoint("smollm2")
-    place = {"gguf_file": path.name, "local_files_only": True}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **place)
-    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **place)
-    messages = [{"role": "user", "content": PROMPT}]
-    given = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    tokens = model.generate(**given, max_new_tokens=NEW, do_sample=False)[0, given["input_ids"].shape[1] :].tolist()
-    return list(tokens)
+    """What ``LLM`` answers, which ``serving/test_smollm2.py`` compares with transformers for the same question."""
+    llm = LLM("smollm2", dtype="float32", **{"cache.num_blocks": 300, "load.progress": False})
+    (answer,) = llm.chat([[{"role": "user", "content": PROMPT}]], SamplingParams(temperature=0, max_tokens=NEW))
+    return answer.outputs[0].token_ids
 
 
-def test_the_tokens_are_those_of_transformers(cli, expected: list[int]) -> None:
+def test_the_tokens_are_those_of_the_library(cli, expected: list[int]) -> None:
     """Greedy tokens of SmolLM2 agree, beside another prompt, and the JSON is what its schema says."""
     result = cli("run", "smollm2", PROMPT, "Name a colour.", "--max-tokens", str(NEW), "--json", *SMALL)
     assert result.returncode == 0, result.stderr

@@ -23,7 +23,7 @@ NAN, INFINITY = float("nan"), float("inf")
         ("min_p", [-0.1, 1.1, NAN], "a number from 0 to 1"),
         ("presence_penalty", [-2.1, 2.1, NAN], "a number from -2 to 2"),
         ("frequency_penalty", [-2.1, 2.1, NAN], "a number from -2 to 2"),
-        ("repetition_penalty", [0, -1, NAN, INFINITY], "a number above 0"),
+        ("repetition_penalty", [0, -1, 1e-40, 1e308, NAN, INFINITY], "a number from 0.001 to 1000"),
         ("seed", [-1, True, 1.0], "None or an integer of at least 0"),
         ("stop", ["", [""], ["a", ""], [1], None, b"a"], "a list of strings that are not empty"),
         ("stop_token_ids", [[-1], [True], [1.0], "12", 3], "a list of token ids"),

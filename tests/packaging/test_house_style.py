@@ -56,8 +56,8 @@ LAYERS = [
     "opgraft.ops.linear",
     "opgraft.ops.embedding",
     "opgraft.ops.rotary",
-    "opgraft.ops.attention",
     "opgraft.ops.quantization",
+    "opgraft.ops.attention",
     "opgraft.ops.quantized_linear",
     "opgraft.ops.routing",
     "opgraft.ops.conv",
@@ -78,6 +78,7 @@ LAYERS = [
     "opgraft.engine",
     "opgraft.serving",
     "opgraft.server",
+    "opgraft.bench",
     "opgraft.testing",
     # The command line.
     "opgraft.cli",
@@ -90,6 +91,7 @@ IMPORTS_LATE = ("opgraft.cli",)
 """Commands import what they need when they are called, so that 'opgraft --help' and 'detect' start fast."""
 
 CONTROL_FLOW = {
+    "opgraft.bench.client": "Broken",  # the outcome of a request, which reports count
     "opgraft.plugins.probing": "ProbeFailed",  # an outcome that selection records, never raised to a caller
     "opgraft.adapter": "LeaveAlone",  # a verdict that the graft report shows
     "opgraft.serving.llm": "Interrupted",  # a KeyboardInterrupt that has what was computed

@@ -58,7 +58,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_holds_every_module(wheel: Path) -> None:
-    """The wheel holds every module of the three folders, py.typed and the evidence, and no other file."""
+    """The wheel holds every module of the three folders, py.typed, the evidence and the page, and no other file."""
     expected = {
         f"{package}/{path.relative_to(REPOSITORY / folder).as_posix()}"
         for folder, package in FOLDERS.items()
@@ -67,7 +67,7 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
     proofs = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "core").rglob("proof.json")}
     proofs = {name.replace("core/", "opgraft/", 1) for name in proofs}
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert names == {*expected, *proofs, "opgraft/py.typed"}
+    assert names == {*expected, *proofs, "opgraft/py.typed", "opgraft/server/page.html"}
 
 
 def test_the_wheel_carries_its_licence(wheel: Path) -> None:

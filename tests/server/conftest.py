@@ -19,7 +19,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("served") / "llama", trained_tokenizer())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(checkpoint: Path) -> Iterator[Server]:
     """A server of that model."""
     with serving(checkpoint) as running:

@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +22,7 @@ import openai
 from random_decoders import written
 
 START_SECONDS = 120
+FAULTY = str(Path(__file__).with_name("faulty.py"))
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
 )
@@ -50,6 +53,8 @@ class Server:
     model: str
     shown: list[str] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
+    key: str = "none"
+    asking: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8))
 
     @property
     def url(self) -> str:
@@ -57,14 +62,30 @@ class Server:
         return line.split()[1].removesuffix("/v1")
 
     @property
+    def headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.key}"}
+
+    @property
     def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=0, timeout=60)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", timeout=60, **options)
+        return httpx.get(f"{self.url}{path}", timeout=60, **{"headers": self.headers, **options})
 
     def post(self, path: str, **body: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", json=body, timeout=60)
+        return httpx.post(f"{self.url}{path}", json=body, headers=self.headers, timeout=60)
+
+    def send(self, path: str, body: bytes, kind: dict[str, str] | None = None) -> httpx.Response:
+        """Send a body as it is."""
+        kind = {"content-type": "application/json"} if kind is None else kind
+        return httpx.post(f"{self.url}{path}", content=body, headers={**self.headers, **kind}, timeout=60)
+
+    def request(self, method: str, path: str) -> httpx.Response:
+        return httpx.request(method, f"{self.url}{path}", headers=self.headers, timeout=60)
+
+    def later(self, ask: Callable[[], httpx.Response]) -> Future[httpx.Response]:
+        """Ask beside other requests."""
+        return self.asking.submit(ask)
 
     def complete(self, **body: Any) -> httpx.Response:
         return self.post("/v1/completions", **{"model": self.model, "prompt": "the cat", "temperature": 0, **body})
@@ -92,12 +113,21 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path | str, *options: str, program: tuple[str, ...] = ("-m", "opgraft")) -> Iterator[Server]:
-    """Start a server on a free port, and kill it at the end if it still runs."""
+def serving(model: Path | str, *options: str, step_seconds: float | None = None) -> Iterator[Server]:
+    """Start a server on a free port, and kill it at the end if it still runs.
+
+    With ``step_seconds`` each step is slowed by as much, and signals break the engine as ``faulty.py`` says.
+    """
     settings = {} if isinstance(model, str) else SETTINGS
     given = [part for name, value in settings.items() for part in (f"--{name}", value)]
+    program = ["-m", "opgraft"] if step_seconds is None else [FAULTY]
     command = [sys.executable, *program, "serve", str(model), "--port", "0", *given, *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "STEP_SECONDS": str(step_seconds or 0),
+    }
     process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
     server = Server(process, Path(model).name)
     ready = threading.Event()
@@ -114,6 +144,7 @@ def serving(model: Path | str, *options: str, program: tuple[str, ...] = ("-m", 
     finally:
         process.kill()
         process.wait()
+        server.asking.shutdown()
         for reader in readers:
             reader.join()
         for pipe in (process.stdout, process.stderr):
@@ -128,3 +159,25 @@ def _read(pipe: Any, lines: list[str], ready: threading.Event | None) -> None:
             ready.set()
     if ready is not None:
         ready.set()  # it has ended: nobody needs to wait any longer
+
+
+def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+    """Wait for a condition."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.02)
+
+
+def expect_idle(server: Server) -> None:
+    """Wait until nothing runs, and nothing is left in the cache."""
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    until(lambda: not any(map(server.metric, names)))
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """The error of an answer, which is of OpenAI's shape."""
+    (error,) = response.json().values()
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error, dict)
+    return error

@@ -211,7 +211,7 @@ def test_a_model_without_chat_template(llm: LLM) -> None:
 def test_a_checkpoint_without_tokenizer(without_tokenizer: Path) -> None:
     """Token ids are answered by token ids; text, chats and bad words are refused with what is missing."""
     llm = open_llm(without_tokenizer)
-    missing = "has no tokenizer: give prompts as token ids, or put tokenizer.json beside it"
+    missing = "has no tokenizer: give prompts as token ids, or put tokenizer.json beside its weights"
     with pytest.raises(InputError, match=missing):
         llm.generate([PROMPT, "the cat"], GREEDY)
     with pytest.raises(InputError, match=missing):

@@ -18,7 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ("torch", "numpy", "importlib_metadata", "pluggy", "click", "rich.console", "rich.table")
+PRELOADED = (
+    *("torch", "torch._dynamo", "torch.distributed.tensor", "numpy"),
+    *("importlib_metadata", "pluggy", "click", "rich.console", "rich.table"),
+)
 
 STREAMS = (("stdin", "r", "strict"), ("stdout", "w", "strict"), ("stderr", "w", "backslashreplace"))
 KEPT: list[Any] = []

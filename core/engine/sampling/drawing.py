@@ -36,7 +36,8 @@ class Filters:
     @classmethod
     def of(cls, top_k: Sequence[int], top_p: Sequence[float], min_p: Sequence[float], device: torch.device) -> Filters:
         """Make the filters of rows from their values as ``SamplingParams`` has them."""
-        k = torch.tensor([value or torch.iinfo(torch.int64).max for value in top_k], device=device)
+        most = torch.iinfo(torch.int64).max
+        k = torch.tensor([min(value, most) or most for value in top_k], device=device)
         p = torch.tensor([value if value < 1 else float("inf") for value in top_p], dtype=torch.float64, device=device)
         share = (
             torch.tensor(min_p, dtype=torch.float64, device=device).log().float().double()

@@ -1,4 +1,4 @@
-"""What rows of codes hold, told by the list of the numbers that codes stand for."""
+"""Reference of rows of codes, by the list of the numbers that codes stand for."""
 
 from __future__ import annotations
 

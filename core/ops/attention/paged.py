@@ -103,8 +103,7 @@ def paged_attention(
         scale: multiplies the scores.
         sliding_window: tokens that a token sees, with itself (arXiv:2004.05150); all so far if not given.
         logits_soft_cap: bounds scores as ``cap · tanh(score / cap)`` (arXiv:2408.00118).
-        sinks: one more score per query head, which takes a share of the softmax and has no value, ``[num_heads]`` in
-            any floating-point dtype (arXiv:2309.17453).
+        sinks: one more score per query head, which has no value: floating-point ``[num_heads]`` (arXiv:2309.17453).
 
     Raises:
         ValueError: a shape, a dtype, a device or a setting does not fit, ``query_start_loc`` does not ascend from 0 to

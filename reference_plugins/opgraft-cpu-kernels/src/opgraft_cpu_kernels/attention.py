@@ -93,7 +93,7 @@ def in_opgrafts_layout(cache: Tensor, query: Tensor) -> Tensor:
 
 def _scales(cache: Tensor, head_size: int) -> Tensor:
     """View the scales of a cache of codes as ``[blocks, 2, heads, groups, 16, 4]``."""
-    return cache[..., GROUP * head_size :].unflatten(-1, (GROUP, SCALE_BYTES))
+    return cache[..., GROUP * head_size :].view(*cache.shape[:-1], GROUP, SCALE_BYTES)
 
 
 def _by_token(cache: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,148 @@
+"""The two sides of the serving benchmark, each a process: ``opgraft serve``, and the same engine without a server."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from opgraft import LLM, SamplingParams
+from opgraft.bench.prompts import random_prompts
+
+REQUESTS, WORDS, TOKENS = 64, 50, 64
+"""The work of the comparison: requests, words of each prompt, tokens of each answer."""
+
+SETTINGS: dict[str, Any] = {"scheduler.max_num_seqs": 64, "model.max_model_len": 512, "load.progress": False}
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def write_tiny(folder: Path) -> str:
+    """Write a model of random weights whose steps take next to no time, so that what is around them shows."""
+    import tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([str(prompt.content) for prompt in random_prompts(9, 99, 0)], trainer)
+    shape: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config = LlamaConfig(vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=1024, **shape)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds that some work took on the clock, and of CPU time of its process."""
+
+    seconds: float
+    cpu_seconds: float
+
+
+def process_cpu(pid: int) -> float:
+    """Return the seconds of CPU time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def process_memory(pid: int) -> int:
+    """Return the bytes that a process holds in memory."""
+    return int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that runs."""
+
+    url: str
+    pid: int
+
+    def metric(self, name: str) -> float:
+        """Return the sum of a metric over its labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics") as answer:  # noqa: S310 - our own server
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"opgraft:{name}{{"))
+
+
+@contextmanager
+def serving(model: str, **settings: Any) -> Iterator[Served]:
+    """Run a server, one thread for its products, until the end of the block."""
+    given = [part for name, value in {**SETTINGS, **settings}.items() for part in (f"--{name}", str(value).lower())]
+    command = [sys.executable, "-m", "opgraft", "serve", model, "--port", "0", *given]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+    ) as process:
+        try:
+            yield Served(_url(_stdout(process)), process.pid)
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def _url(lines: IO[str]) -> str:
+    for line in lines:
+        if line.startswith("url"):
+            return line.split()[1].removesuffix("/v1")
+    raise SystemExit("the server has ended before it listened: run 'opgraft serve' by hand to see why")
+
+
+@contextmanager
+def offline(model: str) -> Iterator[subprocess.Popen[str]]:
+    """Run the engine without a server; ``answer`` has it answer the work."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, model]
+    with subprocess.Popen(
+        command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def answer(process: subprocess.Popen[str], seed: int) -> Cost:
+    """Have the engine of ``offline`` answer the prompts of a seed."""
+    if process.stdin is None:
+        raise SystemExit("the engine has no stdin: start it by offline()")
+    process.stdin.write(f"{seed}\n")
+    process.stdin.flush()
+    return Cost(**json.loads(_stdout(process).readline()))
+
+
+def _stdout(process: subprocess.Popen[str]) -> IO[str]:
+    if process.stdout is None:
+        raise SystemExit("a process has no stdout: start it with a pipe")
+    return process.stdout
+
+
+def main() -> None:
+    """Answer the prompts of each seed that comes on stdin."""
+    llm = LLM(sys.argv[1], **SETTINGS)
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    for line in sys.stdin:
+        prompts = [str(prompt.content) for prompt in random_prompts(REQUESTS, WORDS, int(line))]
+        start, cpu = time.perf_counter(), time.process_time()
+        llm.generate(prompts, params)
+        cost = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
+        print(json.dumps(cost), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Load tests of servers with OpenAI's interface, ours or others."""

@@ -1,0 +1,213 @@
+"""Load, faults and the end of a server: every request is answered once, and its cache is free afterwards."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from server.processes import Server, error_of, expect_idle, serving, until
+
+STEP = 0.05
+LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def slow(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose steps take 50 ms, which runs two requests at once, lets three wait and asks for a key."""
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("first-key\nclé\n", encoding="utf-8")
+    limits = {
+        "scheduler.max_num_seqs": 2,
+        "server.max_waiting_requests": 3,
+        "server.max_waiting_tokens": 100,
+        "server.max_output_tokens": 900,
+        "server.max_body_bytes": 100_000,
+        "server.body_seconds": 1,
+        "server.head_seconds": 1,
+        "server.request_seconds": 25,
+        "server.api_key_file": keys,
+    }
+    options = [part for name, value in limits.items() for part in (f"--{name}", str(value))]
+    with serving(checkpoint, "--api-key", "third-key", *options, step_seconds=STEP) as running:
+        running.key = "third-key"
+        yield running
+
+
+def stream(server: Server, **body: Any) -> AbstractContextManager[httpx.Response]:
+    """Begin a stream."""
+    given = {"model": server.model, "prompt": "the cat", "temperature": 0, **LONG, **body}
+    return httpx.stream("POST", f"{server.url}/v1/completions", json=given, headers=server.headers, timeout=60)
+
+
+def begun(response: httpx.Response) -> Iterator[str]:
+    """Return the lines of a stream, whose first event has come."""
+    lines = response.iter_lines()
+    assert next(lines).startswith("data:")
+    return lines
+
+
+def test_a_client_that_leaves_is_noticed_within_two_steps(slow: Server) -> None:
+    """Its request ends, two steps later at most, and its cache is free; the log says why."""
+    with stream(slow) as response:
+        lines = begun(response)
+        for _ in range(3):
+            next(lines)
+        before = slow.metric("generation_tokens_total")
+    expect_idle(slow)
+    assert slow.metric("generation_tokens_total") <= before + 3, "two steps, and the one of the moment"
+    until(lambda: any(line.get("error") == "the client has left" for line in slow.requests()))
+    body = {"model": slow.model, "prompt": "the cat", "max_tokens": 400, "ignore_eos": True}
+    before = slow.metric("generation_tokens_total")
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{slow.url}/v1/completions", json=body, headers=slow.headers, timeout=10 * STEP)
+    expect_idle(slow)
+    assert slow.metric("generation_tokens_total") < before + 20, "who asks for no stream is noticed, too"
+
+
+def test_what_cannot_wait_is_refused_at_once(slow: Server) -> None:
+    """Beyond the bounds on sequences and tokens that wait it is 429 with Retry-After; who runs and waits goes on."""
+    with stream(slow) as one, stream(slow) as two:
+        running = [begun(one), begun(two)]
+        first = slow.later(lambda: slow.complete(max_tokens=2, n=3, temperature=1))
+        until(lambda: slow.metric("num_requests_waiting") == 3)
+        started = time.monotonic()
+        refused = slow.complete(max_tokens=2)
+        assert time.monotonic() - started < 1
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        assert error_of(refused)["message"].startswith("3 sequences wait already, this request has 1, and at most 3")
+        assert all(next(lines) == "" for lines in running)
+    assert first.result().status_code == 200, "it waited, and ran when there was room"
+    expect_idle(slow)
+    with stream(slow) as one, stream(slow) as two:
+        running = [begun(one), begun(two)]
+        first = slow.later(lambda: slow.complete(prompt=[5] * 60, max_tokens=2))
+        until(lambda: slow.metric("num_requests_waiting") == 1)
+        refused = slow.complete(prompt=[5] * 60, max_tokens=2)
+        assert "60 tokens wait already, this request has 60, and at most 100" in error_of(refused)["message"]
+    assert first.result().status_code == 200
+    expect_idle(slow)
+
+
+def test_tokens_of_all_answers_have_a_limit(slow: Server) -> None:
+    """n times max_tokens is refused beyond it, with the numbers; without max_tokens the limit is shared out."""
+    error = error_of(slow.complete(n=3, max_tokens=301, temperature=1))
+    assert "903 tokens" in error["message"]
+    assert "allows 900" in error["message"]
+    assert error["param"] == "max_tokens"
+
+
+def test_a_step_that_fails_fails_its_requests_alone(slow: Server) -> None:
+    """They get an error without the cause, which is in the log; the next request is answered."""
+    failing = slow.later(lambda: slow.complete(max_tokens=50, ignore_eos=True))
+    with stream(slow) as response:
+        lines = begun(response)
+        slow.process.send_signal(signal.SIGUSR1)
+        *_, last = [line for line in lines if line]
+    assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
+    whole = failing.result()
+    assert whole.status_code == 500
+    assert "secret" not in whole.text + last
+    assert "Traceback" not in whole.text + last
+    assert any("kernel trouble" in line for line in slow.log)
+    assert slow.complete(max_tokens=2).status_code == 200
+    assert slow.get("/health").status_code == 200
+    expect_idle(slow)
+
+
+def test_a_request_has_so_much_time(checkpoint: Path) -> None:
+    """A request that takes longer is 504, or ends its stream with the error; its cache is free."""
+    with serving(checkpoint, "--server.request_seconds", "0.6", step_seconds=STEP) as server:
+        late = server.complete(max_tokens=300, ignore_eos=True)
+        assert late.status_code == 504
+        assert "longer than the 0.6 seconds" in error_of(late)["message"]
+        with stream(server) as response:
+            *_, last = [line for line in begun(response) if line]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+        expect_idle(server)
+        assert server.complete(max_tokens=2).status_code == 200
+        with stream(server):
+            assert server.end(signal.SIGINT) == 0
+
+
+@pytest.mark.parametrize(
+    "header",
+    [None, "Bearer", "Bearer wrong", "Bearer first-key2", "first-key", "Basic first-key", "Bearer first-key third-key"],
+)
+def test_without_a_key_nothing_is_told(slow: Server, header: str | None) -> None:
+    """A missing or a wrong key is 401 on all paths but /health."""
+    headers = {} if header is None else {"authorization": header}
+    for path in ("/v1/models", "/metrics", "/v1/decisions", "/openapi.json", "/version", "/nowhere"):
+        refused = httpx.get(f"{slow.url}{path}", headers=headers)
+        assert refused.status_code == 401
+        assert refused.headers["www-authenticate"] == "Bearer"
+        assert error_of(refused)["code"] == "invalid_api_key"
+    assert httpx.get(f"{slow.url}/health", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("key", ["Bearer first-key", "Bearer third-key", "bearer  clé"])
+def test_each_key_opens(slow: Server, key: str) -> None:
+    """Keys of the file and of the option hold, in any letters, and the scheme in any case."""
+    answer = httpx.get(f"{slow.url}/v1/models", headers={"authorization": key.encode()})
+    assert answer.status_code == 200
+    assert not any("clé" in line or "-key" in line for line in slow.log)
+
+
+def test_a_drain_lets_requests_finish(checkpoint: Path) -> None:
+    """After a SIGTERM new ones are refused, short ones end, long ones are aborted in time, and the code is 0."""
+    with serving(checkpoint, "--drain-seconds", "2", step_seconds=STEP) as server, httpx.Client() as client:
+        assert client.get(f"{server.url}/health").status_code == 200
+        with stream(server) as long, stream(server, max_tokens=20) as short:
+            lines = [begun(long), begun(short)]
+            server.process.send_signal(signal.SIGTERM)
+            until(lambda: refuses(server))
+            assert [line for line in lines[1] if line][-1] == "data: [DONE]"
+            *_, last = [line for line in lines[0] if line]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "aborted"
+        assert server.process.wait(10) == 0
+        streams = [line for line in server.requests() if line["path"] == "/v1/completions"]
+        assert sorted(line.get("error", "")[:11] for line in streams) == ["", "the request"]
+
+
+def refuses(server: Server) -> bool:
+    """Tell whether the server takes no more connections."""
+    try:
+        httpx.get(f"{server.url}/health", timeout=5)
+    except httpx.TransportError:
+        return True
+    return False
+
+
+def test_a_second_signal_ends_at_once(checkpoint: Path) -> None:
+    """Nothing is waited for any more."""
+    with serving(checkpoint, "--drain-seconds", "60", step_seconds=STEP) as server, stream(server) as response:
+        begun(response)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: refuses(server))
+        assert server.end(seconds=3) == -signal.SIGTERM
+
+
+def test_the_death_of_the_engine_ends_every_request(checkpoint: Path) -> None:
+    """Who streams, who waits and who comes gets an error, /health says so, and the process ends with the code 5."""
+    with serving(checkpoint, "--scheduler.max_num_seqs", "1", step_seconds=STEP) as server:
+        with stream(server) as response:
+            lines = begun(response)
+            waiting = server.later(lambda: server.complete(max_tokens=3))
+            until(lambda: server.metric("num_requests_waiting") == 1)
+            server.process.send_signal(signal.SIGUSR2)
+            *_, last = [line for line in lines if line]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_stopped"
+        assert waiting.result().status_code == 503
+        health = server.get("/health")
+        assert health.status_code == 503
+        assert "engine has stopped" in error_of(health)["message"]
+        assert server.complete().status_code == 503
+        assert server.process.wait(10) == 5
+        assert not any("the thread is dead" in line for line in server.requests())

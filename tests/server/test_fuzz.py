@@ -1,0 +1,102 @@
+"""Bodies drawn from the published OpenAPI document, and bent: never a 500, never a crash."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from server.processes import Server, error_of, expect_idle
+
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize")
+MANY = 25
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.sampled_from([0, -1, 2**31, 2**63, 2**64, 10**30]),
+    st.floats(),
+    st.text(max_size=20),
+    st.sampled_from(
+        ["", "\x00", "\ud800", "llama", "user", "system", "json_schema", "function", "required", "the cat"]
+    ),
+)
+ANYTHING = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=8), inner, max_size=4)),
+    max_leaves=12,
+)
+
+
+@pytest.fixture(scope="module")
+def document(server: Server) -> dict[str, Any]:
+    found: dict[str, Any] = server.get("/openapi.json").json()
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unharmed(server: Server) -> Iterator[None]:
+    """Afterwards nothing runs and the cache is free."""
+    yield
+    expect_idle(server)
+    assert server.complete(max_tokens=2).status_code == 200
+
+
+def bodies(schema: dict[str, Any], document: dict[str, Any]) -> st.SearchStrategy[Any]:
+    """Values of a schema of the document, one of ten of which is anything at all."""
+    right = _right(schema, document)
+    return st.integers(0, 9).flatmap(lambda number: ANYTHING if number == 0 else right)
+
+
+def _right(schema: dict[str, Any], document: dict[str, Any]) -> st.SearchStrategy[Any]:
+    if "$ref" in schema:
+        return _right(document["components"]["schemas"][schema["$ref"].rpartition("/")[2]], document)
+    if "anyOf" in schema:
+        return st.one_of([bodies(each, document) for each in schema["anyOf"]])
+    if "const" in schema or "enum" in schema:
+        return st.sampled_from(schema.get("enum") or [schema["const"]])
+    kind = schema.get("type")
+    if kind == "object" and "properties" in schema:
+        parts = {name: bodies(each, document) for name, each in schema["properties"].items()}
+        required = {name: parts.pop(name) for name in schema.get("required", ())}
+        return st.fixed_dictionaries(required, optional=parts)
+    if kind == "object":
+        return st.dictionaries(st.text(max_size=6), ANYTHING, max_size=3)
+    if kind == "array":
+        return st.lists(bodies(schema["items"], document) if schema.get("items") else ANYTHING, max_size=3)
+    return {
+        "string": st.sampled_from(["llama", "the cat", "", "a" * 300, "\ud800"]) | st.text(max_size=20),
+        "integer": st.integers(-1, 600) | st.integers(),
+        "number": st.floats(0, 2) | st.floats(),
+        "boolean": st.booleans(),
+        "null": st.none(),
+    }.get(str(kind), ANYTHING)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_no_body_harms(server: Server, document: dict[str, Any], path: str) -> None:
+    """Every answer is one that is documented: 200, or an error of the client's making in the published shape."""
+    operation = document["paths"][path]["post"]
+    schema = operation["requestBody"]["content"]["application/json"]["schema"]
+
+    @settings(
+        max_examples=MANY, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(bodies(schema, document), st.booleans())
+    def ask(body: Any, served: bool) -> None:
+        if served and isinstance(body, dict):
+            body = {**body, "model": server.model, "max_tokens": 2} if "ompletions" in path else body
+        response = client.post(f"{server.url}{path}", content=json.dumps(body), headers=kind)
+        assert response.status_code in (200, 400, 404), f"{response.status_code}: {response.text}, for {body!r}"
+        if response.status_code != 200:
+            assert error_of(response)["message"]
+            assert "4XX" in operation["responses"]
+
+    kind = {"content-type": "application/json"}
+    with httpx.Client(timeout=60) as client:
+        ask()
