@@ -109,6 +109,10 @@ def _replace_layer(stack: Any) -> None:
     stack.layers[1] = Nothing()
 
 
+def _replace_layers(stack: Any) -> None:
+    stack.layers = nn.ModuleList([*stack.layers][:-1])
+
+
 class Nothing(nn.Module):
     def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return hidden_states, residual
@@ -134,7 +138,10 @@ def _set_eps(stack: Any) -> None:
     stack.layers[2].input_layernorm.variance_epsilon = 0.5
 
 
-CHANGES = (_replace_module, _replace_layer, _replace_forward, _replace_weight, _write_weight, _pack, _set_eps)
+CHANGES = (
+    *(_replace_module, _replace_layer, _replace_layers, _replace_forward),
+    *(_replace_weight, _write_weight, _pack, _set_eps),
+)
 
 
 @pytest.mark.parametrize("change", CHANGES)
