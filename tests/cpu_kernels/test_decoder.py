@@ -217,3 +217,10 @@ def test_what_the_library_refuses(kernels: Any) -> None:
     decoder.add_layer(*given, maps, [1, 1, 4], 1.0, None, None, None, True)
     with pytest.raises(ValueError, match="0 layers have caches"):
         decoder.run(torch.arange(1), weight[:1], [], [], [], [], torch.tensor([0, 1]), torch.tensor([1]))
+
+
+def test_explain_knows_what_attention_runs(folder: Path) -> None:
+    """The plugin's attention writes and reads pages by itself: the ops that it has for that are not said to run."""
+    rows = Served(folder).core.executor.call("explain").rows
+    runs = {row.op: row.runs for row in rows if ".attn" in row.path}
+    assert (runs["attention"], runs["write_kv_cache"], runs["paged_attention"]) == (True, False, False)
