@@ -165,7 +165,7 @@ clean:
 # A strict editable install is a tree of links, one per file, which type checkers can read and which costs no start-up
 # time. An edit shows at once; a new or removed file needs the install again, hence the list.
 .venv/opgraft: .venv/demo .venv/sources pyproject.toml core/__init__.py
-	$(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve,structured,test,lint]'
+	$(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve,structured,test,clients,lint]'
 	touch $@
 
 .venv/sources: .venv/base FORCE

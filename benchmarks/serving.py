@@ -44,6 +44,9 @@ STREAMS = 1000
 WAITING = 16
 """Sequences that may wait in the server that is overloaded."""
 
+SMALL_CACHE = {"cache.num_blocks": 256}
+"""A cache that is soon used to its last block: the system gives memory when it is first written, which is no leak."""
+
 RECOVERED = 2.0
 """An answer that takes so many times as long as of an idle server is of one that has recovered."""
 
@@ -157,8 +160,8 @@ def _rate(outcomes: Sequence[Outcome]) -> float:
 
 def soak(folder: Path, arguments: argparse.Namespace) -> list[Finding]:
     """Ask a server for all sorts of things for a long time, and look at what is left behind."""
-    with serving(write_tiny(folder)) as served:
-        asyncio.run(_mixed(served, arguments.minutes * 6))  # a tenth: allocators reach their size
+    with serving(write_tiny(folder), **SMALL_CACHE) as served:
+        asyncio.run(_mixed(served, max(20, arguments.minutes * 6)))  # until allocators have reached their size
         before = process_memory(served.pid)
         hung, asked = asyncio.run(_mixed(served, arguments.minutes * 54))
         time.sleep(1)

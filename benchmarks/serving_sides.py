@@ -20,7 +20,7 @@ from opgraft.bench.prompts import random_prompts
 REQUESTS, WORDS, TOKENS = 64, 50, 64
 """The work of the comparison: requests, words of each prompt, tokens of each answer."""
 
-SETTINGS = {"scheduler.max_num_seqs": 64, "model.max_model_len": 512, "load.progress": False}
+SETTINGS: dict[str, Any] = {"scheduler.max_num_seqs": 64, "model.max_model_len": 512, "load.progress": False}
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -35,7 +35,12 @@ def write_tiny(folder: Path) -> str:
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([str(prompt.content) for prompt in random_prompts(9, 99, 0)], trainer)
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     config = LlamaConfig(vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=1024, **shape)
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))

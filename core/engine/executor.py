@@ -7,6 +7,7 @@ from typing import Any
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
 from opgraft.engine.worker import Worker
+from opgraft.errors import EngineError
 
 
 @PluggableClass.register("executor")
@@ -19,6 +20,7 @@ class Executor(PluggableClass):
 
     def __init__(self, opgraft_config: OpgraftConfig) -> None:
         self.opgraft_config = opgraft_config
+        self.worker: Worker | None = None
 
     def start(self) -> None:
         """Start the worker and prepare its device."""
@@ -26,12 +28,18 @@ class Executor(PluggableClass):
         self.worker.init_device()
 
     def call(self, method: str, *args: Any) -> Any:
-        """Return what a method of the worker returns."""
+        """Return what a method of the worker returns.
+
+        Raises:
+            EngineError: there is no worker, before the start or after the shutdown.
+        """
+        if self.worker is None:
+            raise EngineError("the engine was shut down, or not started, and has no worker: make a new one")
         return getattr(self.worker, method)(*args)
 
     def check_health(self) -> None:
         """Raise where a worker is lost; one in this process is not."""
 
     def shutdown(self) -> None:
-        """Let go of the worker, and with it of the model and its cache."""
-        del self.worker
+        """Let go of the worker, and with it of the model and its cache. Further calls do nothing."""
+        self.worker = None

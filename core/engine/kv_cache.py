@@ -202,11 +202,18 @@ class KVCacheManager:
         for index in range(len(hashes), count):
             before = hashes[-1] if hashes else _root(request)
             tokens = array("q", request.tokens(index * self.block_size, (index + 1) * self.block_size))
-            hashes.append(sha256(before + tokens.tobytes()).digest())
+            hashes.append(sha256(b"block" + before + tokens.tobytes()).digest())
 
 
 def _root(request: Request) -> bytes:
-    """Return what the first block's hash begins with, as long as a hash."""
+    """Return what the first block's hash begins with, as long as a hash.
+
+    Hashes of salts, rotations and blocks begin differently, so that no salt that somebody makes up is a block's.
+    """
     salt = request.cache_salt
-    root = bytes(sha256().digest_size) if salt is None else sha256(salt.encode("utf-8", "surrogatepass")).digest()
-    return sha256(root + array("q", request.rotation).tobytes()).digest() if any(request.rotation) else root
+    root = bytes(sha256().digest_size)
+    if salt is not None:
+        root = sha256(b"salt" + salt.encode("utf-8", "surrogatepass")).digest()
+    return (
+        sha256(b"rotation" + root + array("q", request.rotation).tobytes()).digest() if any(request.rotation) else root
+    )

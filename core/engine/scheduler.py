@@ -235,7 +235,9 @@ class Scheduler:
         parent = self._requests.get(request.parent) if request.parent else None
         shared = None
         if parent is not None and parent.status == "running" and not request.output:
-            same = parent.rotation == request.rotation
+            # an id may have been given anew, to another prompt
+            same = (parent.rotation, parent.cache_salt) == (request.rotation, request.cache_salt)
+            same = same and parent.num_computed >= len(parent.prompt) and parent.prompt == request.prompt
             shared = self.cache.common_prefix(request, parent) if same else None
         return shared or self.cache.longest_prefix(request)
 

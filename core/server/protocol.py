@@ -193,7 +193,7 @@ class DetokenizeRequest(Body):
 
 
 class ErrorDetail(Body):
-    """What is wrong, and where."""
+    """Message of an error, and where it is."""
 
     message: str
     type: str

@@ -37,7 +37,10 @@ class Mailbox:
             if self.loop.is_closed():
                 return False
             if not self._news:
-                self.loop.call_soon_threadsafe(self._deliver)
+                try:
+                    self.loop.call_soon_threadsafe(self._deliver)
+                except RuntimeError:  # it was closed since it was asked
+                    return False
             self._news[stream] = news
         return True
 

@@ -76,7 +76,7 @@ def _given(prompt: object, vocab_size: int, name: str) -> list[int]:
             raise RequestError(f"{name} has {token!r:.40} at place {place}, which is no token id: give whole numbers")
         if not 0 <= token < vocab_size:
             raise RequestError(
-                f"{name} has the token id {token:.6g} at place {place}, and the vocabulary has {vocab_size} (0 to "
+                f"{name} has the token id {token!s:.20} at place {place}, and the vocabulary has {vocab_size} (0 to "
                 f"{vocab_size - 1}): encode the text with this model's tokenizer"
             )
     return list(ids)

@@ -109,6 +109,10 @@ def _replace_layer(stack: Any) -> None:
     stack.layers[1] = Nothing()
 
 
+def _replace_layers(stack: Any) -> None:
+    stack.layers = nn.ModuleList([*stack.layers][:-1])
+
+
 class Nothing(nn.Module):
     def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return hidden_states, residual
@@ -134,7 +138,10 @@ def _set_eps(stack: Any) -> None:
     stack.layers[2].input_layernorm.variance_epsilon = 0.5
 
 
-CHANGES = (_replace_module, _replace_layer, _replace_forward, _replace_weight, _write_weight, _pack, _set_eps)
+CHANGES = (
+    *(_replace_module, _replace_layer, _replace_layers, _replace_forward),
+    *(_replace_weight, _write_weight, _pack, _set_eps),
+)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -210,3 +217,10 @@ def test_what_the_library_refuses(kernels: Any) -> None:
     decoder.add_layer(*given, maps, [1, 1, 4], 1.0, None, None, None, True)
     with pytest.raises(ValueError, match="0 layers have caches"):
         decoder.run(torch.arange(1), weight[:1], [], [], [], [], torch.tensor([0, 1]), torch.tensor([1]))
+
+
+def test_explain_knows_what_attention_runs(folder: Path) -> None:
+    """The plugin's attention writes and reads pages by itself: the ops that it has for that are not said to run."""
+    rows = Served(folder).core.executor.call("explain").rows
+    runs = {row.op: row.runs for row in rows if ".attn" in row.path}
+    assert (runs["attention"], runs["write_kv_cache"], runs["paged_attention"]) == (True, False, False)

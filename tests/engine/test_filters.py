@@ -148,6 +148,14 @@ def test_biases_are_added() -> None:
     assert (found - logits[0]).tolist() == pytest.approx([-100, 0, 0, 2.5, *[0] * 8], abs=1e-4)
 
 
+def test_biases_may_be_whole_numbers() -> None:
+    """A bias of 2 is one of 2.0, and its request's neighbours are none the wiser."""
+    batch = SamplingBatch()
+    batch.add("whole", SamplingParams(temperature=0.0, logit_bias={3: 20}), [1])
+    batch.add("neighbour", SamplingParams(temperature=0.0), [1])
+    assert Sampler()(torch.arange(12.0).repeat(2, 1), batch).tokens.tolist() == [3, 11]
+
+
 def banned(output: list[int], params: SamplingParams = SamplingParams(), **more: Any) -> list[int]:  # noqa: B008
     row = adjusted(torch.zeros(1, 12), params, [1, 5], output, **more)
     return row.isneginf().nonzero().flatten().tolist()
@@ -178,11 +186,15 @@ def test_processors_of_users() -> None:
         seen.append(output)
         return torch.full_like(logits, -math.inf).index_fill_(0, torch.tensor([6, 8]), 1.0)
 
+    def raise_first(output: list[int], logits: Tensor, amount: float = 4.0) -> Tensor:
+        logits[output[0]] += amount
+        return logits
+
     def raise_by_prompt(prompt: list[int], output: list[int], logits: Tensor) -> Tensor:
         logits[prompt[0]] += len(output)
         return logits
 
-    params = SamplingParams(logits_processors=(ban_all_but, raise_by_prompt))
+    params = SamplingParams(logits_processors=(ban_all_but, raise_first, raise_by_prompt))
     row = adjusted(torch.zeros(1, 12), params, [8], [2, 3])
     assert row[8] == 3
     assert row[6] == 1

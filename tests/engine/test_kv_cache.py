@@ -97,6 +97,18 @@ def test_hashes_are_the_same_in_every_process() -> None:
     assert len(eval(seen.pop())) == 2  # noqa: S307
 
 
+def test_no_salt_is_a_block() -> None:
+    """A salt that is made of another prompt's bytes finds nothing of it."""
+    cache = KVCacheManager([LayerKind()], 4, 4)
+    secret, following = Request("a", range(9), SamplingParams()), range(4, 9)
+    cache.longest_prefix(secret)
+    for before in ("", "block"):
+        made_up = before + "\0" * 32 + "".join(chr(token) + "\0" * 7 for token in range(4))
+        guess = Request("b", following, SamplingParams(), cache_salt=made_up)
+        cache.longest_prefix(guess)
+        assert not {*guess.block_hashes} & {*secret.block_hashes}
+
+
 def test_blocks_before_a_window_are_given_back() -> None:
     """A sequence of any length uses the blocks that its window covers; the next token still finds them all."""
     kind = LayerKind(6)

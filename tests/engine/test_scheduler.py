@@ -193,6 +193,24 @@ def test_samples_go_on_when_the_first_is_aborted() -> None:
     assert counts(step(scheduler)) == {"r/1": 4}
 
 
+def test_a_sample_takes_nothing_of_another_prompt() -> None:
+    """An id that ended may be given anew, to another prompt, while samples of the first still wait."""
+    scheduler = make_scheduler(max_num_seqs=2, policy="priority", prefix_reuse=False)
+    first, second = distinct("r", 10, 10, n=2).split()
+    for each in (request("busy", priority=-2, max_tokens=9), first, second):
+        scheduler.add(each)
+    step(scheduler)
+    scheduler.abort("r/0")
+    other = distinct("r/0", 12, 40)
+    other.priority = -1
+    scheduler.add(other)
+    step(scheduler)
+    scheduler.abort("busy")
+    made = step(scheduler)
+    (added,) = made.added
+    assert (added.request_id, counts(made)["r/1"], made.copies) == ("r/1", 10, ())
+
+
 def test_abort_between_schedule_and_update() -> None:
     """The token of a request that was aborted meanwhile is dropped, even if its id is in use again."""
     scheduler = make_scheduler()

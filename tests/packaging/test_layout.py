@@ -96,7 +96,11 @@ def test_every_requirement_is_pinned(pyproject: dict[str, Any]) -> None:
     pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
     normalized = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins.items()}
     project = pyproject["project"]
-    extras = [line for name in ("demo", "test", "lint", "docs") for line in project["optional-dependencies"][name]]
+    extras = [
+        line
+        for name in ("demo", "serve", "test", "clients", "lint", "docs")
+        for line in project["optional-dependencies"][name]
+    ]
     for line in (*pyproject["build-system"]["requires"], *project["dependencies"], *extras):
         requirement = Requirement(line)
         assert requirement.specifier.contains(normalized[requirement.name]), line

@@ -150,7 +150,10 @@ def test_templates_by_name() -> None:
     [
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 1000000 steps"),
         ("{% for a in [1,1] recursive %}{{ loop([1, 1]) }}{% endfor %}", "recursion"),
-        ("{% macro f(n) %}{% if n %}{{ f(n-1) ~ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}", "more than .* steps"),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n-1) ~ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+            "more than|longer than",
+        ),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         ("{% for i in range(10**9) %}{% endfor %}", "with the number 1e"),
         ("{% for i in range(200000) %}{% endfor %}", "Range too big"),
@@ -171,7 +174,7 @@ def test_templates_by_name() -> None:
 )
 def test_limits(source: str, reason: str) -> None:
     """Loops without end and huge texts are an error of the request, soon and with little memory."""
-    with pytest.raises(RequestError, match=rf"'default' of model cannot make a text of these 1 messages.*{reason}"):
+    with pytest.raises(RequestError, match=rf"'default' of the model cannot make a text of.*({reason})"):
         chat_template(source).render([{"role": "user", "content": "x"}])
 
 

@@ -42,7 +42,8 @@ class Adjustments:
             for token, bias in row.params.logit_bias.items()
             if token < vocabulary
         }
-        self._bias = (self._indices(list(biases)), torch.tensor(list(biases.values()), device=device)) if biases else ()
+        values = torch.tensor(list(biases.values()), dtype=torch.float32, device=device)
+        self._bias = (self._indices(list(biases)), values) if biases else ()
         penalised = [(index, row) for index, row in numbered if row.penalised]
         self._penalties = Penalties(penalised, vocabulary, device) if penalised else None
         self.any = bool(self._grammars or self._restricted or self._processed or biases or penalised)
@@ -114,6 +115,6 @@ def _process(logits: Tensor, row: Row) -> str | None:
 
 
 def _arguments(processor: Callable[..., Any], row: Row) -> tuple[list[int], ...]:
-    """Return what a processor takes before the logits: the output, or with three parameters prompt and output."""
-    takes = len(inspect.signature(processor).parameters)
-    return (list(row.prompt), list(row.output)) if takes == 3 else (list(row.output),)
+    """Return what a processor takes before the logits: the output; prompt and output where it has to have three."""
+    required = [each for each in inspect.signature(processor).parameters.values() if each.default is each.empty]
+    return (list(row.prompt), list(row.output)) if len(required) == 3 else (list(row.output),)

@@ -62,7 +62,7 @@ class DecoderPlan(Base):
             return None
         # To look at every module takes a twentieth of a step. Hooks are numbered: the next number tells of new ones.
         unseen = not batch.continues or self._next_hook != RemovableHandle.next_id
-        if self._bound is None or (unseen and not self._bound.holds()):
+        if self._bound is None or self._bound.layers is not layers or (unseen and not self._bound.holds()):
             self._bound = _Bound(layers)
         self._next_hook = RemovableHandle.next_id
         return self._bound.run(batch, positions, hidden_states)
@@ -72,6 +72,7 @@ class _Bound:
     """The layers as the library holds them, if it can, with what must not have changed since they were bound."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
+        self.layers = layers
         parts = [layer.parts() if isinstance(layer, HasParts) else None for layer in layers]
         known = [part for part in parts if part is not None]
         self.prefixes = [part.attn.prefix for part in known]

@@ -153,6 +153,9 @@ class Attention(catalogue.Attention):
     def batch_invariant(self, block_size: int) -> bool:
         return attention.takes(self.head_size, block_size)
 
+    def idle(self) -> frozenset[str]:
+        return frozenset({"write", "attend_pages"}) if attention.takes(self.head_size, attention.GROUP) else frozenset()
+
     def attend_batch(
         self, batch: AttentionBatch, pages: LayerPages, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
