@@ -39,8 +39,14 @@ VOLATILE = {
     r"model +time +tokens per second +answers +difference": "<columns>",
     r"(plain|grafted) +[\d.]+ s +[\d.]+": r"\1 <times>",
     r"(the same|others) +\d\.\de[+-]\d\d": r"\1 <difference>",
+    r"holds [\d,]+ tokens in [\d,]+ blocks": "holds <this machine's tokens>",
+    r"chatcmpl-[0-9a-f]+": "<id>",
+    r'"created": \d+': "<time>",
 }
 """What differs from machine to machine and from run to run; the pages show it as it was once."""
+
+SERVED = "127.0.0.1:8000"
+"""The address of the pages' server, which gets a free port here, as pages are read at the same time."""
 
 
 IN_ENVIRONMENT = """import site, sys
@@ -107,6 +113,8 @@ class Reader:
     variables: dict[str, str]
     session: ModuleType = field(default_factory=lambda: ModuleType("__main__"))
     status: int = 0
+    server: subprocess.Popen[str] | None = None
+    address: str = SERVED
 
     def follow(self, page: Path, section: str | None = None) -> None:
         blocks = [block for block in read_blocks(page) if section in (None, block.section)]
@@ -158,15 +166,38 @@ class Reader:
         if line.startswith("make "):
             check_make_target(line, place)
             return "", ""
+        if line.startswith("opgraft serve "):
+            return self._serve(line), ""
         stdout, stderr = self._run(line)
         assert self.status == 0 or handled, f"{place}: {line} ended with {self.status}:\n{stdout}{stderr}"
         assert not re.match("pip ", line) or "WARNING" not in stderr, f"{place}: {stderr}"
         return stdout, stderr
 
+    def _serve(self, line: str) -> str:
+        """Start a server, which runs until the page is read, and return what it prints until it is ready."""
+        command = f"exec python -m {line} --port 0"  # a process of its own, which can be ended
+        self.server = subprocess.Popen(["bash", "-c", command], env=self.variables, stdout=subprocess.PIPE, text=True)
+        assert self.server.stdout is not None
+        printed = ""
+        while "\nurl" not in printed:
+            shown = self.server.stdout.readline()
+            assert shown, f"{line} ended after {printed}"
+            printed += shown
+        self.address = printed.split("http://")[-1].split("/")[0]
+        return printed.replace(self.address, SERVED)
+
+    def end(self) -> None:
+        """End the server, if one was started."""
+        if self.server is not None:
+            self.server.terminate()
+            assert self.server.wait(60) == 0
+            self.server.stdout.close()
+
     def _run(self, line: str) -> tuple[str, str]:
         """One line in a shell that goes on where the last one ended: folder, variables and status."""
         if re.fullmatch(rf"pip install {_OPGRAFT_ITSELF}", line):
             line = line.replace("pip install", "pip install --dry-run")  # what is installed already is under test
+        line = line.replace(SERVED, self.address)
         after = self.environment / "after"
         script = f"(exit {self.status}); {line}\nstatus=$?; env -0 > '{after}'; exit $status"
         result = subprocess.run(
@@ -216,7 +247,9 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) ->
     if FOREIGN:
         variables["OPGRAFT_PLUGINS_DISABLE"] = ",".join(FOREIGN)
     before = set(sys.modules)
-    yield Reader(folder, environment, variables)
+    made = Reader(folder, environment, variables)
+    yield made
+    made.end()
     for name in set(sys.modules) - before:
         if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
