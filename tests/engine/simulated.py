@@ -128,7 +128,7 @@ def expected_output(request: Request, max_model_len: int) -> list[int]:
 def check_invariants(scheduler: Scheduler, step: Step) -> None:
     """Check a schedule just made against its limits, and every block against the tables that it stands in."""
     config, cache = scheduler.config, scheduler.cache
-    assert step.num_tokens <= config.max_num_batched_tokens
+    assert sum(s.count for s in step.sequences) <= config.max_num_batched_tokens
     assert len(scheduler.running) <= config.max_num_seqs
     assert bool(step.sequences) == scheduler.has_work, "a step without progress"
     assert all(s.count > 0 for s in step.sequences)
@@ -148,9 +148,11 @@ def check_invariants(scheduler: Scheduler, step: Step) -> None:
         assert all(r.rank > last for r in scheduler.waiting if not scheduler._awaits_parent(r)), (
             "somebody was overtaken"
         )
-    if any(r.request_id in step.removed for r in scheduler.waiting if r.num_preemptions and r.num_computed == 0):
-        preempted_now = {r.request_id for r in scheduler.waiting if r.num_preemptions} & set(step.removed)
-        assert not (preempted_now and step.added), "admitted in a step that preempted"
+    preempted_now = [r for r in scheduler.waiting if r.num_preemptions and r.request_id in step.removed]
+    if preempted_now and step.added:
+        (new,) = step.added  # for whom way was made
+        better = scheduler._requests[new.request_id].rank[0]
+        assert all(better < r.rank[0] for r in preempted_now), "admitted in a step that preempted"
 
 
 @dataclass
@@ -181,12 +183,14 @@ class Traffic:
             self._abort(aborts)
             for request in self.scheduler.update(step, tokens):
                 self._answer(request)
-        self.runner.execute(self.scheduler.schedule())
+        last = self.scheduler.schedule()
+        self.scheduler.update(last, self.runner.execute(last))
         self.check_end()
 
     def check_end(self) -> None:
         scheduler, pool = self.scheduler, self.scheduler.cache.pool
-        left = (self.live, self.runner.sequences, scheduler.running, scheduler.waiting, scheduler.cache._tables)
+        queues = (scheduler.running, scheduler.waiting, scheduler._parked)
+        left = (self.live, self.runner.sequences, *queues, scheduler.cache._tables)
         assert not any((*left, scheduler._requests, scheduler._removed, scheduler._batch))
         assert pool.num_free == pool.num_blocks
         assert not any(pool.references(block) for block in range(pool.num_blocks))
