@@ -20,6 +20,8 @@ from opgraft.engine.step import NewSequence, Scheduled, Step
 
 VOCABULARY = 3
 EOS = 0
+NAMES = [f"{name}{sibling}" for name in range(50) for sibling in ("", "/0", "/1")]
+"""Ids of requests, which are given anew as soon as they are free, those of siblings too."""
 
 
 def digest(before: int, token: int) -> int:
@@ -162,7 +164,7 @@ class Traffic:
     scheduler: Scheduler
     random: random.Random
     checked: bool = True
-    answers: dict[str, Request] = field(default_factory=dict)
+    answers: list[Request] = field(default_factory=list)
     salts: dict[str, str | None] = field(default_factory=dict)
     live: dict[str, Request] = field(default_factory=dict)
     number: int = 0
@@ -205,7 +207,9 @@ class Traffic:
             n=n, max_tokens=max_tokens, min_tokens=draw.randint(0, max_tokens), ignore_eos=draw.random() < 0.3,
             stop_token_ids=draw.choice(((), (2,))), prompt_logprobs=draw.choice((None, None, None, 0)),
         )  # fmt: skip
-        name = f"request-{self.number}"
+        name = draw.choice(NAMES)
+        while name in self.live or any(f"{name}/{index}" in self.live for index in range(n)):
+            name = draw.choice(NAMES)
         salt = draw.choice((None, None, "a", "b"))
         request = Request(name, prompt, params, eos={EOS}, priority=draw.randint(0, 2), cache_salt=salt)
         for sample in request.split():
@@ -221,15 +225,14 @@ class Traffic:
             self._answer(self.live[name])
 
     def _answer(self, request: Request) -> None:
-        assert self.live.pop(request.request_id) is request
-        assert request.request_id not in self.answers, "answered twice"
+        assert self.live.pop(request.request_id, None) is request, "answered twice"
         expected = expected_output(request, self.scheduler.max_model_len)
         if request.finish_reason == "abort":
             assert request.output == expected[: len(request.output)]
         else:
             assert request.output == expected
         if self.checked:
-            self.answers[request.request_id] = request
+            self.answers.append(request)
         del self.salts[request.request_id]
 
 
