@@ -118,8 +118,12 @@ class EngineCore:
             for request in given:
                 self.scheduler.add(request)
         except BaseException:
-            self.scheduler.withdraw(given)
+            self.withdraw(given)
             raise
+
+    def withdraw(self, requests: Iterable[Request]) -> None:
+        """Forget requests that were added since the last step, as if they had not been; others are left alone."""
+        self.scheduler.withdraw(requests)
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
         """End a request now.

@@ -16,8 +16,8 @@ from time import monotonic
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import SchedulerConfig
 from opgraft.engine.context_fit import ContextFit
-from opgraft.engine.kv_cache import KVCacheManager, Prefix
 from opgraft.engine.draft import Draft
+from opgraft.engine.kv_cache import KVCacheManager, Prefix
 from opgraft.engine.request import FinishReason, Request
 from opgraft.engine.servable import expect_servable
 from opgraft.engine.stats import Counters

@@ -62,8 +62,8 @@ class Step:
     """Everything that changes for the runner, which goes through it in the order of the attributes.
 
     Attributes:
-        removed: sequences that have finished, or were aborted or preempted. An added one may have the same id, and after
-            a step that was not computed to its end the runner may not know one.
+        removed: sequences that have finished, or were aborted or preempted. An added one may have the same id. After a
+            step that was not computed to its end, the runner may not know one.
         added: sequences that are new to the runner.
         copies: pairs of blocks; the first's content is copied to the second before anything is computed.
         sequences: the batch.

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from opgraft.engine.sampling import Sampler, SamplingBatch, bad_word_tokens
+from opgraft.engine.sampling.drawing import Filters, draw, draw_filtered
 from opgraft.engine.sampling.penalties import Penalties
 from opgraft.engine.sampling.row import Row
 from opgraft.engine.sampling.token_counts import TokenCounts
-from opgraft.engine.sampling.drawing import Filters, draw, draw_filtered
 from opgraft.engine.sampling_params import SamplingParams
 from torch import Tensor
 
@@ -184,7 +184,9 @@ def test_tokens_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     settled: list[int] = []
     made, settings = TokenCounts.__init__, Penalties._settings_of
     monkeypatch.setattr(TokenCounts, "__init__", lambda self, p, o, v: (counted.append(len(p)), made(self, p, o, v))[1])
-    monkeypatch.setattr(Penalties, "_settings_of", lambda self, rows: (settled.append(len(rows)), settings(self, rows))[1])
+    monkeypatch.setattr(
+        Penalties, "_settings_of", lambda self, rows: (settled.append(len(rows)), settings(self, rows))[1]
+    )
     batch, logits = SamplingBatch(), torch.zeros(8, 5000)
     for key in range(8):
         batch.add(key, SamplingParams(repetition_penalty=1.1), range(2000))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
-from types import FrameType
-from typing import Any
 
 import pytest
+from engine.interrupting import InterruptAt
 from engine.simulated import EOS, Runner, expected_output, make_scheduler
 from opgraft import SamplingParams
 from opgraft.engine.engine_core import EngineCore
@@ -17,31 +15,7 @@ from opgraft.engine.request import Request
 from opgraft.engine.step import Step, StepResult
 
 WATCHED = ("engine_core.py", "scheduler.py", "kv_cache.py", "blocks.py", "request.py")
-
-
-class InterruptAt:
-    """Raises ``KeyboardInterrupt`` at the n-th line that runs in the files of scheduler, cache and engine."""
-
-    def __init__(self, number: int) -> None:
-        self.left = number
-
-    def __enter__(self) -> InterruptAt:
-        self.before = sys.gettrace()
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(self.before)
-
-    def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(WATCHED):
-            return None
-        if event == "line":
-            self.left -= 1
-            if not self.left:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self._trace
+"""Files in which interrupts come."""
 
 
 class SimulatedExecutor:
@@ -107,7 +81,7 @@ def test_an_interrupt_at_any_line_of_a_step_loses_nothing(policy: str, steps_bef
     while interrupted:
         core, salts = simulated_core(policy)
         given = requests()
-        salts.update(dict.fromkeys((each.request_id for each in given)))
+        salts.update(dict.fromkeys(each.request_id for each in given))
         told: dict[str, list[int]] = {each.request_id: [] for each in given}
         core.add(given)
         going = served(core, given, told)
@@ -115,7 +89,7 @@ def test_an_interrupt_at_any_line_of_a_step_loses_nothing(policy: str, steps_bef
             next(going)
         interrupted = False
         try:
-            with InterruptAt(number):
+            with InterruptAt(number, WATCHED):
                 core_news = core.step()
         except KeyboardInterrupt:
             interrupted = True
@@ -135,11 +109,11 @@ def test_an_interrupt_at_any_line_of_adding_adds_all_or_none() -> None:
     while interrupted:
         core, salts = simulated_core()
         given = requests()
-        salts.update(dict.fromkeys((each.request_id for each in given)))
+        salts.update(dict.fromkeys(each.request_id for each in given))
         told: dict[str, list[int]] = {each.request_id: [] for each in given}
         interrupted = False
         try:
-            with InterruptAt(number):
+            with InterruptAt(number, WATCHED):
                 core.add(given)
         except KeyboardInterrupt:
             interrupted = True
@@ -159,7 +133,7 @@ def test_an_interrupt_at_any_line_of_an_abort_aborts_or_does_not(chosen: int) ->
     while interrupted:
         core, salts = simulated_core()
         given = requests()
-        salts.update(dict.fromkeys((each.request_id for each in given)))
+        salts.update(dict.fromkeys(each.request_id for each in given))
         told: dict[str, list[int]] = {each.request_id: [] for each in given}
         core.add(given)
         going = served(core, given, told)
@@ -167,7 +141,7 @@ def test_an_interrupt_at_any_line_of_an_abort_aborts_or_does_not(chosen: int) ->
         next(going)
         interrupted = False
         try:
-            with InterruptAt(number):
+            with InterruptAt(number, WATCHED):
                 core.abort(given[chosen].request_id)
         except KeyboardInterrupt:
             interrupted = True

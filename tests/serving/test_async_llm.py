@@ -197,7 +197,7 @@ def test_abort_by_id(checkpoint: Path) -> None:
         assert output.outputs[0].finish_reason == "abort"
         assert output.outputs[0].token_ids[: len(tokens)] == tokens
         for name in ("a", "b"):
-            with pytest.raises(RequestError, match=f"'{name}' is aborted, and none of that id"):
+            with pytest.raises(RequestError, match=f"'{name}' cannot be aborted, as none of that id"):
                 await llm.abort(name)
 
     run(checkpoint, use)

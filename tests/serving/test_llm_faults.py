@@ -134,7 +134,7 @@ def test_aborting_the_unknown(llm: LLM) -> None:
     """An id that was never added, or whose request has ended, is an error; others go on."""
     engine = llm.engine
     going = engine.add("going", PROMPT, GREEDY)
-    with pytest.raises(RequestError, match="request 'ghost' is aborted, and none of that id runs or waits"):
+    with pytest.raises(RequestError, match="request 'ghost' cannot be aborted, as none of that id runs or waits"):
         engine.abort("ghost")
     with pytest.raises(RequestError, match="request 'ghost' cannot be aborted, as none of that id runs or waits"):
         engine.core.abort("ghost")
