@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Site
 from opgraft.config import CacheConfig, LoadConfig, ModelConfig, OpgraftConfig, SchedulerConfig
 from opgraft.engine.engine_core import EngineCore, EngineOutput
 from opgraft.engine.request import Request
@@ -320,6 +321,57 @@ def test_a_grammar_that_refuses_to_go_on_after_a_preemption(checkpoint: Path) ->
         for name in ("r1", "r2")[: number - 1]:
             assert [each.token for each in found if each.request_id == name] == right[name]
         expect_nothing_left(core)
+
+
+PLUGIN = '''
+import opgraft
+from opgraft.engine.kv_cache import KVCacheManager
+from opgraft.engine.scheduler import Scheduler
+
+platforms = "any"
+
+
+class OneAtATime(Scheduler):
+    def schedule(self):
+        step = super().schedule()
+        assert len(step.sequences) <= 1
+        return step
+
+    def _admit(self, draft, most):
+        if not self.running:
+            super()._admit(draft, 1)
+
+
+class Counting(KVCacheManager):
+    opened = 0
+
+    def open(self, request, prefix):
+        self.opened += 1
+        return super().open(request, prefix)
+
+
+@opgraft.hookimpl
+def opgraft_register_ops():
+    opgraft.PluggableClass.register_oot(OneAtATime, name="scheduler")
+    opgraft.PluggableClass.register_oot(Counting, name="kv_cache_manager")
+'''
+
+
+@pytest.fixture(scope="module")
+def five(checkpoint: Path) -> dict[str, list[int]]:
+    """The tokens of five requests, without any plugin."""
+    return served(engine(checkpoint), requests(5))[0]
+
+
+def test_a_plugin_replaces_the_scheduler_and_the_cache_manager(
+    checkpoint: Path, five: dict[str, list[int]], site: Site
+) -> None:
+    """Both are constructed by name: another order of requests gives the same tokens."""
+    site.plugin("another-order", PLUGIN)
+    core = engine(checkpoint)
+    assert (type(core.scheduler).__name__, type(core.cache).__name__) == ("OneAtATime", "Counting")
+    assert served(core, requests(5)) == (five, {})
+    assert core.cache.opened == 5
 
 
 def test_stop_ends_all_requests_and_the_engine(checkpoint: Path) -> None:
