@@ -41,4 +41,4 @@ class Draft:
 
     def budget_of(self, request: Request) -> int:
         """Return the tokens that are left for a request that runs."""
-        return max(self.budget - self.kept, 0) if self.kept and request.rank[0] > self.kept_for else self.budget
+        return max(self.budget - self.kept, 0) if request.rank[0] > self.kept_for else self.budget

@@ -238,8 +238,9 @@ class EngineCore:
 
 def _expect_result_of(step: Step, result: StepResult) -> None:
     """Raise where a result has tokens or errors for others than those that a step computes."""
-    unknown = {*result.tokens}.difference(each.request_id for each in step.sequences if each.samples)
-    unknown |= {*result.errors}.difference(each.request_id for each in step.sequences)
+    unknown = result.tokens.keys() - {each.request_id for each in step.sequences if each.samples}
+    if result.errors:
+        unknown |= result.errors.keys() - {each.request_id for each in step.sequences}
     if unknown:
         raise EngineError(
             f"the model runner has a token or an error for {sorted(unknown)[0]!r}, which the step does not sample: it "

@@ -192,7 +192,9 @@ class Scheduler(PluggableClass):
         """
         had_blocks = True
         for request in self.running:  # which gets shorter at its end only
-            count = self._count(request.num_tokens - request.num_computed, draft.budget_of(request))
+            budget = draft.budget_of(request) if draft.kept else draft.budget
+            missing = request.num_tokens - request.num_computed
+            count = 1 if missing == 1 and budget else self._count(missing, budget)
             if not count:
                 continue
             while (new_blocks := self.cache.extend(request, count)) is None:

@@ -314,7 +314,11 @@ class TextEngine:
         if news.prompt_logprobs is not None:
             opened.output.prompt_logprobs = [None, *map(self._logprobs, news.prompt_logprobs)]
         if news.token is not None:
-            _count(opened.output.metrics, answer.request, now)
+            metrics = opened.output.metrics
+            if metrics is not None:
+                metrics.last_token = now
+                if metrics.first_token is None:
+                    metrics.admitted, metrics.first_token = answer.request.admitted, now
             output.token_ids.append(news.token)
             if news.logprobs is not None:
                 output.cumulative_logprob = (output.cumulative_logprob or 0.0) + news.logprobs.logprob
@@ -329,10 +333,13 @@ class TextEngine:
 
     def _show(self, answer: _Answer, token: int, reason: str | None) -> bool:
         """Add a token to the text, and tell whether it came to a stop string."""
-        params = answer.request.params
-        if reason == "stop" and token in params.stop_token_ids:
-            answer.output.stop_reason = token
-        if answer.detokenizer is None or (reason == "stop" and not params.include_stop_str_in_output):
+        if reason == "stop":
+            params = answer.request.params
+            if token in params.stop_token_ids:
+                answer.output.stop_reason = token
+            if not params.include_stop_str_in_output:
+                return False
+        if answer.detokenizer is None:
             return False
         answer.detokenizer.add(token)
         answer.output.text = answer.detokenizer.text
@@ -368,9 +375,3 @@ class TextEngine:
     def shutdown(self) -> None:
         """Let go of the model and its cache."""
         self.core.shutdown()
-
-
-def _count(metrics: RequestMetrics | None, request: Request, now: float) -> None:
-    if metrics is not None:
-        metrics.admitted = metrics.admitted or request.admitted
-        metrics.first_token, metrics.last_token = metrics.first_token or now, now

@@ -323,7 +323,7 @@ def test_a_grammar_that_refuses_to_go_on_after_a_preemption(checkpoint: Path) ->
         expect_nothing_left(core)
 
 
-PLUGIN = '''
+PLUGIN = """
 import opgraft
 from opgraft.engine.kv_cache import KVCacheManager
 from opgraft.engine.scheduler import Scheduler
@@ -354,7 +354,7 @@ class Counting(KVCacheManager):
 def opgraft_register_ops():
     opgraft.PluggableClass.register_oot(OneAtATime, name="scheduler")
     opgraft.PluggableClass.register_oot(Counting, name="kv_cache_manager")
-'''
+"""
 
 
 @pytest.fixture(scope="module")

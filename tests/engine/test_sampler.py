@@ -233,7 +233,7 @@ def test_bad_logits_fail_one_request_by_name(vocabulary: int) -> None:
 def test_a_batch_without_rows_for_the_logits_is_refused() -> None:
     """The number of rows must fit, and each request is known by one key."""
     batch = batch_of([GREEDY])
-    with pytest.raises(RequestError, match=r"logits \(2, 9\) for a batch of 1 requests: expected \[1, vocabulary\]"):
+    with pytest.raises(RequestError, match=r"logits \(2, 9\) for a batch of 1 requests: give \[1, vocabulary\]"):
         Sampler()(torch.zeros(2, 9), batch)
     with pytest.raises(RequestError, match="request 0 is in the batch already"):
         batch.add(0, GREEDY, [1])

@@ -144,9 +144,12 @@ class SamplingBatch:
         Raises:
             RequestError: the batch has none of that key, or the grammar of the request does not allow the token.
         """
-        slot = self._row(key).append(token)
-        if slot is not None and self._plan and not self._stale and key in self._places:
-            self._plan.adjustments.append(self._places[key], token, slot)
+        row = self._row(key)
+        if row.grammar:
+            row.grammar.accept(token)
+        row.output.append(token)
+        if row.counts and (slot := row.counts.add(token)) is not None and self._plan and not self._stale:
+            self._plan.adjustments.append(self._places.get(key), token, slot)
 
     def uniforms(self, rows: Iterable[int]) -> list[float]:
         """Return the random number of the next token of each of some rows."""

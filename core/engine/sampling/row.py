@@ -63,14 +63,3 @@ class Row:
             prompt = self.prompt if self.params.repetition_penalty != 1 else ()
             self.counts = TokenCounts(prompt, self.output, vocabulary)
         return self.counts
-
-    def append(self, token: int) -> int | None:
-        """Add a token to the output, and return its slot where its tokens are counted.
-
-        Raises:
-            RequestError: the grammar does not allow it.
-        """
-        if self.grammar:
-            self.grammar.accept(token)
-        self.output.append(token)
-        return None if self.counts is None else self.counts.add(token)
