@@ -55,6 +55,7 @@ class ModelRunner(PluggableClass):
         self.batch = InputBatch(
             [{name: self.caches[name] for name in group} for group in self.layout.groups],
             self.opgraft_config.scheduler.max_num_seqs,
+            self.opgraft_config.scheduler.max_num_batched_tokens,
             -(-self.model.max_position // self.layout.block_size),
             self.layout.block_size,
             self.device,
