@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
@@ -39,6 +38,10 @@ class RequestMetrics:
     @property
     def time_in_queue(self) -> float | None:
         return None if self.admitted is None else self.admitted - self.arrival
+
+    def snapshot(self) -> RequestMetrics:
+        """Return a copy that does not change."""
+        return RequestMetrics(self.arrival, self.admitted, self.first_token, self.last_token)
 
 
 @dataclass(slots=True)
@@ -159,13 +162,13 @@ class RequestOutput:
             [answer.snapshot() for answer in self.outputs],
             self.finished,
             self.prompt_logprobs,
-            self.metrics and dataclasses.replace(self.metrics),
+            self.metrics and self.metrics.snapshot(),
         )
 
     def deferred_snapshot(self) -> Callable[[], RequestOutput]:
         """Return a function that makes the copy of now, whenever it is called and in whichever thread."""
         answers = [answer.deferred_snapshot() for answer in self.outputs]
-        state = self.finished, self.prompt_logprobs, self.metrics and dataclasses.replace(self.metrics)
+        state = self.finished, self.prompt_logprobs, self.metrics and self.metrics.snapshot()
         return lambda: RequestOutput(
             self.request_id, self.prompt, self.prompt_token_ids, [make() for make in answers], *state
         )
