@@ -222,7 +222,7 @@ def test_siblings_that_wait_are_looked_at_once() -> None:
 
 
 def test_siblings_are_put_aside_and_come_back() -> None:
-    """Those that share a prompt wait aside while it is computed, where an abort finds them; an undone step ends that."""
+    """Those that share a prompt wait aside while it is computed; an abort finds them, and an undone step ends that."""
     scheduler = make_scheduler()
     for sample in distinct("r", 10, 10, n=4).split():
         scheduler.add(sample)
