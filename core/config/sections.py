@@ -126,6 +126,9 @@ class ServerConfig(Section):
     port: int = setting("port to listen on; 0 takes a free one", default=8000, minimum=0, maximum=65535)
     model_name: str | None = setting("name of the model for clients", unset="the last part of MODEL")
     api_key_file: str | None = setting("file of API keys, one a line; clients must send one", unset="none")
+    allowed_hosts: Sequence[str] = setting(
+        "names, besides localhost, by which a server without keys on a local address may be asked", default=()
+    )
     cors_origins: Sequence[str] = setting("origins whose pages may call the server from a browser", default=())
     max_waiting_requests: int = setting(
         "sequences that wait for their first token, at most; further requests get the status 429",
@@ -158,5 +161,8 @@ class ServerConfig(Section):
     request_seconds: float | None = setting("seconds after which a request is aborted", above=0, unset="never")
     drain_seconds: float = setting(
         "seconds that running requests have after a SIGTERM, until they are aborted", default=30, minimum=0
+    )
+    keep_alive_seconds: float = setting(
+        "seconds for which an idle connection stays open; longer than a proxy keeps it", default=75, above=0
     )
     log_prompts: bool = setting("write prompts and answers to the log", default=False)

@@ -7,6 +7,7 @@ from typing import Any
 
 from opgraft.server.generating import Generating
 from opgraft.server.messages import for_template
+from opgraft.server.passing import Passing
 from opgraft.server.protocol import ChatRequest
 from opgraft.server.service import Service
 from opgraft.server.streams import News, finite, likeliest, token_text
@@ -22,8 +23,8 @@ class Chat(Generating[ChatRequest]):
     chunk_object = "chat.completion.chunk"
     prompt_field = "messages"
 
-    def __init__(self, service: Service, body: ChatRequest, request_id: str, record: dict[str, Any]) -> None:
-        super().__init__(service, body, request_id, record)
+    def __init__(self, service: Service, body: ChatRequest, passing: Passing) -> None:
+        super().__init__(service, body, passing)
         self.tools = Tools(body, service.llm.engine.chat_template.source)
         self._told: dict[int, int] = {}
 

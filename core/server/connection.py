@@ -10,7 +10,7 @@ from uuid import uuid4
 from opgraft.config import ServerConfig
 from opgraft.errors import HTTPError
 from opgraft.server import faults
-from opgraft.server.service import log
+from opgraft.server.passing import log
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 _HEAD_BYTES = 1 << 16
@@ -155,7 +155,8 @@ class Connection(HttpToolsProtocol):
         head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
         self.transport.write(STATUS_LINE[error.status] + f"{head}x-request-id: {name}\r\n\r\n".encode() + body)
         self.transport.close()
-        log.info("%s", json.dumps({"request_id": name, "status": error.status, "error": str(error)}))
+        record = {"request_id": name, "status": error.status, "error": str(error)}
+        log.info("%s", json.dumps(record), extra={"fields": record})
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:

@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -18,6 +17,7 @@ from opgraft.config import OpgraftConfig, ServerConfig
 from opgraft.errors import ConfigError, EngineError, HTTPError
 from opgraft.server.app import create_app
 from opgraft.server.connection import Connection
+from opgraft.server.keys import read_keys
 from opgraft.server.service import Service
 from opgraft.text import described
 
@@ -115,7 +115,9 @@ def serve(
         CheckpointError: the checkpoint cannot be read.
     """
     settings = opgraft_config.server
-    keys = [*api_keys, *_keys_of(settings)]
+    keys = list(api_keys)
+    if settings.api_key_file is not None:
+        keys += read_keys(settings.api_key_file, "server.api_key_file")
     with _bound(settings) as listener:
         service = Service(model, opgraft_config)
         url = f"http://{_named(settings.host)}:{listener.getsockname()[1]}"
@@ -128,6 +130,7 @@ def serve(
             proxy_headers=False,
             ws="none",
             lifespan="off",
+            timeout_keep_alive=settings.keep_alive_seconds,  # type: ignore[arg-type]  # uvicorn compares seconds
             timeout_graceful_shutdown=int(settings.drain_seconds) + _ABORT_SECONDS,
         )
         server = HTTPServer(config, service, lambda: ready(service, url))
@@ -156,16 +159,3 @@ def _bound(settings: ServerConfig) -> socket.socket:
 
 def _named(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _keys_of(settings: ServerConfig) -> list[str]:
-    path = settings.api_key_file
-    if path is None:
-        return []
-    try:
-        keys = Path(path).read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"server.api_key_file, {path}, cannot be read: {described(error)}") from error
-    if not keys:
-        raise ConfigError(f"server.api_key_file, {path}, has no key: put one on each line, or leave the setting out")
-    return keys

@@ -15,10 +15,10 @@ from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import EngineError, HTTPError
-from opgraft.logger import init_logger
 from opgraft.models.build import generates
 from opgraft.plugins.selection import current_platform, selected_platform
 from opgraft.server.admission import Admission, Slot
+from opgraft.server.http_metrics import HTTPMetrics
 from opgraft.serving.async_embedder import AsyncEmbedder
 from opgraft.serving.async_llm import AsyncLLM
 from opgraft.serving.outputs import RequestOutput
@@ -31,15 +31,13 @@ _T = TypeVar("_T")
 _CHARACTERS = 64
 """Characters for each token of the context, beyond which a text is not tokenized; few tokens have as many."""
 
-log = init_logger("opgraft.server")
-"""One line of JSON for each request, of the level INFO, and what failed."""
-
 
 @dataclass(frozen=True)
 class Job:
-    """Prompts as token ids, and how each is to be answered."""
+    """Prompts as token ids, how each is to be answered, and when the request came, by ``time.monotonic``."""
 
     request_id: str
+    arrival: float
     prompts: Sequence[list[int]]
     params: SamplingParams
     priority: int = 0
@@ -73,6 +71,7 @@ class Service:
 
     Attributes:
         registry: of the metrics.
+        http_metrics: of answers.
         kernels: how many of whose kernels run, in words; empty before the service is ready.
         created: when it was loaded, in seconds since 1970.
         name: of the model, for clients.
@@ -94,6 +93,7 @@ class Service:
             self._model = AsyncEmbedder(opgraft_config, self._exporter)
         self.created = int(time.time())
         self.admission = Admission(self.settings)
+        self.http_metrics = HTTPMetrics(self.name, self.registry, self.admission)
         self.draining = False
         self.flights: set[Flight] = set()
         self._warm = False
@@ -279,6 +279,7 @@ class Service:
             request_id=f"{job.request_id}-{number}",
             priority=job.priority,
             cache_salt=job.cache_salt,
+            arrival=job.arrival,
         )
 
 
@@ -290,10 +291,9 @@ def _summary(explanation: Explanation) -> str:
 def _expect_no_error(output: RequestOutput) -> None:
     for answer in output.outputs:
         if answer.finish_reason == "error":
-            log.error("%s failed: %s", output.request_id, answer.error)
             raise HTTPError(
                 500, "the request failed while it was computed: the log of the server has the cause", code="failed"
-            )
+            ) from EngineError(answer.error)
         if answer.finish_reason == "abort":
             raise HTTPError(503, "the request was aborted, as the server ends: ask another one", code="aborted")
 

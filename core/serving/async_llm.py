@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from time import monotonic
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -73,6 +74,7 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        arrival: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a prompt, and yield the answer so far whenever it has grown.
 
@@ -88,6 +90,7 @@ class AsyncLLM:
             request_id: unique among those that run; made up if not given.
             priority: lower ones come first, under the policy "priority".
             cache_salt: requests of different salts share nothing in the cache.
+            arrival: when the request came, in seconds of ``time.monotonic``, for its times; now if not given.
 
         Raises:
             RequestError: the request cannot be taken; raised when the first output is asked for.
@@ -95,7 +98,13 @@ class AsyncLLM:
         """
         name = request_id or uuid4().hex
         prepare = partial(
-            self._engine.prepare, name, prompt, params or SamplingParams(), priority=priority, cache_salt=cache_salt
+            self._engine.prepare,
+            name,
+            prompt,
+            params or SamplingParams(),
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival=monotonic() if arrival is None else arrival,
         )
         return self._answer(name, prepare)
 

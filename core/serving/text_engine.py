@@ -127,6 +127,7 @@ class TextEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
+        arrival: float | None = None,
     ) -> OpenRequest:
         """Check a request and make it ready for ``submit``. It changes nothing, and so may run in another thread.
 
@@ -137,13 +138,14 @@ class TextEngine:
             priority: lower ones come first, under the policy "priority".
             cache_salt: requests of different salts share nothing in the cache.
             add_special_tokens: begin and end the text as the tokenizer does; not for the text of a chat.
+            arrival: when it came, in seconds of ``time.monotonic``; now if not given.
 
         Raises:
             RequestError: the prompt cannot be taken.
             InputError: text, stop strings or bad words are given and the model has no tokenizer, or the structured
                 output that is asked for cannot be had.
         """
-        metrics = RequestMetrics(time.monotonic())
+        metrics = RequestMetrics(time.monotonic() if arrival is None else arrival)
         name = f"the prompt of request {request_id!r}"
         text, ids = self.encode(prompt, add_special_tokens=add_special_tokens, name=name)
         requests = Request(

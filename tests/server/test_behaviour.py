@@ -12,6 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
+from opgraft.errors import ConfigError
+from opgraft.server.keys import read_keys
 from server.processes import Server, error_of, expect_idle, serving, until
 
 STEP = 0.05
@@ -116,7 +118,13 @@ def test_a_step_that_fails_fails_its_requests_alone(slow: Server) -> None:
     assert whole.status_code == 500
     assert "secret" not in whole.text + last
     assert "Traceback" not in whole.text + last
-    assert any("kernel trouble" in line for line in slow.log)
+    lines = [line for line in slow.requests() if line["path"] == "/v1/completions"][-2:]
+    assert sorted(line["status"] for line in lines) == [200, 500]
+    for line in lines:
+        assert "while it was computed" in line["error"]
+        assert "kernel trouble" in line["cause"]
+        assert line["level"] == "ERROR"
+    assert next(line for line in lines if line["status"] == 200)["completion_tokens"] > 0
     assert slow.complete(max_tokens=2).status_code == 200
     assert slow.get("/health").status_code == 200
     expect_idle(slow)
@@ -224,3 +232,22 @@ def test_prompts_are_logged_where_that_is_asked_for(checkpoint: Path) -> None:
     assert (whole["prompt"], whole["answers"]) == ("the cat", {"0/0": text})
     assert streamed["answers"] == whole["answers"]
     assert chat["prompt"][0]["content"] == "the cat"
+
+
+def test_files_of_keys(tmp_path: Path) -> None:
+    """A comment is no key, and a line with blanks is refused with its number."""
+    keys = tmp_path / "keys"
+    keys.write_text("# for production\n\nreal-key\n  other-key \n", "utf-8")
+    assert read_keys(keys, "--api-key-file") == ["real-key", "other-key"]
+    keys.write_text("real-key\nof production\n", "utf-8")
+    with pytest.raises(ConfigError, match="has blanks in line 2"):
+        read_keys(keys, "--api-key-file")
+    keys.write_text("# none\n", "utf-8")
+    with pytest.raises(ConfigError, match="has no key"):
+        read_keys(keys, "--api-key-file")
+
+
+def test_names_that_are_not_its_own(server: Server) -> None:
+    """A page of a stranger, whose name leads here, is refused; an address of this machine is not."""
+    for host, status in (("evil.example", 403), ("localhost:8000", 200), ("[::1]:8000", 200), ("127.0.0.1", 200)):
+        assert server.get("/v1/models", headers={"host": host}).status_code == status
