@@ -25,6 +25,8 @@ class Chat(Generating[ChatRequest]):
     def __init__(self, service: Service, body: ChatRequest, request_id: str, record: dict[str, Any]) -> None:
         super().__init__(service, body, request_id, record)
         self.tools = Tools(body, service.llm.engine.chat_template.source)
+        if self.tools.forced is not None:
+            self.grammar_field = "tools"
         self._told: dict[int, int] = {}
 
     async def prompts(self) -> list[list[int]]:

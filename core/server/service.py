@@ -37,11 +37,12 @@ log = init_logger("opgraft.server")
 
 @dataclass(frozen=True)
 class Job:
-    """Prompts as token ids, and how each is to be answered."""
+    """Prompts as token ids, and how each is to be answered; ``grammar_field`` is the one that a grammar comes from."""
 
     request_id: str
     prompts: Sequence[list[int]]
     params: SamplingParams
+    grammar_field: str
     priority: int = 0
     cache_salt: str | None = None
 
@@ -269,7 +270,7 @@ class Service:
         async with aclosing(_merged(streams)) as news:
             async for number, output in news:
                 self.admission.begun(slot)
-                _expect_no_error(output)
+                _expect_no_error(output, job)
                 yield number, output
 
     def _answer(self, job: Job, number: int) -> AsyncGenerator[RequestOutput, None]:
@@ -287,8 +288,11 @@ def _summary(explanation: Explanation) -> str:
     return printable(", ".join(f"{count} of {provider}" for provider, count in counts.most_common()))
 
 
-def _expect_no_error(output: RequestOutput) -> None:
+def _expect_no_error(output: RequestOutput, job: Job) -> None:
     for answer in output.outputs:
+        if answer.refused:
+            field = None if job.params.structured_output is None else job.grammar_field
+            raise HTTPError(400, f"the answer ended: {answer.error}", field=field, code="invalid_value")
         if answer.finish_reason == "error":
             log.error("%s failed: %s", output.request_id, answer.error)
             raise HTTPError(
