@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opgraft.server.generating import Generating
-from opgraft.server.messages import for_template
+from opgraft.server.messages import for_template, template_values
 from opgraft.server.protocol import ChatRequest
 from opgraft.server.service import Service
 from opgraft.server.streams import News, finite, likeliest, token_text
@@ -36,7 +36,9 @@ class Chat(Generating[ChatRequest]):
     def _rendered(self) -> list[int]:
         engine = self.service.llm.engine
         text = engine.chat_template.render(
-            for_template(self.body.messages), tools=self.tools.functions, values=self.body.chat_template_kwargs
+            for_template(self.body.messages),
+            tools=self.tools.functions,
+            values=template_values(self.body.chat_template_kwargs),
         )
         self.service.expect_characters(text, "messages")
         return engine.encode(text, add_special_tokens=False, name="the chat")[1]

@@ -6,13 +6,15 @@ import asyncio
 import hashlib
 import hmac
 import json
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import uuid4
 
 from opgraft.errors import HTTPError
 from opgraft.server import faults
+from opgraft.server.admission import Bodies
 from opgraft.server.service import Flight, Service, log
 from opgraft.server.streams import error_event
 from opgraft.text import described
@@ -21,6 +23,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 OPEN_PATHS = ("/", "/health")
 """Answered without a key: the page, which asks for one, and whether the server is ready."""
+
+_POLLED_PATHS = ("/health", "/metrics")
+"""Asked every few seconds by who watches the server: where they are answered, that is logged as DEBUG."""
 
 
 class Gate:
@@ -35,6 +40,7 @@ class Gate:
     def __init__(self, app: ASGIApp, service: Service, api_keys: Sequence[str] = ()) -> None:
         self._app = app
         self._service = service
+        self._bodies = Bodies(service.settings.max_total_body_bytes)
         self._keys = [_digest(key.encode("utf-8", "surrogateescape")) for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -45,8 +51,9 @@ class Gate:
         passing = _Passing(scope, send)
         try:
             self._expect_key(scope)
-            body = await self._body(scope, receive)
-            await self._pass(passing, body, receive)
+            with self._bodies.held() as hold:
+                body = await self._body(scope, receive, hold)
+                await self._pass(passing, body, receive)
         except Exception as error:
             await passing.fail(error)
         finally:
@@ -66,13 +73,13 @@ class Gate:
                 headers={"www-authenticate": "Bearer"},
             )
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+    async def _body(self, scope: Scope, receive: Receive, hold: Callable[[int], None]) -> bytes:
         settings = self._service.settings
         length = Headers(scope=scope).get("content-length", "0")
         if length.isdigit() and int(length[:20]) > settings.max_body_bytes:
             raise _too_large(settings.max_body_bytes)
         try:
-            return await asyncio.wait_for(_read(receive, settings.max_body_bytes), settings.body_seconds)
+            return await asyncio.wait_for(_read(receive, settings.max_body_bytes, hold), settings.body_seconds)
         except asyncio.TimeoutError:
             raise HTTPError(
                 408, f"the body did not come within {settings.body_seconds:g} seconds", headers={"connection": "close"}
@@ -104,7 +111,9 @@ class _Passing:
     def __init__(self, scope: Scope, send: Send) -> None:
         self.id = uuid4().hex
         self.record: dict[str, Any] = {"request_id": self.id, "method": scope["method"], "path": scope["path"]}
-        self.scope = {**scope, "state": {**scope.get("state", {}), "request_id": self.id, "record": self.record}}
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]  # uvicorn leaves the body out
+        state = {**scope.get("state", {}), "request_id": self.id, "record": self.record}
+        self.scope = {**scope, "method": method, "state": state}
         self._send = send
         self._streams = False
         self._started = time.perf_counter()
@@ -132,7 +141,8 @@ class _Passing:
     def finish(self) -> None:
         """Write the line of the request."""
         self.record["seconds"] = round(time.perf_counter() - self._started, 6)
-        log.info("%s", json.dumps(self.record))
+        polled = self.record["path"] in _POLLED_PATHS and self.record.get("status") == 200
+        log.log(logging.DEBUG if polled else logging.INFO, "%s", json.dumps(self.record))
 
 
 def _digest(key: bytes) -> bytes:
@@ -140,11 +150,11 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-async def _read(receive: Receive, limit: int) -> bytes:
+async def _read(receive: Receive, limit: int, hold: Callable[[int], None]) -> bytes:
     """Read the body of a request.
 
     Raises:
-        HTTPError: it is larger than the limit, or its client has left.
+        HTTPError: it is larger than the limit, ``hold`` has no room for it, or its client has left.
     """
     parts, size = [], 0
     while True:
@@ -155,6 +165,7 @@ async def _read(receive: Receive, limit: int) -> bytes:
         size += len(parts[-1])
         if size > limit:
             raise _too_large(limit)
+        hold(len(parts[-1]))
         if not message.get("more_body", False):
             return b"".join(parts)
 

@@ -211,9 +211,19 @@ class Service:
         """Raise where the engine cannot go on.
 
         Raises:
-            EngineError: it has stopped.
+            EngineError: it has stopped, or hangs.
         """
         await self._model.check_health()
+        if self.hangs:
+            raise EngineError(
+                f"a step has taken longer than {self.settings.step_seconds:g} seconds: a kernel seems to hang. Start "
+                "a new server, or raise server.step_seconds"
+            )
+
+    @property
+    def hangs(self) -> bool:
+        """Tell whether a step has taken so long that it seems never to end."""
+        return self._model.busy_seconds > self.settings.step_seconds
 
     async def check(self) -> None:
         """Raise where requests cannot be served.

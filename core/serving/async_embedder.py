@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ class AsyncEmbedder:
         self.embedder = Embedder(opgraft_config)
         self._computing = ThreadPoolExecutor(1, thread_name_prefix="opgraft-embed")
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="opgraft-prepare")
+        self._busy_since: float | None = None
         self._waiting: list[_Waiting] = []
         self._worker: asyncio.Task[None] | None = None
 
@@ -98,7 +100,17 @@ class AsyncEmbedder:
                 waiting.future.set_exception(error)
 
     def _computed(self, texts: Sequence[list[int]]) -> list[EmbeddingOutput]:
-        return self.embedder.embed(texts, truncate=False)
+        self._busy_since = time.monotonic()
+        try:
+            return self.embedder.embed(texts, truncate=False)
+        finally:
+            self._busy_since = None
+
+    @property
+    def busy_seconds(self) -> float:
+        """The seconds that the batch of this moment has taken: of one that hangs they grow."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     async def explain(self) -> Explanation:
         """Tell which kernel of which provider runs each op of the model, and why."""

@@ -188,6 +188,11 @@ class AsyncLLM:
         self._thread.check()
         self._engine.core.check_health()
 
+    @property
+    def busy_seconds(self) -> float:
+        """The seconds that the step of this moment has taken: of one that hangs they grow."""
+        return self._thread.busy_seconds
+
     async def explain(self) -> Explanation:
         """Tell which kernel of which provider runs each op of the model, and why.
 

@@ -74,6 +74,7 @@ class TextEngine:
         self._owner: dict[str, str] = {}
         self._grammars: OrderedDict[str, Grammar] = OrderedDict()
         self._keeping = threading.Lock()
+        self._texts: dict[int, str] = {}
         self._reports = StepReports(self.core.stats, on_step)
 
     @cached_property
@@ -338,7 +339,12 @@ class TextEngine:
         return {token: Logprob(value, rank, self._text(token)) for token, (value, rank) in ranked.items()}
 
     def _text(self, token: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
+        if self.tokenizer is None:
+            return None
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self.tokenizer.decode([token], skip_special_tokens=False)
+        return text
 
     def shutdown(self) -> None:
         """Let go of the model and its cache."""

@@ -117,6 +117,8 @@ CHAT_FIELDS: list[tuple[str, Any, str, str]] = [
     ("tools", [{"type": "function", "function": {"name": "f", "parameters": []}}], "tools.0.function.parameters", ""),
     ("tool_choice", "always", "tool_choice", "'none', 'auto' or 'required'"),
     ("tool_choice", FUNCTION, "tool_choice", "tools do not have"),
+    ("chat_template_kwargs", {"messages": []}, "chat_template_kwargs.messages", "cannot be given there"),
+    ("chat_template_kwargs", {"add_generation_prompt": 0}, "chat_template_kwargs.add_generation_prompt", "cannot be"),
     ("response_format", form(nested(400)), "response_format", "recursion limit exceeded"),
     ("response_format", form({"type": "number", "minimum": float("nan")}), "response_format", "no valid JSON schema"),
     ("response_format", form({"const": "\ud800"}), "response_format", "no valid JSON schema"),
@@ -226,6 +228,7 @@ def test_bodies(server: Server, body: bytes, field: str | None, message: str) ->
         ("/tokenize", {"messages": []}, "messages", "has no messages"),
         ("/detokenize", {"tokens": [10**30]}, "tokens", "use 0 to 399"),
         ("/detokenize", {"tokens": [-1]}, "tokens.0", "greater than or equal to 0"),
+        ("/tokenize", {"messages": user("a"), "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools", ""),
         ("/v1/embeddings", {"model": "llama", "input": "a"}, "model", "generates text"),
     ],
 )

@@ -213,6 +213,41 @@ def test_the_death_of_the_engine_ends_every_request(checkpoint: Path) -> None:
         assert not any("the thread is dead" in line for line in server.requests())
 
 
+def test_a_step_that_hangs_ends_every_request(checkpoint: Path) -> None:
+    """When its time is up it is as if the engine had died: errors, /health says so, and the exit code 5."""
+    with serving(checkpoint, "--server.step_seconds", "1", step_seconds=STEP) as server:
+        with stream(server) as response:
+            lines = begun(response)
+            whole = server.later(lambda: server.complete(max_tokens=400, ignore_eos=True))
+            until(lambda: server.metric("num_requests_running") == 2)
+            server.process.send_signal(signal.SIGHUP)
+            *_, last = [line for line in lines if line]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_stopped"
+        assert whole.result().status_code == 503
+        health = server.get("/health")
+        assert health.status_code == 503
+        assert "engine has stopped" in error_of(health)["message"]
+        assert server.complete().status_code == 503
+        assert server.process.wait(10) == 5
+        assert any("has taken longer than 1 seconds" in line for line in server.log)
+
+
+def test_polls_are_not_logged(checkpoint: Path) -> None:
+    """Neither probes nor readers of metrics fill the log, unless they are refused; they may ask for the head alone."""
+    with serving(checkpoint, "--api-key", "right") as server:
+        server.key = "right"
+        for path in ("/health", "/metrics"):
+            assert server.get(path).status_code == 200
+            head = server.request("HEAD", path)
+            assert (head.status_code, head.content) == (200, b"")
+        assert server.get("/metrics", headers={}).status_code == 401
+        server.complete(max_tokens=1)
+        until(lambda: len(server.requests()) == 2)
+        refused, answered = server.requests()
+    assert (refused["path"], refused["status"]) == ("/metrics", 401)
+    assert answered["path"] == "/v1/completions"
+
+
 def test_prompts_are_logged_where_that_is_asked_for(checkpoint: Path) -> None:
     """The line of a request then has its prompt and its answers, streamed ones too."""
     with serving(checkpoint, "--server.log_prompts", "true") as server:
