@@ -157,7 +157,14 @@ class ServerConfig(Section):
     max_stops: int = setting(
         "strings or tokens that a request may list in stop, stop_token_ids and bad_words each", default=64, minimum=0
     )
+    max_logit_bias: int = setting("tokens that a request may list in logit_bias", default=300, minimum=0)
     max_logprobs: int = setting("log-probabilities of a token that a request may ask for", default=20, minimum=0)
+    max_total_logprobs: int = setting(
+        "log-probabilities that a request may ask for in all: one, and the likeliest, for each token of its answers and "
+        "of the prompts that they echo",
+        default=1 << 20,
+        minimum=0,
+    )
     head_seconds: float = setting("seconds in which the head of a request must have come", default=10, above=0)
     body_seconds: float = setting("seconds in which the body of a request must have come", default=30, above=0)
     read_seconds: float = setting(

@@ -78,9 +78,9 @@ class Admission:
         self._expect("tokens", self.tokens - slot.tokens, tokens, self._settings.max_waiting_tokens)
         self._hold(slot, sequences, tokens)
 
-    def begun(self, slot: Slot) -> None:
-        """Give the room back; further calls change nothing."""
-        self._hold(slot, 0, 0)
+    def begun(self, slot: Slot, sequences: int = 0, tokens: int = 0) -> None:
+        """Give the room back, but for what still waits."""
+        self._hold(slot, sequences, tokens)
 
     def _hold(self, slot: Slot, sequences: int, tokens: int) -> None:
         self.sequences += sequences - slot.sequences

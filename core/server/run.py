@@ -74,6 +74,7 @@ class HTTPServer(uvicorn.Server):
         except EngineError as error:
             if self._failed is None:
                 self._failed, self._failed_at = error, time.monotonic()
+                self.config.timeout_graceful_shutdown = _FAILED_SECONDS  # nothing is left that could finish
                 if self._service.hangs:  # nobody else tells those that wait for it
                     self._end_flights(faults.as_http_error(error))
         if self._failed is not None and time.monotonic() > self._failed_at + _FAILED_SECONDS:

@@ -92,7 +92,7 @@ class Service:
         if generates(opgraft_config):
             self._model = AsyncLLM(opgraft_config=opgraft_config, on_step=self._exporter)
         else:
-            self._model = AsyncEmbedder(opgraft_config)
+            self._model = AsyncEmbedder(opgraft_config, self._exporter)
         self.created = int(time.time())
         self.admission = Admission(self.settings)
         self.draining = False
@@ -275,11 +275,15 @@ class Service:
             RequestError: a prompt cannot be taken.
             EngineError: the engine has stopped.
         """
-        self.admission.take(slot, job.params.n * len(job.prompts), sum(map(len, job.prompts)))
+        waiting = {(number, index) for number in range(len(job.prompts)) for index in range(job.params.n)}
+        self.admission.take(slot, len(waiting), sum(map(len, job.prompts)))
         streams = [self._answer(job, number) for number in range(len(job.prompts))]
         async with aclosing(_merged(streams)) as news:
             async for number, output in news:
-                self.admission.begun(slot)
+                if waiting:
+                    waiting -= {(number, answer.index) for answer in output.outputs if answer.token_ids}
+                    tokens = sum(len(job.prompts[prompt]) for prompt, index in waiting if index == 0)
+                    self.admission.begun(slot, len(waiting), tokens)
                 _expect_no_error(output, job)
                 yield number, output
 

@@ -59,6 +59,13 @@ async def detokenize(service: Service, body: DetokenizeRequest) -> dict[str, Any
     """
     if body.model is not None:
         service.expect_model(body.model)
+    if len(body.tokens) > service.max_model_len:
+        raise HTTPError(
+            400,
+            f"tokens has {len(body.tokens)} ids, and the context has {service.max_model_len}: send them in parts",
+            field="tokens",
+            code="context_length_exceeded",
+        )
     unknown = next((token for token in body.tokens if token >= service.vocab_size), None)
     if unknown is not None:
         raise HTTPError(

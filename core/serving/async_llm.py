@@ -24,12 +24,14 @@ from opgraft.serving.step_reports import OnStep
 from opgraft.serving.text_engine import OpenRequest, TextEngine
 
 _T = TypeVar("_T")
+_PREPARING = 2
+"""Threads that prepare requests, so that one long template or prompt does not hold up all others."""
 
 
 class AsyncLLM:
     """A language model whose engine runs in a thread of its own and sleeps while nothing is asked.
 
-    Prompts are tokenized in a thread beside it, and grammars compiled in another, so that neither steps nor event loops
+    Prompts are tokenized in threads beside it, and grammars compiled in another, so that neither steps nor event loops
     wait.
     It may be used from several event loops. ``async with`` shuts it down at the end.
 
@@ -53,7 +55,7 @@ class AsyncLLM:
         config = engine_config(model, opgraft_config, settings)
         self._thread = EngineThread(lambda: TextEngine(config, on_step))
         self._engine = self._thread.engine
-        self._preparing = ThreadPoolExecutor(1, thread_name_prefix="opgraft-prepare")
+        self._preparing = ThreadPoolExecutor(_PREPARING, thread_name_prefix="opgraft-prepare")
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="opgraft-compile")
         self._mailbox: Mailbox | None = None
         self._finalizer = weakref.finalize(self, _shutdown, self._thread, self._preparing, self._compiling)
@@ -64,7 +66,7 @@ class AsyncLLM:
         return self._engine
 
     async def prepare(self, function: Callable[..., _T], *args: object) -> _T:
-        """Call a function in the thread that prepares requests, such as one that tokenizes a text."""
+        """Call a function in a thread that prepares requests, such as one that tokenizes a text."""
         return await asyncio.get_running_loop().run_in_executor(self._preparing, partial(function, *args))
 
     async def compile(self, params: SamplingParams) -> None:

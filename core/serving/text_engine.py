@@ -10,6 +10,7 @@ from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from typing import Any
 
 from opgraft.config import OpgraftConfig
@@ -29,7 +30,8 @@ from opgraft.serving.stop_tokens import stop_tokens
 from opgraft.serving.tokenizer import Tokenizer, find_tokenizer
 
 _MOST_GRAMMARS = 128
-"""Compiled grammars that are kept, those that were used last."""
+_MOST_GRAMMAR_CHARACTERS = 1 << 22
+"""Of the specs of compiled grammars that are kept, those that were used last: what they take grows with these."""
 
 
 @dataclass
@@ -72,7 +74,7 @@ class TextEngine:
         self.vocab_size = int(config.get_text_config().vocab_size)
         self._open: dict[str, OpenRequest] = {}
         self._owner: dict[str, str] = {}
-        self._grammars: OrderedDict[str, Grammar] = OrderedDict()
+        self._grammars: OrderedDict[bytes, tuple[Grammar, int]] = OrderedDict()
         self._keeping = threading.Lock()
         self._texts: dict[int, str] = {}
         self._reports = StepReports(self.core.stats, on_step)
@@ -209,16 +211,21 @@ class TextEngine:
 
     def _kept(self, params: SamplingParams) -> Grammar | None:
         with self._keeping:
-            key = _key(params.structured_output)
-            if key in self._grammars:
-                self._grammars.move_to_end(key)
-            return self._grammars.get(key)
+            key, _ = _key(params.structured_output)
+            if key not in self._grammars:
+                return None
+            self._grammars.move_to_end(key)
+            return self._grammars[key][0]
 
     def _compiled(self, params: SamplingParams) -> Grammar:
         grammar = Grammar(params.structured_output, self._grammar_tokens)
+        key, characters = _key(params.structured_output)
         with self._keeping:
-            self._grammars[_key(params.structured_output)] = grammar
-            while len(self._grammars) > _MOST_GRAMMARS:
+            self._grammars[key] = grammar, characters
+            while (
+                len(self._grammars) > _MOST_GRAMMARS
+                or sum(size for _, size in self._grammars.values()) > _MOST_GRAMMAR_CHARACTERS
+            ):
                 self._grammars.popitem(last=False)
         return grammar
 
@@ -351,12 +358,13 @@ class TextEngine:
         self.core.shutdown()
 
 
-def _key(wanted: Any) -> str:
-    """Return what a structured output is kept by; nothing is by the empty text."""
+def _key(wanted: Any) -> tuple[bytes, int]:
+    """Return what a structured output is kept by, and its size; what is no JSON is kept by nothing that is asked for."""
     try:
-        return json.dumps(wanted)
+        text = json.dumps(wanted)
     except (TypeError, ValueError, RecursionError):
-        return ""
+        text = ""
+    return sha256(text.encode()).digest(), len(text)
 
 
 def _count(metrics: RequestMetrics | None, request: Request, now: float) -> None:

@@ -96,6 +96,36 @@ def test_what_cannot_wait_is_refused_at_once(slow: Server) -> None:
     expect_idle(slow)
 
 
+def test_what_has_not_begun_waits(slow: Server) -> None:
+    """Of several answers, those after the first count as waiting until they begin."""
+    with stream(slow, n=3, temperature=1) as response:
+        begun(response)
+        until(lambda: slow.metric("num_requests_waiting") == 1)
+        refused = slow.complete(n=3, temperature=1, max_tokens=1)
+        assert error_of(refused)["message"].startswith("1 sequences wait already, this request has 3, and at most 3")
+    expect_idle(slow)
+
+
+def test_log_probabilities_of_a_request_have_a_limit(checkpoint: Path) -> None:
+    """They are counted over all tokens, echoed ones too, before anything is computed."""
+    with serving(checkpoint, "--server.max_total_logprobs", "100") as server:
+        assert server.complete(max_tokens=20, logprobs=4).status_code == 200
+        for asked in ({"max_tokens": 21, "logprobs": 4}, {"prompt": [5] * 50, "echo": True, "logprobs": 1}):
+            refused = server.complete(**asked)
+            assert (refused.status_code, error_of(refused)["param"]) == (400, "logprobs")
+            assert "this server allows 100" in error_of(refused)["message"]
+
+
+def test_a_stalled_reader_holds_no_dead_server(checkpoint: Path) -> None:
+    """When the engine has died, the process ends although a client reads no further."""
+    asked = {"prompt": [[5] * 400] * 8, "n": 8, "temperature": 1, "max_tokens": 1, "echo": True, "logprobs": 20}
+    with serving(checkpoint, step_seconds=0) as server, stream(server, **asked, stream=False) as response:
+        assert response.status_code == 200
+        server.process.send_signal(signal.SIGUSR2)
+        server.later(server.complete)
+        assert server.process.wait(15) == 5
+
+
 def test_tokens_of_all_answers_have_a_limit(slow: Server) -> None:
     """n times max_tokens is refused beyond it, with the numbers; without max_tokens the limit is shared out."""
     error = error_of(slow.complete(n=3, max_tokens=301, temperature=1))
