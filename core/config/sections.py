@@ -160,7 +160,7 @@ class ServerConfig(Section):
     max_logit_bias: int = setting("tokens that a request may list in logit_bias", default=300, minimum=0)
     max_logprobs: int = setting("log-probabilities of a token that a request may ask for", default=20, minimum=0)
     max_total_logprobs: int = setting(
-        "log-probabilities that a request may ask for in all: one, and the likeliest, for each token of its answers and "
+        "log-probabilities that a request may ask for in all: one and the likeliest for each token of its answers, and "
         "of the prompts that they echo",
         default=1 << 20,
         minimum=0,

@@ -359,7 +359,7 @@ class TextEngine:
 
 
 def _key(wanted: Any) -> tuple[bytes, int]:
-    """Return what a structured output is kept by, and its size; what is no JSON is kept by nothing that is asked for."""
+    """Return what a structured output is kept by, and its size; what is no JSON is never asked for again."""
     try:
         text = json.dumps(wanted)
     except (TypeError, ValueError, RecursionError):
