@@ -98,11 +98,12 @@ def test_what_cannot_wait_is_refused_at_once(slow: Server) -> None:
 
 def test_what_has_not_begun_waits(slow: Server) -> None:
     """Of several answers, those after the first count as waiting until they begin."""
-    with stream(slow, n=3, temperature=1) as response:
-        begun(response)
+    with stream(slow, n=3, temperature=1, max_tokens=200) as response:
+        lines = begun(response)
         until(lambda: slow.metric("num_requests_waiting") == 1)
         refused = slow.complete(n=3, temperature=1, max_tokens=1)
         assert error_of(refused)["message"].startswith("1 sequences wait already, this request has 3, and at most 3")
+        assert next(lines) == ""
     expect_idle(slow)
 
 
