@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ class EngineOutput:
         token: sampled in this step; ``None`` where the request ended without one.
         finish_reason: why it ended; ``None`` while it goes on.
         error: what failed, for the reason ``"error"``.
+        refused: whether it failed by what the request asks for.
         logprobs: of the token, where they are asked for.
         prompt_logprobs: of the prompt, once, where they are asked for.
     """
@@ -38,6 +39,7 @@ class EngineOutput:
     error: str | None = None
     logprobs: Any = None
     prompt_logprobs: Sequence[Any] | None = None
+    refused: bool = False
 
 
 class EngineCore:
@@ -157,7 +159,7 @@ class EngineCore:
         for part, seconds in result.seconds.items():
             self.counters.seconds[part] += seconds
         self.counters.sampled_tokens += len(result.tokens)
-        failed = self._failed(result.errors)
+        failed = self._failed(result.errors, result.refused)
         with self.counters.timed("schedule"):
             return failed + self._news(step, result)
 
@@ -197,10 +199,13 @@ class EngineCore:
         logger.error("%s", message)
         return self._failed(dict.fromkeys((request.request_id for request in batch), message))
 
-    def _failed(self, errors: Mapping[str, str]) -> list[EngineOutput]:
+    def _failed(self, errors: Mapping[str, str], refused: Set[str] = frozenset()) -> list[EngineOutput]:
         for request_id in errors:
             self.scheduler.abort(request_id, "error")
-        return [EngineOutput(request_id, None, "error", message) for request_id, message in errors.items()]
+        return [
+            EngineOutput(request_id, None, "error", message, refused=request_id in refused)
+            for request_id, message in errors.items()
+        ]
 
     def _news(self, step: Step, result: StepResult) -> list[EngineOutput]:
         finished = {each.request_id: each.finish_reason for each in self.scheduler.update(step, result.tokens)}

@@ -15,8 +15,6 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 _HEAD_BYTES = 1 << 16
 _HEADERS = 200
-_STALLED_SECONDS = 60.0
-"""Seconds in which a reader that has stopped must read on, before its connection is closed."""
 
 
 class Connection(HttpToolsProtocol):
@@ -109,7 +107,18 @@ class Connection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Wait for the client to read on."""
         super().pause_writing()
-        self._stalled = self.loop.call_later(_STALLED_SECONDS, self.transport.abort)
+        self._expect_reading()
+
+    def _expect_reading(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        self._stalled = self.loop.call_later(self._settings.read_seconds, self._look_at_reader, unread)
+
+    def _look_at_reader(self, unread: int) -> None:
+        """Go on waiting for a client that has read since, and give up one that has not."""
+        if self.transport.get_write_buffer_size() < unread:
+            self._expect_reading()
+        else:
+            self.transport.abort()
 
     def resume_writing(self) -> None:
         """Go on."""

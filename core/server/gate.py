@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ipaddress import ip_address
 
 from opgraft.errors import HTTPError
+from opgraft.server.admission import Bodies
 from opgraft.server.passing import Passing
 from opgraft.server.service import Flight, Service
 from starlette.datastructures import Headers
@@ -30,6 +31,7 @@ class Gate:
     def __init__(self, app: ASGIApp, service: Service, api_keys: Sequence[str] = ()) -> None:
         self._app = app
         self._service = service
+        self._bodies = Bodies(service.settings.max_total_body_bytes)
         self._keys = [_digest(key.encode("utf-8", "surrogateescape")) for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -41,8 +43,9 @@ class Gate:
         try:
             self._expect_host(scope)
             self._expect_key(scope)
-            body = await self._body(scope, receive)
-            await self._pass(passing, body, receive)
+            with self._bodies.held() as hold:
+                body = await self._body(scope, receive, hold)
+                await self._pass(passing, body, receive)
         except Exception as error:
             await passing.fail(error)
         finally:
@@ -74,13 +77,13 @@ class Gate:
                 headers={"www-authenticate": "Bearer"},
             )
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+    async def _body(self, scope: Scope, receive: Receive, hold: Callable[[int], None]) -> bytes:
         settings = self._service.settings
         length = Headers(scope=scope).get("content-length", "0")
         if length.isdigit() and int(length[:20]) > settings.max_body_bytes:
             raise _too_large(settings.max_body_bytes)
         try:
-            return await asyncio.wait_for(_read(receive, settings.max_body_bytes), settings.body_seconds)
+            return await asyncio.wait_for(_read(receive, settings.max_body_bytes, hold), settings.body_seconds)
         except asyncio.TimeoutError:
             raise HTTPError(
                 408, f"the body did not come within {settings.body_seconds:g} seconds", headers={"connection": "close"}
@@ -124,11 +127,11 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-async def _read(receive: Receive, limit: int) -> bytes:
+async def _read(receive: Receive, limit: int, hold: Callable[[int], None]) -> bytes:
     """Read the body of a request.
 
     Raises:
-        HTTPError: it is larger than the limit, or its client has left.
+        HTTPError: it is larger than the limit, ``hold`` has no room for it, or its client has left.
     """
     parts, size = [], 0
     while True:
@@ -139,6 +142,7 @@ async def _read(receive: Receive, limit: int) -> bytes:
         size += len(parts[-1])
         if size > limit:
             raise _too_large(limit)
+        hold(len(parts[-1]))
         if not message.get("more_body", False):
             return b"".join(parts)
 

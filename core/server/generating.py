@@ -34,6 +34,7 @@ class Generating(ABC, Generic[_B]):
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
     prompt_field: ClassVar[str]
+    grammar_field = "response_format"
 
     def __init__(self, service: Service, body: _B, passing: Passing) -> None:
         self.service = service
@@ -98,14 +99,15 @@ class Generating(ABC, Generic[_B]):
             sampling.expect_prompts(self.body, self.prompt_ids, self.service)
             self.params = sampling.params_of(self.body, self.prompt_ids, self.service, self.structured())
             if self.params.structured_output is not None:
-                with at("response_format"):
-                    await self.service.prepare(self.service.llm.engine.grammar, self.params)
+                with at(self.grammar_field):
+                    await self.service.llm.compile(self.params)
             self.record |= {"prompt_tokens": sum(map(len, self.prompt_ids)), "completion_tokens": 0}
             job = Job(
                 self.id,
                 self.arrival,
                 self.prompt_ids,
                 self.params,
+                self.grammar_field,
                 self.body.priority or 0,
                 self.body.cache_salt,
             )

@@ -24,6 +24,9 @@ log = init_logger("opgraft.server")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:/=+-]{1,128}")
 """A client's or a proxy's own name of a request that is taken into the log."""
 
+_POLLED_PATHS = ("/health", "/metrics")
+"""Asked every few seconds by who watches the server: where they are answered, that is logged as DEBUG."""
+
 
 class Passing:
     """A request on its way through the gate: what is sent, and what the log will say.
@@ -43,7 +46,8 @@ class Passing:
         given = Headers(scope=scope).get("x-request-id", "")
         if _REQUEST_ID.fullmatch(given):
             self.record["client_request_id"] = given
-        self.scope = {**scope, "state": {**scope.get("state", {}), "passing": self}}
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]  # uvicorn leaves the body out
+        self.scope = {**scope, "method": method, "state": {**scope.get("state", {}), "passing": self}}
         self.started = time.monotonic()
         self._send = send
         self._streams = False
@@ -77,10 +81,11 @@ class Passing:
 
     def finish(self, metrics: HTTPMetrics) -> None:
         """Write the line of the request, and count its answer; 499 is that of a client who left before one."""
-        metrics.count(self.scope["method"], self.scope.get("route"), self.record.setdefault("status", 499))
+        metrics.count(self.record["method"], self.scope.get("route"), self.record.setdefault("status", 499))
         self.record["seconds"] = round(time.monotonic() - self.started, 6)
         unexpected = None if isinstance(self._failure, OpgraftError) else self._failure
-        level = logging.INFO if self._failure is None else logging.ERROR
+        polled = self.record["path"] in _POLLED_PATHS and self.record["status"] == 200
+        level = logging.DEBUG if polled else logging.INFO if self._failure is None else logging.ERROR
         log.log(level, "%s", json.dumps(self.record), extra={"fields": self.record}, exc_info=unexpected)
 
 

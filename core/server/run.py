@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -15,9 +16,11 @@ from types import FrameType
 import uvicorn
 from opgraft.config import OpgraftConfig, ServerConfig
 from opgraft.errors import ConfigError, EngineError, HTTPError
+from opgraft.server import faults
 from opgraft.server.app import create_app
 from opgraft.server.connection import Connection
 from opgraft.server.keys import read_keys
+from opgraft.server.passing import log
 from opgraft.server.service import Service
 from opgraft.text import described
 
@@ -72,6 +75,9 @@ class HTTPServer(uvicorn.Server):
         except EngineError as error:
             if self._failed is None:
                 self._failed, self._failed_at = error, time.monotonic()
+                self.config.timeout_graceful_shutdown = _FAILED_SECONDS  # nothing is left that could finish
+                if self._service.hangs:  # nobody else tells those that wait for it
+                    self._end_flights(faults.as_http_error(error))
         if self._failed is not None and time.monotonic() > self._failed_at + _FAILED_SECONDS:
             self.should_exit = True
         return await super().on_tick(counter)
@@ -84,8 +90,13 @@ class HTTPServer(uvicorn.Server):
         timer.cancel()
 
     def _abort(self) -> None:
+        self._end_flights(
+            HTTPError(503, "the request was aborted, as the server ends: ask another one", code="aborted")
+        )
+
+    def _end_flights(self, reason: HTTPError) -> None:
         for flight in list(self._service.flights):
-            flight.end(HTTPError(503, "the request was aborted, as the server ends: ask another one", code="aborted"))
+            flight.end(reason)
 
     def expect_no_failure(self) -> None:
         """Raise where the server ended because the engine had stopped.
@@ -137,8 +148,20 @@ def serve(
         try:
             server.run([listener])
         finally:
+            if service.hangs:
+                _exit_at_once(server)
             service.shutdown()
     server.expect_no_failure()
+
+
+def _exit_at_once(server: HTTPServer) -> None:
+    """End the process, as a thread that hangs can be neither ended nor waited for."""
+    try:
+        server.expect_no_failure()
+    except EngineError as error:
+        log.critical("%s", error)
+    logging.shutdown()
+    os._exit(EngineError.exit_code)
 
 
 def _bound(settings: ServerConfig) -> socket.socket:

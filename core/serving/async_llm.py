@@ -25,12 +25,15 @@ from opgraft.serving.step_reports import OnStep
 from opgraft.serving.text_engine import OpenRequest, TextEngine
 
 _T = TypeVar("_T")
+_PREPARING = 2
+"""Threads that prepare requests, so that one long template or prompt does not hold up all others."""
 
 
 class AsyncLLM:
     """A language model whose engine runs in a thread of its own and sleeps while nothing is asked.
 
-    Prompts are tokenized, and grammars compiled, in a thread beside it, so that neither steps nor event loops wait.
+    Prompts are tokenized in threads beside it, and grammars compiled in another, so that neither steps nor event loops
+    wait.
     It may be used from several event loops. ``async with`` shuts it down at the end.
 
     Args:
@@ -53,9 +56,10 @@ class AsyncLLM:
         config = engine_config(model, opgraft_config, settings)
         self._thread = EngineThread(lambda: TextEngine(config, on_step))
         self._engine = self._thread.engine
-        self._preparing = ThreadPoolExecutor(1, thread_name_prefix="opgraft-prepare")
+        self._preparing = ThreadPoolExecutor(_PREPARING, thread_name_prefix="opgraft-prepare")
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="opgraft-compile")
         self._mailbox: Mailbox | None = None
-        self._finalizer = weakref.finalize(self, _shutdown, self._thread, self._preparing)
+        self._finalizer = weakref.finalize(self, _shutdown, self._thread, self._preparing, self._compiling)
 
     @property
     def engine(self) -> TextEngine:
@@ -63,8 +67,19 @@ class AsyncLLM:
         return self._engine
 
     async def prepare(self, function: Callable[..., _T], *args: object) -> _T:
-        """Call a function in the thread that prepares requests, such as one that tokenizes a text."""
+        """Call a function in a thread that prepares requests, such as one that tokenizes a text."""
         return await asyncio.get_running_loop().run_in_executor(self._preparing, partial(function, *args))
+
+    async def compile(self, params: SamplingParams) -> None:
+        """Compile the grammar of a structured output, unless that is done; ``generate`` and ``chat`` begin with it.
+
+        Raises:
+            InputError: it cannot be compiled, or not in time.
+            ChildError: no process can be started to try it.
+        """
+        if not self._engine.knows_grammar(params):
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._compiling, self._engine.compile_safely, params)
 
     def generate(
         self,
@@ -97,16 +112,17 @@ class AsyncLLM:
             EngineError: the engine has ended.
         """
         name = request_id or uuid4().hex
+        params = params or SamplingParams()
         prepare = partial(
             self._engine.prepare,
             name,
             prompt,
-            params or SamplingParams(),
+            params,
             priority=priority,
             cache_salt=cache_salt,
             arrival=monotonic() if arrival is None else arrival,
         )
-        return self._answer(name, prepare)
+        return self._answer(name, params, prepare)
 
     def chat(
         self,
@@ -129,22 +145,25 @@ class AsyncLLM:
             RequestError: the model has no chat template, it refuses the messages, or the request cannot be taken.
             EngineError: the engine has ended.
         """
-        name = request_id or uuid4().hex
+        name, wanted = request_id or uuid4().hex, params or SamplingParams()
 
         def prepare() -> OpenRequest:
             return self._engine.prepare(
                 name,
                 self._engine.chat_template.render(messages, tools=tools),
-                params or SamplingParams(),
+                wanted,
                 priority=priority,
                 cache_salt=cache_salt,
                 add_special_tokens=False,
             )
 
-        return self._answer(name, prepare)
+        return self._answer(name, wanted, prepare)
 
-    async def _answer(self, request_id: str, prepare: Callable[[], OpenRequest]) -> AsyncGenerator[RequestOutput, None]:
+    async def _answer(
+        self, request_id: str, params: SamplingParams, prepare: Callable[[], OpenRequest]
+    ) -> AsyncGenerator[RequestOutput, None]:
         self._thread.check()
+        await self.compile(params)
         prepared = await self.prepare(prepare)
         stream = Stream(request_id, self._mailbox_of(asyncio.get_running_loop()))
         finished = False
@@ -182,6 +201,11 @@ class AsyncLLM:
         self._thread.check()
         self._engine.core.check_health()
 
+    @property
+    def busy_seconds(self) -> float:
+        """The seconds that the step of this moment has taken: of one that hangs they grow."""
+        return self._thread.busy_seconds
+
     async def explain(self) -> Explanation:
         """Tell which kernel of which provider runs each op of the model, and why.
 
@@ -208,6 +232,7 @@ class AsyncLLM:
         await asyncio.to_thread(self.shutdown)
 
 
-def _shutdown(thread: EngineThread, preparing: ThreadPoolExecutor) -> None:
-    preparing.shutdown(wait=False)
+def _shutdown(thread: EngineThread, *pools: ThreadPoolExecutor) -> None:
+    for pool in pools:
+        pool.shutdown(wait=False)
     thread.shutdown()

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from typing import Any
 
 from opgraft.config import OpgraftConfig
 from opgraft.engine.engine_core import EngineCore, EngineOutput
 from opgraft.engine.request import Request
-from opgraft.engine.sampling import Grammar, GrammarTokens, TokenLogprobs, bad_word_tokens
+from opgraft.engine.sampling import Grammar, GrammarTokens, TokenLogprobs, bad_word_tokens, try_to_compile
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import InputError, RequestError
 from opgraft.models.config import read_config
@@ -28,7 +30,8 @@ from opgraft.serving.stop_tokens import stop_tokens
 from opgraft.serving.tokenizer import Tokenizer, find_tokenizer
 
 _MOST_GRAMMARS = 128
-"""Compiled grammars that are kept, those that were used last."""
+_MOST_GRAMMAR_CHARACTERS = 1 << 22
+"""Of the specs of compiled grammars that are kept, those that were used last: what they take grows with these."""
 
 
 @dataclass
@@ -71,7 +74,9 @@ class TextEngine:
         self.vocab_size = int(config.get_text_config().vocab_size)
         self._open: dict[str, OpenRequest] = {}
         self._owner: dict[str, str] = {}
-        self._grammars: OrderedDict[str, Grammar] = OrderedDict()
+        self._grammars: OrderedDict[bytes, tuple[Grammar, int]] = OrderedDict()
+        self._keeping = threading.Lock()
+        self._texts: dict[int, str] = {}
         self._reports = StepReports(self.core.stats, on_step)
 
     @cached_property
@@ -185,24 +190,46 @@ class TextEngine:
             raise RequestError(f"request {request_id!r} is added, and one of that id runs: give each an id of its own")
 
     def grammar(self, params: SamplingParams) -> Grammar | None:
-        """Return the grammar of a structured output, which is compiled once and kept; in the preparing thread.
+        """Return the grammar of a structured output, which is compiled once and kept; from any thread.
 
         Raises:
             InputError: it cannot be compiled.
         """
-        wanted = params.structured_output
-        if wanted is None:
-            return None
-        try:
-            key = json.dumps(wanted)
-        except (TypeError, ValueError, RecursionError):
-            return Grammar(wanted, self._grammar_tokens)  # which tells what is wrong with it
-        if key not in self._grammars:
-            self._grammars[key] = Grammar(wanted, self._grammar_tokens)
-        self._grammars.move_to_end(key)
-        while len(self._grammars) > _MOST_GRAMMARS:
-            self._grammars.popitem(last=False)
-        return self._grammars[key]
+        return None if params.structured_output is None else self._kept(params) or self._compiled(params)
+
+    def compile_safely(self, params: SamplingParams) -> None:
+        """Compile the grammar of a structured output, if that ends in time; from any thread.
+
+        Raises:
+            InputError: it cannot be compiled, or takes too long.
+            ChildError: no process can be started to try it.
+        """
+        try_to_compile(params.structured_output, self._grammar_tokens)
+        self._compiled(params)
+
+    def knows_grammar(self, params: SamplingParams) -> bool:
+        """Tell whether a request can be prepared without the compilation of a grammar."""
+        return params.structured_output is None or self._kept(params) is not None
+
+    def _kept(self, params: SamplingParams) -> Grammar | None:
+        with self._keeping:
+            key, _ = _key(params.structured_output)
+            if key not in self._grammars:
+                return None
+            self._grammars.move_to_end(key)
+            return self._grammars[key][0]
+
+    def _compiled(self, params: SamplingParams) -> Grammar:
+        grammar = Grammar(params.structured_output, self._grammar_tokens)
+        key, characters = _key(params.structured_output)
+        with self._keeping:
+            self._grammars[key] = grammar, characters
+            while (
+                len(self._grammars) > _MOST_GRAMMARS
+                or sum(size for _, size in self._grammars.values()) > _MOST_GRAMMAR_CHARACTERS
+            ):
+                self._grammars.popitem(last=False)
+        return grammar
 
     def _detokenizer(self, request: Request) -> Detokenizer | None:
         params = request.params
@@ -287,7 +314,7 @@ class TextEngine:
                 self.core.abort(news.request_id, "stop")
                 reason = "stop"
         if reason is not None:
-            output.error = news.error
+            output.error, output.refused = news.error, news.refused
             self._end(opened, news.request_id, answer, reason)
 
     def _show(self, answer: _Answer, token: int, reason: str | None) -> bool:
@@ -321,11 +348,25 @@ class TextEngine:
         return {token: Logprob(value, rank, self._text(token)) for token, (value, rank) in ranked.items()}
 
     def _text(self, token: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
+        if self.tokenizer is None:
+            return None
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self.tokenizer.decode([token], skip_special_tokens=False)
+        return text
 
     def shutdown(self) -> None:
         """Let go of the model and its cache."""
         self.core.shutdown()
+
+
+def _key(wanted: Any) -> tuple[bytes, int]:
+    """Return what a structured output is kept by, and its size; what is no JSON is never asked for again."""
+    try:
+        text = json.dumps(wanted)
+    except (TypeError, ValueError, RecursionError):
+        text = ""
+    return sha256(text.encode()).digest(), len(text)
 
 
 def _count(metrics: RequestMetrics | None, request: Request, now: float) -> None:

@@ -98,6 +98,37 @@ def test_what_cannot_wait_is_refused_at_once(slow: Server) -> None:
     expect_idle(slow)
 
 
+def test_what_has_not_begun_waits(slow: Server) -> None:
+    """Of several answers, those after the first count as waiting until they begin."""
+    with stream(slow, n=3, temperature=1, max_tokens=200) as response:
+        lines = begun(response)
+        until(lambda: slow.metric("num_requests_waiting") == 1)
+        refused = slow.complete(n=3, temperature=1, max_tokens=1)
+        assert error_of(refused)["message"].startswith("1 sequences wait already, this request has 3, and at most 3")
+        assert next(lines) == ""
+    expect_idle(slow)
+
+
+def test_log_probabilities_of_a_request_have_a_limit(checkpoint: Path) -> None:
+    """They are counted over all tokens, echoed ones too, before anything is computed."""
+    with serving(checkpoint, "--server.max_total_logprobs", "100") as server:
+        assert server.complete(max_tokens=20, logprobs=4).status_code == 200
+        for asked in ({"max_tokens": 21, "logprobs": 4}, {"prompt": [5] * 50, "echo": True, "logprobs": 1}):
+            refused = server.complete(**asked)
+            assert (refused.status_code, error_of(refused)["param"]) == (400, "logprobs")
+            assert "this server allows 100" in error_of(refused)["message"]
+
+
+def test_a_stalled_reader_holds_no_dead_server(checkpoint: Path) -> None:
+    """When the engine has died, the process ends although a client reads no further."""
+    asked = {"prompt": [[5] * 400] * 8, "n": 8, "temperature": 1, "max_tokens": 1, "echo": True, "logprobs": 20}
+    with serving(checkpoint, step_seconds=0) as server, stream(server, **asked, stream=False) as response:
+        assert response.status_code == 200
+        server.process.send_signal(signal.SIGUSR2)
+        server.later(server.complete)
+        assert server.process.wait(15) == 5
+
+
 def test_tokens_of_all_answers_have_a_limit(slow: Server) -> None:
     """n times max_tokens is refused beyond it, with the numbers; without max_tokens the limit is shared out."""
     error = error_of(slow.complete(n=3, max_tokens=301, temperature=1))
@@ -219,6 +250,41 @@ def test_the_death_of_the_engine_ends_every_request(checkpoint: Path) -> None:
         assert server.complete().status_code == 503
         assert server.process.wait(10) == 5
         assert not any("the thread is dead" in line for line in server.requests())
+
+
+def test_a_step_that_hangs_ends_every_request(checkpoint: Path) -> None:
+    """When its time is up it is as if the engine had died: errors, /health says so, and the exit code 5."""
+    with serving(checkpoint, "--server.step_seconds", "1", step_seconds=STEP) as server:
+        with stream(server) as response:
+            lines = begun(response)
+            whole = server.later(lambda: server.complete(max_tokens=400, ignore_eos=True))
+            until(lambda: server.metric("num_requests_running") == 2)
+            server.process.send_signal(signal.SIGHUP)
+            *_, last = [line for line in lines if line]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_stopped"
+        assert whole.result().status_code == 503
+        health = server.get("/health")
+        assert health.status_code == 503
+        assert "engine has stopped" in error_of(health)["message"]
+        assert server.complete().status_code == 503
+        assert server.process.wait(10) == 5
+        assert any("has taken longer than 1 seconds" in line for line in server.log)
+
+
+def test_polls_are_not_logged(checkpoint: Path) -> None:
+    """Neither probes nor readers of metrics fill the log, unless they are refused; they may ask for the head alone."""
+    with serving(checkpoint, "--api-key", "right") as server:
+        server.key = "right"
+        for path in ("/health", "/metrics"):
+            assert server.get(path).status_code == 200
+            head = server.request("HEAD", path)
+            assert (head.status_code, head.content) == (200, b"")
+        assert server.get("/metrics", headers={}).status_code == 401
+        server.complete(max_tokens=1)
+        until(lambda: len(server.requests()) == 2)
+        refused, answered = server.requests()
+    assert (refused["path"], refused["status"]) == ("/metrics", 401)
+    assert answered["path"] == "/v1/completions"
 
 
 def test_prompts_are_logged_where_that_is_asked_for(checkpoint: Path) -> None:
