@@ -162,7 +162,7 @@ class ServerConfig(Section):
     max_total_logprobs: int = setting(
         "log-probabilities that a request may ask for in all: one and the likeliest for each token of its answers, and "
         "of the prompts that they echo",
-        default=1 << 20,
+        default=1 << 18,
         minimum=0,
     )
     head_seconds: float = setting("seconds in which the head of a request must have come", default=10, above=0)

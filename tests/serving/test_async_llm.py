@@ -379,3 +379,13 @@ def test_grammars_are_kept_within_bounds(checkpoint: Path, monkeypatch: pytest.M
         assert [llm.engine.knows_grammar(params) for params in (first, second, third)] == [True, False, True]
 
     run(checkpoint, use)
+
+
+def test_requests_are_prepared_beside_each_other(checkpoint: Path) -> None:
+    """One that takes long to prepare does not hold up the next."""
+
+    async def use(llm: AsyncLLM) -> None:
+        prepared = threading.Event()
+        assert (await asyncio.gather(llm.prepare(prepared.wait, 20), llm.prepare(prepared.set)))[0]
+
+    run(checkpoint, use)
