@@ -19,6 +19,7 @@ from opgraft.errors import EngineError
 from opgraft.serving.engine_thread import EngineThread, Mailbox, Stream
 from opgraft.serving.llm import Message, engine_config
 from opgraft.serving.outputs import RequestOutput
+from opgraft.serving.pools import called_in
 from opgraft.serving.prompts import Prompt
 from opgraft.serving.step_reports import OnStep
 from opgraft.serving.text_engine import OpenRequest, TextEngine
@@ -66,8 +67,12 @@ class AsyncLLM:
         return self._engine
 
     async def prepare(self, function: Callable[..., _T], *args: object) -> _T:
-        """Call a function in a thread that prepares requests, such as one that tokenizes a text."""
-        return await asyncio.get_running_loop().run_in_executor(self._preparing, partial(function, *args))
+        """Call a function in a thread that prepares requests, such as one that tokenizes a text.
+
+        Raises:
+            EngineError: the engine was shut down.
+        """
+        return await called_in(self._preparing, function, *args)
 
     async def compile(self, params: SamplingParams) -> None:
         """Compile the grammar of a structured output, unless that is done; ``generate`` and ``chat`` begin with it.
@@ -75,10 +80,10 @@ class AsyncLLM:
         Raises:
             InputError: it cannot be compiled, or not in time.
             ChildError: no process can be started to try it.
+            EngineError: the engine was shut down.
         """
-        if not self._engine.knows_grammar(params):
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._compiling, self._engine.compile_safely, params)
+        if params.structured_output is not None and self._engine.grammars.find(params) is None:
+            await called_in(self._compiling, self._engine.grammars.compile_safely, params)
 
     def generate(
         self,
@@ -94,8 +99,8 @@ class AsyncLLM:
         Each output is cumulative: it has the whole answer up to now, and does not change any more. A reader that is
         slower than the engine gets the newest one, and misses those between. The last one is ``finished``. A request
         that fails while it is computed ends with the ``finish_reason`` ``"error"``, one that is aborted with
-        ``"abort"``. Leaving the iterator, by ``break`` or by cancellation, aborts the request before the next step but
-        one; who keeps a reference to the iterator closes it with ``aclose``.
+        ``"abort"``. Leaving the iterator, by ``break`` or by cancellation, aborts the request between two steps, before
+        the next that has not begun; who keeps a reference to the iterator closes it with ``aclose``.
 
         Args:
             prompt: text, or token ids.
