@@ -139,6 +139,9 @@ class ServerConfig(Section):
     max_waiting_tokens: int = setting(
         "tokens of the prompts of these, at most; further requests get the status 429", default=1 << 20, minimum=1
     )
+    max_connections: int = setting(
+        "connections that are open at once, at most; further ones get the status 503", default=4096, minimum=1
+    )
     max_body_bytes: int = setting("bytes of the body of a request, at most", default=4 << 20, minimum=1)
     max_total_body_bytes: int = setting(
         "bytes of the bodies of all requests that are being answered, at most; further ones get the status 429",
