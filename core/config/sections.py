@@ -142,6 +142,9 @@ class ServerConfig(Section):
     max_waiting_tokens: int = setting(
         "tokens of the prompts of these, at most; further requests get the status 429", default=1 << 20, minimum=1
     )
+    max_connections: int = setting(
+        "connections that are open at once, at most; further ones get the status 503", default=4096, minimum=1
+    )
     max_body_bytes: int = setting("bytes of the body of a request, at most", default=4 << 20, minimum=1)
     max_total_body_bytes: int = setting(
         "bytes of the bodies of all requests that are being answered, at most; further ones get the status 429",
@@ -169,7 +172,7 @@ class ServerConfig(Section):
     max_total_logprobs: int = setting(
         "log-probabilities that a request may ask for in all: one and the likeliest for each token of its answers, and "
         "of the prompts that they echo",
-        default=1 << 20,
+        default=1 << 18,
         minimum=0,
     )
     head_seconds: float = setting("seconds in which the head of a request must have come", default=10, above=0)

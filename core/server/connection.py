@@ -43,9 +43,13 @@ class Connection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for the head of a request."""
+        """Begin to wait for the head of a request, unless too many wait already."""
         super().connection_made(transport)
-        self._expect_soon()
+        limit = self._settings.max_connections
+        if len(self.connections) > limit:
+            self._refuse(HTTPError(503, f"{limit} connections are open, and no more are taken: try again later"))
+        else:
+            self._expect_soon()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End, and stop waiting."""

@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi.responses import JSONResponse, Response
@@ -87,7 +88,10 @@ class Generating(ABC, Generic[_B]):
         async with aclosing(news):
             async for number, output in news:
                 outputs[number] = output
-        return JSONResponse(self._whole([outputs[number] for number in range(len(outputs))]))
+        whole = partial(self._whole, [outputs[number] for number in range(len(outputs))])
+        if self.params.logprobs is None:
+            return whole()
+        return await self.service.prepare(whole)  # which may take seconds
 
     async def _answers(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         logged = self.service.settings.log_prompts
@@ -154,7 +158,7 @@ class Generating(ABC, Generic[_B]):
     def _delta(self, number: int, output: RequestOutput, answer: CompletionOutput, news: News) -> dict[str, Any]:
         return self.delta(number * self.params.n + answer.index, output, answer, news)
 
-    def _whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    def _whole(self, outputs: Sequence[RequestOutput]) -> Response:
         tokens = sum(map(_tokens, outputs))
         self.record["completion_tokens"] = tokens
         choices = [
@@ -162,7 +166,7 @@ class Generating(ABC, Generic[_B]):
             for number, output in enumerate(outputs)
             for answer in output.outputs
         ]
-        return {**self._head(self.whole_object), "choices": choices, "usage": self._usage(tokens)}
+        return JSONResponse({**self._head(self.whole_object), "choices": choices, "usage": self._usage(tokens)})
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.service.name}

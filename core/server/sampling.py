@@ -85,7 +85,7 @@ def _expect_few_logprobs(given: Mapping[str, Any], prompts: Sequence[Sequence[in
             tokens += sum(map(len, prompts))
         total = given.get("n", 1) * tokens * (each + 1)
         if total > limit:
-            raise _too_many("log-probabilities (answers times tokens)", total, limit, "logprobs")
+            raise _too_many("log-probabilities in all, for as many tokens as it may have", total, limit, "logprobs")
 
 
 def _expect_few(listed: str | Sequence[object], limit: int, field: str) -> None:

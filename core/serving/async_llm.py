@@ -83,7 +83,7 @@ class AsyncLLM:
             ChildError: no process can be started to try it.
             EngineError: the engine was shut down.
         """
-        if not self._engine.grammars.knows(params):
+        if params.structured_output is not None and self._engine.grammars.find(params) is None:
             await called_in(self._compiling, self._engine.grammars.compile_safely, params)
 
     def generate(

@@ -1,41 +1,57 @@
-"""``Grammars``: the compiled grammars of structured outputs that a model was asked for."""
+"""``Grammars``: compiled grammars of a model, kept for the requests that ask for them again."""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
 from opgraft.engine.sampling import Grammar, GrammarTokens, try_to_compile
 from opgraft.engine.sampling_params import SamplingParams
+from opgraft.serving.tokenizer import Tokenizer
 
-_MOST_GRAMMARS = 128
-_MOST_GRAMMAR_CHARACTERS = 1 << 22
-"""Of the specs of compiled grammars that are kept, those that were used last: what they take grows with these."""
+_MOST = 128
+_MOST_CHARACTERS = 1 << 22
+"""Of the specs of the grammars that are kept, those that were used last: what they take grows with these."""
 
 
 class Grammars:
-    """Grammars, each compiled once and kept for a while; from any thread.
+    """Grammars by what is asked for; from any thread.
 
     Args:
-        tokens: returns the tokens of the model, when the first grammar is asked for.
+        tokenizer: of the model.
+        vocab_size: tokens that it gives logits for.
+        eos: tokens that end an output.
     """
 
-    def __init__(self, tokens: Callable[[], GrammarTokens]) -> None:
-        self._tokens = tokens
-        self._grammars: OrderedDict[bytes, tuple[Grammar, int]] = OrderedDict()
-        self._keeping = threading.Lock()
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos: frozenset[int]) -> None:
+        self._backend, self._vocab_size, self._eos = tokenizer.backend, vocab_size, eos
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[bytes, tuple[Grammar, int]] = OrderedDict()
 
-    def of(self, params: SamplingParams) -> Grammar | None:
-        """Return the grammar of a structured output.
+    @cached_property
+    def _tokens(self) -> GrammarTokens:
+        return GrammarTokens(self._backend, self._vocab_size, self._eos)
+
+    def of(self, params: SamplingParams) -> Grammar:
+        """Return the grammar of a structured output, which is compiled once.
 
         Raises:
             InputError: it cannot be compiled.
         """
-        return None if params.structured_output is None else self._kept(params) or self._compiled(params)
+        return self.find(params) or self._compiled(params)
+
+    def find(self, params: SamplingParams) -> Grammar | None:
+        """Return the grammar of a structured output, if it is kept."""
+        key, _ = _key(params.structured_output)
+        with self._lock:
+            if key not in self._kept:
+                return None
+            self._kept.move_to_end(key)
+            return self._kept[key][0]
 
     def compile_safely(self, params: SamplingParams) -> None:
         """Compile the grammar of a structured output, if that ends in time.
@@ -44,31 +60,17 @@ class Grammars:
             InputError: it cannot be compiled, or takes too long.
             ChildError: no process can be started to try it.
         """
-        try_to_compile(params.structured_output, self._tokens())
-        self._compiled(params)
-
-    def knows(self, params: SamplingParams) -> bool:
-        """Tell whether a request can be prepared without the compilation of a grammar."""
-        return params.structured_output is None or self._kept(params) is not None
-
-    def _kept(self, params: SamplingParams) -> Grammar | None:
-        key, _ = _key(params.structured_output)
-        with self._keeping:
-            if key not in self._grammars:
-                return None
-            self._grammars.move_to_end(key)
-            return self._grammars[key][0]
+        if self.find(params) is None:
+            try_to_compile(params.structured_output, self._tokens)
+            self._compiled(params)
 
     def _compiled(self, params: SamplingParams) -> Grammar:
-        grammar = Grammar(params.structured_output, self._tokens())
+        grammar = Grammar(params.structured_output, self._tokens)
         key, characters = _key(params.structured_output)
-        with self._keeping:
-            self._grammars[key] = grammar, characters
-            while (
-                len(self._grammars) > _MOST_GRAMMARS
-                or sum(size for _, size in self._grammars.values()) > _MOST_GRAMMAR_CHARACTERS
-            ):
-                self._grammars.popitem(last=False)
+        with self._lock:
+            self._kept[key] = grammar, characters
+            while len(self._kept) > _MOST or sum(size for _, size in self._kept.values()) > _MOST_CHARACTERS:
+                self._kept.popitem(last=False)
         return grammar
 
 

@@ -126,7 +126,7 @@ class GrowingOutput(CompletionOutput):
         written, characters = self._written, self._written.tell()
         tokens, logprobs = len(self.token_ids), self.logprobs
         places = len(logprobs or ())
-        ended = self.finish_reason, self.stop_reason, self.error
+        ended = self.finish_reason, self.stop_reason, self.error, self.refused
         cumulative = self.cumulative_logprob
         return lambda: CompletionOutput(
             self.index,

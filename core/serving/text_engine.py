@@ -13,7 +13,7 @@ from typing import Any
 from opgraft.config import OpgraftConfig
 from opgraft.engine.engine_core import EngineCore, EngineOutput
 from opgraft.engine.request import Request
-from opgraft.engine.sampling import GrammarTokens, TokenLogprobs, bad_word_tokens
+from opgraft.engine.sampling import TokenLogprobs, bad_word_tokens
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import InputError, RequestError
 from opgraft.models.config import read_config
@@ -72,7 +72,6 @@ class TextEngine:
         self.vocab_size = int(config.get_text_config().vocab_size)
         self._open: dict[str, OpenRequest] = {}
         self._owner: dict[str, str] = {}
-        self.grammars = Grammars(lambda: self._grammar_tokens)
         self._texts: dict[int, str] = {}
         self._reports = StepReports(self.core.stats, on_step)
 
@@ -82,8 +81,9 @@ class TextEngine:
         return ChatTemplate(self.expect_tokenizer())
 
     @cached_property
-    def _grammar_tokens(self) -> GrammarTokens:
-        return GrammarTokens(self.expect_tokenizer().backend, self.vocab_size, self.eos)
+    def grammars(self) -> Grammars:
+        """The grammars of structured outputs."""
+        return Grammars(self.expect_tokenizer(), self.vocab_size, self.eos)
 
     def expect_tokenizer(self) -> Tokenizer:
         """Return the tokenizer.
@@ -159,7 +159,7 @@ class TextEngine:
             priority=priority,
             cache_salt=cache_salt,
             bad_words=bad_word_tokens(params.bad_words, self.expect_tokenizer()) if params.bad_words else (),
-            grammar=self.grammars.of(params),
+            grammar=None if params.structured_output is None else self.grammars.of(params),
         ).split()
         answers = [_Answer.of(i, each, self._detokenizer(each)) for i, each in enumerate(requests)]
         output = RequestOutput(request_id, text, ids, [answer.output for answer in answers], metrics=metrics)

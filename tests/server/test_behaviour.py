@@ -108,8 +108,11 @@ def test_what_has_not_begun_waits(slow: Server) -> None:
 
 
 def test_log_probabilities_of_a_request_have_a_limit(checkpoint: Path) -> None:
-    """They are counted over all tokens, echoed ones too, before anything is computed."""
-    with serving(checkpoint, "--server.max_total_logprobs", "100") as server:
+    """They are counted over all tokens, echoed ones too, before anything is computed; so are answers over tokens."""
+    limits = ("--server.max_total_logprobs", "100", "--server.max_output_tokens", "21")
+    with serving(checkpoint, *limits) as server:
+        refused = server.complete(n=22, temperature=1)
+        assert (refused.status_code, error_of(refused)["param"]) == (400, "n")
         assert server.complete(max_tokens=20, logprobs=4).status_code == 200
         for asked in ({"max_tokens": 21, "logprobs": 4}, {"prompt": [5] * 50, "echo": True, "logprobs": 1}):
             refused = server.complete(**asked)

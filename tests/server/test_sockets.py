@@ -24,6 +24,7 @@ def strict(checkpoint: Path) -> Iterator[Server]:
         "body_seconds": "2",
         "read_seconds": "2",
         "max_body_bytes": "100000",
+        "max_connections": "100",
         "max_total_body_bytes": "250000",
     }
     options = [part for name, value in limits.items() for part in (f"--server.{name}", value)]
@@ -88,6 +89,16 @@ def test_slow_heads_and_bodies(strict: Server) -> None:
     assert rest(silent) == b""
     body.close()
     silent.close()
+
+
+def test_many_connections_at_once(strict: Server) -> None:
+    """Beyond the limit they are told so and closed; when others have ended there is room again."""
+    open_ones = [connected(strict) for _ in range(100)]
+    with connected(strict) as refused:
+        assert "100 connections are open" in expect_error(rest(refused), 503)
+    for connection in open_ones:
+        connection.close()
+    until(lambda: strict.get("/health").status_code == 200)
 
 
 def test_a_trickle_of_headers(strict: Server) -> None:

@@ -385,12 +385,23 @@ def test_the_constructor_raises_what_the_engine_raises(checkpoint: Path, tmp_pat
 def test_grammars_are_kept_within_bounds(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that were used last are kept, as far as their specs have few characters together."""
     pytest.importorskip("llguidance")
-    monkeypatch.setattr(grammars, "_MOST_GRAMMAR_CHARACTERS", 100)
+    monkeypatch.setattr(grammars, "_MOST_CHARACTERS", 100)
     first, second, third = (SamplingParams(structured_output={"choice": [letter * 30]}) for letter in "abc")
 
     async def use(llm: AsyncLLM) -> None:
         for params in (first, second, first, third):
             await llm.compile(params)
-        assert [llm.engine.grammars.knows(params) for params in (first, second, third)] == [True, False, True]
+        kept = [llm.engine.grammars.find(params) is not None for params in (first, second, third)]
+        assert kept == [True, False, True]
+
+    run(checkpoint, use)
+
+
+def test_requests_are_prepared_beside_each_other(checkpoint: Path) -> None:
+    """One that takes long to prepare does not hold up the next."""
+
+    async def use(llm: AsyncLLM) -> None:
+        prepared = threading.Event()
+        assert (await asyncio.gather(llm.prepare(prepared.wait, 20), llm.prepare(prepared.set)))[0]
 
     run(checkpoint, use)
