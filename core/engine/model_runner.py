@@ -93,8 +93,9 @@ class ModelRunner(PluggableClass):
             hidden = self.model(inputs.input_ids, inputs.positions)
         if self._prompt_logprobs:
             self._take_prompt_logprobs(hidden, sequences)
+        logits = self._logits(hidden, inputs) if inputs.sampled else None
         computed = perf_counter()
-        result = self._sample(hidden, inputs) if inputs.sampled else StepResult({})
+        result = StepResult({}) if logits is None else self._sample(logits, inputs)
         seconds = {"inputs": prepared - started, "model": computed - prepared, "sample": perf_counter() - computed}
         return dataclasses.replace(result, errors={**errors, **result.errors}, seconds=seconds)
 
@@ -160,11 +161,15 @@ class ModelRunner(PluggableClass):
             self.batch.remove(request_id)
         self._prompt_logprobs.pop(request_id, None)
 
-    def _sample(self, hidden: Tensor, inputs: Inputs) -> StepResult:
+    def _logits(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         if len(inputs.sampled) < len(hidden):
             hidden = hidden[inputs.sampled_rows]
+        logits: Tensor = self.model.compute_logits(hidden)
+        return logits
+
+    def _sample(self, logits: Tensor, inputs: Inputs) -> StepResult:
         self.sampling.select(inputs.sampled)
-        sampled = self.sampler(self.model.compute_logits(hidden), self.sampling)
+        sampled = self.sampler(logits, self.sampling)
         errors = {str(request_id): error for request_id, error in sampled.errors.items()}
         tokens = {}
         for request_id, token in zip(inputs.sampled, sampled.tokens.tolist(), strict=True):

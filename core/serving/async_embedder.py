@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextvars
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.errors import ModelError
 from opgraft.serving.embedder import Embedder
 from opgraft.serving.outputs import EmbeddingOutput
+from opgraft.serving.pools import called_in
 from opgraft.serving.prompts import Prompt
 from opgraft.serving.step_reports import OnStep
 
@@ -51,8 +50,12 @@ class AsyncEmbedder:
         self._worker: asyncio.Task[None] | None = None
 
     async def prepare(self, function: Callable[..., _T], *args: object) -> _T:
-        """Call a function in the thread that prepares requests, such as one that tokenizes a text."""
-        return await _called(self._preparing, function, *args)
+        """Call a function in the thread that prepares requests, such as one that tokenizes a text.
+
+        Raises:
+            EngineError: the encoder was shut down.
+        """
+        return await called_in(self._preparing, function, *args)
 
     async def encode(self, texts: Sequence[Prompt]) -> list[list[int]]:
         """Return the token ids of texts.
@@ -98,7 +101,7 @@ class AsyncEmbedder:
 
     async def _embed(self, batch: Sequence[_Waiting]) -> None:
         try:
-            vectors = await _called(self._computing, self.embedder.vectors, [text.ids for text in batch])
+            vectors = await called_in(self._computing, self.embedder.vectors, [text.ids for text in batch])
         except Exception as error:
             if len(batch) == 1:
                 _settle(batch[0], error)
@@ -116,7 +119,7 @@ class AsyncEmbedder:
 
     async def explain(self) -> Explanation:
         """Tell which kernel of which provider runs each op of the model, and why."""
-        explanation: Explanation = await _called(self._computing, self.embedder.executor.call, "explain")
+        explanation: Explanation = await called_in(self._computing, self.embedder.executor.call, "explain")
         return explanation
 
     async def check_health(self) -> None:
@@ -141,8 +144,3 @@ def _settle(text: _Waiting, found: list[float] | Exception) -> None:
         text.vector.set_exception(found)
     else:
         text.vector.set_result(found)
-
-
-async def _called(pool: ThreadPoolExecutor, function: Callable[..., _T], *args: Any) -> _T:
-    call = partial(contextvars.copy_context().run, function, *args)
-    return await asyncio.get_running_loop().run_in_executor(pool, call)

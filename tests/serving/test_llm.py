@@ -70,7 +70,7 @@ def test_a_stream_grows_and_ends(llm: LLM) -> None:
     news.close()
     assert left.outputs[0].finish_reason == "abort"
     assert pool.num_free == pool.num_blocks
-    with pytest.raises(RequestError, match="'b' is streamed, and none of that id runs"):
+    with pytest.raises(RequestError, match="'b' cannot be streamed, as none of that id runs"):
         next(llm.engine.stream("b"))
 
 
