@@ -9,6 +9,7 @@ from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from io import StringIO
 from typing import Any
 
 from opgraft.config import OpgraftConfig
@@ -21,7 +22,7 @@ from opgraft.models.config import read_config
 from opgraft.models.files import open_weights, opened_once
 from opgraft.serving.chat_template import ChatTemplate
 from opgraft.serving.detokenizer import Detokenizer
-from opgraft.serving.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from opgraft.serving.outputs import GrowingOutput, Logprob, RequestMetrics, RequestOutput
 from opgraft.serving.prompts import Prompt, tokenized
 from opgraft.serving.step_reports import OnStep, StepReports
 from opgraft.serving.stop_tokens import stop_tokens
@@ -36,8 +37,12 @@ class _Answer:
     """One of the answers of a request while it grows."""
 
     request: Request
-    output: CompletionOutput
+    output: GrowingOutput
     detokenizer: Detokenizer | None
+
+    @classmethod
+    def of(cls, index: int, request: Request, detokenizer: Detokenizer | None) -> _Answer:
+        return cls(request, GrowingOutput(index, detokenizer.written if detokenizer else StringIO()), detokenizer)
 
 
 @dataclass
@@ -157,7 +162,7 @@ class TextEngine:
             bad_words=bad_word_tokens(params.bad_words, self.expect_tokenizer()) if params.bad_words else (),
             grammar=self.grammar(params),
         ).split()
-        answers = [_Answer(each, CompletionOutput(i), self._detokenizer(each)) for i, each in enumerate(requests)]
+        answers = [_Answer.of(i, each, self._detokenizer(each)) for i, each in enumerate(requests)]
         output = RequestOutput(request_id, text, ids, [answer.output for answer in answers], metrics=metrics)
         return OpenRequest(output, {answer.request.request_id: answer for answer in answers})
 
@@ -342,17 +347,16 @@ class TextEngine:
         if answer.detokenizer is None:
             return False
         answer.detokenizer.add(token)
-        answer.output.text = answer.detokenizer.text
         return answer.detokenizer.stop_reason is not None
 
     def _end(self, opened: OpenRequest, child: str, answer: _Answer, reason: str) -> None:
         output = answer.output
         if answer.detokenizer is not None:
             answer.detokenizer.finish()
-            output.text = answer.detokenizer.text
             if answer.detokenizer.stop_reason is not None:
                 output.stop_reason, reason = answer.detokenizer.stop_reason, "stop"
         output.finish_reason = reason
+        opened.output.outputs[output.index] = output.snapshot()
         del opened.growing[child]
         self._close(opened)
         del self._owner[child]

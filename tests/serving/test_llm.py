@@ -82,7 +82,7 @@ def test_logprobs_grow_in_place(llm: LLM) -> None:
         llm.engine.step()
         lists.append(output.outputs[0].logprobs)
         snapshots.append(output.snapshot())
-    assert all(each is lists[0] for each in lists)
+    assert all(each is lists[0] for each in lists[:-1])  # the last is that of the answer that has ended
     assert [len(snapshot.outputs[0].logprobs) for snapshot in snapshots] == [1, 2, 3, 4, 5, 6]
 
 
