@@ -8,8 +8,8 @@ from typing import Any
 
 from opgraft.binding.arguments import expect_module
 from opgraft.binding.custom_op import CustomOp, PluggableLayer
+from opgraft.binding.names import op_name_of
 from opgraft.binding.rebinding import hidden_by
-from opgraft.binding.specialisation import op_name_of
 from opgraft.decision import Provider
 from opgraft.state import host_state
 from opgraft.text import table
