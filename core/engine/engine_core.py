@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.engine.cache_layout import CacheLayout
 from opgraft.engine.executor import Executor
@@ -170,6 +171,11 @@ class EngineCore:
             num_blocks=self.cache.pool.num_blocks,
             counters=copied(self.counters),
         )
+
+    def explain(self) -> Explanation:
+        """Tell which kernel runs each op of the model, and of which classes the parts of the engine are, and why."""
+        explained: Explanation = self.executor.call("explain")
+        return explained.within(scheduler=self.scheduler, kv_cache_manager=self.cache, executor=self.executor)
 
     def check_health(self) -> None:
         """Raise where the engine cannot go on.

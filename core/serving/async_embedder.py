@@ -101,9 +101,8 @@ class AsyncEmbedder:
         return self.embedder.embed(texts, truncate=False)
 
     async def explain(self) -> Explanation:
-        """Tell which kernel of which provider runs each op of the model, and why."""
-        explanation: Explanation = await _called(self._computing, self.embedder.executor.call, "explain")
-        return explanation
+        """Tell which kernel of which provider runs each op of the model, and which classes are in use, and why."""
+        return await _called(self._computing, self.embedder.explain)
 
     async def check_health(self) -> None:
         """Raise where the encoder cannot go on.

@@ -171,6 +171,16 @@ class Attention(PluggableLayer):
         """
         return False
 
+    def idle(self) -> frozenset[str]:
+        if current_batch() is not None:
+            return frozenset({"attend"})
+        paged = {"write", "attend_pages"}
+        return frozenset(paged if self._plain else {*paged, "attend"})
+
+    @property
+    def _plain(self) -> bool:
+        return self.logits_soft_cap is None and self.sinks is None
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return the attended values, in the shape of ``query``; the new keys and values go to the cache.
 
@@ -250,12 +260,11 @@ class Attention(PluggableLayer):
         """Attend within one sequence over ``[tokens, heads, head_size]``."""
         tokens, window = query.shape[0], self.sliding_window
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        plain = self.logits_soft_cap is None and self.sinks is None
         mask = None
-        if tokens > 1 and not (plain and (window is None or tokens <= window)):
+        if tokens > 1 and not (self._plain and (window is None or tokens <= window)):
             positions = torch.arange(tokens, device=query.device)
             mask = visible_keys(positions, positions, window)
-        if plain:
+        if self._plain:
             causal, grouped = mask is None and tokens > 1, self.num_kv_heads != self.num_heads
             given = query[None], key[None], value[None], mask, 0.0, causal
             return self.attend(*given, scale=self.scale, enable_gqa=grouped)[0].transpose(0, 1)
