@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -279,6 +280,16 @@ def test_a_call_of_many_tokens_is_counted_by_its_reason(folder: Path) -> None:
     served.logits(63, 63)
     assert served.left == 1
     assert "1 by the modules, as they have more than" in remark(served)
+
+
+def test_the_page_has_the_most_tokens_of_the_plan(kernels: Any) -> None:
+    """The table by path in the documentation is what the kernels are for."""
+    from opgraft_cpu_kernels import linear
+
+    text = (Path(__file__).parents[2] / "docs/explanation/engine.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| `(amx|avx512\w*)` \| (\d+)(?: tokens)? \| (\d+) \| (\d+) \|$", text, re.M)
+    dtypes = torch.float32, torch.bfloat16, torch.float16
+    assert {(path, dtype): int(n) for path, *most in table for dtype, n in zip(dtypes, most, strict=True)} == linear.FEW
 
 
 def test_explain_knows_what_attention_runs(folder: Path) -> None:

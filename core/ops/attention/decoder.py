@@ -22,6 +22,7 @@ from opgraft.ops.checks import (
     expect_size,
 )
 from opgraft.ops.prefixes import claim_prefix
+from opgraft.registry.op_classes import definer
 from torch import Tensor, nn
 
 
@@ -156,12 +157,19 @@ class Attention(PluggableLayer):
             block_size: tokens in a block.
             dtype: ``torch.int8`` for a cache of such codes, ``torch.uint8`` for one of fp8 e4m3, each with what else
                 the layer needs to read them. Not given where the cache has the layer's own dtype: a replacement whose
-                layout has no place for codes leaves the parameter out.
+                layout has no place for codes, as ``holds_codes`` tells, leaves the parameter out.
 
         Raises:
             LayerError: from a replacement, if it has no layout for ``dtype``.
         """
         return (num_blocks, 2, self.num_kv_heads, block_size, row_size(self.head_size, dtype))
+
+    def holds_codes(self) -> bool:
+        """Tell whether ``kv_cache_shape`` takes a ``dtype``, for a cache of codes.
+
+        It does not of a replacement that lays its cache out in its own way, unless it says so.
+        """
+        return definer(type(self), "kv_cache_shape") is Attention
 
     def batch_invariant(self, block_size: int) -> bool:
         """Tell whether pages of that block size give each token the same bits, whatever stands beside it in a batch.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from opgraft.binding.functional import Functional, binding_of
@@ -46,6 +46,13 @@ class QuantizeMethodBase(PluggableClass, ABC):
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Bring the weights into the layout that ``apply`` prefers, once they are loaded. Called once."""
+
+
+@runtime_checkable
+class HasWeightMethod(Protocol):
+    """A layer whose weight is held and applied by a weight method."""
+
+    quant_method: QuantizeMethodBase
 
 
 class LinearMethodBase(QuantizeMethodBase):

@@ -151,6 +151,9 @@ class Attention(catalogue.Attention):
             return super().kv_cache_shape(num_blocks, block_size, dtype)
         return attention.cache_shape(num_blocks, self.num_kv_heads, block_size, self.head_size, dtype)
 
+    def holds_codes(self) -> bool:
+        return True
+
     def batch_invariant(self, block_size: int) -> bool:
         return attention.takes(self.head_size, block_size)
 
