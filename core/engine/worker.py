@@ -119,8 +119,13 @@ class Worker(PluggableClass):
         return peak
 
     def allocate_cache(self, num_blocks: int) -> None:
-        """Make the cache of that many blocks."""
+        """Make the cache of that many blocks, and compile the model if ``compilation_config`` says so.
+
+        Raises:
+            ConfigError: the model cannot be compiled.
+        """
         self.runner.allocate_cache(num_blocks)
+        self.runner.compile_model()
         self._paged = True
 
     def embed(self, sequences: Sequence[Sequence[int]], pooling: Sequence[str], normalize: bool) -> list[list[float]]:

@@ -13,6 +13,7 @@ from opgraft.ops.attention.batch import AttentionBatch, LayerPages, current_batc
 from opgraft.ops.attention.codes import LARGEST_CODES, row_size
 from opgraft.ops.attention.functional import expect_kv_heads
 from opgraft.ops.attention.modules import ScaledDotProductAttention
+from opgraft.ops.attention.node import as_node
 from opgraft.ops.attention.paged import attend_stepwise, visible_keys
 from opgraft.ops.checks import (
     expect_floating,
@@ -24,6 +25,7 @@ from opgraft.ops.checks import (
 from opgraft.ops.prefixes import claim_prefix
 from opgraft.registry.op_classes import definer
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 
 @CustomOp.register("write_kv_cache")
@@ -114,6 +116,8 @@ class Attention(PluggableLayer):
     """
 
     sinks: Tensor | None
+    is_node = False
+    """While a compiler traces, the layer becomes one node of the graph, which is to be called within ``nodes_of``."""
 
     def __init__(
         self,
@@ -201,6 +205,8 @@ class Attention(PluggableLayer):
             ValueError: a shape, a dtype or a device does not fit.
             LayerError: the batch has another number of tokens, no pages for the layer or some of another shape.
         """
+        if self.is_node and is_dynamo_compiling():
+            return as_node(query, key, value, self.prefix)
         q, k, v = self._heads(query, key, value)
         batch = current_batch()
         if batch is None:
