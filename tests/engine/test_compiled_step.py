@@ -94,7 +94,7 @@ def test_ropes_that_depend_on_the_context(tmp_path: Path) -> None:
 
 
 def test_a_node_without_its_layer() -> None:
-    """A graph with attention as a node says what it needs where it is called by itself; nobody else's has such nodes."""
+    """A graph with attention as a node says what it needs where it is called by itself; other graphs have none."""
     layer, x = Attention(2, 8, 1.0, prefix="attn"), torch.ones(3, 16)
     plain = torch.compile(layer, backend="eager", fullgraph=True)
     torch.testing.assert_close(plain(x, x, x), layer(x, x, x))
