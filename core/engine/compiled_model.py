@@ -58,15 +58,15 @@ class CompiledModel:
                 ) from error
 
 
-def compiled_as_set(model: Any, layers: Mapping[str, Attention], config: OpgraftConfig) -> CompiledModel | None:
-    """Return the model compiled as ``compilation_config`` says; ``None`` for its mode ``NONE``.
+def expect_compilable(config: OpgraftConfig) -> None:
+    """Refuse settings of compilation that the engine cannot follow.
 
     Raises:
-        ConfigError: there is no such way to compile, or not for this model.
+        ConfigError: there is no such way to compile, or another setting contradicts it.
     """
     mode = config.compilation_config.mode
     if mode in (None, CompilationMode.NONE):
-        return None
+        return
     if mode is not CompilationMode.STOCK_TORCH_COMPILE:
         raise ConfigError(
             f"compilation_config.mode is {mode.name}, which the engine has no compiler for yet: set it to "
@@ -77,6 +77,16 @@ def compiled_as_set(model: Any, layers: Mapping[str, Attention], config: Opgraft
             "compilation_config.mode and model.batch_invariant are set, and compiled code does not compute each token "
             "alike: turn one of them off"
         )
+
+
+def compiled_as_set(model: Any, layers: Mapping[str, Attention], config: OpgraftConfig) -> CompiledModel | None:
+    """Return the model compiled as ``compilation_config`` says; ``None`` for its mode ``NONE``.
+
+    Raises:
+        ConfigError: it has no graph.
+    """
+    if config.compilation_config.mode in (None, CompilationMode.NONE):
+        return None
     if model.fitted_ropes:
         raise ConfigError(
             "compilation_config.mode is set, and the model has ropes that depend on the length of the context, which "

@@ -9,6 +9,7 @@ from typing import Any
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.engine.cache_layout import CacheLayout
+from opgraft.engine.compiled_model import expect_compilable
 from opgraft.engine.executor import Executor
 from opgraft.engine.kv_cache import KVCacheManager
 from opgraft.engine.request import FinishReason, Request
@@ -55,6 +56,7 @@ class EngineCore:
     def __init__(self, opgraft_config: OpgraftConfig | None = None) -> None:
         given = opgraft_config or host_state().settings().config
         self.opgraft_config = given.resolved()
+        expect_compilable(self.opgraft_config)
         self.executor = Executor(self.opgraft_config)
         self.executor.start()
         layout: CacheLayout = self.executor.call("load_model")
