@@ -47,9 +47,9 @@ class CompiledModel:
             ConfigError: the model cannot be traced, or the backend does not compile here.
         """
         for size in SIZES:
-            tokens = torch.arange(size, device=device)
+            both = torch.arange(2 * size, device=device) % size  # parts of one tensor, as in a step
             try:
-                self(tokens, tokens.clone())  # one tensor for both would be a graph of its own
+                self(*both.split(size))
             except Exception as error:  # whatever a backend raises
                 raise ConfigError(
                     f"compilation_config.mode is set, and torch.compile with the backend {self.backend} fails on the "

@@ -94,13 +94,14 @@ def test_parts_of_the_engine_have_rows(tmp_path: Path) -> None:
     written("Llama", tmp_path)
     explained = engine(tmp_path).explain()
     rows = {row.name: row for row in explained.classes}
-    assert set(rows) >= {"executor", "worker", "model_runner", "sampler", "LlamaForCausalLM", "decoder_plan"}
+    parts = {"scheduler", "kv_cache_manager", "executor", "worker", "model_runner", "sampler"}
+    assert set(rows) >= {*parts, "LlamaForCausalLM", "decoder_plan"}
     assert {name for name, row in rows.items() if row.provider.name != "opgraft"} == {"sampler"}
     assert rows["sampler"].cls.endswith("Chosen")
     assert "provided by" in rows["sampler"].reason
     assert rows["decoder_plan"].remark == "computes nothing, so the modules of layers are called"
     assert rows["decoder_plan"].path == "model.plan"
-    assert explained.to_dict()["classes"][0] == {
+    assert rows["executor"].to_dict() == {
         "path": "executor",
         "name": "executor",
         "class": "Executor",
