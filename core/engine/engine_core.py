@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
+from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.engine.cache_layout import CacheLayout
+from opgraft.engine.compiled_model import expect_compilable
 from opgraft.engine.executor import Executor
 from opgraft.engine.kv_cache import KVCacheManager
 from opgraft.engine.request import FinishReason, Request
@@ -54,6 +56,7 @@ class EngineCore:
     def __init__(self, opgraft_config: OpgraftConfig | None = None) -> None:
         given = opgraft_config or host_state().settings().config
         self.opgraft_config = given.resolved()
+        expect_compilable(self.opgraft_config)
         self.executor = Executor(self.opgraft_config)
         self.executor.start()
         layout: CacheLayout = self.executor.call("load_model")
@@ -173,6 +176,11 @@ class EngineCore:
             num_blocks=self.cache.pool.num_blocks,
             counters=copied(self.counters),
         )
+
+    def explain(self) -> Explanation:
+        """Tell which kernel runs each op of the model, and of which classes the parts of the engine are, and why."""
+        explained: Explanation = self.executor.call("explain")
+        return explained.within(scheduler=self.scheduler, kv_cache_manager=self.cache, executor=self.executor)
 
     def check_health(self) -> None:
         """Raise where the engine cannot go on.

@@ -12,6 +12,7 @@ import torch
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
 from opgraft.engine.cache_layout import CacheLayout, cache_dtype
+from opgraft.engine.compiled_model import CompiledModel, compiled_as_set
 from opgraft.engine.input_batch import InputBatch, Inputs
 from opgraft.engine.invariance import make_batch_invariant
 from opgraft.engine.largest_step import largest_step
@@ -39,6 +40,7 @@ class ModelRunner(PluggableClass):
         self.device = device
         self.sampler = Sampler()
         self.sampling = SamplingBatch(opgraft_config.model.seed)
+        self.compiled: CompiledModel | None = None
         self._prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = {}
 
     def load_model(self) -> None:
@@ -49,6 +51,19 @@ class ModelRunner(PluggableClass):
             make_batch_invariant(self.model, cache.block_size)
         dtype = cache_dtype(cache.dtype, self.model.dtype)
         self.layout = CacheLayout.of(attention_layers(self.model), cache.block_size, dtype)
+
+    def compile_model(self) -> None:
+        """Compile the model for ``execute``, if ``compilation_config`` says so. ``encode`` calls it as it is.
+
+        Raises:
+            ConfigError: it cannot be compiled, or not here.
+        """
+        self.compiled = compiled_as_set(self.model, self.layout.layers, self.opgraft_config)
+        if self.compiled is not None:
+            self.compiled.warm_up(self.device)
+
+    def remark(self, owner: object) -> str:
+        return f"the model is compiled by {self.compiled.backend}" if self.compiled else ""
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Make the cache; sequences that were known are forgotten."""
@@ -90,7 +105,7 @@ class ModelRunner(PluggableClass):
         inputs = self.batch.inputs(sequences, continues=not step.added)
         prepared = perf_counter()
         with attending(inputs.batch):
-            hidden = self.model(inputs.input_ids, inputs.positions)
+            hidden = (self.compiled or self.model)(inputs.input_ids, inputs.positions)
         if self._prompt_logprobs:
             self._take_prompt_logprobs(hidden, sequences)
         logits = self._logits(hidden, inputs) if inputs.sampled else None

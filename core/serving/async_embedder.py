@@ -129,9 +129,8 @@ class AsyncEmbedder:
         return 0.0 if since is None else time.monotonic() - since
 
     async def explain(self) -> Explanation:
-        """Tell which kernel of which provider runs each op of the model, and why."""
-        explanation: Explanation = await called_in(self._computing, self.embedder.executor.call, "explain")
-        return explanation
+        """Tell which kernel of which provider runs each op of the model, and which classes are in use, and why."""
+        return await called_in(self._computing, self.embedder.explain)
 
     async def check_health(self) -> None:
         """Raise where the encoder cannot go on.

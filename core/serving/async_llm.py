@@ -212,15 +212,12 @@ class AsyncLLM:
         return self._thread.busy_seconds
 
     async def explain(self) -> Explanation:
-        """Tell which kernel of which provider runs each op of the model, and why.
+        """Tell which kernel of which provider runs each op of the model, and which classes are in use, and why.
 
         Raises:
             EngineError: the engine has ended.
         """
-        explanation: Explanation = await asyncio.wrap_future(
-            self._thread.call(self._engine.core.executor.call, "explain")
-        )
-        return explanation
+        return await asyncio.wrap_future(self._thread.call(self._engine.core.explain))
 
     def stats(self) -> EngineStats:
         """Return what runs, and totals since the model was loaded."""

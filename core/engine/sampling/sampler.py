@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.engine.sampling.batch import Plan, SamplingBatch
-from opgraft.engine.sampling.blocks import row_maximum
 from opgraft.engine.sampling.drawing import draw, draw_filtered
+from opgraft.engine.sampling.greatest_values import row_maximum
 from opgraft.engine.sampling.logprobs import TokenLogprobs, token_logprobs
 from opgraft.errors import RequestError
 from torch import Tensor
