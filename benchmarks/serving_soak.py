@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from engine_rows import Finding
 from opgraft.bench.prompts import random_prompts
+from opgraft.text import printable
 from serving_sides import Served, process_memory
 
 WORKERS = 8
@@ -154,7 +155,8 @@ class Soak:
     Attributes:
         served: the server.
         kinds: of requests, by name.
-        counts: what became of the requests of each kind: a status, ``LEFT``, ``timeout``, ``connection``, ``broken``.
+        counts: what became of the requests of each kind: a status, ``LEFT``, ``timeout``, ``connection``,
+            ``broken``; a refusal that is not expected has the answer behind its status.
     """
 
     served: Served
@@ -218,6 +220,8 @@ async def _request(session: aiohttp.ClientSession, model: str, kind: Kind, sourc
         return "timeout"
     except (aiohttp.ClientError, OSError):
         return "connection"
+    if response.status not in (200, kind.expected):
+        return f"{response.status} {printable(content[:200].decode(errors='replace'))}"  # why is what one wants to know
     streamed = response.content_type == "text/event-stream"
     whole = not streamed or (content.endswith(b"data: [DONE]\n\n") and b'"error"' not in content)
     return str(response.status) if whole else "broken"
