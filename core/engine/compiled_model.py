@@ -47,9 +47,9 @@ class CompiledModel:
             ConfigError: the model cannot be traced, or the backend does not compile here.
         """
         for size in SIZES:
-            both = torch.arange(2 * size, device=device) % size  # parts of one tensor, as in a step
+            both = torch.arange(2 * size, device=device) % size
             try:
-                self(*both.split(size))
+                self(both[:size], both[size:])  # parts of one tensor, as in a step
             except Exception as error:  # whatever a backend raises
                 raise ConfigError(
                     f"compilation_config.mode is set, and torch.compile with the backend {self.backend} fails on the "
