@@ -38,8 +38,8 @@ TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 class PrometheusExporter:
     """Metrics in a registry of ``prometheus_client``, to be passed as ``on_step``.
 
-    Names and labels are vLLM's with another prefix, ``opgraft:``, so that its dashboards need no more than that. The
-    extra ``metrics`` brings the library.
+    Names and labels are vLLM's with another prefix, ``opgraft:``; there are fewer of them, and none has the label
+    ``engine``. The extra ``metrics`` brings the library.
 
     Args:
         model_name: value of the label ``model_name``, which every metric has.
