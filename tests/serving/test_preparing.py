@@ -1,11 +1,10 @@
-"""What is prepared for a request beside the engine: grammars that are kept, and threads that do not wait for each other."""
+"""What is prepared beside the engine: grammars that are kept, and requests that do not wait for each other."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
