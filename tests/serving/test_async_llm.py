@@ -379,13 +379,3 @@ def test_the_constructor_raises_what_the_engine_raises(checkpoint: Path, tmp_pat
     with pytest.raises(InputError, match="nowhere"):
         opened(tmp_path / "nowhere")
     assert "opgraft-engine" not in {thread.name for thread in threading.enumerate()}
-
-
-def test_requests_are_prepared_beside_each_other(checkpoint: Path) -> None:
-    """One that takes long to prepare does not hold up the next."""
-
-    async def use(llm: AsyncLLM) -> None:
-        prepared = threading.Event()
-        assert (await asyncio.gather(llm.prepare(prepared.wait, 20), llm.prepare(prepared.set)))[0]
-
-    run(checkpoint, use)
