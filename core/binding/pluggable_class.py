@@ -34,6 +34,14 @@ class PluggableClass(Replaceable):
         reduced: Any = super().__reduce_ex__(protocol)
         return (object.__new__, (type(self),), *reduced[2:])
 
+    def remark(self, owner: object) -> str:
+        """Say what a table of classes is to say of this object; empty where its class says all.
+
+        Args:
+            owner: the module of a model that has it as an attribute; ``None`` for a part of the engine.
+        """
+        return ""
+
     @classmethod
     def register(cls, name: str) -> Callable[[Class], Class]:
         """Make a class known under ``name``, by which settings and plugins call it; a class decorator.

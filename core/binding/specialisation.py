@@ -54,11 +54,24 @@ class Binding:
         return bind_exact, (self.replacement.target, self.replacement.cls, self.enforced)
 
     @property
+    def owner(self) -> type:
+        """The class that answers for the kernel: the one that defines it.
+
+        Of a ``forward`` that a replacement inherits it is the replacement, whose methods and children that calls.
+        """
+        replaced = self.replacement.winner is not None and self.kernel.winner.method == "forward"
+        return self.replacement.cls if replaced else self.kernel.winner.owner
+
+    @property
+    def kernel_name(self) -> str:
+        """The kernel as tables show it, such as ``RMSNorm.forward_native``."""
+        return f"{self.owner.__qualname__}.{self.kernel.winner.method}"
+
+    @property
     def provider(self) -> Provider:
-        """The provider of the kernel: where a replacement inherits it, that of the class that defines it."""
-        owner = self.kernel.winner.owner
-        inherited = owner in self.replacement.target.__mro__
-        return discover().provider_of(owner.__module__) if inherited else self.replacement.provider
+        """The provider of the kernel: where a replacement inherits it, that of the class that answers for it."""
+        inherited = self.owner in self.replacement.target.__mro__
+        return discover().provider_of(self.owner.__module__) if inherited else self.replacement.provider
 
     @property
     def decision(self) -> Decision:

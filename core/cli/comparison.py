@@ -80,7 +80,7 @@ class Comparison:
         print_table(("model", "time", "tokens per second", "answers", "difference"), rows)
 
 
-def plain_config() -> OpgraftConfig:
+def native_config() -> OpgraftConfig:
     """Return settings under which every op has its own class and runs its native definition."""
     load_plugins()
     state = host_state()
