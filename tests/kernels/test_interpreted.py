@@ -55,7 +55,10 @@ each_case = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def exact_conversions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Conversions as the hardware rounds: the interpreter's own truncates to bf16 and drops carries of the mantissa."""
+    """Conversions as the hardware rounds: the interpreter's own truncates to bf16 and drops carries of the mantissa.
+
+    Products of matrices in bf16 are those of what the numbers are, not of their bits.
+    """
     from triton.runtime import interpreter
 
     def convert(values: Any, taken: Any, made: Any, rounding: object) -> Any:
@@ -63,7 +66,17 @@ def exact_conversions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         given = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8).copy())
         return given.view(bits).view(source).to(target).view(target_bits).numpy().reshape(values.shape)
 
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    def in_float32(x: Any) -> Any:
+        return interpreter.TensorHandle(convert(x.data, x.dtype, tl.float32, None).view(np.float32), tl.float32)
+
+    def exact_product(builder: Any, a: Any, b: Any, *others: Any) -> Any:
+        a, b = (in_float32(x) if x.dtype == tl.bfloat16 else x for x in (a, b))
+        return multiply(builder, a, b, *others)
+
     monkeypatch.setattr(interpreter, "_convert_float", convert)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", exact_product)
     with warnings.catch_warnings():
         # numpy warns of what floating-point arithmetic does on purpose: exp overflows to infinity, 0 / 0 is NaN.
         warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")

@@ -21,8 +21,11 @@ from opgraft.ops.checks import (
     expect_same_dtype,
     expect_size,
 )
+from opgraft.ops.on_triton import on_triton
 from opgraft.ops.prefixes import claim_prefix
 from torch import Tensor, nn
+
+TRITON = on_triton("opgraft.ops.attention.triton")
 
 
 @CustomOp.register("write_kv_cache")
@@ -35,6 +38,8 @@ class WriteKVCache(CustomOp):
     ) -> None:
         """Write; arguments and errors are those of ``opgraft.functional.write_kv_cache``."""
         functional.write_kv_cache(key, value, cache, slots)
+
+    functional_cuda = functional_xpu = TRITON
 
 
 @CustomOp.register("paged_attention")
@@ -78,6 +83,8 @@ class PagedAttention(CustomOp):
             sinks,
         )
         return attended
+
+    functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
         return f"scale={self.scale}, sliding_window={self.sliding_window}, logits_soft_cap={self.logits_soft_cap}"
