@@ -32,8 +32,8 @@ PART = 256
 MOST_PARTS = 64
 """Programs that divide the keys of one among them: their results are added up at once."""
 
-WIDEST_HEAD = 256
-"""Elements of a head from which on tiles of keys and values do not fit into the shared memory of every GPU."""
+WIDEST_HEAD = 1024
+"""Bytes of a head, beyond which tiles of keys and values do not fit into the 64 KiB that programs of some GPUs share."""
 
 UNBOUNDED = 2**31 - 1
 """The window where there is none."""
@@ -101,11 +101,12 @@ def _first_sums(sinks, head, counted, has_sinks: tl.constexpr):
 
 
 @triton.jit
-def _scores(q, keys, visible, scale, cap: tl.constexpr):
-    """Compute scores in units of log 2; those of keys that are not visible are minus infinity."""
+def _scores(q, keys, key, end, position, window, scale, cap: tl.constexpr):
+    """Compute scores in units of log 2; those of keys that a position does not see are minus infinity."""
     scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
     if cap > 0.0:
         scores = cap * (1.0 - 2.0 / (1.0 + tl.exp(scores * (2.0 / cap))))
+    visible = (key < end) & (key <= position) & (key > position - window)
     return tl.where(visible, scores * _LOG2_E, float("-inf"))
 
 
@@ -164,9 +165,8 @@ def paged_attention_kernel(
     begin, end = _part_of_keys(position, position + tokens, window, part, parts, tile_keys)
     row, row_size = tl.arange(0, tile_rows)[:, None], head_size + scale_bytes
     token, head, exists = (first + row // group).to(tl.int64), key_head * group + row % group, row < tokens * group
-    q = _loaded(
-        query + token * query_stride + head * head_size, exists, head_size, query.dtype.element_ty, tile_columns
-    )
+    rows = query + token * query_stride + head * head_size
+    q = _loaded(rows, exists, head_size, query.dtype.element_ty, tile_columns)
     position += row // group
     highest, total = _first_sums(sinks, head, exists & (part == 0), has_sinks)
     attended = tl.zeros((tile_rows, tile_columns), tl.float32)
@@ -176,9 +176,8 @@ def paged_attention_kernel(
         keys = _loaded(rows, (key < end)[:, None], head_size, q.dtype, tile_columns)
         rows += key_heads * block_size * row_size
         values = _loaded(rows, (key < end)[:, None], head_size, q.dtype, tile_columns)
-        key = key[None, :]
-        visible = (key < end) & (key <= position) & (key > position - window)
-        attended, highest, total = _added(attended, highest, total, _scores(q, keys, visible, scale, cap), values)
+        scores = _scores(q, keys, key[None, :], end, position, window, scale, cap)
+        attended, highest, total = _added(attended, highest, total, scores, values)
     place = (token * heads + head) * parts + part
     _store_part(out, log_sums, place, exists, attended, highest, total, head_size, parts)
 
@@ -252,7 +251,7 @@ def _fits(x: Tensor, cache: Tensor) -> bool:
         return False
     alike = cache.dtype == x.dtype or cache.dtype in LARGEST_CODES
     apart = cache.shape[0] < 2 or cache.stride(0) >= cache[0].numel()
-    return alike and x.shape[2] <= WIDEST_HEAD and apart and cache[:1].is_contiguous()
+    return alike and x.shape[2] * x.element_size() <= WIDEST_HEAD and apart and cache[:1].is_contiguous()
 
 
 def _heads_together(x: Tensor) -> Tensor:
@@ -261,14 +260,19 @@ def _heads_together(x: Tensor) -> Tensor:
 
 
 def _tile_of_heads(rows: int, head_size: int) -> Tile:
-    """Return a tile of so many rows of heads, each whole."""
+    """Return a tile of that many whole rows."""
     columns = max(16, power_of_two(head_size))  # fewer cannot be multiplied
     return Tile(rows, columns, 4 if rows * columns <= 8192 else 8)
 
 
 def _tile_of_queries(query: Tensor, group: int, sequences: int) -> Tile:
-    """Return a tile of the heads of a group: of few tokens where sequences have few, as decodes do."""
-    rows = 64 if query.shape[0] * group > 32 * sequences else 16
+    """Return a tile for tokens of one sequence, each with the heads of a group: a small one where sequences have few.
+
+    It has at most 16 KiB, so that sums stay in registers, unless one token has more.
+    """
+    few = query.shape[0] * group <= 32 * sequences
+    tile = _tile_of_heads(16, query.shape[2])
+    rows = 16 if few else min(64, max(16, 16384 // (tile.columns * query.element_size())))
     return _tile_of_heads(max(rows, power_of_two(group)), query.shape[2])
 
 
