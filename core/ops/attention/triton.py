@@ -165,8 +165,8 @@ def paged_attention_kernel(
     begin, end = _part_of_keys(position, position + tokens, window, part, parts, tile_keys)
     row, row_size = tl.arange(0, tile_rows)[:, None], head_size + scale_bytes
     token, head, exists = (first + row // group).to(tl.int64), key_head * group + row % group, row < tokens * group
-    rows = query + token * query_stride + head * head_size
-    q = _loaded(rows, exists, head_size, query.dtype.element_ty, tile_columns)
+    query += token * query_stride + head * head_size
+    q = _loaded(query, exists, head_size, query.dtype.scalar.element_ty, tile_columns)
     position += row // group
     highest, total = _first_sums(sinks, head, exists & (part == 0), has_sinks)
     attended = tl.zeros((tile_rows, tile_columns), tl.float32)
