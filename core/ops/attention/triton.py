@@ -33,7 +33,7 @@ MOST_PARTS = 64
 """Programs that divide the keys of one among them: their results are added up at once."""
 
 WIDEST_HEAD = 1024
-"""Bytes of a head, beyond which tiles of keys and values do not fit into the 64 KiB that programs of some GPUs share."""
+"""Bytes of a head, beyond which tiles of keys and values do not fit into the shared memory of some GPUs, 64 KiB."""
 
 UNBOUNDED = 2**31 - 1
 """The window where there is none."""
