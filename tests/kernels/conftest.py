@@ -60,6 +60,8 @@ class Launch(NamedTuple):
         types, attributes = {}, {}
         for index, (parameter, value) in enumerate(zip(self.kernel.params, self.arguments, strict=False)):
             types[parameter.name] = _type(value)
+            if parameter.do_not_specialize:
+                continue
             if isinstance(value, int) and value == 1:
                 constants[parameter.name] = 1
             elif isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):

@@ -91,14 +91,16 @@ def test_offsets_have_64_bits_where_tensors_need_them(launches) -> None:
     assert "arith.extsi" in by_rows
 
 
-def pages(tokens: int, sequences: int, head_size: int, dtype: torch.dtype, codes: torch.dtype | None) -> Any:
-    """Arguments on ``meta`` for attention over contexts of 4096 tokens, with eight key heads for 32 of the query."""
+def pages(
+    tokens: int, sequences: int, head_size: int, dtype: torch.dtype, codes: torch.dtype | None = None, blocks: int = 256
+) -> Any:
+    """Arguments on ``meta`` for attention over contexts of so many blocks, with eight key heads for 32 of the query."""
     with torch.device("meta"):
         row = head_size + (4 if codes else 0)
         return (
             torch.empty(tokens, 32, head_size, dtype=dtype),
             torch.empty(1000, 2, 8, 16, row, dtype=codes or dtype),
-            torch.empty(sequences, 256, dtype=torch.int32),
+            torch.empty(sequences, blocks, dtype=torch.int32),
             torch.empty(sequences + 1, dtype=torch.int32),
             torch.empty(sequences, dtype=torch.int32),
             0.1,
@@ -126,6 +128,16 @@ def test_attention_fits(
     size = "0x4" if codes else "0x10"
     assert re.search(rf"cp\.async\S+ \[[^]]*\], \[[^]]*\], {size}", code)
     assert ("mma" in code) == (dtype != torch.float32)
+
+
+def test_steps_share_a_compilation(launches) -> None:
+    """Neither the number of sequences, nor of blocks, nor of parts leads to other code."""
+    for sequences, blocks in ((1, 256), (5, 256), (16, 99)):
+        TRITON["paged_attention"](*pages(sequences, sequences, 128, torch.bfloat16, blocks=blocks))
+    for name in ("paged_attention_kernel", "added_parts_kernel"):
+        same = [launch.compiled(TARGETS["cubin"]).asm["ttir"] for launch in launches if launch.name == name]
+        assert len(same) == 3
+        assert len(set(same)) == 1
 
 
 @pytest.fixture

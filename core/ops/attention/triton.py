@@ -4,7 +4,8 @@ A program attends with some tokens of one sequence, by all query heads that shar
 once for them. It finds its sequence by bisection, so that the host, which launches from shapes alone, waits for no
 length. One pass over the keys keeps scores and sums in float32 (online softmax, arXiv:1805.02867). Where a batch has
 too few programs to fill a GPU, several divide the keys of one among them, and a second kernel adds their parts up, as
-flash decoding does. Rows of codes are decoded as they are read.
+flash decoding does. Rows of codes are decoded as they are read. Nothing is specialised on numbers that change from
+step to step, so that a step seldom waits for a compilation.
 """
 
 # The types of jitted functions are those of Triton's language, which annotations do not tell.
@@ -129,7 +130,7 @@ def _store_part(out, log_sums, place, exists, attended, highest, total, head_siz
         tl.store(log_sums + place, highest + tl.log2(total), exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "parts", "table_stride"])
 def paged_attention_kernel(
     query,
     cache,
@@ -182,7 +183,7 @@ def paged_attention_kernel(
     _store_part(out, log_sums, place, exists, attended, highest, total, head_size, parts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def added_parts_kernel(
     parts, log_sums, out, count, width, most: tl.constexpr, tile_rows: tl.constexpr, tile_columns: tl.constexpr
 ):
@@ -243,15 +244,16 @@ def write_kv_cache_kernel(
 
 
 def _fits(x: Tensor, cache: Tensor) -> bool:
-    """Tell whether kernels can take a cache for heads as those of ``x``: others the native definition does.
+    """Tell whether the kernels can take a cache and heads such as those of ``x``; else the native definition does.
 
-    Heads must be narrow enough for tiles of them, and blocks of the cache lie apart, each without gaps.
+    Heads must be narrow enough, and each block of the cache must be contiguous and share no memory with others.
     """
+    if cache.dtype not in (x.dtype, *LARGEST_CODES) or x.shape[2] * x.element_size() > WIDEST_HEAD:
+        return False
     if cache.dtype == torch.uint8 and not supports(torch.float8_e4m3fn):
         return False
-    alike = cache.dtype == x.dtype or cache.dtype in LARGEST_CODES
-    apart = cache.shape[0] < 2 or cache.stride(0) >= cache[0].numel()
-    return alike and x.shape[2] * x.element_size() <= WIDEST_HEAD and apart and cache[:1].is_contiguous()
+    block = cache[:1]
+    return block.is_contiguous() and (cache.stride(0) >= block.numel() or cache.shape[0] == 1)
 
 
 def _heads_together(x: Tensor) -> Tensor:
@@ -329,6 +331,7 @@ def _attend(
     cap: float,
     sinks: Tensor | None,
 ) -> None:
+    """Launch the kernel, and the one that adds up parts where the programs are too few to fill a GPU."""
     tokens, heads, head_size = query.shape
     key_heads, block_size, sequences = cache.shape[2], cache.shape[3], lengths.shape[0]
     group = heads // key_heads
