@@ -8,6 +8,7 @@ from typing import Any
 
 from opgraft.errors import HTTPError
 from opgraft.server.generating import Generating
+from opgraft.server.passing import Passing
 from opgraft.server.protocol import CompletionRequest
 from opgraft.server.service import Service
 from opgraft.server.streams import News, finite, likeliest, token_text
@@ -23,8 +24,8 @@ class Completion(Generating[CompletionRequest]):
     chunk_object = "text_completion"
     prompt_field = "prompt"
 
-    def __init__(self, service: Service, body: CompletionRequest, request_id: str, record: dict[str, Any]) -> None:
-        super().__init__(service, body, request_id, record)
+    def __init__(self, service: Service, body: CompletionRequest, passing: Passing) -> None:
+        super().__init__(service, body, passing)
         self._offsets: dict[int, int] = {}
 
     async def prompts(self) -> list[list[int]]:

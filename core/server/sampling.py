@@ -63,6 +63,7 @@ def params_of(
     """
     for field in ("stop", "stop_token_ids", "bad_words"):
         _expect_few(getattr(body, field) or (), service.settings.max_stops, field)
+    _expect_few(list(body.logit_bias or ()), service.settings.max_logit_bias, "logit_bias")
     given = body.model_dump(include=set(_AS_THEY_ARE), exclude_none=True)
     given |= {
         "max_tokens": _max_tokens(body, prompts, service),
@@ -71,7 +72,20 @@ def params_of(
         **_logprobs(body, service.settings.max_logprobs),
         **settled,
     }
+    _expect_few_logprobs(given, prompts, service.settings.max_total_logprobs)
     return SamplingParams(**given)
+
+
+def _expect_few_logprobs(given: Mapping[str, Any], prompts: Sequence[Sequence[int]], limit: int) -> None:
+    """Refuse so many log-probabilities that to write them would take the memory and the time of others."""
+    each = given.get("logprobs")
+    if each is not None:
+        tokens = len(prompts) * given["max_tokens"]
+        if given.get("prompt_logprobs") is not None:
+            tokens += sum(map(len, prompts))
+        total = given.get("n", 1) * tokens * (each + 1)
+        if total > limit:
+            raise _too_many("log-probabilities in all, for as many tokens as it may have", total, limit, "logprobs")
 
 
 def _expect_few(listed: str | Sequence[object], limit: int, field: str) -> None:
@@ -93,6 +107,8 @@ def _max_tokens(body: Generation, prompts: Sequence[Sequence[int]], service: Ser
     answers = len(prompts) * (body.n or 1)
     limit = service.settings.max_output_tokens
     if wanted is None:
+        if limit is not None and answers > limit:
+            raise _too_many("tokens (one for each answer, at least)", answers, limit, "n")
         usual = _COMPLETION_TOKENS if isinstance(body, CompletionRequest) else room
         return max(1, min(usual, room, usual if limit is None else limit // answers))
     if wanted > room:

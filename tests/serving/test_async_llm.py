@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import gc
 import itertools
 import random
@@ -17,6 +18,7 @@ import pytest
 import torch
 from opgraft import SamplingParams
 from opgraft.errors import ConfigError, EngineError, InputError, RequestError
+from opgraft.serving import grammars
 from opgraft.serving.async_llm import AsyncLLM
 from opgraft.serving.llm import LLM
 from opgraft.serving.outputs import RequestOutput
@@ -197,7 +199,7 @@ def test_abort_by_id(checkpoint: Path) -> None:
         assert output.outputs[0].finish_reason == "abort"
         assert output.outputs[0].token_ids[: len(tokens)] == tokens
         for name in ("a", "b"):
-            with pytest.raises(RequestError, match=f"'{name}' is aborted, and none of that id"):
+            with pytest.raises(RequestError, match=f"'{name}' cannot be aborted, as none of that id"):
                 await llm.abort(name)
 
     run(checkpoint, use)
@@ -286,7 +288,7 @@ def test_an_engine_that_dies_raises_everywhere(checkpoint: Path) -> None:
         tasks = [asyncio.create_task(last(stream)) for stream in streams]
         while llm.stats().counters.steps < 3:
             await asyncio.sleep(0)
-        llm._engine.core.scheduler.running[0].num_tokens = None  # type: ignore[assignment]
+        llm._engine.core.scheduler.schedule = None  # type: ignore[assignment, method-assign]
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(result, EngineError) for result in results)
         assert "TypeError" in str(results[0])
@@ -301,6 +303,20 @@ def test_an_engine_that_dies_raises_everywhere(checkpoint: Path) -> None:
         llm.shutdown()
 
     asyncio.run(main())
+
+
+def test_preparing_after_the_shutdown(checkpoint: Path) -> None:
+    """Who still prepares a request gets the engine's own error, and before that runs in the caller's context."""
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="")
+
+    async def use(llm: AsyncLLM) -> None:
+        variable.set("mine")
+        assert await llm.prepare(variable.get) == "mine"
+        llm.shutdown()
+        with pytest.raises(EngineError, match="the engine was shut down: make a new one"):
+            await llm.prepare(variable.get)
+
+    asyncio.run(use(opened(checkpoint)))
 
 
 def test_shutdown_with_open_requests(checkpoint: Path) -> None:
@@ -364,3 +380,28 @@ def test_the_constructor_raises_what_the_engine_raises(checkpoint: Path, tmp_pat
     with pytest.raises(InputError, match="nowhere"):
         opened(tmp_path / "nowhere")
     assert "opgraft-engine" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_grammars_are_kept_within_bounds(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were used last are kept, as far as their specs have few characters together."""
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(grammars, "_MOST_CHARACTERS", 100)
+    first, second, third = (SamplingParams(structured_output={"choice": [letter * 30]}) for letter in "abc")
+
+    async def use(llm: AsyncLLM) -> None:
+        for params in (first, second, first, third):
+            await llm.compile(params)
+        kept = [llm.engine.grammars.find(params) is not None for params in (first, second, third)]
+        assert kept == [True, False, True]
+
+    run(checkpoint, use)
+
+
+def test_requests_are_prepared_beside_each_other(checkpoint: Path) -> None:
+    """One that takes long to prepare does not hold up the next."""
+
+    async def use(llm: AsyncLLM) -> None:
+        prepared = threading.Event()
+        assert (await asyncio.gather(llm.prepare(prepared.wait, 20), llm.prepare(prepared.set)))[0]
+
+    run(checkpoint, use)
