@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from opgraft.server import sampling
 from opgraft.server.generating import Generating
 from opgraft.server.messages import for_template
 from opgraft.server.protocol import ChatRequest
@@ -29,6 +30,7 @@ class Chat(Generating[ChatRequest]):
 
     async def prompts(self) -> list[list[int]]:
         """Return the token ids of the text that the template makes of the chat."""
+        sampling.expect_answers(self.body, 1, self.service)
         return [await self.service.llm.prepare(self._rendered)]
 
     def _rendered(self) -> list[int]:

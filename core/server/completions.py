@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from opgraft.errors import HTTPError
+from opgraft.server import sampling
 from opgraft.server.generating import Generating
+from opgraft.server.prompts import several
 from opgraft.server.protocol import CompletionRequest
 from opgraft.server.service import Service
 from opgraft.server.streams import News, finite, likeliest, token_text
@@ -29,11 +30,9 @@ class Completion(Generating[CompletionRequest]):
 
     async def prompts(self) -> list[list[int]]:
         """Return the token ids of the prompts, of which a body has one or several."""
-        given: Any = self.body.prompt
-        if not given:
-            raise HTTPError(400, "prompt is empty: give some text", field="prompt", code="invalid_value")
-        several: Sequence[Prompt] = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
-        return await self.service.llm.prepare(self._encoded, several)
+        prompts = several(self.body.prompt, "prompt")
+        sampling.expect_answers(self.body, len(prompts), self.service)
+        return await self.service.llm.prepare(self._encoded, prompts)
 
     def _encoded(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         encode = self.service.llm.engine.encode

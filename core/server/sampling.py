@@ -20,26 +20,31 @@ _AS_THEY_ARE = (
 _COMPLETION_TOKENS = 16
 """Tokens of a completion that does not say how many it wants; a chat's answer may fill the context."""
 
-
 _STOP_CHARACTERS = 256
 """Characters of a text to stop at, at most, or of a bad word."""
 
 
-def expect_prompts(body: Generation, prompts: Sequence[Sequence[int]], service: Service) -> None:
-    """Refuse more or longer prompts than the server takes.
+def expect_answers(body: Generation, prompts: int, service: Service) -> None:
+    """Refuse more answers than the server gives, before there is work for them.
 
     Raises:
         HTTPError: with the limit.
     """
-    settings = service.settings
-    answers = len(prompts) * (body.n or 1)
-    if answers > settings.max_answers:
-        field = "prompt" if len(prompts) > settings.max_answers else "n"
-        raise _too_many("answers (prompts times n)", answers, settings.max_answers, field)
-    longest = max(map(len, prompts), default=0)
-    if settings.max_prompt_tokens is not None and longest > settings.max_prompt_tokens:
+    limit, answers = service.settings.max_answers, prompts * (body.n or 1)
+    if answers > limit:
+        raise _too_many("answers (prompts times n)", answers, limit, "prompt" if prompts > limit else "n")
+
+
+def expect_prompts(body: Generation, prompts: Sequence[Sequence[int]], service: Service) -> None:
+    """Refuse longer prompts than the server takes.
+
+    Raises:
+        HTTPError: with the limit.
+    """
+    limit, longest = service.settings.max_prompt_tokens, max(map(len, prompts), default=0)
+    if limit is not None and longest > limit:
         field = "messages" if isinstance(body, ChatRequest) else "prompt"
-        raise _too_many("tokens of a prompt", longest, settings.max_prompt_tokens, field)
+        raise _too_many("tokens of a prompt", longest, limit, field)
 
 
 def expect_stream_options(body: Generation) -> None:
