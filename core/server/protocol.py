@@ -22,6 +22,7 @@ from pydantic import (
     WrapValidator,
     model_validator,
 )
+from pydantic_core import InitErrorDetails
 
 _T = TypeVar("_T")
 Items: TypeAlias = Annotated[list[_T], Field(fail_fast=True)]
@@ -43,25 +44,18 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _expect_known(cls, given: Any) -> Any:
-        """Refuse the first field that there is not, and leave out those of them that are null."""
-        unknown = given.keys() - _names(cls) if isinstance(given, dict) else ()
-        if not unknown:
+    def _with_one_unknown(cls, given: Any) -> Any:
+        """Leave out fields that there are not, where they are null, and all but one of the others."""
+        names = _names(cls)
+        if not isinstance(given, dict) or given.keys() <= names:
             return given
-        refused = next((name for name in given if name in unknown and given[name] is not None), None)
-        if refused is not None:
-            raise _fault(cls, "extra_forbidden", refused.encode(errors="backslashreplace").decode())
-        return {name: value for name, value in given.items() if name not in unknown}
+        refused = next((name for name in given if name not in names and given[name] is not None), None)
+        return {name: value for name, value in given.items() if name in names or name == refused}
 
 
 @cache
 def _names(body: type[Body]) -> frozenset[str]:
     return frozenset(field.alias or name for name, field in body.model_fields.items())
-
-
-def _fault(body: type[Body], kind: Literal["extra_forbidden", "missing"], name: str) -> ValidationError:
-    """Return an error of a field, as pydantic has it."""
-    return ValidationError.from_exception_data(body.__name__, [{"type": kind, "loc": (name,), "input": None}])
 
 
 _Token = Annotated[int, Field(ge=0)]
@@ -216,7 +210,8 @@ class AssistantMessage(Body):
     @model_validator(mode="after")
     def _expect_something(self) -> AssistantMessage:
         if self.content is None and self.reasoning_content is None and not self.tool_calls:
-            raise _fault(AssistantMessage, "missing", "content")
+            fault = InitErrorDetails(type="missing", loc=("content",), input=None)
+            raise ValidationError.from_exception_data("AssistantMessage", [fault])
         return self
 
 
