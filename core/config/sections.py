@@ -57,6 +57,10 @@ class CacheConfig(Section):
         "dtype of the cache; auto takes the model's, fp8 and int8 have a scale for each token and head",
         default="auto",
         choices=(*DTYPES, "fp8", "int8"),
+        instead={
+            "fp8_e4m3": "fp8, which is e4m3",
+            "fp8_e5m2": "fp8, whose e4m3 is more precise: each row's scale gives it the range that e5m2 is for",
+        },
     )
     prefix_reuse: bool = setting("reuse blocks of prompts that begin alike", default=True)
 

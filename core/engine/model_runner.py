@@ -16,6 +16,7 @@ from opgraft.engine.input_batch import InputBatch, Inputs
 from opgraft.engine.invariance import make_batch_invariant
 from opgraft.engine.largest_step import largest_step
 from opgraft.engine.sampling import Sampler, SamplingBatch, TokenLogprobs, prompt_logprobs
+from opgraft.engine.sampling.logprobs import ROWS_AT_ONCE
 from opgraft.engine.step import NewSequence, Scheduled, Step, StepResult
 from opgraft.errors import RequestError
 from opgraft.models import TransformersModel, load_model
@@ -55,6 +56,7 @@ class ModelRunner(PluggableClass):
         self.batch = InputBatch(
             [{name: self.caches[name] for name in group} for group in self.layout.groups],
             self.opgraft_config.scheduler.max_num_seqs,
+            self.opgraft_config.scheduler.max_num_batched_tokens,
             -(-self.model.max_position // self.layout.block_size),
             self.layout.block_size,
             self.device,
@@ -91,8 +93,9 @@ class ModelRunner(PluggableClass):
             hidden = self.model(inputs.input_ids, inputs.positions)
         if self._prompt_logprobs:
             self._take_prompt_logprobs(hidden, sequences)
+        logits = self._logits(hidden, inputs) if inputs.sampled else None
         computed = perf_counter()
-        result = self._sample(hidden, inputs) if inputs.sampled else StepResult({})
+        result = StepResult({}) if logits is None else self._sample(logits, inputs)
         seconds = {"inputs": prepared - started, "model": computed - prepared, "sample": perf_counter() - computed}
         return dataclasses.replace(result, errors={**errors, **result.errors}, seconds=seconds)
 
@@ -158,11 +161,15 @@ class ModelRunner(PluggableClass):
             self.batch.remove(request_id)
         self._prompt_logprobs.pop(request_id, None)
 
-    def _sample(self, hidden: Tensor, inputs: Inputs) -> StepResult:
+    def _logits(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         if len(inputs.sampled) < len(hidden):
             hidden = hidden[inputs.sampled_rows]
+        logits: Tensor = self.model.compute_logits(hidden)
+        return logits
+
+    def _sample(self, logits: Tensor, inputs: Inputs) -> StepResult:
         self.sampling.select(inputs.sampled)
-        sampled = self.sampler(self.model.compute_logits(hidden), self.sampling)
+        sampled = self.sampler(logits, self.sampling)
         errors = {str(request_id): error for request_id, error in sampled.errors.items()}
         tokens = {}
         for request_id, token in zip(inputs.sampled, sampled.tokens.tolist(), strict=True):
@@ -180,12 +187,14 @@ class ModelRunner(PluggableClass):
         return StepResult(tokens, sampled.logprobs, errors, prompts)
 
     def _take_prompt_logprobs(self, hidden: Tensor, sequences: Sequence[Scheduled]) -> None:
-        """Compute the logits of a chunk of a prompt for who asks for them."""
+        """Compute the log-probabilities of a chunk of a prompt for who asks for them, a few rows at a time."""
         first = 0
         for each in sequences:
             found = self._prompt_logprobs.get(each.request_id)
             if found is not None:
                 count, known = found
-                logits = self.model.compute_logits(hidden[first : first + each.count])
-                known += prompt_logprobs(logits, self.batch.tokens(each.request_id), each.start, count)
+                prompt = self.batch.tokens(each.request_id)
+                for done in range(0, each.count, ROWS_AT_ONCE):
+                    rows = slice(first + done, first + min(done + ROWS_AT_ONCE, each.count))
+                    known += prompt_logprobs(self.model.compute_logits(hidden[rows]), prompt, each.start + done, count)
             first += each.count

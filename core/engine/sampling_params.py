@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 from opgraft.errors import RequestError
 
+MOST_COMPLETIONS = 1024
+"""Each completion of a prompt is a request of its own."""
+
 COLDEST = 0.001
 """The lowest temperature above 0: logits divided by less overflow in half precision."""
 
@@ -57,7 +60,7 @@ def _is_bias(value: Any) -> bool:
 _FLAG = _Rule(lambda v: isinstance(v, bool), "True or False")
 
 _RULES: Mapping[str, _Rule] = {
-    "n": _integer(1),
+    "n": _Rule(lambda v: _is_integer(v) and 1 <= v <= MOST_COMPLETIONS, f"an integer from 1 to {MOST_COMPLETIONS:,}"),
     "temperature": _Rule(
         lambda v: _is_number(v) and (v == 0 or v >= COLDEST),
         f"0 for greedy decoding, or a number of at least {COLDEST}",
@@ -127,14 +130,14 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     bad_words: Sequence[str] = ()
-    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
     min_tokens: int = 0
     max_tokens: int = 16
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logits_processors: Sequence[Callable[..., Any]] = ()
-    structured_output: Any = None
+    structured_output: Any = dataclasses.field(default=None, hash=False)
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 

@@ -54,6 +54,11 @@ class Counters:
     finished: dict[str, int] = field(default_factory=_none_finished)
     seconds: dict[str, float] = field(default_factory=_no_time)
 
+    def add_seconds(self, seconds: Mapping[str, float]) -> None:
+        """Add times by part of the step; those of parts that are not in ``PARTS`` are not counted."""
+        for part in PARTS:
+            self.seconds[part] += seconds.get(part, 0.0)
+
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
         """Add the time of a block to a part of the step, whether it raises or not."""

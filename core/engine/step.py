@@ -62,7 +62,8 @@ class Step:
     """Everything that changes for the runner, which goes through it in the order of the attributes.
 
     Attributes:
-        removed: sequences that have finished, or were aborted or preempted. An added one may have the same id.
+        removed: sequences that have finished, or were aborted or preempted. An added one may have the same id. After a
+            step that was not computed to its end, the runner may not know one.
         added: sequences that are new to the runner.
         copies: pairs of blocks; the first's content is copied to the second before anything is computed.
         sequences: the batch.
@@ -72,11 +73,6 @@ class Step:
     added: tuple[NewSequence, ...]
     copies: tuple[tuple[int, int], ...]
     sequences: tuple[Scheduled, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the tokens that the step computes."""
-        return sum(sequence.count for sequence in self.sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +84,7 @@ class StepResult:
         logprobs: the log-probabilities of those that ask for them.
         errors: the reason for each request that failed alone, such as logits that are NaN.
         prompt_logprobs: of the prompts that this step has come to the end of, for who asks for them.
-        seconds: time by part of the step; a runner names those that it knows.
+        seconds: time by part of the step; a runner names those of ``stats.PARTS`` that it knows, others do not count.
     """
 
     tokens: Mapping[str, int]

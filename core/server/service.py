@@ -91,7 +91,7 @@ class Service:
         if generates(opgraft_config):
             self._model = AsyncLLM(opgraft_config=opgraft_config, on_step=self._exporter)
         else:
-            self._model = AsyncEmbedder(opgraft_config)
+            self._model = AsyncEmbedder(opgraft_config, self._exporter)
         self.created = int(time.time())
         self.admission = Admission(self.settings)
         self.draining = False

@@ -19,6 +19,7 @@ from opgraft.errors import EngineError
 from opgraft.serving.engine_thread import EngineThread, Mailbox, Stream
 from opgraft.serving.llm import Message, engine_config
 from opgraft.serving.outputs import RequestOutput
+from opgraft.serving.pools import called_in
 from opgraft.serving.prompts import Prompt
 from opgraft.serving.step_reports import OnStep
 from opgraft.serving.text_engine import OpenRequest, TextEngine
@@ -62,8 +63,12 @@ class AsyncLLM:
         return self._engine
 
     async def prepare(self, function: Callable[..., _T], *args: object) -> _T:
-        """Call a function in the thread that prepares requests, such as one that tokenizes a text."""
-        return await asyncio.get_running_loop().run_in_executor(self._preparing, partial(function, *args))
+        """Call a function in the thread that prepares requests, such as one that tokenizes a text.
+
+        Raises:
+            EngineError: the engine was shut down.
+        """
+        return await called_in(self._preparing, function, *args)
 
     def generate(
         self,
@@ -79,8 +84,8 @@ class AsyncLLM:
         Each output is cumulative: it has the whole answer up to now, and does not change any more. A reader that is
         slower than the engine gets the newest one, and misses those between. The last one is ``finished``. A request
         that fails while it is computed ends with the ``finish_reason`` ``"error"``, one that is aborted with
-        ``"abort"``. Leaving the iterator, by ``break`` or by cancellation, aborts the request before the next step but
-        one; who keeps a reference to the iterator closes it with ``aclose``.
+        ``"abort"``. Leaving the iterator, by ``break`` or by cancellation, aborts the request between two steps, before
+        the next that has not begun; who keeps a reference to the iterator closes it with ``aclose``.
 
         Args:
             prompt: text, or token ids.

@@ -17,13 +17,14 @@ from opgraft.serving.text_engine import OpenRequest, TextEngine
 from opgraft.text import described
 
 _T = TypeVar("_T")
-_News: TypeAlias = "RequestOutput | BaseException"
+_News: TypeAlias = "Callable[[], RequestOutput] | BaseException"
 
 
 class Mailbox:
     """News for the streams of one event loop, which is woken once, however many streams have some.
 
     A stream whose news has not been fetched yet gets the newer in its place, so nothing piles up behind a slow loop.
+    News that come to nobody are never put together.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -70,9 +71,11 @@ class Stream:
         await self._arrived.wait()
         self._arrived.clear()
         news = self._news
-        if not isinstance(news, RequestOutput):
-            raise news if news is not None else EngineError("a stream was woken without news: report this as a bug")
-        return news
+        if isinstance(news, BaseException):
+            raise news
+        if news is None:
+            raise EngineError("a stream was woken without news: report this as a bug")
+        return news()
 
 
 class _Call(Generic[_T]):
@@ -199,7 +202,7 @@ class EngineThread:
             stream = self._streams.get(output.request_id)
             if stream is None:
                 continue
-            there = stream.mailbox.put(stream, output.snapshot())
+            there = stream.mailbox.put(stream, output.deferred_snapshot())
             if output.finished:
                 del self._streams[output.request_id]
             elif not there:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from io import StringIO
 from typing import Any
 
 from opgraft.config import OpgraftConfig
@@ -21,7 +22,7 @@ from opgraft.models.config import read_config
 from opgraft.models.files import open_weights, opened_once
 from opgraft.serving.chat_template import ChatTemplate
 from opgraft.serving.detokenizer import Detokenizer
-from opgraft.serving.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from opgraft.serving.outputs import GrowingOutput, Logprob, RequestMetrics, RequestOutput
 from opgraft.serving.prompts import Prompt, tokenized
 from opgraft.serving.step_reports import OnStep, StepReports
 from opgraft.serving.stop_tokens import stop_tokens
@@ -36,8 +37,12 @@ class _Answer:
     """One of the answers of a request while it grows."""
 
     request: Request
-    output: CompletionOutput
+    output: GrowingOutput
     detokenizer: Detokenizer | None
+
+    @classmethod
+    def of(cls, index: int, request: Request, detokenizer: Detokenizer | None) -> _Answer:
+        return cls(request, GrowingOutput(index, detokenizer.written if detokenizer else StringIO()), detokenizer)
 
 
 @dataclass
@@ -139,10 +144,11 @@ class TextEngine:
             add_special_tokens: begin and end the text as the tokenizer does; not for the text of a chat.
 
         Raises:
-            RequestError: the prompt cannot be taken.
+            RequestError: the prompt cannot be taken, or a setting is for a token beyond the vocabulary.
             InputError: text, stop strings or bad words are given and the model has no tokenizer, or the structured
                 output that is asked for cannot be had.
         """
+        self._expect_in_vocabulary(params)
         metrics = RequestMetrics(time.monotonic())
         name = f"the prompt of request {request_id!r}"
         text, ids = self.encode(prompt, add_special_tokens=add_special_tokens, name=name)
@@ -156,7 +162,7 @@ class TextEngine:
             bad_words=bad_word_tokens(params.bad_words, self.expect_tokenizer()) if params.bad_words else (),
             grammar=self.grammar(params),
         ).split()
-        answers = [_Answer(each, CompletionOutput(i), self._detokenizer(each)) for i, each in enumerate(requests)]
+        answers = [_Answer.of(i, each, self._detokenizer(each)) for i, each in enumerate(requests)]
         output = RequestOutput(request_id, text, ids, [answer.output for answer in answers], metrics=metrics)
         return OpenRequest(output, {answer.request.request_id: answer for answer in answers})
 
@@ -169,14 +175,31 @@ class TextEngine:
         """
         request_id = prepared.output.request_id
         self._expect_new(request_id)
-        self.core.add(answer.request for answer in prepared.growing.values())
-        self._open[request_id] = prepared
-        self._owner.update(dict.fromkeys(prepared.growing, request_id))
+        requests = [answer.request for answer in prepared.growing.values()]
+        try:
+            self.core.add(requests)
+            self._open[request_id] = prepared
+            self._owner.update(dict.fromkeys(prepared.growing, request_id))
+        except BaseException:
+            self.core.withdraw(requests)
+            self._open.pop(request_id, None)
+            self._owner = {child: owner for child, owner in self._owner.items() if owner != request_id}
+            raise
         return prepared.output
 
     def add(self, request_id: str, prompt: Prompt, params: SamplingParams, **options: Any) -> RequestOutput:
         """Prepare a request and submit it; arguments and errors are those of ``prepare`` and ``submit``."""
         return self.submit(self.prepare(request_id, prompt, params, **options))
+
+    def _expect_in_vocabulary(self, params: SamplingParams) -> None:
+        for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            highest = max(tokens, default=0)
+            if highest >= self.vocab_size:
+                raise RequestError(
+                    f"{name} has the token id {highest!s:.20}, and the vocabulary has {self.vocab_size}: use 0 to "
+                    f"{self.vocab_size - 1}",
+                    name,
+                )
 
     def _expect_new(self, request_id: str) -> None:
         if request_id in self._open:
@@ -226,23 +249,33 @@ class TextEngine:
             with suppress(RequestError):  # the core has ended it, if an error cut short the step that it ended in
                 self.core.abort(child)
             self._end(opened, child, answer, "abort")
+        self._close(opened)
         self._reports.send([opened.output])
         return opened.output
 
     def step(self) -> list[RequestOutput]:
         """Compute a step, and return the requests that have news.
 
+        Requests whose news an interrupt keeps from being taken are aborted, as they cannot go on without them.
+
         Raises:
             EngineError: the engine has stopped.
         """
-        found = self.core.step()
+        found: list[EngineOutput] = []
+        taken = 0
         changed: dict[str, RequestOutput] = {}
-        with self.core.counters.timed("text"):
-            now = time.monotonic()
-            for news in found:
-                opened = self._open[self._owner[news.request_id]]
-                self._take(opened, news, now)
-                changed[opened.output.request_id] = opened.output
+        try:
+            found = self.core.step()
+            with self.core.counters.timed("text"):
+                now = time.monotonic()
+                for news in found:
+                    opened = self._open[self._owner[news.request_id]]
+                    self._take(opened, news, now)
+                    changed[opened.output.request_id] = opened.output
+                    taken += 1
+        except BaseException:
+            self._give_up(found[taken:])
+            raise
         outputs = list(changed.values())
         self._reports.send(outputs)
         return outputs
@@ -266,8 +299,19 @@ class TextEngine:
 
     def _opened(self, request_id: str, what: str) -> OpenRequest:
         if request_id not in self._open:
-            raise RequestError(f"request {request_id!r} is {what}, and none of that id runs or waits")
+            raise RequestError(
+                f"request {request_id!r} cannot be {what}, as none of that id runs or waits: it has finished, or was "
+                "never added; see that the id is the one that it was added by"
+            )
         return self._open[request_id]
+
+    def _give_up(self, lost: Sequence[EngineOutput]) -> None:
+        """Abort the requests of news that were not taken, or not to their end."""
+        for news in lost:
+            owner = self._owner.get(news.request_id)
+            if owner in self._open:
+                self.abort(owner)
+            self._owner.pop(news.request_id, None)
 
     def _take(self, opened: OpenRequest, news: EngineOutput, now: float) -> None:
         answer = opened.growing[news.request_id]
@@ -275,7 +319,11 @@ class TextEngine:
         if news.prompt_logprobs is not None:
             opened.output.prompt_logprobs = [None, *map(self._logprobs, news.prompt_logprobs)]
         if news.token is not None:
-            _count(opened.output.metrics, answer.request, now)
+            metrics = opened.output.metrics
+            if metrics is not None:
+                metrics.last_token = now
+                if metrics.first_token is None:
+                    metrics.admitted, metrics.first_token = answer.request.admitted, now
             output.token_ids.append(news.token)
             if news.logprobs is not None:
                 output.cumulative_logprob = (output.cumulative_logprob or 0.0) + news.logprobs.logprob
@@ -290,27 +338,34 @@ class TextEngine:
 
     def _show(self, answer: _Answer, token: int, reason: str | None) -> bool:
         """Add a token to the text, and tell whether it came to a stop string."""
-        params = answer.request.params
-        if reason == "stop" and token in params.stop_token_ids:
-            answer.output.stop_reason = token
-        if answer.detokenizer is None or (reason == "stop" and not params.include_stop_str_in_output):
+        if reason == "stop":
+            params = answer.request.params
+            if token in params.stop_token_ids:
+                answer.output.stop_reason = token
+            if not params.include_stop_str_in_output:
+                return False
+        if answer.detokenizer is None:
             return False
         answer.detokenizer.add(token)
-        answer.output.text = answer.detokenizer.text
         return answer.detokenizer.stop_reason is not None
 
     def _end(self, opened: OpenRequest, child: str, answer: _Answer, reason: str) -> None:
         output = answer.output
         if answer.detokenizer is not None:
             answer.detokenizer.finish()
-            output.text = answer.detokenizer.text
             if answer.detokenizer.stop_reason is not None:
                 output.stop_reason, reason = answer.detokenizer.stop_reason, "stop"
         output.finish_reason = reason
-        del opened.growing[child], self._owner[child]
-        if not opened.growing:
-            opened.output.finished = True
-            del self._open[opened.output.request_id]
+        opened.output.outputs[output.index] = output.snapshot()
+        del opened.growing[child]
+        self._close(opened)
+        del self._owner[child]
+
+    def _close(self, opened: OpenRequest) -> None:
+        """Forget a request all of whose answers have ended."""
+        opened.output.finished = not opened.growing
+        if opened.output.finished:
+            self._open.pop(opened.output.request_id, None)
 
     def _logprobs(self, found: TokenLogprobs) -> dict[int, Logprob]:
         """Return the likeliest tokens at a place, and the one that stands there."""
@@ -324,9 +379,3 @@ class TextEngine:
     def shutdown(self) -> None:
         """Let go of the model and its cache."""
         self.core.shutdown()
-
-
-def _count(metrics: RequestMetrics | None, request: Request, now: float) -> None:
-    if metrics is not None:
-        metrics.admitted = metrics.admitted or request.admitted
-        metrics.first_token, metrics.last_token = metrics.first_token or now, now

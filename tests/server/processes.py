@@ -161,7 +161,7 @@ def _read(pipe: Any, lines: list[str], ready: threading.Event | None) -> None:
         ready.set()  # it has ended: nobody needs to wait any longer
 
 
-def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     """Wait for a condition."""
     end = time.monotonic() + seconds
     while not condition():

@@ -86,12 +86,12 @@ def test_a_trickle_of_headers(strict: Server) -> None:
         started = time.monotonic()
         connection.sendall(b"GET /health HTTP/1.1\r\n")
         try:
-            while time.monotonic() < started + 10:
+            while time.monotonic() < started + 60:
                 connection.sendall(b"a: b\r\n")
                 time.sleep(0.1)
         except OSError:
             pass
-        assert time.monotonic() < started + 5
+        assert time.monotonic() < started + 30
 
 
 @pytest.mark.parametrize("flood", [b"a: b\r\n" * 300, b"a: " + b"b" * 100_000 + b"\r\n", b"cookie: " + b"c" * 10**7])

@@ -19,6 +19,9 @@ IN_CACHE = 2**18
 """Logits that are drawn from at a time on a CPU: more take three times as long, in memory that is fetched anew."""
 
 
+_NO_NUMBERS = "numbers overflowed, or weights are damaged. Try the dtype float32, or see to the checkpoint"
+
+
 @dataclass(frozen=True)
 class Sampled:
     """Tokens of a step, log-probabilities and failures.
@@ -57,7 +60,8 @@ class Sampler(PluggableClass):
         if logits.dim() != 2 or len(logits) != len(batch):
             shape = tuple(logits.shape)
             raise RequestError(
-                f"logits {shape} for a batch of {len(batch)} requests: expected [{len(batch)}, vocabulary]"
+                f"logits {shape} for a batch of {len(batch)} requests: give [{len(batch)}, vocabulary], or select the "
+                "requests that the rows stand for"
             )
         if not len(batch):
             return Sampled(torch.empty(0, dtype=torch.int64, device=logits.device))
@@ -108,14 +112,20 @@ def _unusable(maximum: Tensor, logits: Tensor, working: Tensor) -> dict[int, str
 def _reason(logits: Tensor, working: Tensor) -> str:
     where = f"of {len(logits)} logits"
     if bool(logits.isnan().any()):
-        return f"{int(logits.isnan().sum())} {where} are NaN: numbers overflowed, or weights are damaged"
+        return f"{int(logits.isnan().sum())} {where} are NaN: {_NO_NUMBERS}"
     if bool(logits.isposinf().any()):
-        return f"{int(logits.isposinf().sum())} {where} are infinite: numbers overflowed"
+        return f"{int(logits.isposinf().sum())} {where} are infinite: {_NO_NUMBERS}"
     if bool(logits.isneginf().all()):
-        return f"all {where} are -inf: the model allows no token"
+        return f"all {where} are -inf, so that the model allows no token: {_NO_NUMBERS}"
     if not bool(working.isneginf().all()):
-        return f"what the request does to its logits made {int((~working.isfinite()).sum())} {where} NaN or infinite"
-    return "no token is left: together, what the request bans, allows and processes leaves none to sample"
+        return (
+            f"what the request does to its logits made {int((~working.isfinite()).sum())} {where} NaN or infinite: "
+            "see to its logits_processors"
+        )
+    return (
+        "no token is left: together, what the request bans, allows and processes leaves none to sample. Leave out one "
+        "of bad_words, logit_bias, min_tokens, logits_processors and the structured output"
+    )
 
 
 def _result(tokens: Tensor, logits: Tensor, plan: Plan, batch: SamplingBatch, errors: Mapping[int, str]) -> Sampled:
