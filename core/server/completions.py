@@ -41,6 +41,10 @@ class Completion(Generating[CompletionRequest]):
         names = [f"prompt[{place}]" for place in range(len(prompts))] if len(prompts) > 1 else ["prompt"]
         return [encode(prompt, name=name)[1] for prompt, name in zip(prompts, names, strict=True)]
 
+    def counted(self, output: RequestOutput) -> int:
+        """Return the tokens of the answers to a prompt: none where the prompt alone is asked for."""
+        return 0 if sampling.scores_only(self.body) else super().counted(output)
+
     def delta(self, index: int, output: RequestOutput, answer: CompletionOutput, news: News) -> dict[str, Any]:
         """Return the choice of a chunk; an echo comes with the first."""
         echoed = self.body.echo and news.first
@@ -60,6 +64,8 @@ class Completion(Generating[CompletionRequest]):
         tokens: Sequence[int],
         logprobs: Sequence[Mapping[int, Logprob]],
     ) -> dict[str, Any]:
+        if sampling.scores_only(self.body):
+            text, tokens, logprobs = "", (), ()
         places: list[tuple[int, Mapping[int, Logprob] | None]] = list(zip(tokens, logprobs, strict=False))
         if echoed is not None:
             prompt = echoed.prompt_token_ids

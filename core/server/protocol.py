@@ -80,14 +80,18 @@ Texts: TypeAlias = Annotated[str | list[str], _told_apart(lambda given: _TEXTS i
 """A text, or several."""
 
 
-def _first_wrong(given: Any) -> Any:
-    """Return a mapping to numbers as it is, or its first item that is no number."""
-    items = given.items() if isinstance(given, dict) else ()
-    return next(({name: value} for name, value in items if not _is_number(value)), given)
+def _up_to_wrong(right: Callable[[Any], bool]) -> BeforeValidator:
+    """Return a validator that leaves of a mapping its first item whose value is not right, where there is one."""
+
+    def first_wrong(given: Any) -> Any:
+        items = given.items() if isinstance(given, dict) else ()
+        return next(({name: value} for name, value in items if not right(value)), given)
+
+    return BeforeValidator(first_wrong)
 
 
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 class StreamOptions(Body):
@@ -128,7 +132,7 @@ class Generation(Body):
     stop: Texts | None = None
     stop_token_ids: Items[int] | None = None
     bad_words: Items[str] | None = None
-    logit_bias: Annotated[dict[str, float], BeforeValidator(_first_wrong)] | None = None
+    logit_bias: Annotated[dict[str, float], _up_to_wrong(_is_number)] | None = None
     min_tokens: int | None = None
     max_tokens: int | None = None
     ignore_eos: bool | None = None
@@ -140,6 +144,7 @@ class Generation(Body):
     priority: int | None = None
     cache_salt: str | None = None
     user: str | None = None
+    metadata: Annotated[dict[str, str], _up_to_wrong(lambda value: isinstance(value, str))] | None = None
 
 
 class CompletionRequest(Generation):

@@ -68,7 +68,7 @@ class Tools:
             return text if self._marker and not _may_begin(text) else self._rest(text, ended)
         at = text.find(self._marker)
         if at >= 0:
-            return text[:at].rstrip() if self.calls(text) or not ended else text
+            return text[:at].rstrip() if not ended or self.calls(text) else text
         held = 0 if ended else _overlap(text, self._marker)
         return text[: len(text) - held]
 
@@ -99,16 +99,20 @@ def _forced(body: ChatRequest, offered: Sequence[Mapping[str, Any]]) -> dict[str
         raise HTTPError(
             400, "tool_choice asks for a function that tools do not have", field="tool_choice", code="invalid_value"
         )
-    return {"anyOf": [_schema_of(tool["function"]) for tool in chosen]}
+    return {"anyOf": [_schema_of(tool["function"], f"urn:opgraft:tool:{place}") for place, tool in enumerate(chosen)]}
 
 
-def _schema_of(function: Mapping[str, Any]) -> dict[str, Any]:
+def _schema_of(function: Mapping[str, Any], identity: str) -> dict[str, Any]:
+    """Return the schema of a call.
+
+    The parameters get an identity, so that references within them go on from them and not from the whole.
+    """
+    parameters = {"$id": identity, **(function.get("parameters") or {"type": "object"})}
+    if "draft-04" in str(parameters.get("$schema")):
+        del parameters["$schema"]  # it knows no $id
     return {
         "type": "object",
-        "properties": {
-            "name": {"const": function["name"]},
-            "arguments": function.get("parameters") or {"type": "object"},
-        },
+        "properties": {"name": {"const": function["name"]}, "arguments": parameters},
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
