@@ -12,6 +12,7 @@ import torch
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
 from opgraft.engine.cache_layout import CacheLayout, cache_dtype
+from opgraft.engine.compiled_model import CompiledModel, compiled_as_set
 from opgraft.engine.input_batch import InputBatch, Inputs
 from opgraft.engine.invariance import make_batch_invariant
 from opgraft.engine.largest_step import largest_step
@@ -39,6 +40,7 @@ class ModelRunner(PluggableClass):
         self.device = device
         self.sampler = Sampler()
         self.sampling = SamplingBatch(opgraft_config.model.seed)
+        self.compiled: CompiledModel | None = None
         self._prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = {}
 
     def load_model(self) -> None:
@@ -49,6 +51,19 @@ class ModelRunner(PluggableClass):
             make_batch_invariant(self.model, cache.block_size)
         dtype = cache_dtype(cache.dtype, self.model.dtype)
         self.layout = CacheLayout.of(attention_layers(self.model), cache.block_size, dtype)
+
+    def compile_model(self) -> None:
+        """Compile the model for ``execute``, if ``compilation_config`` says so. ``encode`` calls it as it is.
+
+        Raises:
+            ConfigError: it cannot be compiled, or not here.
+        """
+        self.compiled = compiled_as_set(self.model, self.layout.layers, self.opgraft_config)
+        if self.compiled is not None:
+            self.compiled.warm_up(self.device)
+
+    def remark(self, owner: object) -> str:
+        return f"the model is compiled by {self.compiled.backend}" if self.compiled else ""
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Make the cache; sequences that were known are forgotten."""
@@ -86,18 +101,19 @@ class ModelRunner(PluggableClass):
         errors = self._apply(step)
         sequences = [each for each in step.sequences if each.request_id not in errors] if errors else step.sequences
         if not sequences:
-            return StepResult({}, errors=errors)
+            return StepResult({}, errors=errors, refused=errors.keys())
         inputs = self.batch.inputs(sequences, continues=not step.added)
         prepared = perf_counter()
         with attending(inputs.batch):
-            hidden = self.model(inputs.input_ids, inputs.positions)
+            hidden = (self.compiled or self.model)(inputs.input_ids, inputs.positions)
         if self._prompt_logprobs:
             self._take_prompt_logprobs(hidden, sequences)
         logits = self._logits(hidden, inputs) if inputs.sampled else None
         computed = perf_counter()
         result = StepResult({}) if logits is None else self._sample(logits, inputs)
         seconds = {"inputs": prepared - started, "model": computed - prepared, "sample": perf_counter() - computed}
-        return dataclasses.replace(result, errors={**errors, **result.errors}, seconds=seconds)
+        errors, refused = {**errors, **result.errors}, errors.keys() | result.refused
+        return dataclasses.replace(result, errors=errors, refused=refused, seconds=seconds)
 
     def peak_of_largest_step(self, free: Callable[[], int]) -> int:
         """Return the bytes by which the free memory shrinks at most while the largest step is computed.
@@ -171,6 +187,7 @@ class ModelRunner(PluggableClass):
         self.sampling.select(inputs.sampled)
         sampled = self.sampler(logits, self.sampling)
         errors = {str(request_id): error for request_id, error in sampled.errors.items()}
+        refused = {str(request_id) for request_id in sampled.refused}
         tokens = {}
         for request_id, token in zip(inputs.sampled, sampled.tokens.tolist(), strict=True):
             if request_id in errors:
@@ -179,12 +196,13 @@ class ModelRunner(PluggableClass):
                 self.sampling.append(request_id, token)
             except RequestError as error:
                 errors[request_id] = str(error)
+                refused.add(request_id)
             else:
                 self.batch.append(request_id, token)
                 tokens[request_id] = token
         ended = [name for name in inputs.sampled if name in self._prompt_logprobs]
         prompts = {name: self._prompt_logprobs.pop(name)[1] for name in ended}
-        return StepResult(tokens, sampled.logprobs, errors, prompts)
+        return StepResult(tokens, sampled.logprobs, errors, prompts, refused=refused)
 
     def _take_prompt_logprobs(self, hidden: Tensor, sequences: Sequence[Scheduled]) -> None:
         """Compute the log-probabilities of a chunk of a prompt for who asks for them, a few rows at a time."""

@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TypeVar
+from typing import TypeVar, get_args
+
+from opgraft.engine.request import FinishReason
 
 PARTS = ("schedule", "inputs", "model", "sample", "text")
 """Parts of a step that are timed, in their order. Text is the front's, where the engine has one."""
 
-FINISH_REASONS = ("stop", "length", "abort", "error")
+FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 
 _Number = TypeVar("_Number", int, float)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from opgraft.server import sampling
 from opgraft.server.generating import Generating
+from opgraft.server.passing import Passing
 from opgraft.server.prompts import several
 from opgraft.server.protocol import CompletionRequest
 from opgraft.server.service import Service
@@ -24,8 +25,8 @@ class Completion(Generating[CompletionRequest]):
     chunk_object = "text_completion"
     prompt_field = "prompt"
 
-    def __init__(self, service: Service, body: CompletionRequest, request_id: str, record: dict[str, Any]) -> None:
-        super().__init__(service, body, request_id, record)
+    def __init__(self, service: Service, body: CompletionRequest, passing: Passing) -> None:
+        super().__init__(service, body, passing)
         self._offsets: dict[int, int] = {}
 
     async def prompts(self) -> list[list[int]]:

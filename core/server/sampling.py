@@ -78,6 +78,7 @@ def params_of(
     """
     for field in ("stop", "stop_token_ids", "bad_words"):
         _expect_few(getattr(body, field) or (), service.settings.max_stops, field)
+    _expect_few(list(body.logit_bias or ()), service.settings.max_logit_bias, "logit_bias")
     given = body.model_dump(include=set(_AS_THEY_ARE), exclude_none=True)
     given |= _usual(body) | {
         "max_tokens": _max_tokens(body, prompts, service),
@@ -86,6 +87,7 @@ def params_of(
         **_logprobs(body, service.settings.max_logprobs),
         **settled,
     }
+    _expect_few_logprobs(given, prompts, service.settings.max_total_logprobs)
     return SamplingParams(**given)
 
 
@@ -97,6 +99,18 @@ def _usual(body: Generation) -> dict[str, Any]:
     if body.seed is not None and body.seed < 0:
         found["seed"] = body.seed % (1 << 64)
     return found
+
+
+def _expect_few_logprobs(given: Mapping[str, Any], prompts: Sequence[Sequence[int]], limit: int) -> None:
+    """Refuse so many log-probabilities that to write them would take the memory and the time of others."""
+    each = given.get("logprobs")
+    if each is not None:
+        tokens = len(prompts) * given["max_tokens"]
+        if given.get("prompt_logprobs") is not None:
+            tokens += sum(map(len, prompts))
+        total = given.get("n", 1) * tokens * (each + 1)
+        if total > limit:
+            raise _too_many("log-probabilities in all, for as many tokens as it may have", total, limit, "logprobs")
 
 
 def _expect_few(listed: str | Sequence[object], limit: int, field: str) -> None:
@@ -120,6 +134,8 @@ def _max_tokens(body: Generation, prompts: Sequence[Sequence[int]], service: Ser
     if scores_only(body):
         wanted = 1  # which the engine needs, and the answer leaves out
     if wanted is None:
+        if limit is not None and answers > limit:
+            raise _too_many("tokens (one for each answer, at least)", answers, limit, "n")
         usual = _COMPLETION_TOKENS if isinstance(body, CompletionRequest) else room
         return max(1, min(usual, room, usual if limit is None else limit // answers))
     if wanted > room:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.engine.executor import Executor
 from opgraft.engine.stats import Counters, EngineStats, copied
@@ -54,6 +55,11 @@ class Embedder:
         return EngineStats(
             running=self._running, waiting=self.waiting, blocks_used=0, num_blocks=0, counters=copied(self.counters)
         )
+
+    def explain(self) -> Explanation:
+        """Tell which kernel runs each op of the model, and of which classes the parts around it are, and why."""
+        explained: Explanation = self.executor.call("explain")
+        return explained.within(executor=self.executor)
 
     def embed(
         self, texts: Sequence[Prompt], *, truncate: bool, ended: Callable[[int], None] = lambda more: None

@@ -190,10 +190,11 @@ class LLM:
         return self.engine.tokenizer is not None and bool(self.engine.tokenizer.chat_templates)
 
     def explain(self) -> Explanation:
-        """Tell which kernel of which provider runs each op of the model, and why."""
-        executor = self._embedder.executor if self._embedder else self.engine.core.executor
-        explanation: Explanation = executor.call("explain")
-        return explanation
+        """Tell which kernel of which provider runs each op of the model, and which classes of whom are in use, and why.
+
+        What some of them say of what they did is as of now: after requests were answered it tells more.
+        """
+        return self._embedder.explain() if self._embedder is not None else self.engine.core.explain()
 
     def stats(self) -> EngineStats:
         """Return what runs, and totals since the model was loaded; also from another thread, while prompts run.

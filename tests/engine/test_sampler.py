@@ -10,7 +10,7 @@ import opgraft.binding.pluggable_class as pluggable
 import pytest
 import torch
 from opgraft.engine.sampling import Sampler, SamplingBatch, TokenLogprobs, prompt_logprobs
-from opgraft.engine.sampling.blocks import row_maximum
+from opgraft.engine.sampling.greatest_values import row_maximum
 from opgraft.engine.sampling.random_numbers import stream_of, uniform
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import RequestError

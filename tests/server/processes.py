@@ -104,7 +104,8 @@ class Server:
 
     def requests(self) -> list[dict[str, Any]]:
         """Return the lines of the log that are of requests."""
-        return [json.loads(line) for line in list(self.log) if line.startswith("{")]
+        lines = [json.loads(line) for line in list(self.log) if line.startswith("{")]
+        return [line for line in lines if "request_id" in line]
 
     def end(self, signal_number: int = signal.SIGTERM, seconds: float = 60) -> int:
         """Send a signal, and return the exit code."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,17 @@ def test_what_does_not_contradict(server: Server, body: dict[str, Any]) -> None:
     assert server.chat(**body).status_code == 200, server.chat(**body).text
 
 
-def test_a_priority_where_it_counts(checkpoint: Path) -> None:
+def test_a_priority_where_it_counts(roomy: Server) -> None:
     """A server whose order is that of priorities takes them."""
-    with serving(checkpoint, "--scheduler.policy", "priority") as server:
-        assert server.complete(max_tokens=2, priority=3).status_code == 200
+    assert roomy.complete(max_tokens=2, priority=3).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def roomy(checkpoint: Path) -> Iterator[Server]:
+    """A server with room for schemas in its prompts, and an order by priorities."""
+    longest = ("--model.max_model_len", "4096", "--cache.num_blocks", "2048")
+    with serving(checkpoint, "--scheduler.policy", "priority", *longest) as running:
+        yield running
 
 
 class Street(BaseModel):
@@ -91,18 +99,16 @@ class Address(BaseModel):
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "Address"}}])
-def test_functions_with_nested_parameters(server: Server, choice: Any) -> None:
+def test_functions_with_nested_parameters(roomy: Server, choice: Any) -> None:
     """References within the parameters of a function go on from them, those of several functions apart."""
     tools = [openai.pydantic_function_tool(Address), openai.pydantic_function_tool(Street)]
-    brief = {str(server.post("/tokenize", prompt=text).json()["tokens"][0]): 50 for text in ('"', "}", "]")}
-    response = server.chat(tools=tools, tool_choice=choice, max_tokens=300, logit_bias=brief)
+    brief = {str(roomy.post("/tokenize", prompt=text).json()["tokens"][0]): 50 for text in ('"', "}", "]")}
+    response = roomy.chat(tools=tools, tool_choice=choice, max_tokens=300, logit_bias=brief)
     assert response.status_code == 200, response.text
-    (choice,) = response.json()["choices"]
-    for call in choice["message"].get("tool_calls", ()):
-        {"Address": Address, "Street": Street}[call["function"]["name"]].model_validate_json(
-            call["function"]["arguments"]
-        )
-    assert choice["finish_reason"] == "tool_calls"
+    (found,) = response.json()["choices"]
+    (call,) = found["message"]["tool_calls"]
+    known: dict[str, type[BaseModel]] = {"Address": Address, "Street": Street}
+    assert known[call["function"]["name"]].model_validate_json(call["function"]["arguments"])
 
 
 @pytest.mark.parametrize(
