@@ -28,7 +28,7 @@ class Chat(Generating[ChatRequest]):
         super().__init__(service, body, passing)
         self.tools = Tools(body, service.llm.engine.chat_template.source)
         if self.tools.forced is not None:
-            self.grammar_field = "tools"
+            self.grammar_field = self.tools.forced_field
         self._told: dict[int, int] = {}
 
     async def prompts(self) -> list[list[int]]:

@@ -102,7 +102,8 @@ class Address(BaseModel):
 def test_functions_with_nested_parameters(roomy: Server, choice: Any) -> None:
     """References within the parameters of a function go on from them, those of several functions apart."""
     tools = [openai.pydantic_function_tool(Address), openai.pydantic_function_tool(Street)]
-    brief = {str(roomy.post("/tokenize", prompt=text).json()["tokens"][0]): 50 for text in ('"', "}", "]")}
+    ends = {'"': 100, "}": 50, "]": 50}  # so that texts and lists end at once
+    brief = {str(roomy.post("/tokenize", prompt=text).json()["tokens"][0]): bias for text, bias in ends.items()}
     response = roomy.chat(tools=tools, tool_choice=choice, max_tokens=300, logit_bias=brief)
     assert response.status_code == 200, response.text
     (found,) = response.json()["choices"]
@@ -134,8 +135,13 @@ def test_parameters_that_cannot_be_used(server: Server) -> None:
     """The error is of the tools, where the schema is."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/$defs/none"}}}
     error = error_of(server.chat(tools=[tool], tool_choice="required"))
-    assert error["param"] == "tools"
+    assert error["param"] == "tools[0].function.parameters"
     assert "'/$defs/none' does not exist" in error["message"]
+    other = {"type": "function", "function": {"name": "g"}}
+    assert error_of(server.chat(tools=[other, tool], tool_choice="required"))["param"] == "tools"
+    named = {"type": "function", "function": {"name": "f"}}
+    error = error_of(server.chat(tools=[other, tool], tool_choice=named))
+    assert error["param"] == "tools[1].function.parameters"
 
 
 def test_values_that_only_other_clients_send(server: Server) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from opgraft.server.bodies import MOST_CONTAINERS
-from server.processes import Server, error_of, expect_idle
+from server.processes import Server, error_of, expect_idle, worked
 
 SIZE = 4 << 20
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -88,13 +87,6 @@ def others(server: Server) -> Iterator[list[float]]:
     finally:
         ended.set()
         asking.join()
-
-
-def worked(server: Server) -> float:
-    """The seconds of processor time that the server has had so far."""
-    with open(f"/proc/{server.process.pid}/stat") as stat:
-        user, system = stat.read().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def memory(server: Server) -> int:
