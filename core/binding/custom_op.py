@@ -8,7 +8,8 @@ from typing import Any, ClassVar, TypeVar
 from opgraft.binding.declaring import Replaceable
 from opgraft.binding.derivation import derive_kernels
 from opgraft.binding.functional import Functional
-from opgraft.binding.specialisation import Binding, bind, enforced, op_name_of
+from opgraft.binding.names import op_name_of
+from opgraft.binding.specialisation import Binding, bind, enforced
 from opgraft.decision import Decision
 from opgraft.errors import GraftError, MissingKernelError, RegistrationError
 from opgraft.platform import Platform

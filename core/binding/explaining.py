@@ -10,9 +10,10 @@ from typing import Any
 from opgraft.binding.arguments import expect_module
 from opgraft.binding.custom_op import CustomOp, PluggableLayer
 from opgraft.binding.functional import binding_of
+from opgraft.binding.names import op_name_of
 from opgraft.binding.pluggable_class import PluggableClass, choose_class
 from opgraft.binding.rebinding import hidden_by
-from opgraft.binding.specialisation import Binding, op_name_of
+from opgraft.binding.specialisation import Binding
 from opgraft.decision import Provider
 from opgraft.plugins.discovery import discover
 from opgraft.state import host_state

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from opgraft.binding.declaring import Replaceable
-from opgraft.binding.specialisation import check_names, kin_of, op_name_of
+from opgraft.binding.names import check_names, kin_of, op_name_of
 from opgraft.errors import RegistrationError
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.host import check_loaded_with, load_plugins

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from opgraft.binding.specialisation import op_name_of
+from opgraft.binding.names import op_name_of
 from opgraft.cli.output import print_table
 from opgraft.config import CompilationConfig, OpgraftConfig
 from opgraft.plugins.discovery import discover

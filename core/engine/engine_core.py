@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from opgraft.binding.explaining import Explanation
@@ -28,6 +28,7 @@ class EngineOutput(NamedTuple):
         token: sampled in this step; ``None`` where the request ended without one.
         finish_reason: why it ended; ``None`` while it goes on.
         error: what failed, for the reason ``"error"``.
+        refused: whether it failed by what the request asks for.
         logprobs: of the token, where they are asked for.
         prompt_logprobs: of the prompt, once, where they are asked for.
     """
@@ -38,6 +39,7 @@ class EngineOutput(NamedTuple):
     error: str | None = None
     logprobs: Any = None
     prompt_logprobs: Sequence[Any] | None = None
+    refused: bool = False
 
 
 class EngineCore:
@@ -206,10 +208,13 @@ class EngineCore:
         logger.error("%s", message)
         return self._failed(dict.fromkeys((request.request_id for request in batch), message))
 
-    def _failed(self, errors: Mapping[str, str]) -> list[EngineOutput]:
+    def _failed(self, errors: Mapping[str, str], refused: Set[str] = frozenset()) -> list[EngineOutput]:
         for request_id in errors:
             self.scheduler.abort(request_id, "error")
-        return [EngineOutput(request_id, None, "error", message) for request_id, message in errors.items()]
+        return [
+            EngineOutput(request_id, None, "error", message, refused=request_id in refused)
+            for request_id, message in errors.items()
+        ]
 
     def _computed(self, step: Step) -> list[EngineOutput]:
         """Compute a step; where that fails, nothing has changed but the runner, and the cache keeps its contents."""
@@ -227,7 +232,7 @@ class EngineCore:
         """
         _expect_result_of(step, result)
         with self.counters.timed("schedule"):
-            failed = self._failed(result.errors)
+            failed = self._failed(result.errors, result.refused)
             finished = {each.request_id: each.finish_reason for each in self.scheduler.update(step, result.tokens)}
             logprobs, prompt_logprobs = result.logprobs, result.prompt_logprobs
             news = [

@@ -101,7 +101,7 @@ class ModelRunner(PluggableClass):
         errors = self._apply(step)
         sequences = [each for each in step.sequences if each.request_id not in errors] if errors else step.sequences
         if not sequences:
-            return StepResult({}, errors=errors)
+            return StepResult({}, errors=errors, refused=errors.keys())
         inputs = self.batch.inputs(sequences, continues=not step.added)
         prepared = perf_counter()
         with attending(inputs.batch):
@@ -112,7 +112,8 @@ class ModelRunner(PluggableClass):
         computed = perf_counter()
         result = StepResult({}) if logits is None else self._sample(logits, inputs)
         seconds = {"inputs": prepared - started, "model": computed - prepared, "sample": perf_counter() - computed}
-        return dataclasses.replace(result, errors={**errors, **result.errors}, seconds=seconds)
+        errors, refused = {**errors, **result.errors}, errors.keys() | result.refused
+        return dataclasses.replace(result, errors=errors, refused=refused, seconds=seconds)
 
     def peak_of_largest_step(self, free: Callable[[], int]) -> int:
         """Return the bytes by which the free memory shrinks at most while the largest step is computed.
@@ -186,6 +187,7 @@ class ModelRunner(PluggableClass):
         self.sampling.select(inputs.sampled)
         sampled = self.sampler(logits, self.sampling)
         errors = {str(request_id): error for request_id, error in sampled.errors.items()}
+        refused = {str(request_id) for request_id in sampled.refused}
         tokens = {}
         for request_id, token in zip(inputs.sampled, sampled.tokens.tolist(), strict=True):
             if request_id in errors:
@@ -194,12 +196,13 @@ class ModelRunner(PluggableClass):
                 self.sampling.append(request_id, token)
             except RequestError as error:
                 errors[request_id] = str(error)
+                refused.add(request_id)
             else:
                 self.batch.append(request_id, token)
                 tokens[request_id] = token
         ended = [name for name in inputs.sampled if name in self._prompt_logprobs]
         prompts = {name: self._prompt_logprobs.pop(name)[1] for name in ended}
-        return StepResult(tokens, sampled.logprobs, errors, prompts)
+        return StepResult(tokens, sampled.logprobs, errors, prompts, refused=refused)
 
     def _take_prompt_logprobs(self, hidden: Tensor, sequences: Sequence[Scheduled]) -> None:
         """Compute the log-probabilities of a chunk of a prompt for who asks for them, a few rows at a time."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -83,6 +83,7 @@ class StepResult:
         tokens: the token of each sequence that samples and did not fail.
         logprobs: the log-probabilities of those that ask for them.
         errors: the reason for each request that failed alone, such as logits that are NaN.
+        refused: those of them that failed by what they ask for, such as a grammar that leads nowhere.
         prompt_logprobs: of the prompts that this step has come to the end of, for who asks for them.
         seconds: time by part of the step; a runner names those of ``stats.PARTS`` that it knows, others do not count.
     """
@@ -92,3 +93,4 @@ class StepResult:
     errors: Mapping[str, str] = dataclasses.field(default_factory=dict)
     prompt_logprobs: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    refused: Set[str] = frozenset()

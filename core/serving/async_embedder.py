@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class AsyncEmbedder:
         self.embedder = Embedder(opgraft_config, on_step)
         self._computing = ThreadPoolExecutor(1, thread_name_prefix="opgraft-embed")
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="opgraft-prepare")
+        self._busy_since: float | None = None
         self._waiting: list[_Waiting] = []
         self._worker: asyncio.Task[None] | None = None
 
@@ -100,6 +102,7 @@ class AsyncEmbedder:
         return [waiting[index] for index in sorted(chosen)]
 
     async def _embed(self, batch: Sequence[_Waiting]) -> None:
+        self._busy_since = time.monotonic()
         try:
             vectors = await called_in(self._computing, self.embedder.vectors, [text.ids for text in batch])
         except Exception as error:
@@ -109,6 +112,8 @@ class AsyncEmbedder:
                 for text in batch:  # one of them is at fault, and is to fail alone
                     await self._embed([text])
             return
+        finally:
+            self._busy_since = None
         for text, vector in zip(batch, vectors, strict=True):
             try:
                 self.embedder.expect_numbers(vector, "a text")
@@ -116,6 +121,12 @@ class AsyncEmbedder:
                 _settle(text, error)
             else:
                 _settle(text, vector)
+
+    @property
+    def busy_seconds(self) -> float:
+        """The seconds that the batch of this moment has taken: of one that hangs they grow."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     async def explain(self) -> Explanation:
         """Tell which kernel of which provider runs each op of the model, and which classes are in use, and why."""

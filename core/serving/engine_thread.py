@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
@@ -117,6 +118,7 @@ class EngineThread:
         self._streams: dict[str, Stream] = {}
         self._stopping = False
         self._ended: EngineError | None = None
+        self._busy_since: float | None = None
         making = _Call(make)
         run = partial(contextvars.copy_context().run, self._run, making)
         self._thread = threading.Thread(target=run, name="opgraft-engine", daemon=True)
@@ -139,6 +141,12 @@ class EngineThread:
             self._calls.append(call)
             self._wake.notify()
         return call.future
+
+    @property
+    def busy_seconds(self) -> float:
+        """The seconds that the step, or the call, of this moment has taken; from any thread."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def check(self) -> None:
         """Raise if the thread has ended.
@@ -190,9 +198,11 @@ class EngineThread:
 
     def _wait(self) -> bool:
         """Sleep until there is something to do, make the calls, and tell whether to go on."""
+        self._busy_since = None
         with self._wake:
             self._wake.wait_for(lambda: self._calls or self._stopping or self.engine.has_work)
             calls, self._calls = self._calls, []
+        self._busy_since = time.monotonic()
         for call in calls:
             call.make()
         return not self._stopping

@@ -57,6 +57,7 @@ class CompletionOutput:
         finish_reason: ``stop``, ``length``, ``abort`` or ``error``; None while it goes on.
         stop_reason: the stop string or the stop token; None for the model's own end.
         error: what failed, where ``finish_reason`` is ``error``.
+        refused: whether it failed by what the request asks for, such as a grammar that leads nowhere.
     """
 
     index: int
@@ -67,6 +68,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    refused: bool = False
 
     @property
     def finished(self) -> bool:
@@ -83,6 +85,7 @@ class CompletionOutput:
             self.finish_reason,
             self.stop_reason,
             self.error,
+            self.refused,
         )
 
     def deferred_snapshot(self) -> Callable[[], CompletionOutput]:
@@ -123,7 +126,7 @@ class GrowingOutput(CompletionOutput):
         written, characters = self._written, self._written.tell()
         tokens, logprobs = len(self.token_ids), self.logprobs
         places = len(logprobs or ())
-        ended = self.finish_reason, self.stop_reason, self.error
+        ended = self.finish_reason, self.stop_reason, self.error, self.refused
         cumulative = self.cumulative_logprob
         return lambda: CompletionOutput(
             self.index,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections import OrderedDict
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,21 +13,19 @@ from typing import Any
 from opgraft.config import OpgraftConfig
 from opgraft.engine.engine_core import EngineCore, EngineOutput
 from opgraft.engine.request import Request
-from opgraft.engine.sampling import Grammar, GrammarTokens, TokenLogprobs, bad_word_tokens
+from opgraft.engine.sampling import TokenLogprobs, bad_word_tokens
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import InputError, RequestError
 from opgraft.models.config import read_config
 from opgraft.models.files import open_weights, opened_once
 from opgraft.serving.chat_template import ChatTemplate
 from opgraft.serving.detokenizer import Detokenizer
+from opgraft.serving.grammars import Grammars
 from opgraft.serving.outputs import GrowingOutput, Logprob, RequestMetrics, RequestOutput
 from opgraft.serving.prompts import Prompt, tokenized
 from opgraft.serving.step_reports import OnStep, StepReports
 from opgraft.serving.stop_tokens import stop_tokens
 from opgraft.serving.tokenizer import Tokenizer, find_tokenizer
-
-_MOST_GRAMMARS = 128
-"""Compiled grammars that are kept, those that were used last."""
 
 
 @dataclass
@@ -76,7 +72,7 @@ class TextEngine:
         self.vocab_size = int(config.get_text_config().vocab_size)
         self._open: dict[str, OpenRequest] = {}
         self._owner: dict[str, str] = {}
-        self._grammars: OrderedDict[str, Grammar] = OrderedDict()
+        self._texts: dict[int, str] = {}
         self._reports = StepReports(self.core.stats, on_step)
 
     @cached_property
@@ -85,8 +81,9 @@ class TextEngine:
         return ChatTemplate(self.expect_tokenizer())
 
     @cached_property
-    def _grammar_tokens(self) -> GrammarTokens:
-        return GrammarTokens(self.expect_tokenizer().backend, self.vocab_size, self.eos)
+    def grammars(self) -> Grammars:
+        """The grammars of structured outputs."""
+        return Grammars(self.expect_tokenizer(), self.vocab_size, self.eos)
 
     def expect_tokenizer(self) -> Tokenizer:
         """Return the tokenizer.
@@ -132,6 +129,7 @@ class TextEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
+        arrival: float | None = None,
     ) -> OpenRequest:
         """Check a request and make it ready for ``submit``. It changes nothing, and so may run in another thread.
 
@@ -142,6 +140,7 @@ class TextEngine:
             priority: lower ones come first, under the policy "priority".
             cache_salt: requests of different salts share nothing in the cache.
             add_special_tokens: begin and end the text as the tokenizer does; not for the text of a chat.
+            arrival: when it came, in seconds of ``time.monotonic``; now if not given.
 
         Raises:
             RequestError: the prompt cannot be taken, or a setting is for a token beyond the vocabulary.
@@ -149,7 +148,7 @@ class TextEngine:
                 output that is asked for cannot be had.
         """
         self._expect_in_vocabulary(params)
-        metrics = RequestMetrics(time.monotonic())
+        metrics = RequestMetrics(time.monotonic() if arrival is None else arrival)
         name = f"the prompt of request {request_id!r}"
         text, ids = self.encode(prompt, add_special_tokens=add_special_tokens, name=name)
         requests = Request(
@@ -160,7 +159,7 @@ class TextEngine:
             priority=priority,
             cache_salt=cache_salt,
             bad_words=bad_word_tokens(params.bad_words, self.expect_tokenizer()) if params.bad_words else (),
-            grammar=self.grammar(params),
+            grammar=None if params.structured_output is None else self.grammars.of(params),
         ).split()
         answers = [_Answer.of(i, each, self._detokenizer(each)) for i, each in enumerate(requests)]
         output = RequestOutput(request_id, text, ids, [answer.output for answer in answers], metrics=metrics)
@@ -204,26 +203,6 @@ class TextEngine:
     def _expect_new(self, request_id: str) -> None:
         if request_id in self._open:
             raise RequestError(f"request {request_id!r} is added, and one of that id runs: give each an id of its own")
-
-    def grammar(self, params: SamplingParams) -> Grammar | None:
-        """Return the grammar of a structured output, which is compiled once and kept; in the preparing thread.
-
-        Raises:
-            InputError: it cannot be compiled.
-        """
-        wanted = params.structured_output
-        if wanted is None:
-            return None
-        try:
-            key = json.dumps(wanted)
-        except (TypeError, ValueError, RecursionError):
-            return Grammar(wanted, self._grammar_tokens)  # which tells what is wrong with it
-        if key not in self._grammars:
-            self._grammars[key] = Grammar(wanted, self._grammar_tokens)
-        self._grammars.move_to_end(key)
-        while len(self._grammars) > _MOST_GRAMMARS:
-            self._grammars.popitem(last=False)
-        return self._grammars[key]
 
     def _detokenizer(self, request: Request) -> Detokenizer | None:
         params = request.params
@@ -333,7 +312,7 @@ class TextEngine:
                 self.core.abort(news.request_id, "stop")
                 reason = "stop"
         if reason is not None:
-            output.error = news.error
+            output.error, output.refused = news.error, news.refused
             self._end(opened, news.request_id, answer, reason)
 
     def _show(self, answer: _Answer, token: int, reason: str | None) -> bool:
@@ -374,7 +353,12 @@ class TextEngine:
         return {token: Logprob(value, rank, self._text(token)) for token, (value, rank) in ranked.items()}
 
     def _text(self, token: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
+        if self.tokenizer is None:
+            return None
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self.tokenizer.decode([token], skip_special_tokens=False)
+        return text
 
     def shutdown(self) -> None:
         """Let go of the model and its cache."""

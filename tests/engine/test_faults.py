@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Site
 from opgraft.config import CacheConfig, LoadConfig, ModelConfig, OpgraftConfig, SchedulerConfig
 from opgraft.engine.engine_core import EngineCore, EngineOutput
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
-from opgraft.engine.step import StepResult
 from opgraft.errors import EngineError, RequestError
 from opgraft.serving.llm import LLM
 from random_decoders import written
@@ -218,53 +214,6 @@ def test_after_an_interrupt_the_step_is_computed_anew(checkpoint: Path, place: s
     expect_nothing_left(core)
 
 
-BAD_RESULTS: dict[str, tuple[Callable[[StepResult], StepResult], str]] = {
-    "a token is missing": (
-        lambda result: replace(result, tokens=dict(list(result.tokens.items())[1:])),
-        "gave no token for request 'r0'",
-    ),
-    "a token of nobody": (
-        lambda result: replace(result, tokens={**result.tokens, "nobody": 5}),
-        "has a token or an error for 'nobody'",
-    ),
-    "an error of nobody": (
-        lambda result: replace(result, errors={"nobody": "gone"}),
-        "has a token or an error for 'nobody'",
-    ),
-    "no times": (lambda result: replace(result, seconds=None), "AttributeError"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", BAD_RESULTS)
-def test_a_wrong_result_of_a_runner_fails_its_step(checkpoint: Path, what: str) -> None:
-    """Whatever a replaced runner gives: the requests of that step fail and say so, and the others have their tokens."""
-    spoil, message = BAD_RESULTS[what]
-    right, _ = served(engine(checkpoint), requests(12))
-    core = engine(checkpoint)
-    runner, execute = core.executor.worker.runner, core.executor.worker.runner.execute
-    calls = count()
-    runner.execute = lambda step: spoil(execute(step)) if next(calls) == 5 else execute(step)
-    tokens, errors = served(core, requests(12))
-    assert len(errors) == 4
-    assert all(message in error for error in errors.values())
-    assert {name: right[name] for name in tokens} == tokens
-    assert core.stats().counters.failed_steps == 1
-    assert core.stats().counters.finished == {"stop": 0, "length": 8, "abort": 0, "error": 4}
-    expect_nothing_left(core)
-
-
-def test_times_of_other_parts_are_not_counted(checkpoint: Path) -> None:
-    """A replaced runner may name a part that it alone knows, and its tokens are taken."""
-    core = engine(checkpoint)
-    runner, execute = core.executor.worker.runner, core.executor.worker.runner.execute
-    runner.execute = lambda step: replace(execute(step), seconds={"transfer": 1.0, "model": 2.0})
-    _, errors = served(core, requests(1))
-    counters = core.stats().counters
-    assert not errors
-    assert counters.seconds["model"] == 2.0 * counters.steps
-    assert "transfer" not in counters.seconds
-
-
 class Loose:
     """A grammar that allows every token, and whose state refuses the one after ``last`` tokens."""
 
@@ -321,57 +270,6 @@ def test_a_grammar_that_refuses_to_go_on_after_a_preemption(checkpoint: Path) ->
         for name in ("r1", "r2")[: number - 1]:
             assert [each.token for each in found if each.request_id == name] == right[name]
         expect_nothing_left(core)
-
-
-PLUGIN = """
-import opgraft
-from opgraft.engine.kv_cache import KVCacheManager
-from opgraft.engine.scheduler import Scheduler
-
-platforms = "any"
-
-
-class OneAtATime(Scheduler):
-    def schedule(self):
-        step = super().schedule()
-        assert len(step.sequences) <= 1
-        return step
-
-    def _admit(self, draft, most):
-        if not self.running:
-            super()._admit(draft, 1)
-
-
-class Counting(KVCacheManager):
-    opened = 0
-
-    def open(self, request, prefix):
-        self.opened += 1
-        return super().open(request, prefix)
-
-
-@opgraft.hookimpl
-def opgraft_register_ops():
-    opgraft.PluggableClass.register_oot(OneAtATime, name="scheduler")
-    opgraft.PluggableClass.register_oot(Counting, name="kv_cache_manager")
-"""
-
-
-@pytest.fixture(scope="module")
-def five(checkpoint: Path) -> dict[str, list[int]]:
-    """The tokens of five requests, without any plugin."""
-    return served(engine(checkpoint), requests(5))[0]
-
-
-def test_a_plugin_replaces_the_scheduler_and_the_cache_manager(
-    checkpoint: Path, five: dict[str, list[int]], site: Site
-) -> None:
-    """Both are constructed by name: another order of requests gives the same tokens."""
-    site.plugin("another-order", PLUGIN)
-    core = engine(checkpoint)
-    assert (type(core.scheduler).__name__, type(core.cache).__name__) == ("OneAtATime", "Counting")
-    assert served(core, requests(5)) == (five, {})
-    assert core.cache.opened == 5
 
 
 def test_stop_ends_all_requests_and_the_engine(checkpoint: Path) -> None:

@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from engine.scheduling import counts, distinct, request, step
 from engine.simulated import make_scheduler
-from opgraft import SamplingParams
 from opgraft.engine.kv_cache import LayerKind
 from opgraft.engine.request import Request
-from opgraft.engine.scheduler import Scheduler
-from opgraft.engine.step import Step
 from opgraft.errors import RequestError
-
-
-def request(name: str, length: int = 4, *, priority: int = 0, token: int = 1, **params: Any) -> Request:
-    return Request(name, [token] * length, SamplingParams(**params), priority=priority)
-
-
-def distinct(name: str, length: int, first: int, **params: Any) -> Request:
-    return Request(name, range(first, first + length), SamplingParams(**params))
-
-
-def step(scheduler: Scheduler, token: int = 5) -> Step:
-    """Schedule a step, and answer it with one token for each that samples."""
-    made = scheduler.schedule()
-    scheduler.update(made, {s.request_id: token for s in made.sequences if s.samples})
-    return made
-
-
-def counts(made: Step) -> dict[str, int]:
-    return {s.request_id: s.count for s in made.sequences}
 
 
 def test_a_prompt_comes_in_chunks_beside_decodes() -> None:
@@ -123,65 +101,6 @@ def test_admission_leaves_blocks_for_those_that_run() -> None:
     assert counts(step(scheduler)) == {"a": 8, "b": 15}
 
 
-def prioritised(name: str, length: int, first: int, priority: int, **params: Any) -> Request:
-    made = distinct(name, length, first, **params)
-    made.priority = priority
-    return made
-
-
-def test_a_better_request_takes_the_place_of_a_worse_one() -> None:
-    """Under "priority" the worst of those that run gives its place, and goes on with its tokens afterwards."""
-    scheduler = make_scheduler(max_num_seqs=2, policy="priority")
-    for number, name in enumerate(("worse", "worst")):
-        scheduler.add(prioritised(name, 5, 10 * number, number + 1, max_tokens=9))
-    step(scheduler)
-    scheduler.add(prioritised("better", 6, 50, 0, max_tokens=2))
-    made = step(scheduler)
-    assert (made.removed, list(counts(made))) == (("worst",), ["worse", "better"])
-    step(scheduler)
-    assert [(each.request_id, each.output) for each in scheduler.waiting] == [("worst", [5])]
-    assert [new.request_id for new in step(scheduler).added] == ["worst"]
-    assert scheduler.counters.preemptions == 1
-
-
-def test_a_better_request_takes_the_blocks_of_worse_ones() -> None:
-    """As many give theirs as it needs, the worst first; nobody else is admitted in that step."""
-    scheduler = make_scheduler(num_blocks=9, policy="priority")
-    for number, name in enumerate(("equal", "worse", "worst")):
-        scheduler.add(prioritised(name, 8, 10 * number, number, max_tokens=3))
-    assert list(counts(step(scheduler))) == ["equal", "worse", "worst"]
-    scheduler.add(prioritised("better", 14, 50, 0, max_tokens=2))
-    made = step(scheduler)
-    assert (made.removed, [new.request_id for new in made.added]) == (("worst", "worse"), ["better"])
-    assert list(counts(made)) == ["equal", "better"]
-
-
-def test_nobody_gives_way_in_vain_or_to_an_equal() -> None:
-    """Where it would not fit without them either, those of a worse priority keep what they have, as equals do."""
-    scheduler = make_scheduler(num_blocks=9, policy="priority")
-    scheduler.add(prioritised("equal", 20, 10, 0, max_tokens=9))
-    scheduler.add(prioritised("worse", 4, 40, 1, max_tokens=9))
-    step(scheduler)
-    scheduler.add(prioritised("better", 20, 60, 0, max_tokens=2))
-    made = step(scheduler)
-    assert (made.removed, list(counts(made))) == ((), ["equal", "worse"])
-    scheduler = make_scheduler(max_num_seqs=1, policy="fcfs")
-    scheduler.add(prioritised("first", 4, 10, 1, max_tokens=9))
-    step(scheduler)
-    scheduler.add(prioritised("second", 4, 30, 0))
-    assert list(counts(step(scheduler))) == ["first"]
-
-
-def test_a_better_request_comes_before_the_chunks_of_a_worse_prompt() -> None:
-    """A long prompt of a worse priority takes what the better one leaves of a step."""
-    scheduler = make_scheduler(budget=10, policy="priority")
-    scheduler.add(prioritised("worse", 40, 10, 1))
-    assert counts(step(scheduler)) == {"worse": 10}
-    scheduler.add(prioritised("better", 7, 60, 0))
-    assert counts(step(scheduler)) == {"worse": 3, "better": 7}
-    assert counts(step(scheduler)) == {"better": 1, "worse": 9}
-
-
 def test_tokens_that_are_computed_anew_count_as_prompt() -> None:
     """Also where the last chunk of a sequence that was preempted has one token."""
     scheduler = make_scheduler(budget=4)
@@ -194,72 +113,6 @@ def test_tokens_that_are_computed_anew_count_as_prompt() -> None:
     scheduler.cache.clear()
     assert [counts(step(scheduler)) for _ in range(4)] == [{"a": 4}, {"a": 4}, {"a": 1}, {"a": 1}]
     assert (counted.prompt_tokens, counted.decode_tokens) == (15, 3)
-
-
-class Calls:
-    """Counts the calls of a method."""
-
-    def __init__(self, owner: Any, name: str, size: Callable[..., int] = lambda *_: 1) -> None:
-        self.original, self.size, self.number = getattr(owner, name), size, 0
-        setattr(owner, name, self)
-
-    def __call__(self, *arguments: Any) -> Any:
-        self.number += self.size(*arguments)
-        return self.original(*arguments)
-
-
-def test_siblings_that_wait_are_looked_at_once() -> None:
-    """The work of a step does not grow with the square of those that wait for a prompt that they share."""
-    scheduler = make_scheduler(num_blocks=9999, max_num_seqs=999, budget=9999)
-    for number in range(40):
-        for sample in distinct(str(number), 5, 10 * number, n=8).split():
-            scheduler.add(sample)
-    looks = Calls(scheduler, "_awaits_parent")
-    assert len(counts(step(scheduler))) == 40
-    assert looks.number <= 40 * 8 + 40
-    assert scheduler.num_waiting == 40 * 7
-    assert len(counts(step(scheduler))) == 40 * 8
-
-
-def test_siblings_are_put_aside_and_come_back() -> None:
-    """Those that share a prompt wait aside while it is computed; an abort finds them, and an undone step ends that."""
-    scheduler = make_scheduler()
-    for sample in distinct("r", 10, 10, n=4).split():
-        scheduler.add(sample)
-    assert counts(scheduler.schedule()) == {"r/0": 10}
-    assert (scheduler.waiting, scheduler.num_waiting) == ([], 3)
-    scheduler.abort("r/2")
-    assert scheduler.num_waiting == 2
-    scheduler.undo()
-    assert [each.request_id for each in scheduler.waiting] == ["r/0", "r/1", "r/3"]
-    assert counts(step(scheduler)) == {"r/0": 10}
-    assert counts(step(scheduler)) == {"r/0": 1, "r/1": 1, "r/3": 1}
-
-
-def test_what_does_not_fit_is_not_looked_up_in_each_step() -> None:
-    """A long prompt that waits costs a step nothing, until so much is free that it may fit."""
-    scheduler = make_scheduler(num_blocks=40, max_model_len=150)
-    scheduler.add(distinct("busy", 30, 1000, max_tokens=20))
-    step(scheduler)
-    scheduler.add(distinct("long", 130, 10, max_tokens=5))
-    step(scheduler)
-    looked_up = Calls(scheduler.cache, "longest_prefix")
-    for _ in range(18):
-        assert list(counts(step(scheduler))) == ["busy"]
-    assert looked_up.number == 0
-    assert scheduler.running == []
-    assert counts(step(scheduler)) == {"long": 32}
-    assert looked_up.number == 1
-
-
-@pytest.mark.parametrize("kinds", [[LayerKind()], [LayerKind(), LayerKind(6)]])
-def test_what_does_not_fit_is_admitted_when_another_has_computed_its_beginning(kinds: list[LayerKind]) -> None:
-    """Blocks that come to be shared while a request waits need no room any more."""
-    scheduler = make_scheduler(kinds, num_blocks=16 * len(kinds), budget=64)
-    scheduler.add(request("first", 32, max_tokens=9))
-    scheduler.add(request("second", 34, max_tokens=9))
-    assert counts(step(scheduler)) == {"first": 32}
-    assert counts(step(scheduler)) == {"first": 1, "second": 2}
 
 
 @pytest.mark.parametrize("kinds", [[LayerKind()], [LayerKind(), LayerKind(6)]])

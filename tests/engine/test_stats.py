@@ -146,7 +146,7 @@ def test_seconds_are_those_of_the_parts(checkpoint: Path, monkeypatch: pytest.Mo
     runner = llm.engine.core.executor.worker.runner
     places = {
         "schedule": (llm.engine.core.scheduler, "schedule"), "inputs": (runner.batch, "inputs"),
-        "model": (runner.model, "forward"), "sample": (runner.model, "compute_logits"), "text": (llm.engine, "_take"),
+        "model": (runner.model, "forward"), "sample": (runner, "sampler"), "text": (llm.engine, "_take"),
     }  # fmt: skip
     assert set(places) == set(PARTS)
     for part, (owner, name) in places.items():

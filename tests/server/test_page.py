@@ -251,6 +251,17 @@ def test_a_key_is_asked_for(checkpoint: Path, visit: Callable[..., Any]) -> None
         assert "secret" not in page.content()
 
 
+def test_behind_a_proxy_that_keeps_the_metrics(server: Server, visit: Callable[..., Any]) -> None:
+    """Where /metrics is refused, as our own example of nginx does, there are no plots, and the chat works."""
+    page = visit(server, allowed="status of 403")
+    page.route("**/metrics", lambda route: route.fulfill(status=403, body="Forbidden"))
+    page.reload()
+    page.locator("#state", has_text="ready").wait_for()
+    page.locator("#load").wait_for(state="hidden")
+    ask(page, "hi")
+    assert answer_of(page)
+
+
 def test_a_server_that_has_gone_is_noticed(checkpoint: Path, visit: Callable[..., Any]) -> None:
     """When the server cannot be reached any more, the page says so."""
     with serving(checkpoint) as server:

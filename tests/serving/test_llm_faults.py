@@ -7,10 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -127,39 +124,6 @@ def test_tokens_beyond_the_vocabulary(llm: LLM, field: str, value: Any) -> None:
     with pytest.raises(RequestError, match=expected) as caught:
         llm.generate([PROMPT], SamplingParams(**{field: value}))
     assert caught.value.field == field
-    expect_nothing_held(llm)
-
-
-def test_calls_of_several_threads_take_turns(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each thread gets the answers to its own prompts, and no two are in the engine at once."""
-    right = tokens(llm, PROMPT, [3, 4])
-    step, inside, most = llm.engine.step, threading.Semaphore(1), []
-
-    def alone() -> list[Any]:
-        most.append(inside.acquire(blocking=False))
-        time.sleep(0.002)
-        try:
-            return step()
-        finally:
-            inside.release()
-
-    monkeypatch.setattr(llm.engine, "step", alone)
-    with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda prompt: tokens(llm, prompt), [PROMPT, [3, 4]] * 4))
-    assert answers == [[each] for each in right] * 4
-    assert all(most)
-    expect_nothing_held(llm)
-
-
-def test_refused_requests_do_not_count_as_ended(llm: LLM) -> None:
-    """Of several completions of which one has an id that is in use, none was ever there."""
-    before = llm.stats().counters.finished
-    llm.engine.add("x/1", PROMPT, GREEDY)
-    with pytest.raises(RequestError, match="'x/1' is added, and one of that id runs"):
-        llm.engine.add("x", PROMPT, SamplingParams(n=3))
-    assert llm.stats().counters.finished == before
-    assert llm.stats().waiting == 1
-    llm.engine.abort("x/1")
     expect_nothing_held(llm)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -30,11 +30,13 @@ class Sampled:
         tokens: ``[n]``, int64, on the logits' device; -1 in a row that failed.
         logprobs: by key, of the requests that ask for them.
         errors: by key, why a request could not be sampled.
+        refused: keys of those whose own grammar or processor is the reason.
     """
 
     tokens: Tensor
     logprobs: Mapping[Hashable, TokenLogprobs] = dataclasses.field(default_factory=dict)
     errors: Mapping[Hashable, str] = dataclasses.field(default_factory=dict)
+    refused: Set[Hashable] = frozenset()
 
 
 @PluggableClass.register("sampler")
@@ -67,19 +69,20 @@ class Sampler(PluggableClass):
             return Sampled(torch.empty(0, dtype=torch.int64, device=logits.device))
         plan = batch.plan(logits.shape[1], logits.device)
         working = logits.float()
-        errors: dict[int, str] = {}
+        own: dict[int, str] = {}
         if plan.adjustments.any:
             working = working.clone() if working is logits else working
-            errors = plan.adjustments.apply(working)
+            own = plan.adjustments.apply(working)
         maximum, tokens = row_maximum(working)
-        errors = _unusable(maximum, logits, working) | errors
+        errors = _unusable(maximum, logits, working) | own
         if plan.drawn:
             if errors:  # numbers that harm no other row
                 failed = torch.tensor(list(errors), device=logits.device)
                 working, maximum = working.index_fill(0, failed, 0.0), maximum.index_fill(0, failed, 0.0)
             drawn = _draw(working, maximum, plan, batch)
             tokens = drawn if plan.rows is None else tokens.index_copy_(0, plan.rows, drawn)
-        return _result(tokens, logits, plan, batch, errors)
+        result = _result(tokens, logits, plan, batch, errors)
+        return dataclasses.replace(result, refused=frozenset(batch.keys[row] for row in own)) if own else result
 
 
 def _draw(logits: Tensor, maximum: Tensor, plan: Plan, batch: SamplingBatch) -> Tensor:

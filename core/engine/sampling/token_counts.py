@@ -1,4 +1,4 @@
-"""How often tokens occur in what a request has so far."""
+"""Counts of the tokens that a request has so far."""
 
 from __future__ import annotations
 
