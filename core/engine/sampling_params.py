@@ -60,7 +60,10 @@ def _is_bias(value: Any) -> bool:
 _FLAG = _Rule(lambda v: isinstance(v, bool), "True or False")
 
 _RULES: Mapping[str, _Rule] = {
-    "n": _Rule(lambda v: _is_integer(v) and 1 <= v <= MOST_COMPLETIONS, f"an integer from 1 to {MOST_COMPLETIONS:,}"),
+    "n": _Rule(
+        lambda v: _is_integer(v) and 1 <= v <= MOST_COMPLETIONS,
+        f"an integer of at least 1 and at most {MOST_COMPLETIONS:,}",
+    ),
     "temperature": _Rule(
         lambda v: _is_number(v) and (v == 0 or v >= COLDEST),
         f"0 for greedy decoding, or a number of at least {COLDEST}",

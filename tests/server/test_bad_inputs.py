@@ -95,6 +95,7 @@ FIELDS: list[tuple[str, Any, str, str]] = [
     ("stop", "a" * 257, "stop", "257 characters of an entry of stop, and this server allows 256"),
     ("stop_token_ids", [-1], "stop_token_ids", "of at least 0"),
     ("stop_token_ids", [1] * 65, "stop_token_ids", "allows 64"),
+    ("stop_token_ids", [400], "stop_token_ids", "use 0 to 399"),
     ("bad_words", [""], "bad_words", "strings that are not empty"),
     ("bad_words", ["a"] * 65, "bad_words", "allows 64"),
     ("logit_bias", {"x": 1}, "logit_bias", "'x', which is no token id: use 0 to 399"),

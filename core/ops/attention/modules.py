@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from opgraft.binding.custom_op import CustomOp, maybe_get_oot_by_class
+from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.attention import functional as forms
 from opgraft.registry.signatures import called_with
 from torch import Tensor
@@ -37,6 +38,7 @@ class ScaledDotProductAttention(CustomOp):
         ``[..., query_heads, L, Ev]``. Without ``enable_gqa`` there are as many heads as query heads.
     """
 
+    @calls_functional
     def forward_native(
         self,
         query: Tensor,
@@ -48,11 +50,13 @@ class ScaledDotProductAttention(CustomOp):
         *,
         scale: float | None = None,
         enable_gqa: bool = False,
+        functional: Any = NATIVE,
     ) -> Tensor:
         """Attend to values; arguments and errors are those of ``opgraft.functional.scaled_dot_product_attention``."""
-        return forms.scaled_dot_product_attention.native(
+        attended: Tensor = functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
+        return attended
 
 
 @CustomOp.register("mm_encoder_attn")
