@@ -187,7 +187,7 @@ Content: TypeAlias = Annotated[
 
 
 class SystemMessage(Body):
-    """A message of an operator to the model."""
+    """A message of the operator to the model."""
 
     role: Literal["system", "developer"]
     content: Content
@@ -203,7 +203,7 @@ class UserMessage(Body):
 
 
 class AssistantMessage(Body):
-    """A message of the model: a text, or calls of tools."""
+    """An answer of the model, or its calls."""
 
     role: Literal["assistant"]
     content: Content | None = None
@@ -221,7 +221,7 @@ class AssistantMessage(Body):
 
 
 class ToolMessage(Body):
-    """The result of a call."""
+    """A result of a call."""
 
     role: Literal["tool"]
     content: Content
@@ -289,7 +289,7 @@ ToolChoice: TypeAlias = Annotated[
     Literal["none", "auto", "required"] | NamedToolChoice,
     _told_apart(lambda given: _NAMED_CHOICE if isinstance(given, dict) else _CHOICE),
 ]
-"""The tools that are called: none, any, or one by its name."""
+"""Choice of no tool, any, or one."""
 
 
 class ChatRequest(Generation):
