@@ -10,8 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from opgraft import CustomOp
-from opgraft import functional as forms
+from opgraft import CustomOp, functional
 from opgraft.binding.functional import binding_of
 from opgraft.compat.hooks import hooks_on_every_module
 from opgraft.ops.attention.batch import AttentionBatch, current_batch
@@ -29,9 +28,9 @@ from opgraft_cpu_kernels.kernels import REFUSED
 from opgraft_cpu_kernels.library import path_or_none
 
 FORMS: Mapping[Any, Callable[..., Tensor]] = {
-    forms.linear: linear.linear,
-    forms.quantized_linear: quantized.quantized_linear,
-    forms.int8_dynamic_linear: quantized.int8_dynamic_linear,
+    functional.linear: linear.linear,
+    functional.quantized_linear: quantized.quantized_linear,
+    functional.int8_dynamic_linear: quantized.int8_dynamic_linear,
 }
 """Forms of linear layers that the library calls itself, with the kernels that it then runs."""
 
@@ -187,7 +186,9 @@ def _map(layer: Any) -> tuple[str, list[Tensor | None]] | None:
     kernel = FORMS.get(form)
     if kernel is None or binding_of(form).kernel.winner.functional(form.name) is not kernel:
         return None
-    if form is forms.quantized_linear and not quantized.in_lanes(layer.input_size_per_partition, weight, others[0]):
+    if form is functional.quantized_linear and not quantized.in_lanes(
+        layer.input_size_per_partition, weight, others[0]
+    ):
         return None
     scales, offsets = (*others, None, None)[:2]
     return form.name, [weight, scales, offsets, layer.bias]
