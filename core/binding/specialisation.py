@@ -8,24 +8,25 @@ compiled code has seen is ever mutated.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from opgraft.binding.derivation import prepare
 from opgraft.binding.kernels import OWN_FORWARD, SWITCH, Kernel, KernelChoice, choose_kernel, continuations
 from opgraft.binding.marks import CHECK_RAISED, is_inference_only
+from opgraft.binding.names import check_names, kin_of, op_name_of
 from opgraft.caches import Caches
 from opgraft.config import Settings
 from opgraft.decision import Decision, Provider
-from opgraft.errors import ConfigError, RegistrationError, close_matches
+from opgraft.errors import RegistrationError
 from opgraft.logger import logger
 from opgraft.platform import effective_chain
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.host import check_loaded_with, load_plugins, plugins_decision
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.choice import ReplacementChoice, choose_replacement, objection_to
-from opgraft.registry.declarations import Registry, Replacement
+from opgraft.registry.declarations import Replacement
 from opgraft.registry.op_classes import definer, location_of, own_classes, qualified
 from opgraft.state import HostState, host_state
 from opgraft.text import printable
@@ -53,11 +54,24 @@ class Binding:
         return bind_exact, (self.replacement.target, self.replacement.cls, self.enforced)
 
     @property
+    def owner(self) -> type:
+        """The class that answers for the kernel: the one that defines it.
+
+        Of a ``forward`` that a replacement inherits it is the replacement, whose methods and children that calls.
+        """
+        replaced = self.replacement.winner is not None and self.kernel.winner.method == "forward"
+        return self.replacement.cls if replaced else self.kernel.winner.owner
+
+    @property
+    def kernel_name(self) -> str:
+        """The kernel as tables show it, such as ``RMSNorm.forward_native``."""
+        return f"{self.owner.__qualname__}.{self.kernel.winner.method}"
+
+    @property
     def provider(self) -> Provider:
-        """The provider of the kernel: where a replacement inherits it, that of the class that defines it."""
-        owner = self.kernel.winner.owner
-        inherited = owner in self.replacement.target.__mro__
-        return discover().provider_of(owner.__module__) if inherited else self.replacement.provider
+        """The provider of the kernel: where a replacement inherits it, that of the class that answers for it."""
+        inherited = self.owner in self.replacement.target.__mro__
+        return discover().provider_of(self.owner.__module__) if inherited else self.replacement.provider
 
     @property
     def decision(self) -> Decision:
@@ -219,32 +233,6 @@ def _enabled(choice: ReplacementChoice, settings: Settings) -> tuple[bool, str, 
     if not choice.target.switchable:  # type: ignore[attr-defined]  # of a CustomOp
         return True, "this op is not switched by custom_ops", ""
     return *settings.enabled(choice.op_name), settings.to_change("compilation_config.custom_ops", SWITCH)
-
-
-def op_name_of(cls: type, state: HostState) -> str | None:
-    """Return the registered name that switches ``cls``: its own, or that of the nearest registered base."""
-    names = {record.cls: name for name, record in state.registry.records().items()}
-    return next((names[base] for base in cls.__mro__ if base in names), None)
-
-
-def kin_of(cls: type, replacements: Sequence[Replacement]) -> list[Replacement]:
-    """Return the replacements of other classes that the op name of ``cls`` switches too."""
-    state = host_state()
-    name = op_name_of(cls, state)
-    return [r for r in replacements if r.target and r.target is not cls and op_name_of(r.target, state) == name]
-
-
-def check_names(settings: Settings, registry: Registry) -> None:
-    """Raise ``ConfigError`` where the settings name an op or class that is not registered."""
-    for field, names in settings.config.op_names().items():
-        known = registry.named_by(field)
-        for name in names:
-            if name not in known:
-                raise ConfigError(
-                    f"{field} names the op {name!r} ({settings.origins[field]}), but no op has that name: "
-                    f"{close_matches(name, known)} 'opgraft ops list' shows all; import the package that registers "
-                    "an op before it is named."
-                )
 
 
 def specialise(choice: KernelChoice) -> Any:

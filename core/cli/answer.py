@@ -14,22 +14,20 @@ from opgraft.cli.comparison import Comparison, Measurement, timed
 from opgraft.cli.output import discard_stdout, echo, print_json, print_table
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import RequestError
+from opgraft.plugins.discovery import discover
 from opgraft.plugins.selection import current_platform, selected_platform
 from opgraft.serving.interrupts import interrupts_noted
 from opgraft.serving.llm import LLM, Interrupted
 from opgraft.serving.outputs import RequestOutput
 from opgraft.text import printable
 
-DTYPES = ("float32", "bfloat16", "float16")
-"""For weights and activations."""
-
 MOST_TOKENS = 128
 """Of an answer, if nothing else is asked for."""
 
 
-def open_llm(model: str, dtype: str | None) -> LLM:
-    """Load a model, and tell on stderr what its cache holds, if it has one; ``dtype`` goes before the setting."""
-    llm = LLM(model) if dtype is None else LLM(model, dtype=dtype)
+def open_llm(model: str) -> LLM:
+    """Load a model, and tell on stderr what its cache holds, if it has one."""
+    llm = LLM(model)
     if not llm.embeds:
         click.echo(llm.engine.core.capacity(), err=True)
     return llm
@@ -156,10 +154,16 @@ def _print_as_text(prompts: Sequence[str], outputs: Sequence[RequestOutput]) -> 
 
 
 def print_kernels(llm: LLM) -> None:
-    """Print which kernel of whom runs each op, and how often the model has it."""
-    running = [row for row in llm.explain().rows if row.runs]
+    """Print which kernel of whom runs each op, how often the model has it, and what other parts say of themselves."""
+    explained = llm.explain()
+    running = [row for row in explained.rows if row.runs]
     counts = Counter((row.op or row.op_class, f"{row.kernel} of {row.provider}") for row in running)
     print_table(("count", "op", "implementation"), [(count, *key) for key, count in counts.most_common()])
+    told = [row for row in explained.classes if row.remark or row.provider != discover().provider_of(__name__)]
+    parts = Counter((row.name, f"{row.cls} of {row.provider}", row.remark) for row in told)
+    if parts:
+        echo()
+        print_table(("count", "part", "implementation", ""), [(count, *key) for key, count in parts.most_common()])
 
 
 def _speed(outputs: Sequence[RequestOutput], seconds: float) -> str:

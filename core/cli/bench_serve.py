@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from opgraft.cli.output import echo, json_option, print_json, print_table, print_wrapped
 from opgraft.errors import InputError
+from opgraft.server.keys import read_keys
 from opgraft.text import printable
 
 if TYPE_CHECKING:
@@ -80,7 +81,9 @@ async def _measured(options: dict[str, Any]) -> tuple[str, list[Report]]:
     client_module, load_module, report_module = map(_import, ("client", "load", "report"))
     prompts = _prompts(options)
     reports = []
-    async with client_module.Client(options["url"], _key(options["api_key_file"]), options["timeout"]) as client:
+    file = options["api_key_file"]
+    key = None if file is None else read_keys(file, "--api-key-file")[0]
+    async with client_module.Client(options["url"], key, options["timeout"]) as client:
         model = options["model"] or await client.model()
         fields = {"temperature": 0, **({"ignore_eos": True} if options["ignore_eos"] else {})}
         question = load_module.Question(model, options["chat"], options["max_tokens"], fields)
@@ -113,18 +116,6 @@ def _loads(options: dict[str, Any], kind: type[Load]) -> list[Load]:
 def _limits(options: dict[str, Any], kind: Any) -> Any:
     names = ("limit_first_token", "limit_per_token", "limit_end_to_end")
     return kind(*(options[name] and options[name] / 1e3 for name in names))
-
-
-def _key(file: Path | None) -> str | None:
-    if file is None:
-        return None
-    try:
-        lines = file.read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"the API key cannot be read ({error}): check --api-key-file") from error
-    if not lines:
-        raise InputError(f"{file} has no API key: put it on the first line")
-    return lines[0]
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from itertools import count
 
 import click
-from opgraft.cli.answer import DTYPES, open_llm, show_stream
-from opgraft.cli.output import COMMAND_LINE, echo, with_settings
+from opgraft.cli.answer import open_llm, show_stream
+from opgraft.cli.output import COMMAND_LINE, echo, with_model_settings
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import RequestError
 from opgraft.serving.llm import LLM
@@ -23,18 +23,17 @@ _PROMPT = "> "
 @click.command("chat")
 @click.argument("model")
 @click.option("--system", metavar="TEXT", help="Told to the model before the chat.")
-@click.option("--dtype", type=click.Choice(DTYPES), help="Of weights and activations, as model.dtype.")
 @click.option("--max-tokens", type=click.IntRange(1), default=_MOST_TOKENS, show_default=True, help="Of an answer.")
 @click.option("--temperature", type=click.FloatRange(0), default=0.0, help="Of answers [default: 0, the likeliest].")
-@with_settings
-def command(model: str, system: str | None, dtype: str | None, max_tokens: int, temperature: float) -> None:
+@with_model_settings
+def command(model: str, system: str | None, max_tokens: int, temperature: float) -> None:
     """Chat with MODEL in the terminal, or over the lines of stdin.
 
     /clear begins a new chat, /exit or Ctrl-D ends it, Ctrl-C ends an answer.
     """
     if host_state().settings().origins["model.name"] == COMMAND_LINE:
         raise click.UsageError("MODEL names the model: leave --model.name out")
-    llm = open_llm(model, dtype)
+    llm = open_llm(model)
     if llm.embeds or not llm.chats:
         raise RequestError(
             f"{model} has no chat template, so how it was taught to chat is not known: 'opgraft run MODEL PROMPT' "

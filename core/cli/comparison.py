@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from opgraft.binding.specialisation import op_name_of
+from opgraft.binding.names import op_name_of
 from opgraft.cli.output import print_table
 from opgraft.config import CompilationConfig, OpgraftConfig
 from opgraft.plugins.discovery import discover
@@ -80,7 +80,7 @@ class Comparison:
         print_table(("model", "time", "tokens per second", "answers", "difference"), rows)
 
 
-def plain_config() -> OpgraftConfig:
+def native_config() -> OpgraftConfig:
     """Return settings under which every op has its own class and runs its native definition."""
     load_plugins()
     state = host_state()

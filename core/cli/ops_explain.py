@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import click
-from opgraft.binding.specialisation import op_name_of
+from opgraft.binding.names import op_name_of
 from opgraft.cli.completion import op_names
 from opgraft.cli.output import json_option, print_json, print_wrapped, with_settings
 from opgraft.errors import InputError, near_matches

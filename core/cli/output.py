@@ -55,6 +55,10 @@ def with_settings(command: Callable[..., Any], short: Mapping[str, str] = Mappin
     return click.option("--config", _FILE, metavar="FILE", help=help, type=click.Path())(run)
 
 
+with_model_settings = functools.partial(with_settings, short={"model.dtype": "--dtype"})
+"""As ``with_settings``, for commands that run a model."""
+
+
 def _help(field: Field) -> str:
     """Say what a setting does, which values it takes, and its default."""
     default = field.unset if field.default is None else text_of(field.default)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import click
 import torch
-from opgraft.cli.answer import DTYPES, MOST_TOKENS, answer_prompts, measure_answers, open_llm
-from opgraft.cli.comparison import Comparison, Measurement, plain_config
+from opgraft.cli.answer import MOST_TOKENS, answer_prompts, measure_answers, open_llm
+from opgraft.cli.comparison import Comparison, Measurement, native_config
 from opgraft.cli.neighbours import measure_vectors, show_neighbours
-from opgraft.cli.output import COMMAND_LINE, json_option, with_settings
+from opgraft.cli.output import COMMAND_LINE, json_option, with_model_settings
 from opgraft.config import CacheConfig, OpgraftConfig, set_config
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import InputError
@@ -36,18 +36,16 @@ _MEASURED = OpgraftConfig(cache=CacheConfig(prefix_reuse=False))
 @click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
 @click.option("--input", "input_file", metavar="FILE", help="UTF-8 text, one PROMPT per line.")
 @click.option("--compare", is_flag=True, help="Also run native definitions only; report differences and speeds.")
-@click.option("--dtype", type=click.Choice(DTYPES), help="Of weights and activations [default: model.dtype].")
 @click.option("--matmul-precision", type=click.Choice(_PRECISIONS), default="highest", show_default=True)
 @click.option("--max-tokens", type=click.IntRange(1), default=MOST_TOKENS, show_default=True, help="Of an answer.")
 @click.option("--temperature", type=click.FloatRange(0), help="Of answers [default: 0, the likeliest tokens].")
 @json_option
-@with_settings
+@with_model_settings
 def command(
     model: str,
     prompts: tuple[str, ...],
     input_file: str | None,
     compare: bool,
-    dtype: str | None,
     matmul_precision: str,
     max_tokens: int,
     temperature: float | None,
@@ -69,8 +67,8 @@ def command(
     texts = read_lines(Path(input_file)) if input_file else prompts or _sample(model)
     params = SamplingParams(temperature=temperature or 0.0, max_tokens=max_tokens)
     with set_config(_MEASURED if compare else OpgraftConfig()):
-        plain = _measured_plain(model, dtype, texts, params) if compare else None
-        llm = open_llm(model, dtype)
+        plain = _measured_plain(model, texts, params) if compare else None
+        llm = open_llm(model)
         comparison = Comparison(plain, _measured(llm, texts, params)) if plain else None
         if llm.embeds:
             show_neighbours(llm, model, texts, as_json, comparison)
@@ -109,10 +107,10 @@ def read_lines(file: Path) -> tuple[str, ...]:
     return lines
 
 
-def _measured_plain(model: str, dtype: str | None, texts: Sequence[str], params: SamplingParams) -> Measurement:
+def _measured_plain(model: str, texts: Sequence[str], params: SamplingParams) -> Measurement:
     """Measure the model on native definitions, and let go of it before the other is loaded."""
-    with set_config(plain_config()):
-        llm = open_llm(model, dtype)
+    with set_config(native_config()):
+        llm = open_llm(model)
         try:
             return _measured(llm, texts, params)
         finally:

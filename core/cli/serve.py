@@ -12,6 +12,7 @@ import click
 from opgraft.cli.output import COMMAND_LINE, echo, with_settings
 from opgraft.config import FIELDS
 from opgraft.errors import InputError
+from opgraft.logger import write_json
 from opgraft.plugins.selection import current_platform
 from opgraft.serving.llm import engine_config
 from opgraft.state import host_state
@@ -75,7 +76,8 @@ def command(model: str, api_keys: tuple[str, ...]) -> None:
         raise click.UsageError("MODEL names the model: leave --model.name out")
     if not all(api_keys):
         raise click.UsageError("--api-key is empty: give a key, or leave the option out")
-    _log_to_stderr()
+    write_json()
+    logging.getLogger("opgraft.server").setLevel(logging.INFO)
     config = engine_config(model, None, {}).resolved()
     _server().serve(model, config, api_keys, _show)
 
@@ -85,16 +87,6 @@ def _server() -> Any:
         return importlib.import_module("opgraft.server.run")
     except ImportError as error:
         raise InputError(f"the server cannot be imported ({error}): pip install 'opgraft[serve]'") from error
-
-
-def _log_to_stderr() -> None:
-    """Write the line of each request to stderr as it is, whatever else is logged."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    log = logging.getLogger("opgraft.server")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False
 
 
 def _show(service: Service, url: str) -> None:

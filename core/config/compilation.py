@@ -17,8 +17,8 @@ class CompilationMode(enum.IntEnum):
 
     ``NONE``: not at all. ``STOCK_TORCH_COMPILE``: by ``torch.compile``. ``DYNAMO_TRACE_ONCE``: by one trace of Dynamo,
     without its guards. ``FULL``, which vLLM calls ``VLLM_COMPILE``: by the host's own passes and pieces.
-    ``TORCH_COMPILE`` is the older name of ``STOCK_TORCH_COMPILE``. Today only ``NONE`` differs from the others: they
-    let custom ops default to ``none`` where ``backend`` is ``inductor``.
+    ``TORCH_COMPILE`` is the older name of ``STOCK_TORCH_COMPILE``. The engine compiles its model under that mode, and
+    refuses the last two. All but ``NONE`` let custom ops default to ``none`` where ``backend`` is ``inductor``.
     """
 
     NONE = 0

@@ -10,6 +10,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from opgraft.errors import ConfigError, close_matches
@@ -19,6 +20,7 @@ FLAG_WORDS = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys
 
 _DECLARED = "opgraft_setting"
 _S = TypeVar("_S", bound="Section")
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 def setting(
@@ -27,6 +29,7 @@ def setting(
     default: Any = None,
     unset: str = "",
     choices: tuple[str, ...] = (),
+    instead: Mapping[str, str] = _NOTHING,
     minimum: int | None = None,
     above: float | None = None,
     maximum: float | None = None,
@@ -39,10 +42,11 @@ def setting(
         default: the built-in default; ``None`` where the code that reads it decides.
         unset: that decision, in words.
         choices: the values that it may have.
+        instead: values that other programs take in its place → what to use here, and why.
         minimum, above, maximum: the bounds of a number.
         variable: its environment variable, where that has an older name than the rule gives.
     """
-    bounds = Bounds(choices, minimum, above, maximum)
+    bounds = Bounds(choices, minimum, above, maximum, instead)
     return dataclasses.field(default=None, metadata={_DECLARED: (help, default, unset, bounds, variable)})
 
 
@@ -53,6 +57,7 @@ class Bounds(NamedTuple):
     minimum: int | None
     above: float | None
     maximum: float | None
+    instead: Mapping[str, str]
 
     def hold(self, value: Any) -> bool:
         """Tell whether a value of the type is one of the choices and within the limits, which NaN never is."""
@@ -125,7 +130,8 @@ class Field(NamedTuple):
         """
         kept = self.kind.prepare(value)
         if not (self.kind.accepts(kept) and self.bounds.hold(kept)):
-            raise ConfigError(f"{self.name} is {value!r}: use {self.words}")
+            known = isinstance(value, str) and self.bounds.instead.get(value)
+            raise ConfigError(f"{self.name} is {value!r}: use {known or self.words}")
         return kept
 
     def parse(self, text: str, source: str) -> Any:

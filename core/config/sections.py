@@ -57,6 +57,10 @@ class CacheConfig(Section):
         "dtype of the cache; auto takes the model's, fp8 and int8 have a scale for each token and head",
         default="auto",
         choices=(*DTYPES, "fp8", "int8"),
+        instead={
+            "fp8_e4m3": "fp8, which is e4m3",
+            "fp8_e5m2": "fp8, whose e4m3 is more precise: each row's scale gives it the range that e5m2 is for",
+        },
     )
     prefix_reuse: bool = setting("reuse blocks of prompts that begin alike", default=True)
 
@@ -126,6 +130,9 @@ class ServerConfig(Section):
     port: int = setting("port to listen on; 0 takes a free one", default=8000, minimum=0, maximum=65535)
     model_name: str | None = setting("name of the model for clients", unset="the last part of MODEL")
     api_key_file: str | None = setting("file of API keys, one a line; clients must send one", unset="none")
+    allowed_hosts: Sequence[str] = setting(
+        "names, besides localhost, by which a server without keys on a local address may be asked", default=()
+    )
     cors_origins: Sequence[str] = setting("origins whose pages may call the server from a browser", default=())
     max_waiting_requests: int = setting(
         "sequences that wait for their first token, at most; further requests get the status 429",
@@ -135,7 +142,15 @@ class ServerConfig(Section):
     max_waiting_tokens: int = setting(
         "tokens of the prompts of these, at most; further requests get the status 429", default=1 << 20, minimum=1
     )
+    max_connections: int = setting(
+        "connections that are open at once, at most; further ones get the status 503", default=4096, minimum=1
+    )
     max_body_bytes: int = setting("bytes of the body of a request, at most", default=4 << 20, minimum=1)
+    max_total_body_bytes: int = setting(
+        "bytes of the bodies of all requests that are being answered, at most; further ones get the status 429",
+        default=64 << 20,
+        minimum=1,
+    )
     max_prompt_tokens: int | None = setting("tokens of a prompt, at most", minimum=1, unset="as the context allows")
     max_prompt_characters: int | None = setting(
         "characters of a prompt, at most; longer ones are not tokenized",
@@ -152,11 +167,31 @@ class ServerConfig(Section):
     max_stops: int = setting(
         "strings or tokens that a request may list in stop, stop_token_ids and bad_words each", default=64, minimum=0
     )
+    max_logit_bias: int = setting("tokens that a request may list in logit_bias", default=300, minimum=0)
     max_logprobs: int = setting("log-probabilities of a token that a request may ask for", default=20, minimum=0)
+    max_total_logprobs: int = setting(
+        "log-probabilities that a request may ask for in all: one and the likeliest for each token of its answers, and "
+        "of the prompts that they echo",
+        default=1 << 18,
+        minimum=0,
+    )
     head_seconds: float = setting("seconds in which the head of a request must have come", default=10, above=0)
     body_seconds: float = setting("seconds in which the body of a request must have come", default=30, above=0)
+    read_seconds: float = setting(
+        "seconds in which a client that has stopped reading must read on, until its connection is closed",
+        default=60,
+        above=0,
+    )
     request_seconds: float | None = setting("seconds after which a request is aborted", above=0, unset="never")
+    step_seconds: float = setting(
+        "seconds after which a step that has not ended is taken to hang: the server ends with the exit code 5",
+        default=600,
+        above=0,
+    )
     drain_seconds: float = setting(
         "seconds that running requests have after a SIGTERM, until they are aborted", default=30, minimum=0
+    )
+    keep_alive_seconds: float = setting(
+        "seconds for which an idle connection stays open; longer than a proxy keeps it", default=75, above=0
     )
     log_prompts: bool = setting("write prompts and answers to the log", default=False)

@@ -13,10 +13,14 @@ class BlockPool:
 
     A free block keeps its content, under the key that it was kept by, until it is allocated again. Those without
     content go first, then the one that was freed first.
+
+    Attributes:
+        revived: how often a free block came into use again for its content.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.revived = 0
         self._references = [0] * num_blocks
         self._keys: list[Hashable | None] = [None] * num_blocks
         self._by_key: dict[Hashable, int] = {}
@@ -52,6 +56,7 @@ class BlockPool:
     def share(self, blocks: Iterable[int]) -> None:
         """Take one more reference to each of some blocks, which may be free with content."""
         for block in blocks:
+            self.revived += not self._references[block]
             self._references[block] += 1
             self._free.pop(block, None)
 
@@ -76,6 +81,10 @@ class BlockPool:
         if key not in self._by_key:
             self._by_key[key] = block
             self._keys[block] = key
+
+    def holds(self, key: Hashable) -> bool:
+        """Tell whether some block has the content of a key."""
+        return key in self._by_key
 
     def lookup(self, keys: Iterable[Hashable]) -> list[int | None]:
         """Return the block that holds the content of each key, ``None`` where none does."""

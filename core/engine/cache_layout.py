@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -99,9 +98,9 @@ class CacheLayout:
 def _expect_codes(layers: Mapping[str, Attention]) -> None:
     """Raise ``ConfigError`` unless each layer can be told that its cache is one of codes."""
     for name, layer in layers.items():
-        if "dtype" not in inspect.signature(layer.kv_cache_shape).parameters:
+        if not layer.holds_codes():
             raise ConfigError(
                 f"cache.dtype is int8 or fp8, and the attention layer {name!r} keeps its cache in a layout of "
-                f"{type(layer).__name__}, which has no place for codes and scales, as its kv_cache_shape takes no "
-                "dtype: set cache.dtype to auto, or disable the plugin that the class is from"
+                f"{type(layer).__name__}, which has no place for codes and scales, as its holds_codes() tells: set "
+                "cache.dtype to auto, or disable the plugin that the class is from"
             )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
+from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.engine.cache_layout import CacheLayout
+from opgraft.engine.compiled_model import expect_compilable
 from opgraft.engine.executor import Executor
 from opgraft.engine.kv_cache import KVCacheManager
 from opgraft.engine.request import FinishReason, Request
@@ -20,14 +21,14 @@ from opgraft.state import host_state
 from opgraft.text import described
 
 
-@dataclass(frozen=True, slots=True)
-class EngineOutput:
-    """The news of one request.
+class EngineOutput(NamedTuple):
+    """The news of one request; a named tuple, as one is made per sequence and step.
 
     Attributes:
         token: sampled in this step; ``None`` where the request ended without one.
         finish_reason: why it ended; ``None`` while it goes on.
         error: what failed, for the reason ``"error"``.
+        refused: whether it failed by what the request asks for.
         logprobs: of the token, where they are asked for.
         prompt_logprobs: of the prompt, once, where they are asked for.
     """
@@ -38,6 +39,7 @@ class EngineOutput:
     error: str | None = None
     logprobs: Any = None
     prompt_logprobs: Sequence[Any] | None = None
+    refused: bool = False
 
 
 class EngineCore:
@@ -54,6 +56,7 @@ class EngineCore:
     def __init__(self, opgraft_config: OpgraftConfig | None = None) -> None:
         given = opgraft_config or host_state().settings().config
         self.opgraft_config = given.resolved()
+        expect_compilable(self.opgraft_config)
         self.executor = Executor(self.opgraft_config)
         self.executor.start()
         layout: CacheLayout = self.executor.call("load_model")
@@ -115,15 +118,17 @@ class EngineCore:
             EngineError: the engine has stopped.
         """
         self._expect_going()
-        added: list[Request] = []
+        given = list(requests)
         try:
-            for request in requests:
+            for request in given:
                 self.scheduler.add(request)
-                added.append(request)
-        except RequestError:
-            for request in added:
-                self.scheduler.abort(request.request_id)
+        except BaseException:
+            self.withdraw(given)
             raise
+
+    def withdraw(self, requests: Iterable[Request]) -> None:
+        """Forget requests that were added since the last step, as if they had not been; others are left alone."""
+        self.scheduler.withdraw(requests)
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
         """End a request now.
@@ -131,7 +136,13 @@ class EngineCore:
         Raises:
             RequestError: none of that id runs or waits.
         """
-        self.scheduler.abort(request_id, reason)
+        try:
+            self.scheduler.abort(request_id, reason)
+        except RequestError:
+            raise
+        except BaseException:
+            self.scheduler.recover(None)
+            raise
 
     def step(self) -> list[EngineOutput]:
         """Compute a step and return the news of its requests.
@@ -144,32 +155,32 @@ class EngineCore:
             EngineError: the engine has stopped.
         """
         self._expect_going()
-        self.counters.steps += 1
-        with self.counters.timed("schedule"):
-            step = self.scheduler.schedule()
+        step: Step | None = None
         try:
-            result: StepResult = self.executor.call("execute", step)
-        except BaseException as error:
-            batch = self.scheduler.undo(step)
-            if not isinstance(error, Exception):
+            self.counters.steps += 1
+            with self.counters.timed("schedule"):
+                step = self.scheduler.schedule()
+            return self._computed(step)
+        except BaseException as error:  # with queues and tables half changed
+            batch = self.scheduler.recover(step)
+            if step is None or not isinstance(error, Exception):
                 raise
             return self._step_failed(batch, error)
-        for part, seconds in result.seconds.items():
-            self.counters.seconds[part] += seconds
-        self.counters.sampled_tokens += len(result.tokens)
-        failed = self._failed(result.errors)
-        with self.counters.timed("schedule"):
-            return failed + self._news(step, result)
 
     def stats(self) -> EngineStats:
         """Return a snapshot of what runs and of the counters, from any thread."""
         return EngineStats(
             running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
+            waiting=self.scheduler.num_waiting,
             blocks_used=self.cache.pool.num_blocks - self.cache.pool.num_free,
             num_blocks=self.cache.pool.num_blocks,
             counters=copied(self.counters),
         )
+
+    def explain(self) -> Explanation:
+        """Tell which kernel runs each op of the model, and of which classes the parts of the engine are, and why."""
+        explained: Explanation = self.executor.call("explain")
+        return explained.within(scheduler=self.scheduler, kv_cache_manager=self.cache, executor=self.executor)
 
     def check_health(self) -> None:
         """Raise where the engine cannot go on.
@@ -193,31 +204,61 @@ class EngineCore:
         if self.opgraft_config.scheduler.on_step_error == "stop":
             self._stopped = error
             message += "; the engine stops"
-            batch = [*self.scheduler.running, *self.scheduler.waiting]
+            batch = self.scheduler.requests
         logger.error("%s", message)
         return self._failed(dict.fromkeys((request.request_id for request in batch), message))
 
-    def _failed(self, errors: Mapping[str, str]) -> list[EngineOutput]:
+    def _failed(self, errors: Mapping[str, str], refused: Set[str] = frozenset()) -> list[EngineOutput]:
         for request_id in errors:
             self.scheduler.abort(request_id, "error")
-        return [EngineOutput(request_id, None, "error", message) for request_id, message in errors.items()]
-
-    def _news(self, step: Step, result: StepResult) -> list[EngineOutput]:
-        finished = {each.request_id: each.finish_reason for each in self.scheduler.update(step, result.tokens)}
         return [
-            EngineOutput(
-                request_id,
-                token,
-                finished.get(request_id),
-                logprobs=result.logprobs.get(request_id),
-                prompt_logprobs=result.prompt_logprobs.get(request_id),
-            )
-            for request_id, token in result.tokens.items()
+            EngineOutput(request_id, None, "error", message, refused=request_id in refused)
+            for request_id, message in errors.items()
         ]
+
+    def _computed(self, step: Step) -> list[EngineOutput]:
+        """Compute a step; where that fails, nothing has changed but the runner, and the cache keeps its contents."""
+        try:
+            result: StepResult = self.executor.call("execute", step)
+        except Exception as error:
+            return self._step_failed(self.scheduler.undo(), error)
+        return self._taken(step, result)
+
+    def _taken(self, step: Step, result: StepResult) -> list[EngineOutput]:
+        """Take in the result of a step, and return the news that it makes.
+
+        Raises:
+            EngineError: it is none of this step.
+        """
+        _expect_result_of(step, result)
+        with self.counters.timed("schedule"):
+            failed = self._failed(result.errors, result.refused)
+            finished = {each.request_id: each.finish_reason for each in self.scheduler.update(step, result.tokens)}
+            logprobs, prompt_logprobs = result.logprobs, result.prompt_logprobs
+            news = [
+                EngineOutput(name, token, finished.get(name), None, logprobs.get(name), prompt_logprobs.get(name))
+                for name, token in result.tokens.items()
+                if name not in result.errors
+            ]
+        self.counters.add_seconds(result.seconds)
+        self.counters.sampled_tokens += len(result.tokens)
+        return failed + news
 
     def shutdown(self) -> None:
         """Let go of the workers."""
         self.executor.shutdown()
+
+
+def _expect_result_of(step: Step, result: StepResult) -> None:
+    """Raise where a result has tokens or errors for others than those that a step computes."""
+    unknown = result.tokens.keys() - {each.request_id for each in step.sequences if each.samples}
+    if result.errors:
+        unknown |= result.errors.keys() - {each.request_id for each in step.sequences}
+    if unknown:
+        raise EngineError(
+            f"the model runner has a token or an error for {sorted(unknown)[0]!r}, which the step does not sample: it "
+            "is to use the ids of Step.sequences"
+        )
 
 
 def _named(requests: Sequence[Request]) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain, compress, repeat
+from operator import add
 
 import torch
+from opgraft.engine.staging import Sender, Staging
 from opgraft.engine.step import Blocks, NewSequence, Scheduled, Step
 from opgraft.ops.attention.batch import AttentionBatch, LayerPages
 from torch import Tensor
@@ -14,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Inputs:
-    """One step as tensors.
+    """One step as tensors. On a CPU the next step is written into the same memory.
 
     Attributes:
         input_ids: ``[tokens]``, int64.
@@ -39,7 +42,7 @@ class _Sequence:
     def __init__(self, row: int, tokens: Sequence[int], context: int, groups: int) -> None:
         self.row = row
         self.context = context
-        self.tokens = list(tokens)
+        self.tokens = array("q", tokens)
         self.widths = [0] * groups
 
 
@@ -49,9 +52,10 @@ class InputBatch:
     Args:
         groups: for each group of layers the cache of each by its prefix.
         max_num_seqs: sequences at once.
+        max_num_batched_tokens: tokens of a step, at most.
         max_blocks: blocks of a sequence in a group.
         block_size: tokens in a block.
-        device: where the model is; the tables are built on the host.
+        device: where the model is; tables and inputs are built on the host.
         fits_context: the model has ropes that depend on the length of the context.
     """
 
@@ -59,6 +63,7 @@ class InputBatch:
         self,
         groups: Sequence[Mapping[str, Tensor]],
         max_num_seqs: int,
+        max_num_batched_tokens: int,
         max_blocks: int,
         block_size: int,
         device: torch.device,
@@ -67,9 +72,14 @@ class InputBatch:
     ) -> None:
         self.groups = groups
         self.block_size = block_size
-        self.device = device
         self.fits_context = fits_context
+        self._max_blocks = max_blocks
+        self._send = Sender(device).send
+        self._tokens = Staging(4 * max_num_batched_tokens + 2 * max_num_seqs, torch.int64)
+        self._bounds = Staging(2 * max_num_seqs + 1, torch.int32)
         self._tables = [torch.zeros(max_num_seqs, max_blocks, dtype=torch.int32) for _ in groups]
+        self._selected = [torch.empty_like(table).flatten() for table in self._tables]
+        self._slots = [torch.empty(max_num_batched_tokens, dtype=torch.int64) for _ in groups]
         self._sequences: dict[str, _Sequence] = {}
         self._rows = list(range(max_num_seqs))
 
@@ -113,47 +123,66 @@ class InputBatch:
 
     def inputs(self, scheduled: Sequence[Scheduled], *, continues: bool = False) -> Inputs:
         """Return the tensors of a step; ``continues`` as of ``AttentionBatch``."""
-        sequences = [self._sequences[each.request_id] for each in scheduled]
-        starts, counts = [each.start for each in scheduled], [each.count for each in scheduled]
-        ids = [t for s, each in zip(sequences, scheduled, strict=True) for t in s.tokens[each.start :][: each.count]]
-        ends = list(accumulate(counts))
-        lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-        rows, first = torch.tensor([sequence.row for sequence in sequences]), torch.tensor(starts)
-        if len(ids) == len(sequences):
-            token_rows, positions = rows, first
-        else:
-            count = torch.tensor(counts)
-            token_rows = rows.repeat_interleave(count)
-            # a sequence's first token is at position `start` and in row `end - count` of the batch
-            positions = torch.arange(len(ids)) + (first + count - torch.tensor(ends)).repeat_interleave(count)
-        block, offset = positions // self.block_size, positions % self.block_size
-        most = -(-max(lengths) // self.block_size)
-        pages: dict[str, LayerPages] = {}
-        for table, caches in zip(self._tables, self.groups, strict=True):
-            slots = (table[token_rows, block].long() * self.block_size + offset).to(self.device)
-            blocks = table[:, :most].index_select(0, rows).to(self.device)
-            pages.update((name, LayerPages(cache, blocks, slots)) for name, cache in caches.items())
+        names, starts, counts, _, samples = zip(*scheduled, strict=True)
+        sequences = [self._sequences[name] for name in names]
+        ends, lengths = list(accumulate(counts)), list(map(add, starts, counts))
+        sampled = [end - 1 for end in compress(ends, samples)]
+        tokens, rows = ends[-1], [each.row for each in sequences]
+        ids, positions_of, rows_of = _of_tokens(sequences, starts, counts, rows)
+        contexts_of = chain.from_iterable(map(_contexts, sequences, starts, lengths)) if self.fits_context else ()
+        host = self._tokens.write([*ids, *positions_of, *sampled, *contexts_of, *rows_of, *rows])
+        sizes = [tokens, tokens, len(sampled), tokens * self.fits_context]
+        sent, token_rows, table_rows = host.split_with_sizes([sum(sizes), tokens, len(rows)])
+        pages = self._pages(sent[tokens : 2 * tokens], token_rows, table_rows, max(lengths))
+        input_ids, positions, sampled_rows, contexts = self._send(sent).split_with_sizes(sizes)
+        bounds = self._send(self._bounds.write([0, *ends, *lengths]))
         batch = AttentionBatch(
-            torch.tensor([0, *ends], dtype=torch.int32).to(self.device),
-            torch.tensor(lengths, dtype=torch.int32).to(self.device),
+            bounds[: len(rows) + 1],
+            bounds[len(rows) + 1 :],
             max(counts),
             max(lengths),
             pages,
             self.block_size,
-            context_lens=_context_lens(sequences, counts, positions).to(self.device) if self.fits_context else None,
+            context_lens=contexts if self.fits_context else None,
             continues=continues,
         )
-        sampled = [(end - 1, each.request_id) for end, each in zip(ends, scheduled, strict=True) if each.samples]
-        return Inputs(
-            torch.tensor(ids).to(self.device),
-            positions.to(self.device),
-            batch,
-            torch.tensor([row for row, _ in sampled], dtype=torch.int64).to(self.device),
-            tuple(request_id for _, request_id in sampled),
-        )
+        return Inputs(input_ids, positions, batch, sampled_rows, tuple(compress(names, samples)))
+
+    def _pages(self, positions: Tensor, token_rows: Tensor, rows: Tensor, longest: int) -> dict[str, LayerPages]:
+        """Return the pages of each layer.
+
+        Args:
+            positions: of each token in its sequence.
+            token_rows: of each token, the row of its sequence in the tables.
+            rows: of each sequence.
+            longest: tokens of the longest sequence.
+        """
+        offsets = positions % self.block_size
+        blocks_before = positions.div(self.block_size, rounding_mode="floor")
+        places = torch.add(blocks_before, token_rows, alpha=self._max_blocks)
+        shape = len(rows), -(-longest // self.block_size)
+        pages: dict[str, LayerPages] = {}
+        for group, caches in enumerate(self.groups):
+            table, slots = self._tables[group], self._slots[group][: len(positions)]
+            torch.add(offsets, table.take(places), alpha=self.block_size, out=slots)
+            blocks = self._selected[group][: shape[0] * shape[1]].view(shape)
+            torch.index_select(table[:, : shape[1]], 0, rows, out=blocks)
+            slots, blocks = self._send(slots), self._send(blocks)
+            pages.update((name, LayerPages(cache, blocks, slots)) for name, cache in caches.items())
+        return pages
 
 
-def _context_lens(sequences: Sequence[_Sequence], counts: Sequence[int], positions: Tensor) -> Tensor:
+def _of_tokens(
+    sequences: Sequence[_Sequence], starts: Sequence[int], counts: Sequence[int], rows: Sequence[int]
+) -> tuple[Iterable[int], Iterable[int], Iterable[int]]:
+    """Return of each token of a step its id, its position and the row of its sequence."""
+    if max(counts) == 1:  # none is computed of a prompt
+        return [each.tokens[start] for each, start in zip(sequences, starts, strict=True)], starts, rows
+    parts = [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    ids = [each.tokens[part.start : part.stop] for each, part in zip(sequences, parts, strict=True)]
+    return chain.from_iterable(ids), chain.from_iterable(parts), chain.from_iterable(map(repeat, rows, counts))
+
+
+def _contexts(sequence: _Sequence, start: int, length: int) -> Iterator[int]:
     """Return the length of the context that each token is rotated for: that of its sequence with it, or the first."""
-    first = torch.tensor([sequence.context for sequence in sequences]).repeat_interleave(torch.tensor(counts))
-    return torch.maximum(first, positions + 1)
+    return map(max, repeat(sequence.context), range(start + 1, length + 1))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from opgraft.errors import MOST_LISTED, ConfigError
 from opgraft.ops.attention import Attention
+from opgraft.ops.embedding import VocabParallelEmbedding
 from opgraft.ops.linear.invariant import compute_rows_alike
+from opgraft.ops.linear.methods import HasWeightMethod
 from torch import nn
 
 
@@ -29,10 +29,12 @@ def make_batch_invariant(model: nn.Module, block_size: int) -> None:
         )
 
 
-def _obstacle(layer: Any, block_size: int) -> str | None:
+def _obstacle(layer: nn.Module, block_size: int) -> str | None:
     if isinstance(layer, Attention):
         return None if layer.batch_invariant(block_size) else f"attention by {type(layer).__name__}"
-    if hasattr(layer, "quant_method"):
-        return None if getattr(layer, "looks_up", False) else compute_rows_alike(layer)
+    if isinstance(layer, VocabParallelEmbedding) and layer.looks_up:
+        return None
+    if isinstance(layer, HasWeightMethod):
+        return compute_rows_alike(layer)
     matrices = [name for name, parameter in layer.named_parameters(recurse=False) if parameter.dim() > 1]
     return f"{type(layer).__name__} with its own {', '.join(matrices)}" if matrices else None

@@ -6,11 +6,12 @@ Nothing here touches a tensor: a block is a number, and what lies in it is the r
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import NamedTuple
 
+from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.engine.blocks import BlockPool
 from opgraft.engine.request import Request
 from opgraft.engine.step import Blocks
@@ -50,6 +51,22 @@ class Prefix(NamedTuple):
     partial: Sequence[int] = ()
 
 
+class _Lack(NamedTuple):
+    """A sequence that did not fit, in numbers that tell at a glance whether it may by now.
+
+    Attributes:
+        request: of the sequence.
+        needed: blocks that it takes of the free ones, those aside that others used already.
+        revived: of the pool at that moment. Each block that came into use since may be one that it needs no more.
+        absent: keys of the blocks that would make its prefix longer, as far as the pool had none of them.
+    """
+
+    request: Request
+    needed: int
+    revived: int
+    absent: Sequence[Hashable]
+
+
 class _Table:
     """Blocks of one sequence and kind by position; the first ``dropped`` are out of the window, and given back."""
 
@@ -63,7 +80,8 @@ class _Table:
         return self.blocks[self.dropped :]
 
 
-class KVCacheManager:
+@PluggableClass.register("kv_cache_manager")
+class KVCacheManager(PluggableClass):
     """Tables of blocks from one pool, and the beginnings of sequences that are found in it again.
 
     A full block is known by a hash of its tokens and of everything before them, chained from block to block, of the
@@ -81,10 +99,16 @@ class KVCacheManager:
         self.kinds = tuple(kinds)
         self.block_size = block_size
         self.prefix_reuse = prefix_reuse
-        self.pool = BlockPool(num_blocks)
-        self._tables: dict[str, list[_Table]] = {}
+        self.num_blocks = num_blocks
+        self.clear()
         self.no_blocks: Blocks = ((),) * len(self.kinds)
         self.no_prefix = Prefix(0, self.no_blocks)
+
+    def clear(self) -> None:
+        """Forget all sequences and all contents."""
+        self.pool = BlockPool(self.num_blocks)
+        self._tables: dict[str, list[_Table]] = {}
+        self._lack: _Lack | None = None
 
     def most_blocks(self, num_tokens: int, chunk: int) -> int:
         """Return the most blocks that a sequence uses at once, if it is computed in steps of at most ``chunk``."""
@@ -140,13 +164,36 @@ class KVCacheManager:
         partial = [table.blocks[full] for table in tables] if rest else []
         return Prefix(len(request.prompt) - 1, blocks, partial)
 
+    def num_held(self, request: Request) -> int:
+        """Return how many blocks a sequence uses, those that it shares included."""
+        return sum(len(table.blocks) - table.dropped for table in self._tables[request.request_id])
+
     def fits(self, request: Request, prefix: Prefix, chunk: int, reserve: int) -> bool:
         """Tell whether the whole sequence so far fits after ``prefix``, and leaves ``reserve`` blocks free."""
         in_use = sum(self.pool.references(block) > 0 for blocks in prefix.blocks for block in blocks)
-        return self.most_blocks(request.num_tokens, chunk) - in_use + reserve <= self.pool.num_free
+        needed = self.most_blocks(request.num_tokens, chunk) - in_use
+        if needed + reserve <= self.pool.num_free:
+            return True
+        full = prefix.num_tokens // self.block_size
+        longer = [(kind, each) for each in request.block_hashes[full : full + 1] for kind in range(len(self.kinds))]
+        absent = [key for key in longer if not self.pool.holds(key)]
+        self._lack = _Lack(request, needed, self.pool.revived, absent)
+        return False
+
+    def still_lacks(self, request: Request, reserve: int) -> bool:
+        """Tell, in the same time for any length, that a waiting sequence which did not fit does not fit yet.
+
+        Where this is not certain, the answer is no, and ``fits`` has the right one.
+        """
+        lack = self._lack
+        if lack is None or lack.request is not request:
+            return False
+        least = lack.needed - (self.pool.revived - lack.revived)
+        return least + reserve > self.pool.num_free and not any(map(self.pool.holds, lack.absent))
 
     def open(self, request: Request, prefix: Prefix) -> tuple[tuple[int, int], ...]:
         """Give a sequence its tables, which begin with ``prefix``, and return the copies to make of partial blocks."""
+        self._lack = None
         for blocks in prefix.blocks:
             self.pool.share(blocks)
         own = self.pool.allocate(len(prefix.partial))

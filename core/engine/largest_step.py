@@ -7,8 +7,8 @@ from itertools import count, islice
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.engine.step import NewSequence, Scheduled, Step
 
-_PARAMS = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=1, seed=0)
-"""Of requests whose tokens are drawn from a part of the vocabulary, which takes more memory than the likeliest one."""
+_PARAMS = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=1, seed=0, logprobs=1, prompt_logprobs=1)
+"""Of requests that take the most memory: tokens drawn from a part of the vocabulary, log-probabilities of all."""
 
 
 def largest_step(max_num_seqs: int, max_num_tokens: int, longest: int, block_size: int, kinds: int) -> Step:

@@ -12,10 +12,12 @@ import torch
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
 from opgraft.engine.cache_layout import CacheLayout, cache_dtype
+from opgraft.engine.compiled_model import CompiledModel, compiled_as_set
 from opgraft.engine.input_batch import InputBatch, Inputs
 from opgraft.engine.invariance import make_batch_invariant
 from opgraft.engine.largest_step import largest_step
 from opgraft.engine.sampling import Sampler, SamplingBatch, TokenLogprobs, prompt_logprobs
+from opgraft.engine.sampling.logprobs import ROWS_AT_ONCE
 from opgraft.engine.step import NewSequence, Scheduled, Step, StepResult
 from opgraft.errors import RequestError
 from opgraft.models import TransformersModel, load_model
@@ -38,6 +40,7 @@ class ModelRunner(PluggableClass):
         self.device = device
         self.sampler = Sampler()
         self.sampling = SamplingBatch(opgraft_config.model.seed)
+        self.compiled: CompiledModel | None = None
         self._prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = {}
 
     def load_model(self) -> None:
@@ -49,12 +52,26 @@ class ModelRunner(PluggableClass):
         dtype = cache_dtype(cache.dtype, self.model.dtype)
         self.layout = CacheLayout.of(attention_layers(self.model), cache.block_size, dtype)
 
+    def compile_model(self) -> None:
+        """Compile the model for ``execute``, if ``compilation_config`` says so. ``encode`` calls it as it is.
+
+        Raises:
+            ConfigError: it cannot be compiled, or not here.
+        """
+        self.compiled = compiled_as_set(self.model, self.layout.layers, self.opgraft_config)
+        if self.compiled is not None:
+            self.compiled.warm_up(self.device)
+
+    def remark(self, owner: object) -> str:
+        return f"the model is compiled by {self.compiled.backend}" if self.compiled else ""
+
     def allocate_cache(self, num_blocks: int) -> None:
         """Make the cache; sequences that were known are forgotten."""
         self.caches = self.layout.allocate(num_blocks, self.device)
         self.batch = InputBatch(
             [{name: self.caches[name] for name in group} for group in self.layout.groups],
             self.opgraft_config.scheduler.max_num_seqs,
+            self.opgraft_config.scheduler.max_num_batched_tokens,
             -(-self.model.max_position // self.layout.block_size),
             self.layout.block_size,
             self.device,
@@ -84,17 +101,19 @@ class ModelRunner(PluggableClass):
         errors = self._apply(step)
         sequences = [each for each in step.sequences if each.request_id not in errors] if errors else step.sequences
         if not sequences:
-            return StepResult({}, errors=errors)
+            return StepResult({}, errors=errors, refused=errors.keys())
         inputs = self.batch.inputs(sequences, continues=not step.added)
         prepared = perf_counter()
         with attending(inputs.batch):
-            hidden = self.model(inputs.input_ids, inputs.positions)
+            hidden = (self.compiled or self.model)(inputs.input_ids, inputs.positions)
         if self._prompt_logprobs:
             self._take_prompt_logprobs(hidden, sequences)
+        logits = self._logits(hidden, inputs) if inputs.sampled else None
         computed = perf_counter()
-        result = self._sample(hidden, inputs) if inputs.sampled else StepResult({})
+        result = StepResult({}) if logits is None else self._sample(logits, inputs)
         seconds = {"inputs": prepared - started, "model": computed - prepared, "sample": perf_counter() - computed}
-        return dataclasses.replace(result, errors={**errors, **result.errors}, seconds=seconds)
+        errors, refused = {**errors, **result.errors}, errors.keys() | result.refused
+        return dataclasses.replace(result, errors=errors, refused=refused, seconds=seconds)
 
     def peak_of_largest_step(self, free: Callable[[], int]) -> int:
         """Return the bytes by which the free memory shrinks at most while the largest step is computed.
@@ -158,12 +177,17 @@ class ModelRunner(PluggableClass):
             self.batch.remove(request_id)
         self._prompt_logprobs.pop(request_id, None)
 
-    def _sample(self, hidden: Tensor, inputs: Inputs) -> StepResult:
+    def _logits(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         if len(inputs.sampled) < len(hidden):
             hidden = hidden[inputs.sampled_rows]
+        logits: Tensor = self.model.compute_logits(hidden)
+        return logits
+
+    def _sample(self, logits: Tensor, inputs: Inputs) -> StepResult:
         self.sampling.select(inputs.sampled)
-        sampled = self.sampler(self.model.compute_logits(hidden), self.sampling)
+        sampled = self.sampler(logits, self.sampling)
         errors = {str(request_id): error for request_id, error in sampled.errors.items()}
+        refused = {str(request_id) for request_id in sampled.refused}
         tokens = {}
         for request_id, token in zip(inputs.sampled, sampled.tokens.tolist(), strict=True):
             if request_id in errors:
@@ -172,20 +196,23 @@ class ModelRunner(PluggableClass):
                 self.sampling.append(request_id, token)
             except RequestError as error:
                 errors[request_id] = str(error)
+                refused.add(request_id)
             else:
                 self.batch.append(request_id, token)
                 tokens[request_id] = token
         ended = [name for name in inputs.sampled if name in self._prompt_logprobs]
         prompts = {name: self._prompt_logprobs.pop(name)[1] for name in ended}
-        return StepResult(tokens, sampled.logprobs, errors, prompts)
+        return StepResult(tokens, sampled.logprobs, errors, prompts, refused=refused)
 
     def _take_prompt_logprobs(self, hidden: Tensor, sequences: Sequence[Scheduled]) -> None:
-        """Compute the logits of a chunk of a prompt for who asks for them."""
+        """Compute the log-probabilities of a chunk of a prompt for who asks for them, a few rows at a time."""
         first = 0
         for each in sequences:
             found = self._prompt_logprobs.get(each.request_id)
             if found is not None:
                 count, known = found
-                logits = self.model.compute_logits(hidden[first : first + each.count])
-                known += prompt_logprobs(logits, self.batch.tokens(each.request_id), each.start, count)
+                prompt = self.batch.tokens(each.request_id)
+                for done in range(0, each.count, ROWS_AT_ONCE):
+                    rows = slice(first + done, first + min(done + ROWS_AT_ONCE, each.count))
+                    known += prompt_logprobs(self.model.compute_logits(hidden[rows]), prompt, each.start + done, count)
             first += each.count

@@ -33,6 +33,7 @@ class Request:
         rank: its place in the scheduler's order.
         admitted: when it was scheduled first, in seconds of ``time.monotonic()``; ``None`` before.
         num_tokens: tokens of prompt and output.
+        num_admitted: tokens that it had when it was last admitted.
         num_computed: tokens whose keys and values are in the cache.
         num_cached: tokens that were found there when it was last admitted.
         num_preemptions: how often it gave its blocks to others.
@@ -52,6 +53,7 @@ class Request:
         "eos",
         "finish_reason",
         "grammar",
+        "num_admitted",
         "num_cached",
         "num_computed",
         "num_preemptions",
@@ -100,6 +102,7 @@ class Request:
         self.status: Status = "waiting"
         self.finish_reason: FinishReason | None = None
         self.num_tokens = len(self.prompt)
+        self.num_admitted = 0
         self.num_computed = 0
         self.num_cached = 0
         self.num_preemptions = 0
@@ -134,6 +137,16 @@ class Request:
             grammar=self.grammar,
             parent=f"{self.request_id}/0" if index else None,
         )
+
+    def drop_output(self, num_tokens: int) -> None:
+        """Drop the tokens of the output from position ``num_tokens`` of the sequence."""
+        del self.output[num_tokens - len(self.prompt) :]
+
+    def start_anew(self) -> None:
+        """Wait with the tokens that there are, nothing of them computed, whatever was being done with it."""
+        self.status, self.finish_reason = "waiting", None
+        self.num_tokens, self.num_computed = len(self.prompt) + len(self.output), 0
+        self.block_hashes = []
 
     def append(self, token: int, max_model_len: int) -> bool:
         """Add a sampled token to the output, and tell whether that ends it; ``finish_reason`` says why."""

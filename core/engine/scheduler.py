@@ -6,50 +6,35 @@ after it gave its blocks away differ in nothing but the number of tokens that ar
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
+from math import inf
 from operator import attrgetter
 from time import monotonic
 
+from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import SchedulerConfig
 from opgraft.engine.context_fit import ContextFit
+from opgraft.engine.draft import Draft
 from opgraft.engine.kv_cache import KVCacheManager, Prefix
 from opgraft.engine.request import FinishReason, Request
+from opgraft.engine.servable import expect_servable
 from opgraft.engine.stats import Counters
-from opgraft.engine.step import Blocks, NewSequence, Scheduled, Step
+from opgraft.engine.step import NewSequence, Step
 from opgraft.errors import RequestError
 
 _rank = attrgetter("rank")
 
 
-class _Draft:
-    """A step in the making: the tokens that are left for it, and what it holds so far."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.prompt_tokens = 0
-        self.batch: list[Request] = []
-        self.sequences: list[Scheduled] = []
-        self.added: list[NewSequence] = []
-        self.copies: list[tuple[int, int]] = []
-
-    def take(self, request: Request, count: int, new_blocks: Blocks) -> None:
-        start = request.num_computed
-        samples = start + count == request.num_tokens
-        self.batch.append(request)
-        self.sequences.append(Scheduled(request.request_id, start, count, new_blocks, samples))
-        self.budget -= count
-        if count > 1 or not request.output:
-            self.prompt_tokens += count
-
-
-class Scheduler:
+@PluggableClass.register("scheduler")
+class Scheduler(PluggableClass):
     """Requests that run and requests that wait, each in order, and the step that comes next.
 
     The order is that of arrival; under the policy "priority" that of priorities, and of arrival among equals. It holds
     for who is scheduled first, who is admitted next and, from its end, who gives its blocks to others. So whoever is
-    first gets on, and among equals nobody starves.
+    first gets on, and among equals nobody starves. Those of a worse priority give place and blocks to a better one
+    that waits, if it can be admitted by that.
 
     Args:
         config: the limits of a step, and the policy; every field is set.
@@ -71,6 +56,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self._requests: dict[str, Request] = {}
+        self._parked: dict[str | None, list[Request]] = {}
         self._batch: list[Request] = []
         self._removed: list[str] = []
         self._arrivals = count()
@@ -80,13 +66,23 @@ class Scheduler:
         """Tell whether a request runs or waits."""
         return bool(self._requests)
 
+    @property
+    def requests(self) -> Sequence[Request]:
+        """Return those that run or wait, in the order in which they were added."""
+        return list(self._requests.values())
+
+    @property
+    def num_waiting(self) -> int:
+        """Return how many wait, those included that wait for the prompt that they share."""
+        return len(self._requests) - len(self.running)
+
     def add(self, request: Request) -> None:
         """Have a request wait for its turn.
 
         Raises:
             RequestError: its id is in use, or it could never be served: prompt, cache and limits do not fit.
         """
-        self._check(request)
+        expect_servable(request, self._requests, self.config, self.cache, self.max_model_len)
         request.arrival = next(self._arrivals)
         request.rank = (request.priority if self.config.policy == "priority" else 0, request.arrival)
         request.rotation = self._rotation(request)
@@ -109,38 +105,48 @@ class Scheduler:
         self._finish(request)
         return request
 
+    def withdraw(self, requests: Iterable[Request]) -> None:
+        """Forget requests that were added since the last step, as if they had not been."""
+        for request in requests:
+            if self._requests.get(request.request_id) is request:
+                del self._requests[request.request_id]
+        self.waiting = [each for each in self.waiting if self._requests.get(each.request_id) is each]
+
     def schedule(self) -> Step:
         """Choose the tokens of the next step: of those that run, then of those that wait."""
-        draft = _Draft(self.config.max_num_batched_tokens)
+        draft = Draft(self.config.max_num_batched_tokens)
+        if self.fits:
+            for request in [each for each in self.running if self._is_outgrown(each)]:
+                self._rotate_anew(request)
+        made_way = self._make_way(draft)
         if self._schedule_running(draft):
-            self._admit(draft)
-        removed, self._removed = self._removed, []
+            self._admit(draft, 1 if made_way else self.config.max_num_seqs)
         self._batch = draft.batch
         self.counters.prompt_tokens += draft.prompt_tokens
         self.counters.decode_tokens += self.config.max_num_batched_tokens - draft.budget - draft.prompt_tokens
-        return Step(tuple(removed), tuple(draft.added), tuple(draft.copies), tuple(draft.sequences))
+        return Step(tuple(self._removed), tuple(draft.added), tuple(draft.copies), tuple(draft.sequences))
 
     def update(self, step: Step, tokens: Mapping[str, int]) -> list[Request]:
         """Take the tokens that the last step sampled, and return the requests that they finish.
 
         Raises:
-            RequestError: a sequence that samples, and was not aborted since, has no token.
+            RequestError: a sequence that samples, and was not aborted since, has no token. ``recover`` is due then.
         """
+        del self._removed[: len(step.removed)]  # not before: a step that is not computed removes nobody
         finished = []
         for request, scheduled in zip(self._batch, step.sequences, strict=True):
             if request.status != "running":
                 continue
             request.num_computed += scheduled.count
             self.cache.computed(request, scheduled.start)
+            if self._parked and request.num_computed >= len(request.prompt):
+                self._release(request)
             if scheduled.samples and request.append(_token_of(request, tokens), self.max_model_len):
                 self._finish(request)
                 finished.append(request)
-            elif any(fit.outgrown(request.context, request.num_tokens) for fit in self.fits):
-                self._rotate_anew(request)
-        self._batch = []
         return finished
 
-    def undo(self, step: Step) -> list[Request]:
+    def undo(self) -> list[Request]:
         """Have the last step, which was not computed to its end, forgotten; return the requests that it was for.
 
         They wait and are computed anew, unless they are aborted now. What the step was to remove is removed by the
@@ -149,18 +155,46 @@ class Scheduler:
         batch = [request for request in self._batch if request.status == "running"]
         for request in batch:
             self._requeue(request)
-        self._removed[:0] = step.removed
-        self._batch = []
         return batch
 
-    def _schedule_running(self, draft: _Draft) -> bool:
+    def recover(self, step: Step | None) -> list[Request]:
+        """Have all requests wait, to be computed anew, after something was raised while queues or tables changed.
+
+        Nothing is presumed of these, so all that the cache holds is given up.
+
+        Args:
+            step: the last one, if nobody has been told of its tokens: they are dropped, and who ended by them goes on.
+                ``None`` where it was not made to its end.
+
+        Returns:
+            The requests of the step.
+        """
+        batch = self._batch if step else []
+        for request, scheduled in zip(batch, step.sequences if step else (), strict=True):
+            if request.finish_reason is not None and request.status == "finished":
+                self.counters.finished[request.finish_reason] -= 1
+            if scheduled.samples:
+                request.drop_output(scheduled.start + scheduled.count)
+            self._requests[request.request_id] = request
+        self._removed += self._requests
+        self.cache.clear()
+        self.running, self._parked = [], {}
+        for request in self._requests.values():
+            request.start_anew()
+            request.rotation = self._rotation(request)
+        self.waiting = sorted(self._requests.values(), key=_rank)
+        return batch
+
+    def _schedule_running(self, draft: Draft) -> bool:
         """Schedule those that run, and tell whether there were blocks for all of them.
 
         Where there are none, the last one gives its own up. If it is the last itself, it keeps them and waits.
         """
         had_blocks = True
         for request in self.running:  # which gets shorter at its end only
-            count = self._count(request.num_tokens - request.num_computed, draft.budget)
+            budget = draft.budget_of(request) if draft.kept else draft.budget
+            missing = request.num_tokens - request.num_computed
+            count = 1 if missing == 1 and budget else self._count(missing, budget)
             if not count:
                 continue
             while (new_blocks := self.cache.extend(request, count)) is None:
@@ -171,22 +205,65 @@ class Scheduler:
             draft.take(request, count, new_blocks)
         return had_blocks
 
-    def _admit(self, draft: _Draft) -> None:
-        """Admit those that wait in order, until one does not fit: then those behind it wait too."""
-        while draft.budget and len(self.running) < self.config.max_num_seqs:
-            request = next((r for r in self.waiting if not self._awaits_parent(r)), None)
-            if request is None:
+    def _make_way(self, draft: Draft) -> bool:
+        """Have those of a worse priority give place, blocks and tokens of the step to the first that waits.
+
+        They give them up only where it can be admitted by that. Tells whether any was preempted.
+        """
+        first = self._first_waiting()
+        if first is None:
+            return False
+        worse = self.running[bisect_right(self.running, (first.rank[0], inf), key=_rank) :]
+        if not worse or self._prefix_if_room(first, worse) is None:
+            return False
+        before = len(self.running)
+        while (prefix := self._prefix_if_room(first)) is None and worse:
+            self._preempt(worse.pop())
+        if prefix is not None and self.config.chunked_prefill:
+            draft.kept, draft.kept_for = min(first.num_tokens - prefix.num_tokens, draft.budget), first.rank[0]
+        return len(self.running) < before
+
+    def _admit(self, draft: Draft, most: int) -> None:
+        """Admit at most so many of those that wait, in order, until one does not fit: then those behind it wait too."""
+        while draft.budget and most and (request := self._first_waiting()) is not None:
+            prefix = self._prefix_if_room(request)
+            if prefix is None:
                 return
-            prefix = self._prefix(request)
             count = self._count(request.num_tokens - prefix.num_tokens, draft.budget)
-            if not count or not self.cache.fits(request, prefix, self.config.max_num_batched_tokens, self._reserve()):
+            if not count:
                 return
             self._start(request, prefix, count, draft)
+            most -= 1
 
-    def _start(self, request: Request, prefix: Prefix, count: int, draft: _Draft) -> None:
+    def _first_waiting(self) -> Request | None:
+        """Return the first that may be admitted; put aside those before it whose shared prompt is being computed."""
+        while self.waiting and self._awaits_parent(self.waiting[0]):
+            request = self.waiting.pop(0)
+            self._parked.setdefault(request.parent, []).append(request)
+        return self.waiting[0] if self.waiting else None
+
+    def _prefix_if_room(self, request: Request, without: Sequence[Request] = ()) -> Prefix | None:
+        """Return what need not be computed of a request; ``None`` where it cannot be admitted.
+
+        Args:
+            request: the first that waits.
+            without: requests that run and would give their places and blocks to it.
+        """
+        if len(self.running) - len(without) >= self.config.max_num_seqs:
+            return None
+        reserve = self._reserve()
+        if without:
+            reserve -= sum(self.cache.num_held(each) + len(self.cache.kinds) for each in without)
+        if self.cache.still_lacks(request, reserve):
+            return None
+        prefix = self._prefix(request)
+        return prefix if self.cache.fits(request, prefix, self.config.max_num_batched_tokens, reserve) else None
+
+    def _start(self, request: Request, prefix: Prefix, count: int, draft: Draft) -> None:
         _take_out(self.waiting, request)
         insort(self.running, request, key=_rank)
         request.status = "running"
+        request.num_admitted = request.num_tokens
         request.num_computed = request.num_cached = prefix.num_tokens
         request.admitted = request.admitted or monotonic()
         self.counters.prefix_queries += request.num_tokens
@@ -241,6 +318,9 @@ class Scheduler:
             shared = self.cache.common_prefix(request, parent) if same else None
         return shared or self.cache.longest_prefix(request)
 
+    def _is_outgrown(self, request: Request) -> bool:
+        return any(fit.outgrown(request.context, request.num_tokens) for fit in self.fits)
+
     def _rotation(self, request: Request) -> tuple[int, ...]:
         return tuple(fit.way(request.context) for fit in self.fits)
 
@@ -265,49 +345,24 @@ class Scheduler:
     def _finish(self, request: Request) -> None:
         if request.status == "running":
             self._stop(request)
+        elif request in (parked := self._parked.get(request.parent, [])):
+            parked.remove(request)
         else:
             _take_out(self.waiting, request)
+        self.counters.finished[str(request.finish_reason)] += 1
         request.status = "finished"
         del self._requests[request.request_id]
-        self.counters.finished[str(request.finish_reason)] += 1
 
     def _stop(self, request: Request) -> None:
+        self._release(request)
         _take_out(self.running, request)
         self.cache.close(request)
         self._removed.append(request.request_id)
 
-    def _check(self, request: Request) -> None:
-        """Refuse a request that can never be served; one that passes fits when it runs alone, whatever it samples."""
-        name, prompt, limit = f"request {request.request_id!r}", len(request.prompt), self.config.max_num_batched_tokens
-        if request.request_id in self._requests:
-            raise RequestError(f"{name} is added, and one of that id runs or waits: give each an id of its own")
-        if prompt >= self.max_model_len:
-            raise RequestError(
-                f"{name} has a prompt of {prompt} tokens, and the context holds {self.max_model_len}, prompt and "
-                "output together: shorten the prompt, or raise model.max_model_len"
-            )
-        if prompt > limit and not self.config.chunked_prefill:
-            raise RequestError(
-                f"{name} has a prompt of {prompt} tokens, and a step takes {limit}, with scheduler.chunked_prefill "
-                "off: turn it on, or raise scheduler.max_num_batched_tokens"
-            )
-        longest = min(prompt + request.params.max_tokens, self.max_model_len)
-        needed, there = self.cache.most_blocks(longest - 1, limit), self.cache.pool.num_blocks
-        if needed > there:
-            raise RequestError(
-                f"{name} may grow to {longest} tokens, a prompt of {prompt} and an output of up to {longest - prompt}, "
-                f"for which it needs {needed} blocks of {self.cache.block_size} tokens, and the cache has {there}: "
-                "lower max_tokens, or raise cache.memory_bytes or cache.memory_share"
-            )
-        self._check_parent(request)
-
-    def _check_parent(self, request: Request) -> None:
-        parent = self._requests.get(request.parent) if request.parent else None
-        if parent and (parent.prompt, parent.cache_salt) != (request.prompt, request.cache_salt):
-            raise RequestError(
-                f"request {request.request_id!r} has {parent.request_id!r} as its parent, which has another prompt or "
-                "cache_salt, and would read another's cache: make both with Request.split"
-            )
+    def _release(self, parent: Request) -> None:
+        """Have those wait in the queue that were put aside until the prompt of ``parent`` is computed."""
+        for request in self._parked.pop(parent.request_id, ()):
+            insort(self.waiting, request, key=_rank)
 
 
 def _take_out(queue: list[Request], request: Request) -> None:

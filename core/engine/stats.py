@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TypeVar
+from typing import TypeVar, get_args
+
+from opgraft.engine.request import FinishReason
 
 PARTS = ("schedule", "inputs", "model", "sample", "text")
 """Parts of a step that are timed, in their order. Text is the front's, where the engine has one."""
 
-FINISH_REASONS = ("stop", "length", "abort", "error")
+FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 
 _Number = TypeVar("_Number", int, float)
 
@@ -53,6 +55,11 @@ class Counters:
     preemptions: int = 0
     finished: dict[str, int] = field(default_factory=_none_finished)
     seconds: dict[str, float] = field(default_factory=_no_time)
+
+    def add_seconds(self, seconds: Mapping[str, float]) -> None:
+        """Add times by part of the step; those of parts that are not in ``PARTS`` are not counted."""
+        for part in PARTS:
+            self.seconds[part] += seconds.get(part, 0.0)
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -62,7 +62,8 @@ class Step:
     """Everything that changes for the runner, which goes through it in the order of the attributes.
 
     Attributes:
-        removed: sequences that have finished, or were aborted or preempted. An added one may have the same id.
+        removed: sequences that have finished, or were aborted or preempted. An added one may have the same id. After a
+            step that was not computed to its end, the runner may not know one.
         added: sequences that are new to the runner.
         copies: pairs of blocks; the first's content is copied to the second before anything is computed.
         sequences: the batch.
@@ -73,11 +74,6 @@ class Step:
     copies: tuple[tuple[int, int], ...]
     sequences: tuple[Scheduled, ...]
 
-    @property
-    def num_tokens(self) -> int:
-        """Return the tokens that the step computes."""
-        return sum(sequence.count for sequence in self.sequences)
-
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -87,8 +83,9 @@ class StepResult:
         tokens: the token of each sequence that samples and did not fail.
         logprobs: the log-probabilities of those that ask for them.
         errors: the reason for each request that failed alone, such as logits that are NaN.
+        refused: those of them that failed by what they ask for, such as a grammar that leads nowhere.
         prompt_logprobs: of the prompts that this step has come to the end of, for who asks for them.
-        seconds: time by part of the step; a runner names those that it knows.
+        seconds: time by part of the step; a runner names those of ``stats.PARTS`` that it knows, others do not count.
     """
 
     tokens: Mapping[str, int]
@@ -96,3 +93,4 @@ class StepResult:
     errors: Mapping[str, str] = dataclasses.field(default_factory=dict)
     prompt_logprobs: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    refused: Set[str] = frozenset()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from opgraft.binding.explaining import Explanation, explain
@@ -17,6 +18,7 @@ from opgraft.errors import ConfigError
 from opgraft.logger import logger
 from opgraft.machine.host_memory import host_memory
 from opgraft.models import TransformersModel
+from opgraft.ops.attention.batch import AttentionBatch, attending
 from opgraft.plugins.selection import current_platform
 from opgraft.pooling import pooled
 from opgraft.text import described
@@ -39,6 +41,7 @@ class Worker(PluggableClass):
     def __init__(self, opgraft_config: OpgraftConfig, local_rank: int = 0) -> None:
         self.opgraft_config = opgraft_config
         self.local_rank = local_rank
+        self._paged = False
 
     def init_device(self) -> None:
         """Choose the device, and seed its random numbers."""
@@ -116,8 +119,14 @@ class Worker(PluggableClass):
         return peak
 
     def allocate_cache(self, num_blocks: int) -> None:
-        """Make the cache of that many blocks."""
+        """Make the cache of that many blocks, and compile the model if ``compilation_config`` says so.
+
+        Raises:
+            ConfigError: the model cannot be compiled.
+        """
         self.runner.allocate_cache(num_blocks)
+        self.runner.compile_model()
+        self._paged = True
 
     def embed(self, sequences: Sequence[Sequence[int]], pooling: Sequence[str], normalize: bool) -> list[list[float]]:
         """Return a vector for each of some sequences, computed whole and without a cache.
@@ -133,8 +142,11 @@ class Worker(PluggableClass):
         return (functional.normalize(vectors, dim=-1) if normalize else vectors).tolist()
 
     def explain(self) -> Explanation:
-        """Tell which kernel each op of the model is bound to."""
-        return explain(self.runner.model)
+        """Tell which kernel each op of the model is bound to as the engine calls it, and which classes are in use."""
+        batch = AttentionBatch.of_sequences([], block_size=self.runner.layout.block_size)
+        with attending(batch) if self._paged else nullcontext():
+            explained = explain(self.runner.model)
+        return explained.within(worker=self, model_runner=self.runner, sampler=self.runner.sampler)
 
     def execute(self, step: Step) -> StepResult:
         """Compute a step."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from opgraft.binding.custom_op import CustomOp
-from opgraft.binding.specialisation import op_name_of
+from opgraft.binding.names import op_name_of
 from opgraft.decision import Provider
 from opgraft.ops.composites.composite import Composite, served_by
 from opgraft.state import host_state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from opgraft.config import OpgraftConfig, ParallelConfig
 from opgraft.distributed.groups import parallelism
 from opgraft.errors import CheckpointError, ConfigError, DistributedError, ModelError
+from opgraft.logger import logger
 from opgraft.models.config import read_config
 from opgraft.models.construction import construct, is_older
 from opgraft.models.description import part, quantization_config
@@ -17,9 +18,10 @@ from opgraft.models.files import Weights, open_weights, opened_once
 from opgraft.models.lazy import LazyTensor
 from opgraft.models.load import load_weights
 from opgraft.models.model import HasLogits, Model, model_class
+from opgraft.models.names import CACHE_SCALES, is_ignored
 from opgraft.plugins.selection import current_platform
 from opgraft.quantization.settings import expect_patterns_used
-from opgraft.text import described
+from opgraft.text import described, printable
 
 
 @opened_once()
@@ -49,13 +51,14 @@ def load_model(opgraft_config: OpgraftConfig) -> Model:
         others = {"config": config, "quant_config": quantization_config(resolved, cls)} if is_older(cls) else {}
         model = construct(cls, opgraft_config=resolved, **others)
     expect_patterns_used(model)
-    load_weights(
+    loaded = load_weights(
         model,
         weights.tensors,
         mapper=model.weights_mapper,
         ignored=model.ignored_weights,
         progress=bool(resolved.load.progress),
     )
+    _tell_of_scales(name, loaded.ignored)
     return model.eval()
 
 
@@ -68,6 +71,19 @@ def generates(opgraft_config: OpgraftConfig) -> bool:
     """
     resolved = opgraft_config.resolved()
     return issubclass(_class_of(resolved, open_weights(_name(resolved)))[0], HasLogits)
+
+
+def _tell_of_scales(name: str, ignored: Sequence[str]) -> None:
+    """Log that scales for a cache were found and are not read, if there are any."""
+    scales = [each for each in ignored if is_ignored(each, CACHE_SCALES)]
+    if scales:
+        logger.info(
+            "%s has %d scales for the cache, such as %s, which are not read: with cache.dtype fp8 or int8 each row "
+            "of the cache has its own, and without there are none",
+            printable(name),
+            len(scales),
+            printable(scales[0][:200]),
+        )
 
 
 def _name(resolved: OpgraftConfig) -> str:

@@ -12,13 +12,21 @@ from torch import nn
 
 ShardId = str | int
 
+CACHE_SCALES: Sequence[str] = (
+    "*attn*.k_scale",
+    "*attn*.v_scale",
+    "*attn*.kv_scale",
+    "*attn*.k_proj.output_scale",
+    "*attn*.v_proj.output_scale",
+)
+"""Patterns of fixed scales for a layer's cache, as ModelOpt, AutoFP8, Quark and compressed-tensors name them."""
+
 IGNORED: Sequence[str] = (
     "*rotary_emb.inv_freq",
     "*rotary_emb.cos_cached",
     "*rotary_emb.sin_cached",
     "*.attn.masked_bias",
-    "*attn.k_scale",
-    "*attn.v_scale",
+    *CACHE_SCALES,
 )
 """Patterns of tensors in checkpoints that models compute themselves: tables, masks, and scales of 8-bit caches."""
 

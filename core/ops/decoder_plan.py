@@ -65,3 +65,7 @@ class DecoderPlan(PluggableClass):
             ``None`` where the layers are to be called one after another.
         """
         return None
+
+    def remark(self, owner: object) -> str:
+        """Say for whom the layers are computed in one call; a replacement, also how often and why not more often."""
+        return "computes nothing, so the modules of layers are called"

@@ -39,8 +39,8 @@ LINEAR = "Linear"
 """The target that means every linear layer."""
 READ = {"quant_method", "format", "config_groups", "ignore", "sparsity_config"}
 """Settings that are read."""
-WITHOUT_EFFECT = {"quantization_status", "global_compression_ratio", "version", "run_compressed"}
-"""Settings that change no number."""
+WITHOUT_EFFECT = {"quantization_status", "global_compression_ratio", "version", "run_compressed", "kv_cache_scheme"}
+"""Settings that change no number: what stands in the cache is for ``cache.dtype`` to say."""
 
 
 class Group:

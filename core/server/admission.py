@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,6 +16,34 @@ class Slot:
 
     sequences: int = 0
     tokens: int = 0
+
+
+class Bodies:
+    """Count of the bytes of bodies that are held at once; for one event loop."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._bytes = 0
+
+    @contextmanager
+    def held(self) -> Iterator[Callable[[int], None]]:
+        """Count a body until the end of the block: call what is yielded with the bytes that have come of it.
+
+        That raises ``HTTPError`` where others hold so many that they have no room.
+        """
+        size = 0
+
+        def hold(more: int) -> None:
+            nonlocal size
+            if self._bytes > size and self._bytes + more > self._limit:
+                raise _overloaded(f"the bodies of all requests may have {self._limit} bytes together")
+            size += more
+            self._bytes += more
+
+        try:
+            yield hold
+        finally:
+            self._bytes -= size
 
 
 class Admission:
@@ -50,9 +78,9 @@ class Admission:
         self._expect("tokens", self.tokens - slot.tokens, tokens, self._settings.max_waiting_tokens)
         self._hold(slot, sequences, tokens)
 
-    def begun(self, slot: Slot) -> None:
-        """Give the room back; further calls change nothing."""
-        self._hold(slot, 0, 0)
+    def begun(self, slot: Slot, sequences: int = 0, tokens: int = 0) -> None:
+        """Give the room back, but for what still waits."""
+        self._hold(slot, sequences, tokens)
 
     def _hold(self, slot: Slot, sequences: int, tokens: int) -> None:
         self.sequences += sequences - slot.sequences
@@ -61,9 +89,8 @@ class Admission:
 
     def _expect(self, what: str, waiting: int, more: int, limit: int) -> None:
         if waiting and waiting + more > limit:
-            raise HTTPError(
-                429,
-                f"{waiting} {what} wait already, this request has {more}, and at most {limit} may: try again later",
-                code="overloaded",
-                headers={"retry-after": "1"},
-            )
+            raise _overloaded(f"{waiting} {what} wait already, this request has {more}, and at most {limit} may")
+
+
+def _overloaded(reason: str) -> HTTPError:
+    return HTTPError(429, f"{reason}: try again later", code="overloaded", headers={"retry-after": "1"})

@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from opgraft.errors import OpgraftError
 from opgraft.server import faults
+from opgraft.server.bodies import BodyRoute
 from opgraft.server.chat import Chat
 from opgraft.server.completions import Completion
 from opgraft.server.embeddings import embed
@@ -23,19 +24,19 @@ from opgraft.server.protocol import (
     ErrorAnswer,
     TokenizeRequest,
 )
-from opgraft.server.service import Service, log
+from opgraft.server.service import Service
 from opgraft.server.tokens import detokenize, tokenize
-from opgraft.text import described
 from opgraft.version import __version__
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 router = APIRouter(
+    route_class=BodyRoute,
     responses={
         "4XX": {"model": ErrorAnswer, "description": "The request cannot be served as it is."},
         "5XX": {"model": ErrorAnswer, "description": "The server cannot serve it now."},
-    }
+    },
 )
 
 
@@ -59,11 +60,7 @@ def create_app(service: Service, api_keys: Sequence[str] = ()) -> FastAPI:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    answer = faults.as_http_error(error)
-    if answer.status == 500:
-        log.error("request %s failed: %s", request.state.request_id, described(error))
-    request.state.record["error"] = str(answer)
-    return faults.response(answer)
+    return faults.response(request.state.passing.note(error))
 
 
 def _service(request: Request) -> Service:
@@ -80,19 +77,19 @@ async def show_page() -> Response:
 @router.post("/v1/completions")
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Go on from a prompt, or from each of several."""
-    return await Completion(_service(request), body, request.state.request_id, request.state.record).respond()
+    return await Completion(_service(request), body, request.state.passing).respond()
 
 
 @router.post("/v1/chat/completions")
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answer a chat."""
-    return await Chat(_service(request), body, request.state.request_id, request.state.record).respond()
+    return await Chat(_service(request), body, request.state.passing).respond()
 
 
 @router.post("/v1/embeddings")
 async def create_embeddings(body: EmbeddingRequest, request: Request) -> JSONResponse:
     """Give the vectors of texts."""
-    return JSONResponse(await embed(_service(request), body, request.state.record))
+    return JSONResponse(await embed(_service(request), body, request.state.passing.record))
 
 
 @router.post("/tokenize")

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from opgraft.server import sampling
 from opgraft.server.generating import Generating
-from opgraft.server.messages import for_template
+from opgraft.server.messages import for_template, template_values
+from opgraft.server.passing import Passing
 from opgraft.server.protocol import ChatRequest
 from opgraft.server.service import Service
 from opgraft.server.streams import News, finite, likeliest, token_text
@@ -22,19 +24,24 @@ class Chat(Generating[ChatRequest]):
     chunk_object = "chat.completion.chunk"
     prompt_field = "messages"
 
-    def __init__(self, service: Service, body: ChatRequest, request_id: str, record: dict[str, Any]) -> None:
-        super().__init__(service, body, request_id, record)
+    def __init__(self, service: Service, body: ChatRequest, passing: Passing) -> None:
+        super().__init__(service, body, passing)
         self.tools = Tools(body, service.llm.engine.chat_template.source)
+        if self.tools.forced is not None:
+            self.grammar_field = self.tools.forced_field
         self._told: dict[int, int] = {}
 
     async def prompts(self) -> list[list[int]]:
         """Return the token ids of the text that the template makes of the chat."""
+        sampling.expect_answers(self.body, 1, self.service)
         return [await self.service.llm.prepare(self._rendered)]
 
     def _rendered(self) -> list[int]:
         engine = self.service.llm.engine
         text = engine.chat_template.render(
-            for_template(self.body.messages), tools=self.tools.functions, values=self.body.chat_template_kwargs
+            for_template(self.body.messages),
+            tools=self.tools.functions,
+            values=template_values(self.body.chat_template_kwargs),
         )
         self.service.expect_characters(text, "messages")
         return engine.encode(text, add_special_tokens=False, name="the chat")[1]

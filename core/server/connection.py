@@ -10,13 +10,11 @@ from uuid import uuid4
 from opgraft.config import ServerConfig
 from opgraft.errors import HTTPError
 from opgraft.server import faults
-from opgraft.server.service import log
+from opgraft.server.passing import log
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 _HEAD_BYTES = 1 << 16
 _HEADERS = 200
-_STALLED_SECONDS = 60.0
-"""Seconds in which a reader that has stopped must read on, before its connection is closed."""
 
 
 class Connection(HttpToolsProtocol):
@@ -45,9 +43,13 @@ class Connection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for the head of a request."""
+        """Begin to wait for the head of a request, unless too many wait already."""
         super().connection_made(transport)
-        self._expect_soon()
+        limit = self._settings.max_connections
+        if len(self.connections) > limit:
+            self._refuse(HTTPError(503, f"{limit} connections are open, and no more are taken: try again later"))
+        else:
+            self._expect_soon()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End, and stop waiting."""
@@ -109,7 +111,18 @@ class Connection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Wait for the client to read on."""
         super().pause_writing()
-        self._stalled = self.loop.call_later(_STALLED_SECONDS, self.transport.abort)
+        self._expect_reading()
+
+    def _expect_reading(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        self._stalled = self.loop.call_later(self._settings.read_seconds, self._look_at_reader, unread)
+
+    def _look_at_reader(self, unread: int) -> None:
+        """Go on waiting for a client that has read since, and give up one that has not."""
+        if self.transport.get_write_buffer_size() < unread:
+            self._expect_reading()
+        else:
+            self.transport.abort()
 
     def resume_writing(self) -> None:
         """Go on."""
@@ -155,7 +168,8 @@ class Connection(HttpToolsProtocol):
         head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
         self.transport.write(STATUS_LINE[error.status] + f"{head}x-request-id: {name}\r\n\r\n".encode() + body)
         self.transport.close()
-        log.info("%s", json.dumps({"request_id": name, "status": error.status, "error": str(error)}))
+        record = {"request_id": name, "status": error.status, "error": str(error)}
+        log.info("%s", json.dumps(record), extra={"fields": record})
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:

@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
-import time
-from collections.abc import Sequence
-from typing import Any
-from uuid import uuid4
+from collections.abc import Callable, Sequence
+from ipaddress import ip_address
 
 from opgraft.errors import HTTPError
-from opgraft.server import faults
-from opgraft.server.service import Flight, Service, log
-from opgraft.server.streams import error_event
-from opgraft.text import described
+from opgraft.server.admission import Bodies
+from opgraft.server.passing import Passing
+from opgraft.server.service import Flight, Service
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -35,6 +31,7 @@ class Gate:
     def __init__(self, app: ASGIApp, service: Service, api_keys: Sequence[str] = ()) -> None:
         self._app = app
         self._service = service
+        self._bodies = Bodies(service.settings.max_total_body_bytes)
         self._keys = [_digest(key.encode("utf-8", "surrogateescape")) for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -42,15 +39,29 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        passing = _Passing(scope, send)
+        passing = Passing(scope, send)
         try:
+            self._expect_host(scope)
             self._expect_key(scope)
-            body = await self._body(scope, receive)
-            await self._pass(passing, body, receive)
+            with self._bodies.held() as hold:
+                body = await self._body(scope, receive, hold)
+                await self._pass(passing, body, receive)
         except Exception as error:
             await passing.fail(error)
         finally:
-            passing.finish()
+            passing.finish(self._service.http_metrics)
+
+    def _expect_host(self, scope: Scope) -> None:
+        """Refuse what a page of a stranger asks by a name of its own that leads here, which a browser lets it read."""
+        settings = self._service.settings
+        name = _host_name(Headers(scope=scope).get("host", ""))
+        if self._keys or not name or not _is_local(settings.host) or _is_local(name) or name in settings.allowed_hosts:
+            return
+        raise HTTPError(
+            403,
+            f"this server is not called {name[:80]!r}: ask for localhost, or list the name in server.allowed_hosts",
+            code="host_not_allowed",
+        )
 
     def _expect_key(self, scope: Scope) -> None:
         if not self._keys or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
@@ -66,19 +77,19 @@ class Gate:
                 headers={"www-authenticate": "Bearer"},
             )
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+    async def _body(self, scope: Scope, receive: Receive, hold: Callable[[int], None]) -> bytes:
         settings = self._service.settings
         length = Headers(scope=scope).get("content-length", "0")
         if length.isdigit() and int(length[:20]) > settings.max_body_bytes:
             raise _too_large(settings.max_body_bytes)
         try:
-            return await asyncio.wait_for(_read(receive, settings.max_body_bytes), settings.body_seconds)
+            return await asyncio.wait_for(_read(receive, settings.max_body_bytes, hold), settings.body_seconds)
         except asyncio.TimeoutError:
             raise HTTPError(
                 408, f"the body did not come within {settings.body_seconds:g} seconds", headers={"connection": "close"}
             ) from None
 
-    async def _pass(self, passing: _Passing, body: bytes, receive: Receive) -> None:
+    async def _pass(self, passing: Passing, body: bytes, receive: Receive) -> None:
         """Have a request answered, unless its client leaves or its time is up."""
         flight = Flight(asyncio.current_task())  # type: ignore[arg-type]
         watching = asyncio.create_task(_watch(receive, flight))
@@ -98,41 +109,17 @@ class Gate:
                 timer.cancel()
 
 
-class _Passing:
-    """A request on its way through the gate: what is sent, and what the log will say."""
+def _host_name(host: str) -> str:
+    """Return the name in the header ``Host``, without its port."""
+    return host.partition("]")[0][1:] if host.startswith("[") else host.rpartition(":")[0] or host
 
-    def __init__(self, scope: Scope, send: Send) -> None:
-        self.id = uuid4().hex
-        self.record: dict[str, Any] = {"request_id": self.id, "method": scope["method"], "path": scope["path"]}
-        self.scope = {**scope, "state": {**scope.get("state", {}), "request_id": self.id, "record": self.record}}
-        self._send = send
-        self._streams = False
-        self._started = time.perf_counter()
 
-    async def send(self, message: Message) -> None:
-        """Send a part of the answer, whose head gets the request's id."""
-        if message["type"] == "http.response.start":
-            self.record["status"] = message["status"]
-            headers = [*message.get("headers", ()), (b"x-request-id", self.id.encode())]
-            self._streams = any(value.startswith(b"text/event-stream") for _, value in headers)
-            message = {**message, "headers": headers}
-        await self._send(message)
-
-    async def fail(self, error: Exception) -> None:
-        """Answer with an error; where the answer has begun as a stream, it is the last event."""
-        answer = faults.as_http_error(error)
-        if answer.status == 500:
-            log.error("request %s failed: %s", self.id, described(error), exc_info=error)
-        self.record["error"] = str(answer)
-        if "status" not in self.record:
-            await faults.response(answer)(self.scope, _nothing, self.send)
-        elif self._streams:
-            await self._send({"type": "http.response.body", "body": error_event(answer), "more_body": False})
-
-    def finish(self) -> None:
-        """Write the line of the request."""
-        self.record["seconds"] = round(time.perf_counter() - self._started, 6)
-        log.info("%s", json.dumps(self.record))
+def _is_local(name: str) -> bool:
+    """Tell whether an address or a name is of this machine or network: names without a dot are no stranger's."""
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:
+        return "." not in name or name.endswith(".localhost")
 
 
 def _digest(key: bytes) -> bytes:
@@ -140,11 +127,11 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-async def _read(receive: Receive, limit: int) -> bytes:
+async def _read(receive: Receive, limit: int, hold: Callable[[int], None]) -> bytes:
     """Read the body of a request.
 
     Raises:
-        HTTPError: it is larger than the limit, or its client has left.
+        HTTPError: it is larger than the limit, ``hold`` has no room for it, or its client has left.
     """
     parts, size = [], 0
     while True:
@@ -155,6 +142,7 @@ async def _read(receive: Receive, limit: int) -> bytes:
         size += len(parts[-1])
         if size > limit:
             raise _too_large(limit)
+        hold(len(parts[-1]))
         if not message.get("more_body", False):
             return b"".join(parts)
 
@@ -177,10 +165,6 @@ async def _watch(receive: Receive, flight: Flight) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     flight.end(_left())
-
-
-async def _nothing() -> Message:
-    return {"type": "http.disconnect"}
 
 
 def _left() -> HTTPError:

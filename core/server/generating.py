@@ -6,12 +6,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi.responses import JSONResponse, Response
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.server import sampling
+from opgraft.server.contradictions import expect_no_contradiction
 from opgraft.server.faults import at
+from opgraft.server.passing import Passing
 from opgraft.server.protocol import Generation
 from opgraft.server.service import Job, Service
 from opgraft.server.streams import DONE, EventStream, News, Reader, event, usage
@@ -26,20 +29,21 @@ class Generating(ABC, Generic[_B]):
     Args:
         service: that answers it.
         body: of the request.
-        request_id: of the request over HTTP.
-        record: of the request for the log, which is added to.
+        passing: the request over HTTP, to whose line in the log fields are added.
     """
 
     prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
     prompt_field: ClassVar[str]
+    grammar_field = "response_format"
 
-    def __init__(self, service: Service, body: _B, request_id: str, record: dict[str, Any]) -> None:
+    def __init__(self, service: Service, body: _B, passing: Passing) -> None:
         self.service = service
         self.body = body
-        self.record = record
-        self.id = f"{self.prefix}-{request_id}"
+        self.record = passing.record
+        self.arrival = passing.started
+        self.id = f"{self.prefix}-{passing.id}"
         self.created = int(time.time())
         self.params = SamplingParams()
         self.prompt_ids: Sequence[list[int]] = ()
@@ -56,6 +60,10 @@ class Generating(ABC, Generic[_B]):
     def structured(self) -> dict[str, Any]:
         """Return settings of sampling that go before those of the body."""
         return {}
+
+    def counted(self, output: RequestOutput) -> int:
+        """Return the tokens of the answers to a prompt."""
+        return sum(len(answer.token_ids) for answer in output.outputs)
 
     @abstractmethod
     def delta(self, index: int, output: RequestOutput, answer: CompletionOutput, news: News) -> dict[str, Any]:
@@ -75,7 +83,8 @@ class Generating(ABC, Generic[_B]):
             EngineError: the engine has stopped.
         """
         self.service.expect_model(self.body.model)
-        sampling.expect_stream_options(self.body)
+        expect_no_contradiction(self.body)
+        sampling.expect_priority(self.body, self.service)
         await self.service.check()
         news = self._answers()
         if self.body.stream:
@@ -85,10 +94,12 @@ class Generating(ABC, Generic[_B]):
         async with aclosing(news):
             async for number, output in news:
                 outputs[number] = output
-        return JSONResponse(self._whole([outputs[number] for number in range(len(outputs))]))
+        whole = partial(self._whole, [outputs[number] for number in range(len(outputs))])
+        if self.params.logprobs is None:
+            return whole()
+        return await self.service.prepare(whole)  # which may take seconds
 
     async def _answers(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        started = time.perf_counter()
         logged = self.service.settings.log_prompts
         if logged:
             self.record["prompt"] = self.body.model_dump(include={self.prompt_field})[self.prompt_field]
@@ -98,16 +109,24 @@ class Generating(ABC, Generic[_B]):
             sampling.expect_prompts(self.body, self.prompt_ids, self.service)
             self.params = sampling.params_of(self.body, self.prompt_ids, self.service, self.structured())
             if self.params.structured_output is not None:
-                with at("response_format"):
-                    await self.service.prepare(self.service.llm.engine.grammar, self.params)
+                with at(self.grammar_field):
+                    await self.service.llm.compile(self.params)
             self.record |= {"prompt_tokens": sum(map(len, self.prompt_ids)), "completion_tokens": 0}
-            job = Job(self.id, self.prompt_ids, self.params, self.body.priority or 0, self.body.cache_salt)
+            job = Job(
+                self.id,
+                self.arrival,
+                self.prompt_ids,
+                self.params,
+                self.grammar_field,
+                self.body.priority or 0,
+                self.body.cache_salt,
+            )
             async with aclosing(self.service.answers(job, slot)) as news:
                 async for number, output in news:
-                    self.record.setdefault("seconds_to_first_token", round(time.perf_counter() - started, 6))
+                    self.record.setdefault("seconds_to_first_token", round(time.monotonic() - self.arrival, 6))
                     if logged:
                         answers = {f"{number}/{answer.index}": answer.text for answer in output.outputs}
-                        self.record["answers"] = {**self.record.get("answers", {}), **answers}
+                        self.record.setdefault("answers", {}).update(answers)
                     yield number, output
 
     async def _events(
@@ -116,12 +135,12 @@ class Generating(ABC, Generic[_B]):
         reader, tokens = Reader(), [0] * len(self.prompt_ids)
         for chunk in self._chunks(first, reader):
             yield chunk
-        tokens[first[0]] = _tokens(first[1])
+        tokens[first[0]] = self.record["completion_tokens"] = self.counted(first[1])
         async with aclosing(news):
             async for number, output in news:
                 for chunk in self._chunks((number, output), reader):
                     yield chunk
-                tokens[number] = _tokens(output)
+                tokens[number] = self.counted(output)
                 self.record["completion_tokens"] = sum(tokens)
         self.record["completion_tokens"] = sum(tokens)
         if self._tells_usage:
@@ -145,22 +164,18 @@ class Generating(ABC, Generic[_B]):
     def _delta(self, number: int, output: RequestOutput, answer: CompletionOutput, news: News) -> dict[str, Any]:
         return self.delta(number * self.params.n + answer.index, output, answer, news)
 
-    def _whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        tokens = sum(map(_tokens, outputs))
+    def _whole(self, outputs: Sequence[RequestOutput]) -> Response:
+        tokens = sum(map(self.counted, outputs))
         self.record["completion_tokens"] = tokens
         choices = [
             self.choice(number * self.params.n + answer.index, output, answer)
             for number, output in enumerate(outputs)
             for answer in output.outputs
         ]
-        return {**self._head(self.whole_object), "choices": choices, "usage": self._usage(tokens)}
+        return JSONResponse({**self._head(self.whole_object), "choices": choices, "usage": self._usage(tokens)})
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.service.name}
 
     def _usage(self, tokens: int) -> dict[str, int]:
         return usage(sum(map(len, self.prompt_ids)), tokens)
-
-
-def _tokens(output: RequestOutput) -> int:
-    return sum(len(answer.token_ids) for answer in output.outputs)

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opgraft.errors import HTTPError
 from opgraft.server.protocol import ChatMessage
+
+_OWN_FIELDS = ("messages", "tools", "add_generation_prompt")
+
+
+def template_values(given: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return what else a template is to know.
+
+    Raises:
+        HTTPError: it has what fields of the request are for.
+    """
+    for name in _OWN_FIELDS:
+        if name in (given or ()):
+            field = f"chat_template_kwargs.{name}"
+            raise HTTPError(400, f"{field} cannot be given there: leave it out", field=field, code="invalid_value")
+    return given
 
 
 def for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from types import FrameType
 
 import uvicorn
 from opgraft.config import OpgraftConfig, ServerConfig
 from opgraft.errors import ConfigError, EngineError, HTTPError
+from opgraft.server import faults
 from opgraft.server.app import create_app
 from opgraft.server.connection import Connection
+from opgraft.server.keys import read_keys
+from opgraft.server.passing import log
 from opgraft.server.service import Service
 from opgraft.text import described
 
@@ -72,6 +75,9 @@ class HTTPServer(uvicorn.Server):
         except EngineError as error:
             if self._failed is None:
                 self._failed, self._failed_at = error, time.monotonic()
+                self.config.timeout_graceful_shutdown = _FAILED_SECONDS  # nothing is left that could finish
+                if self._service.hangs:  # nobody else tells those that wait for it
+                    self._end_flights(faults.as_http_error(error))
         if self._failed is not None and time.monotonic() > self._failed_at + _FAILED_SECONDS:
             self.should_exit = True
         return await super().on_tick(counter)
@@ -84,8 +90,13 @@ class HTTPServer(uvicorn.Server):
         timer.cancel()
 
     def _abort(self) -> None:
+        self._end_flights(
+            HTTPError(503, "the request was aborted, as the server ends: ask another one", code="aborted")
+        )
+
+    def _end_flights(self, reason: HTTPError) -> None:
         for flight in list(self._service.flights):
-            flight.end(HTTPError(503, "the request was aborted, as the server ends: ask another one", code="aborted"))
+            flight.end(reason)
 
     def expect_no_failure(self) -> None:
         """Raise where the server ended because the engine had stopped.
@@ -115,7 +126,9 @@ def serve(
         CheckpointError: the checkpoint cannot be read.
     """
     settings = opgraft_config.server
-    keys = [*api_keys, *_keys_of(settings)]
+    keys = list(api_keys)
+    if settings.api_key_file is not None:
+        keys += read_keys(settings.api_key_file, "server.api_key_file")
     with _bound(settings) as listener:
         service = Service(model, opgraft_config)
         url = f"http://{_named(settings.host)}:{listener.getsockname()[1]}"
@@ -128,14 +141,27 @@ def serve(
             proxy_headers=False,
             ws="none",
             lifespan="off",
+            timeout_keep_alive=settings.keep_alive_seconds,  # type: ignore[arg-type]  # uvicorn compares seconds
             timeout_graceful_shutdown=int(settings.drain_seconds) + _ABORT_SECONDS,
         )
         server = HTTPServer(config, service, lambda: ready(service, url))
         try:
             server.run([listener])
         finally:
+            if service.hangs:
+                _exit_at_once(server)
             service.shutdown()
     server.expect_no_failure()
+
+
+def _exit_at_once(server: HTTPServer) -> None:
+    """End the process, as a thread that hangs can be neither ended nor waited for."""
+    try:
+        server.expect_no_failure()
+    except EngineError as error:
+        log.critical("%s", error)
+    logging.shutdown()
+    os._exit(EngineError.exit_code)
 
 
 def _bound(settings: ServerConfig) -> socket.socket:
@@ -156,16 +182,3 @@ def _bound(settings: ServerConfig) -> socket.socket:
 
 def _named(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _keys_of(settings: ServerConfig) -> list[str]:
-    path = settings.api_key_file
-    if path is None:
-        return []
-    try:
-        keys = Path(path).read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"server.api_key_file, {path}, cannot be read: {described(error)}") from error
-    if not keys:
-        raise ConfigError(f"server.api_key_file, {path}, has no key: put one on each line, or leave the setting out")
-    return keys

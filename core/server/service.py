@@ -15,10 +15,10 @@ from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import EngineError, HTTPError
-from opgraft.logger import init_logger
 from opgraft.models.build import generates
 from opgraft.plugins.selection import current_platform, selected_platform
 from opgraft.server.admission import Admission, Slot
+from opgraft.server.http_metrics import HTTPMetrics
 from opgraft.serving.async_embedder import AsyncEmbedder
 from opgraft.serving.async_llm import AsyncLLM
 from opgraft.serving.outputs import RequestOutput
@@ -31,17 +31,19 @@ _T = TypeVar("_T")
 _CHARACTERS = 64
 """Characters for each token of the context, beyond which a text is not tokenized; few tokens have as many."""
 
-log = init_logger("opgraft.server")
-"""One line of JSON for each request, of the level INFO, and what failed."""
-
 
 @dataclass(frozen=True)
 class Job:
-    """Prompts as token ids, and how each is to be answered."""
+    """Prompts as token ids, how each is to be answered, and when the request came, by ``time.monotonic``.
+
+    ``grammar_field`` is the field that a grammar comes from.
+    """
 
     request_id: str
+    arrival: float
     prompts: Sequence[list[int]]
     params: SamplingParams
+    grammar_field: str
     priority: int = 0
     cache_salt: str | None = None
 
@@ -73,6 +75,7 @@ class Service:
 
     Attributes:
         registry: of the metrics.
+        http_metrics: of answers.
         kernels: how many of whose kernels run, in words; empty before the service is ready.
         created: when it was loaded, in seconds since 1970.
         name: of the model, for clients.
@@ -91,9 +94,10 @@ class Service:
         if generates(opgraft_config):
             self._model = AsyncLLM(opgraft_config=opgraft_config, on_step=self._exporter)
         else:
-            self._model = AsyncEmbedder(opgraft_config)
+            self._model = AsyncEmbedder(opgraft_config, self._exporter)
         self.created = int(time.time())
         self.admission = Admission(self.settings)
+        self.http_metrics = HTTPMetrics(self.name, self.registry, self.admission)
         self.draining = False
         self.flights: set[Flight] = set()
         self._warm = False
@@ -210,9 +214,19 @@ class Service:
         """Raise where the engine cannot go on.
 
         Raises:
-            EngineError: it has stopped.
+            EngineError: it has stopped, or hangs.
         """
         await self._model.check_health()
+        if self.hangs:
+            raise EngineError(
+                f"a step has taken longer than {self.settings.step_seconds:g} seconds: a kernel seems to hang. Start "
+                "a new server, or raise server.step_seconds"
+            )
+
+    @property
+    def hangs(self) -> bool:
+        """Tell whether a step has taken so long that it seems never to end."""
+        return self._model.busy_seconds > self.settings.step_seconds
 
     async def check(self) -> None:
         """Raise where requests cannot be served.
@@ -264,12 +278,16 @@ class Service:
             RequestError: a prompt cannot be taken.
             EngineError: the engine has stopped.
         """
-        self.admission.take(slot, job.params.n * len(job.prompts), sum(map(len, job.prompts)))
+        waiting = {(number, index) for number in range(len(job.prompts)) for index in range(job.params.n)}
+        self.admission.take(slot, len(waiting), sum(map(len, job.prompts)))
         streams = [self._answer(job, number) for number in range(len(job.prompts))]
         async with aclosing(_merged(streams)) as news:
             async for number, output in news:
-                self.admission.begun(slot)
-                _expect_no_error(output)
+                if waiting:
+                    waiting -= {(number, answer.index) for answer in output.outputs if answer.token_ids}
+                    tokens = sum(len(job.prompts[prompt]) for prompt, index in waiting if index == 0)
+                    self.admission.begun(slot, len(waiting), tokens)
+                _expect_no_error(output, job)
                 yield number, output
 
     def _answer(self, job: Job, number: int) -> AsyncGenerator[RequestOutput, None]:
@@ -279,6 +297,7 @@ class Service:
             request_id=f"{job.request_id}-{number}",
             priority=job.priority,
             cache_salt=job.cache_salt,
+            arrival=job.arrival,
         )
 
 
@@ -287,13 +306,15 @@ def _summary(explanation: Explanation) -> str:
     return printable(", ".join(f"{count} of {provider}" for provider, count in counts.most_common()))
 
 
-def _expect_no_error(output: RequestOutput) -> None:
+def _expect_no_error(output: RequestOutput, job: Job) -> None:
     for answer in output.outputs:
+        if answer.refused:
+            field = None if job.params.structured_output is None else job.grammar_field
+            raise HTTPError(400, f"the answer ended: {answer.error}", field=field, code="invalid_value")
         if answer.finish_reason == "error":
-            log.error("%s failed: %s", output.request_id, answer.error)
             raise HTTPError(
                 500, "the request failed while it was computed: the log of the server has the cause", code="failed"
-            )
+            ) from EngineError(answer.error)
         if answer.finish_reason == "abort":
             raise HTTPError(503, "the request was aborted, as the server ends: ask another one", code="aborted")
 

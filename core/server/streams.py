@@ -8,11 +8,7 @@ from contextlib import aclosing
 from typing import Any, NamedTuple
 
 from opgraft.engine.sampling_params import SamplingParams
-from opgraft.errors import HTTPError
-from opgraft.logger import logger
-from opgraft.server import faults
 from opgraft.serving.outputs import CompletionOutput, Logprob
-from opgraft.text import described
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -46,16 +42,9 @@ class EventStream(Response):
                 async for body in events:
                     await send({"type": "http.response.body", "body": body, "more_body": True})
             except Exception as error:
-                await send({"type": "http.response.body", "body": error_event(error), "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def error_event(error: Exception) -> bytes:
-    """Return an error as an event, and log it where it is the server's own."""
-    answer: HTTPError = faults.as_http_error(error)
-    if answer.status == 500:
-        logger.error("a stream failed: %s", described(error))
-    return event(faults.content(answer))
+                await scope["state"]["passing"].fail(error)
+            else:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class News(NamedTuple):

@@ -6,8 +6,9 @@ import sys
 from typing import Any
 
 from opgraft.errors import HTTPError
+from opgraft.server.contradictions import expect_no_contradiction
 from opgraft.server.faults import at
-from opgraft.server.messages import for_template
+from opgraft.server.messages import for_template, template_values
 from opgraft.server.protocol import DetokenizeRequest, TokenizeRequest
 from opgraft.server.service import Service
 from opgraft.serving.prompts import tokenized
@@ -17,7 +18,7 @@ async def tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
     """Return the token ids of a text, or of a chat in the model's template.
 
     Raises:
-        HTTPError: the body has neither, or both.
+        HTTPError: the body has neither, or both, or a field of the other.
         RequestError: the template refuses the messages, or the text has no tokens.
         InputError: the model has no tokenizer.
     """
@@ -25,6 +26,7 @@ async def tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
         service.expect_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise HTTPError(400, "give either prompt or messages", field="prompt", code="invalid_value")
+    expect_no_contradiction(body)
     with at("prompt" if body.messages is None else "messages"):
         ids = await service.prepare(_encoded, service, body)
     return {"tokens": ids, "count": len(ids), "max_model_len": service.max_model_len}
@@ -38,7 +40,7 @@ def _encoded(service: Service, body: TokenizeRequest) -> list[int]:
             for_template(body.messages),
             tools=[tool.model_dump(exclude_none=True) for tool in body.tools] if body.tools else None,
             add_generation_prompt=body.add_generation_prompt is not False,
-            values=body.chat_template_kwargs,
+            values=template_values(body.chat_template_kwargs),
         )
     service.expect_characters(str(text), "prompt" if body.messages is None else "messages")
     return tokenized(
@@ -59,6 +61,13 @@ async def detokenize(service: Service, body: DetokenizeRequest) -> dict[str, Any
     """
     if body.model is not None:
         service.expect_model(body.model)
+    if len(body.tokens) > service.max_model_len:
+        raise HTTPError(
+            400,
+            f"tokens has {len(body.tokens)} ids, and the context has {service.max_model_len}: send them in parts",
+            field="tokens",
+            code="context_length_exceeded",
+        )
     unknown = next((token for token in body.tokens if token >= service.vocab_size), None)
     if unknown is not None:
         raise HTTPError(

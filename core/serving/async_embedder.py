@@ -1,55 +1,63 @@
-"""``AsyncEmbedder``: an encoder that embeds texts of many readers, all that wait at once."""
+"""``AsyncEmbedder``: an encoder that embeds texts of many readers, in batches that they share."""
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
+from opgraft.errors import ModelError
 from opgraft.serving.embedder import Embedder
 from opgraft.serving.outputs import EmbeddingOutput
+from opgraft.serving.pools import called_in
 from opgraft.serving.prompts import Prompt
+from opgraft.serving.step_reports import OnStep
 
 _T = TypeVar("_T")
 
 
 @dataclass(eq=False)
 class _Waiting:
-    """Texts of one reader."""
+    """A text of which somebody waits for the vector, unless the future is done."""
 
-    texts: Sequence[list[int]]
-    future: asyncio.Future[list[EmbeddingOutput]]
+    ids: list[int]
+    vector: asyncio.Future[list[float]]
 
 
 class AsyncEmbedder:
-    """An encoder in a thread of its own. Texts that come while it computes are batched by length in the next call.
+    """An encoder in a thread of its own, which computes a batch of texts of like length at a time.
 
-    It is for one event loop.
+    Each batch has the text that has waited longest. Texts that nobody waits for any more are in none. It is for one
+    event loop.
 
     Args:
-        opgraft_config: as for ``Embedder``.
+        opgraft_config, on_step: as for ``Embedder``. ``on_step`` is called in the thread that computes.
 
     Raises:
         ModelError: no model is named, or it cannot be made.
         CheckpointError: the checkpoint cannot be read.
     """
 
-    def __init__(self, opgraft_config: OpgraftConfig) -> None:
-        self.embedder = Embedder(opgraft_config)
+    def __init__(self, opgraft_config: OpgraftConfig, on_step: OnStep | None = None) -> None:
+        self.embedder = Embedder(opgraft_config, on_step)
         self._computing = ThreadPoolExecutor(1, thread_name_prefix="opgraft-embed")
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="opgraft-prepare")
+        self._busy_since: float | None = None
         self._waiting: list[_Waiting] = []
         self._worker: asyncio.Task[None] | None = None
 
     async def prepare(self, function: Callable[..., _T], *args: object) -> _T:
-        """Call a function in the thread that prepares requests, such as one that tokenizes a text."""
-        return await _called(self._preparing, function, *args)
+        """Call a function in the thread that prepares requests, such as one that tokenizes a text.
+
+        Raises:
+            EngineError: the encoder was shut down.
+        """
+        return await called_in(self._preparing, function, *args)
 
     async def encode(self, texts: Sequence[Prompt]) -> list[list[int]]:
         """Return the token ids of texts.
@@ -62,48 +70,67 @@ class AsyncEmbedder:
     async def embed(self, texts: Sequence[list[int]]) -> list[EmbeddingOutput]:
         """Return the vectors of texts that ``encode`` has made token ids of, in their order.
 
+        Who is cancelled costs no batch any more.
+
         Raises:
-            RequestError: a vector has numbers that are none.
+            ModelError: a vector has numbers that are none.
         """
-        waiting = _Waiting(texts, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiting)
+        loop = asyncio.get_running_loop()
+        waiting = [_Waiting(ids, loop.create_future()) for ids in texts]
+        self._waiting += waiting
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
-        return await waiting.future
+        try:
+            vectors = await asyncio.gather(*(text.vector for text in waiting))
+        finally:
+            for text in waiting:
+                text.vector.cancel()
+        return [EmbeddingOutput(str(i), None, ids, vectors[i]) for i, ids in enumerate(texts)]
 
     async def _work(self) -> None:
-        """Embed what waits until nothing does; what has been cancelled meanwhile is left out."""
-        while self._waiting:
-            batch = [waiting for waiting in self._waiting if not waiting.future.done()]
-            self._waiting.clear()
-            try:
-                await self._embed(batch)
-            except Exception:  # one of them is at fault, and is to fail alone
-                for waiting in batch:
-                    await self._embed_alone(waiting)
+        """Embed what waits, batch by batch, until nothing does."""
+        while batch := self._next():
+            await self._embed(batch)
+
+    def _next(self) -> list[_Waiting]:
+        """Take the batch of the text that has waited longest; those of like length go with it."""
+        waiting = [text for text in self._waiting if not text.vector.done()]
+        batches = self.embedder.batches([len(text.ids) for text in waiting])
+        chosen = set(next((batch for batch in batches if 0 in batch), ()))
+        self._waiting = [text for index, text in enumerate(waiting) if index not in chosen]
+        self.embedder.waiting = len(self._waiting)
+        return [waiting[index] for index in sorted(chosen)]
 
     async def _embed(self, batch: Sequence[_Waiting]) -> None:
-        texts = [text for waiting in batch for text in waiting.texts]
-        found = iter(await _called(self._computing, self._computed, texts))
-        for waiting in batch:
-            outputs = [next(found) for _ in waiting.texts]
-            if not waiting.future.done():
-                waiting.future.set_result(outputs)
-
-    async def _embed_alone(self, waiting: _Waiting) -> None:
+        self._busy_since = time.monotonic()
         try:
-            await self._embed([waiting])
+            vectors = await called_in(self._computing, self.embedder.vectors, [text.ids for text in batch])
         except Exception as error:
-            if not waiting.future.done():
-                waiting.future.set_exception(error)
+            if len(batch) == 1:
+                _settle(batch[0], error)
+            else:
+                for text in batch:  # one of them is at fault, and is to fail alone
+                    await self._embed([text])
+            return
+        finally:
+            self._busy_since = None
+        for text, vector in zip(batch, vectors, strict=True):
+            try:
+                self.embedder.expect_numbers(vector, "a text")
+            except ModelError as error:
+                _settle(text, error)
+            else:
+                _settle(text, vector)
 
-    def _computed(self, texts: Sequence[list[int]]) -> list[EmbeddingOutput]:
-        return self.embedder.embed(texts, truncate=False)
+    @property
+    def busy_seconds(self) -> float:
+        """The seconds that the batch of this moment has taken: of one that hangs they grow."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     async def explain(self) -> Explanation:
-        """Tell which kernel of which provider runs each op of the model, and why."""
-        explanation: Explanation = await _called(self._computing, self.embedder.executor.call, "explain")
-        return explanation
+        """Tell which kernel of which provider runs each op of the model, and which classes are in use, and why."""
+        return await called_in(self._computing, self.embedder.explain)
 
     async def check_health(self) -> None:
         """Raise where the encoder cannot go on.
@@ -120,6 +147,10 @@ class AsyncEmbedder:
         self.embedder.executor.shutdown()
 
 
-async def _called(pool: ThreadPoolExecutor, function: Callable[..., _T], *args: Any) -> _T:
-    call = partial(contextvars.copy_context().run, function, *args)
-    return await asyncio.get_running_loop().run_in_executor(pool, call)
+def _settle(text: _Waiting, found: list[float] | Exception) -> None:
+    if text.vector.done():
+        return
+    if isinstance(found, Exception):
+        text.vector.set_exception(found)
+    else:
+        text.vector.set_result(found)

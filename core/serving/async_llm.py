@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from time import monotonic
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -19,17 +20,21 @@ from opgraft.errors import EngineError
 from opgraft.serving.engine_thread import EngineThread, Mailbox, Stream
 from opgraft.serving.llm import Message, engine_config
 from opgraft.serving.outputs import RequestOutput
+from opgraft.serving.pools import called_in
 from opgraft.serving.prompts import Prompt
 from opgraft.serving.step_reports import OnStep
 from opgraft.serving.text_engine import OpenRequest, TextEngine
 
 _T = TypeVar("_T")
+_PREPARING = 2
+"""Threads that prepare requests, so that one long template or prompt does not hold up all others."""
 
 
 class AsyncLLM:
     """A language model whose engine runs in a thread of its own and sleeps while nothing is asked.
 
-    Prompts are tokenized, and grammars compiled, in a thread beside it, so that neither steps nor event loops wait.
+    Prompts are tokenized in threads beside it, and grammars compiled in another, so that neither steps nor event loops
+    wait.
     It may be used from several event loops. ``async with`` shuts it down at the end.
 
     Args:
@@ -52,9 +57,10 @@ class AsyncLLM:
         config = engine_config(model, opgraft_config, settings)
         self._thread = EngineThread(lambda: TextEngine(config, on_step))
         self._engine = self._thread.engine
-        self._preparing = ThreadPoolExecutor(1, thread_name_prefix="opgraft-prepare")
+        self._preparing = ThreadPoolExecutor(_PREPARING, thread_name_prefix="opgraft-prepare")
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="opgraft-compile")
         self._mailbox: Mailbox | None = None
-        self._finalizer = weakref.finalize(self, _shutdown, self._thread, self._preparing)
+        self._finalizer = weakref.finalize(self, _shutdown, self._thread, self._preparing, self._compiling)
 
     @property
     def engine(self) -> TextEngine:
@@ -62,8 +68,23 @@ class AsyncLLM:
         return self._engine
 
     async def prepare(self, function: Callable[..., _T], *args: object) -> _T:
-        """Call a function in the thread that prepares requests, such as one that tokenizes a text."""
-        return await asyncio.get_running_loop().run_in_executor(self._preparing, partial(function, *args))
+        """Call a function in a thread that prepares requests, such as one that tokenizes a text.
+
+        Raises:
+            EngineError: the engine was shut down.
+        """
+        return await called_in(self._preparing, function, *args)
+
+    async def compile(self, params: SamplingParams) -> None:
+        """Compile the grammar of a structured output, unless that is done; ``generate`` and ``chat`` begin with it.
+
+        Raises:
+            InputError: it cannot be compiled, or not in time.
+            ChildError: no process can be started to try it.
+            EngineError: the engine was shut down.
+        """
+        if params.structured_output is not None and self._engine.grammars.find(params) is None:
+            await called_in(self._compiling, self._engine.grammars.compile_safely, params)
 
     def generate(
         self,
@@ -73,14 +94,15 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        arrival: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a prompt, and yield the answer so far whenever it has grown.
 
         Each output is cumulative: it has the whole answer up to now, and does not change any more. A reader that is
         slower than the engine gets the newest one, and misses those between. The last one is ``finished``. A request
         that fails while it is computed ends with the ``finish_reason`` ``"error"``, one that is aborted with
-        ``"abort"``. Leaving the iterator, by ``break`` or by cancellation, aborts the request before the next step but
-        one; who keeps a reference to the iterator closes it with ``aclose``.
+        ``"abort"``. Leaving the iterator, by ``break`` or by cancellation, aborts the request between two steps, before
+        the next that has not begun; who keeps a reference to the iterator closes it with ``aclose``.
 
         Args:
             prompt: text, or token ids.
@@ -88,16 +110,24 @@ class AsyncLLM:
             request_id: unique among those that run; made up if not given.
             priority: lower ones come first, under the policy "priority".
             cache_salt: requests of different salts share nothing in the cache.
+            arrival: when the request came, in seconds of ``time.monotonic``, for its times; now if not given.
 
         Raises:
             RequestError: the request cannot be taken; raised when the first output is asked for.
             EngineError: the engine has ended.
         """
         name = request_id or uuid4().hex
+        params = params or SamplingParams()
         prepare = partial(
-            self._engine.prepare, name, prompt, params or SamplingParams(), priority=priority, cache_salt=cache_salt
+            self._engine.prepare,
+            name,
+            prompt,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival=monotonic() if arrival is None else arrival,
         )
-        return self._answer(name, prepare)
+        return self._answer(name, params, prepare)
 
     def chat(
         self,
@@ -120,22 +150,25 @@ class AsyncLLM:
             RequestError: the model has no chat template, it refuses the messages, or the request cannot be taken.
             EngineError: the engine has ended.
         """
-        name = request_id or uuid4().hex
+        name, wanted = request_id or uuid4().hex, params or SamplingParams()
 
         def prepare() -> OpenRequest:
             return self._engine.prepare(
                 name,
                 self._engine.chat_template.render(messages, tools=tools),
-                params or SamplingParams(),
+                wanted,
                 priority=priority,
                 cache_salt=cache_salt,
                 add_special_tokens=False,
             )
 
-        return self._answer(name, prepare)
+        return self._answer(name, wanted, prepare)
 
-    async def _answer(self, request_id: str, prepare: Callable[[], OpenRequest]) -> AsyncGenerator[RequestOutput, None]:
+    async def _answer(
+        self, request_id: str, params: SamplingParams, prepare: Callable[[], OpenRequest]
+    ) -> AsyncGenerator[RequestOutput, None]:
         self._thread.check()
+        await self.compile(params)
         prepared = await self.prepare(prepare)
         stream = Stream(request_id, self._mailbox_of(asyncio.get_running_loop()))
         finished = False
@@ -173,16 +206,18 @@ class AsyncLLM:
         self._thread.check()
         self._engine.core.check_health()
 
+    @property
+    def busy_seconds(self) -> float:
+        """The seconds that the step of this moment has taken: of one that hangs they grow."""
+        return self._thread.busy_seconds
+
     async def explain(self) -> Explanation:
-        """Tell which kernel of which provider runs each op of the model, and why.
+        """Tell which kernel of which provider runs each op of the model, and which classes are in use, and why.
 
         Raises:
             EngineError: the engine has ended.
         """
-        explanation: Explanation = await asyncio.wrap_future(
-            self._thread.call(self._engine.core.executor.call, "explain")
-        )
-        return explanation
+        return await asyncio.wrap_future(self._thread.call(self._engine.core.explain))
 
     def stats(self) -> EngineStats:
         """Return what runs, and totals since the model was loaded."""
@@ -199,6 +234,7 @@ class AsyncLLM:
         await asyncio.to_thread(self.shutdown)
 
 
-def _shutdown(thread: EngineThread, preparing: ThreadPoolExecutor) -> None:
-    preparing.shutdown(wait=False)
+def _shutdown(thread: EngineThread, *pools: ThreadPoolExecutor) -> None:
+    for pool in pools:
+        pool.shutdown(wait=False)
     thread.shutdown()

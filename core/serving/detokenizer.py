@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import StringIO
 from typing import Any
 
 from opgraft.models.extras import import_extra
@@ -32,7 +33,7 @@ class Detokenizer:
         min_tokens: number of the first tokens whose text is not searched for stop strings.
 
     Attributes:
-        text: all that was returned so far.
+        written: all that was returned so far.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Detokenizer:
         self._skip = skip_special_tokens
         self._stops = StopStrings(stop, include=include_stop_str_in_output) if stop else None
         self._unsearched = min_tokens
-        self._pieces: list[str] = []
+        self.written = StringIO()
         self._waiting: list[int] = []
         self._context: list[int] = []
         self._stream: Any = None
@@ -57,9 +58,8 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        if len(self._pieces) > 1:
-            self._pieces = ["".join(self._pieces)]
-        return self._pieces[0] if self._pieces else ""
+        """All that was returned so far, put together."""
+        return self.written.getvalue()
 
     @property
     def stop_reason(self) -> str | None:
@@ -76,7 +76,7 @@ class Detokenizer:
         shown = self._shown(rest)
         if self._stops and self._stops.found is None:
             held = self._stops.rest()
-            self._pieces.append(held)
+            self.written.write(held)
             shown += held
         return shown
 
@@ -84,8 +84,7 @@ class Detokenizer:
         if self._stops and self._unsearched <= 0:
             piece = self._stops.add(piece)
         self._unsearched -= 1
-        if piece:
-            self._pieces.append(piece)
+        self.written.write(piece)
         return piece
 
     def _decoded(self, token: int) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.engine.executor import Executor
 from opgraft.engine.stats import Counters, EngineStats, copied
-from opgraft.errors import RequestError
+from opgraft.errors import ModelError
 from opgraft.models.config import read_config
 from opgraft.models.files import open_weights, opened_once
 from opgraft.models.sentences import SentenceSettings
@@ -24,6 +25,9 @@ class Embedder:
     Args:
         opgraft_config: ``scheduler`` says how many texts and tokens a batch has at most.
         on_step: see ``OnStep``; called after each batch.
+
+    Attributes:
+        waiting: texts that are in no batch yet, which statistics show.
 
     Raises:
         ModelError: no model is named, or it cannot be made.
@@ -43,14 +47,19 @@ class Embedder:
         limits = (self.executor.call("max_context"), self.settings.max_tokens)
         self.max_tokens = min((limit for limit in limits if limit is not None), default=512)
         self.counters = Counters()
-        self._running = self._waiting = 0
+        self._running = self.waiting = 0
         self._reports = StepReports(self.stats, on_step)
 
     def stats(self) -> EngineStats:
         """Return a snapshot of what runs and of the counters, from any thread; there is no cache."""
         return EngineStats(
-            running=self._running, waiting=self._waiting, blocks_used=0, num_blocks=0, counters=copied(self.counters)
+            running=self._running, waiting=self.waiting, blocks_used=0, num_blocks=0, counters=copied(self.counters)
         )
+
+    def explain(self) -> Explanation:
+        """Tell which kernel runs each op of the model, and of which classes the parts around it are, and why."""
+        explained: Explanation = self.executor.call("explain")
+        return explained.within(executor=self.executor)
 
     def embed(
         self, texts: Sequence[Prompt], *, truncate: bool, ended: Callable[[int], None] = lambda more: None
@@ -63,22 +72,24 @@ class Embedder:
             ended: called with the number of texts that a batch has had.
 
         Raises:
-            RequestError: a text cannot be taken, or its vector has numbers that are none.
+            RequestError: a text cannot be taken.
+            ModelError: the vector of a text has numbers that are none.
         """
         with self.counters.timed("text"):
             given = [self._tokenized(text, index, truncate) for index, text in enumerate(texts)]
         found: dict[int, list[float]] = {}
-        self._waiting = len(given)
+        left = len(given)
         try:
-            for batch in self._batches([len(ids) for _, ids in given]):
-                found.update(zip(batch, self._vectors([given[index][1] for index in batch]), strict=True))
+            for batch in self.batches([len(ids) for _, ids in given]):
+                left -= len(batch)
+                self.waiting = left
+                found.update(zip(batch, self.vectors([given[index][1] for index in batch]), strict=True))
                 ended(len(batch))
         finally:
-            self._waiting = 0
-        outputs = [EmbeddingOutput(str(i), text, ids, found[i]) for i, (text, ids) in enumerate(given)]
-        for output in outputs:
-            self._expect_numbers(output)
-        return outputs
+            self.waiting = 0
+        for index, vector in sorted(found.items()):
+            self.expect_numbers(vector, f"text {index}")
+        return [EmbeddingOutput(str(i), text, ids, found[i]) for i, (text, ids) in enumerate(given)]
 
     def encode(self, text: Prompt, index: int) -> list[int]:
         """Return the token ids of a text, from any thread; ``index`` names it in errors.
@@ -88,11 +99,10 @@ class Embedder:
         """
         return self._tokenized(text, index, truncate=False)[1]
 
-    def _vectors(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Compute a batch, and count it."""
+    def vectors(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Compute the vectors of a batch of token ids, and count it."""
         self.counters.steps += 1
         self._running, reason = len(sequences), "error"
-        self._waiting -= len(sequences)
         try:
             with self.counters.timed("model"):
                 vectors: list[list[float]] = self.executor.call(
@@ -113,7 +123,7 @@ class Embedder:
         name, limit = f"text {index}", self.max_tokens
         return tokenized(text, self.tokenizer, vocab_size=self.vocab_size, max_model_len=limit, room=0, name=name)
 
-    def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+    def batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Yield the indices of texts in batches, the shortest first."""
         scheduler = self.opgraft_config.scheduler
         batch: list[int] = []
@@ -128,11 +138,15 @@ class Embedder:
         if batch:
             yield batch
 
-    def _expect_numbers(self, output: EmbeddingOutput) -> None:
-        if not all(map(math.isfinite, output.embedding)):
-            name = self.opgraft_config.model.name
-            raise RequestError(
-                f"{name} computes numbers that are no embedding (NaN or infinity) for text {output.request_id}, "
-                f"{output.prompt or output.prompt_token_ids!r:.60}: its weights are damaged, or "
-                f"{self.opgraft_config.model.dtype} is too narrow for them. Try the dtype float32."
+    def expect_numbers(self, vector: Sequence[float], name: str) -> None:
+        """Refuse the vector of a text, which is called by a name, that has NaN or infinity.
+
+        Raises:
+            ModelError: it has.
+        """
+        if not all(map(math.isfinite, vector)):
+            model = self.opgraft_config.model
+            raise ModelError(
+                f"{model.name} computes numbers that are no embedding (NaN or infinity) for {name}: its weights are "
+                f"damaged, or {model.dtype} is too narrow for them. Try the dtype float32."
             )

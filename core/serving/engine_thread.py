@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
@@ -17,13 +18,14 @@ from opgraft.serving.text_engine import OpenRequest, TextEngine
 from opgraft.text import described
 
 _T = TypeVar("_T")
-_News: TypeAlias = "RequestOutput | BaseException"
+_News: TypeAlias = "Callable[[], RequestOutput] | BaseException"
 
 
 class Mailbox:
     """News for the streams of one event loop, which is woken once, however many streams have some.
 
     A stream whose news has not been fetched yet gets the newer in its place, so nothing piles up behind a slow loop.
+    News that come to nobody are never put together.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -70,9 +72,11 @@ class Stream:
         await self._arrived.wait()
         self._arrived.clear()
         news = self._news
-        if not isinstance(news, RequestOutput):
-            raise news if news is not None else EngineError("a stream was woken without news: report this as a bug")
-        return news
+        if isinstance(news, BaseException):
+            raise news
+        if news is None:
+            raise EngineError("a stream was woken without news: report this as a bug")
+        return news()
 
 
 class _Call(Generic[_T]):
@@ -114,6 +118,7 @@ class EngineThread:
         self._streams: dict[str, Stream] = {}
         self._stopping = False
         self._ended: EngineError | None = None
+        self._busy_since: float | None = None
         making = _Call(make)
         run = partial(contextvars.copy_context().run, self._run, making)
         self._thread = threading.Thread(target=run, name="opgraft-engine", daemon=True)
@@ -136,6 +141,12 @@ class EngineThread:
             self._calls.append(call)
             self._wake.notify()
         return call.future
+
+    @property
+    def busy_seconds(self) -> float:
+        """The seconds that the step, or the call, of this moment has taken; from any thread."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def check(self) -> None:
         """Raise if the thread has ended.
@@ -187,9 +198,11 @@ class EngineThread:
 
     def _wait(self) -> bool:
         """Sleep until there is something to do, make the calls, and tell whether to go on."""
+        self._busy_since = None
         with self._wake:
             self._wake.wait_for(lambda: self._calls or self._stopping or self.engine.has_work)
             calls, self._calls = self._calls, []
+        self._busy_since = time.monotonic()
         for call in calls:
             call.make()
         return not self._stopping
@@ -199,7 +212,7 @@ class EngineThread:
             stream = self._streams.get(output.request_id)
             if stream is None:
                 continue
-            there = stream.mailbox.put(stream, output.snapshot())
+            there = stream.mailbox.put(stream, output.deferred_snapshot())
             if output.finished:
                 del self._streams[output.request_id]
             elif not there:

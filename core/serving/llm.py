@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
+from threading import RLock
 from typing import Any, TypeAlias
 
 import rich.progress
@@ -60,6 +61,9 @@ class Interrupted(KeyboardInterrupt):
 class LLM:
     """A language model with an engine of its own.
 
+    Prompts of one call are answered together. Calls from several threads are answered one after the other; for many
+    readers at once there is ``AsyncLLM``.
+
     Args:
         model: a checkpoint's folder or file, or the name of a packaged model; ``model.name`` of the settings if not
             given.
@@ -92,6 +96,7 @@ class LLM:
             else:
                 self._embedder = Embedder(self.opgraft_config, on_step)
         self._numbers = count()
+        self._answering = RLock()
 
     @property
     def engine(self) -> TextEngine:
@@ -169,13 +174,14 @@ class LLM:
 
         Raises:
             ModelError: the model is no encoder.
-            RequestError: a text cannot be taken, or the model computes no numbers for it.
+            RequestError: a text cannot be taken.
+            ModelError: the model computes no numbers for a text.
         """
         if self._embedder is None:
             name = self.opgraft_config.model.name
             raise ModelError(f"{name} generates text, and has no embeddings of texts: give an encoder, such as minilm")
         listed = _listed(texts)
-        with _bar(len(listed), progress) as ended:
+        with self._answering, _bar(len(listed), progress) as ended:
             return self._embedder.embed(listed, truncate=truncate, ended=ended)
 
     @property
@@ -184,10 +190,11 @@ class LLM:
         return self.engine.tokenizer is not None and bool(self.engine.tokenizer.chat_templates)
 
     def explain(self) -> Explanation:
-        """Tell which kernel of which provider runs each op of the model, and why."""
-        executor = self._embedder.executor if self._embedder else self.engine.core.executor
-        explanation: Explanation = executor.call("explain")
-        return explanation
+        """Tell which kernel of which provider runs each op of the model, and which classes of whom are in use, and why.
+
+        What some of them say of what they did is as of now: after requests were answered it tells more.
+        """
+        return self._embedder.explain() if self._embedder is not None else self.engine.core.explain()
 
     def stats(self) -> EngineStats:
         """Return what runs, and totals since the model was loaded; also from another thread, while prompts run.
@@ -213,7 +220,7 @@ class LLM:
     ) -> list[RequestOutput]:
         ids = [str(next(self._numbers)) for _ in prompts]
         outputs: dict[str, RequestOutput] = {}
-        with interrupts_noted() as interrupted:
+        with self._answering, interrupts_noted() as interrupted:
             try:
                 for request_id, prompt, each in zip(ids, prompts, params, strict=True):
                     outputs[request_id] = self.engine.add(
@@ -223,8 +230,8 @@ class LLM:
                     while self.engine.has_work and not interrupted():
                         ended(sum(output.finished for output in self.engine.step()))
             finally:
-                for request_id, output in outputs.items():
-                    if not output.finished:
+                for request_id in ids:
+                    with suppress(RequestError):  # it has finished, or was never added
                         self.engine.abort(request_id)
         if interrupted():
             raise Interrupted(list(outputs.values()))

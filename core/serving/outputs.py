@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import StringIO
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,10 @@ class RequestMetrics:
     def time_in_queue(self) -> float | None:
         return None if self.admitted is None else self.admitted - self.arrival
 
+    def snapshot(self) -> RequestMetrics:
+        """Return a copy that does not change."""
+        return RequestMetrics(self.arrival, self.admitted, self.first_token, self.last_token)
+
 
 @dataclass(slots=True)
 class CompletionOutput:
@@ -53,6 +57,7 @@ class CompletionOutput:
         finish_reason: ``stop``, ``length``, ``abort`` or ``error``; None while it goes on.
         stop_reason: the stop string or the stop token; None for the model's own end.
         error: what failed, where ``finish_reason`` is ``error``.
+        refused: whether it failed by what the request asks for, such as a grammar that leads nowhere.
     """
 
     index: int
@@ -63,6 +68,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    refused: bool = False
 
     @property
     def finished(self) -> bool:
@@ -79,6 +85,56 @@ class CompletionOutput:
             self.finish_reason,
             self.stop_reason,
             self.error,
+            self.refused,
+        )
+
+    def deferred_snapshot(self) -> Callable[[], CompletionOutput]:
+        """Return a function that makes the copy of now, whenever it is called."""
+        return self.snapshot
+
+
+class GrowingOutput(CompletionOutput):
+    """An answer to which tokens and text are added, at the same cost however long it is.
+
+    Its text is put together when it is read.
+
+    Args:
+        index: among the ``n`` answers.
+        written: the text so far, which somebody else adds to.
+    """
+
+    __slots__ = ("_written",)
+
+    def __init__(self, index: int, written: StringIO) -> None:
+        super().__init__(index)
+        self._written = written
+
+    @property
+    def text(self) -> str:
+        return self._written.getvalue()
+
+    @text.setter
+    def text(self, text: str) -> None:
+        self._written = StringIO()
+        self._written.write(text)
+
+    def deferred_snapshot(self) -> Callable[[], CompletionOutput]:
+        """Return a function that makes the copy of now, whenever it is called and in whichever thread.
+
+        Text and lists only ever grow, so their lengths of now are all that is kept of them.
+        """
+        written, characters = self._written, self._written.tell()
+        tokens, logprobs = len(self.token_ids), self.logprobs
+        places = len(logprobs or ())
+        ended = self.finish_reason, self.stop_reason, self.error, self.refused
+        cumulative = self.cumulative_logprob
+        return lambda: CompletionOutput(
+            self.index,
+            written.getvalue()[:characters],
+            self.token_ids[:tokens],
+            cumulative,
+            logprobs and logprobs[:places],
+            *ended,
         )
 
 
@@ -109,7 +165,15 @@ class RequestOutput:
             [answer.snapshot() for answer in self.outputs],
             self.finished,
             self.prompt_logprobs,
-            self.metrics and dataclasses.replace(self.metrics),
+            self.metrics and self.metrics.snapshot(),
+        )
+
+    def deferred_snapshot(self) -> Callable[[], RequestOutput]:
+        """Return a function that makes the copy of now, whenever it is called and in whichever thread."""
+        answers = [answer.deferred_snapshot() for answer in self.outputs]
+        state = self.finished, self.prompt_logprobs, self.metrics and self.metrics.snapshot()
+        return lambda: RequestOutput(
+            self.request_id, self.prompt, self.prompt_token_ids, [make() for make in answers], *state
         )
 
 

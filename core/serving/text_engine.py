@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections import OrderedDict
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from io import StringIO
 from typing import Any
 
 from opgraft.config import OpgraftConfig
 from opgraft.engine.engine_core import EngineCore, EngineOutput
 from opgraft.engine.request import Request
-from opgraft.engine.sampling import Grammar, GrammarTokens, TokenLogprobs, bad_word_tokens
+from opgraft.engine.sampling import TokenLogprobs, bad_word_tokens
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import InputError, RequestError
 from opgraft.models.config import read_config
 from opgraft.models.files import open_weights, opened_once
 from opgraft.serving.chat_template import ChatTemplate
 from opgraft.serving.detokenizer import Detokenizer
-from opgraft.serving.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from opgraft.serving.grammars import Grammars
+from opgraft.serving.outputs import GrowingOutput, Logprob, RequestMetrics, RequestOutput
 from opgraft.serving.prompts import Prompt, tokenized
 from opgraft.serving.step_reports import OnStep, StepReports
 from opgraft.serving.stop_tokens import stop_tokens
 from opgraft.serving.tokenizer import Tokenizer, find_tokenizer
-
-_MOST_GRAMMARS = 128
-"""Compiled grammars that are kept, those that were used last."""
 
 
 @dataclass
@@ -36,8 +33,12 @@ class _Answer:
     """One of the answers of a request while it grows."""
 
     request: Request
-    output: CompletionOutput
+    output: GrowingOutput
     detokenizer: Detokenizer | None
+
+    @classmethod
+    def of(cls, index: int, request: Request, detokenizer: Detokenizer | None) -> _Answer:
+        return cls(request, GrowingOutput(index, detokenizer.written if detokenizer else StringIO()), detokenizer)
 
 
 @dataclass
@@ -71,7 +72,7 @@ class TextEngine:
         self.vocab_size = int(config.get_text_config().vocab_size)
         self._open: dict[str, OpenRequest] = {}
         self._owner: dict[str, str] = {}
-        self._grammars: OrderedDict[str, Grammar] = OrderedDict()
+        self._texts: dict[int, str] = {}
         self._reports = StepReports(self.core.stats, on_step)
 
     @cached_property
@@ -80,8 +81,9 @@ class TextEngine:
         return ChatTemplate(self.expect_tokenizer())
 
     @cached_property
-    def _grammar_tokens(self) -> GrammarTokens:
-        return GrammarTokens(self.expect_tokenizer().backend, self.vocab_size, self.eos)
+    def grammars(self) -> Grammars:
+        """The grammars of structured outputs."""
+        return Grammars(self.expect_tokenizer(), self.vocab_size, self.eos)
 
     def expect_tokenizer(self) -> Tokenizer:
         """Return the tokenizer.
@@ -127,6 +129,7 @@ class TextEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
+        arrival: float | None = None,
     ) -> OpenRequest:
         """Check a request and make it ready for ``submit``. It changes nothing, and so may run in another thread.
 
@@ -137,13 +140,15 @@ class TextEngine:
             priority: lower ones come first, under the policy "priority".
             cache_salt: requests of different salts share nothing in the cache.
             add_special_tokens: begin and end the text as the tokenizer does; not for the text of a chat.
+            arrival: when it came, in seconds of ``time.monotonic``; now if not given.
 
         Raises:
-            RequestError: the prompt cannot be taken.
+            RequestError: the prompt cannot be taken, or a setting is for a token beyond the vocabulary.
             InputError: text, stop strings or bad words are given and the model has no tokenizer, or the structured
                 output that is asked for cannot be had.
         """
-        metrics = RequestMetrics(time.monotonic())
+        self._expect_in_vocabulary(params)
+        metrics = RequestMetrics(time.monotonic() if arrival is None else arrival)
         name = f"the prompt of request {request_id!r}"
         text, ids = self.encode(prompt, add_special_tokens=add_special_tokens, name=name)
         requests = Request(
@@ -154,9 +159,9 @@ class TextEngine:
             priority=priority,
             cache_salt=cache_salt,
             bad_words=bad_word_tokens(params.bad_words, self.expect_tokenizer()) if params.bad_words else (),
-            grammar=self.grammar(params),
+            grammar=None if params.structured_output is None else self.grammars.of(params),
         ).split()
-        answers = [_Answer(each, CompletionOutput(i), self._detokenizer(each)) for i, each in enumerate(requests)]
+        answers = [_Answer.of(i, each, self._detokenizer(each)) for i, each in enumerate(requests)]
         output = RequestOutput(request_id, text, ids, [answer.output for answer in answers], metrics=metrics)
         return OpenRequest(output, {answer.request.request_id: answer for answer in answers})
 
@@ -169,38 +174,35 @@ class TextEngine:
         """
         request_id = prepared.output.request_id
         self._expect_new(request_id)
-        self.core.add(answer.request for answer in prepared.growing.values())
-        self._open[request_id] = prepared
-        self._owner.update(dict.fromkeys(prepared.growing, request_id))
+        requests = [answer.request for answer in prepared.growing.values()]
+        try:
+            self.core.add(requests)
+            self._open[request_id] = prepared
+            self._owner.update(dict.fromkeys(prepared.growing, request_id))
+        except BaseException:
+            self.core.withdraw(requests)
+            self._open.pop(request_id, None)
+            self._owner = {child: owner for child, owner in self._owner.items() if owner != request_id}
+            raise
         return prepared.output
 
     def add(self, request_id: str, prompt: Prompt, params: SamplingParams, **options: Any) -> RequestOutput:
         """Prepare a request and submit it; arguments and errors are those of ``prepare`` and ``submit``."""
         return self.submit(self.prepare(request_id, prompt, params, **options))
 
+    def _expect_in_vocabulary(self, params: SamplingParams) -> None:
+        for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            highest = max(tokens, default=0)
+            if highest >= self.vocab_size:
+                raise RequestError(
+                    f"{name} has the token id {highest!s:.20}, and the vocabulary has {self.vocab_size}: use 0 to "
+                    f"{self.vocab_size - 1}",
+                    name,
+                )
+
     def _expect_new(self, request_id: str) -> None:
         if request_id in self._open:
             raise RequestError(f"request {request_id!r} is added, and one of that id runs: give each an id of its own")
-
-    def grammar(self, params: SamplingParams) -> Grammar | None:
-        """Return the grammar of a structured output, which is compiled once and kept; in the preparing thread.
-
-        Raises:
-            InputError: it cannot be compiled.
-        """
-        wanted = params.structured_output
-        if wanted is None:
-            return None
-        try:
-            key = json.dumps(wanted)
-        except (TypeError, ValueError, RecursionError):
-            return Grammar(wanted, self._grammar_tokens)  # which tells what is wrong with it
-        if key not in self._grammars:
-            self._grammars[key] = Grammar(wanted, self._grammar_tokens)
-        self._grammars.move_to_end(key)
-        while len(self._grammars) > _MOST_GRAMMARS:
-            self._grammars.popitem(last=False)
-        return self._grammars[key]
 
     def _detokenizer(self, request: Request) -> Detokenizer | None:
         params = request.params
@@ -226,23 +228,33 @@ class TextEngine:
             with suppress(RequestError):  # the core has ended it, if an error cut short the step that it ended in
                 self.core.abort(child)
             self._end(opened, child, answer, "abort")
+        self._close(opened)
         self._reports.send([opened.output])
         return opened.output
 
     def step(self) -> list[RequestOutput]:
         """Compute a step, and return the requests that have news.
 
+        Requests whose news an interrupt keeps from being taken are aborted, as they cannot go on without them.
+
         Raises:
             EngineError: the engine has stopped.
         """
-        found = self.core.step()
+        found: list[EngineOutput] = []
+        taken = 0
         changed: dict[str, RequestOutput] = {}
-        with self.core.counters.timed("text"):
-            now = time.monotonic()
-            for news in found:
-                opened = self._open[self._owner[news.request_id]]
-                self._take(opened, news, now)
-                changed[opened.output.request_id] = opened.output
+        try:
+            found = self.core.step()
+            with self.core.counters.timed("text"):
+                now = time.monotonic()
+                for news in found:
+                    opened = self._open[self._owner[news.request_id]]
+                    self._take(opened, news, now)
+                    changed[opened.output.request_id] = opened.output
+                    taken += 1
+        except BaseException:
+            self._give_up(found[taken:])
+            raise
         outputs = list(changed.values())
         self._reports.send(outputs)
         return outputs
@@ -266,8 +278,19 @@ class TextEngine:
 
     def _opened(self, request_id: str, what: str) -> OpenRequest:
         if request_id not in self._open:
-            raise RequestError(f"request {request_id!r} is {what}, and none of that id runs or waits")
+            raise RequestError(
+                f"request {request_id!r} cannot be {what}, as none of that id runs or waits: it has finished, or was "
+                "never added; see that the id is the one that it was added by"
+            )
         return self._open[request_id]
+
+    def _give_up(self, lost: Sequence[EngineOutput]) -> None:
+        """Abort the requests of news that were not taken, or not to their end."""
+        for news in lost:
+            owner = self._owner.get(news.request_id)
+            if owner in self._open:
+                self.abort(owner)
+            self._owner.pop(news.request_id, None)
 
     def _take(self, opened: OpenRequest, news: EngineOutput, now: float) -> None:
         answer = opened.growing[news.request_id]
@@ -275,7 +298,11 @@ class TextEngine:
         if news.prompt_logprobs is not None:
             opened.output.prompt_logprobs = [None, *map(self._logprobs, news.prompt_logprobs)]
         if news.token is not None:
-            _count(opened.output.metrics, answer.request, now)
+            metrics = opened.output.metrics
+            if metrics is not None:
+                metrics.last_token = now
+                if metrics.first_token is None:
+                    metrics.admitted, metrics.first_token = answer.request.admitted, now
             output.token_ids.append(news.token)
             if news.logprobs is not None:
                 output.cumulative_logprob = (output.cumulative_logprob or 0.0) + news.logprobs.logprob
@@ -285,32 +312,39 @@ class TextEngine:
                 self.core.abort(news.request_id, "stop")
                 reason = "stop"
         if reason is not None:
-            output.error = news.error
+            output.error, output.refused = news.error, news.refused
             self._end(opened, news.request_id, answer, reason)
 
     def _show(self, answer: _Answer, token: int, reason: str | None) -> bool:
         """Add a token to the text, and tell whether it came to a stop string."""
-        params = answer.request.params
-        if reason == "stop" and token in params.stop_token_ids:
-            answer.output.stop_reason = token
-        if answer.detokenizer is None or (reason == "stop" and not params.include_stop_str_in_output):
+        if reason == "stop":
+            params = answer.request.params
+            if token in params.stop_token_ids:
+                answer.output.stop_reason = token
+            if not params.include_stop_str_in_output:
+                return False
+        if answer.detokenizer is None:
             return False
         answer.detokenizer.add(token)
-        answer.output.text = answer.detokenizer.text
         return answer.detokenizer.stop_reason is not None
 
     def _end(self, opened: OpenRequest, child: str, answer: _Answer, reason: str) -> None:
         output = answer.output
         if answer.detokenizer is not None:
             answer.detokenizer.finish()
-            output.text = answer.detokenizer.text
             if answer.detokenizer.stop_reason is not None:
                 output.stop_reason, reason = answer.detokenizer.stop_reason, "stop"
         output.finish_reason = reason
-        del opened.growing[child], self._owner[child]
-        if not opened.growing:
-            opened.output.finished = True
-            del self._open[opened.output.request_id]
+        opened.output.outputs[output.index] = output.snapshot()
+        del opened.growing[child]
+        self._close(opened)
+        del self._owner[child]
+
+    def _close(self, opened: OpenRequest) -> None:
+        """Forget a request all of whose answers have ended."""
+        opened.output.finished = not opened.growing
+        if opened.output.finished:
+            self._open.pop(opened.output.request_id, None)
 
     def _logprobs(self, found: TokenLogprobs) -> dict[int, Logprob]:
         """Return the likeliest tokens at a place, and the one that stands there."""
@@ -319,14 +353,13 @@ class TextEngine:
         return {token: Logprob(value, rank, self._text(token)) for token, (value, rank) in ranked.items()}
 
     def _text(self, token: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
+        if self.tokenizer is None:
+            return None
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self.tokenizer.decode([token], skip_special_tokens=False)
+        return text
 
     def shutdown(self) -> None:
         """Let go of the model and its cache."""
         self.core.shutdown()
-
-
-def _count(metrics: RequestMetrics | None, request: Request, now: float) -> None:
-    if metrics is not None:
-        metrics.admitted = metrics.admitted or request.admitted
-        metrics.first_token, metrics.last_token = metrics.first_token or now, now

@@ -16,6 +16,8 @@ from opgraft.text import described
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+_LONG = 4096
+"""Characters or ids from which on the library's functions for several texts are called, which let other threads run."""
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -48,7 +50,10 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, with those that begin and end a text if asked for."""
-        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        if len(text) < _LONG:
+            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(encoding.ids)
 
     def encode_truncated(self, text: str, most: int) -> list[int]:
         """Return the token ids of a text, begun and ended as usual, cut to at most ``most``."""
@@ -58,7 +63,10 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; bytes that are no character become U+FFFD."""
-        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        if len(ids) < _LONG:
+            return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        (text,) = self.backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        return str(text)
 
 
 def open_tokenizer(weights: Weights) -> Tokenizer:

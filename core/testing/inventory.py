@@ -16,8 +16,9 @@ from opgraft import functional
 from opgraft.binding.custom_op import PluggableLayer
 from opgraft.binding.functional import FUNCTIONALS, Functional, binding_of
 from opgraft.binding.kernels import declared_kernels
+from opgraft.binding.names import kin_of, op_name_of
 from opgraft.binding.pluggable_class import PluggableClass, choose_class
-from opgraft.binding.specialisation import bind, kin_of, op_name_of
+from opgraft.binding.specialisation import bind
 from opgraft.decision import Decision, Provider
 from opgraft.errors import ConfigError, ConflictError
 from opgraft.platform import Platform, PlatformSpec, effective_chain

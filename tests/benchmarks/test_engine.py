@@ -105,20 +105,22 @@ def test_latency_is_a_step_of_all_requests(load: Load) -> None:
 
 
 def test_context_costs_its_attention(load: Load) -> None:
-    """A token takes 1 s at 100 and 2 s at 2,000: 1/1,900 s per token of context, 20/19 of the 2 s."""
+    """A token takes 1 s at 100 and 2 s at 2,000: 1/1,900 s per token of context, 20/19 of the 2 s; of codes, 1.5 s."""
+    long = ("context 2,000", "context 2,000, first token")
     measured = {
         "opgraft": {
             "context 100": answers(33),
             "context 100, first token": answers(1),
-            "context 2,000": answers(66),
-            "context 2,000, first token": answers(2),
-        }
+            **dict(zip(long, (answers(66), answers(2)), strict=True)),
+        },
+        "opgraft, int8 cache": dict(zip(long, (answers(50), answers(2)), strict=True)),
     }
     rows = by_name(found(load, measured))
     assert rows["attention's share at context 2,000, float32"].measured == pytest.approx(10 / 19)
     decode = rows["decode at context 2,000 / at 100, float32"]
     assert (decode.measured, decode.verdict) == (0.5, "missed")
     assert decode.bound == pytest.approx(1_001_000 / 1_020_000)
+    assert rows["a token at context 2,000, cache in int8 / in float32"].measured == 0.75
 
 
 def test_memory_is_what_is_beside_weights_and_a_full_cache(load: Load) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,9 @@ class Served:
 
     def __init__(self, folder: Path, dtype: str = "float32", **sections: Any) -> None:
         given = settings(folder)
-        model, cache = dataclasses.replace(given.model, dtype=dtype), CacheConfig(block_size=16, num_blocks=40)
-        self.core = EngineCore(dataclasses.replace(given, model=model, cache=cache, **sections))
+        model = dataclasses.replace(given.model, dtype=dtype)
+        whole = {"model": model, "cache": CacheConfig(block_size=16, num_blocks=40), **sections}
+        self.core = EngineCore(dataclasses.replace(given, **whole))
         self.stack: Any = self.core.executor.worker.runner.model.model
         self.answered = self.left = 0
         self.plan, run = self.stack.plan, self.stack.plan.run
@@ -219,8 +221,92 @@ def test_what_the_library_refuses(kernels: Any) -> None:
         decoder.run(torch.arange(1), weight[:1], [], [], [], [], torch.tensor([0, 1]), torch.tensor([1]))
 
 
+@pytest.mark.parametrize("cache", ["int8", "fp8"])
+def test_caches_of_codes(folder: Path, cache: str) -> None:
+    """A cache of 8 bits goes through the plan, and gives the bits that the modules give."""
+    sections = {"cache": CacheConfig(block_size=16, num_blocks=40, dtype=cache)}
+    ours, modules = (Served(folder, **sections) for _ in range(2))
+    expect_equal(ours.logits(3, 20), modules.by_modules().logits(3, 20))
+    assert (ours.answered > 0, ours.left) == (True, 0)
+
+
+def remark(served: Served) -> str:
+    (plan,) = [row for row in served.core.explain().classes if row.name == "decoder_plan"]
+    assert plan.provider.name == "opgraft-cpu-kernels"
+    return plan.remark
+
+
+def test_explain_says_how_often_the_plan_ran_and_why_not(folder: Path) -> None:
+    """The plan counts its calls, and names the module with a hook and the part that was replaced."""
+    served = Served(folder)
+    assert remark(served) == "not called yet"
+    served.logits(3)
+    assert remark(served) == f"{served.answered} of {served.answered} calls computed in one"
+    with served.stack.layers[1].mlp.down_proj.register_forward_hook(lambda *_: None):
+        served.logits(3)
+    assert f"; {served.left} by the modules, as layers.1.mlp.down_proj has a hook" in remark(served)
+    _replace_module(served.stack)
+    served.logits(3)
+    assert f"; {served.left} by the modules, as act_fn of layers.1 is a Halved" in remark(served)
+
+
+@pytest.mark.parametrize(
+    ("change", "sections", "reason"),
+    [
+        (_replace_layer, {}, "layers.1 is made of other parts"),
+        (_replace_forward, {}, "o_proj of layers.2 was changed: its forward was replaced on the instance"),
+        (_pack, {}, "down_proj of layers.0 has a packed weight"),
+        (
+            None,
+            {"compilation_config": CompilationConfig(custom_ops=["-rms_norm"])},
+            "before_attention of layers.0 runs RMSNorm.forward_native of opgraft ",
+        ),
+        (None, {"cache": CacheConfig(block_size=8, num_blocks=40)}, "blocks have 8 tokens, no multiple of 16"),
+    ],
+)
+def test_reasons_of_the_plan(folder: Path, change: Any, sections: dict[str, Any], reason: str) -> None:
+    """What keeps the layers from the library is said by part and layer."""
+    served = Served(folder, **sections)
+    if change:
+        change(served.stack)
+    served.logits(3)
+    assert served.answered == 0
+    assert reason in remark(served)
+
+
+def test_a_call_of_many_tokens_is_counted_by_its_reason(folder: Path) -> None:
+    """A prompt with more tokens than the plan takes is one call by the modules."""
+    served = Served(folder)
+    served.logits(63, 63)
+    assert served.left == 1
+    assert "1 by the modules, as they have more than" in remark(served)
+
+
+def test_the_page_has_the_most_tokens_of_the_plan(kernels: Any) -> None:
+    """The table by path in the documentation is what the kernels are for."""
+    from opgraft_cpu_kernels import linear
+
+    text = (Path(__file__).parents[2] / "docs/explanation/engine.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| `(amx|avx512\w*)` \| (\d+)(?: tokens)? \| (\d+) \| (\d+) \|$", text, re.M)
+    dtypes = torch.float32, torch.bfloat16, torch.float16
+    assert {(path, dtype): int(n) for path, *most in table for dtype, n in zip(dtypes, most, strict=True)} == linear.FEW
+
+
 def test_explain_knows_what_attention_runs(folder: Path) -> None:
-    """The plugin's attention writes and reads pages by itself: the ops that it has for that are not said to run."""
-    rows = Served(folder).core.executor.call("explain").rows
-    runs = {row.op: row.runs for row in rows if ".attn" in row.path}
-    assert (runs["attention"], runs["write_kv_cache"], runs["paged_attention"]) == (True, False, False)
+    """Attention is the plugin's, and writes and reads pages by itself: its children are not said to run."""
+    rows = [row for row in Served(folder).core.explain().rows if ".attn" in row.path]
+    assert {(row.op, row.kernel, row.provider.name) for row in rows if row.runs} == {
+        ("attention", "Attention.forward", "opgraft-cpu-kernels")
+    }
+    assert {row.op for row in rows if not row.runs} == {
+        "scaled_dot_product_attention",
+        "write_kv_cache",
+        "paged_attention",
+    }
+
+
+def test_explain_names_the_form_of_linear_layers(folder: Path) -> None:
+    """What multiplies by the weights is the kernel of a form, which has a row for each layer that calls it."""
+    rows = [row for row in Served(folder).core.explain().rows if row.op == "linear"]
+    assert len(rows) == 4 * 3 + 1
+    assert {(row.kernel, row.provider.name) for row in rows} == {("Linear.forward_cpu", "opgraft-cpu-kernels")}

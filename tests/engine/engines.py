@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from opgraft.config import CacheConfig, LoadConfig, ModelConfig, OpgraftConfig, SchedulerConfig
 from opgraft.engine.engine_core import EngineCore, EngineOutput
@@ -83,6 +84,19 @@ def serve(core: EngineCore, requests: Sequence[Request]) -> None:
     for output in news(core):
         assert output.error is None
     expect_empty(core)
+
+
+def copies_of(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """A list that fills with the blocks that steps copy."""
+    schedule, copies = core.scheduler.schedule, []
+
+    def noting() -> Any:
+        step = schedule()
+        copies.extend(step.copies)
+        return step
+
+    monkeypatch.setattr(core.scheduler, "schedule", noting)
+    return copies
 
 
 def expect_empty(core: EngineCore) -> None:

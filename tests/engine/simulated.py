@@ -20,6 +20,8 @@ from opgraft.engine.step import NewSequence, Scheduled, Step
 
 VOCABULARY = 3
 EOS = 0
+NAMES = [f"{name}{sibling}" for name in range(50) for sibling in ("", "/0", "/1")]
+"""Ids of requests, which are given anew as soon as they are free, those of siblings too."""
 
 
 def digest(before: int, token: int) -> int:
@@ -128,7 +130,7 @@ def expected_output(request: Request, max_model_len: int) -> list[int]:
 def check_invariants(scheduler: Scheduler, step: Step) -> None:
     """Check a schedule just made against its limits, and every block against the tables that it stands in."""
     config, cache = scheduler.config, scheduler.cache
-    assert step.num_tokens <= config.max_num_batched_tokens
+    assert sum(s.count for s in step.sequences) <= config.max_num_batched_tokens
     assert len(scheduler.running) <= config.max_num_seqs
     assert bool(step.sequences) == scheduler.has_work, "a step without progress"
     assert all(s.count > 0 for s in step.sequences)
@@ -148,9 +150,11 @@ def check_invariants(scheduler: Scheduler, step: Step) -> None:
         assert all(r.rank > last for r in scheduler.waiting if not scheduler._awaits_parent(r)), (
             "somebody was overtaken"
         )
-    if any(r.request_id in step.removed for r in scheduler.waiting if r.num_preemptions and r.num_computed == 0):
-        preempted_now = {r.request_id for r in scheduler.waiting if r.num_preemptions} & set(step.removed)
-        assert not (preempted_now and step.added), "admitted in a step that preempted"
+    preempted_now = [r for r in scheduler.waiting if r.num_preemptions and r.request_id in step.removed]
+    if preempted_now and step.added:
+        (new,) = step.added  # for whom way was made
+        better = scheduler._requests[new.request_id].rank[0]
+        assert all(better < r.rank[0] for r in preempted_now), "admitted in a step that preempted"
 
 
 @dataclass
@@ -160,7 +164,7 @@ class Traffic:
     scheduler: Scheduler
     random: random.Random
     checked: bool = True
-    answers: dict[str, Request] = field(default_factory=dict)
+    answers: list[Request] = field(default_factory=list)
     salts: dict[str, str | None] = field(default_factory=dict)
     live: dict[str, Request] = field(default_factory=dict)
     number: int = 0
@@ -181,12 +185,14 @@ class Traffic:
             self._abort(aborts)
             for request in self.scheduler.update(step, tokens):
                 self._answer(request)
-        self.runner.execute(self.scheduler.schedule())
+        last = self.scheduler.schedule()
+        self.scheduler.update(last, self.runner.execute(last))
         self.check_end()
 
     def check_end(self) -> None:
         scheduler, pool = self.scheduler, self.scheduler.cache.pool
-        left = (self.live, self.runner.sequences, scheduler.running, scheduler.waiting, scheduler.cache._tables)
+        queues = (scheduler.running, scheduler.waiting, scheduler._parked)
+        left = (self.live, self.runner.sequences, *queues, scheduler.cache._tables)
         assert not any((*left, scheduler._requests, scheduler._removed, scheduler._batch))
         assert pool.num_free == pool.num_blocks
         assert not any(pool.references(block) for block in range(pool.num_blocks))
@@ -201,7 +207,9 @@ class Traffic:
             n=n, max_tokens=max_tokens, min_tokens=draw.randint(0, max_tokens), ignore_eos=draw.random() < 0.3,
             stop_token_ids=draw.choice(((), (2,))), prompt_logprobs=draw.choice((None, None, None, 0)),
         )  # fmt: skip
-        name = f"request-{self.number}"
+        name = draw.choice(NAMES)
+        while name in self.live or any(f"{name}/{index}" in self.live for index in range(n)):
+            name = draw.choice(NAMES)
         salt = draw.choice((None, None, "a", "b"))
         request = Request(name, prompt, params, eos={EOS}, priority=draw.randint(0, 2), cache_salt=salt)
         for sample in request.split():
@@ -217,15 +225,14 @@ class Traffic:
             self._answer(self.live[name])
 
     def _answer(self, request: Request) -> None:
-        assert self.live.pop(request.request_id) is request
-        assert request.request_id not in self.answers, "answered twice"
+        assert self.live.pop(request.request_id, None) is request, "answered twice"
         expected = expected_output(request, self.scheduler.max_model_len)
         if request.finish_reason == "abort":
             assert request.output == expected[: len(request.output)]
         else:
             assert request.output == expected
         if self.checked:
-            self.answers[request.request_id] = request
+            self.answers.append(request)
         del self.salts[request.request_id]
 
 

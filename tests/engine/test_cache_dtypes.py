@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import Site
 from engine.engines import engine, plain_logits, prompts, recorded, serve, settings
+from opgraft.config import CacheConfig
 from opgraft.engine.cache_layout import CacheLayout
 from opgraft.engine.engine_core import EngineCore
 from opgraft.errors import ConfigError
@@ -121,3 +122,12 @@ def test_a_layout_without_a_place_for_codes(checkpoint: tuple[Path, Any], dtype:
     site.plugin("unquantized", PLUGIN)
     with pytest.raises(ConfigError, match=r"layer '.*attn' keeps its cache in a layout of Unquantized.*cache\.dtype"):
         engine_of(checkpoint[0], dtype)
+
+
+@pytest.mark.parametrize(("dtype", "reason"), [("fp8_e5m2", "e4m3 is more precise"), ("fp8_e4m3", "which is e4m3")])
+def test_names_of_other_engines(dtype: str, reason: str) -> None:
+    """A dtype that other engines have is refused with what to set instead, and why."""
+    with pytest.raises(ConfigError, match=rf"cache\.dtype is '{dtype}': use fp8, .*{reason}"):
+        CacheConfig(dtype=dtype)
+    with pytest.raises(ConfigError, match=r"cache\.dtype is 'fp4': use one of auto, .*, fp8, int8"):
+        CacheConfig(dtype="fp4")

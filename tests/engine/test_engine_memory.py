@@ -68,19 +68,19 @@ class Visitors:
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3"])
-def test_thousands_of_requests_leave_nothing(family: str, tmp_path: Path) -> None:
+def test_many_requests_leave_nothing(family: str, tmp_path: Path) -> None:
     """Neither blocks nor rows nor objects nor memory of requests that ended, were aborted or refused remain."""
     written(family, tmp_path / "model", **SMALLEST, num_hidden_layers=2, head_dim=8, sliding_window=6)
     engine = TextEngine(settings(tmp_path / "model", num_blocks=64, max_num_seqs=ROWS, max_num_batched_tokens=40))
     visitors = Visitors(engine)
-    visitors.serve(300)
+    visitors.serve(200)
     visitors.expect_nothing_held()
     before = _objects(), sys.getallocatedblocks()
-    visitors.serve(2000)
+    visitors.serve(1000)
     visitors.expect_nothing_held()
     grown = _objects() - before[0], sys.getallocatedblocks() - before[1]
     assert min(visitors.aborted, visitors.refused, visitors.ended) > 100
-    assert max(grown) < 1000, f"{grown} more objects and blocks of memory"
+    assert max(grown) < 500, f"{grown} more objects and blocks of memory"
 
 
 def _objects() -> int:

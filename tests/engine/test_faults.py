@@ -38,12 +38,12 @@ def engine(folder: Path, *, num_blocks: int = 100, **scheduler: Any) -> EngineCo
     )
 
 
-def requests(count: int, **params: Any) -> list[Request]:
+def requests(number: int, **params: Any) -> list[Request]:
     generator = torch.Generator().manual_seed(1)
     greedy = SamplingParams(**{"temperature": 0, "max_tokens": 12, "ignore_eos": True, **params})
     return [
         Request(f"r{i}", torch.randint(3, 99, (2 + 3 * i % 11,), generator=generator).tolist(), greedy)
-        for i in range(count)
+        for i in range(number)
     ]
 
 
@@ -91,9 +91,13 @@ class Fault:
 
 
 def places(core: EngineCore) -> dict[str, tuple[Any, str]]:
-    """Functions that a step goes through, from the engine to the end of the sampler."""
+    """Functions that a step goes through, from the scheduler to the end of the sampler."""
     runner = core.executor.worker.runner
     return {
+        "choosing": (core.scheduler, "schedule"),
+        "blocks": (core.cache, "extend"),
+        "taking in": (core.scheduler, "update"),
+        "contents of blocks": (core.cache, "computed"),
         "executor": (core.executor, "call"),
         "sampling settings": (runner.sampling, "add"),
         "tables": (runner.batch, "_extend"),
@@ -106,6 +110,9 @@ def places(core: EngineCore) -> dict[str, tuple[Any, str]]:
 
 
 PLACES = ("executor", "sampling settings", "tables", "inputs", "layer", "logits", "sampler", "one of several tokens")
+
+AROUND = ("choosing", "blocks", "taking in", "contents of blocks")
+"""Places before and after what the runner does."""
 
 OFTEN = ("sampling settings", "tables", "one of several tokens")
 """Places that a step goes through not once, but as often as it has new sequences or tokens."""
@@ -184,7 +191,7 @@ def test_random_faults_with_preemptions_and_siblings(checkpoint: Path, place: st
     assert again == served(engine(checkpoint), requests(12))[0]
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [*AROUND, *PLACES])
 def test_after_an_interrupt_the_step_is_computed_anew(checkpoint: Path, place: str) -> None:
     """An interrupt goes through, and the requests have the tokens that they would have had without it."""
     right, _ = served(engine(checkpoint), requests(6))

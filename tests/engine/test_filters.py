@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import pytest
 import torch
 from opgraft.engine.sampling import Sampler, SamplingBatch, bad_word_tokens
 from opgraft.engine.sampling.drawing import Filters, draw, draw_filtered
+from opgraft.engine.sampling.penalties import Penalties
+from opgraft.engine.sampling.row import Row
+from opgraft.engine.sampling.token_counts import TokenCounts
 from opgraft.engine.sampling_params import SamplingParams
 from torch import Tensor
 
@@ -139,6 +143,65 @@ def test_penalties(output: list[int]) -> None:
             expected[token] *= 1.7 if expected[token] < 0 else 1 / 1.7
         expected[token] -= 0.25 * output.count(token) + -0.5 * (token in output)
     assert adjusted(logits, params, prompt, output).tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def penalised(logits: Tensor, row: Row) -> Tensor:
+    """The logits of a row, one token after the other."""
+    params, found = row.params, logits.double().tolist()
+    for token in range(len(found)):
+        if params.repetition_penalty != 1 and token in [*row.prompt, *row.output]:
+            found[token] *= params.repetition_penalty ** (1 if found[token] < 0 else -1)
+        count = row.output.count(token)
+        found[token] -= params.frequency_penalty * count + params.presence_penalty * bool(count)
+    return torch.tensor(found, dtype=torch.float32)
+
+
+def test_penalties_of_rows_that_come_and_go() -> None:
+    """Whoever is added, selected, waits or leaves: each row has the penalties of its own tokens."""
+    draw, batch, vocabulary = random.Random(5), SamplingBatch(), 12  # noqa: S311
+    settings = [
+        SamplingParams(repetition_penalty=1.7), SamplingParams(frequency_penalty=0.25, presence_penalty=-0.5),
+        SamplingParams(), SamplingParams(repetition_penalty=0.6, presence_penalty=1.0),
+    ]  # fmt: skip
+    for turn in range(200):
+        if draw.random() < 0.3 or not batch._all:
+            batch.add(turn, draw.choice(settings), [draw.randrange(14) for _ in range(4)], [1] * draw.randrange(3))
+        if draw.random() < 0.2:
+            batch.remove(draw.choice(list(batch._all)))
+        if draw.random() < 0.5:
+            batch.select(draw.sample(list(batch._all), draw.randint(0, len(batch._all))))
+        logits = torch.randn(len(batch), vocabulary)
+        expected = [penalised(row, each) for row, each in zip(logits, batch.rows, strict=True)]
+        batch.plan(vocabulary, logits.device).adjustments.apply(logits)
+        torch.testing.assert_close([*logits], expected, rtol=1e-5, atol=1e-5)
+        for key in draw.sample(list(batch._all), min(3, len(batch._all))):
+            batch.append(key, draw.randrange(14))
+
+
+def test_tokens_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrivals and ends count no token of others anew, and a token of the output costs what is new about it."""
+    counted: list[int] = []
+    settled: list[int] = []
+    made, settings = TokenCounts.__init__, Penalties._settings_of
+    monkeypatch.setattr(TokenCounts, "__init__", lambda self, p, o, v: (counted.append(len(p)), made(self, p, o, v))[1])
+    monkeypatch.setattr(
+        Penalties, "_settings_of", lambda self, rows: (settled.append(len(rows)), settings(self, rows))[1]
+    )
+    batch, logits = SamplingBatch(), torch.zeros(8, 5000)
+    for key in range(8):
+        batch.add(key, SamplingParams(repetition_penalty=1.1), range(2000))
+    batch.plan(5000, logits.device).adjustments.apply(logits)
+    assert counted == [2000] * 8
+    settled.clear()
+    for token in range(1990, 2010):
+        for key in range(8):
+            batch.append(key, token)
+        batch.plan(5000, logits.device).adjustments.apply(logits)
+    assert settled == [8] * 10
+    batch.remove(3)
+    batch.add(9, SamplingParams(repetition_penalty=1.1), range(10))
+    batch.plan(5000, logits.device)
+    assert counted == [2000] * 8 + [10]
 
 
 def test_biases_are_added() -> None:

@@ -12,7 +12,10 @@ from opgraft.ops.attention import Attention
 from random_decoders import DECODERS, written
 
 PLUGIN = '''
-"""Attention of the toy NPU: tokens lie innermost, keys over values, heads outermost in a block."""
+"""Attention of the toy NPU: tokens lie innermost, keys over values, heads outermost in a block.
+
+A launch has room for as many tokens as the batch says that its longest sequence has.
+"""
 
 import opgraft
 import torch
@@ -29,11 +32,13 @@ class ToyAttention(Attention):
         block, offset = pages.slots // batch.block_size, pages.slots % batch.block_size
         pages.cache[block, :, :, offset] = torch.cat((key, value), dim=-1)
         attended = torch.empty_like(query)
+        room = torch.empty(2, self.num_kv_heads, self.head_size, batch.max_seq_len)
         bounds = batch.query_start_loc.tolist()
         for row, (length, start, end) in enumerate(zip(batch.seq_lens.tolist(), bounds, bounds[1:])):
             blocks = pages.block_table[row, : -(-length // batch.block_size)]
             tokens = pages.cache[blocks].permute(1, 2, 0, 3).flatten(2)[..., :length]
-            attended[start:end] = self.attend_sequence(query[start:end], *tokens.chunk(2, dim=1))
+            seen = room[..., :length].copy_(torch.stack(tokens.chunk(2, dim=1)))
+            attended[start:end] = self.attend_sequence(query[start:end][: batch.max_query_len], *seen)
         return attended
 
     def attend_sequence(self, query, keys, values):

@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from engine.engines import BLOCK, engine, expect_empty, expect_right, news, plain_logits, prompts, recorded, serve
+from engine.engines import (
+    BLOCK,
+    copies_of,
+    engine,
+    expect_empty,
+    expect_right,
+    news,
+    plain_logits,
+    prompts,
+    recorded,
+    serve,
+)
 from opgraft.engine.engine_core import EngineCore
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
@@ -101,19 +112,6 @@ def test_requests_that_come_and_go(checkpoint: tuple[Path, Any]) -> None:
         pass
     expect_empty(core)
     expect_right(model, request, recorder)
-
-
-def copies_of(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """A list that fills with the blocks that steps copy."""
-    schedule, copies = core.scheduler.schedule, []
-
-    def noting() -> Any:
-        step = schedule()
-        copies.extend(step.copies)
-        return step
-
-    monkeypatch.setattr(core.scheduler, "schedule", noting)
-    return copies
 
 
 @with_and_without_windows

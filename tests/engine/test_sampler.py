@@ -10,7 +10,7 @@ import opgraft.binding.pluggable_class as pluggable
 import pytest
 import torch
 from opgraft.engine.sampling import Sampler, SamplingBatch, TokenLogprobs, prompt_logprobs
-from opgraft.engine.sampling.blocks import row_maximum
+from opgraft.engine.sampling.greatest_values import row_maximum
 from opgraft.engine.sampling.random_numbers import stream_of, uniform
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import RequestError
@@ -191,6 +191,22 @@ def test_rows_can_be_selected_for_a_step() -> None:
     assert Sampler()(logits, batch).tokens.tolist() == expected
 
 
+def test_arrivals_and_ends_are_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows are put together when a step asks for them, not with each request that comes or goes."""
+    shown: list[int] = []
+    show = SamplingBatch._show
+    monkeypatch.setattr(SamplingBatch, "_show", lambda self, keys: (shown.append(len(keys)), show(self, keys))[1])
+    batch = batch_of([GREEDY] * 50)
+    for key in range(20):
+        batch.remove(key)
+    assert shown == []
+    batch.select(range(25, 50))
+    batch.select(range(25, 50))
+    assert shown == [25]
+    batch.add(99, GREEDY, [1])
+    assert batch.keys == (*range(20, 50), 99)
+
+
 def damaged(vocabulary: int) -> Tensor:
     logits = normal(len(MIXED), vocabulary)
     logits[1, 5] = math.nan
@@ -217,7 +233,7 @@ def test_bad_logits_fail_one_request_by_name(vocabulary: int) -> None:
 def test_a_batch_without_rows_for_the_logits_is_refused() -> None:
     """The number of rows must fit, and each request is known by one key."""
     batch = batch_of([GREEDY])
-    with pytest.raises(RequestError, match=r"logits \(2, 9\) for a batch of 1 requests: expected \[1, vocabulary\]"):
+    with pytest.raises(RequestError, match=r"logits \(2, 9\) for a batch of 1 requests: give \[1, vocabulary\]"):
         Sampler()(torch.zeros(2, 9), batch)
     with pytest.raises(RequestError, match="request 0 is in the batch already"):
         batch.add(0, GREEDY, [1])

@@ -16,7 +16,7 @@ NAN, INFINITY = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("name", "values", "allowed"),
     [
-        ("n", [0, -1, True, 1.0, "1", None], "an integer of at least 1"),
+        ("n", [0, -1, True, 1.0, "1", None, 1025, 10**9], "an integer of at least 1 and at most 1,024"),
         ("temperature", [-1, NAN, INFINITY, 1e-9, 10**400, True, "hot", None], "0 for greedy decoding, or a number"),
         ("top_k", [-1, True, 1.5], "an integer of at least 0, where 0 keeps every token"),
         ("top_p", [0, -0.1, 1.1, NAN, True, "1"], "a number above 0 and at most 1"),
@@ -102,3 +102,9 @@ def test_an_empty_prompt_is_refused() -> None:
     """There must be a token to go on from."""
     with pytest.raises(RequestError, match="'a' has an empty prompt: give it at least one token"):
         Request("a", [], SamplingParams())
+
+
+def test_equal_settings_have_the_same_hash() -> None:
+    """They can be keys, with biases and structured outputs too."""
+    made = [SamplingParams(logit_bias={5: 1.0}, structured_output={"regex": "a"}, stop=["x"]) for _ in range(2)]
+    assert len({*made, SamplingParams(logit_bias={5: 2.0}, structured_output={"regex": "a"}, stop=["x"])}) == 2

@@ -6,32 +6,11 @@ import pickle
 from typing import Any
 
 import pytest
+from engine.scheduling import counts, distinct, request, step
 from engine.simulated import make_scheduler
-from opgraft import SamplingParams
 from opgraft.engine.kv_cache import LayerKind
 from opgraft.engine.request import Request
-from opgraft.engine.scheduler import Scheduler
-from opgraft.engine.step import Step
 from opgraft.errors import RequestError
-
-
-def request(name: str, length: int = 4, *, priority: int = 0, token: int = 1, **params: Any) -> Request:
-    return Request(name, [token] * length, SamplingParams(**params), priority=priority)
-
-
-def distinct(name: str, length: int, first: int, **params: Any) -> Request:
-    return Request(name, range(first, first + length), SamplingParams(**params))
-
-
-def step(scheduler: Scheduler, token: int = 5) -> Step:
-    """Schedule a step, and answer it with one token for each that samples."""
-    made = scheduler.schedule()
-    scheduler.update(made, {s.request_id: token for s in made.sequences if s.samples})
-    return made
-
-
-def counts(made: Step) -> dict[str, int]:
-    return {s.request_id: s.count for s in made.sequences}
 
 
 def test_a_prompt_comes_in_chunks_beside_decodes() -> None:
@@ -120,6 +99,20 @@ def test_admission_leaves_blocks_for_those_that_run() -> None:
     scheduler.add(distinct("a", 8, 10, max_tokens=4))
     scheduler.add(distinct("b", 15, 30, max_tokens=1))
     assert counts(step(scheduler)) == {"a": 8, "b": 15}
+
+
+def test_tokens_that_are_computed_anew_count_as_prompt() -> None:
+    """Also where the last chunk of a sequence that was preempted has one token."""
+    scheduler = make_scheduler(budget=4)
+    scheduler.add(distinct("a", 6, 10, max_tokens=9))
+    for _ in range(4):
+        step(scheduler)
+    counted = scheduler.counters
+    assert (counted.prompt_tokens, counted.decode_tokens) == (6, 2)
+    scheduler._preempt(scheduler.running[0])
+    scheduler.cache.clear()
+    assert [counts(step(scheduler)) for _ in range(4)] == [{"a": 4}, {"a": 4}, {"a": 1}, {"a": 1}]
+    assert (counted.prompt_tokens, counted.decode_tokens) == (15, 3)
 
 
 @pytest.mark.parametrize("kinds", [[LayerKind()], [LayerKind(), LayerKind(6)]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -90,7 +91,6 @@ INPUTS = {"type": "float", "num_bits": 8, "dynamic": True, "strategy": "token"}
 @pytest.mark.parametrize(
     ("more", "in_group"),
     [
-        ({"kv_cache_scheme": {"num_bits": 8}}, {}),
         ({"transform_config": {"config_groups": {}}}, {}),
         ({"rotation": "hadamard"}, {}),
         ({}, {"output_activations": INPUTS}),
@@ -103,6 +103,50 @@ def test_settings_of_compressed_tensors_that_are_not_read(more: dict, in_group: 
     CompressedTensorsConfig.from_config({**plain, "config_groups": {"0": group}, **dict.fromkeys(more)})
     with pytest.raises(QuantizationError, match=next(iter({**more, **in_group}))):
         CompressedTensorsConfig.from_config({**plain, **more, "config_groups": {"0": {**group, **in_group}}})
+
+
+def test_a_scheme_for_the_cache_changes_no_weights() -> None:
+    """What compressed-tensors would keep in its cache is no reason to refuse the weights."""
+    group = {"targets": ["Linear"], "weights": FP8, "input_activations": INPUTS}
+    plain = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"0": group}}
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    CompressedTensorsConfig.from_config({**plain, "kv_cache_scheme": scheme})
+
+
+@pytest.mark.parametrize("implementation", ["auto", "transformers"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("self_attn.k_scale", "self_attn.v_scale"),
+        ("self_attn.attn.k_scale", "self_attn.attn.v_scale"),
+        ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),
+        ("self_attn.k_proj.output_scale", "self_attn.v_proj.output_scale"),
+        ("self_attn.kv_scale",),
+    ],
+)
+def test_scales_for_a_cache_are_left_out_and_told_of(
+    names: tuple[str, ...], implementation: str, single: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By whichever tool's names: the weights are those of the checkpoint without, and the log says so."""
+
+    def scale(weights: dict[str, Tensor]) -> None:
+        weights.update({f"model.layers.{i}.{name}": torch.tensor(0.02) for i in range(2) for name in names})
+
+    logger = logging.getLogger("opgraft")
+    with caplog.at_level("INFO", logger.name):
+        plain = load_model(config(single, implementation)).state_dict()
+        assert "scales for the cache" not in caplog.text
+        scaled = load_model(config(changed(single, tmp_path / "scaled", scale), implementation)).state_dict()
+    assert f"scaled has {2 * len(names)} scales for the cache, such as model.layers.0.{names[0]}" in caplog.text
+    assert plain.keys() == scaled.keys()
+    assert all(torch.equal(plain[name], scaled[name]) for name in plain)
+
+
+def test_other_scales_have_no_place(single: Path, tmp_path: Path) -> None:
+    """A scale that is not known to be for a cache is not left out in silence."""
+    name = "model.layers.0.self_attn.o_proj.output_scale"
+    with pytest.raises(CheckpointError, match=r"o_proj.output_scale' has no place"):
+        load_model(config(changed(single, tmp_path / "other", lambda w: w.update({name: torch.tensor(0.02)}))))
 
 
 @pytest.mark.parametrize(

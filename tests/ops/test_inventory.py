@@ -11,7 +11,7 @@ import opgraft
 import pytest
 import torch
 from opgraft import CustomOp, ops
-from opgraft.binding.specialisation import op_name_of
+from opgraft.binding.names import op_name_of
 from opgraft.errors import ConflictError
 from opgraft.ops import GatedMLP, RMSNorm, SiluAndMul
 from opgraft.plugins.host import load_plugins

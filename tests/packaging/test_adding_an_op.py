@@ -81,16 +81,15 @@ def insert(path: Path, mark: str, text: str) -> None:
     path.write_text(source.replace(mark, mark + text, 1), encoding="utf-8")
 
 
-def python(package: Path, *arguments: str) -> str:
+def run(package: Path, *command: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(package)}
-    command = [sys.executable, *arguments]
     child = subprocess.run(command, cwd=package, env=environment, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stdout + child.stderr
     return child.stdout
 
 
 @pytest.mark.slow
-def test_an_op_is_added_in_the_folder_of_its_family(tmp_path: Path) -> None:
+def test_an_op_is_added_in_the_folder_of_its_family(tmp_path: Path, warm_python: str) -> None:
     """What is written in one folder is known to functions, modules, proof, commands, pages and the tests of these."""
     for folder, place in FOLDERS.items():
         ignored = shutil.ignore_patterns("__pycache__")
@@ -106,11 +105,12 @@ def test_an_op_is_added_in_the_folder_of_its_family(tmp_path: Path) -> None:
     insert(family / "__init__.py", "from opgraft.ops.activation.modules import (", "Softsign, ")
     insert(family / "__init__.py", "__all__ = [", '"Softsign", ')
     append(family / "spec.py", SPEC)
-    python(tmp_path, "-W", "error", "-c", USE, str(tmp_path))
-    python(tmp_path, "tools/op_pages.py")
+    run(tmp_path, sys.executable, "-W", "error", "-c", USE, str(tmp_path))
+    run(tmp_path, warm_python, "tools/op_pages.py")
     page = (tmp_path / "docs/reference/ops/softsign.md").read_text(encoding="utf-8")
     assert "opgraft.functional.softsign" in page
-    python(tmp_path, "-m", "pytest", "-q", "--noconftest", "-c", os.devnull, "--rootdir", str(tmp_path), *CHECKS)
-    listed = python(tmp_path, "-m", "opgraft", "ops", "list")
+    options = ["-q", "--noconftest", "-c", os.devnull, "--rootdir", str(tmp_path)]
+    run(tmp_path, warm_python, "-m", "pytest", *options, *CHECKS)
+    listed = run(tmp_path, warm_python, "-m", "opgraft", "ops", "list")
     assert "softsign" in listed
-    assert "softsign" in python(tmp_path, "-m", "opgraft", "ops", "explain", "softsign")
+    assert "softsign" in run(tmp_path, warm_python, "-m", "opgraft", "ops", "explain", "softsign")

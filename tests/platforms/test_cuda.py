@@ -205,12 +205,12 @@ class TestNvml:
     def test_its_failure_is_a_fact(self, site, monkeypatch, init: str, reason: str) -> None:
         """Whatever becomes of the child, the devices stay as files have them, and the evidence says what happened."""
         self.install(site, init)
-        monkeypatch.setattr(nvml, "TIME_LIMIT", 0.5)
+        monkeypatch.setattr(nvml, "TIME_LIMIT", 0.5 if "sleep" in init else 30)
         start = time.monotonic()
         devices, (fact,) = nvml.with_detail(self.LIVE, [self.FOUND])
         assert devices == [self.FOUND]
         assert reason in fact.value
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 50
 
     def test_it_is_asked_of_the_live_machine_only(self, site, tmp_path: Path) -> None:
         """A recorded machine, or one without the package, is left to its files."""

@@ -125,8 +125,8 @@ def test_the_table_is_fast(name: str, machine_folder) -> None:
 
     def seconds() -> float:
         machine = Machine.recorded(machine_folder(name))
-        start = time.perf_counter()
+        start = time.process_time()
         list(sightings(machine))
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     assert min(seconds() for _ in range(5)) < 0.05

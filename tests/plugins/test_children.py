@@ -162,7 +162,7 @@ def test_an_interrupt_ends_the_child(tmp_path: Path) -> None:
             time.sleep(0.02)
         pid = int(trace.read_text())
         process.send_signal(signal.SIGINT)
-        process.wait(10)
+        process.wait(60)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 

@@ -329,7 +329,7 @@ def test_a_plugin_imported_by_one_thread_and_loaded_by_another(site) -> None:
         thread.start()
         time.sleep(0.1)
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     assert RMSNorm(4).op_class.__name__ == "AcmeRMSNorm"
 

@@ -1,4 +1,7 @@
-"""``opgraft`` with slow steps, whose engine breaks when a signal says so: SIGUSR1 fails a step, SIGUSR2 its thread."""
+"""``opgraft`` with slow steps, whose engine breaks when a signal says so.
+
+SIGUSR1 fails a step, SIGUSR2 its thread, and SIGHUP has a step never end.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ execute, step = Worker.execute, EngineCore.step
 
 
 def slow(worker: Worker, scheduled: Any) -> Any:
-    time.sleep(SECONDS)
+    time.sleep(10**6 if signal.SIGHUP in noted else SECONDS)
     if signal.SIGUSR1 in noted:
         noted.clear()
         raise RuntimeError("kernel trouble in /secret/place.so")
@@ -32,6 +35,6 @@ def broken(core: EngineCore) -> Any:
 
 if __name__ == "__main__":
     Worker.execute, EngineCore.step = slow, broken  # type: ignore[method-assign]
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, lambda number, frame: noted.append(number))
     main()

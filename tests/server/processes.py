@@ -104,7 +104,8 @@ class Server:
 
     def requests(self) -> list[dict[str, Any]]:
         """Return the lines of the log that are of requests."""
-        return [json.loads(line) for line in list(self.log) if line.startswith("{")]
+        lines = [json.loads(line) for line in list(self.log) if line.startswith("{")]
+        return [line for line in lines if "request_id" in line]
 
     def end(self, signal_number: int = signal.SIGTERM, seconds: float = 60) -> int:
         """Send a signal, and return the exit code."""
@@ -161,7 +162,14 @@ def _read(pipe: Any, lines: list[str], ready: threading.Event | None) -> None:
         ready.set()  # it has ended: nobody needs to wait any longer
 
 
-def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+def worked(server: Server) -> float:
+    """The seconds of processor time that the server has had so far."""
+    with open(f"/proc/{server.process.pid}/stat") as stat:
+        user, system = stat.read().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     """Wait for a condition."""
     end = time.monotonic() + seconds
     while not condition():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
+from opgraft.errors import ConfigError
+from opgraft.server.keys import read_keys
 from server.processes import Server, error_of, expect_idle, serving, until
 
 STEP = 0.05
@@ -59,16 +60,16 @@ def test_a_client_that_leaves_is_noticed_within_two_steps(slow: Server) -> None:
         lines = begun(response)
         for _ in range(3):
             next(lines)
-        before = slow.metric("generation_tokens_total")
+    before = slow.metric("generation_tokens_total")  # the server sees first that the client has left
     expect_idle(slow)
     assert slow.metric("generation_tokens_total") <= before + 3, "two steps, and the one of the moment"
     until(lambda: any(line.get("error") == "the client has left" for line in slow.requests()))
     body = {"model": slow.model, "prompt": "the cat", "max_tokens": 400, "ignore_eos": True}
-    before = slow.metric("generation_tokens_total")
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{slow.url}/v1/completions", json=body, headers=slow.headers, timeout=10 * STEP)
+    before = slow.metric("generation_tokens_total")
     expect_idle(slow)
-    assert slow.metric("generation_tokens_total") < before + 20, "who asks for no stream is noticed, too"
+    assert slow.metric("generation_tokens_total") <= before + 3, "who asks for no stream is noticed, too"
 
 
 def test_what_cannot_wait_is_refused_at_once(slow: Server) -> None:
@@ -77,10 +78,9 @@ def test_what_cannot_wait_is_refused_at_once(slow: Server) -> None:
         running = [begun(one), begun(two)]
         first = slow.later(lambda: slow.complete(max_tokens=2, n=3, temperature=1))
         until(lambda: slow.metric("num_requests_waiting") == 3)
-        started = time.monotonic()
         refused = slow.complete(max_tokens=2)
-        assert time.monotonic() - started < 1
         assert refused.status_code == 429
+        assert not first.done(), "nothing had to end before"
         assert refused.headers["retry-after"] == "1"
         assert error_of(refused)["message"].startswith("3 sequences wait already, this request has 1, and at most 3")
         assert all(next(lines) == "" for lines in running)
@@ -94,6 +94,40 @@ def test_what_cannot_wait_is_refused_at_once(slow: Server) -> None:
         assert "60 tokens wait already, this request has 60, and at most 100" in error_of(refused)["message"]
     assert first.result().status_code == 200
     expect_idle(slow)
+
+
+def test_what_has_not_begun_waits(slow: Server) -> None:
+    """Of several answers, those after the first count as waiting until they begin."""
+    with stream(slow, n=3, temperature=1, max_tokens=200) as response:
+        lines = begun(response)
+        until(lambda: slow.metric("num_requests_waiting") == 1)
+        refused = slow.complete(n=3, temperature=1, max_tokens=1)
+        assert error_of(refused)["message"].startswith("1 sequences wait already, this request has 3, and at most 3")
+        assert next(lines) == ""
+    expect_idle(slow)
+
+
+def test_log_probabilities_of_a_request_have_a_limit(checkpoint: Path) -> None:
+    """They are counted over all tokens, echoed ones too, before anything is computed; so are answers over tokens."""
+    limits = ("--server.max_total_logprobs", "100", "--server.max_output_tokens", "21")
+    with serving(checkpoint, *limits) as server:
+        refused = server.complete(n=22, temperature=1)
+        assert (refused.status_code, error_of(refused)["param"]) == (400, "n")
+        assert server.complete(max_tokens=20, logprobs=4).status_code == 200
+        for asked in ({"max_tokens": 21, "logprobs": 4}, {"prompt": [5] * 50, "echo": True, "logprobs": 1}):
+            refused = server.complete(**asked)
+            assert (refused.status_code, error_of(refused)["param"]) == (400, "logprobs")
+            assert "this server allows 100" in error_of(refused)["message"]
+
+
+def test_a_stalled_reader_holds_no_dead_server(checkpoint: Path) -> None:
+    """When the engine has died, the process ends although a client reads no further."""
+    asked = {"prompt": [[5] * 400] * 8, "n": 8, "temperature": 1, "max_tokens": 1, "echo": True, "logprobs": 20}
+    with serving(checkpoint, step_seconds=0) as server, stream(server, **asked, stream=False) as response:
+        assert response.status_code == 200
+        server.process.send_signal(signal.SIGUSR2)
+        server.later(server.complete)
+        assert server.process.wait(15) == 5
 
 
 def test_tokens_of_all_answers_have_a_limit(slow: Server) -> None:
@@ -116,7 +150,13 @@ def test_a_step_that_fails_fails_its_requests_alone(slow: Server) -> None:
     assert whole.status_code == 500
     assert "secret" not in whole.text + last
     assert "Traceback" not in whole.text + last
-    assert any("kernel trouble" in line for line in slow.log)
+    lines = [line for line in slow.requests() if line["path"] == "/v1/completions"][-2:]
+    assert sorted(line["status"] for line in lines) == [200, 500]
+    for line in lines:
+        assert "while it was computed" in line["error"]
+        assert "kernel trouble" in line["cause"]
+        assert line["level"] == "ERROR"
+    assert next(line for line in lines if line["status"] == 200)["completion_tokens"] > 0
     assert slow.complete(max_tokens=2).status_code == 200
     assert slow.get("/health").status_code == 200
     expect_idle(slow)
@@ -164,14 +204,14 @@ def test_a_drain_lets_requests_finish(checkpoint: Path) -> None:
     """After a SIGTERM new ones are refused, short ones end, long ones are aborted in time, and the code is 0."""
     with serving(checkpoint, "--drain-seconds", "2", step_seconds=STEP) as server, httpx.Client() as client:
         assert client.get(f"{server.url}/health").status_code == 200
-        with stream(server) as long, stream(server, max_tokens=20) as short:
+        with stream(server) as long, stream(server, max_tokens=5) as short:
             lines = [begun(long), begun(short)]
             server.process.send_signal(signal.SIGTERM)
             until(lambda: refuses(server))
             assert [line for line in lines[1] if line][-1] == "data: [DONE]"
             *_, last = [line for line in lines[0] if line]
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "aborted"
-        assert server.process.wait(10) == 0
+        assert server.process.wait(60) == 0
         streams = [line for line in server.requests() if line["path"] == "/v1/completions"]
         assert sorted(line.get("error", "")[:11] for line in streams) == ["", "the request"]
 
@@ -179,7 +219,7 @@ def test_a_drain_lets_requests_finish(checkpoint: Path) -> None:
 def refuses(server: Server) -> bool:
     """Tell whether the server takes no more connections."""
     try:
-        httpx.get(f"{server.url}/health", timeout=5)
+        httpx.get(f"{server.url}/health", timeout=60)
     except httpx.TransportError:
         return True
     return False
@@ -191,7 +231,7 @@ def test_a_second_signal_ends_at_once(checkpoint: Path) -> None:
         begun(response)
         server.process.send_signal(signal.SIGTERM)
         until(lambda: refuses(server))
-        assert server.end(seconds=3) == -signal.SIGTERM
+        assert server.end(seconds=30) == -signal.SIGTERM
 
 
 def test_the_death_of_the_engine_ends_every_request(checkpoint: Path) -> None:
@@ -209,8 +249,43 @@ def test_the_death_of_the_engine_ends_every_request(checkpoint: Path) -> None:
         assert health.status_code == 503
         assert "engine has stopped" in error_of(health)["message"]
         assert server.complete().status_code == 503
-        assert server.process.wait(10) == 5
+        assert server.process.wait(60) == 5
         assert not any("the thread is dead" in line for line in server.requests())
+
+
+def test_a_step_that_hangs_ends_every_request(checkpoint: Path) -> None:
+    """When its time is up it is as if the engine had died: errors, /health says so, and the exit code 5."""
+    with serving(checkpoint, "--server.step_seconds", "1", step_seconds=STEP) as server:
+        with stream(server) as response:
+            lines = begun(response)
+            whole = server.later(lambda: server.complete(max_tokens=400, ignore_eos=True))
+            until(lambda: server.metric("num_requests_running") == 2)
+            server.process.send_signal(signal.SIGHUP)
+            *_, last = [line for line in lines if line]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_stopped"
+        assert whole.result().status_code == 503
+        health = server.get("/health")
+        assert health.status_code == 503
+        assert "engine has stopped" in error_of(health)["message"]
+        assert server.complete().status_code == 503
+        assert server.process.wait(10) == 5
+        assert any("has taken longer than 1 seconds" in line for line in server.log)
+
+
+def test_polls_are_not_logged(checkpoint: Path) -> None:
+    """Neither probes nor readers of metrics fill the log, unless they are refused; they may ask for the head alone."""
+    with serving(checkpoint, "--api-key", "right") as server:
+        server.key = "right"
+        for path in ("/health", "/metrics"):
+            assert server.get(path).status_code == 200
+            head = server.request("HEAD", path)
+            assert (head.status_code, head.content) == (200, b"")
+        assert server.get("/metrics", headers={}).status_code == 401
+        server.complete(max_tokens=1)
+        until(lambda: len(server.requests()) == 2)
+        refused, answered = server.requests()
+    assert (refused["path"], refused["status"]) == ("/metrics", 401)
+    assert answered["path"] == "/v1/completions"
 
 
 def test_prompts_are_logged_where_that_is_asked_for(checkpoint: Path) -> None:
@@ -224,3 +299,22 @@ def test_prompts_are_logged_where_that_is_asked_for(checkpoint: Path) -> None:
     assert (whole["prompt"], whole["answers"]) == ("the cat", {"0/0": text})
     assert streamed["answers"] == whole["answers"]
     assert chat["prompt"][0]["content"] == "the cat"
+
+
+def test_files_of_keys(tmp_path: Path) -> None:
+    """A comment is no key, and a line with blanks is refused with its number."""
+    keys = tmp_path / "keys"
+    keys.write_text("# for production\n\nreal-key\n  other-key \n", "utf-8")
+    assert read_keys(keys, "--api-key-file") == ["real-key", "other-key"]
+    keys.write_text("real-key\nof production\n", "utf-8")
+    with pytest.raises(ConfigError, match="has blanks in line 2"):
+        read_keys(keys, "--api-key-file")
+    keys.write_text("# none\n", "utf-8")
+    with pytest.raises(ConfigError, match="has no key"):
+        read_keys(keys, "--api-key-file")
+
+
+def test_names_that_are_not_its_own(server: Server) -> None:
+    """A page of a stranger, whose name leads here, is refused; an address of this machine is not."""
+    for host, status in (("evil.example", 403), ("localhost:8000", 200), ("[::1]:8000", 200), ("127.0.0.1", 200)):
+        assert server.get("/v1/models", headers={"host": host}).status_code == status

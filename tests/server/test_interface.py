@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from typing import Any
 
 import httpx
@@ -251,7 +252,7 @@ def test_a_chat_with_calls_and_parts(server: Server) -> None:
     call["function"] = {"name": "weather", "arguments": "Rome"}
     refused(server.chat(messages=messages), "messages[2].tool_calls[0].function.arguments")
     picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
-    assert server.chat(messages=picture).json()["error"]["param"].startswith("messages.0.content.0")
+    assert "should be 'text'" in refused(server.chat(messages=picture), "messages[0].content[0].type")
 
 
 @pytest.mark.parametrize(
@@ -291,12 +292,12 @@ def test_tokens_and_text(server: Server) -> None:
     assert "the vocabulary has 400" in refused(server.post("/detokenize", tokens=[3, 400]), "tokens")
 
 
-def test_priority_and_salt_are_taken(server: Server) -> None:
-    """They reach the engine: requests of different salts share nothing in the cache."""
+def test_a_salt_is_taken(server: Server) -> None:
+    """Requests of different salts share nothing in the cache."""
 
     def hits_of(salt: str) -> float:
         before = server.metric("prefix_cache_hits_total")
-        assert server.complete(prompt="the cat sat on the mat " * 8, cache_salt=salt, priority=3).status_code == 200
+        assert server.complete(prompt="the cat sat on the mat " * 8, cache_salt=salt).status_code == 200
         return server.metric("prefix_cache_hits_total") - before
 
     assert [hits_of("a") > 0, hits_of("a") > 0, hits_of("b") > 0] == [False, True, False]
@@ -329,6 +330,46 @@ def test_requests_are_logged_once_and_prompts_are_not(server: Server) -> None:
     response = server.complete(prompt="the naïve mat", max_tokens=3, ignore_eos=True)
     lines = [line for line in server.requests() if line["request_id"] == response.headers["x-request-id"]]
     (line,) = lines
+    assert datetime.fromisoformat(line["time"]).tzinfo is not None
+    assert (line["level"], line["client"]) == ("INFO", "127.0.0.1")
     assert (line["status"], line["completion_tokens"], line["path"]) == (200, 3, "/v1/completions")
     assert 0 < line["seconds_to_first_token"] <= line["seconds"]
     assert "naïve" not in "".join(map(str, server.requests()))
+
+
+def test_the_name_that_a_client_has_for_a_request_is_logged(server: Server) -> None:
+    """Unless it is none that a log can have."""
+    for given, logged in (("trace-7/a", "trace-7/a"), ('x" , "status": 1', None)):
+        answer = server.get("/version", headers={"x-request-id": given})
+        (line,) = [line for line in server.requests() if line["request_id"] == answer.headers["x-request-id"]]
+        assert line.get("client_request_id") == logged
+
+
+def test_answers_are_counted(server: Server) -> None:
+    """By method, path of the interface and status; paths that strangers make up are one."""
+    counts = [
+        'opgraft:http_requests_total{method="GET",model_name="llama",path="other",status="404"}',
+        'opgraft:http_requests_total{method="POST",model_name="llama",path="/v1/completions",status="400"}',
+    ]
+
+    def values() -> list[float]:
+        lines = dict(line.rsplit(" ", 1) for line in server.get("/metrics").text.splitlines())
+        assert float(lines["process_resident_memory_bytes"]) > 0
+        return [float(lines.get(name, 0)) for name in counts]
+
+    before = values()
+    server.get("/made-up")
+    server.get("/made-up-too")
+    server.complete(max_tokens=-1)
+    assert [after - b for after, b in zip(values(), before, strict=True)] == [2, 1]
+
+
+def test_times_begin_when_the_request_came(server: Server) -> None:
+    """The time to the first token in the metrics has the preparation in it, as that in the log has."""
+    before = server.metric("time_to_first_token_seconds_sum")
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string", "maxLength": 40} for i in range(60)}}
+    response_format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    answer = server.complete(max_tokens=2, response_format=response_format)
+    (line,) = [line for line in server.requests() if line["request_id"] == answer.headers["x-request-id"]]
+    found = server.metric("time_to_first_token_seconds_sum") - before
+    assert found == pytest.approx(line["seconds_to_first_token"], abs=0.02)

@@ -19,7 +19,14 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/j
 @pytest.fixture(scope="module")
 def strict(checkpoint: Path) -> Iterator[Server]:
     """A server with short times and small bodies."""
-    limits = {"head_seconds": "1", "body_seconds": "1", "max_body_bytes": "100000"}
+    limits = {
+        "head_seconds": "1",
+        "body_seconds": "2",
+        "read_seconds": "2",
+        "max_body_bytes": "100000",
+        "max_connections": "100",
+        "max_total_body_bytes": "250000",
+    }
     options = [part for name, value in limits.items() for part in (f"--server.{name}", value)]
     with serving(checkpoint, *options, step_seconds=0.02) as running:
         yield running
@@ -33,9 +40,13 @@ def others_are_served(strict: Server) -> Iterator[None]:
     expect_idle(strict)
 
 
-def connected(server: Server) -> socket.socket:
-    port = httpx.URL(server.url).port
-    return socket.create_connection(("127.0.0.1", port), timeout=20)
+def connected(server: Server, receive_buffer: int | None = None) -> socket.socket:
+    connection = socket.socket()
+    connection.settimeout(30)
+    if receive_buffer is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.connect(("127.0.0.1", httpx.URL(server.url).port))
+    return connection
 
 
 def request(server: Server, **body: object) -> bytes:
@@ -74,10 +85,20 @@ def test_slow_heads_and_bodies(strict: Server) -> None:
     for connection in heads:
         assert "did not come within 1 seconds" in expect_error(rest(connection), 408)
         connection.close()
-    assert "did not come within 1 seconds" in expect_error(rest(body), 408)
+    assert "did not come within 2 seconds" in expect_error(rest(body), 408)
     assert rest(silent) == b""
     body.close()
     silent.close()
+
+
+def test_many_connections_at_once(strict: Server) -> None:
+    """Beyond the limit they are told so and closed; when others have ended there is room again."""
+    open_ones = [connected(strict) for _ in range(100)]
+    with connected(strict) as refused:
+        assert "100 connections are open" in expect_error(rest(refused), 503)
+    for connection in open_ones:
+        connection.close()
+    until(lambda: strict.get("/health").status_code == 200)
 
 
 def test_a_trickle_of_headers(strict: Server) -> None:
@@ -86,12 +107,12 @@ def test_a_trickle_of_headers(strict: Server) -> None:
         started = time.monotonic()
         connection.sendall(b"GET /health HTTP/1.1\r\n")
         try:
-            while time.monotonic() < started + 10:
+            while time.monotonic() < started + 60:
                 connection.sendall(b"a: b\r\n")
                 time.sleep(0.1)
         except OSError:
             pass
-        assert time.monotonic() < started + 5
+        assert time.monotonic() < started + 30
 
 
 @pytest.mark.parametrize("flood", [b"a: b\r\n" * 300, b"a: " + b"b" * 100_000 + b"\r\n", b"cookie: " + b"c" * 10**7])
@@ -149,6 +170,40 @@ def test_bodies_beyond_the_limit(strict: Server) -> None:
     with connected(strict) as connection:
         connection.sendall(HEAD + b"content-length: 99999999\r\n\r\n" + b"a" * 1000)
         assert "larger than" in expect_error(rest(connection), 413), "it is not waited for the rest"
+
+
+def test_many_bodies_at_once(strict: Server) -> None:
+    """Together they have a limit, beyond which it is 429; those before are served, and their room comes back."""
+    body = json.dumps({"model": strict.model, "prompt": "a", "max_tokens": 1}).encode().ljust(99_000)
+    head = HEAD + b"content-length: %d\r\n\r\n" % len(body)
+    connections = [connected(strict) for _ in range(3)]
+    for connection in connections[:2]:
+        connection.sendall(head + body[:-1])
+    time.sleep(0.3)
+    connections[2].sendall(head + body)
+    refused = rest(connections[2])
+    assert "the bodies of all requests" in expect_error(refused, 429)
+    assert b"retry-after: 1" in refused
+    for connection in connections[:2]:
+        connection.sendall(body[-1:])
+        assert connection.recv(12) == b"HTTP/1.1 200"
+    assert strict.send("/v1/completions", body).status_code == 200
+    for connection in connections:
+        connection.close()
+
+
+def test_readers_that_stop_and_slow_ones(strict: Server) -> None:
+    """Who does not read on is given up after a while; who reads slowly, and so for longer, gets the whole answer."""
+    asked = {"prompt": [[5] * 400] * 8, "n": 8, "temperature": 1, "max_tokens": 1, "echo": True, "logprobs": 20}
+    with connected(strict, receive_buffer=1 << 16) as slow, connected(strict, receive_buffer=4096) as stopped:
+        for connection in (stopped, slow):
+            connection.sendall(request(strict, **asked))
+        head, _, body = slow.recv(1000).partition(b"\r\n\r\n")
+        size, read = int(head.partition(b"content-length: ")[2].split()[0]), len(body)
+        while part := slow.recv(1 << 15) if read < size else b"":
+            read += len(part)
+            time.sleep(0.02)
+        assert len(rest(stopped)) < size == read
 
 
 @pytest.mark.parametrize("how", ["close", "half", "reset"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import gc
 import itertools
 import random
@@ -197,7 +198,7 @@ def test_abort_by_id(checkpoint: Path) -> None:
         assert output.outputs[0].finish_reason == "abort"
         assert output.outputs[0].token_ids[: len(tokens)] == tokens
         for name in ("a", "b"):
-            with pytest.raises(RequestError, match=f"'{name}' is aborted, and none of that id"):
+            with pytest.raises(RequestError, match=f"'{name}' cannot be aborted, as none of that id"):
                 await llm.abort(name)
 
     run(checkpoint, use)
@@ -286,7 +287,7 @@ def test_an_engine_that_dies_raises_everywhere(checkpoint: Path) -> None:
         tasks = [asyncio.create_task(last(stream)) for stream in streams]
         while llm.stats().counters.steps < 3:
             await asyncio.sleep(0)
-        llm._engine.core.scheduler.running[0].num_tokens = None  # type: ignore[assignment]
+        llm._engine.core.scheduler.schedule = None  # type: ignore[assignment, method-assign]
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert all(isinstance(result, EngineError) for result in results)
         assert "TypeError" in str(results[0])
@@ -301,6 +302,20 @@ def test_an_engine_that_dies_raises_everywhere(checkpoint: Path) -> None:
         llm.shutdown()
 
     asyncio.run(main())
+
+
+def test_preparing_after_the_shutdown(checkpoint: Path) -> None:
+    """Who still prepares a request gets the engine's own error, and before that runs in the caller's context."""
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="")
+
+    async def use(llm: AsyncLLM) -> None:
+        variable.set("mine")
+        assert await llm.prepare(variable.get) == "mine"
+        llm.shutdown()
+        with pytest.raises(EngineError, match="the engine was shut down: make a new one"):
+            await llm.prepare(variable.get)
+
+    asyncio.run(use(opened(checkpoint)))
 
 
 def test_shutdown_with_open_requests(checkpoint: Path) -> None:

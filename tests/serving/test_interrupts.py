@@ -101,7 +101,7 @@ def test_a_second_interrupt_ends_at_once(interrupted: Process) -> None:
     time.sleep(2)
     assert interrupted.process.poll() is None
     interrupted.interrupt()
-    _, errors = interrupted.process.communicate(timeout=60)
+    _, errors = interrupted.process.communicate(timeout=300)
     assert interrupted.process.returncode in ENDED_BY_INTERRUPT, errors
 
 

@@ -115,6 +115,18 @@ def test_a_request_that_the_cache_cannot_hold(folder: Path) -> None:
     assert len(tokens(open_llm(folder, **{"cache.num_blocks": 16}), [5] * 59)[0]) == 5
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("logit_bias", {5: 1.0, VOCABULARY: 1.0}), ("stop_token_ids", [5, VOCABULARY])]
+)
+def test_tokens_beyond_the_vocabulary(llm: LLM, field: str, value: Any) -> None:
+    """A bias or an end that could never come to be is refused, and nothing is computed."""
+    expected = f"{field} has the token id {VOCABULARY}, and the vocabulary has {VOCABULARY}: use 0 to {VOCABULARY - 1}"
+    with pytest.raises(RequestError, match=expected) as caught:
+        llm.generate([PROMPT], SamplingParams(**{field: value}))
+    assert caught.value.field == field
+    expect_nothing_held(llm)
+
+
 def test_ids_are_used_once(llm: LLM) -> None:
     """An id is refused while its request runs; afterwards it is free. The request goes on."""
     engine = llm.engine
@@ -134,13 +146,13 @@ def test_aborting_the_unknown(llm: LLM) -> None:
     """An id that was never added, or whose request has ended, is an error; others go on."""
     engine = llm.engine
     going = engine.add("going", PROMPT, GREEDY)
-    with pytest.raises(RequestError, match="request 'ghost' is aborted, and none of that id runs or waits"):
+    with pytest.raises(RequestError, match="request 'ghost' cannot be aborted, as none of that id runs or waits"):
         engine.abort("ghost")
     with pytest.raises(RequestError, match="request 'ghost' cannot be aborted, as none of that id runs or waits"):
         engine.core.abort("ghost")
     while engine.has_work:
         engine.step()
-    with pytest.raises(RequestError, match="request 'going' is aborted"):
+    with pytest.raises(RequestError, match="request 'going' cannot be aborted"):
         engine.abort("going")
     assert len(going.outputs[0].token_ids) == 5
     expect_nothing_held(llm)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -179,3 +182,25 @@ def test_damaged_files(folder: Path, name: str, content: str | bytes, message: s
     (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(CheckpointError, match=message):
         open_tokenizer(Weights(folder, {}))
+
+
+def test_long_texts_let_other_threads_run() -> None:
+    """Token ids and text of long inputs are those of short ones, and meanwhile other threads go on."""
+    tokenizer = open_tokenizer(open_weights("smollm2"))
+    line = "hello there, world\n"
+    text, ids = line * 20_000, tokenizer.encode(line) * 20_000
+    ticks: list[float] = []
+
+    def tick() -> None:
+        while not done.wait(0.002):
+            ticks.append(time.perf_counter())
+
+    done, ticking = threading.Event(), threading.Thread(target=tick)
+    ticking.start()
+    started = time.perf_counter()
+    assert tokenizer.encode(text) == ids
+    done.set()
+    ticking.join()
+    longest = max(later - earlier for earlier, later in itertools.pairwise([started, *ticks]))
+    assert longest < (time.perf_counter() - started) / 2
+    assert tokenizer.decode(ids) == text

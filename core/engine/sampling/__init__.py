@@ -4,7 +4,7 @@ from opgraft.engine.sampling.bad_words import bad_word_tokens
 from opgraft.engine.sampling.batch import SamplingBatch
 from opgraft.engine.sampling.logprobs import TokenLogprobs, prompt_logprobs
 from opgraft.engine.sampling.sampler import Sampled, Sampler
-from opgraft.engine.sampling.structured import Grammar, GrammarState, GrammarTokens
+from opgraft.engine.sampling.structured import Grammar, GrammarState, GrammarTokens, try_to_compile
 
 __all__ = [
     "Grammar",
@@ -16,4 +16,5 @@ __all__ = [
     "TokenLogprobs",
     "bad_word_tokens",
     "prompt_logprobs",
+    "try_to_compile",
 ]

@@ -48,10 +48,13 @@ class Adjustments:
         self._penalties = Penalties(penalised, vocabulary, device) if penalised else None
         self.any = bool(self._grammars or self._restricted or self._processed or biases or penalised)
 
-    def append(self, index: int, token: int) -> None:
-        """Take note of a token that was added to the output of a row."""
-        if self._penalties:
-            self._penalties.append(index, token)
+    def append(self, index: int | None, token: int, slot: int) -> None:
+        """Take note of a token that was added to the output of a row, and of its slot in the row's counts.
+
+        The index is ``None`` where the row is not shown.
+        """
+        if self._penalties and index is not None:
+            self._penalties.append(index, token, slot)
 
     def apply(self, logits: Tensor) -> dict[int, str]:
         """Change logits ``[n, vocabulary]`` float32 in place.

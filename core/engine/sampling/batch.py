@@ -42,13 +42,15 @@ class Plan:
 class SamplingBatch:
     """Requests that tokens are sampled for, each under a key such as its id.
 
-    It holds requests between steps: ``select`` says which of them the rows of the logits stand for, without it all of
-    them in the order in which they were added. Tensors are made anew only after the rows have changed.
+    It holds requests between steps: ``select`` says which of them the rows of the logits stand for. Until it does, and
+    after one is added or removed, these are all in the order in which they were added. Tensors are made anew only when
+    they are asked for after the rows have changed.
     """
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
         self._all: dict[Hashable, Row] = {}
+        self._stale = False
         self._keys: tuple[Hashable, ...] = ()
         self._places: dict[Hashable, int] = {}
         self._rows: list[Row] = []
@@ -56,7 +58,7 @@ class SamplingBatch:
         self._plan_for: tuple[int, torch.device] | None = None
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self.keys)
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._all
@@ -64,11 +66,13 @@ class SamplingBatch:
     @property
     def keys(self) -> tuple[Hashable, ...]:
         """Return the key of each row of the logits."""
+        self._refresh()
         return self._keys
 
     @property
     def rows(self) -> Sequence[Row]:
         """Return the request of each row of the logits."""
+        self._refresh()
         return self._rows
 
     def add(
@@ -110,7 +114,7 @@ class SamplingBatch:
         stop = (*params.stop_token_ids, *(() if params.ignore_eos else eos))
         state = grammar.start(tokens) if grammar else None
         self._all[key] = Row(params, prompt, tokens, stream_of(params.seed, arrival, self._seed), stop, words, state)
-        self._show((*self._keys, key))
+        self._stale = True
 
     def remove(self, key: Hashable) -> None:
         """Forget a request.
@@ -120,7 +124,7 @@ class SamplingBatch:
         """
         self._row(key)
         del self._all[key]
-        self._show(tuple(other for other in self._keys if other != key))
+        self._stale = True
 
     def select(self, keys: Iterable[Hashable]) -> None:
         """Say which requests the rows of the next logits stand for, in their order; the others wait.
@@ -129,7 +133,7 @@ class SamplingBatch:
             RequestError: the batch has none of a key.
         """
         wanted = tuple(keys)
-        if wanted != self._keys:
+        if self._stale or wanted != self._keys:
             for key in wanted:
                 self._row(key)
             self._show(wanted)
@@ -144,15 +148,17 @@ class SamplingBatch:
         if row.grammar:
             row.grammar.accept(token)
         row.output.append(token)
-        if self._plan and key in self._places:
-            self._plan.adjustments.append(self._places[key], token)
+        if row.counts and (slot := row.counts.add(token)) is not None and self._plan and not self._stale:
+            self._plan.adjustments.append(self._places.get(key), token, slot)
 
     def uniforms(self, rows: Iterable[int]) -> list[float]:
         """Return the random number of the next token of each of some rows."""
-        return [uniform(self._rows[row].stream, len(self._rows[row].output)) for row in rows]
+        shown = self.rows
+        return [uniform(shown[row].stream, len(shown[row].output)) for row in rows]
 
     def plan(self, vocabulary: int, device: torch.device) -> Plan:
         """Return the tensors of the rows for logits of a size and on a device."""
+        self._refresh()
         if self._plan is None or self._plan_for != (vocabulary, device):
             self._plan, self._plan_for = _plan(self._rows, vocabulary, device), (vocabulary, device)
         return self._plan
@@ -162,8 +168,12 @@ class SamplingBatch:
             raise RequestError(f"the batch has no request {key!r}: add it first")
         return self._all[key]
 
+    def _refresh(self) -> None:
+        if self._stale:
+            self._show(tuple(self._all))
+
     def _show(self, keys: tuple[Hashable, ...]) -> None:
-        self._keys = keys
+        self._keys, self._stale = keys, False
         self._places = {key: index for index, key in enumerate(keys)}
         self._rows = [self._all[key] for key in keys]
         self._plan = None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from opgraft.engine.sampling.blocks import BLOCK, blocks_of, likeliest
+from opgraft.engine.sampling.greatest_values import BLOCK, blocks_of, likeliest
 from opgraft.engine.sampling.nucleus import within_nucleus
 from torch import Tensor
 

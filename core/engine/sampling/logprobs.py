@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+ROWS_AT_ONCE = 64
+"""Rows of logits whose log-probabilities are in memory at a time: a prompt may have thousands, a vocabulary 200,000."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
@@ -34,6 +37,11 @@ def token_logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> lis
         tokens: ``[n]``, int64.
         counts: of each row, how many of the likeliest to give; more than the vocabulary has gives all.
     """
+    parts = (slice(begin, begin + ROWS_AT_ONCE) for begin in range(0, len(logits), ROWS_AT_ONCE))
+    return [each for part in parts for each in _token_logprobs(logits[part], tokens[part], counts[part])]
+
+
+def _token_logprobs(logits: Tensor, tokens: Tensor, counts: Sequence[int]) -> list[TokenLogprobs]:
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(1, tokens.unsqueeze(1))
     ranks = (logprobs >= own).sum(-1).tolist()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from array import array
+from collections.abc import Collection, Iterable, Sequence
+from itertools import accumulate
 
 import torch
 from opgraft.engine.sampling.row import Row
@@ -22,22 +23,31 @@ class Penalties:
     def __init__(self, rows: Sequence[tuple[int, Row]], vocabulary: int, device: torch.device) -> None:
         self._vocabulary, self._device = vocabulary, device
         self._params = {index: row.params for index, row in rows}
-        self._slots: dict[int, int] = {}
-        self._new: list[tuple[int, int]] = []
-        counts: list[int] = []
-        for index, row in rows:
-            prompt = row.prompt if row.params.repetition_penalty != 1 else ()
-            for token, count in (dict.fromkeys(prompt, 0) | Counter(row.output)).items():
-                if token < vocabulary:
-                    self._slots[index * vocabulary + token] = len(self._slots)
-                    counts.append(count)
-        self._counts = torch.tensor(counts, dtype=torch.float32, device=device)
-        self._places, self._settings = self._tensors(list(self._slots))
+        known = [row.counted(vocabulary) for _, row in rows]
+        sizes = [len(each.tokens) for each in known]
+        starts = [0, *accumulate(sizes)]
+        self._size = starts[-1]
+        self._spans = {index: (start, size) for (index, _), start, size in zip(rows, starts, sizes, strict=False)}
+        self._later: dict[tuple[int, int], int] = {}
+        self._new: list[int] = []
+        self._touched: list[int] = []
+        repeats = torch.tensor(sizes, dtype=torch.int64)
+        first = torch.tensor([index * vocabulary for index in self._params], dtype=torch.int64)
+        tokens = _joined((each.tokens for each in known), torch.int64)
+        self._places = (tokens + first.repeat_interleave(repeats)).to(device)
+        self._counts = _joined((each.counts for each in known), torch.float32).to(device)
+        self._settings = self._settings_of(self._params).repeat_interleave(repeats, dim=1).to(device)
 
-    def append(self, index: int, token: int) -> None:
-        """Count a token of the output of a row."""
-        if index in self._params and token < self._vocabulary:
-            self._new.append((index, token))
+    def append(self, index: int, token: int, slot: int) -> None:
+        """Count a token of the output of a row, which has the slot in the row's ``TokenCounts``."""
+        start, size = self._spans[index]
+        if slot < size:
+            self._touched.append(start + slot)
+            return
+        if (index, slot) not in self._later:
+            self._later[index, slot] = self._size + len(self._later)
+            self._new.append(index * self._vocabulary + token)
+        self._touched.append(self._later[index, slot])
 
     def apply(self, logits: Tensor) -> None:
         """Change logits ``[n, vocabulary]`` float32 in place: repetition first, then frequency and presence.
@@ -55,28 +65,28 @@ class Penalties:
         flat[self._places] = values
 
     def _count(self) -> None:
-        if not self._new:
-            return
-        known = len(self._slots)
-        touched = [
-            self._slots.setdefault(index * self._vocabulary + token, len(self._slots)) for index, token in self._new
-        ]
-        self._new.clear()
-        if len(self._slots) > known:
-            places, settings = self._tensors(list(self._slots)[known:])
+        if self._new:
+            places = torch.tensor(self._new, dtype=torch.int64, device=self._device)
+            settings = self._settings_of([place // self._vocabulary for place in self._new]).to(self._device)
             self._places = torch.cat((self._places, places))
             self._settings = torch.cat((self._settings, settings), dim=1)
             self._counts = torch.nn.functional.pad(self._counts, (0, len(places)))
-        self._counts.index_add_(0, torch.tensor(touched, device=self._device), self._counts.new_ones(len(touched)))
+            self._new.clear()
+        if self._touched:
+            touched = torch.tensor(self._touched, device=self._device)
+            self._counts.index_add_(0, touched, self._counts.new_ones(len(touched)))
+            self._touched.clear()
 
-    def _tensors(self, places: list[int]) -> tuple[Tensor, Tensor]:
-        """Make positions in the flat logits, and ``[3, places]`` with the penalties there."""
-        given = [self._params[place // self._vocabulary] for place in places]
-        settings = [[getattr(params, name) for params in given] for name in _NAMES]
-        return (
-            torch.tensor(places, dtype=torch.int64, device=self._device),
-            torch.tensor(settings, dtype=torch.float32, device=self._device),
-        )
+    def _settings_of(self, rows: Collection[int]) -> Tensor:
+        """Return ``[3, rows]`` with the penalties of some rows."""
+        params = [self._params[row] for row in rows]
+        return torch.tensor([[getattr(each, name) for each in params] for name in _NAMES], dtype=torch.float32)
 
 
 _NAMES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+
+
+def _joined(parts: Iterable[array[int] | array[float]], dtype: torch.dtype) -> Tensor:
+    """Return the numbers of arrays as one tensor."""
+    data = bytearray(b"".join(parts))
+    return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)

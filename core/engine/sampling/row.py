@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from opgraft.engine.sampling.structured import GrammarState
+from opgraft.engine.sampling.token_counts import TokenCounts
 from opgraft.engine.sampling_params import SamplingParams
 
 
@@ -20,6 +21,7 @@ class Row:
         stop: tokens that end it, which ``min_tokens`` holds back.
         bad_words: token ids of each bad word.
         grammar: of structured output, with every token of the output accepted.
+        counts: of its tokens, once penalties have asked for them.
     """
 
     params: SamplingParams
@@ -29,6 +31,7 @@ class Row:
     stop: tuple[int, ...]
     bad_words: tuple[tuple[int, ...], ...]
     grammar: GrammarState | None
+    counts: TokenCounts | None = None
 
     @property
     def penalised(self) -> bool:
@@ -53,3 +56,10 @@ class Row:
         for *begin, last in self.bad_words:
             if not begin or self.output[-len(begin) :] == begin:
                 yield last
+
+    def counted(self, vocabulary: int) -> TokenCounts:
+        """Return the counts of its tokens, which penalties are taken by; they grow with the output from now on."""
+        if self.counts is None or self.counts.vocabulary != vocabulary:
+            prompt = self.prompt if self.params.repetition_penalty != 1 else ()
+            self.counts = TokenCounts(prompt, self.output, vocabulary)
+        return self.counts

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass
 
 import torch
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.engine.sampling.batch import Plan, SamplingBatch
-from opgraft.engine.sampling.blocks import row_maximum
 from opgraft.engine.sampling.drawing import draw, draw_filtered
+from opgraft.engine.sampling.greatest_values import row_maximum
 from opgraft.engine.sampling.logprobs import TokenLogprobs, token_logprobs
 from opgraft.errors import RequestError
 from torch import Tensor
 
 IN_CACHE = 2**18
 """Logits that are drawn from at a time on a CPU: more take three times as long, in memory that is fetched anew."""
+
+
+_NO_NUMBERS = "numbers overflowed, or weights are damaged. Try the dtype float32, or see to the checkpoint"
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,13 @@ class Sampled:
         tokens: ``[n]``, int64, on the logits' device; -1 in a row that failed.
         logprobs: by key, of the requests that ask for them.
         errors: by key, why a request could not be sampled.
+        refused: keys of those whose own grammar or processor is the reason.
     """
 
     tokens: Tensor
     logprobs: Mapping[Hashable, TokenLogprobs] = dataclasses.field(default_factory=dict)
     errors: Mapping[Hashable, str] = dataclasses.field(default_factory=dict)
+    refused: Set[Hashable] = frozenset()
 
 
 @PluggableClass.register("sampler")
@@ -57,25 +62,27 @@ class Sampler(PluggableClass):
         if logits.dim() != 2 or len(logits) != len(batch):
             shape = tuple(logits.shape)
             raise RequestError(
-                f"logits {shape} for a batch of {len(batch)} requests: expected [{len(batch)}, vocabulary]"
+                f"logits {shape} for a batch of {len(batch)} requests: give [{len(batch)}, vocabulary], or select the "
+                "requests that the rows stand for"
             )
         if not len(batch):
             return Sampled(torch.empty(0, dtype=torch.int64, device=logits.device))
         plan = batch.plan(logits.shape[1], logits.device)
         working = logits.float()
-        errors: dict[int, str] = {}
+        own: dict[int, str] = {}
         if plan.adjustments.any:
             working = working.clone() if working is logits else working
-            errors = plan.adjustments.apply(working)
+            own = plan.adjustments.apply(working)
         maximum, tokens = row_maximum(working)
-        errors = _unusable(maximum, logits, working) | errors
+        errors = _unusable(maximum, logits, working) | own
         if plan.drawn:
             if errors:  # numbers that harm no other row
                 failed = torch.tensor(list(errors), device=logits.device)
                 working, maximum = working.index_fill(0, failed, 0.0), maximum.index_fill(0, failed, 0.0)
             drawn = _draw(working, maximum, plan, batch)
             tokens = drawn if plan.rows is None else tokens.index_copy_(0, plan.rows, drawn)
-        return _result(tokens, logits, plan, batch, errors)
+        result = _result(tokens, logits, plan, batch, errors)
+        return dataclasses.replace(result, refused=frozenset(batch.keys[row] for row in own)) if own else result
 
 
 def _draw(logits: Tensor, maximum: Tensor, plan: Plan, batch: SamplingBatch) -> Tensor:
@@ -108,14 +115,20 @@ def _unusable(maximum: Tensor, logits: Tensor, working: Tensor) -> dict[int, str
 def _reason(logits: Tensor, working: Tensor) -> str:
     where = f"of {len(logits)} logits"
     if bool(logits.isnan().any()):
-        return f"{int(logits.isnan().sum())} {where} are NaN: numbers overflowed, or weights are damaged"
+        return f"{int(logits.isnan().sum())} {where} are NaN: {_NO_NUMBERS}"
     if bool(logits.isposinf().any()):
-        return f"{int(logits.isposinf().sum())} {where} are infinite: numbers overflowed"
+        return f"{int(logits.isposinf().sum())} {where} are infinite: {_NO_NUMBERS}"
     if bool(logits.isneginf().all()):
-        return f"all {where} are -inf: the model allows no token"
+        return f"all {where} are -inf, so that the model allows no token: {_NO_NUMBERS}"
     if not bool(working.isneginf().all()):
-        return f"what the request does to its logits made {int((~working.isfinite()).sum())} {where} NaN or infinite"
-    return "no token is left: together, what the request bans, allows and processes leaves none to sample"
+        return (
+            f"what the request does to its logits made {int((~working.isfinite()).sum())} {where} NaN or infinite: "
+            "see to its logits_processors"
+        )
+    return (
+        "no token is left: together, what the request bans, allows and processes leaves none to sample. Leave out one "
+        "of bad_words, logit_bias, min_tokens, logits_processors and the structured output"
+    )
 
 
 def _result(tokens: Tensor, logits: Tensor, plan: Plan, batch: SamplingBatch, errors: Mapping[int, str]) -> Sampled:

@@ -7,12 +7,21 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from opgraft.errors import InputError, RequestError, close_matches
+from opgraft.machine.child import run_child
 from opgraft.models.extras import import_extra
 from opgraft.text import described
 from torch import Tensor
 
 WHITESPACE = r"[\x20\x0A\x0D\x09]{0,16}"
 """Between the tokens of JSON; without a limit small models write blanks until their tokens are used up."""
+
+COMPILE_SECONDS = 5.0
+_TRIAL = """
+import llguidance
+llguidance.LLMatcher.validate_grammar(data)
+"""
+_MOST_LEXER_STATES = 50_000
+"""Of one request, each of 1 to 2 kB. The library's limits on steps bound the time of a mask to some 20 ms."""
 
 
 class GrammarTokens:
@@ -53,13 +62,10 @@ class Grammar:
     """
 
     def __init__(self, spec: Any, tokens: GrammarTokens) -> None:
-        kind, value = _only_item(spec)
-        try:
-            source = _source(tokens.library, kind, _FORMS[kind](value))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InputError(f"structured output: {kind} is no valid {_WORDS[kind]}: {described(error)}") from error
+        kind, source = _compilable(spec, tokens.library)
+        limits = tokens.library.LLParserLimits(max_lexer_states=_MOST_LEXER_STATES, verbose_errors=False)
         self._kind, self._tokens = kind, tokens.tokens
-        self._first: Any = tokens.library.LLMatcher(tokens.tokens, source, log_level=0)
+        self._first: Any = tokens.library.LLMatcher(tokens.tokens, source, log_level=0, limits=limits)
         if self._first.is_error():
             reason = self._first.get_error()
             raise InputError(f"structured output: the {_WORDS[kind]} in {kind} cannot be used: {_line(reason)}")
@@ -84,6 +90,23 @@ class Grammar:
                 f"structured output: nothing can meet the {_WORDS[self._kind]} in {self._kind}, as it allows no first "
                 "token: correct it"
             )
+
+
+def try_to_compile(spec: Any, tokens: GrammarTokens) -> None:
+    """Compile a grammar in a child process, as nothing ends the library where that goes on for ever.
+
+    Args:
+        spec, tokens: as for ``Grammar``.
+
+    Raises:
+        InputError: it takes longer than ``COMPILE_SECONDS``, ends the process, or has no valid form.
+        ChildError: no process can be started.
+    """
+    kind, source = _compilable(spec, tokens.library)
+    ended = run_child(_TRIAL, data=source, time_limit=COMPILE_SECONDS)
+    if ended.status != 0:
+        within = f" within {COMPILE_SECONDS:g} seconds" if ended.status is None else ""
+        raise InputError(f"structured output: the {_WORDS[kind]} in {kind} cannot be compiled{within}: simplify it")
 
 
 class GrammarState:
@@ -132,7 +155,8 @@ class GrammarState:
             raise RequestError(f"its grammar cannot take token {token}: {described(error)}") from error
         if not allowed:
             raise RequestError(
-                f"token {token} does not follow the grammar of the structured output here: sample from what it allows"
+                f"token {token} does not follow the grammar of the structured output here: "
+                f"{_line(self._matcher.get_error())}"
             )
 
 
@@ -140,6 +164,15 @@ def _source(library: Any, kind: str, text: str) -> str:
     if kind == "json":
         return str(library.LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE}))
     return str(library.grammar_from(kind, text))
+
+
+def _compilable(spec: Any, library: Any) -> tuple[str, str]:
+    """Return the kind of a grammar, and its source as the library compiles it."""
+    kind, value = _only_item(spec)
+    try:
+        return kind, _source(library, kind, _FORMS[kind](value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"structured output: {kind} is no valid {_WORDS[kind]}: {described(error)}") from error
 
 
 def _only_item(spec: Any) -> tuple[str, Any]:
@@ -171,8 +204,8 @@ def _choices(value: Any) -> str:
 
 
 def _line(text: str) -> str:
-    """Give the first lines of a message of the library, whose rest is a dump of its state, as one."""
-    return " ".join(text.partition("<state>")[0].split())[:400]
+    """Give the beginning of a message of the library, which may end with a dump of its state, as one line."""
+    return " ".join(text.partition("\n<")[0].split())[:400]
 
 
 _FORMS: Mapping[str, Callable[[Any], str]] = {"json": _schema, "regex": _text, "choice": _choices, "grammar": _text}

@@ -39,7 +39,8 @@ class AttentionBatch:
     Attributes:
         query_start_loc: where the tokens of each sequence begin and end in this call, int32 ``[sequences + 1]``.
         seq_lens: tokens of each sequence so far, with those of this call, int32 ``[sequences]``.
-        max_query_len: the most tokens that a sequence has in this call.
+        max_query_len: the most tokens that a sequence has in this call. Like ``max_seq_len`` it is for kernels that
+            are launched by it, such as those of flash-attention: to read it off a tensor would wait for the device.
         max_seq_len: the largest of ``seq_lens``, or a bound on it.
         pages: prefix of an attention layer → its pages. None are needed by encoders.
         block_size: tokens of a block.

@@ -13,6 +13,7 @@ from opgraft.ops.attention.batch import AttentionBatch, LayerPages, current_batc
 from opgraft.ops.attention.codes import LARGEST_CODES, row_size
 from opgraft.ops.attention.functional import expect_kv_heads
 from opgraft.ops.attention.modules import ScaledDotProductAttention
+from opgraft.ops.attention.node import as_node
 from opgraft.ops.attention.paged import attend_stepwise, visible_keys
 from opgraft.ops.checks import (
     expect_floating,
@@ -21,8 +22,13 @@ from opgraft.ops.checks import (
     expect_same_dtype,
     expect_size,
 )
+from opgraft.ops.on_triton import on_triton
 from opgraft.ops.prefixes import claim_prefix
+from opgraft.registry.op_classes import definer
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+TRITON = on_triton("opgraft.ops.attention.triton")
 
 
 @CustomOp.register("write_kv_cache")
@@ -35,6 +41,8 @@ class WriteKVCache(CustomOp):
     ) -> None:
         """Write; arguments and errors are those of ``opgraft.functional.write_kv_cache``."""
         functional.write_kv_cache(key, value, cache, slots)
+
+    functional_cuda = functional_xpu = TRITON
 
 
 @CustomOp.register("paged_attention")
@@ -79,6 +87,8 @@ class PagedAttention(CustomOp):
         )
         return attended
 
+    functional_cuda = functional_xpu = TRITON
+
     def extra_repr(self) -> str:
         return f"scale={self.scale}, sliding_window={self.sliding_window}, logits_soft_cap={self.logits_soft_cap}"
 
@@ -113,6 +123,8 @@ class Attention(PluggableLayer):
     """
 
     sinks: Tensor | None
+    is_node = False
+    """While a compiler traces, the layer becomes one node of the graph, which is to be called within ``nodes_of``."""
 
     def __init__(
         self,
@@ -156,12 +168,19 @@ class Attention(PluggableLayer):
             block_size: tokens in a block.
             dtype: ``torch.int8`` for a cache of such codes, ``torch.uint8`` for one of fp8 e4m3, each with what else
                 the layer needs to read them. Not given where the cache has the layer's own dtype: a replacement whose
-                layout has no place for codes leaves the parameter out.
+                layout has no place for codes, as ``holds_codes`` tells, leaves the parameter out.
 
         Raises:
             LayerError: from a replacement, if it has no layout for ``dtype``.
         """
         return (num_blocks, 2, self.num_kv_heads, block_size, row_size(self.head_size, dtype))
+
+    def holds_codes(self) -> bool:
+        """Tell whether ``kv_cache_shape`` takes a ``dtype``, for a cache of codes.
+
+        It does not of a replacement that lays its cache out in its own way, unless it says so.
+        """
+        return definer(type(self), "kv_cache_shape") is Attention
 
     def batch_invariant(self, block_size: int) -> bool:
         """Tell whether pages of that block size give each token the same bits, whatever stands beside it in a batch.
@@ -170,6 +189,16 @@ class Attention(PluggableLayer):
         so.
         """
         return False
+
+    def idle(self) -> frozenset[str]:
+        if current_batch() is not None:
+            return frozenset({"attend"})
+        paged = {"write", "attend_pages"}
+        return frozenset(paged if self._plain else {*paged, "attend"})
+
+    @property
+    def _plain(self) -> bool:
+        return self.logits_soft_cap is None and self.sinks is None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return the attended values, in the shape of ``query``; the new keys and values go to the cache.
@@ -183,6 +212,8 @@ class Attention(PluggableLayer):
             ValueError: a shape, a dtype or a device does not fit.
             LayerError: the batch has another number of tokens, no pages for the layer or some of another shape.
         """
+        if self.is_node and is_dynamo_compiling():
+            return as_node(query, key, value, self.prefix)
         q, k, v = self._heads(query, key, value)
         batch = current_batch()
         if batch is None:
@@ -250,12 +281,11 @@ class Attention(PluggableLayer):
         """Attend within one sequence over ``[tokens, heads, head_size]``."""
         tokens, window = query.shape[0], self.sliding_window
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        plain = self.logits_soft_cap is None and self.sinks is None
         mask = None
-        if tokens > 1 and not (plain and (window is None or tokens <= window)):
+        if tokens > 1 and not (self._plain and (window is None or tokens <= window)):
             positions = torch.arange(tokens, device=query.device)
             mask = visible_keys(positions, positions, window)
-        if plain:
+        if self._plain:
             causal, grouped = mask is None and tokens > 1, self.num_kv_heads != self.num_heads
             given = query[None], key[None], value[None], mask, 0.0, causal
             return self.attend(*given, scale=self.scale, enable_gqa=grouped)[0].transpose(0, 1)

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from opgraft.binding.custom_op import CustomOp, PluggableLayer
+from opgraft.binding.functional import Functional
 from opgraft.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
@@ -13,7 +14,7 @@ from opgraft.distributed import (
 )
 from opgraft.errors import LayerError, QuantizationError, WeightError
 from opgraft.ops.embedding.ranges import DEFAULT_VOCAB_PADDING_SIZE, Vocabulary, get_masked_input_and_mask
-from opgraft.ops.linear.methods import QuantizeMethodBase, UnquantizedEmbeddingMethod
+from opgraft.ops.linear.methods import QuantizeMethodBase, UnquantizedEmbeddingMethod, forms_of
 from opgraft.ops.linear.packable import PackableLayer
 from opgraft.ops.linear.packed_only import PackedWeight
 from opgraft.ops.linear.quantization_config import QuantizationConfig
@@ -186,6 +187,7 @@ class ParallelLMHead(PackableLayer, VocabParallelEmbedding):
     """
 
     looks_up: ClassVar[bool] = False
+    called: ClassVar[bool] = False
     tied = False
     """An embedding has the weight, too."""
 
@@ -239,6 +241,9 @@ class ParallelLMHead(PackableLayer, VocabParallelEmbedding):
         self.register_parameter("weight", embed_tokens.get_parameter("weight"))
         self.tied = True
         return self
+
+    def forms(self) -> tuple[Functional[..., Tensor], ...]:
+        return forms_of(self)
 
     def forward(self, input_: Tensor) -> Tensor:
         raise LayerError(

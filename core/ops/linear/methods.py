@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from opgraft.binding.functional import Functional, binding_of
@@ -13,6 +13,7 @@ from opgraft.ops.linear import functional, packed_only
 from opgraft.ops.linear import packed as packed_linear
 from opgraft.ops.linear.packable import PackableLayer, obstacle
 from opgraft.ops.weights import set_weight_attrs
+from opgraft.registry.op_classes import definer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -44,6 +45,13 @@ class QuantizeMethodBase(PluggableClass, ABC):
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Bring the weights into the layout that ``apply`` prefers, once they are loaded. Called once."""
+
+
+@runtime_checkable
+class HasWeightMethod(Protocol):
+    """A layer whose weight is held and applied by a weight method."""
+
+    quant_method: QuantizeMethodBase
 
 
 class LinearMethodBase(QuantizeMethodBase):
@@ -94,6 +102,9 @@ class _PlainWeight(QuantizeMethodBase):
         rows, columns = sum(output_partition_sizes), input_size_per_partition
         create_plain_weight(layer, rows, columns, params_dtype, extra_weight_attrs)
 
+    def remark(self, owner: Any) -> str:
+        return "over a packed weight, by oneDNN" if owner._packed is not None else ""
+
 
 @PluggableClass.register("unquantized_linear_method")
 class UnquantizedLinearMethod(_PlainWeight, LinearMethodBase):
@@ -139,6 +150,9 @@ class UnquantizedEmbeddingMethod(_PlainWeight):
             return functional.linear(x, layer.weight, bias)
         return packed_only.linear(x, packed, bias, "none", None)
 
+    def form_of(self, layer: Any) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]] | None:
+        return (functional.linear, (layer.weight,)) if layer._packed is None else None
+
     def process_weights_after_loading(self, layer: Any) -> None:
         """Hold the weight of an output layer packed only, where that pays here and no embedding has it too."""
         if not layer.looks_up and not layer.tied and _gains(layer):
@@ -146,6 +160,24 @@ class UnquantizedEmbeddingMethod(_PlainWeight):
 
     def embedding(self, layer: Any, input_: Tensor) -> Tensor:
         return F.embedding(input_, layer.weight)
+
+
+def form_called(layer: Any) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]] | None:
+    """Return what the weight method of a layer says by ``form_of``, where it is true.
+
+    A class that overrides only ``apply`` computes something else than the form that it inherits.
+    """
+    method = layer.quant_method
+    if definer(type(method), "apply") is not definer(type(method), "form_of"):
+        return None
+    called: tuple[Functional[..., Tensor], tuple[Tensor | None, ...]] | None = method.form_of(layer)
+    return called
+
+
+def forms_of(layer: Any) -> tuple[Functional[..., Tensor], ...]:
+    """Return the form that the weight method of a layer calls, for ``PluggableLayer.forms``."""
+    called = form_called(layer)
+    return (called[0],) if called else ()
 
 
 def _gains(layer: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from opgraft.binding.custom_op import CustomOp, PluggableLayer
+from opgraft.binding.functional import Functional
 from opgraft.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
@@ -14,7 +15,7 @@ from opgraft.distributed import (
     tensor_model_parallel_all_reduce,
 )
 from opgraft.errors import LayerError
-from opgraft.ops.linear.methods import QuantizeMethodBase, UnquantizedLinearMethod
+from opgraft.ops.linear.methods import QuantizeMethodBase, UnquantizedLinearMethod, forms_of
 from opgraft.ops.linear.packable import PackableLayer
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.linear.sharding import OutputShard, divide, expect_rows, load_columns, load_rows
@@ -74,6 +75,9 @@ class LinearBase(PackableLayer, PluggableLayer):
     def name(self) -> str:
         """The layer as messages call it."""
         return f"{self.op_class.__qualname__} {self.prefix!r}"
+
+    def forms(self) -> tuple[Functional[..., Tensor], ...]:
+        return forms_of(self)
 
     def process_weights_after_loading(self) -> None:
         """Have the weight method bring the weights into the layout that it prefers."""

@@ -5,20 +5,25 @@ The kernels and their order are those that the modules of the layers would call,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from opgraft import CustomOp, functional
 from opgraft.binding.functional import binding_of
+from opgraft.binding.rebinding import hidden_by
 from opgraft.compat.hooks import hooks_on_every_module
 from opgraft.ops.attention.batch import AttentionBatch, current_batch
+from opgraft.ops.attention.codes import LARGEST_CODES
 from opgraft.ops.decoder_plan import DecoderParts, HasParts
 from opgraft.ops.decoder_plan import DecoderPlan as Base
 from opgraft.ops.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from opgraft.ops.linear.methods import form_called
 from opgraft.ops.linear.weight_cache import watched
-from opgraft.registry.op_classes import definer
+from opgraft.text import printable
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
@@ -48,23 +53,68 @@ class DecoderPlan(Base):
 
     _bound: _Bound | None = None
     _next_hook = 0
+    _computed = 0
+
+    @cached_property
+    def _left(self) -> Counter[str]:
+        """Calls that were left to the modules, by reason."""
+        return Counter()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copy and pickle as one that has bound nothing yet."""
         return {}
 
     def run(self, layers: nn.ModuleList, positions: Tensor, hidden_states: Tensor) -> tuple[Tensor, Tensor] | None:
-        if is_dynamo_compiling() or torch.is_grad_enabled() or type(hidden_states) is not Tensor:
+        if is_dynamo_compiling():
             return None
-        batch, limit = current_batch(), linear.FEW.get((path_or_none(), hidden_states.dtype), 0)
-        if batch is None or len(hidden_states) > limit or watched() or hooks_on_every_module():
-            return None
+        batch = current_batch()
+        reason = _obstacle(batch, hidden_states)
+        if batch is not None and not reason:
+            bound = self._bind(layers, batch)
+            reason = bound.obstacle(batch, hidden_states)
+            if not reason:
+                try:
+                    result = bound.run(batch, positions, hidden_states)
+                except REFUSED:  # the modules say what is wrong
+                    reason = "the library refuses an argument"
+                else:
+                    self._computed += 1
+                    return result
+        self._left[reason] += 1
+        return None
+
+    def _bind(self, layers: nn.ModuleList, batch: AttentionBatch) -> _Bound:
+        """Return the layers as they are bound, anew where something has changed."""
         # To look at every module takes a twentieth of a step. Hooks are numbered: the next number tells of new ones.
         unseen = not batch.continues or self._next_hook != RemovableHandle.next_id
         if self._bound is None or self._bound.layers is not layers or (unseen and not self._bound.holds()):
             self._bound = _Bound(layers)
         self._next_hook = RemovableHandle.next_id
-        return self._bound.run(batch, positions, hidden_states)
+        return self._bound
+
+    def remark(self, owner: object) -> str:
+        calls = self._computed + self._left.total()
+        if not calls:
+            return "not called yet"
+        left = [f"{count} by the modules, as {reason}" for reason, count in self._left.most_common()]
+        return "; ".join([f"{self._computed} of {calls} calls computed in one", *left])
+
+
+def _obstacle(batch: AttentionBatch | None, hidden_states: Tensor) -> str:
+    """Say what about a call keeps it from the library, or return ""."""
+    if torch.is_grad_enabled():
+        return "gradients are recorded"
+    if type(hidden_states) is not Tensor or watched():
+        return "something of torch follows the operators that run"
+    if hooks_on_every_module():
+        return "a hook is set on every module"
+    path, dtype = path_or_none(), hidden_states.dtype
+    limit = linear.FEW.get((path, dtype), 0)
+    if not limit:
+        return f"the path {path} has no kernel for few rows of {dtype}"
+    if len(hidden_states) > limit:
+        return f"they have more than {limit} tokens"
+    return "" if batch is not None else "no batch is set"
 
 
 class _Bound:
@@ -85,10 +135,27 @@ class _Bound:
         self.values = [holder[name] for holder, name in self.places]  # which keeps their ids theirs
         self.ids = list(map(id, self.values))
         self.hooked = self._has_hooks()
-        self.decoder = None if self.hooked or len(known) < len(parts) else _decoder(known)
+        self.reason = self._obstacle(parts)
+        self.decoder = None if self.reason else _decoder(known)
 
     def _has_hooks(self) -> bool:
         return any(attributes[name] for attributes in self.attributes for name in HOOKS)
+
+    def _obstacle(self, parts: Sequence[DecoderParts | None]) -> str:
+        """Say what about the layers keeps them from the library, or return ""."""
+        if self.hooked:
+            hooked = {id(module) for module in self.modules if any(vars(module)[name] for name in HOOKS)}
+            path = next(path for path, module in self.layers.named_modules() if id(module) in hooked)
+            return f"layers.{path} has a hook"
+        for number, part in enumerate(parts):
+            if part is None:
+                return f"layers.{number} is made of other parts"
+            for name, check in CHECKS.items():
+                if reason := check(getattr(part, name)):
+                    return f"{name} of layers.{number} {reason}"
+            if part.rotary_emb.head_size != part.attn.head_size:
+                return f"rotary_emb of layers.{number} rotates a part of each head"
+        return ""
 
     def holds(self) -> bool:
         """Tell whether modules, parameters, settings and hooks are those that were bound."""
@@ -99,25 +166,33 @@ class _Bound:
         same = same and list(map(type, self.modules)) == self.types
         return same and list(map(len, self.attributes)) == self.lengths and self._has_hooks() == self.hooked
 
-    def run(self, batch: AttentionBatch, positions: Tensor, hidden_states: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Compute the layers; ``None`` where that is not for the library, or where it refuses."""
-        if self.decoder is None or batch.block_size % attention.GROUP:
-            return None
-        try:
-            pages = [batch.pages[prefix] for prefix in self.prefixes]
-        except KeyError:
-            return None
+    def obstacle(self, batch: AttentionBatch, hidden_states: Tensor) -> str:
+        """Say what keeps a call of these layers from the library, or return ""."""
+        if self.reason:
+            return self.reason
+        if batch.block_size % attention.GROUP:
+            return f"blocks have {batch.block_size} tokens, no multiple of {attention.GROUP}"
+        for prefix in self.prefixes:
+            if prefix not in batch.pages:
+                return f"the batch has no pages for {prefix}"
+            dtype = batch.pages[prefix].cache.dtype
+            if dtype is not hidden_states.dtype and dtype not in LARGEST_CODES:
+                return f"the cache of {prefix} is of {dtype}"
+        return ""
+
+    def run(self, batch: AttentionBatch, positions: Tensor, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the layers.
+
+        Raises:
+            REFUSED: the library takes something else.
+        """
+        pages = [batch.pages[prefix] for prefix in self.prefixes]
         caches = [each.cache for each in pages]
-        if any(cache.dtype is not hidden_states.dtype for cache in caches):
-            return None
         slots, tables = [each.slots for each in pages], [each.block_table for each in pages]
         ropes = [buffers["cos_sin_cache"] for buffers in self.ropes]
-        try:
-            return self.decoder.run(  # type: ignore[no-any-return]
-                positions, hidden_states, ropes, caches, slots, tables, batch.query_start_loc, batch.seq_lens
-            )
-        except REFUSED:  # the modules say what is wrong
-            return None
+        return self.decoder.run(  # type: ignore[no-any-return]
+            positions, hidden_states, ropes, caches, slots, tables, batch.query_start_loc, batch.seq_lens
+        )
 
 
 def _reached(module: nn.Module, leaves: set[nn.Module]) -> Iterator[nn.Module]:
@@ -136,59 +211,90 @@ def _places(module: nn.Module, is_leaf: bool) -> Iterator[tuple[dict[str, Any], 
 
 
 def _decoder(parts: Sequence[DecoderParts]) -> Any:
-    """Make the library's decoder of the layers; ``None`` where a part runs something that is not of the library."""
+    """Make the library's decoder of layers that nothing keeps from it."""
     decoder = torch.classes.opgraft_cpu_kernels.Decoder()
     for part in parts:
+        attn = part.attn
+        norms = [value for norm in (part.before_attention, part.before_mlp) for value in _norm(norm)]
         maps = [_map(layer) for layer in (part.qkv_proj, part.o_proj, part.gate_up_proj, part.down_proj)]
-        norms, attn = (part.before_attention, part.before_mlp), part.attn
-        if not all(maps) or not all(map(_is_norm, norms)) or not _is_attention(attn):
-            return None
-        if not _runs(part.act_fn, "silu_and_mul") or not _runs(part.rotary_emb, "rotary_embedding"):
-            return None
-        if part.rotary_emb.head_size != attn.head_size:
-            return None
-        before = [value for norm in norms for value in (norm.weight, norm.variance_epsilon)]
         sizes = [attn.num_heads, attn.num_kv_heads, attn.head_size]
         settings = attn.scale, attn.sliding_window, attn.logits_soft_cap, attn.sinks
-        decoder.add_layer(*before, maps, sizes, *settings, part.rotary_emb.is_neox_style)
+        decoder.add_layer(*norms, maps, sizes, *settings, part.rotary_emb.is_neox_style)
     return decoder
 
 
-def _is_unchanged(op: Any) -> bool:
-    return isinstance(op, CustomOp) and type(op) is op.binding.specialisation and "forward" not in vars(op)
+def _norm(norm: Any) -> tuple[Tensor, float]:
+    return norm.weight, norm.variance_epsilon
 
 
-def _runs(op: Any, form: str) -> bool:
-    """Tell whether an op runs the kernel of that form."""
-    return _is_unchanged(op) and op.binding.kernel.winner.functional(form) is getattr(kernels, form)
-
-
-def _is_norm(op: Any) -> bool:
-    return _runs(op, "fused_add_rms_norm") and op.variance_size_override is None
-
-
-def _is_attention(op: Any) -> bool:
-    return _is_unchanged(op) and op.op_class is ops.Attention and op.head_size % attention.GROUP == 0
-
-
-def _map(layer: Any) -> tuple[str, list[Tensor | None]] | None:
+def _map(layer: Any) -> tuple[str, list[Tensor | None]]:
     """Return the form of a linear layer and its tensors: weight, scales, offsets and bias."""
-    if not _is_unchanged(layer) or layer.op_class not in LINEAR or layer.tp_size > 1:
-        return None
-    if layer.skip_bias_add or layer.return_bias:
-        return None
-    method = layer.quant_method
-    found = method.form_of(layer)
-    # A class that overrides only `apply` computes something else than the form that it inherits.
-    if found is None or definer(type(method), "apply") is not definer(type(method), "form_of"):
-        return None
-    form, (weight, *others) = found
-    kernel = FORMS.get(form)
-    if kernel is None or binding_of(form).kernel.winner.functional(form.name) is not kernel:
-        return None
+    form, (weight, *others) = form_called(layer)  # type: ignore[misc]  # as it was checked
+    scales, offsets = (*others, None, None)[:2]
+    return form.name, [weight, scales, offsets, layer.bias]
+
+
+def _changed(op: Any) -> str:
+    """Say why it is not known what a part computes, or return ""."""
+    return hidden_by(op) and f"was changed: {hidden_by(op)}" if isinstance(op, CustomOp) else f"is a {_name(op)}"
+
+
+def _name(thing: object) -> str:
+    return printable(type(thing).__qualname__)
+
+
+def _runs_another(op: Any, form: str) -> str:
+    """Say what a part runs in place of the kernel of that form, or return ""."""
+    if reason := _changed(op):
+        return reason
+    known = op.binding.kernel.winner.functional(form) is getattr(kernels, form)
+    return "" if known else _running(op.binding)
+
+
+def _running(binding: Any) -> str:
+    return f"runs {binding.kernel_name} of {binding.provider}"
+
+
+def _no_norm(op: Any) -> str:
+    if reason := _runs_another(op, "fused_add_rms_norm"):
+        return reason
+    return "" if op.variance_size_override is None else "looks at a part of what it normalises"
+
+
+def _no_attention(op: Any) -> str:
+    if reason := _changed(op):
+        return reason
+    if op.op_class is not ops.Attention:
+        return f"is of {op.binding.provider}"
+    return f"has heads of {op.head_size}, no multiple of {attention.GROUP}" if op.head_size % attention.GROUP else ""
+
+
+def _no_map(layer: Any) -> str:
+    if reason := _changed(layer):
+        return reason
+    if layer.op_class not in LINEAR:
+        return f"is a {_name(layer)} of {layer.binding.provider}"
+    if layer.tp_size > 1 or layer.skip_bias_add or layer.return_bias:
+        return "is shared by ranks, or returns its bias"
+    called = form_called(layer)
+    if called is None:
+        return "has a packed weight" if layer._packed is not None else f"has a {_name(layer.quant_method)}"
+    form, (weight, *others) = called
+    kernel, binding = FORMS.get(form), binding_of(form)
+    if kernel is None or binding.kernel.winner.functional(form.name) is not kernel:
+        return f"calls the form {form.name}, which {_running(binding)}"
     if form is functional.quantized_linear and not quantized.in_lanes(
         layer.input_size_per_partition, weight, others[0]
     ):
-        return None
-    scales, offsets = (*others, None, None)[:2]
-    return form.name, [weight, scales, offsets, layer.bias]
+        return "has groups of weights that the kernel does not take"
+    return ""
+
+
+CHECKS: Mapping[str, Callable[[Any], str]] = {
+    **dict.fromkeys(("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), _no_map),
+    **dict.fromkeys(("before_attention", "before_mlp"), _no_norm),
+    "attn": _no_attention,
+    "act_fn": partial(_runs_another, form="silu_and_mul"),
+    "rotary_emb": partial(_runs_another, form="rotary_embedding"),
+}
+"""Parts of a layer → what says why the library does not compute such a part, or returns ""."""

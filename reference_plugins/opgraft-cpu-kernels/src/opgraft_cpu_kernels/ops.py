@@ -11,6 +11,7 @@ import opgraft
 import torch
 from opgraft import ops as catalogue
 from opgraft.ops.attention import AttentionBatch, LayerPages
+from opgraft.ops.attention.batch import current_batch
 from torch import Tensor
 
 from opgraft_cpu_kernels import attention, dense_attention, kernels, linear, quantized
@@ -158,11 +159,17 @@ class Attention(catalogue.Attention):
             return super().kv_cache_shape(num_blocks, block_size, dtype)
         return attention.cache_shape(num_blocks, self.num_kv_heads, block_size, self.head_size, dtype)
 
+    def holds_codes(self) -> bool:
+        return True
+
     def batch_invariant(self, block_size: int) -> bool:
         return attention.takes(self.head_size, block_size)
 
     def idle(self) -> frozenset[str]:
-        return frozenset({"write", "attend_pages"}) if attention.takes(self.head_size, attention.GROUP) else frozenset()
+        batch = current_batch()
+        if batch is None or not attention.takes(self.head_size, batch.block_size):
+            return super().idle()
+        return frozenset({"attend", "write", "attend_pages"})
 
     def attend_batch(
         self, batch: AttentionBatch, pages: LayerPages, query: Tensor, key: Tensor, value: Tensor

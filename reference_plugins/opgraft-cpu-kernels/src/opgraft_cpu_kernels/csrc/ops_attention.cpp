@@ -275,10 +275,6 @@ Tensor attend_pages(const Tensor& query, const Tensor& key, const Tensor& value,
   return out;
 }
 
-namespace {
-
-}  // namespace
-
 TORCH_LIBRARY_FRAGMENT(opgraft_cpu_kernels, library) {
   library.def(
       "attend_pages(Tensor query, Tensor key, Tensor value, Tensor(a!) cache, Tensor slots, Tensor block_table, Tensor "

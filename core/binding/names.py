@@ -1,0 +1,36 @@
+"""The names by which settings switch and choose ops and classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from opgraft.config import Settings
+from opgraft.errors import ConfigError, close_matches
+from opgraft.registry.declarations import Registry, Replacement
+from opgraft.state import HostState, host_state
+
+
+def op_name_of(cls: type, state: HostState) -> str | None:
+    """Return the registered name that switches ``cls``: its own, or that of the nearest registered base."""
+    names = {record.cls: name for name, record in state.registry.records().items()}
+    return next((names[base] for base in cls.__mro__ if base in names), None)
+
+
+def kin_of(cls: type, replacements: Sequence[Replacement]) -> list[Replacement]:
+    """Return the replacements of other classes that the op name of ``cls`` switches too."""
+    state = host_state()
+    name = op_name_of(cls, state)
+    return [r for r in replacements if r.target and r.target is not cls and op_name_of(r.target, state) == name]
+
+
+def check_names(settings: Settings, registry: Registry) -> None:
+    """Raise ``ConfigError`` where the settings name an op or class that is not registered."""
+    for field, names in settings.config.op_names().items():
+        known = registry.named_by(field)
+        for name in names:
+            if name not in known:
+                raise ConfigError(
+                    f"{field} names the op {name!r} ({settings.origins[field]}), but no op has that name: "
+                    f"{close_matches(name, known)} 'opgraft ops list' shows all; import the package that registers "
+                    "an op before it is named."
+                )

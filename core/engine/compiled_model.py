@@ -1,0 +1,106 @@
+"""The model of an engine, compiled by ``torch.compile``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from opgraft.config import CompilationMode, OpgraftConfig
+from opgraft.errors import ConfigError
+from opgraft.ops.attention import Attention
+from opgraft.ops.attention.node import nodes_of
+from opgraft.text import described
+from torch import Tensor
+
+SIZES = (2, 1)
+"""Tokens of the calls that compile: a graph for any number of them, and one for a single token."""
+
+
+class CompiledModel:
+    """A model as one graph for any number of tokens, in which each attention layer is a node.
+
+    Args:
+        model: called with token ids and positions.
+        layers: its attention layers by prefix.
+        backend: of ``torch.compile``.
+
+    Raises:
+        ConfigError: there is no such backend.
+    """
+
+    def __init__(self, model: Any, layers: Mapping[str, Attention], backend: str | None) -> None:
+        self.layers = layers
+        self.backend = backend or "inductor"
+        for layer in layers.values():
+            layer.is_node = True
+        with self._explained():
+            self._graph: Any = torch.compile(model, backend=self.backend, dynamic=True, fullgraph=True)
+
+    def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Return the hidden states ``[tokens, hidden_size]``; both arguments are ``[tokens]``, int64."""
+        with nodes_of(self.layers):
+            # A step's are parts of one tensor, and a graph would be for the place of each in it.
+            hidden: Tensor = self._graph(input_ids.clone(), positions.clone())
+        return hidden
+
+    @torch.inference_mode()
+    def warm_up(self, device: torch.device) -> None:
+        """Compile.
+
+        Raises:
+            ConfigError: the model cannot be traced, or the backend does not compile here.
+        """
+        for size in SIZES:
+            tokens = torch.arange(size, device=device)
+            with self._explained():
+                self(tokens, tokens)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever a backend raises
+            raise ConfigError(
+                f"compilation_config.mode is set, and torch.compile with the backend {self.backend} fails on the "
+                f"model: {described(error)}. Set compilation_config.mode to NONE, or another "
+                "compilation_config.backend; inductor needs a C++ compiler, such as g++ or what CXX names"
+            ) from error
+
+
+def expect_compilable(config: OpgraftConfig) -> None:
+    """Refuse settings of compilation that the engine cannot follow.
+
+    Raises:
+        ConfigError: there is no such way to compile, or another setting contradicts it.
+    """
+    mode = config.compilation_config.mode
+    if mode in (None, CompilationMode.NONE):
+        return
+    if mode is not CompilationMode.STOCK_TORCH_COMPILE:
+        raise ConfigError(
+            f"compilation_config.mode is {mode.name}, which the engine has no compiler for yet: set it to "
+            "STOCK_TORCH_COMPILE, or to NONE"
+        )
+    if config.model.batch_invariant:
+        raise ConfigError(
+            "compilation_config.mode and model.batch_invariant are set, and compiled code does not compute each token "
+            "alike: turn one of them off"
+        )
+
+
+def compiled_as_set(model: Any, layers: Mapping[str, Attention], config: OpgraftConfig) -> CompiledModel | None:
+    """Return the model compiled as ``compilation_config`` says; ``None`` for its mode ``NONE``.
+
+    Raises:
+        ConfigError: it has no graph.
+    """
+    if config.compilation_config.mode in (None, CompilationMode.NONE):
+        return None
+    if model.fitted_ropes:
+        raise ConfigError(
+            "compilation_config.mode is set, and the model has ropes that depend on the length of the context, which "
+            "no graph has: set it to NONE"
+        )
+    return CompiledModel(model, layers, config.compilation_config.backend)

@@ -1,0 +1,57 @@
+"""The refusal of requests that could never be served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from opgraft.config import SchedulerConfig
+from opgraft.engine.kv_cache import KVCacheManager
+from opgraft.engine.request import Request
+from opgraft.errors import RequestError
+
+
+def expect_servable(
+    request: Request, known: Mapping[str, Request], config: SchedulerConfig, cache: KVCacheManager, max_model_len: int
+) -> None:
+    """Refuse a request that can never be served; one that passes fits when it runs alone, whatever it samples.
+
+    Args:
+        request: the new one.
+        known: those that run or wait, by their ids.
+        config: limits of a step.
+        cache: of the keys and values.
+        max_model_len: tokens of prompt and output together, at most.
+
+    Raises:
+        RequestError: its id is in use, or prompt, cache and limits do not fit.
+    """
+    name, prompt, limit = f"request {request.request_id!r}", len(request.prompt), config.max_num_batched_tokens
+    if request.request_id in known:
+        raise RequestError(f"{name} is added, and one of that id runs or waits: give each an id of its own")
+    if prompt >= max_model_len:
+        raise RequestError(
+            f"{name} has a prompt of {prompt} tokens, and the context holds {max_model_len}, prompt and "
+            "output together: shorten the prompt, or raise model.max_model_len"
+        )
+    if prompt > limit and not config.chunked_prefill:
+        raise RequestError(
+            f"{name} has a prompt of {prompt} tokens, and a step takes {limit}, with scheduler.chunked_prefill "
+            "off: turn it on, or raise scheduler.max_num_batched_tokens"
+        )
+    longest = min(prompt + request.params.max_tokens, max_model_len)
+    needed, there = cache.most_blocks(longest - 1, limit), cache.pool.num_blocks
+    if needed > there:
+        raise RequestError(
+            f"{name} may grow to {longest} tokens, a prompt of {prompt} and an output of up to {longest - prompt}, "
+            f"for which it needs {needed} blocks of {cache.block_size} tokens, and the cache has {there}: "
+            "lower max_tokens, or raise cache.memory_bytes or cache.memory_share"
+        )
+    _expect_same_prompt(request, known.get(request.parent) if request.parent else None)
+
+
+def _expect_same_prompt(request: Request, parent: Request | None) -> None:
+    if parent and (parent.prompt, parent.cache_salt) != (request.prompt, request.cache_salt):
+        raise RequestError(
+            f"request {request.request_id!r} has {parent.request_id!r} as its parent, which has another prompt or "
+            "cache_salt, and would read another's cache: make both with Request.split"
+        )

@@ -1,0 +1,41 @@
+"""Metrics of the server itself: its answers, what it has admitted, and its process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opgraft.server.admission import Admission
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
+
+_METHODS = ("GET", "HEAD", "OPTIONS", "POST")
+
+
+class HTTPMetrics:
+    """Metrics beside those of the engine.
+
+    Args:
+        model_name: value of the label ``model_name``.
+        registry: of all metrics of the server.
+        admission: of requests.
+    """
+
+    def __init__(self, model_name: str, registry: CollectorRegistry, admission: Admission) -> None:
+        self._model_name = model_name
+        self._answers = Counter(
+            "opgraft:http_requests",
+            "Answers over HTTP; 499 where the client has left.",
+            ("model_name", "method", "path", "status"),
+            registry=registry,
+        )
+        for name, text in (
+            ("sequences", "Sequences that were admitted and have no token yet."),
+            ("tokens", "Tokens of the prompts of these."),
+        ):
+            gauge = Gauge(f"opgraft:admitted_{name}", text, ("model_name",), registry=registry)
+            gauge.labels(model_name).set_function(lambda name=name: getattr(admission, name))  # type: ignore[misc]
+        ProcessCollector(registry=registry)
+
+    def count(self, method: str, route: Any, status: int) -> None:
+        """Count an answer; what no route has is called "other", as strangers may ask for any path."""
+        path = getattr(route, "path", "other")
+        self._answers.labels(self._model_name, method if method in _METHODS else "other", path, status).inc()

@@ -1,0 +1,28 @@
+"""Calls of event loops in threads of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from opgraft.errors import EngineError
+
+_T = TypeVar("_T")
+
+
+async def called_in(pool: ThreadPoolExecutor, function: Callable[..., _T], *args: object) -> _T:
+    """Call a function in a thread of a pool, in a copy of the caller's context, and return its result.
+
+    Raises:
+        EngineError: the pool was shut down.
+    """
+    call = partial(contextvars.copy_context().run, function, *args)
+    try:
+        future = asyncio.get_running_loop().run_in_executor(pool, call)
+    except RuntimeError as error:
+        raise EngineError("the engine was shut down: make a new one") from error
+    return await future

@@ -1,0 +1,106 @@
+"""A step whose model ``torch.compile`` has compiled gives the tokens that it gives otherwise."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.engines import prompts, recorded, serve, settings
+from opgraft.config import CompilationConfig, OpgraftConfig
+from opgraft.engine.engine_core import EngineCore
+from opgraft.errors import ConfigError, LayerError
+from opgraft.ops.attention import Attention
+from opgraft.ops.attention.node import nodes_of
+from random_decoders import DECODERS, THROUGH_TRANSFORMERS, through_transformers, written
+
+
+def with_mode(
+    folder: Path, mode: str = "STOCK_TORCH_COMPILE", backend: str = "aot_eager", **model: Any
+) -> OpgraftConfig:
+    given = settings(folder)
+    compilation = CompilationConfig(mode=mode, backend=backend, custom_ops=["all"])
+    return dataclasses.replace(given, compilation_config=compilation, model=dataclasses.replace(given.model, **model))
+
+
+def tokens(core: EngineCore) -> list[list[int]]:
+    """Greedy tokens of prompts in chunks, beside each other, and of a last one that stays alone."""
+    requests = [recorded(str(i), prompt, 6 + 6 * (i == 2))[0] for i, prompt in enumerate(prompts(19, 3, 1))]
+    serve(core, requests)
+    return [request.output for request in requests]
+
+
+@pytest.mark.parametrize("family", ["llama 3, with biases, tied", "gemma2", "qwen3", "smollm3"])
+def test_the_tokens_are_those_of_the_modules(family: str, tmp_path: Path) -> None:
+    """One graph serves prompts and batches of any size, one a single token; nothing is compiled while requests run."""
+    if family in THROUGH_TRANSFORMERS:
+        through_transformers(family, tmp_path)
+    else:
+        written(DECODERS[family][0], tmp_path, **DECODERS[family][1])
+    expected = tokens(EngineCore(settings(tmp_path)))
+    core = EngineCore(with_mode(tmp_path))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert tokens(core) == expected
+    (runner,) = [row for row in core.explain().classes if row.name == "model_runner"]
+    assert runner.remark == "the model is compiled by aot_eager"
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own, where inductor starts
+def test_by_inductor(tmp_path: Path) -> None:
+    """The backend that is the default compiles the model here."""
+    written("Llama", tmp_path, num_hidden_layers=1)
+    assert tokens(EngineCore(with_mode(tmp_path, backend="inductor"))) == tokens(EngineCore(settings(tmp_path)))
+
+
+def test_without_a_compiler(tmp_path: Path) -> None:
+    """Where inductor finds no compiler the start of the engine says so, and what to set."""
+    written("Llama", tmp_path / "model", num_hidden_layers=1)
+    made = f"from opgraft import LLM; LLM({str(tmp_path / 'model')!r}, **{{'compilation_config.mode': 1}})"
+    hidden = {"CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OPGRAFT_PLUGINS": ""}
+    command = [sys.executable, "-c", made]
+    result = subprocess.run(command, env={**os.environ, **hidden}, capture_output=True, text=True, check=False)
+    assert "ConfigError: compilation_config.mode is set" in result.stderr
+    assert "inductor needs a C++ compiler" in result.stderr
+    assert "no-such-compiler" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mode": "FULL"}, "which the engine has no compiler for yet: set it to STOCK_TORCH_COMPILE"),
+        ({"batch_invariant": True}, "does not compute each token alike"),
+        (
+            {"backend": "no_such_backend"},
+            "with the backend no_such_backend fails on the model: .*Set compilation_config",
+        ),
+    ],
+)
+def test_what_cannot_be_compiled(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """The start of the engine says what contradicts what, before anything is compiled."""
+    written("Llama", tmp_path, num_hidden_layers=1)
+    with pytest.raises(ConfigError, match=message):
+        EngineCore(with_mode(tmp_path, **given))
+
+
+def test_ropes_that_depend_on_the_context(tmp_path: Path) -> None:
+    """A rope that is fitted to each call has no graph."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    written("Llama", tmp_path, num_hidden_layers=1, rope_parameters=rope)
+    with pytest.raises(ConfigError, match="ropes that depend on the length of the context, which no graph has"):
+        EngineCore(with_mode(tmp_path))
+
+
+def test_a_node_without_its_layer() -> None:
+    """A graph with attention as a node gives what the layer gives, and says what it needs where it is called alone."""
+    layer, x = Attention(2, 8, 1.0, prefix="attn"), torch.ones(3, 16)
+    layer.is_node = True
+    plain = torch.compile(layer, backend="eager", fullgraph=True)
+    with nodes_of({"attn": layer}):
+        torch.testing.assert_close(plain(x, x, x), layer(x, x, x))
+    with pytest.raises(LayerError, match=r"'attn' as a node, and none of that prefix is given: call the graph within"):
+        plain(x, x, x)

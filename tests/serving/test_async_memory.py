@@ -1,0 +1,140 @@
+"""Ten thousand requests of an event loop, many of them cancelled, leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine.engines import expect_empty
+from opgraft import SamplingParams
+from opgraft.errors import RequestError
+from opgraft.serving.async_llm import AsyncLLM
+from random_decoders import written
+
+SMALLEST = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 64,
+    "block_size": 4,
+    "cache.num_blocks": 96,
+    "load.progress": False,
+    "max_num_seqs": 24,
+    "max_num_batched_tokens": 96,
+}
+READERS = 64
+WORDS = ("the cat", "a dog sat on the mat", "the the the the the the the", "x" * 30, "ünïcödé 漢字", "")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, trained: Any) -> Path:
+    """A decoder that is as small as may be, with a tokenizer."""
+    folder = tmp_path_factory.mktemp("async memory") / "llama"
+    written("Llama", folder, **SMALLEST, num_hidden_layers=2, head_dim=8, vocab_size=400)
+    trained.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+class Readers:
+    """Tasks that ask for random answers, and read them to the end, leave early, or are cancelled."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self.llm = llm
+        self.draw = random.Random(9)  # noqa: S311  # no secret
+        self.numbers = iter(range(10**9))
+        self.ways: Counter[str] = Counter()
+
+    async def read(self, count: int) -> None:
+        """Have that many requests made, some at a time, and wait until the engine holds nothing of them."""
+        left = iter(range(count))
+        await asyncio.gather(*(self._reader(left) for _ in range(READERS)))
+        while self.llm.engine.has_work:
+            await asyncio.sleep(0.001)
+        await asyncio.wrap_future(self.llm._thread.call(expect_empty, self.llm.engine.core))
+        assert not any((self.llm._thread._streams, self.llm.engine._open, self.llm.engine._owner))
+
+    async def _reader(self, left: Iterator[int]) -> None:
+        for _ in left:
+            way = self.draw.choice(("end", "end", "leave", "cancel", "abort"))
+            try:
+                await getattr(self, way)(str(next(self.numbers)), self._params())
+            except RequestError:
+                way = "refused"
+            self.ways[way] += 1
+
+    def _params(self) -> SamplingParams:
+        draw = self.draw
+        return SamplingParams(
+            n=draw.choice((1, 1, 1, 3)), max_tokens=draw.randint(1, 8), logprobs=draw.choice((None, None, 2)),
+            prompt_logprobs=draw.choice((None, None, None, 1)), stop=draw.choice(((), ("a",), ("the c", "q"))),
+            seed=draw.randrange(99), structured_output=draw.choice((None,) * 5 + ({"choice": ["yes", "no"]},)),
+            temperature=draw.choice((0, 1)), bad_words=draw.choice(((), ("cat",))),
+        )  # fmt: skip
+
+    def _stream(self, name: str, params: SamplingParams) -> Any:
+        salt = self.draw.choice((None, None, name))
+        return self.llm.generate(self.draw.choice(WORDS), params, request_id=name, cache_salt=salt)
+
+    async def end(self, name: str, params: SamplingParams) -> None:
+        *_, output = [each async for each in self._stream(name, params)]
+        assert output.finished
+        assert all(answer.error is None for answer in output.outputs)
+
+    async def leave(self, name: str, params: SamplingParams) -> None:
+        async with aclosing(self._stream(name, params)) as stream:
+            await anext(stream)
+
+    async def cancel(self, name: str, params: SamplingParams) -> None:
+        task = asyncio.create_task(self.end(name, params))
+        await asyncio.sleep(self.draw.choice((0, 0, 0.001, 0.01)))
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    async def abort(self, name: str, params: SamplingParams) -> None:
+        async with aclosing(self._stream(name, params)) as stream:
+            await anext(stream)
+            with suppress(RequestError):  # it has ended
+                await self.llm.abort(name)
+            assert [each.finished async for each in stream][-1:] in ([], [True])
+
+
+def resident_bytes() -> int:
+    pages = Path("/proc/self/statm").read_text("ascii").split()[1]
+    return int(pages) * 4096
+
+
+def held() -> tuple[int, int]:
+    """Objects that the garbage collector knows, and pieces of memory of the interpreter."""
+    gc.collect()
+    return len(gc.get_objects()), sys.getallocatedblocks()
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests_leave_nothing(checkpoint: Path) -> None:
+    """Neither blocks nor rows nor streams nor objects nor memory of requests remain, however their readers left."""
+
+    async def main() -> None:
+        async with AsyncLLM(str(checkpoint), **SETTINGS) as llm:
+            readers = Readers(llm)
+            await readers.read(2_000)  # until what is kept on purpose is there: blocks, grammars, pools of memory
+            before, resident = held(), resident_bytes()
+            await readers.read(10_000)
+            grown = [now - then for now, then in zip(held(), before, strict=True)]
+            assert max(grown) < 2_000, f"{grown} more objects and pieces of memory"
+            assert resident_bytes() - resident < 8 << 20
+            assert min(readers.ways[way] for way in ("end", "leave", "cancel", "abort", "refused")) > 400, readers.ways
+            counted = llm.stats().counters.finished
+            assert min(counted["abort"], counted["stop"], counted["length"]) > 500, counted
+            assert counted["error"] == 0
+
+    asyncio.run(asyncio.wait_for(main(), 600))
+    assert not any(thread.name.startswith("opgraft-") for thread in threading.enumerate())
