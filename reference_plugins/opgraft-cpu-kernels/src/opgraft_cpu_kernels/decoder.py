@@ -283,9 +283,8 @@ def _no_map(layer: Any) -> str:
     kernel, binding = FORMS.get(form), binding_of(form)
     if kernel is None or binding.kernel.winner.functional(form.name) is not kernel:
         return f"calls the form {form.name}, which {_running(binding)}"
-    if form is functional.quantized_linear and not quantized.in_lanes(
-        layer.input_size_per_partition, weight, others[0]
-    ):
+    by_groups = form is functional.quantized_linear
+    if by_groups and not quantized.in_lanes(layer.input_size_per_partition, weight, others[0]):
         return "has groups of weights that the kernel does not take"
     return ""
 
