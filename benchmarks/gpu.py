@@ -33,12 +33,22 @@ CACHE = 256 * 2**20
 """Bytes that inputs are spread over: several times the cache of any GPU."""
 
 HEAD_SIZE = 128
+BLOCK_SIZE = 16
 
 
 def _rotary(x: Tensor) -> tuple[Any, ...]:
     table = torch.randn(8192, HEAD_SIZE, device=x.device, dtype=x.dtype)
     positions = torch.randint(0, 8192, (x.shape[0],), device=x.device)
     return positions, x, x[:, : x.shape[1] // 4].contiguous(), HEAD_SIZE, table
+
+
+def _decodes(x: Tensor) -> tuple[Any, ...]:
+    """Return the next token of 16 sequences, whose keys and values are ``x``, of 8 heads for 32 of the query."""
+    cache = x.view(-1, 2, 8, BLOCK_SIZE, HEAD_SIZE)
+    table = torch.randperm(len(cache), device=x.device, dtype=torch.int32).view(16, -1)
+    bounds = torch.arange(17, device=x.device, dtype=torch.int32)
+    lengths = torch.full((16,), table.shape[1] * BLOCK_SIZE, device=x.device, dtype=torch.int32)
+    return torch.randn(16, 32, HEAD_SIZE, device=x.device, dtype=x.dtype), cache, table, bounds, lengths, 0.1
 
 
 def _weight(x: Tensor) -> Tensor:
@@ -57,6 +67,7 @@ CALLS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
     "gelu_and_mul": lambda x: (x,),
     "swigluoai_and_mul": lambda x: (x,),
     "rotary_embedding": _rotary,
+    "paged_attention": _decodes,
     "quant_fp8_dynamic tensor": lambda x: (x, (-1, -1)),
     "quant_fp8_dynamic token": lambda x: (x, (1, -1)),
     "quant_fp8_dynamic group": lambda x: (x, (1, 128)),

@@ -2,7 +2,9 @@
 
 Each side is a process of its own, which loads the model once and then runs it whenever it is told to; the sides take
 turns, so that all meet the same clock speed and the same neighbours. The encoder is the real MiniLM on 512 sentences,
-the causal model a Llama-shaped one with random weights that generates 64 tokens for one prompt.
+the causal model a Llama-shaped one with random weights that generates 64 tokens for one prompt. A process beside them
+measures in the same turns how fast memory is read and products are computed: no linear layer takes less time than its
+weight to be read and its products at these speeds, and what all layers take is possible at best.
 
 With ``--json FILE`` the figures of every round go to a file, from which ``tools/figures.py`` draws charts.
 """
@@ -27,6 +29,10 @@ from typing import Any
 
 import torch
 from timing import Row, machine, print_table
+from torch import nn
+
+sys.path.append(str(Path(__file__).parent / "peers"))
+from machine_limits import speeds  # a script's folder is not a package
 
 ROUNDS = 7
 BATCH = 32
@@ -44,6 +50,7 @@ class Side:
         compile: whether it goes through ``torch.compile``.
         precision: as of ``torch.set_float32_matmul_precision``; torch's own linear on CPUs takes no notice of it.
         environment: variables beside those of this process.
+        bound: whether the process answers with the least seconds that linear layers could take.
     """
 
     graft: bool = False
@@ -51,10 +58,13 @@ class Side:
     compile: bool = False
     precision: str = "highest"
     environment: Mapping[str, str] | None = None
+    bound: bool = False
 
 
+POSSIBLE = "possible"
 SIDES = {
     "plain": Side(),
+    POSSIBLE: Side(bound=True),
     "plain, high": Side(precision="high"),
     "compiled": Side(compile=True),
     "bare": Side(graft=True, environment={"OPGRAFT_PLUGINS": ""}),
@@ -158,12 +168,39 @@ def worker(model: str, dtype: str, side: str, output: str) -> None:
     torch.set_float32_matmul_precision(SIDES[side].precision)
     run = MODELS[model](getattr(torch, dtype), SIDES[side])
     numbers = run()
-    print("ready", flush=True)
-    for _ in sys.stdin:
+
+    def seconds() -> float:
+        nonlocal numbers
         start = time.perf_counter()
         numbers = run()
-        print(time.perf_counter() - start, flush=True)
+        return time.perf_counter() - start
+
+    answer = _bound(run, getattr(torch, dtype)) if SIDES[side].bound else seconds
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        print(answer(), flush=True)
     torch.save(numbers, output)
+
+
+def _bound(run: Callable[[], torch.Tensor], dtype: torch.dtype) -> Callable[[], float]:
+    """Return what measures this machine, and computes the least seconds that the linear layers of a run could take."""
+    layers: list[tuple[int, nn.Linear]] = []
+
+    def note(layer: nn.Module, arguments: tuple[torch.Tensor]) -> None:
+        if isinstance(layer, nn.Linear):
+            layers.append((arguments[0].numel() // layer.in_features, layer))
+
+    hook = nn.modules.module.register_module_forward_pre_hook(note)
+    run()
+    hook.remove()
+    measure = speeds(sum(layer.weight.nbytes for layer in {layer for _, layer in layers}), dtype)
+
+    def least() -> float:
+        found = measure()
+        reading, products = (found[name]["seconds"] for name in ("bytes_per", "products_per"))
+        return sum(max(layer.weight.nbytes / reading, rows * layer.weight.numel() / products) for rows, layer in layers)
+
+    return least
 
 
 @dataclass(frozen=True)
@@ -190,7 +227,8 @@ class Comparison:
             name = f"{self.model} {self.dtype}, {side}"
             medians = [statistics.median(self.seconds[each]) for each in (side, "plain")]
             detail = f"{medians[0]:.3g} s over {medians[1]:.3g} s, {ROUNDS} rounds"
-            yield Row(f"{name} / plain", round(statistics.median(self.ratios(side)), 4), limit, detail)
+            measured, possible = (round(statistics.median(self.ratios(each)), 4) for each in (side, POSSIBLE))
+            yield Row(f"{name} / plain", measured, limit, detail, None if limit is None else possible)
             difference = (self.numbers[side] - self.numbers["plain"]).abs().max().item()
             yield Row(f"{name}: largest difference", difference, LARGEST_DIFFERENCE[self.dtype], "from plain")
             if "compiled" in self.seconds and side.startswith("kernels"):
@@ -218,7 +256,7 @@ def compare(model: str, dtype: str) -> Comparison:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         processes = {}
-        for index, side in enumerate(("plain", *LIMITS[model, dtype])):
+        for index, side in enumerate(("plain", POSSIBLE, *LIMITS[model, dtype])):
             processes[side] = stack.enter_context(_started(model, dtype, side, str(folder / f"{index}.pt")))
         seconds: dict[str, list[float]] = {side: [] for side in processes}
         for turn in range(ROUNDS):

@@ -24,16 +24,27 @@ class Row:
         measured: a ratio, or a count.
         limit: the highest value that is fine; ``None`` where any is.
         detail: the absolute figures behind it, in words.
+        possible: the least that this machine allows, where that is known.
     """
 
     name: str
     measured: float
     limit: float | None
     detail: str
+    possible: float | None = None
 
     @property
     def ok(self) -> bool:
-        return self.limit is None or self.measured <= self.limit
+        return self.verdict in ("", "ok", "beyond")
+
+    @property
+    def verdict(self) -> str:
+        """Return "ok", "over", or "beyond" for a limit that this machine does not allow; "" without a limit."""
+        if self.limit is None:
+            return ""
+        if self.measured <= self.limit:
+            return "ok"
+        return "beyond" if self.possible is not None and self.possible > self.limit else "over"
 
 
 def ratio(
@@ -134,8 +145,7 @@ def report(description: str, measure: Callable[[], Sequence[Row]]) -> None:
 def print_table(rows: Sequence[Row]) -> None:
     width = max(len(row.name) for row in rows)
     print(", ".join(f"{name} {value}" for name, value in machine().items()))
-    print(f"{'':{width}}  measured   limit")
+    print(f"{'':{width}}  measured   limit  verdict  possible here")
     for row in rows:
-        limit = "" if row.limit is None else f"{row.limit:.4g}"
-        verdict = "" if row.limit is None else "ok" if row.ok else "over"
-        print(f"{row.name:{width}}  {row.measured:8.4g}  {limit:>6}  {verdict:4}  {row.detail}")
+        limit, possible = ("" if value is None else f"{value:.3g}" for value in (row.limit, row.possible))
+        print(f"{row.name:{width}}  {row.measured:8.4g}  {limit:>6}  {row.verdict:7}  {possible:13}  {row.detail}")

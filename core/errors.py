@@ -57,13 +57,16 @@ class CheckpointError(InputError):
 class RequestError(OpgraftError, ValueError):
     """A request cannot be served as it was made, or there is none of that id; those beside it are not concerned.
 
-    ``field`` is the setting of the request that is at fault, where it is one.
+    Attributes:
+        message: without ``source``.
+        field: the setting of the request that is at fault, where it is one.
     """
 
     exit_code = 2
 
-    def __init__(self, message: str, field: str | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, field: str | None = None, *, source: str | None = None) -> None:
+        super().__init__(message if source is None else f"{source}: {message}")
+        self.message = message
         self.field = field
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from protocol import Answer, Generate, cpu_seconds, serve
+from protocol import Generate, cpu_seconds, serve
 from torch.utils import mkldnn
 
 SIZE = 1024
@@ -20,21 +20,27 @@ SIZE = 1024
 
 
 def start(checkpoint: str, dtype: str) -> Generate:
-    weights = torch.ones(sum(file.stat().st_size for file in Path(checkpoint).glob("*.safetensors")) // 4)
+    size = sum(file.stat().st_size for file in Path(checkpoint).glob("*.safetensors"))
+    measure = speeds(size, getattr(torch, dtype))
+    return lambda _prompts, _max_tokens: {"tokens": [], **measure()}
+
+
+def speeds(size: int, dtype: torch.dtype) -> Callable[[], dict[str, dict[str, float]]]:
+    """Return what measures bytes and products per second, by clock: over so many bytes, in a dtype."""
+    weights = torch.ones(size // 4)
     to_mkldnn: Any = mkldnn.to_mkldnn  # which has no types
-    linear = to_mkldnn(torch.nn.Linear(SIZE, SIZE).eval(), getattr(torch, dtype))
-    rows = torch.randn(SIZE, SIZE, dtype=getattr(torch, dtype)).to_mkldnn()
+    linear = to_mkldnn(torch.nn.Linear(SIZE, SIZE).eval(), dtype)
+    rows = torch.randn(SIZE, SIZE, dtype=dtype).to_mkldnn()
 
     @torch.inference_mode()
-    def generate(_prompts: list[list[int]], _max_tokens: int) -> Answer:
+    def measure() -> dict[str, dict[str, float]]:
         reading, products = taken(weights.sum, 5), taken(lambda: linear(rows), 20)
         return {
-            "tokens": [],
             "bytes_per": {clock: weights.nbytes / value for clock, value in reading.items()},
             "products_per": {clock: SIZE**3 / value for clock, value in products.items()},
         }
 
-    return generate
+    return measure
 
 
 def taken(call: Callable[[], object], number: int) -> dict[str, float]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ class CompiledModel:
         model: called with token ids and positions.
         layers: its attention layers by prefix.
         backend: of ``torch.compile``.
+
+    Raises:
+        ConfigError: there is no such backend.
     """
 
     def __init__(self, model: Any, layers: Mapping[str, Attention], backend: str | None) -> None:
@@ -31,12 +35,14 @@ class CompiledModel:
         self.backend = backend or "inductor"
         for layer in layers.values():
             layer.is_node = True
-        self._graph: Any = torch.compile(model, backend=self.backend, dynamic=True, fullgraph=True)
+        with self._explained():
+            self._graph: Any = torch.compile(model, backend=self.backend, dynamic=True, fullgraph=True)
 
     def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Return the hidden states ``[tokens, hidden_size]``; both arguments are ``[tokens]``, int64."""
         with nodes_of(self.layers):
-            hidden: Tensor = self._graph(input_ids, positions)
+            # A step's are parts of one tensor, and a graph would be for the place of each in it.
+            hidden: Tensor = self._graph(input_ids.clone(), positions.clone())
         return hidden
 
     @torch.inference_mode()
@@ -47,15 +53,20 @@ class CompiledModel:
             ConfigError: the model cannot be traced, or the backend does not compile here.
         """
         for size in SIZES:
-            both = torch.arange(2 * size, device=device) % size  # parts of one tensor, as in a step
-            try:
-                self(*both.split(size))
-            except Exception as error:  # whatever a backend raises
-                raise ConfigError(
-                    f"compilation_config.mode is set, and torch.compile with the backend {self.backend} fails on the "
-                    f"model: {described(error)}. Set compilation_config.mode to NONE, or another "
-                    "compilation_config.backend; inductor needs a C++ compiler, such as g++ or what CXX names"
-                ) from error
+            tokens = torch.arange(size, device=device)
+            with self._explained():
+                self(tokens, tokens)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever a backend raises
+            raise ConfigError(
+                f"compilation_config.mode is set, and torch.compile with the backend {self.backend} fails on the "
+                f"model: {described(error)}. Set compilation_config.mode to NONE, or another "
+                "compilation_config.backend; inductor needs a C++ compiler, such as g++ or what CXX names"
+            ) from error
 
 
 def expect_compilable(config: OpgraftConfig) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from opgraft.errors import RequestError
 
-MOST_COMPLETIONS = 1024
+MOST_COMPLETIONS = 16_384
 """Each completion of a prompt is a request of its own."""
 
 COLDEST = 0.001
@@ -60,7 +60,10 @@ def _is_bias(value: Any) -> bool:
 _FLAG = _Rule(lambda v: isinstance(v, bool), "True or False")
 
 _RULES: Mapping[str, _Rule] = {
-    "n": _Rule(lambda v: _is_integer(v) and 1 <= v <= MOST_COMPLETIONS, f"an integer from 1 to {MOST_COMPLETIONS:,}"),
+    "n": _Rule(
+        lambda v: _is_integer(v) and 1 <= v <= MOST_COMPLETIONS,
+        f"an integer of at least 1 and at most {MOST_COMPLETIONS:,}",
+    ),
     "temperature": _Rule(
         lambda v: _is_number(v) and (v == 0 or v >= COLDEST),
         f"0 for greedy decoding, or a number of at least {COLDEST}",
@@ -145,17 +148,17 @@ class SamplingParams:
         for name, rule in _RULES.items():
             value = _kept(getattr(self, name))
             if not rule.accepts(value):
-                raise RequestError(f"SamplingParams: {name} is {getattr(self, name)!r}: use {rule.words}", name)
+                raise _refused(f"{name} is {getattr(self, name)!r}: use {rule.words}", name)
             object.__setattr__(self, name, value)
         if self.min_tokens > self.max_tokens:
-            raise RequestError(
-                f"SamplingParams: min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}, and no output has "
+            raise _refused(
+                f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}, and no output has "
                 "more tokens than it may have: lower the one or raise the other",
                 "min_tokens",
             )
         if self.n > 1 and self.greedy:
-            raise RequestError(
-                f"SamplingParams: n is {self.n} and temperature 0, and greedy decoding gives the same output every "
+            raise _refused(
+                f"n is {self.n} and temperature 0, and greedy decoding gives the same output every "
                 "time: use n=1, or a temperature above 0",
                 "n",
             )
@@ -164,6 +167,10 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Tell whether the likeliest token is always taken."""
         return self.temperature == 0
+
+
+def _refused(message: str, field: str) -> RequestError:
+    return RequestError(message, field, source="SamplingParams")
 
 
 def _kept(value: Any) -> Any:

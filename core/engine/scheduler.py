@@ -139,7 +139,7 @@ class Scheduler(PluggableClass):
                 continue
             request.num_computed += scheduled.count
             self.cache.computed(request, scheduled.start)
-            if request.request_id in self._parked and request.num_computed >= len(request.prompt):
+            if self._parked and request.num_computed >= len(request.prompt):
                 self._release(request)
             if scheduled.samples and request.append(_token_of(request, tokens), self.max_model_len):
                 self._finish(request)

@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from opgraft.errors import OpgraftError
 from opgraft.server import faults
+from opgraft.server.bodies import BodyRoute
 from opgraft.server.chat import Chat
 from opgraft.server.completions import Completion
 from opgraft.server.embeddings import embed
@@ -31,10 +32,11 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 router = APIRouter(
+    route_class=BodyRoute,
     responses={
         "4XX": {"model": ErrorAnswer, "description": "The request cannot be served as it is."},
         "5XX": {"model": ErrorAnswer, "description": "The server cannot serve it now."},
-    }
+    },
 )
 
 

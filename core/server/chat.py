@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from opgraft.server import sampling
 from opgraft.server.generating import Generating
 from opgraft.server.messages import for_template, template_values
 from opgraft.server.passing import Passing
@@ -27,11 +28,12 @@ class Chat(Generating[ChatRequest]):
         super().__init__(service, body, passing)
         self.tools = Tools(body, service.llm.engine.chat_template.source)
         if self.tools.forced is not None:
-            self.grammar_field = "tools"
+            self.grammar_field = self.tools.forced_field
         self._told: dict[int, int] = {}
 
     async def prompts(self) -> list[list[int]]:
         """Return the token ids of the text that the template makes of the chat."""
+        sampling.expect_answers(self.body, 1, self.service)
         return [await self.service.llm.prepare(self._rendered)]
 
     def _rendered(self) -> list[int]:

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from opgraft.errors import HTTPError
+from opgraft.server import sampling
 from opgraft.server.generating import Generating
 from opgraft.server.passing import Passing
+from opgraft.server.prompts import several
 from opgraft.server.protocol import CompletionRequest
 from opgraft.server.service import Service
 from opgraft.server.streams import News, finite, likeliest, token_text
@@ -30,11 +31,9 @@ class Completion(Generating[CompletionRequest]):
 
     async def prompts(self) -> list[list[int]]:
         """Return the token ids of the prompts, of which a body has one or several."""
-        given: Any = self.body.prompt
-        if not given:
-            raise HTTPError(400, "prompt is empty: give some text", field="prompt", code="invalid_value")
-        several: Sequence[Prompt] = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
-        return await self.service.llm.prepare(self._encoded, several)
+        prompts = several(self.body.prompt, "prompt")
+        sampling.expect_answers(self.body, len(prompts), self.service)
+        return await self.service.llm.prepare(self._encoded, prompts)
 
     def _encoded(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         encode = self.service.llm.engine.encode
@@ -42,6 +41,10 @@ class Completion(Generating[CompletionRequest]):
             self.service.expect_characters(prompt if isinstance(prompt, str) else "", "prompt")
         names = [f"prompt[{place}]" for place in range(len(prompts))] if len(prompts) > 1 else ["prompt"]
         return [encode(prompt, name=name)[1] for prompt, name in zip(prompts, names, strict=True)]
+
+    def counted(self, output: RequestOutput) -> int:
+        """Return the tokens of the answers to a prompt: none where the prompt alone is asked for."""
+        return 0 if sampling.scores_only(self.body) else super().counted(output)
 
     def delta(self, index: int, output: RequestOutput, answer: CompletionOutput, news: News) -> dict[str, Any]:
         """Return the choice of a chunk; an echo comes with the first."""
@@ -62,6 +65,8 @@ class Completion(Generating[CompletionRequest]):
         tokens: Sequence[int],
         logprobs: Sequence[Mapping[int, Logprob]],
     ) -> dict[str, Any]:
+        if sampling.scores_only(self.body):
+            text, tokens, logprobs = "", (), ()
         places: list[tuple[int, Mapping[int, Logprob] | None]] = list(zip(tokens, logprobs, strict=False))
         if echoed is not None:
             prompt = echoed.prompt_token_ids

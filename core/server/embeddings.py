@@ -10,9 +10,9 @@ from typing import Any
 
 from opgraft.errors import HTTPError
 from opgraft.server.faults import at
+from opgraft.server.prompts import several
 from opgraft.server.protocol import EmbeddingRequest
 from opgraft.server.service import Service
-from opgraft.serving.prompts import Prompt
 
 
 async def embed(service: Service, body: EmbeddingRequest, record: dict[str, Any]) -> dict[str, Any]:
@@ -24,10 +24,7 @@ async def embed(service: Service, body: EmbeddingRequest, record: dict[str, Any]
     """
     service.expect_model(body.model)
     await service.check()
-    given: Any = body.input
-    if not given:
-        raise HTTPError(400, "input is empty: give some text", field="input", code="invalid_value")
-    texts: Sequence[Prompt] = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+    texts = several(body.input, "input")
     most = service.settings.max_inputs
     if len(texts) > most:
         raise HTTPError(

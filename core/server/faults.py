@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,6 @@ from opgraft.errors import CheckpointError, EngineError, HTTPError, InputError, 
 from starlette.exceptions import HTTPException
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_BRANCHES = ("str", "int", "float", "bool", "dict", "list", "none")
 
 
 def as_http_error(error: Exception) -> HTTPError:
@@ -23,7 +21,7 @@ def as_http_error(error: Exception) -> HTTPError:
     if isinstance(error, RequestValidationError):
         return _of_validation(error)
     if isinstance(error, RequestError):
-        return HTTPError(400, str(error).removeprefix("SamplingParams: "), field=error.field, code="invalid_value")
+        return HTTPError(400, error.message, field=error.field, code="invalid_value")
     if isinstance(error, InputError) and not isinstance(error, CheckpointError):
         return HTTPError(400, str(error), code="invalid_value")
     if isinstance(error, EngineError):
@@ -59,15 +57,12 @@ def response(error: HTTPError) -> JSONResponse:
 
 def _of_validation(error: RequestValidationError) -> HTTPError:
     """Tell the first of the faults that were found in a body, and the field that it is in."""
-    faults: Sequence[Mapping[str, Any]] = error.errors()
-    first = faults[0]
-    if first["type"] == "json_invalid":
-        reason = first.get("ctx", {}).get("error", "it cannot be parsed")
+    fault: Mapping[str, Any] = error.errors()[0]
+    kind, field = fault["type"], _field(fault["loc"])
+    if kind == "json_invalid":
+        reason = fault.get("ctx", {}).get("error", "it cannot be parsed")
         return HTTPError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
-    within = [fault for fault in faults if fault["loc"][:2] == first["loc"][:2]]
-    deepest = max(within, key=lambda fault: len(fault["loc"]))  # of the alternatives of a union, the likeliest meant
-    kind, field = deepest["type"], _field(deepest)
-    if deepest["loc"] == ("body",) and kind == "model_attributes_type":
+    if field is None and kind == "model_attributes_type":
         return HTTPError(
             400,
             "the body is no JSON object, or was not sent with 'content-type: application/json'",
@@ -77,18 +72,11 @@ def _of_validation(error: RequestValidationError) -> HTTPError:
         return HTTPError(400, f"{field} is not supported: leave it out", field=field, code="unsupported_field")
     if kind == "missing":
         return HTTPError(400, f"{field or 'a body of JSON'} is missing", field=field, code="missing_field")
-    reasons = " or ".join(dict.fromkeys(str(fault["msg"]) for fault in faults if _field(fault) == field))
-    return HTTPError(400, f"{field or 'the body'}: {reasons}", field=field, code="invalid_value")
+    reason = "Input should be a valid dictionary" if kind == "model_type" else fault["msg"]  # it names a class of ours
+    return HTTPError(400, f"{field or 'the body'}: {reason}", field=field, code="invalid_value")
 
 
-def _field(fault: Mapping[str, Any]) -> str | None:
-    """Return the dotted name of a field at fault, without the names that a union has for its alternatives."""
-    *outer, last = fault["loc"]
-    unknown = fault["type"] == "extra_forbidden"
-    parts = [part for part in outer[1:] if _names_a_field(part)]
-    parts += [last] if outer and (unknown or _names_a_field(last)) else []
-    return ".".join(str(part)[:80] for part in parts) or None
-
-
-def _names_a_field(part: object) -> bool:
-    return isinstance(part, int) or (str(part) not in _BRANCHES and re.fullmatch("[a-z_]+", str(part)) is not None)
+def _field(place: Sequence[str | int]) -> str | None:
+    """Return the name of a field at fault, such as ``messages[0].content``; the first part is the body."""
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part[:80]}" for part in place[1:]]
+    return "".join(parts).removeprefix(".") or None

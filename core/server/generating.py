@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from fastapi.responses import JSONResponse, Response
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.server import sampling
+from opgraft.server.contradictions import expect_no_contradiction
 from opgraft.server.faults import at
 from opgraft.server.passing import Passing
 from opgraft.server.protocol import Generation
@@ -60,6 +61,10 @@ class Generating(ABC, Generic[_B]):
         """Return settings of sampling that go before those of the body."""
         return {}
 
+    def counted(self, output: RequestOutput) -> int:
+        """Return the tokens of the answers to a prompt."""
+        return sum(len(answer.token_ids) for answer in output.outputs)
+
     @abstractmethod
     def delta(self, index: int, output: RequestOutput, answer: CompletionOutput, news: News) -> dict[str, Any]:
         """Return the choice of a chunk: what is new in an answer, which is choice number ``index``."""
@@ -78,7 +83,8 @@ class Generating(ABC, Generic[_B]):
             EngineError: the engine has stopped.
         """
         self.service.expect_model(self.body.model)
-        sampling.expect_stream_options(self.body)
+        expect_no_contradiction(self.body)
+        sampling.expect_priority(self.body, self.service)
         await self.service.check()
         news = self._answers()
         if self.body.stream:
@@ -120,7 +126,7 @@ class Generating(ABC, Generic[_B]):
                     self.record.setdefault("seconds_to_first_token", round(time.monotonic() - self.arrival, 6))
                     if logged:
                         answers = {f"{number}/{answer.index}": answer.text for answer in output.outputs}
-                        self.record["answers"] = {**self.record.get("answers", {}), **answers}
+                        self.record.setdefault("answers", {}).update(answers)
                     yield number, output
 
     async def _events(
@@ -129,12 +135,12 @@ class Generating(ABC, Generic[_B]):
         reader, tokens = Reader(), [0] * len(self.prompt_ids)
         for chunk in self._chunks(first, reader):
             yield chunk
-        tokens[first[0]] = self.record["completion_tokens"] = _tokens(first[1])
+        tokens[first[0]] = self.record["completion_tokens"] = self.counted(first[1])
         async with aclosing(news):
             async for number, output in news:
                 for chunk in self._chunks((number, output), reader):
                     yield chunk
-                tokens[number] = _tokens(output)
+                tokens[number] = self.counted(output)
                 self.record["completion_tokens"] = sum(tokens)
         self.record["completion_tokens"] = sum(tokens)
         if self._tells_usage:
@@ -159,7 +165,7 @@ class Generating(ABC, Generic[_B]):
         return self.delta(number * self.params.n + answer.index, output, answer, news)
 
     def _whole(self, outputs: Sequence[RequestOutput]) -> Response:
-        tokens = sum(map(_tokens, outputs))
+        tokens = sum(map(self.counted, outputs))
         self.record["completion_tokens"] = tokens
         choices = [
             self.choice(number * self.params.n + answer.index, output, answer)
@@ -173,7 +179,3 @@ class Generating(ABC, Generic[_B]):
 
     def _usage(self, tokens: int) -> dict[str, int]:
         return usage(sum(map(len, self.prompt_ids)), tokens)
-
-
-def _tokens(output: RequestOutput) -> int:
-    return sum(len(answer.token_ids) for answer in output.outputs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from opgraft.engine.sampling_params import SamplingParams
+from opgraft.engine.sampling_params import COLDEST, SamplingParams
 from opgraft.errors import HTTPError
 from opgraft.server.protocol import ChatRequest, CompletionRequest, Generation, ResponseFormat
 from opgraft.server.service import Service
@@ -20,36 +20,51 @@ _AS_THEY_ARE = (
 _COMPLETION_TOKENS = 16
 """Tokens of a completion that does not say how many it wants; a chat's answer may fill the context."""
 
-
 _STOP_CHARACTERS = 256
 """Characters of a text to stop at, at most, or of a bad word."""
 
 
-def expect_prompts(body: Generation, prompts: Sequence[Sequence[int]], service: Service) -> None:
-    """Refuse more or longer prompts than the server takes.
+def expect_answers(body: Generation, prompts: int, service: Service) -> None:
+    """Refuse more answers than the server gives, before there is work for them.
 
     Raises:
         HTTPError: with the limit.
     """
-    settings = service.settings
-    answers = len(prompts) * (body.n or 1)
-    if answers > settings.max_answers:
-        field = "prompt" if len(prompts) > settings.max_answers else "n"
-        raise _too_many("answers (prompts times n)", answers, settings.max_answers, field)
-    longest = max(map(len, prompts), default=0)
-    if settings.max_prompt_tokens is not None and longest > settings.max_prompt_tokens:
-        field = "messages" if isinstance(body, ChatRequest) else "prompt"
-        raise _too_many("tokens of a prompt", longest, settings.max_prompt_tokens, field)
+    limit, answers = service.settings.max_answers, prompts * (body.n or 1)
+    if answers > limit:
+        raise _too_many("answers (prompts times n)", answers, limit, "prompt" if prompts > limit else "n")
 
 
-def expect_stream_options(body: Generation) -> None:
-    """Refuse options of a stream where the answer is none.
+def expect_prompts(body: Generation, prompts: Sequence[Sequence[int]], service: Service) -> None:
+    """Refuse longer prompts than the server takes.
 
     Raises:
-        HTTPError: there are some.
+        HTTPError: with the limit.
     """
-    if body.stream_options is not None and not body.stream:
-        raise HTTPError(400, "stream_options needs stream: true", field="stream_options", code="invalid_value")
+    limit, longest = service.settings.max_prompt_tokens, max(map(len, prompts), default=0)
+    if limit is not None and longest > limit:
+        field = "messages" if isinstance(body, ChatRequest) else "prompt"
+        raise _too_many("tokens of a prompt", longest, limit, field)
+
+
+def scores_only(body: Generation) -> bool:
+    """Tell whether no token is asked for, but the prompt again with its log-probabilities."""
+    return isinstance(body, CompletionRequest) and body.max_tokens == 0 and bool(body.echo)
+
+
+def expect_priority(body: Generation, service: Service) -> None:
+    """Refuse a priority where the order is that of arrival.
+
+    Raises:
+        HTTPError: there is one.
+    """
+    if body.priority and service.llm.engine.core.opgraft_config.scheduler.policy != "priority":
+        raise HTTPError(
+            400,
+            "priority has no effect in this server: leave it out, or start the server with --scheduler.policy priority",
+            field="priority",
+            code="unsupported_value",
+        )
 
 
 def params_of(
@@ -65,7 +80,7 @@ def params_of(
         _expect_few(getattr(body, field) or (), service.settings.max_stops, field)
     _expect_few(list(body.logit_bias or ()), service.settings.max_logit_bias, "logit_bias")
     given = body.model_dump(include=set(_AS_THEY_ARE), exclude_none=True)
-    given |= {
+    given |= _usual(body) | {
         "max_tokens": _max_tokens(body, prompts, service),
         "logit_bias": _logit_bias(body.logit_bias or {}, service.vocab_size),
         "structured_output": _structured(body.response_format),
@@ -74,6 +89,16 @@ def params_of(
     }
     _expect_few_logprobs(given, prompts, service.settings.max_total_logprobs)
     return SamplingParams(**given)
+
+
+def _usual(body: Generation) -> dict[str, Any]:
+    """Return values as the engine takes them, of those that only clients of OpenAI's interface send."""
+    found: dict[str, Any] = {}
+    if body.temperature is not None and 0 < body.temperature < COLDEST:
+        found["temperature"] = 0.0  # from clients that write it so, as the likeliest token is all that it leaves
+    if body.seed is not None and body.seed < 0:
+        found["seed"] = body.seed % (1 << 64)
+    return found
 
 
 def _expect_few_logprobs(given: Mapping[str, Any], prompts: Sequence[Sequence[int]], limit: int) -> None:
@@ -106,6 +131,8 @@ def _max_tokens(body: Generation, prompts: Sequence[Sequence[int]], service: Ser
     room = service.llm.engine.core.max_model_len - longest
     answers = len(prompts) * (body.n or 1)
     limit = service.settings.max_output_tokens
+    if scores_only(body):
+        wanted = 1  # which the engine needs, and the answer leaves out
     if wanted is None:
         if limit is not None and answers > limit:
             raise _too_many("tokens (one for each answer, at least)", answers, limit, "n")
@@ -155,8 +182,6 @@ def _logprobs(body: Generation, limit: int) -> dict[str, Any]:
         field, wanted = "logprobs", body.logprobs
     elif isinstance(body, ChatRequest) and body.logprobs:
         field, wanted = "top_logprobs", body.top_logprobs or 0
-    elif isinstance(body, ChatRequest) and body.top_logprobs:
-        raise HTTPError(400, "top_logprobs needs logprobs: true", field="top_logprobs", code="invalid_value")
     else:
         return {}
     if wanted is not None and wanted < 0:

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from opgraft.errors import HTTPError
+from opgraft.server.contradictions import expect_no_contradiction
 from opgraft.server.faults import at
 from opgraft.server.messages import for_template, template_values
 from opgraft.server.protocol import DetokenizeRequest, TokenizeRequest
@@ -17,7 +18,7 @@ async def tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
     """Return the token ids of a text, or of a chat in the model's template.
 
     Raises:
-        HTTPError: the body has neither, or both.
+        HTTPError: the body has neither, or both, or a field of the other.
         RequestError: the template refuses the messages, or the text has no tokens.
         InputError: the model has no tokenizer.
     """
@@ -25,6 +26,7 @@ async def tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
         service.expect_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise HTTPError(400, "give either prompt or messages", field="prompt", code="invalid_value")
+    expect_no_contradiction(body)
     with at("prompt" if body.messages is None else "messages"):
         ids = await service.prepare(_encoded, service, body)
     return {"tokens": ids, "count": len(ids), "max_model_len": service.max_model_len}

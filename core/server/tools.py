@@ -36,6 +36,7 @@ class Tools:
     Attributes:
         functions: as the template gets them; None where the model is not to know of any.
         forced: the JSON schema of an answer that must be a call; None where it need not be one.
+        forced_field: where that schema comes from.
 
     Raises:
         HTTPError: the template has no place for functions, or one is chosen that is not there.
@@ -54,7 +55,9 @@ class Tools:
                 code="unsupported_value",
             )
         self.functions = offered or None
-        self.forced = _forced(body, offered)
+        chosen = _chosen(body, offered)
+        self.forced = _forced([offered[place]["function"] for place in chosen])
+        self.forced_field = f"tools[{chosen[0]}].function.parameters" if len(chosen) == 1 else "tools"
         marker = _HERMES if _HERMES in template else _MISTRAL if _MISTRAL in template else "{"
         self._marker = "" if self.forced is not None else marker
         self._most = 1 if body.parallel_tool_calls is False else None
@@ -68,7 +71,7 @@ class Tools:
             return text if self._marker and not _may_begin(text) else self._rest(text, ended)
         at = text.find(self._marker)
         if at >= 0:
-            return text[:at].rstrip() if self.calls(text) or not ended else text
+            return text[:at].rstrip() if not ended or self.calls(text) else text
         held = 0 if ended else _overlap(text, self._marker)
         return text[: len(text) - held]
 
@@ -86,29 +89,37 @@ class Tools:
         return [call for call in calls if call is not None][: self._most]
 
 
-def _forced(body: ChatRequest, offered: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the schema of an answer that is a call, where the choice of tools asks for one."""
+def _chosen(body: ChatRequest, offered: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the numbers of the functions of which one must be called, none where that need not be."""
     choice = body.tool_choice
     if choice in (None, "none", "auto"):
-        return None
-    if isinstance(choice, NamedToolChoice):
-        chosen = [tool for tool in offered if tool["function"]["name"] == choice.function.name]
-    else:
-        chosen = list(offered)
+        return []
+    name = choice.function.name if isinstance(choice, NamedToolChoice) else None
+    chosen = [place for place, tool in enumerate(offered) if name in (None, tool["function"]["name"])]
     if not chosen:
         raise HTTPError(
             400, "tool_choice asks for a function that tools do not have", field="tool_choice", code="invalid_value"
         )
-    return {"anyOf": [_schema_of(tool["function"]) for tool in chosen]}
+    return chosen
 
 
-def _schema_of(function: Mapping[str, Any]) -> dict[str, Any]:
+def _forced(functions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the schema of an answer that calls one of some functions."""
+    schemas = [_schema_of(function, f"urn:opgraft:tool:{place}") for place, function in enumerate(functions)]
+    return {"anyOf": schemas} if schemas else None
+
+
+def _schema_of(function: Mapping[str, Any], identity: str) -> dict[str, Any]:
+    """Return the schema of a call.
+
+    The parameters get an identity, so that references within them go on from them and not from the whole.
+    """
+    parameters = {"$id": identity, **(function.get("parameters") or {"type": "object"})}
+    if "draft-04" in str(parameters.get("$schema")):
+        del parameters["$schema"]  # it knows no $id
     return {
         "type": "object",
-        "properties": {
-            "name": {"const": function["name"]},
-            "arguments": function.get("parameters") or {"type": "object"},
-        },
+        "properties": {"name": {"const": function["name"]}, "arguments": parameters},
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }

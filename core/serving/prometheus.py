@@ -29,6 +29,10 @@ HISTOGRAMS = {
     "request_queue_time_seconds": "From the arrival of a request to its first step.",
     "request_time_per_output_token_seconds": "Of a finished request: per token after the first.",
     "e2e_request_latency_seconds": "From the arrival of a request to its last token.",
+    "request_prefill_time_seconds": "From the first step of a request to its first token.",
+    "request_decode_time_seconds": "From the first token of a request to its last.",
+    "request_prompt_tokens": "Tokens of the prompt of a finished request.",
+    "request_generation_tokens": "Tokens of the longest answer of a finished request.",
     "iteration_tokens_total": "Tokens of a step.",
 }
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
@@ -38,8 +42,8 @@ TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 class PrometheusExporter:
     """Metrics in a registry of ``prometheus_client``, to be passed as ``on_step``.
 
-    Names and labels are vLLM's with another prefix, ``opgraft:``, so that its dashboards need no more than that. The
-    extra ``metrics`` brings the library.
+    Names and labels are vLLM's with another prefix, ``opgraft:``; there are fewer of them, and none has the label
+    ``engine``. The extra ``metrics`` brings the library.
 
     Args:
         model_name: value of the label ``model_name``, which every metric has.
@@ -105,14 +109,18 @@ class PrometheusExporter:
         if output.finished:
             self._begun.discard(output.request_id)
         if output.finished and metrics.first_token is not None and metrics.last_token is not None:
-            observed["e2e_request_latency_seconds"] = metrics.last_token - metrics.arrival
+            decode = metrics.last_token - metrics.first_token
             tokens = max(len(answer.token_ids) for answer in output.outputs)
+            observed["e2e_request_latency_seconds"] = metrics.last_token - metrics.arrival
+            observed["request_prefill_time_seconds"] = metrics.first_token - (metrics.admitted or metrics.arrival)
+            observed["request_decode_time_seconds"] = decode
+            observed["request_prompt_tokens"] = len(output.prompt_token_ids)
+            observed["request_generation_tokens"] = tokens
             if tokens > 1:
-                each = (metrics.last_token - metrics.first_token) / (tokens - 1)
-                observed["request_time_per_output_token_seconds"] = each
-        for name, seconds in observed.items():
-            if seconds is not None:
-                self._histograms[name].observe(seconds)
+                observed["request_time_per_output_token_seconds"] = decode / (tokens - 1)
+        for name, value in observed.items():
+            if value is not None:
+                self._histograms[name].observe(value)
 
     def show_kernels(self, explanation: Explanation) -> None:
         """Show which kernel of which provider runs each op, as ``LLM.explain`` tells."""

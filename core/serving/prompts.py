@@ -39,7 +39,7 @@ def tokenized(
         RequestError: it is of another kind, empty, too long, or has ids or characters that there are not.
     """
     text = prompt if isinstance(prompt, str) else None
-    ids = _of_text(text, tokenizer, add_special_tokens, name) if text is not None else _given(prompt, vocab_size, name)
+    ids = _given(prompt, name) if text is None else _of_text(text, tokenizer, add_special_tokens, name)
     if not ids:
         raise RequestError(f"{name} has no tokens: give some text, or at least one token id")
     if len(ids) + room > max_model_len:
@@ -48,10 +48,12 @@ def tokenized(
             f"{name} has {len(ids)} tokens{also}, and the model takes {max_model_len}: shorten it by "
             f"{len(ids) + room - max_model_len} tokens, or raise max_model_len as far as the model allows"
         )
-    return text, ids
+    if text is None:
+        _expect_tokens(ids, vocab_size, name)
+    return text, list(ids)
 
 
-def _of_text(text: str, tokenizer: Tokenizer, add_special_tokens: bool, name: str) -> list[int]:
+def _of_text(text: str, tokenizer: Tokenizer, add_special_tokens: bool, name: str) -> Sequence[int]:
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -62,7 +64,7 @@ def _of_text(text: str, tokenizer: Tokenizer, add_special_tokens: bool, name: st
     return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
-def _given(prompt: object, vocab_size: int, name: str) -> list[int]:
+def _given(prompt: object, name: str) -> Sequence[int]:
     ids = prompt
     if isinstance(prompt, Mapping):
         if set(prompt) != {_IDS}:
@@ -71,6 +73,10 @@ def _given(prompt: object, vocab_size: int, name: str) -> list[int]:
         ids = prompt[_IDS]
     if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
         raise RequestError(f"{name} is {type(ids).__name__}: give text, a list of token ids, or {{{_IDS!r}: [...]}}")
+    return ids
+
+
+def _expect_tokens(ids: Sequence[object], vocab_size: int, name: str) -> None:
     for place, token in enumerate(ids):
         if type(token) is not int:
             raise RequestError(f"{name} has {token!r:.40} at place {place}, which is no token id: give whole numbers")
@@ -79,4 +85,3 @@ def _given(prompt: object, vocab_size: int, name: str) -> list[int]:
                 f"{name} has the token id {token!s:.20} at place {place}, and the vocabulary has {vocab_size} (0 to "
                 f"{vocab_size - 1}): encode the text with this model's tokenizer"
             )
-    return list(ids)

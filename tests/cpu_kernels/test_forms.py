@@ -47,6 +47,7 @@ NAMES = [
     "dual_chunk_rotary_embedding",
     "quant_fp8_static",
     "quant_fp8_dynamic",
+    "scaled_dot_product_attention",
 ]
 CASES = [(SPECS[name], variant) for name in NAMES if name in SPECS for variant in SPECS[name].variants]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,9 +60,13 @@ needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no g++ to b
 
 
 def kernel(spec: OpSpec) -> Any:
-    from opgraft_cpu_kernels import kernels
+    return function_of(spec.functional.name)
 
-    return getattr(kernels, spec.functional.name)
+
+def function_of(name: str) -> Any:
+    from opgraft_cpu_kernels import dense_attention, kernels
+
+    return getattr(dense_attention if hasattr(dense_attention, name) else kernels, name)
 
 
 @cases
@@ -107,10 +112,8 @@ def test_compilation(spec: OpSpec, variant: str, kernels: Any) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_form_is_served(name: str, kernels: Any) -> None:
     """A form runs this plugin's function, which has its signature, and the torch op behind it is not bypassed."""
-    from opgraft_cpu_kernels import kernels as functions
-
     form = getattr(functional, name)
-    function = getattr(functions, name)
+    function = function_of(name)
     assert inspect.signature(function) == inspect.signature(form.native)
     if name not in SPECS:
         return

@@ -16,6 +16,7 @@ from opgraft.config import CompilationConfig, OpgraftConfig
 from opgraft.engine.engine_core import EngineCore
 from opgraft.errors import ConfigError, LayerError
 from opgraft.ops.attention import Attention
+from opgraft.ops.attention.node import nodes_of
 from random_decoders import DECODERS, THROUGH_TRANSFORMERS, through_transformers, written
 
 
@@ -49,6 +50,7 @@ def test_the_tokens_are_those_of_the_modules(family: str, tmp_path: Path) -> Non
     assert runner.remark == "the model is compiled by aot_eager"
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own, where inductor starts
 def test_by_inductor(tmp_path: Path) -> None:
     """The backend that is the default compiles the model here."""
     written("Llama", tmp_path, num_hidden_layers=1)
@@ -94,10 +96,11 @@ def test_ropes_that_depend_on_the_context(tmp_path: Path) -> None:
 
 
 def test_a_node_without_its_layer() -> None:
-    """A graph with attention as a node says what it needs where it is called by itself; other graphs have none."""
+    """A graph with attention as a node gives what the layer gives, and says what it needs where it is called alone."""
     layer, x = Attention(2, 8, 1.0, prefix="attn"), torch.ones(3, 16)
-    plain = torch.compile(layer, backend="eager", fullgraph=True)
-    torch.testing.assert_close(plain(x, x, x), layer(x, x, x))
     layer.is_node = True
+    plain = torch.compile(layer, backend="eager", fullgraph=True)
+    with nodes_of({"attn": layer}):
+        torch.testing.assert_close(plain(x, x, x), layer(x, x, x))
     with pytest.raises(LayerError, match=r"'attn' as a node, and none of that prefix is given: call the graph within"):
         plain(x, x, x)

@@ -1,8 +1,12 @@
-"""What the tests of Triton kernels share: launches recorded instead of made, and compiled for absent GPUs."""
+"""What the tests of Triton kernels share.
+
+Launches are recorded instead of made, and compiled for absent GPUs; Triton's interpreter computes as a GPU does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,11 +18,24 @@ NAMES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int8: "i8",
+    torch.uint8: "u8",
     torch.float8_e4m3fn: "fp8e4nv",
     torch.float8_e4m3fnuz: "fp8e4b8",
     torch.float8_e5m2: "fp8e5",
 }
 """What Triton calls the dtypes."""
+
+
+IN_MEMORY = {
+    "fp32": (torch.float32, torch.uint32),
+    "bf16": (torch.bfloat16, torch.uint16),
+    "fp16": (torch.float16, torch.uint16),
+    "fp8e4nv": (torch.float8_e4m3fn, torch.uint8),
+    "fp8e5": (torch.float8_e5m2, torch.uint8),
+}
+"""By Triton's names of dtypes torch's, and the integers of that size, as which the interpreter keeps some of them."""
 
 
 class Launch(NamedTuple):
@@ -43,6 +60,8 @@ class Launch(NamedTuple):
         types, attributes = {}, {}
         for index, (parameter, value) in enumerate(zip(self.kernel.params, self.arguments, strict=False)):
             types[parameter.name] = _type(value)
+            if parameter.do_not_specialize:
+                continue
             if isinstance(value, int) and value == 1:
                 constants[parameter.name] = 1
             elif isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
@@ -64,6 +83,7 @@ def _type(value: object) -> str:
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """Record launches instead of making them. Tensors on the device ``meta`` stand for those of a GPU."""
     from opgraft.ops.activation import triton as triton_activation
+    from opgraft.ops.attention import triton as triton_attention
     from opgraft.ops.layernorm import triton as triton_norm
     from opgraft.ops.quantization import triton as triton_quant
     from opgraft.ops.rotary import triton as triton_rotary
@@ -73,7 +93,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     def record(kernel: Any, programs: int, tile: Any, *arguments: Any, **constants: Any) -> None:
         recorded.append(Launch(kernel, programs, tile, arguments, constants))
 
-    for module in (triton_activation, triton_norm, triton_quant, triton_rotary):
+    for module in (triton_activation, triton_attention, triton_norm, triton_quant, triton_rotary):
         monkeypatch.setattr(module, "launch", record)
     monkeypatch.setattr(triton_quant, "_supported", lambda: tuple(triton_quant.NAMES.values()))
     return recorded
@@ -85,3 +105,36 @@ def on_meta() -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda arguments: {
         name: value.to("meta") if isinstance(value, Tensor) else value for name, value in arguments.items()
     }
+
+
+@pytest.fixture
+def exact_arithmetic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Conversions as the hardware rounds: the interpreter's own truncates to bf16 and drops carries of the mantissa.
+
+    Products of bf16 matrices are those of their numbers: the interpreter's own are those of their bits.
+    """
+    import numpy as np  # Triton's interpreter needs it, opgraft does not
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    def convert(values: Any, taken: Any, made: Any, rounding: object) -> Any:
+        (source, bits), (target, target_bits) = IN_MEMORY[taken.name], IN_MEMORY[made.name]
+        given = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8).copy())
+        return given.view(bits).view(source).to(target).view(target_bits).numpy().reshape(values.shape)
+
+    def in_float32(x: Any) -> Any:
+        if x.dtype != tl.bfloat16:
+            return x
+        return interpreter.TensorHandle(convert(x.data, x.dtype, tl.float32, None).view(np.float32), tl.float32)
+
+    def product(builder: Any, a: Any, b: Any, *others: Any) -> Any:
+        return multiply(builder, in_float32(a), in_float32(b), *others)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", product)
+    with warnings.catch_warnings():
+        # numpy warns of what floating-point arithmetic does on purpose: exp overflows to infinity, 0 / 0 is NaN.
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
+        yield

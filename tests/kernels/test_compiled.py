@@ -5,6 +5,7 @@ No GPU is needed: Triton compiles for any target, and Dynamo traces launches wit
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,9 @@ CASES = [(SPECS[name], variant) for name in TRITON for variant in SPECS[name].va
 WIDE = 20_000
 """Wider than what a program holds in registers."""
 
+SHARED = 64 * 2**10
+"""Bytes of shared memory that a program has on every GPU."""
+
 each_case = pytest.mark.parametrize(
     ("spec", "variant"),
     CASES,
@@ -43,7 +47,8 @@ each_case = pytest.mark.parametrize(
 @each_case
 def test_machine_code(spec: OpSpec, variant: str, dtype: torch.dtype, launches, on_meta) -> None:
     """Every kernel compiles to machine code for both targets, from the signatures of its real launches."""
-    sizes = (spec.sizes[-1],) if "rotary" in spec.functional.op.lower() else (spec.sizes[-1], WIDE)
+    of_heads = any(word in spec.functional.op for word in ("rotary", "attention", "cache"))
+    sizes = (spec.sizes[-1],) if of_heads else (spec.sizes[-1], WIDE)
     for size in sizes:
         arguments = on_meta(spec.arguments(variant, dtype, spec.leads[1], size))
         TRITON[spec.functional.name](**arguments)
@@ -86,6 +91,55 @@ def test_offsets_have_64_bits_where_tensors_need_them(launches) -> None:
     assert "arith.extsi" in by_rows
 
 
+def pages(
+    tokens: int, sequences: int, head_size: int, dtype: torch.dtype, codes: torch.dtype | None = None, blocks: int = 256
+) -> Any:
+    """Arguments on ``meta`` for attention over contexts of so many blocks, with eight key heads for 32 of the query."""
+    with torch.device("meta"):
+        row = head_size + (4 if codes else 0)
+        return (
+            torch.empty(tokens, 32, head_size, dtype=dtype),
+            torch.empty(1000, 2, 8, 16, row, dtype=codes or dtype),
+            torch.empty(sequences, blocks, dtype=torch.int32),
+            torch.empty(sequences + 1, dtype=torch.int32),
+            torch.empty(sequences, dtype=torch.int32),
+            0.1,
+        )
+
+
+@pytest.mark.parametrize("codes", [None, torch.uint8], ids=str)
+@pytest.mark.parametrize(("head_size", "dtype"), [(64, torch.bfloat16), (128, torch.float16), (256, torch.float32)])
+@pytest.mark.parametrize(("tokens", "sequences", "parted"), [(4, 4, True), (3000, 2, False)])
+def test_attention_fits(
+    tokens: int, sequences: int, parted: bool, head_size: int, dtype: torch.dtype, codes: Any, launches
+) -> None:
+    """Tiles fit into the registers and the shared memory of GPUs; elements are read by 16 bytes, codes by four."""
+    TRITON["paged_attention"](*pages(tokens, sequences, head_size, dtype, codes))
+    assert [launch.name for launch in launches] == ["paged_attention_kernel", *["added_parts_kernel"] * parted]
+    for launch in launches:
+        for code, target in TARGETS.items():
+            compiled = launch.compiled(target)
+            assert compiled.metadata.shared <= SHARED
+            if code == "hsaco":
+                assert "vgpr_spill_count: 0" in compiled.asm["amdgcn"]
+            else:
+                assert ".local " not in compiled.asm["ptx"]
+    code = launches[0].compiled(TARGETS["cubin"]).asm["ptx"]
+    size = "0x4" if codes else "0x10"
+    assert re.search(rf"cp\.async\S+ \[[^]]*\], \[[^]]*\], {size}", code)
+    assert ("mma" in code) == (dtype != torch.float32)
+
+
+def test_steps_share_a_compilation(launches) -> None:
+    """Neither the number of sequences, nor of blocks, nor of parts leads to other code."""
+    for sequences, blocks in ((1, 256), (5, 256), (16, 99)):
+        TRITON["paged_attention"](*pages(sequences, sequences, 128, torch.bfloat16, blocks=blocks))
+    for name in ("paged_attention_kernel", "added_parts_kernel"):
+        same = [launch.compiled(TARGETS["cubin"]).asm["ttir"] for launch in launches if launch.name == name]
+        assert len(same) == 3
+        assert len(set(same)) == 1
+
+
 @pytest.fixture
 def traceable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo traces launches as where there is a GPU."""
@@ -97,6 +151,10 @@ def traceable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_triton, "has_triton", lambda: True)
     monkeypatch.setattr(triton_launch, "_launchable", lambda arguments: True)
     monkeypatch.setattr(triton_quant, "_supported", lambda: tuple(triton_quant.NAMES.values()))
+
+
+LEADS = {"apply_rotary_emb": lambda rows: (1, rows), "paged_attention": lambda rows: (rows, 11)}
+"""The leading dimensions of inputs by their number of rows, where those are not it. No two sizes may be the same."""
 
 
 @pytest.mark.parametrize("spec", [SPECS[name] for name in TRITON], ids=list(TRITON))
@@ -112,7 +170,7 @@ def test_launches_are_traced(spec: OpSpec, traceable: None) -> None:
     torch.compiler.reset()
     compiled = torch.compile(TRITON[spec.functional.name], backend=backend, fullgraph=True, dynamic=True)
     for rows in (6, 7, 40):
-        lead = (rows,) if "apply" not in spec.functional.name else (1, rows)
+        lead = LEADS.get(spec.functional.name, lambda rows: (rows,))(rows)
         compiled(**spec.arguments(next(iter(spec.variants)), torch.float32, lead, max(spec.sizes[:2])))
     assert len(graphs) == 1
     assert any("triton_kernel_wrapper" in str(node.target) for node in graphs[0].graph.nodes)

@@ -78,6 +78,37 @@ def test_offsets_beyond_32_bits(form: str) -> None:
         torch.testing.assert_close(got[part].double(), exact, atol=1e-2, rtol=1.6e-2)
 
 
+BATCHES = {
+    "one token": ([1], [20_000]),
+    "decodes": ([1] * 40, [1 + 97 * i for i in range(40)]),
+    "prompts and decodes": ([700, 1, 0, 1, 90], [700, 3000, 5, 1, 4000]),
+}
+"""Tokens of each sequence in the query, and in all."""
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("settings", [{}, {"sliding_window": 1000, "logits_soft_cap": 5.0}], ids=["plain", "window"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_attention_of_batches(batch: str, settings: dict[str, Any], dtype: torch.dtype) -> None:
+    """Batches as engines have them, long contexts among them, attend as in float64; NaN beside them is not read."""
+    counts, lengths = (torch.tensor(numbers, device="cuda") for numbers in BATCHES[batch])
+    blocks = (lengths + 15) // 16
+    table = torch.zeros(len(counts), int(blocks.max()), device="cuda", dtype=torch.int32)
+    cache = torch.full((int(blocks.sum()), 2, 2, 16, 128), torch.nan, device="cuda", dtype=dtype)
+    own = torch.randperm(len(cache), device="cuda").split(blocks.tolist())
+    for row, places, length in zip(table, own, lengths.tolist(), strict=True):
+        row[: len(places)] = places
+        slots = (places[:, None] * 16 + torch.arange(16, device="cuda")).flatten()[:length]
+        key, value = torch.randn(2, length, 2, 128, device="cuda", dtype=dtype)
+        functional.write_kv_cache(key, value, cache, slots)
+    query = torch.randn(int(counts.sum()), 8, 128, device="cuda", dtype=dtype)
+    places = (table, torch.nn.functional.pad(counts.cumsum(0), (1, 0)), lengths, 0.1)
+    got = TRITON["paged_attention"](query, cache, *places, **settings)
+    exact = functional.paged_attention.native(query.double(), cache.double(), *places, **settings)
+    atol, rtol = SPECS["paged_attention"].tolerance(dtype)
+    torch.testing.assert_close(got.double(), exact, atol=atol, rtol=rtol)
+
+
 def test_ops_are_bound_to_the_kernels() -> None:
     """On a GPU an op and its functional form run the Triton kernel, and a compiled op computes the same."""
     op = ops.RMSNorm(4096).to("cuda", torch.bfloat16)

@@ -9,9 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import warnings
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +24,8 @@ triton = pytest.importorskip("triton", reason="Triton is not installed here; mak
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a process with TRITON_INTERPRET=1; make test-triton runs these tests", allow_module_level=True)
 
-import numpy as np  # noqa: E402  # Triton's interpreter needs it, opgraft does not
+pytestmark = pytest.mark.usefixtures("exact_arithmetic")
+
 import triton.language as tl  # noqa: E402
 from opgraft.ops.activation.triton import tile_at  # noqa: E402
 from opgraft.ops.rotary import triton as triton_rotary  # noqa: E402
@@ -37,37 +35,11 @@ CASES = [(spec, variant) for name, spec in SPECS.items() if name in TRITON for v
 CHUNKS = "dual_chunk_rotary_embedding"
 PRECISION = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes from the coarsest to the finest."""
-NAMES = {
-    "fp32": (torch.float32, torch.uint32),
-    "bf16": (torch.bfloat16, torch.uint16),
-    "fp16": (torch.float16, torch.uint16),
-    "fp8e4nv": (torch.float8_e4m3fn, torch.uint8),
-    "fp8e5": (torch.float8_e5m2, torch.uint8),
-}
-"""Triton's names of dtypes: torch's, and the integers of that size, as which the interpreter keeps some of them."""
-
 each_case = pytest.mark.parametrize(
     ("spec", "variant"),
     CASES,
     ids=[spec.functional.name + (f"~{variant}" if variant else "") for spec, variant in CASES],
 )
-
-
-@pytest.fixture(autouse=True)
-def exact_conversions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Conversions as the hardware rounds: the interpreter's own truncates to bf16 and drops carries of the mantissa."""
-    from triton.runtime import interpreter
-
-    def convert(values: Any, taken: Any, made: Any, rounding: object) -> Any:
-        (source, bits), (target, target_bits) = NAMES[taken.name], NAMES[made.name]
-        given = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8).copy())
-        return given.view(bits).view(source).to(target).view(target_bits).numpy().reshape(values.shape)
-
-    monkeypatch.setattr(interpreter, "_convert_float", convert)
-    with warnings.catch_warnings():
-        # numpy warns of what floating-point arithmetic does on purpose: exp overflows to infinity, 0 / 0 is NaN.
-        warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
-        yield
 
 
 @each_case

@@ -12,13 +12,14 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed here; make test-triton runs this test")
 
-INTERPRETED = Path(__file__).parents[1] / "kernels" / "test_interpreted.py"
+KERNELS = Path(__file__).parents[1] / "kernels"
 
 
 @pytest.mark.slow
-def test_interpreted() -> None:
+@pytest.mark.parametrize("file", ["test_interpreted.py", "test_interpreted_attention.py"])
+def test_interpreted(file: str) -> None:
     """Every kernel computes what the specs ask for; none of these tests is skipped where Triton is installed."""
-    command = [sys.executable, "-m", "pytest", "--quiet", str(INTERPRETED)]
+    command = [sys.executable, "-m", "pytest", "--quiet", str(KERNELS / file)]
     ran = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     summary = ran.stdout.strip().splitlines()[-1:]
     assert ran.returncode == 0, ran.stdout

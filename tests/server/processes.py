@@ -162,6 +162,13 @@ def _read(pipe: Any, lines: list[str], ready: threading.Event | None) -> None:
         ready.set()  # it has ended: nobody needs to wait any longer
 
 
+def worked(server: Server) -> float:
+    """The seconds of processor time that the server has had so far."""
+    with open(f"/proc/{server.process.pid}/stat") as stat:
+        user, system = stat.read().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     """Wait for a condition."""
     end = time.monotonic() + seconds

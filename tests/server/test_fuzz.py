@@ -1,19 +1,22 @@
-"""Bodies drawn from the published OpenAPI document, and bent: never a 500, never a crash."""
+"""Requests drawn from the published OpenAPI document, and bent: never a 500, never a crash, never a stall."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from operator import mul
 from typing import Any
 
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from server.processes import Server, error_of, expect_idle
+from server.processes import Server, error_of, expect_idle, worked
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize")
 MANY = 60
+STALL_SECONDS = 3.0
+"""Of the server's processor time, which other work on the machine does not change."""
 
 SCALARS = st.one_of(
     st.none(),
@@ -68,9 +71,11 @@ def _right(schema: dict[str, Any], document: dict[str, Any]) -> st.SearchStrateg
     if kind == "object":
         return st.dictionaries(st.text(max_size=6), ANYTHING, max_size=3)
     if kind == "array":
-        return st.lists(bodies(schema["items"], document) if schema.get("items") else ANYTHING, max_size=3)
+        items = bodies(schema["items"], document) if schema.get("items") else ANYTHING
+        return st.builds(mul, st.lists(items, max_size=3), st.sampled_from([1, 1, 1, 5000]))
     return {
-        "string": st.sampled_from(["llama", "the cat", "", "a" * 300, "\ud800"]) | st.text(max_size=20),
+        "string": st.sampled_from(["llama", "the cat", "", "a" * 300, "the cat " * 30_000, "\ud800"])
+        | st.text(max_size=20),
         "integer": st.integers(-1, 600) | st.integers(),
         "number": st.floats(0, 2) | st.floats(),
         "boolean": st.booleans(),
@@ -91,12 +96,49 @@ def test_no_body_harms(server: Server, document: dict[str, Any], path: str) -> N
     def ask(body: Any, served: bool) -> None:
         if served and isinstance(body, dict):
             body = {**body, "model": server.model, "max_tokens": 2} if "ompletions" in path else body
+        before = worked(server)
         response = client.post(f"{server.url}{path}", content=json.dumps(body), headers=kind)
+        assert worked(server) - before < STALL_SECONDS, f"a stall for {json.dumps(body)[:300]}"
         assert response.status_code in (200, 400, 404), f"{response.status_code}: {response.text}, for {body!r}"
         if response.status_code != 200:
             assert error_of(response)["message"]
             assert "4XX" in operation["responses"]
 
     kind = {"content-type": "application/json"}
+    with httpx.Client(timeout=60) as client:
+        ask()
+
+
+HEADERS = st.dictionaries(
+    st.sampled_from(["content-type", "accept", "authorization", "origin", "x-request-id", "expect", "cookie", "range"])
+    | st.from_regex("[a-z][a-z-]{0,20}", fullmatch=True),
+    st.sampled_from(["application/json", "text/event-stream", "application/json; charset=utf-16", "Bearer x", "*/*"])
+    | st.from_regex("[ -~]{0,60}", fullmatch=True),
+    max_size=5,
+).map(lambda found: {name: value.strip() for name, value in found.items() if name not in OWN_HEADERS})
+OWN_HEADERS = ("host", "content-length", "transfer-encoding", "connection", "upgrade", "te", "trailer")
+"""Those that change how a request is sent; test_sockets.py has them."""
+
+
+def test_no_head_harms(server: Server) -> None:
+    """Whatever method, path, query and headers are sent, the answer is one of those that are documented."""
+
+    @settings(
+        max_examples=MANY, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(
+        st.sampled_from(["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "QUERY"]),
+        st.sampled_from([*PATHS, "/", "/health", "/v1/models", "/v1/models/x", "/metrics", "/v1/decisions", "/x"]),
+        st.text(max_size=30),
+        HEADERS,
+        st.sampled_from([b"", b"{}", b"[]", b"\xff"]),
+    )
+    def ask(method: str, path: str, query: str, headers: dict[str, str], body: bytes) -> None:
+        url = httpx.URL(f"{server.url}{path}", params={"q": query, query[:5]: "1"})
+        response = client.request(method, url, headers=headers, content=body)
+        assert response.status_code < 500, f"{response.status_code}: {response.text}"
+        if response.status_code >= 400 and method != "HEAD" and response.headers["content-type"] == "application/json":
+            assert error_of(response)["message"]
+
     with httpx.Client(timeout=60) as client:
         ask()

@@ -63,13 +63,18 @@ def test_numbers_are_those_of_what_ran(served: tuple[LLM, Any]) -> None:
         ("request_queue_time_seconds", 4),
         ("request_time_per_output_token_seconds", 3),
         ("iteration_tokens_total", 11),
+        ("request_prompt_tokens", 4),
+        ("request_generation_tokens", 4),
     ):
         assert value(registry, f"{name}_count") == count
     assert value(registry, "iteration_tokens_total_sum") == totals.prompt_tokens + totals.decode_tokens
     assert value(registry, "engine_step_seconds_total", part="model") == pytest.approx(totals.seconds["model"])
     queue = value(registry, "request_queue_time_seconds_sum")
     first = value(registry, "time_to_first_token_seconds_sum")
-    assert 0 < queue < first < value(registry, "e2e_request_latency_seconds_sum")
+    whole = value(registry, "e2e_request_latency_seconds_sum")
+    assert 0 < queue < first < whole
+    prompts, answers = (value(registry, f"request_{part}_time_seconds_sum") for part in ("prefill", "decode"))
+    assert queue + prompts + answers == pytest.approx(whole)
 
 
 def test_names_and_labels_are_those_of_vllm(served: tuple[LLM, Any]) -> None:

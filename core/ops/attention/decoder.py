@@ -22,10 +22,13 @@ from opgraft.ops.checks import (
     expect_same_dtype,
     expect_size,
 )
+from opgraft.ops.on_triton import on_triton
 from opgraft.ops.prefixes import claim_prefix
 from opgraft.registry.op_classes import definer
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
+
+TRITON = on_triton("opgraft.ops.attention.triton")
 
 
 @CustomOp.register("write_kv_cache")
@@ -38,6 +41,8 @@ class WriteKVCache(CustomOp):
     ) -> None:
         """Write; arguments and errors are those of ``opgraft.functional.write_kv_cache``."""
         functional.write_kv_cache(key, value, cache, slots)
+
+    functional_cuda = functional_xpu = TRITON
 
 
 @CustomOp.register("paged_attention")
@@ -81,6 +86,8 @@ class PagedAttention(CustomOp):
             sinks,
         )
         return attended
+
+    functional_cuda = functional_xpu = TRITON
 
     def extra_repr(self) -> str:
         return f"scale={self.scale}, sliding_window={self.sliding_window}, logits_soft_cap={self.logits_soft_cap}"

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from opgraft.binding.custom_op import CustomOp, maybe_get_oot_by_class
-from opgraft.ops.attention import functional as forms
+from opgraft.binding.derivation import NATIVE, calls_functional
+from opgraft.ops.attention import functional
 from opgraft.registry.signatures import called_with
 from torch import Tensor
 
@@ -37,6 +38,7 @@ class ScaledDotProductAttention(CustomOp):
         ``[..., query_heads, L, Ev]``. Without ``enable_gqa`` there are as many heads as query heads.
     """
 
+    @calls_functional
     def forward_native(
         self,
         query: Tensor,
@@ -48,11 +50,13 @@ class ScaledDotProductAttention(CustomOp):
         *,
         scale: float | None = None,
         enable_gqa: bool = False,
+        functional: Any = NATIVE,
     ) -> Tensor:
         """Attend to values; arguments and errors are those of ``opgraft.functional.scaled_dot_product_attention``."""
-        return forms.scaled_dot_product_attention.native(
+        attended: Tensor = functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
+        return attended
 
 
 @CustomOp.register("mm_encoder_attn")
@@ -94,7 +98,7 @@ class MMEncoderAttention(CustomOp):
         multimodal_config: object = None,
     ) -> None:
         super().__init__()
-        forms.expect_kv_heads(num_heads, num_heads if num_kv_heads is None else num_kv_heads)
+        functional.expect_kv_heads(num_heads, num_heads if num_kv_heads is None else num_kv_heads)
         if head_size < 1:
             raise ValueError(f"mm_encoder_attn: head_size is {head_size}, expected a positive number")
         self.num_heads = num_heads
@@ -233,8 +237,8 @@ class MMEncoderAttention(CustomOp):
         cu_seqlens: Tensor | None,
         sequence_lengths: Tensor | None,
     ) -> Tensor:
-        heads = forms.as_heads("query", query, self.num_heads, self.head_size)
-        attended = forms.mm_encoder_attn.native(
+        heads = functional.as_heads("query", query, self.num_heads, self.head_size)
+        attended = functional.mm_encoder_attn.native(
             heads, key, value, self.num_heads, self.num_kv_heads, self.scale, cu_seqlens, sequence_lengths
         )
         return attended.reshape(query.shape)

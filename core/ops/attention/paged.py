@@ -49,21 +49,8 @@ def write_kv_cache(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> 
     Raises:
         ValueError: a shape, a dtype or a device does not fit, or a slot is not in the cache.
     """
-    op = "write_kv_cache"
-    expect_floating(op, "key", key)
-    expect_same_shape(op, "value", value, "key", key)
-    _expect_cache(op, cache, "key", key)
-    if key.shape[1] != cache.shape[2] or slots.shape != key.shape[:1]:
-        raise ValueError(
-            f"{op}: key has shape {tuple(key.shape)} and slots {tuple(slots.shape)}, expected [tokens, "
-            f"{cache.shape[2]}, {key.shape[2]}] and [tokens]"
-        )
-    expect_same_dtype(op, "value", value, "key", key)
-    for argument, x in (("value", value), ("cache", cache), ("slots", slots)):
-        expect_same_device(op, argument, x, "key", key)
-    expect_integers(op, "slots", slots)
+    expect_writable(key, value, cache, slots)
     block_size = cache.shape[3]
-    expect_in_range(op, "slots", slots, cache.shape[0] * block_size)
     keys, values = cache.transpose(2, 3).unbind(1)
     place = slots // block_size, slots % block_size
     quantized = cache.dtype in LARGEST_CODES
@@ -109,8 +96,8 @@ def paged_attention(
         ValueError: a shape, a dtype, a device or a setting does not fit, ``query_start_loc`` does not ascend from 0 to
             the number of tokens, or a sequence has fewer tokens than in ``query`` or more than its blocks hold.
     """
-    _expect_pages(query, cache, block_table, query_start_loc, seq_lens)
-    _expect_settings(query, sliding_window, logits_soft_cap, sinks)
+    expect_pages(query, cache, block_table, query_start_loc, seq_lens)
+    expect_settings(query, sliding_window, logits_soft_cap, sinks)
     attend = partial(
         _over_pages,
         cache=cache,
@@ -221,6 +208,24 @@ def attend_stepwise(
     return (shares @ value.unsqueeze(-3).to(dtype)).flatten(-4, -3).to(query.dtype)
 
 
+def expect_writable(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Raise ``ValueError`` unless ``cache`` has places for keys and values of tokens at ``slots``."""
+    op = "write_kv_cache"
+    expect_floating(op, "key", key)
+    expect_same_shape(op, "value", value, "key", key)
+    _expect_cache(op, cache, "key", key)
+    if key.shape[1] != cache.shape[2] or slots.shape != key.shape[:1]:
+        raise ValueError(
+            f"{op}: key has shape {tuple(key.shape)} and slots {tuple(slots.shape)}, expected [tokens, "
+            f"{cache.shape[2]}, {key.shape[2]}] and [tokens]"
+        )
+    expect_same_dtype(op, "value", value, "key", key)
+    for argument, x in (("value", value), ("cache", cache), ("slots", slots)):
+        expect_same_device(op, argument, x, "key", key)
+    expect_integers(op, "slots", slots)
+    expect_in_range(op, "slots", slots, cache.shape[0] * cache.shape[3])
+
+
 def _expect_cache(op: str, cache: Tensor, argument: str, x: Tensor) -> None:
     """Raise ``ValueError`` unless ``cache`` has pages of heads such as those of ``x``, ``[tokens, heads, size]``."""
     if cache.dtype not in LARGEST_CODES:
@@ -234,7 +239,8 @@ def _expect_cache(op: str, cache: Tensor, argument: str, x: Tensor) -> None:
         raise ValueError(f"{op}: {argument} has shape {tuple(x.shape)}, expected [tokens, heads, {size}] as cache has")
 
 
-def _expect_pages(query: Tensor, cache: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> None:
+def expect_pages(query: Tensor, cache: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor) -> None:
+    """Raise ``ValueError`` unless the tokens of ``query`` belong to sequences whose blocks ``cache`` has."""
     op = "paged_attention"
     expect_floating(op, "query", query)
     _expect_cache(op, cache, "query", query)
@@ -265,9 +271,10 @@ def _expect_pages(query: Tensor, cache: Tensor, block_table: Tensor, query_start
             )
 
 
-def _expect_settings(
+def expect_settings(
     query: Tensor, sliding_window: int | None, logits_soft_cap: float | None, sinks: Tensor | None
 ) -> None:
+    """Raise ``ValueError`` unless ``paged_attention`` can compute with these settings."""
     op = "paged_attention"
     for argument, setting in (("sliding_window", sliding_window), ("logits_soft_cap", logits_soft_cap)):
         if setting is not None:

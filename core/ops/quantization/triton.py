@@ -207,13 +207,14 @@ def _supported() -> tuple[str, ...]:
 
 
 @constant_while_tracing
-def _takes(dtype: torch.dtype) -> bool:
+def supports(dtype: torch.dtype) -> bool:
+    """Tell whether kernels can convert to an 8-bit float on the current device."""
     return NAMES[dtype] in _supported()
 
 
 def _quantizable(x: Tensor, dtype: torch.dtype) -> bool:
     """Tell whether the kernels can take ``x``; else the native definition computes it, or says what is wrong."""
-    return x.is_floating_point() and x.dim() > 0 and x.numel() > 0 and dtype in NAMES and _takes(dtype)
+    return x.is_floating_point() and x.dim() > 0 and x.numel() > 0 and dtype in NAMES and supports(dtype)
 
 
 def _tiles(x: Tensor, *, as_one_row: bool) -> tuple[Tensor, Tile, int]:

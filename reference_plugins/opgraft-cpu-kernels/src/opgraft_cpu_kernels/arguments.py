@@ -48,6 +48,8 @@ def _taken(op: str, name: str, x: Tensor, weight: Tensor | None) -> tuple[torch.
         return (x.dtype,)
     if name == "cache":
         return (x.dtype, *LARGEST_CODES)
+    if name == "attn_mask":
+        return (torch.bool, torch.float32, x.dtype)
     if name == "positions":
         return INTEGERS
     if op in CODES and name == "weight":

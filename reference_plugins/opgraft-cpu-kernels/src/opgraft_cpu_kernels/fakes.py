@@ -62,6 +62,13 @@ def _int8_and_scale(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=torch.int8), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
+def _attended(query: Tensor, key: Tensor, value: Tensor, *others: object, **settings: object) -> Tensor:
+    *batch, tokens, _ = query.shape
+    if not batch:
+        return query.new_empty((tokens, value.shape[-1]))
+    return query.new_empty((*batch[:-1], tokens, batch[-1], value.shape[-1])).transpose(-3, -2)
+
+
 RULES: dict[Callable[..., object], str] = {
     _like: "rms_norm gemma_rms_norm layer_norm rms_norm_gated gelu gelu_tanh gelu_new gelu_fast quick_gelu silu relu2 "
     "xielu apply_rotary_emb",
@@ -77,6 +84,7 @@ RULES: dict[Callable[..., object], str] = {
     _mapped_by_panels: "packed_linear",
     _int8_and_scale: "quant_int8_dynamic",
     _like_query: "attend_pages",
+    _attended: "scaled_dot_product_attention",
 }
 """Rule → the ops that it is for."""
 

@@ -14,7 +14,7 @@ from opgraft.ops.attention import AttentionBatch, LayerPages
 from opgraft.ops.attention.batch import current_batch
 from torch import Tensor
 
-from opgraft_cpu_kernels import attention, kernels, linear, quantized
+from opgraft_cpu_kernels import attention, dense_attention, kernels, linear, quantized
 from opgraft_cpu_kernels.library import missing
 
 
@@ -145,6 +145,14 @@ class Linear(catalogue.Linear):
         )
 
 
+class ScaledDotProductAttention(catalogue.ScaledDotProductAttention):
+    functional_cpu = opgraft.FunctionalKernels(
+        {"scaled_dot_product_attention": dense_attention.scaled_dot_product_attention},
+        needs=missing,
+        inference_only=True,
+    )
+
+
 class Attention(catalogue.Attention):
     def kv_cache_shape(self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None) -> tuple[int, ...]:
         if not attention.takes(self.head_size, block_size):
@@ -201,5 +209,6 @@ REPLACEMENTS = (
     QuantizedLinear,
     Int8DynamicLinear,
     Linear,
+    ScaledDotProductAttention,
     Attention,
 )

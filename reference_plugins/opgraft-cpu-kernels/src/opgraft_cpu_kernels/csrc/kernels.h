@@ -200,6 +200,27 @@ struct AttentionPart {
   float* partial = nullptr;  // for each row head_size + 2 numbers
 };
 
+// A matrix for each head of each batch, whose rows are tokens; elements of a row follow one another.
+struct Heads {
+  const void* data = nullptr;
+  int64_t batch_stride = 0, head_stride = 0, stride = 0;
+};
+
+// Attention over all keys at once, softmax(query · keyᵀ · scale + mask) · value.
+struct DenseAttention {
+  Heads query, key, value;
+  Heads mask;             // float32, added to scores; null if absent
+  int64_t mask_step = 0;  // from one key to the next
+  void* out = nullptr;    // contiguous: batch, queries, heads, value_size
+  int64_t heads = 0, shared = 1;  // query heads, and how many of them share a key head
+  int64_t queries = 0, keys = 0, size = 0, value_size = 0;
+  float scale = 0;
+  bool causal = false;  // a query sees as many keys as its number and one
+};
+
+constexpr int64_t QUERIES_OF_TILE = 192;  // of a head, which share what is made of its keys
+inline int64_t tiles_of(const DenseAttention& a) { return (a.queries + QUERIES_OF_TILE - 1) / QUERIES_OF_TILE; }
+
 using NormKernel = void (*)(const Norm&, int64_t begin, int64_t end);
 using GatedNormKernel = void (*)(const GatedNorm&, int64_t begin, int64_t end);
 using GatedKernel = void (*)(const GatedActivation&, int64_t begin, int64_t end);
@@ -217,6 +238,7 @@ using Int8RowsKernel = void (*)(const Rows& x, const Int8Linear&, int8_t* codes,
 using Int8LinearKernel = void (*)(const Int8Linear&, int64_t begin, int64_t end);
 using AttentionKernel = void (*)(const PagedAttention&, const AttentionPart&);
 using MergeKernel = void (*)(const PagedAttention&, const AttentionPart&, const float* partials, int64_t count);
+using DenseAttentionKernel = void (*)(const DenseAttention&, int64_t begin, int64_t end);
 using PackKernel = bool (*)(const float* weight, int64_t in_features, int64_t out_features, int parts,
                             uint16_t* packed, int64_t begin, int64_t end);
 using PackedLinearKernel = bool (*)(const Linear&, int64_t begin, int64_t end, int64_t first_panel,
@@ -243,6 +265,7 @@ struct Path {
   Int8LinearKernel int8_linear[DTYPES];
   AttentionKernel attention[CODES][DTYPES];
   MergeKernel merge_chunks[DTYPES];
+  DenseAttentionKernel dense_attention[DTYPES];
   // Null without tiles. They return whether bfloat16 can hold what they read.
   PackKernel pack = nullptr;
   PackedLinearKernel packed_linear = nullptr;

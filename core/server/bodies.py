@@ -1,0 +1,73 @@
+"""Bodies of requests as JSON, read within bounds of time and memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from opgraft.errors import HTTPError
+
+MOST_CONTAINERS = 1 << 15
+"""Lists and objects of a body, at most. Python takes 100 times the memory of such text, and time to collect it."""
+
+_LARGE_BYTES = 1 << 16
+_PARSING = ThreadPoolExecutor(
+    1, "opgraft-json"
+)  # one alone, as none of them lets go of the interpreter while it parses
+
+
+class BodyRoute(APIRoute):
+    """A route that reads its body within bounds."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return what answers a request."""
+        handle = super().get_route_handler()
+
+        async def handle_within_bounds(request: Request) -> Response:
+            bounded = _BoundedRequest(request.scope, request.receive)
+            await bounded.expect_few_containers()
+            return await handle(bounded)
+
+        return handle_within_bounds
+
+
+class _BoundedRequest(Request):
+    """A request whose body, where it is large, is worked on beside the event loop."""
+
+    async def expect_few_containers(self) -> None:
+        """Refuse a body of too many lists and objects.
+
+        Raises:
+            HTTPError: with the limit.
+        """
+        found = await self._beside(_containers, await self.body())
+        if found > MOST_CONTAINERS:
+            raise HTTPError(
+                400,
+                f"the body has {found} lists and objects, and this server takes {MOST_CONTAINERS}: send less at a time",
+                code="limit_exceeded",
+            )
+
+    async def json(self) -> Any:
+        """Return what the body says."""
+        return await self._beside(json.loads, await self.body())
+
+    async def _beside(self, work: Callable[[bytes], Any], body: bytes) -> Any:
+        if len(body) < _LARGE_BYTES:
+            return work(body)
+        return await asyncio.get_running_loop().run_in_executor(_PARSING, work, body)
+
+
+def _containers(body: bytes) -> int:
+    """Count the lists and objects of JSON, as far as there may be too many: brackets of texts are none."""
+    found = body.count(b"[") + body.count(b"{")
+    if found <= MOST_CONTAINERS:
+        return found
+    unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    outside = b"".join(unescaped.split(b'"')[::2])
+    return outside.count(b"[") + outside.count(b"{")

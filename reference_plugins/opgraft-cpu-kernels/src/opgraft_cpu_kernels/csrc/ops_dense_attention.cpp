@@ -1,0 +1,112 @@
+// Attention over all keys at once as a torch op.
+
+#include <ATen/ExpandUtils.h>
+
+#include <cmath>
+#include <limits>
+
+#include "ops.h"
+
+namespace opgraft_cpu_kernels {
+namespace {
+
+constexpr const char* OP = "scaled_dot_product_attention";
+
+// An argument as [batch, heads, tokens, size] whose elements of a token adjoin; a copy of it where they do not.
+Tensor by_heads(const char* name, const Tensor& x, int64_t dims) {
+  TORCH_CHECK_VALUE(x.dim() == dims, OP, ": ", name, " has shape ", x.sizes(), ", expected ", dims, " dimensions");
+  Tensor four = x;
+  while (four.dim() < 4) four = four.unsqueeze(0);
+  return four.stride(3) == 1 || four.size(3) == 1 ? four : four.contiguous();
+}
+
+Heads heads_of(const Tensor& x) { return {x.const_data_ptr(), x.stride(0), x.stride(1), x.stride(2)}; }
+
+void expect_keys(const char* name, const Tensor& x, const Tensor& query, const Tensor& key, bool grouped) {
+  TORCH_CHECK_VALUE(x.scalar_type() == query.scalar_type(), OP, ": ", name, " has dtype ", x.scalar_type(),
+                    ", expected that of query, ", query.scalar_type());
+  const int64_t heads = x.size(1);
+  const bool fits = grouped ? heads > 0 && query.size(1) % heads == 0 : heads == query.size(1);
+  TORCH_CHECK_VALUE(fits && x.size(0) == query.size(0) && heads == key.size(1) && x.size(2) == key.size(2), OP, ": ",
+                    name, " has shape ", x.sizes(), " beside query ", query.sizes());
+}
+
+void expect_mask(const Tensor& mask, const Tensor& query, at::IntArrayRef scores) {
+  const at::ScalarType dtype = mask.scalar_type();
+  TORCH_CHECK_VALUE(dtype == at::kBool || dtype == at::kFloat || dtype == query.scalar_type(), OP,
+                    ": attn_mask has dtype ", dtype, ", expected bool, float32 or that of query");
+  TORCH_CHECK_VALUE(at::is_expandable_to(mask.sizes(), scores), OP, ": attn_mask has shape ", mask.sizes(),
+                    ", expected it to broadcast to ", scores);
+}
+
+// A mask as what is added to scores. Dimensions that were expanded stay so.
+Tensor as_scores(const Tensor& mask) {
+  if (mask.scalar_type() != at::kBool) return mask.to(at::kFloat);
+  Tensor bytes = mask;
+  for (int64_t dim = 0; dim < mask.dim(); ++dim)
+    if (!mask.stride(dim) && mask.size(dim)) bytes = bytes.narrow(dim, 0, 1);
+  bytes = bytes.contiguous();
+  const Tensor scores = fresh(bytes.sizes(), at::kFloat);
+  const bool* const from = bytes.const_data_ptr<bool>();
+  float* const to = scores.mutable_data_ptr<float>();
+  for (int64_t i = 0; i < bytes.numel(); ++i) to[i] = from[i] ? 0.0f : -std::numeric_limits<float>::infinity();
+  return scores;
+}
+
+Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                    const OptionalTensor& mask, double dropout_p, bool is_causal,
+                                    std::optional<double> scale, bool enable_gqa) {
+  refuse_gradient(OP, query, key, value, defined(mask));
+  const int64_t dims = query.dim();
+  TORCH_CHECK_VALUE(2 <= dims && dims <= 4 && dropout_p == 0 && !(mask && is_causal) && !(enable_gqa && dims < 3), OP,
+                    ": query has shape ", query.sizes(), ", dropout_p is ", dropout_p, ", is_causal ", is_causal);
+  const Dtype dtype = dtype_of(OP, query);
+  const Tensor q = by_heads("query", query, dims), k = by_heads("key", key, dims), v = by_heads("value", value, dims);
+  expect_keys("key", k, q, k, enable_gqa);
+  expect_keys("value", v, q, k, enable_gqa);
+  TORCH_CHECK_VALUE(q.size(3) == k.size(3) && k.numel() && v.numel() && q.numel(), OP, ": query has shape ", q.sizes(),
+                    " and key ", k.sizes());
+  DenseAttention a;
+  a.query = heads_of(q);
+  a.key = heads_of(k);
+  a.value = heads_of(v);
+  a.heads = q.size(1);
+  a.shared = q.size(1) / k.size(1);
+  a.queries = q.size(2);
+  a.keys = k.size(2);
+  a.size = q.size(3);
+  a.value_size = v.size(3);
+  a.scale = float(scale.value_or(1 / std::sqrt(double(a.size))));
+  a.causal = is_causal;
+  Tensor scores;
+  if (defined(mask).defined()) {
+    const int64_t sizes[] = {q.size(0), a.heads, a.queries, a.keys};
+    expect_mask(*mask, query, sizes);
+    scores = as_scores(*mask).expand(sizes);
+    a.mask = heads_of(scores);
+    a.mask_step = scores.stride(3);
+  }
+  const Tensor out = fresh({q.size(0), a.queries, a.heads, a.value_size}, query.scalar_type());
+  a.out = out.mutable_data_ptr();
+  const DenseAttentionKernel kernel = path().dense_attention[dtype];
+  share(q.size(0) * a.heads * tiles_of(a),
+        std::min(a.queries, QUERIES_OF_TILE) * a.keys * (a.size + a.value_size) / 16,
+        [&](int64_t begin, int64_t end) { kernel(a, begin, end); });
+  Tensor result = out.transpose(1, 2);
+  while (result.dim() > dims) result = result.squeeze(0);
+  return result;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(opgraft_cpu_kernels, library) {
+  library.def(
+      "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float "
+      "dropout_p=0.0, bool is_causal=False, float? scale=None, bool enable_gqa=False) -> Tensor");
+}
+
+#define DENSE_ATTENTION(apply) apply(scaled_dot_product_attention)
+
+IMPLEMENT(DENSE_ATTENTION)
+
+}  // namespace opgraft_cpu_kernels

@@ -1,0 +1,47 @@
+"""What the benchmark of whole models says of its limits."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+Load = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Import a module of the benchmarks, which are scripts that find each other in their folders."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "peers"))
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def test_a_limit_that_the_machine_does_not_allow_is_told_apart(load: Load) -> None:
+    """What is over its limit is a failure only where the limit can be reached."""
+    row = load("timing").Row
+    assert row("within", 0.4, 0.5, "").verdict == "ok"
+    assert row("over", 0.6, 0.5, "", 0.4).verdict == "over"
+    assert not row("over", 0.6, 0.5, "", 0.4).ok
+    assert row("beyond", 0.6, 0.5, "", 0.55).verdict == "beyond"
+    assert row("beyond", 0.6, 0.5, "", 0.55).ok
+    assert row("no limit", 0.6, None, "").verdict == ""
+
+
+def test_what_is_possible_is_reading_or_multiplying(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer takes at least the time in which its weight is read, and that of its products; what is no layer, none."""
+    models = load("models")
+    found = {"bytes_per": {"seconds": 100.0}, "products_per": {"seconds": 50.0}}
+    monkeypatch.setattr(models, "speeds", lambda size, dtype: lambda: found)
+    layer = nn.Linear(5, 10, bias=False)
+    least = models._bound(lambda: nn.functional.relu(layer(torch.ones(1, 5))), torch.float32)
+    assert least() == pytest.approx(200 / 100)
+    least = models._bound(lambda: layer(torch.ones(2, 3, 5)), torch.float32)
+    assert least() == pytest.approx(6 * 50 / 50)
