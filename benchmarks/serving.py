@@ -9,28 +9,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
 import resource
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from engine_rows import Finding, print_findings
 from opgraft.bench.client import Client, Outcome
 from opgraft.bench.load import Load, Question, run
-from opgraft.bench.prompts import random_prompts
-from opgraft.bench.report import percentile
+from opgraft.bench.prompts import arrivals, random_prompts
+from opgraft.bench.report import Limits, percentile, report
 from serving_sides import (
-    REQUESTS,
-    TOKENS,
     WORDS,
     Cost,
     Served,
+    Work,
     answer,
     offline,
     process_cpu,
@@ -38,20 +35,30 @@ from serving_sides import (
     serving,
     write_tiny,
 )
+from serving_soak import ENCODER_KINDS, KINDS, soaked
 from timing import machine
 
 STREAMS = 1000
-WAITING = 16
-"""Sequences that may wait in the server that is overloaded."""
+RUNNING, WAITING = 16, 16
+"""Sequences that may run, and wait, in the server that is overloaded."""
+
+SHORT, LONG = Work(), Work(requests=16, tokens=2048)
+"""The work of the comparisons: what is done anew for each token of an answer must not grow with the answer."""
 
 SMALL_CACHE = {"cache.num_blocks": 256}
 """A cache that is soon used to its last block: the system gives memory when it is first written, which is no leak."""
 
+GOOD = 3.0
+"""An answer is a good one up to so many times the median at the peak: as many wait as run, so 2 is what has to be."""
+
 RECOVERED = 2.0
-"""An answer that takes so many times as long as of an idle server is of one that has recovered."""
+"""A server that has recovered answers within so many times the median when idle."""
+
+IN_A_ROW = 3
+"""Answers within it that tell that it has."""
 
 
-def load(served: Served, prompts: int, load: Load, *, tokens: int = TOKENS, seed: int = 0) -> list[Outcome]:
+def load(served: Served, prompts: int, load: Load, *, tokens: int = SHORT.tokens, seed: int = 0) -> list[Outcome]:
     """Put a load on a server."""
 
     async def measure() -> list[Outcome]:
@@ -62,39 +69,47 @@ def load(served: Served, prompts: int, load: Load, *, tokens: int = TOKENS, seed
     return asyncio.run(measure())
 
 
-def served_cost(served: Served, seed: int) -> Cost:
+def served_cost(served: Served, work: Work, seed: int) -> Cost:
     """Have a server answer the prompts of a seed, all at once."""
     start, cpu = time.perf_counter(), process_cpu(served.pid)
-    outcomes = load(served, REQUESTS, Load(concurrency=REQUESTS), seed=seed)
-    if any(outcome.error or outcome.output_tokens != TOKENS for outcome in outcomes):
+    outcomes = load(served, work.requests, Load(concurrency=work.requests), tokens=work.tokens, seed=seed)
+    if any(outcome.error or outcome.output_tokens != work.tokens for outcome in outcomes):
         raise SystemExit("a request to the server failed: run 'opgraft bench serve' to see how")
     return Cost(time.perf_counter() - start, process_cpu(served.pid) - cpu)
 
 
-def both_costs(model: str, rounds: int) -> list[tuple[Cost, Cost]]:
+def both_costs(model: str, work: Work, rounds: int) -> list[tuple[Cost, Cost]]:
     """Return what server and engine took in each round; one more, at the start, warms up."""
-    with serving(model) as served, offline(model) as process:
-        return [(served_cost(served, seed), answer(process, seed)) for seed in range(rounds + 1)][1:]
+    with serving(model, **work.settings) as served, offline(model, work) as process:
+        return [(served_cost(served, work, seed), answer(process, seed)) for seed in range(rounds + 1)][1:]
 
 
 def throughput(folder: Path, arguments: argparse.Namespace) -> Finding:
     """Compare the throughput of the server with that of the engine."""
     del folder
-    costs = both_costs(arguments.model, arguments.rounds)
+    costs = both_costs(arguments.model, SHORT, arguments.rounds)
     clock = "cpu_seconds" if arguments.cpu_time else "seconds"
     ratios = [getattr(engine, clock) / getattr(server, clock) for server, engine in costs]
-    detail = f"{REQUESTS} requests of {TOKENS} tokens, {clock}, {len(costs)} rounds, {arguments.model}"
+    detail = f"{SHORT.requests} requests of {SHORT.tokens} tokens, {clock}, {len(costs)} rounds, {arguments.model}"
     return Finding("server over offline engine, throughput", statistics.median(ratios), detail, least=0.93)
 
 
-def overhead(folder: Path, arguments: argparse.Namespace) -> Finding:
-    """Take the CPU time of the front end for a token."""
-    costs = both_costs(write_tiny(folder), arguments.rounds)
-    tokens = REQUESTS * TOKENS
+def overhead(folder: Path, arguments: argparse.Namespace) -> list[Finding]:
+    """Take the CPU time of the front end for a token, of short answers and of long ones."""
+    model = write_tiny(folder)
+    return [_overhead(model, work, arguments.rounds) for work in (SHORT, LONG)]
+
+
+def _overhead(model: str, work: Work, rounds: int) -> Finding:
+    costs = both_costs(model, work, rounds)
+    tokens = work.requests * work.tokens
     values = [(server.cpu_seconds - engine.cpu_seconds) / tokens * 1e6 for server, engine in costs]
     engines = statistics.median(engine.cpu_seconds for _, engine in costs) / tokens * 1e6
-    detail = f"us of CPU time; the engine's own {engines:.0f} us, a tiny model, {len(costs)} rounds"
-    return Finding("front end, us per token", statistics.median(values), detail, most=120)
+    detail = (
+        f"us of CPU time, {work.requests} requests; the engine's own {engines:.0f} us, a tiny model, {rounds} rounds"
+    )
+    name = f"front end, us per token of {work.tokens:,}"
+    return Finding(name, statistics.median(values), detail, most=120)
 
 
 def streams(folder: Path, arguments: argparse.Namespace) -> list[Finding]:
@@ -102,8 +117,8 @@ def streams(folder: Path, arguments: argparse.Namespace) -> list[Finding]:
     del arguments
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    with serving(write_tiny(folder), **{"scheduler.max_num_seqs": 8}) as served:
-        load(served, REQUESTS, Load(concurrency=REQUESTS))
+    with serving(write_tiny(folder), **SHORT.settings | {"scheduler.max_num_seqs": 8}) as served:
+        load(served, SHORT.requests, Load(concurrency=SHORT.requests))
         before = process_memory(served.pid)
         held = asyncio.run(_most_memory(served))
     per_stream = (held[0] - before) / STREAMS / 1e3
@@ -131,85 +146,82 @@ async def _most_memory(served: Served) -> tuple[int, list[Outcome]]:
 
 def overload(folder: Path, arguments: argparse.Namespace) -> list[Finding]:
     """Ask for twice what the server can bear."""
-    limits = {"scheduler.max_num_seqs": 16, "server.max_waiting_requests": WAITING}
-    with serving(write_tiny(folder), **limits) as served:
-        alone = max(outcome.seconds for outcome in load(served, 8, Load())[1:])
-        peak = _rate(load(served, 16 * REQUESTS, Load(concurrency=16)))
+    limits = {"scheduler.max_num_seqs": RUNNING, "server.max_waiting_requests": WAITING}
+    with serving(write_tiny(folder), **SHORT.settings | limits) as served:
+        alone = _median_seconds(load(served, 8, Load())[1:])
+        busy = load(served, 16 * SHORT.requests, Load(concurrency=RUNNING))
+        good = Limits(end_to_end=GOOD * _median_seconds(busy))
+        peak = report("peak", busy, good).goodput
         twice = Load(rate=2 * peak)
-        found = load(served, int(twice.rate * arguments.seconds) if twice.rate else 0, twice, seed=1)
-        ended = time.perf_counter()
-        while load(served, 1, Load())[0].seconds > RECOVERED * alone and time.perf_counter() < ended + 60:
-            pass
-        recovery = time.perf_counter() - ended
+        found, running, seconds = asyncio.run(_overloaded(served, twice, arguments.seconds, RECOVERED * alone))
+    return [*bearing(found, good, peak, twice), *recovery(running, seconds, RECOVERED * alone)]
+
+
+def bearing(found: list[Outcome], good: Limits, peak: float, twice: Load) -> list[Finding]:
+    """Say how a server bore a load that is twice its peak."""
     refusals = sorted(outcome.seconds for outcome in found if outcome.error == "429")
-    lost = sum(outcome.error not in (None, "429") for outcome in found)
-    detail = f"{2 * peak:.0f} requests/s for {arguments.seconds:g} s, {len(refusals)} of {len(found)} refused"
     slowest = percentile(refusals, 99) * 1e3 if refusals else 0.0
+    lost = sum(outcome.error not in (None, "429") for outcome in found)
+    detail = f"{twice.label}, {len(refusals)} of {len(found)} refused"
+    within = f"good answers take {good.end_to_end:.3f} s at most; at the peak {peak:.1f} of them a second"
     return [
-        Finding("goodput under twice the load, over peak", _rate(found) / peak, detail, least=0.9),
+        Finding("goodput under twice the load, over peak", report("", found, good).goodput / peak, within, least=0.9),
         Finding("p99 of a refusal, ms", slowest, detail, most=50),
         Finding("requests that failed otherwise", lost, detail, most=0),
-        Finding("recovery, s", recovery, f"until an answer takes less than {RECOVERED:g} times {alone:.3f} s", most=5),
     ]
 
 
-def _rate(outcomes: Sequence[Outcome]) -> float:
-    done = [outcome for outcome in outcomes if outcome.error is None]
-    return len(done) / (max(each.ended for each in outcomes) - min(each.due for each in outcomes))
+def recovery(running: float, seconds: float, limit: float) -> list[Finding]:
+    """Say how a server recovered that was still busy when its load ended."""
+    detail = f"until {IN_A_ROW} answers in a row came within {limit:.3f} s"
+    return [
+        Finding("sequences that ran as the load ended", running, "with none there is nothing to recover from", least=1),
+        Finding("recovery, s", seconds, detail, most=5),
+    ]
+
+
+async def _overloaded(served: Served, twice: Load, seconds: float, limit: float) -> tuple[list[Outcome], float, float]:
+    """Put a load on a server, and return what became of it, what ran as it ended, and the seconds of recovery."""
+    async with Client(served.url) as client:
+        question = Question(await client.model(), False, SHORT.tokens, {"temperature": 0, "ignore_eos": True})
+        prompts = random_prompts(max(2, int((twice.rate or 0) * seconds)), WORDS, 1)
+        loading = asyncio.create_task(run(client, question, prompts, twice))
+        await asyncio.sleep(arrivals(len(prompts), twice.rate or 0, twice.poisson, twice.seed)[-1])
+        running = await asyncio.to_thread(served.metric, "num_requests_running")
+
+        async def ask() -> Outcome:
+            return await client.send(question.path, question.body(prompts[0]), time.perf_counter())
+
+        recovered = await until_recovered(ask, limit)
+        return await loading, running, recovered
+
+
+async def until_recovered(ask: Callable[[], Awaitable[Outcome]], limit: float, patience: float = 60) -> float:
+    """Return the seconds until answers come within a limit again; of a server on which they never do, ``patience``.
+
+    A refusal is no answer, however fast it comes.
+    """
+    start, fast = time.perf_counter(), 0
+    while fast < IN_A_ROW and time.perf_counter() < start + patience:
+        outcome = await ask()
+        fast = fast + 1 if outcome.error is None and outcome.seconds <= limit else 0
+        await asyncio.sleep(0 if outcome.error is None else 0.02)
+    return time.perf_counter() - start if fast == IN_A_ROW else patience
+
+
+def _median_seconds(outcomes: list[Outcome]) -> float:
+    failed = [outcome.error for outcome in outcomes if outcome.error is not None]
+    if failed:
+        raise SystemExit(f"a server that was not overloaded failed: {failed[0]}: run 'opgraft bench serve' to see how")
+    return statistics.median(outcome.seconds for outcome in outcomes)
 
 
 def soak(folder: Path, arguments: argparse.Namespace) -> list[Finding]:
-    """Ask a server for all sorts of things for a long time, and look at what is left behind."""
-    with serving(write_tiny(folder), **SMALL_CACHE) as served:
-        asyncio.run(_mixed(served, max(20, arguments.minutes * 6)))  # until allocators have reached their size
-        before = process_memory(served.pid)
-        hung, asked = asyncio.run(_mixed(served, arguments.minutes * 54))
-        time.sleep(1)
-        grown = process_memory(served.pid) / before - 1
-        left = served.metric("kv_cache_usage_perc") + served.metric("num_requests_running")
-    detail = f"{asked} requests in {arguments.minutes:g} minutes"
-    return [
-        Finding("hung requests", hung, detail, most=0),
-        Finding("blocks and requests left", left, detail, most=0),
-        Finding("growth of memory", grown, detail, most=0.05),
-    ]
+    """Ask a language model and an encoder for all sorts of things for a long time, and look at what is left behind."""
+    with serving(write_tiny(folder), **SHORT.settings, **SMALL_CACHE) as decoder, serving("minilm") as encoder:
+        servers = [("language model", decoder, KINDS), ("encoder", encoder, ENCODER_KINDS)]
+        return list(soaked(servers, arguments.minutes))
 
-
-async def _mixed(served: Served, seconds: float) -> tuple[int, int]:
-    """Ask for answers, bad ones too, and leave early, eight at a time; return requests that hung, and all."""
-    until, counts = time.perf_counter() + seconds, {"hung": 0, "asked": 0}
-    async with Client(served.url, seconds=60) as client:
-        name = await client.model()
-
-        async def worker(seed: int) -> None:
-            source = random.Random(seed)  # noqa: S311 - nothing secret
-            while time.perf_counter() < until:
-                counts["asked"] += 1
-                question = Question(name, False, source.randrange(1, 100), source.choice(_FIELDS))
-                body = question.body(random_prompts(1, source.randrange(1, 150), source.randrange(10**9))[0])
-                sending = client.send(question.path, body, time.perf_counter())
-                try:
-                    patience = source.choice((0.01, 0.05, 90, 90))
-                    counts["hung"] += (await asyncio.wait_for(sending, patience)).error == "timeout"
-                except asyncio.TimeoutError:  # a client that has left
-                    counts["hung"] += patience > 60
-
-        await asyncio.gather(*map(worker, range(8)))
-    return counts["hung"], counts["asked"]
-
-
-_FIELDS: tuple[dict[str, Any], ...] = (
-    {"ignore_eos": True},
-    {"n": 3, "temperature": 1.0},
-    {"stop": ["e"]},
-    {"logprobs": 3},
-    {"prompt": ["one", "two"]},
-    {"temperature": -1},
-    {"max_tokens": 10**9},
-    {"unknown": 1},
-    {"prompt": [10**6]},
-)
-"""What requests ask for besides; the last four are refused."""
 
 PARTS: dict[str, Callable[[Path, argparse.Namespace], Finding | list[Finding]]] = {
     "throughput": throughput,

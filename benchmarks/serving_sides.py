@@ -17,10 +17,20 @@ from typing import IO, Any
 from opgraft import LLM, SamplingParams
 from opgraft.bench.prompts import random_prompts
 
-REQUESTS, WORDS, TOKENS = 64, 50, 64
-"""The work of the comparison: requests, words of each prompt, tokens of each answer."""
+WORDS = 50
+"""Of each prompt."""
 
-SETTINGS: dict[str, Any] = {"scheduler.max_num_seqs": 64, "model.max_model_len": 512, "load.progress": False}
+CONTEXT = 4096
+"""Tokens that the tiny model can have before it."""
+
+SETTINGS: dict[str, Any] = {"scheduler.max_num_seqs": 64, "load.progress": False}
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content == 'raise' %}{{ raise_exception('no such message') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}\n{% endfor %}{% for _ in range(turns or 0) %}.{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+)
+"""Of chats: a message can make it raise, and ``turns`` loop for long."""
+
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -41,10 +51,24 @@ def write_tiny(folder: Path) -> str:
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
     }
-    config = LlamaConfig(vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=1024, **shape)
+    config = LlamaConfig(vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=CONTEXT, **shape)
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     return str(folder)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Requests of a comparison, and the tokens of each answer."""
+
+    requests: int = 64
+    tokens: int = 64
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of both sides, whose context has room for a prompt and its answer."""
+        return {**SETTINGS, "model.max_model_len": self.tokens + 448}
 
 
 @dataclass(frozen=True)
@@ -71,26 +95,39 @@ class Served:
     """A server that runs."""
 
     url: str
-    pid: int
+    process: subprocess.Popen[str]
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     def metric(self, name: str) -> float:
         """Return the sum of a metric over its labels."""
         with urllib.request.urlopen(f"{self.url}/metrics") as answer:  # noqa: S310 - our own server
             lines = answer.read().decode().splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"opgraft:{name}{{"))
+        values = [float(line.split()[-1]) for line in lines if line.startswith(f"opgraft:{name}{{")]
+        if not values:
+            raise SystemExit(f"the server has no metric opgraft:{name}: see its /metrics for those that it has")
+        return sum(values)
+
+    def end(self) -> tuple[int, float]:
+        """Have the server drain and end, and return its exit code and the seconds until then."""
+        start = time.perf_counter()
+        self.process.terminate()
+        return self.process.wait(60), time.perf_counter() - start
 
 
 @contextmanager
 def serving(model: str, **settings: Any) -> Iterator[Served]:
     """Run a server, one thread for its products, until the end of the block."""
-    given = [part for name, value in {**SETTINGS, **settings}.items() for part in (f"--{name}", str(value).lower())]
+    given = [part for name, value in settings.items() for part in (f"--{name}", str(value).lower())]
     command = [sys.executable, "-m", "opgraft", "serve", model, "--port", "0", *given]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
     ) as process:
         try:
-            yield Served(_url(_stdout(process)), process.pid)
+            yield Served(_url(_stdout(process)), process)
         finally:
             process.terminate()
             process.wait(60)
@@ -104,10 +141,10 @@ def _url(lines: IO[str]) -> str:
 
 
 @contextmanager
-def offline(model: str) -> Iterator[subprocess.Popen[str]]:
+def offline(model: str, work: Work) -> Iterator[subprocess.Popen[str]]:
     """Run the engine without a server; ``answer`` has it answer the work."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, model]
+    command = [sys.executable, __file__, model, str(work.requests), str(work.tokens)]
     with subprocess.Popen(
         command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
     ) as process:
@@ -134,10 +171,12 @@ def _stdout(process: subprocess.Popen[str]) -> IO[str]:
 
 def main() -> None:
     """Answer the prompts of each seed that comes on stdin."""
-    llm = LLM(sys.argv[1], **SETTINGS)
-    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    model, requests, tokens = sys.argv[1:]
+    work = Work(int(requests), int(tokens))
+    llm = LLM(model, **work.settings)
+    params = SamplingParams(temperature=0, max_tokens=work.tokens, ignore_eos=True)
     for line in sys.stdin:
-        prompts = [str(prompt.content) for prompt in random_prompts(REQUESTS, WORDS, int(line))]
+        prompts = [str(prompt.content) for prompt in random_prompts(work.requests, WORDS, int(line))]
         start, cpu = time.perf_counter(), time.process_time()
         llm.generate(prompts, params)
         cost = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}

@@ -126,7 +126,7 @@ class Request:
     def _sample(self, index: int) -> Request:
         seed = None if self.params.seed is None else self.params.seed + index
         prompt_logprobs = None if index else self.params.prompt_logprobs
-        return Request(
+        sample = Request(
             f"{self.request_id}/{index}",
             self.prompt,
             dataclasses.replace(self.params, n=1, seed=seed, prompt_logprobs=prompt_logprobs),
@@ -137,6 +137,8 @@ class Request:
             grammar=self.grammar,
             parent=f"{self.request_id}/0" if index else None,
         )
+        sample.prompt = self.prompt  # one list for all, which nobody changes
+        return sample
 
     def drop_output(self, num_tokens: int) -> None:
         """Drop the tokens of the output from position ``num_tokens`` of the sequence."""

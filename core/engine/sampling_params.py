@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from opgraft.errors import RequestError
 
-MOST_COMPLETIONS = 1024
+MOST_COMPLETIONS = 16_384
 """Each completion of a prompt is a request of its own."""
 
 COLDEST = 0.001

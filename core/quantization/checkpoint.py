@@ -12,7 +12,7 @@ from opgraft.errors import QuantizationError
 from opgraft.ops.linear.methods import LinearMethodBase, QuantizeMethodBase
 from opgraft.ops.linear.parallel import LinearBase
 from opgraft.ops.linear.quantization_config import QuantizationConfig
-from opgraft.ops.quantized_linear import functional as forms
+from opgraft.ops.quantized_linear import functional
 from opgraft.ops.weights import set_weight_attrs
 from opgraft.quantization.codes import Codes
 from opgraft.quantization.online import put
@@ -48,7 +48,7 @@ class GroupLinearMethod(LinearMethodBase):
     """A weight method that brings the tensors of a checkpoint into the storage of ``quantized_linear``."""
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return forms.quantized_linear(x, layer.weight, layer.scales, layer.offsets, bias)
+        return functional.quantized_linear(x, layer.weight, layer.scales, layer.offsets, bias)
 
 
 def expect_settings(name: str, config: Mapping[str, Any]) -> None:

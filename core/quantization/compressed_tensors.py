@@ -13,7 +13,7 @@ from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.errors import QuantizationError
 from opgraft.ops.linear.methods import QuantizeMethodBase
 from opgraft.ops.linear.quantization_config import QuantizationConfig
-from opgraft.ops.quantized_linear import functional as forms
+from opgraft.ops.quantized_linear import functional
 from opgraft.quantization.checkpoint import (
     CheckpointConfig,
     GroupLinearMethod,
@@ -262,5 +262,5 @@ class IntegerLinearMethod(GroupLinearMethod):
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.dynamic:
-            return forms.int8_dynamic_linear(x, layer.weight, layer.scales, bias)
+            return functional.int8_dynamic_linear(x, layer.weight, layer.scales, bias)
         return super().apply(layer, x, bias)

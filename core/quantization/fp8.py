@@ -10,7 +10,7 @@ from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.errors import QuantizationError
 from opgraft.ops.linear.methods import LinearMethodBase, QuantizeMethodBase
 from opgraft.ops.linear.quantization_config import QuantizationConfig
-from opgraft.ops.quantized_linear import functional as forms
+from opgraft.ops.quantized_linear import functional
 from opgraft.ops.quantized_linear.quantizers import quantize_fp8
 from opgraft.quantization.checkpoint import (
     CheckpointConfig,
@@ -60,7 +60,7 @@ class Fp8OnlineLinearMethod(OnlineLinearMethod):
         return {"weight": codes, "weight_scale": scale}
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return forms.fp8_linear(x, layer.weight, layer.weight_scale, None, bias)
+        return functional.fp8_linear(x, layer.weight, layer.weight_scale, None, bias)
 
 
 class Fp8CheckpointConfig(CheckpointConfig):
@@ -157,4 +157,4 @@ class Fp8LinearMethod(LinearMethodBase):
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         scale, shape = layer.weight_scale, self.scales.block
         blocks = None if shape is None or shape == (1, -1) else shape
-        return forms.fp8_linear(x, layer.weight, scale, layer.input_scale if self.static else None, bias, blocks)
+        return functional.fp8_linear(x, layer.weight, scale, layer.input_scale if self.static else None, bias, blocks)

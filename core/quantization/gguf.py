@@ -13,7 +13,7 @@ from opgraft.ops.embedding.vocab import VocabParallelEmbedding
 from opgraft.ops.linear.methods import LinearMethodBase, QuantizeMethodBase
 from opgraft.ops.linear.parallel import LinearBase
 from opgraft.ops.linear.quantization_config import QuantizationConfig
-from opgraft.ops.quantized_linear import functional as forms
+from opgraft.ops.quantized_linear import functional
 from opgraft.ops.weights import LoadedTensor, set_weight_attrs
 from opgraft.quantization.codes import Codes, stored
 from opgraft.quantization.gguf_blocks import FORMATS
@@ -118,10 +118,10 @@ class GGUFLinearMethod(LooksUpCodes, LinearMethodBase):
         layer.register_parameter("weight", weight)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return forms.quantized_linear(x, layer.weight, layer.scales, layer.offsets, bias)
+        return functional.quantized_linear(x, layer.weight, layer.scales, layer.offsets, bias)
 
     def form_of(self, layer: Any) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]]:
-        return forms.quantized_linear, (layer.weight, layer.scales, layer.offsets)
+        return functional.quantized_linear, (layer.weight, layer.scales, layer.offsets)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Check that the weight was loaded.

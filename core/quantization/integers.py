@@ -15,7 +15,7 @@ from opgraft.ops.embedding.vocab import VocabParallelEmbedding
 from opgraft.ops.linear.methods import QuantizeMethodBase
 from opgraft.ops.linear.parallel import LinearBase
 from opgraft.ops.linear.quantization_config import QuantizationConfig
-from opgraft.ops.quantized_linear import functional as forms
+from opgraft.ops.quantized_linear import functional
 from opgraft.ops.quantized_linear.quantizers import quantize_int4, quantize_int8
 from opgraft.quantization.online import LooksUpCodes, OnlineLinearMethod
 from opgraft.quantization.patterns import Patterns
@@ -123,10 +123,10 @@ class Int8LinearMethod(LooksUpCodes, OnlineLinearMethod):
         return {"weight": codes, "scales": scales}
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return forms.quantized_linear(x, layer.weight, layer.scales, None, bias)
+        return functional.quantized_linear(x, layer.weight, layer.scales, None, bias)
 
     def form_of(self, layer: Any) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]]:
-        return forms.quantized_linear, (layer.weight, layer.scales, None)
+        return functional.quantized_linear, (layer.weight, layer.scales, None)
 
 
 @PluggableClass.register("int8_dynamic_linear_method")
@@ -134,10 +134,10 @@ class Int8DynamicLinearMethod(Int8LinearMethod):
     """Holds what ``Int8LinearMethod`` holds, and quantizes inputs too."""
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return forms.int8_dynamic_linear(x, layer.weight, layer.scales, bias)
+        return functional.int8_dynamic_linear(x, layer.weight, layer.scales, bias)
 
     def form_of(self, layer: Any) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]]:
-        return forms.int8_dynamic_linear, (layer.weight, layer.scales)
+        return functional.int8_dynamic_linear, (layer.weight, layer.scales)
 
 
 @PluggableClass.register("int4_linear_method")
@@ -159,7 +159,7 @@ class Int4LinearMethod(LooksUpCodes, OnlineLinearMethod):
         return {"weight": codes, "scales": scales, "offsets": offsets}
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return forms.quantized_linear(x, layer.weight, layer.scales, layer.offsets, bias)
+        return functional.quantized_linear(x, layer.weight, layer.scales, layer.offsets, bias)
 
     def form_of(self, layer: Any) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]]:
-        return forms.quantized_linear, (layer.weight, layer.scales, layer.offsets)
+        return functional.quantized_linear, (layer.weight, layer.scales, layer.offsets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from opgraft.server.admission import Admission
@@ -20,7 +21,7 @@ class HTTPMetrics:
     """
 
     def __init__(self, model_name: str, registry: CollectorRegistry, admission: Admission) -> None:
-        self._model_name = model_name
+        self._model_name, self._registry = model_name, registry
         self._answers = Counter(
             "opgraft:http_requests",
             "Answers over HTTP; 499 where the client has left.",
@@ -31,9 +32,13 @@ class HTTPMetrics:
             ("sequences", "Sequences that were admitted and have no token yet."),
             ("tokens", "Tokens of the prompts of these."),
         ):
-            gauge = Gauge(f"opgraft:admitted_{name}", text, ("model_name",), registry=registry)
-            gauge.labels(model_name).set_function(lambda name=name: getattr(admission, name))  # type: ignore[misc]
+            self.show(f"admitted_{name}", text, lambda name=name: getattr(admission, name))  # type: ignore[misc]
         ProcessCollector(registry=registry)
+
+    def show(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """Show a value as it is whenever it is asked for."""
+        gauge = Gauge(f"opgraft:{name}", text, ("model_name",), registry=self._registry)
+        gauge.labels(self._model_name).set_function(value)
 
     def count(self, method: str, route: Any, status: int) -> None:
         """Count an answer; what no route has is called "other", as strangers may ask for any path."""

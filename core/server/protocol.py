@@ -187,7 +187,7 @@ Content: TypeAlias = Annotated[
 
 
 class SystemMessage(Body):
-    """What an operator says to the model."""
+    """A message of the operator to the model."""
 
     role: Literal["system", "developer"]
     content: Content
@@ -195,7 +195,7 @@ class SystemMessage(Body):
 
 
 class UserMessage(Body):
-    """What a user says."""
+    """A message of a user."""
 
     role: Literal["user"]
     content: Content
@@ -203,7 +203,7 @@ class UserMessage(Body):
 
 
 class AssistantMessage(Body):
-    """What the model said, or whom it called."""
+    """An answer of the model, or its calls."""
 
     role: Literal["assistant"]
     content: Content | None = None
@@ -221,7 +221,7 @@ class AssistantMessage(Body):
 
 
 class ToolMessage(Body):
-    """What a call gave."""
+    """A result of a call."""
 
     role: Literal["tool"]
     content: Content
@@ -289,7 +289,7 @@ ToolChoice: TypeAlias = Annotated[
     Literal["none", "auto", "required"] | NamedToolChoice,
     _told_apart(lambda given: _NAMED_CHOICE if isinstance(given, dict) else _CHOICE),
 ]
-"""Whether tools are called, or which."""
+"""Choice of no tool, any, or one."""
 
 
 class ChatRequest(Generation):

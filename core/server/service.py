@@ -90,14 +90,20 @@ class Service:
         self.name = self.settings.model_name or PurePath(model).name
         self.registry = CollectorRegistry()
         self._exporter = PrometheusExporter(self.name, self.registry)
+        self.admission = Admission(self.settings)
+        self.http_metrics = HTTPMetrics(self.name, self.registry, self.admission)
         self._model: AsyncLLM | AsyncEmbedder
         if generates(opgraft_config):
             self._model = AsyncLLM(opgraft_config=opgraft_config, on_step=self._exporter)
+            engine = self._model.engine
+            self.http_metrics.show(
+                "grammars_kept",
+                "Compiled grammars of structured outputs that are kept.",
+                lambda: 0 if engine.tokenizer is None else len(engine.grammars),
+            )
         else:
             self._model = AsyncEmbedder(opgraft_config, self._exporter)
         self.created = int(time.time())
-        self.admission = Admission(self.settings)
-        self.http_metrics = HTTPMetrics(self.name, self.registry, self.admission)
         self.draining = False
         self.flights: set[Flight] = set()
         self._warm = False

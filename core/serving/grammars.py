@@ -36,6 +36,10 @@ class Grammars:
     def _tokens(self) -> GrammarTokens:
         return GrammarTokens(self._backend, self._vocab_size, self._eos)
 
+    def __len__(self) -> int:
+        """Return how many are kept."""
+        return len(self._kept)
+
     def of(self, params: SamplingParams) -> Grammar:
         """Return the grammar of a structured output, which is compiled once.
 

@@ -16,7 +16,7 @@ NAN, INFINITY = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("name", "values", "allowed"),
     [
-        ("n", [0, -1, True, 1.0, "1", None, 1025, 10**9], "an integer of at least 1 and at most 1,024"),
+        ("n", [0, -1, True, 1.0, "1", None, 16_385, 10**9], "an integer of at least 1 and at most 16,384"),
         ("temperature", [-1, NAN, INFINITY, 1e-9, 10**400, True, "hot", None], "0 for greedy decoding, or a number"),
         ("top_k", [-1, True, 1.5], "an integer of at least 0, where 0 keeps every token"),
         ("top_p", [0, -0.1, 1.1, NAN, True, "1"], "a number above 0 and at most 1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import struct
@@ -120,13 +121,9 @@ def test_a_trickle_of_headers(strict: Server) -> None:
 def test_floods_of_headers(strict: Server, flood: bytes) -> None:
     """Too many headers, or too long ones, are 431 as soon as they are."""
     with connected(strict) as connection:
-        try:
+        with contextlib.suppress(OSError):  # closed before all was sent, which does not take the answer back
             connection.sendall(b"GET /health HTTP/1.1\r\n" + flood + b"\r\n")
-        except OSError:
-            return  # closed before all was sent
-        answer = rest(connection)
-    if answer:  # else a reset was faster
-        assert "larger than 65536 bytes or 200 headers" in expect_error(answer, 431)
+        assert "larger than 65536 bytes or 200 headers" in expect_error(rest(connection), 431)
 
 
 def test_a_long_address(strict: Server) -> None:
@@ -148,17 +145,20 @@ def test_a_long_address(strict: Server) -> None:
         b"GET /health HTTP/1.1\r\nno colon\r\n\r\n",
         HEAD + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
         HEAD + b"content-length: 99999999999999999999999\r\n\r\n",
-        HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
     ],
 )
 def test_what_is_no_http(strict: Server, garbage: bytes) -> None:
     """It is 400, once, and the connection is closed."""
     with connected(strict) as connection:
         connection.sendall(garbage)
-        answer = rest(connection)
-    assert answer.count(b"HTTP/1.1 ") <= 1
-    if answer:
-        expect_error(answer, 400)
+        expect_error(rest(connection), 400)
+
+
+def test_a_broken_body(strict: Server) -> None:
+    """It closes the connection without a word, as whoever answers may have begun with it."""
+    with connected(strict) as connection:
+        connection.sendall(HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n")
+        assert rest(connection) == b""
 
 
 def test_bodies_beyond_the_limit(strict: Server) -> None:

@@ -232,7 +232,9 @@ def test_chat_is_the_template_and_the_prompt(checkpoint: Path) -> None:
         assert chat.prompt == "user: the cat\n"
         plain = await last(llm.generate({"prompt_token_ids": chat.prompt_token_ids}, LONG))
         assert chat.outputs == plain.outputs
-        assert len((await llm.explain()).rows) > 0
+        explained = await llm.explain()
+        assert {row.op for row in explained.rows if row.runs} >= {"attention", "paged_attention"}
+        assert {"executor", "worker", "sampler"} <= {row.name for row in explained.classes}
 
     run(checkpoint, use)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from opgraft.binding.custom_op import CustomOp, maybe_get_oot_by_class
 from opgraft.binding.derivation import NATIVE, calls_functional
-from opgraft.ops.attention import functional as forms
+from opgraft.ops.attention import functional
 from opgraft.registry.signatures import called_with
 from torch import Tensor
 
@@ -98,7 +98,7 @@ class MMEncoderAttention(CustomOp):
         multimodal_config: object = None,
     ) -> None:
         super().__init__()
-        forms.expect_kv_heads(num_heads, num_heads if num_kv_heads is None else num_kv_heads)
+        functional.expect_kv_heads(num_heads, num_heads if num_kv_heads is None else num_kv_heads)
         if head_size < 1:
             raise ValueError(f"mm_encoder_attn: head_size is {head_size}, expected a positive number")
         self.num_heads = num_heads
@@ -237,8 +237,8 @@ class MMEncoderAttention(CustomOp):
         cu_seqlens: Tensor | None,
         sequence_lengths: Tensor | None,
     ) -> Tensor:
-        heads = forms.as_heads("query", query, self.num_heads, self.head_size)
-        attended = forms.mm_encoder_attn.native(
+        heads = functional.as_heads("query", query, self.num_heads, self.head_size)
+        attended = functional.mm_encoder_attn.native(
             heads, key, value, self.num_heads, self.num_kv_heads, self.scale, cu_seqlens, sequence_lengths
         )
         return attended.reshape(query.shape)

@@ -11,7 +11,7 @@ from opgraft.ops.activation.modules import GeluAndMul, SiluAndMul
 from opgraft.ops.checks import expect_choice
 from opgraft.ops.composites.composite import epilogue_of, is_observed, may_stand_for
 from opgraft.ops.composites.joint import JointLayer
-from opgraft.ops.linear import functional as forms
+from opgraft.ops.linear import functional
 from opgraft.ops.linear.modules import Linear
 from torch import Tensor, nn
 
@@ -78,7 +78,7 @@ class GatedMLP(JointLayer):
         at_once = not torch.compiler.is_compiling() and self._gates_at_once(act)  # a compiler calls them one by one
         joint = self.joint_op(x) if at_once else None
         if joint is None:
-            activate: Any = act if act is not None else forms.ACTIVATIONS[self.activation]
+            activate: Any = act if act is not None else functional.ACTIVATIONS[self.activation]
             hidden = activate(gate(x)) * up(x)
         else:
             hidden = self.act_and_mul(joint.forward(x))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from opgraft.binding.custom_op import CustomOp
-from opgraft.ops.conv import functional as forms
+from opgraft.ops.conv import functional
 from opgraft.ops.conv.functional import ConvSettings
 from torch import Tensor, nn
 
@@ -57,13 +57,13 @@ class _ConvLayer(CustomOp):
 
     def _forward_conv(self, x: Tensor) -> Tensor:
         """Compute the convolution by torch's function."""
-        forms.expect_convolvable(x, self.weight, self.bias, self._settings)
-        return forms.convolve(x, self.weight, self.bias, self._settings)
+        functional.expect_convolvable(x, self.weight, self.bias, self._settings)
+        return functional.convolve(x, self.weight, self.bias, self._settings)
 
     def _forward_mulmat(self, x: Tensor) -> Tensor:
         """Compute the convolution as one matrix product; right only where ``enable_linear`` is true."""
-        forms.expect_convolvable(x, self.weight, self.bias, self._settings)
-        return forms.project_patches(x, self.weight, self.bias)
+        functional.expect_convolvable(x, self.weight, self.bias, self._settings)
+        return functional.project_patches(x, self.weight, self.bias)
 
     def forward_native(self, x: Tensor) -> Tensor:
         """Raise ``ValueError`` unless ``x`` has the dimensions, channels, dtype and device, and room for a kernel."""
@@ -153,14 +153,14 @@ def _expanded(
     op: str, kernel_size: Sizes, stride: Sizes, padding: Sizes | str, dilation: Sizes, groups: int, padding_mode: str
 ) -> ConvSettings:
     """Return the settings with one number per dimension, of which torch's modules need only be told one, or a word."""
-    dims = forms.DIMENSIONS[op]
+    dims = functional.DIMENSIONS[op]
     kernel, moves, steps = (_per_dimension(value, dims) for value in (kernel_size, stride, dilation))
     if len(kernel) != dims or len(steps) != dims:
         raise ValueError(f"{op}: kernel_size is {kernel}, dilation {steps}, expected {dims} numbers each")
     if padding == "same":
         if any(move != 1 for move in moves):
             raise ValueError(f"{op}: stride is {moves}, expected 1 with padding 'same'")
-        ends = forms.same_padding(kernel, steps)
+        ends = functional.same_padding(kernel, steps)
     elif isinstance(padding, str):
         if padding != "valid":
             raise ValueError(f"{op}: padding is {padding!r}, expected 'same', 'valid' or numbers")

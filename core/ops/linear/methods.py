@@ -9,9 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from opgraft.binding.functional import Functional, binding_of
 from opgraft.binding.pluggable_class import PluggableClass
-from opgraft.ops.linear import functional as forms
+from opgraft.ops.linear import functional, packed_only
 from opgraft.ops.linear import packed as packed_linear
-from opgraft.ops.linear import packed_only
 from opgraft.ops.linear.packable import PackableLayer, obstacle
 from opgraft.ops.weights import set_weight_attrs
 from opgraft.registry.op_classes import definer
@@ -119,7 +118,7 @@ class UnquantizedLinearMethod(_PlainWeight, LinearMethodBase):
         *,
         activation: str = "none",
         residual: Tensor | None = None,
-        kernel: Kernel = forms.linear,
+        kernel: Kernel = functional.linear,
     ) -> Tensor:
         """Map ``x``, with what follows the map; by ``kernel``, unless the weight is packed."""
         packed = layer._packed
@@ -128,7 +127,7 @@ class UnquantizedLinearMethod(_PlainWeight, LinearMethodBase):
         return packed_only.linear(x, packed, bias, activation, residual)
 
     def form_of(self, layer: Any) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]] | None:
-        return (forms.linear, (layer.weight,)) if layer._packed is None else None
+        return (functional.linear, (layer.weight,)) if layer._packed is None else None
 
     def holds_weight(self, layer: Any) -> bool:
         """Say whether the weight is the layer's own, and is not computed for a call."""
@@ -148,11 +147,11 @@ class UnquantizedEmbeddingMethod(_PlainWeight):
         """Map hidden states to logits."""
         packed = layer._packed
         if packed is None:
-            return forms.linear(x, layer.weight, bias)
+            return functional.linear(x, layer.weight, bias)
         return packed_only.linear(x, packed, bias, "none", None)
 
     def form_of(self, layer: Any) -> tuple[Functional[..., Tensor], tuple[Tensor | None, ...]] | None:
-        return (forms.linear, (layer.weight,)) if layer._packed is None else None
+        return (functional.linear, (layer.weight,)) if layer._packed is None else None
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Hold the weight of an output layer packed only, where that pays here and no embedding has it too."""
@@ -188,7 +187,7 @@ def _gains(layer: Any) -> bool:
         return False
     if obstacle(weight) is not None or not packed_linear.pays_packed(weight) or packed_linear.missing() is not None:
         return False
-    return binding_of(forms.linear).kernel.winner.functional("linear") is packed_linear.linear
+    return binding_of(functional.linear).kernel.winner.functional("linear") is packed_linear.linear
 
 
 def create_plain_weight(

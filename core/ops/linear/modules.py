@@ -8,7 +8,7 @@ import torch
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.marks import falls_back, needs
 from opgraft.ops.checks import expect_choice
-from opgraft.ops.linear import functional as forms
+from opgraft.ops.linear import functional
 from opgraft.ops.linear import packed as packed_linear
 from opgraft.ops.linear.methods import UnquantizedLinearMethod
 from opgraft.ops.linear.packed_only import PackedWeight
@@ -44,12 +44,12 @@ class Linear(CustomOp, nn.Linear):
         activation: str = "none",
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        expect_choice("linear", "activation", activation, tuple(forms.ACTIVATIONS))
+        expect_choice("linear", "activation", activation, tuple(functional.ACTIVATIONS))
         self.activation = activation
 
     def forward_native(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """Map ``input``; raise ``ValueError`` where something does not fit."""
-        return forms.linear.native(input, self.weight, self.bias, self.activation, residual)
+        return functional.linear.native(input, self.weight, self.bias, self.activation, residual)
 
     @needs(packed_linear.missing)
     @falls_back(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from opgraft.binding.custom_op import CustomOp, PluggableLayer
-from opgraft.ops.linear import functional as forms
+from opgraft.ops.linear import functional
 from torch import Tensor, nn
 
 
@@ -34,7 +34,7 @@ class TransposedLinear(PluggableLayer):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, input: Tensor) -> Tensor:
-        return forms.linear(input, self.weight.t(), self.bias)
+        return functional.linear(input, self.weight.t(), self.bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -10,8 +10,13 @@ from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.checks import expect_choice
 from opgraft.ops.on_triton import on_triton
-from opgraft.ops.quantization import functional as forms
-from opgraft.ops.quantization.functional import GroupShape
+from opgraft.ops.quantization.functional import (
+    FP8_MAX,
+    GroupShape,
+    expect_dynamic_group_shape,
+    expect_group_shape,
+    expect_scale_ub,
+)
 from opgraft.plugins.selection import current_platform
 from opgraft.registry.signatures import called_with
 from torch import Tensor
@@ -68,13 +73,13 @@ class QuantFP8(CustomOp):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_group_shape = forms.expect_group_shape if static else forms.expect_dynamic_group_shape
+        check_group_shape = expect_group_shape if static else expect_dynamic_group_shape
         check_group_shape("quant_fp8", group_shape)
         if num_token_padding is not None and num_token_padding < 0:
             raise ValueError(f"quant_fp8: num_token_padding is {num_token_padding}, expected 0 or more")
         if dtype is None:
             dtype = current_platform().capability().fp8_dtype or torch.float8_e4m3fn
-        expect_choice("quant_fp8", "dtype", dtype, tuple(forms.FP8_MAX))
+        expect_choice("quant_fp8", "dtype", dtype, tuple(FP8_MAX))
         self.static = static
         self.group_shape = GroupShape(*group_shape)
         self.num_token_padding = num_token_padding
@@ -111,7 +116,7 @@ class QuantFP8(CustomOp):
             got = "is given, expected none" if scale is not None else "is None, expected a tensor"
             raise ValueError(f"quant_fp8: scale {got} with static={self.static}")
         if scale is not None:
-            forms.expect_scale_ub("quant_fp8", scale_ub, (-1, -1))
+            expect_scale_ub("quant_fp8", scale_ub, (-1, -1))
             quantised = functional.quant_fp8_static(x, scale, self.group_shape, self.dtype)
             return self.pad_tokens(quantised), scale
         settings = (self.group_shape, scale_ub, self.use_ue8m0, self.dtype)

@@ -14,7 +14,7 @@ from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.checks import FLOATING, expect_choice, expect_positive
 from opgraft.ops.on_triton import on_triton
 from opgraft.ops.precision import compute_dtype
-from opgraft.ops.rotary import functional as forms
+from opgraft.ops.rotary import functional
 from opgraft.registry.signatures import called_with
 from torch import Tensor
 
@@ -70,7 +70,7 @@ class ApplyRotaryEmb(CustomOp):
         x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool = True, enable_fp32_compute: bool = False
     ) -> Tensor:
         """Rotate ``x`` without an op; ``enable_fp32_compute`` holds anyway."""
-        return forms.apply_rotary_emb.native(x, cos, sin, is_neox_style)
+        return functional.apply_rotary_emb.native(x, cos, sin, is_neox_style)
 
     def _pre_process(
         self, x: Tensor, cos: Tensor, sin: Tensor
@@ -224,7 +224,7 @@ class RotaryEmbedding(RotaryEmbeddingBase):
     ) -> tuple[Tensor, Tensor | None]:
         """Rotate query and key without an op, by a table of ``rotary_dim`` columns."""
         table = (head_size, cos_sin_cache, is_neox_style)
-        return rotated_by(forms.rotary_embedding.native, positions, query, key, *table)
+        return rotated_by(functional.rotary_embedding.native, positions, query, key, *table)
 
 
 def rotated_by(

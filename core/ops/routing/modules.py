@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from opgraft.binding.custom_op import CustomOp
 from opgraft.ops.checks import expect_choice
-from opgraft.ops.routing import functional as forms
+from opgraft.ops.routing import functional
 from torch import Tensor
 
 
@@ -45,8 +45,8 @@ class GroupedTopk(CustomOp):
         num_fused_shared_experts: int = 0,
     ) -> None:
         super().__init__()
-        expect_choice("grouped_topk", "scoring_func", scoring_func, forms.SCORING)
-        forms.expect_groups("grouped_topk", topk, num_expert_group, topk_group)
+        expect_choice("grouped_topk", "scoring_func", scoring_func, functional.SCORING)
+        functional.expect_groups("grouped_topk", topk, num_expert_group, topk_group)
         if num_fused_shared_experts < 0:
             raise ValueError(
                 f"grouped_topk: num_fused_shared_experts is {num_fused_shared_experts}, expected 0 or more"
@@ -73,7 +73,7 @@ class GroupedTopk(CustomOp):
                 f"grouped_topk: hidden_states has shape {tuple(hidden_states.shape)}, expected as many tokens as "
                 f"gating_output of shape {tuple(gating_output.shape)}"
             )
-        weights, ids = forms.grouped_topk.native(
+        weights, ids = functional.grouped_topk.native(
             gating_output,
             self.topk,
             self.renormalize,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from opgraft import functional as forms
+from opgraft import functional
 from opgraft.ops.attention import AttentionBatch, LayerPages
 from opgraft.ops.attention.codes import LARGEST_CODES, SCALE_BYTES, quantize_rows, row_size
 from torch import Tensor
@@ -53,7 +53,7 @@ def attend(
             pass
     write(key, value, pages.cache, pages.slots)
     plain = in_opgrafts_layout(pages.cache, query)
-    return forms.paged_attention.native(query, plain, *places, *settings)
+    return functional.paged_attention.native(query, plain, *places, *settings)
 
 
 def has_kernel(platform: object) -> bool:

@@ -12,8 +12,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from opgraft import CustomOp
-from opgraft import functional as forms
+from opgraft import CustomOp, functional
 from opgraft.binding.functional import binding_of
 from opgraft.binding.rebinding import hidden_by
 from opgraft.compat.hooks import hooks_on_every_module
@@ -34,9 +33,9 @@ from opgraft_cpu_kernels.kernels import REFUSED
 from opgraft_cpu_kernels.library import path_or_none
 
 FORMS: Mapping[Any, Callable[..., Tensor]] = {
-    forms.linear: linear.linear,
-    forms.quantized_linear: quantized.quantized_linear,
-    forms.int8_dynamic_linear: quantized.int8_dynamic_linear,
+    functional.linear: linear.linear,
+    functional.quantized_linear: quantized.quantized_linear,
+    functional.int8_dynamic_linear: quantized.int8_dynamic_linear,
 }
 """Forms of linear layers that the library calls itself, with the kernels that it then runs."""
 
@@ -284,7 +283,8 @@ def _no_map(layer: Any) -> str:
     kernel, binding = FORMS.get(form), binding_of(form)
     if kernel is None or binding.kernel.winner.functional(form.name) is not kernel:
         return f"calls the form {form.name}, which {_running(binding)}"
-    if form is forms.quantized_linear and not quantized.in_lanes(layer.input_size_per_partition, weight, others[0]):
+    by_groups = form is functional.quantized_linear
+    if by_groups and not quantized.in_lanes(layer.input_size_per_partition, weight, others[0]):
         return "has groups of weights that the kernel does not take"
     return ""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from opgraft import functional as forms
+from opgraft import functional
 from opgraft.ops.quantization.functional import scale_shape
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
@@ -96,7 +96,7 @@ def quant_fp8_static(x: Tensor, scale: Tensor, group_shape: Sequence[int], dtype
             return _quant_fp8_static(x, scale, group_shape)  # type: ignore[no-any-return]
         except REFUSED:
             pass
-    return forms.quant_fp8_static.native(x, scale, group_shape, dtype)
+    return functional.quant_fp8_static.native(x, scale, group_shape, dtype)
 
 
 def quant_fp8_dynamic(
@@ -113,7 +113,7 @@ def quant_fp8_dynamic(
             return _quant_fp8_dynamic(x, group_shape, scale_ub, use_ue8m0)  # type: ignore[no-any-return]
         except REFUSED:
             pass
-    return forms.quant_fp8_dynamic.native(x, group_shape, scale_ub, use_ue8m0, dtype)
+    return functional.quant_fp8_dynamic.native(x, group_shape, scale_ub, use_ue8m0, dtype)
 
 
 def in_rows(group_shape: Sequence[int]) -> bool:
@@ -122,35 +122,35 @@ def in_rows(group_shape: Sequence[int]) -> bool:
 
 
 missing()  # loads the library, which defines the ops
-rms_norm = kernel(forms.rms_norm)
-fused_add_rms_norm = kernel(forms.fused_add_rms_norm)
-fused_add_rms_norm_ = kernel(forms.fused_add_rms_norm_)
-gemma_rms_norm = kernel(forms.gemma_rms_norm)
-fused_add_gemma_rms_norm = kernel(forms.fused_add_gemma_rms_norm)
-fused_add_gemma_rms_norm_ = kernel(forms.fused_add_gemma_rms_norm_)
-layer_norm = kernel(forms.layer_norm)
-rms_norm_gated = kernel(forms.rms_norm_gated)
-silu_and_mul = kernel(forms.silu_and_mul)
-mul_and_silu = kernel(forms.mul_and_silu)
-gelu_and_mul = kernel(forms.gelu_and_mul)
-gelu_and_mul_sparse = kernel(forms.gelu_and_mul_sparse)
-fatrelu_and_mul = kernel(forms.fatrelu_and_mul)
-swigluoai_and_mul = kernel(forms.swigluoai_and_mul)
-silu_and_mul_with_clamp = kernel(forms.silu_and_mul_with_clamp)
-swiglustep_and_mul = kernel(forms.swiglustep_and_mul)
-gelu = kernel(forms.gelu)
-gelu_tanh = kernel(forms.gelu_tanh)
-gelu_new = kernel(forms.gelu_new)
-gelu_fast = kernel(forms.gelu_fast)
-quick_gelu = kernel(forms.quick_gelu)
-silu = kernel(forms.silu)
-silu_ = kernel(forms.silu_)
-relu2 = kernel(forms.relu2)
-xielu = kernel(forms.xielu)
-apply_rotary_emb = kernel(forms.apply_rotary_emb)
-rotary_embedding = rotation(forms.rotary_embedding)
-rotary_embedding_ = rotation(forms.rotary_embedding_)
-mrope = rotation(forms.mrope)
-dual_chunk_rotary_embedding = rotation(forms.dual_chunk_rotary_embedding)
+rms_norm = kernel(functional.rms_norm)
+fused_add_rms_norm = kernel(functional.fused_add_rms_norm)
+fused_add_rms_norm_ = kernel(functional.fused_add_rms_norm_)
+gemma_rms_norm = kernel(functional.gemma_rms_norm)
+fused_add_gemma_rms_norm = kernel(functional.fused_add_gemma_rms_norm)
+fused_add_gemma_rms_norm_ = kernel(functional.fused_add_gemma_rms_norm_)
+layer_norm = kernel(functional.layer_norm)
+rms_norm_gated = kernel(functional.rms_norm_gated)
+silu_and_mul = kernel(functional.silu_and_mul)
+mul_and_silu = kernel(functional.mul_and_silu)
+gelu_and_mul = kernel(functional.gelu_and_mul)
+gelu_and_mul_sparse = kernel(functional.gelu_and_mul_sparse)
+fatrelu_and_mul = kernel(functional.fatrelu_and_mul)
+swigluoai_and_mul = kernel(functional.swigluoai_and_mul)
+silu_and_mul_with_clamp = kernel(functional.silu_and_mul_with_clamp)
+swiglustep_and_mul = kernel(functional.swiglustep_and_mul)
+gelu = kernel(functional.gelu)
+gelu_tanh = kernel(functional.gelu_tanh)
+gelu_new = kernel(functional.gelu_new)
+gelu_fast = kernel(functional.gelu_fast)
+quick_gelu = kernel(functional.quick_gelu)
+silu = kernel(functional.silu)
+silu_ = kernel(functional.silu_)
+relu2 = kernel(functional.relu2)
+xielu = kernel(functional.xielu)
+apply_rotary_emb = kernel(functional.apply_rotary_emb)
+rotary_embedding = rotation(functional.rotary_embedding)
+rotary_embedding_ = rotation(functional.rotary_embedding_)
+mrope = rotation(functional.mrope)
+dual_chunk_rotary_embedding = rotation(functional.dual_chunk_rotary_embedding)
 _quant_fp8_static = op("quant_fp8_static")
 _quant_fp8_dynamic = op("quant_fp8_dynamic")

@@ -7,7 +7,7 @@ For groups whose size is no multiple of 16 (32 with 4 bits), save one group for 
 from __future__ import annotations
 
 import torch
-from opgraft import functional as forms
+from opgraft import functional
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
@@ -28,7 +28,7 @@ def quantized_linear(
             return _quantized_linear(x, weight, scales, offsets, bias)  # type: ignore[no-any-return]
         except REFUSED:
             pass
-    return forms.quantized_linear.native(x, weight, scales, offsets, bias)
+    return functional.quantized_linear.native(x, weight, scales, offsets, bias)
 
 
 def int8_dynamic_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -38,7 +38,7 @@ def int8_dynamic_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor 
             return _int8_dynamic_linear(x, weight, scales, bias)  # type: ignore[no-any-return]
         except REFUSED:
             pass
-    return forms.int8_dynamic_linear.native(x, weight, scales, bias)
+    return functional.int8_dynamic_linear.native(x, weight, scales, bias)
 
 
 def _takes(name: str, tensors: dict[str, Tensor | None]) -> bool:
