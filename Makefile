@@ -41,7 +41,7 @@ help:
 	@echo "make bench-loading the memory that loading a checkpoint takes on top of its weights, against its limit"
 	@echo "make bench-engine  the engine against transformers, vLLM and llama.cpp on SmolLM2: table, and JSON in build (8 GB the first time)"
 	@echo "make bench-serve   the server against the engine without one, many streams, and twice the load that it can bear"
-	@echo "make soak-serve    a server under mixed requests for MINUTES=20, and what is left behind"
+	@echo "make soak-serve    servers of a language model and an encoder under requests of every kind for MINUTES=20, and what is left"
 	@echo "make bench-ipex    the CPU kernels against Intel's extension, in its environment (8 GB)"
 	@echo "make charts  measure mechanism, models and engine, and draw the charts of README and documentation anew"
 	@echo "make figures draw charts and diagrams, and the table of engines, from the figures that are committed"

@@ -35,7 +35,7 @@ from serving_sides import (
     serving,
     write_tiny,
 )
-from serving_soak import ENCODER_KINDS, KINDS, soaked
+from serving_soak import DRAIN, ENCODER_KINDS, KINDS, soaked
 from timing import machine
 
 STREAMS = 1000
@@ -218,7 +218,9 @@ def _median_seconds(outcomes: list[Outcome]) -> float:
 
 def soak(folder: Path, arguments: argparse.Namespace) -> list[Finding]:
     """Ask a language model and an encoder for all sorts of things for a long time, and look at what is left behind."""
-    with serving(write_tiny(folder), **SHORT.settings, **SMALL_CACHE) as decoder, serving("minilm") as encoder:
+    settings = {"load.progress": False, "server.drain_seconds": DRAIN}
+    decoding = {**SHORT.settings, **settings, **SMALL_CACHE}
+    with serving(write_tiny(folder), **decoding) as decoder, serving("minilm", **settings) as encoder:
         servers = [("language model", decoder, KINDS), ("encoder", encoder, ENCODER_KINDS)]
         return list(soaked(servers, arguments.minutes))
 

@@ -29,7 +29,7 @@ TEMPLATE = (
     "{{ m.role }}: {{ m.content }}\n{% endfor %}{% for _ in range(turns or 0) %}.{% endfor %}"
     "{% if tools %}{{ tools | tojson }}{% endif %}"
 )
-"""Of chats: a message can make it raise, and ``turns`` loop for long."""
+"""Of chats: a message can make it raise, and ``turns`` loop for longer than it may."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -114,7 +114,7 @@ class Served:
         """Have the server drain and end, and return its exit code and the seconds until then."""
         start = time.perf_counter()
         self.process.terminate()
-        return self.process.wait(60), time.perf_counter() - start
+        return self.process.wait(120), time.perf_counter() - start
 
 
 @contextmanager

@@ -62,3 +62,11 @@ def test_an_explosion_on_the_way(server: Server, schema: dict[str, Any]) -> None
     assert (error["type"], error["param"]) == ("invalid_request_error", "response_format")
     assert (with_status.status_code == 400) == (schema is WIDE), "after the first token it is the last event"
     expect_idle(server)
+
+
+def test_grammars_that_are_kept_are_counted(server: Server) -> None:
+    """Each once, however often it is asked for."""
+    before = server.metric("grammars_kept")
+    for answer in ("red", "green", "red"):
+        assert server.chat(response_format=form({"const": answer})).status_code == 200
+    assert server.metric("grammars_kept") == before + 2
