@@ -158,6 +158,8 @@ class Connection(HttpToolsProtocol):
         if self._in_head and not self._answering:
             seconds = self._settings.head_seconds
             self._refuse(HTTPError(408, f"the head of the request did not come within {seconds:g} seconds"))
+        elif self.transport.get_write_buffer_size():  # of an answer that is still read, which has a limit of its own
+            self._expect_soon()
         else:
             self.transport.abort()
 

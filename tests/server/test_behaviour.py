@@ -123,7 +123,8 @@ def test_log_probabilities_of_a_request_have_a_limit(checkpoint: Path) -> None:
 def test_a_stalled_reader_holds_no_dead_server(checkpoint: Path) -> None:
     """When the engine has died, the process ends although a client reads no further."""
     asked = {"prompt": [[5] * 400] * 8, "n": 8, "temperature": 1, "max_tokens": 1, "echo": True, "logprobs": 20}
-    with serving(checkpoint, step_seconds=0) as server, stream(server, **asked, stream=False) as response:
+    large = ("--server.max_total_logprobs", "1000000")
+    with serving(checkpoint, *large, step_seconds=0) as server, stream(server, **asked, stream=False) as response:
         assert response.status_code == 200
         server.process.send_signal(signal.SIGUSR2)
         server.later(server.complete)

@@ -372,4 +372,4 @@ def test_times_begin_when_the_request_came(server: Server) -> None:
     answer = server.complete(max_tokens=2, response_format=response_format)
     (line,) = [line for line in server.requests() if line["request_id"] == answer.headers["x-request-id"]]
     found = server.metric("time_to_first_token_seconds_sum") - before
-    assert found == pytest.approx(line["seconds_to_first_token"], abs=0.02)
+    assert found == pytest.approx(line["seconds_to_first_token"], rel=0.25)
