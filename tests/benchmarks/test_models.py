@@ -1,4 +1,4 @@
-"""What the benchmark of whole models says of its limits."""
+"""The benchmark of whole models tells limits that are missed from those that no machine of the kind could keep."""
 
 from __future__ import annotations
 
