@@ -112,7 +112,7 @@ class Finding:
         """Return "holds", "missed", or "beyond" for a target that this machine does not allow; "" without a target."""
         if not self.target:
             return ""
-        if self.measured >= (self.least or 0) and (self.most is None or self.measured <= self.most):
+        if (self.least is None or self.measured >= self.least) and (self.most is None or self.measured <= self.most):
             return "holds"
         return "beyond" if self.least is not None and self.bound is not None and self.bound < self.least else "missed"
 

@@ -45,8 +45,9 @@ RUNNING, WAITING = 16, 16
 SHORT, LONG = Work(), Work(requests=16, tokens=2048)
 """The work of the comparisons: what is done anew for each token of an answer must not grow with the answer."""
 
-SMALL_CACHE = {"cache.num_blocks": 256}
-"""A cache that is soon used to its last block: the system gives memory when it is first written, which is no leak."""
+SMALL_CACHE = {"cache.num_blocks": 256, "model.max_model_len": 1024}
+SMALL_BATCHES = {"scheduler.max_num_batched_tokens": 512, "scheduler.max_num_seqs": 64}
+"""What is soon used to its last byte: the system gives memory when it is first written, which is no leak."""
 
 GOOD = 3.0
 """An answer is a good one up to so many times the median at the peak: as many wait as run, so 2 is what has to be."""
@@ -219,8 +220,8 @@ def _median_seconds(outcomes: list[Outcome]) -> float:
 def soak(folder: Path, arguments: argparse.Namespace) -> list[Finding]:
     """Ask a language model and an encoder for all sorts of things for a long time, and look at what is left behind."""
     settings = {"load.progress": False, "server.drain_seconds": DRAIN}
-    decoding = {**SHORT.settings, **settings, **SMALL_CACHE}
-    with serving(write_tiny(folder), **decoding) as decoder, serving("minilm", **settings) as encoder:
+    decoding, encoding = {**SHORT.settings, **settings, **SMALL_CACHE}, {**settings, **SMALL_BATCHES}
+    with serving(write_tiny(folder), **decoding) as decoder, serving("minilm", **encoding) as encoder:
         servers = [("language model", decoder, KINDS), ("encoder", encoder, ENCODER_KINDS)]
         return list(soaked(servers, arguments.minutes))
 

@@ -308,4 +308,4 @@ def left(soak: Soak, before: Remains, after: Remains) -> Iterator[Finding]:
     yield Finding("growth of memory", after.memory / before.memory - 1, megabytes, most=0.05)
     code, seconds = served.end()
     yield Finding("end after SIGTERM, s", seconds, f"a request that hangs is waited for {DRAIN} s", most=DRAIN)
-    yield Finding("exit code", code, "0 says that all has ended well", most=0)
+    yield Finding("exit code", abs(code), "0 says that all has ended well", most=0)

@@ -159,6 +159,7 @@ def missed(soak: ModuleType, served: _FakeServed, after: Any) -> list[str]:
 def test_a_soak_without_a_leak_holds(soak: ModuleType) -> None:
     """All that is looked at is as it was."""
     assert not missed(soak, _FakeServed(grammars_kept=128), soak.Remains(104, 10, 1))
+    assert not missed(soak, _FakeServed(), soak.Remains(99, 9, 0)), "less than before is no leak"
 
 
 @pytest.mark.parametrize(
@@ -172,6 +173,7 @@ def test_a_soak_without_a_leak_holds(soak: ModuleType) -> None:
         ({}, (100, 11, 1), "files and connections left"),
         ({}, (100, 10, 2), "processes left"),
         ({"code": 1}, (100, 10, 1), "exit code"),
+        ({"code": -9}, (100, 10, 1), "exit code"),
     ],
 )
 def test_each_leak_is_seen(soak: ModuleType, served: Any, after: tuple[int, int, int], row: str) -> None:
