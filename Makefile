@@ -122,12 +122,12 @@ bench-engine: .demo/installed
 # BENCH='--cpu-time --seconds 15' for a machine that has other work, '--rows overhead' for a part.
 bench-serve: .venv/opgraft
 	mkdir -p build
-	$(BIN)/python benchmarks/serving.py --json build/bench-serve.json $(BENCH)
+	$(BIN)/python benchmarks/serve.py --json build/bench-serve.json $(BENCH)
 
 MINUTES ?= 20
 # oneDNN and torch keep what they have prepared for 1,024 shapes, which would hide a leak for as long as new lengths of texts come.
 soak-serve: .venv/opgraft
-	ONEDNN_PRIMITIVE_CACHE_CAPACITY=16 LRU_CACHE_CAPACITY=16 $(BIN)/python benchmarks/serving.py --rows soak --minutes $(MINUTES)
+	ONEDNN_PRIMITIVE_CACHE_CAPACITY=16 LRU_CACHE_CAPACITY=16 $(BIN)/python benchmarks/serve.py --rows soak --minutes $(MINUTES)
 
 bench-models: .demo/installed
 	PYTHONPATH=$(CURDIR)/.demo $(BIN)/python benchmarks/models.py

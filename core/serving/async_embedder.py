@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
-from opgraft.errors import ModelError
+from opgraft.errors import CheckpointError
 from opgraft.serving.embedder import Embedder
 from opgraft.serving.outputs import EmbeddingOutput
 from opgraft.serving.pools import called_in
@@ -73,7 +73,7 @@ class AsyncEmbedder:
         Who is cancelled costs no batch any more.
 
         Raises:
-            ModelError: a vector has numbers that are none.
+            CheckpointError: a vector has numbers that are none.
         """
         loop = asyncio.get_running_loop()
         waiting = [_Waiting(ids, loop.create_future()) for ids in texts]
@@ -117,7 +117,7 @@ class AsyncEmbedder:
         for text, vector in zip(batch, vectors, strict=True):
             try:
                 self.embedder.expect_numbers(vector, "a text")
-            except ModelError as error:
+            except CheckpointError as error:
                 _settle(text, error)
             else:
                 _settle(text, vector)

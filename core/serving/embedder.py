@@ -9,7 +9,7 @@ from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.engine.executor import Executor
 from opgraft.engine.stats import Counters, EngineStats, copied
-from opgraft.errors import ModelError
+from opgraft.errors import CheckpointError
 from opgraft.models.config import read_config
 from opgraft.models.files import open_weights, opened_once
 from opgraft.models.sentences import SentenceSettings
@@ -73,7 +73,7 @@ class Embedder:
 
         Raises:
             RequestError: a text cannot be taken.
-            ModelError: the vector of a text has numbers that are none.
+            CheckpointError: the vector of a text has numbers that are none.
         """
         with self.counters.timed("text"):
             given = [self._tokenized(text, index, truncate) for index, text in enumerate(texts)]
@@ -142,11 +142,11 @@ class Embedder:
         """Refuse the vector of a text, which is called by a name, that has NaN or infinity.
 
         Raises:
-            ModelError: it has.
+            CheckpointError: it has.
         """
         if not all(map(math.isfinite, vector)):
             model = self.opgraft_config.model
-            raise ModelError(
+            raise CheckpointError(
                 f"{model.name} computes numbers that are no embedding (NaN or infinity) for {name}: its weights are "
                 f"damaged, or {model.dtype} is too narrow for them. Try the dtype float32."
             )

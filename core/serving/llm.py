@@ -175,7 +175,7 @@ class LLM:
         Raises:
             ModelError: the model is no encoder.
             RequestError: a text cannot be taken.
-            ModelError: the model computes no numbers for a text.
+            CheckpointError: the model computes no numbers for a text.
         """
         if self._embedder is None:
             name = self.opgraft_config.model.name

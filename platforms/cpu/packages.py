@@ -29,6 +29,7 @@ KERNEL_PACKAGES: Mapping[str, Collection[str]] = {
             "rms_norm",
             "rms_norm_gated",
             "rotary_embedding",
+            "scaled_dot_product_attention",
             "silu",
             "silu_and_mul",
             "silu_and_mul_with_clamp",

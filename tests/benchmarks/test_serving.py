@@ -23,9 +23,9 @@ from opgraft.bench.report import Limits  # noqa: E402
 @pytest.fixture
 def serving(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import serving
+    import serve
 
-    return serving
+    return serve
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ def test_numbers_that_are_none_are_an_error() -> None:
     llm = LLM("minilm", **QUIET)
     assert llm._embedder is not None
     next(llm._embedder.executor.worker.runner.model.parameters()).data.fill_(torch.nan)
-    with pytest.raises(ModelError, match=r"no embedding \(NaN or infinity\) for text 0"):
+    with pytest.raises(CheckpointError, match=r"no embedding \(NaN or infinity\) for text 0"):
         llm.embed("A cat.")
 
 
