@@ -136,7 +136,7 @@ class _Bound:
         self.ids = list(map(id, self.values))
         self.hooked = self._has_hooks()
         self.reason = self._obstacle(parts)
-        self.decoder = None if self.reason else _decoder(known)
+        self.decoder: Any = None if self.reason else _decoder(known)
 
     def _has_hooks(self) -> bool:
         return any(attributes[name] for attributes in self.attributes for name in HOOKS)
@@ -279,13 +279,14 @@ def _no_map(layer: Any) -> str:
     called = form_called(layer)
     if called is None:
         return "has a packed weight" if layer._packed is not None else f"has a {_name(layer.quant_method)}"
-    form, (weight, *others) = called
+    form, tensors = called
     kernel, binding = FORMS.get(form), binding_of(form)
     if kernel is None or binding.kernel.winner.functional(form.name) is not kernel:
         return f"calls the form {form.name}, which {_running(binding)}"
-    by_groups = form is functional.quantized_linear
-    if by_groups and not quantized.in_lanes(layer.input_size_per_partition, weight, others[0]):
-        return "has groups of weights that the kernel does not take"
+    if form is functional.quantized_linear:
+        given: Any = tensors  # the form's weight and scales, which it always has
+        if not quantized.in_lanes(layer.input_size_per_partition, *given[:2]):
+            return "has groups of weights that the kernel does not take"
     return ""
 
 
