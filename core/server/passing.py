@@ -87,6 +87,7 @@ class Passing:
         polled = self.record["path"] in _POLLED_PATHS and self.record["status"] == 200
         level = logging.DEBUG if polled else logging.INFO if self._failure is None else logging.ERROR
         log.log(level, "%s", json.dumps(self.record), extra={"fields": self.record}, exc_info=unexpected)
+        del self.scope["state"]["passing"]  # which would be a cycle
 
 
 async def _nothing() -> Message:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -65,6 +66,8 @@ class HTTPServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, once the model has generated a token."""
         await self._service.warm_up()
+        gc.collect()
+        gc.freeze()  # a collection over all that was imported and loaded would hold up every request
         await super().startup(sockets)
         self._ready()
 
