@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -236,41 +237,44 @@ def test_a_second_signal_ends_at_once(checkpoint: Path) -> None:
         assert server.end(seconds=30) == -signal.SIGTERM
 
 
+def answers_to_the_end(server: Server) -> list[httpx.Response]:
+    """Ask for health and for completions by turns until the server takes no more connections."""
+    answers = []
+    with contextlib.suppress(httpx.TransportError):
+        while True:
+            answers.append(server.get("/health"))
+            answers.append(server.complete(max_tokens=1))
+    return answers
+
+
+def expect_the_end(server: Server, signal_number: int, waits: Callable[[], bool]) -> None:
+    """Break the engine by a signal: who streams, who waits and who comes gets an error, and the exit code is 5."""
+    with stream(server) as response:
+        lines = begun(response)
+        whole = server.later(lambda: server.complete(max_tokens=400, ignore_eos=True))
+        until(waits)
+        server.process.send_signal(signal_number)
+        come = server.later(lambda: answers_to_the_end(server))
+        *_, last = [line for line in lines if line]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_stopped"
+    assert whole.result().status_code == 503
+    assert server.process.wait(60) == 5
+    refused = [answer for answer in come.result() if answer.status_code == 503]
+    assert {answer.request.url.path for answer in refused} == {"/health", "/v1/completions"}
+    assert all("engine has stopped" in error_of(answer)["message"] for answer in refused)
+
+
 def test_the_death_of_the_engine_ends_every_request(checkpoint: Path) -> None:
-    """Who streams, who waits and who comes gets an error, /health says so, and the process ends with the code 5."""
+    """It is told by every answer, /health too, and its cause by none."""
     with serving(checkpoint, "--scheduler.max_num_seqs", "1", step_seconds=STEP) as server:
-        with stream(server) as response:
-            lines = begun(response)
-            waiting = server.later(lambda: server.complete(max_tokens=3))
-            until(lambda: server.metric("num_requests_waiting") == 1)
-            server.process.send_signal(signal.SIGUSR2)
-            *_, last = [line for line in lines if line]
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_stopped"
-        assert waiting.result().status_code == 503
-        health = server.get("/health")
-        assert health.status_code == 503
-        assert "engine has stopped" in error_of(health)["message"]
-        assert server.complete().status_code == 503
-        assert server.process.wait(60) == 5
+        expect_the_end(server, signal.SIGUSR2, lambda: server.metric("num_requests_waiting") == 1)
         assert not any("the thread is dead" in line for line in server.requests())
 
 
 def test_a_step_that_hangs_ends_every_request(checkpoint: Path) -> None:
-    """When its time is up it is as if the engine had died: errors, /health says so, and the exit code 5."""
+    """When its time is up it is as if the engine had died."""
     with serving(checkpoint, "--server.step_seconds", "1", step_seconds=STEP) as server:
-        with stream(server) as response:
-            lines = begun(response)
-            whole = server.later(lambda: server.complete(max_tokens=400, ignore_eos=True))
-            until(lambda: server.metric("num_requests_running") == 2)
-            server.process.send_signal(signal.SIGHUP)
-            *_, last = [line for line in lines if line]
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_stopped"
-        assert whole.result().status_code == 503
-        health = server.get("/health")
-        assert health.status_code == 503
-        assert "engine has stopped" in error_of(health)["message"]
-        assert server.complete().status_code == 503
-        assert server.process.wait(10) == 5
+        expect_the_end(server, signal.SIGHUP, lambda: server.metric("num_requests_running") == 2)
         assert any("has taken longer than 1 seconds" in line for line in server.log)
 
 
