@@ -48,6 +48,11 @@ class Rotation:
         rotated = cos.shape[2] == x.shape[3] or (self.partial and cos.shape[2] < x.shape[3])
         return cos.shape[0] in (1, x.shape[0]) and cos.shape[1] == x.shape[2] and rotated
 
+    def takes_all(self, query: Tensor, key: Tensor, cos: Tensor) -> bool:
+        """Return whether all of each head is rotated by one table in two halves; query, key and table fit."""
+        as_halves = not (self.to_halves or self.table_in_pairs)
+        return as_halves and cos.shape[0] == 1 and query.shape[3] == key.shape[3] == cos.shape[2]
+
     def repeats(self, table: Tensor) -> bool:
         """Return whether a table has each number twice, where this rotation expects it."""
         half = table.shape[-1] // 2

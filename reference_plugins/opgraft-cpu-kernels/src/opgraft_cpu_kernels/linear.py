@@ -75,6 +75,19 @@ def _mapped(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, res
         return None
 
 
+def takes_few(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
+    """Tell whether rows may go through layers that follow one another, each of which reads its weight as it is.
+
+    Args:
+        x: the rows.
+        weight: of the first layer.
+        *others: what the layers have besides.
+    """
+    limit = FEW.get((path_or_none(), weight.dtype), 0)
+    few = type(x) is Tensor and x.numel() <= limit * weight.shape[-1]
+    return few and not watched() and not requires_gradient(x, weight, *others)
+
+
 def _on_tiles(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, residual: Tensor | None
 ) -> Tensor | None:

@@ -12,9 +12,10 @@ import torch
 from opgraft import ops as catalogue
 from opgraft.ops.attention import AttentionBatch, LayerPages
 from opgraft.ops.attention.batch import current_batch
+from opgraft.ops.linear.methods import UnquantizedLinearMethod
 from torch import Tensor
 
-from opgraft_cpu_kernels import attention, dense_attention, kernels, linear, quantized
+from opgraft_cpu_kernels import attention, dense_attention, kernels, linear, quantized, steps
 from opgraft_cpu_kernels.library import missing
 
 
@@ -106,6 +107,12 @@ class XIELU(catalogue.XIELU):
 class ApplyRotaryEmb(catalogue.ApplyRotaryEmb):
     functional_cpu = _kernels("apply_rotary_emb")
 
+    def rotate_heads(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        rotated = None
+        if steps.runs(self, ApplyRotaryEmb.forward_cpu):
+            rotated = steps.rotate_heads(query, key, cos, sin, self.is_neox_style)
+        return super().rotate_heads(query, key, cos, sin) if rotated is None else rotated
+
 
 class RotaryEmbedding(catalogue.RotaryEmbedding):
     functional_cpu = _kernels("rotary_embedding", "rotary_embedding_")
@@ -140,9 +147,25 @@ class Linear(catalogue.Linear):
 
     @opgraft.needs(missing)
     def forward_cpu(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        # Finding them as attributes takes torch as long as the rest of a call; here they are but for parametrizations.
+        held = self._parameters
+        weight, bias = held.get("weight"), held["bias"] if "bias" in held else self.bias
+        if weight is not None and type(self.quant_method) is UnquantizedLinearMethod and self._packed is None:
+            return linear.linear(input, weight, bias, self.activation, residual)
         return self.quant_method.apply(
-            self, input, self.bias, activation=self.activation, residual=residual, kernel=linear.linear
+            self, input, bias, activation=self.activation, residual=residual, kernel=linear.linear
         )
+
+
+class GatedMLP(catalogue.GatedMLP):
+    def at_once(self, joint: catalogue.Linear, x: Tensor) -> Tensor:
+        modules = self._modules
+        down, out = modules[self.names[2]], None
+        gates = SiluAndMul.forward_cpu, GeluAndMul.forward_cpu
+        alike = type(down) is type(joint) and steps.runs(down, Linear.forward_cpu)
+        if alike and steps.runs(modules["act_and_mul"], *gates):
+            out = steps.gated_mlp(joint, down, x, self.activation)
+        return super().at_once(joint, x) if out is None else out
 
 
 class ScaledDotProductAttention(catalogue.ScaledDotProductAttention):
@@ -209,6 +232,7 @@ REPLACEMENTS = (
     QuantizedLinear,
     Int8DynamicLinear,
     Linear,
+    GatedMLP,
     ScaledDotProductAttention,
     Attention,
 )
