@@ -62,7 +62,7 @@ def _rotation_of(module: nn.Module, name: str) -> Rotation | None:
     return rotation_of(plain_forward(module).__globals__[name])
 
 
-def _with_op(op: nn.Module, function: Function) -> Function:
+def _with_op(op: Any, function: Function) -> Function:
     rotation = rotation_of(function)  # ``None`` for a model that was unpickled beside another version of its file
     return function if rotation is None else functools.partial(_rotate, op, function, rotation)
 

@@ -111,7 +111,8 @@ class ApplyRotaryEmb(CustomOp):
         """
         pairs = cos.shape[-1] // 2
         cos, sin = cos[0, :, :pairs], sin[0, :, :pairs]
-        return self(query.transpose(1, 2), cos, sin).transpose(1, 2), self(key.transpose(1, 2), cos, sin).transpose(1, 2)
+        rotated = (self(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in (query, key))
+        return next(rotated), next(rotated)
 
     functional_cuda = functional_xpu = TRITON
 

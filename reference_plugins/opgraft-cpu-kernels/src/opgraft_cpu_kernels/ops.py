@@ -5,7 +5,7 @@ None has a backward: where a gradient is required, the native definition runs, o
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import opgraft
 import torch
@@ -147,19 +147,19 @@ class Linear(catalogue.Linear):
 
     @opgraft.needs(missing)
     def forward_cpu(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        # Finding them as attributes takes torch as long as the rest of a call; here they are but for parametrizations.
+        # Finding them as attributes takes torch as long as the rest of a call does.
         held = self._parameters
-        weight, bias = held.get("weight"), held["bias"] if "bias" in held else self.bias
-        if weight is not None and type(self.quant_method) is UnquantizedLinearMethod and self._packed is None:
-            return linear.linear(input, weight, bias, self.activation, residual)
+        weight, plain = held.get("weight"), type(self.quant_method) is UnquantizedLinearMethod and self._packed is None
+        if plain and weight is not None and "bias" in held:
+            return linear.linear(input, weight, held["bias"], self.activation, residual)
         return self.quant_method.apply(
-            self, input, bias, activation=self.activation, residual=residual, kernel=linear.linear
+            self, input, self.bias, activation=self.activation, residual=residual, kernel=linear.linear
         )
 
 
 class GatedMLP(catalogue.GatedMLP):
     def at_once(self, joint: catalogue.Linear, x: Tensor) -> Tensor:
-        modules = self._modules
+        modules: dict[str, Any] = self._modules
         down, out = modules[self.names[2]], None
         gates = SiluAndMul.forward_cpu, GeluAndMul.forward_cpu
         alike = type(down) is type(joint) and steps.runs(down, Linear.forward_cpu)

@@ -38,15 +38,15 @@ def gated_mlp(joint: Linear, down: Linear, x: Tensor, activation: str) -> Tensor
 
     Both are of one class, whose kernel is the plugin's.
     """
-    gate_up, first_bias = joint._parameters.values()
     held = down._parameters
-    weight, bias = held.get("weight"), held.get("bias")
-    if type(weight) is not nn.Parameter or "bias" not in held or down.activation != "none":
+    gate_up, weight = joint._parameters["weight"], held.get("weight")
+    if type(weight) is not nn.Parameter or "bias" not in held or down.activation != "none" or gate_up is None:
         return None
+    bias = held["bias"]
     if not takes_few(x, gate_up, weight, bias):
         return None
     try:
-        return _gated_mlp(x, gate_up, first_bias, weight, bias, activation)  # type: ignore[no-any-return]
+        return _gated_mlp(x, gate_up, joint._parameters["bias"], weight, bias, activation)  # type: ignore[no-any-return]
     except REFUSED:
         return None
 
