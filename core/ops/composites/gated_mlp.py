@@ -106,7 +106,7 @@ class GatedMLP(JointLayer):
             return True
         if is_observed(act) or epilogue_of(act) != self.activation:
             return False
-        allowed: bool = self.chosen(may_stand_for, self.act_and_mul, act)
+        allowed: bool = self.chosen(may_stand_for, self._modules["act_and_mul"], act)
         return allowed
 
     def extra_repr(self) -> str:

@@ -62,7 +62,7 @@ def _mapped(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, res
     limit = FEW.get((path, dtype))
     if limit is None or weight.dim() != 2 or not (weight.layout is torch.strided and weight.is_contiguous()):
         return None
-    few = x.numel() <= limit * weight.shape[1]
+    few = x.numel() <= limit * weight.size(1)
     if not few and (path != "amx" or dtype is not torch.float32):
         return None
     if watched() or requires_gradient(x, weight, bias, residual):
@@ -84,7 +84,7 @@ def takes_few(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
         *others: what the layers have besides.
     """
     limit = FEW.get((path_or_none(), weight.dtype), 0)
-    few = type(x) is Tensor and x.numel() <= limit * weight.shape[-1]
+    few = type(x) is Tensor and x.numel() <= limit * weight.size(-1)
     return few and not watched() and not requires_gradient(x, weight, *others)
 
 
