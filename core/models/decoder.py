@@ -15,6 +15,7 @@ from opgraft.distributed import (
 from opgraft.errors import ModelError
 from opgraft.models.decoder_config import DecoderShape, Family
 from opgraft.models.description import architecture_config, joined, quantization_config
+from opgraft.models.latent_attention import latent_attention
 from opgraft.models.model import Model
 from opgraft.models.names import ShardId
 from opgraft.ops.activation import GeluAndMul, SiluAndMul
@@ -169,7 +170,12 @@ class DecoderLayer(nn.Module):
         prefix: str,
     ) -> None:
         super().__init__()
-        self.self_attn = DecoderAttention(shape, family, layer, rope, quant_config, f"{prefix}.self_attn")
+        path = f"{prefix}.self_attn"
+        self.self_attn: nn.Module = (
+            latent_attention(shape, shape.latent, rope, quant_config, path)
+            if shape.latent
+            else DecoderAttention(shape, family, layer, rope, quant_config, path)
+        )
         self.mlp = DecoderMLP(shape, quant_config, f"{prefix}.mlp")
         norm = GemmaRMSNorm if family.gemma_norm else RMSNorm
         self.norms = (family.before_attention, family.after_attention, family.before_mlp, family.after_mlp)
@@ -295,7 +301,8 @@ class DecoderModel(nn.Module):
 def _rope(shape: DecoderShape, parameters: Mapping[str, Any]) -> Any:
     """Construct a rope whose table has a row for each position of the longest context."""
     sizes = (shape.head_size, shape.max_position)
-    rope = get_rope(*sizes, rope_parameters=parameters, model_positions=shape.model_positions)
+    halves = shape.latent is None or not shape.latent.interleaved
+    rope = get_rope(*sizes, halves, rope_parameters=parameters, model_positions=shape.model_positions)
     rows = len(getattr(rope, "cos_sin_cache", range(shape.max_position)))
     if rows < shape.max_position:
         raise ModelError(
