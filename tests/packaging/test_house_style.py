@@ -58,6 +58,7 @@ LAYERS = [
     "opgraft.ops.rotary",
     "opgraft.ops.quantization",
     "opgraft.ops.attention",
+    "opgraft.ops.latent_attention",
     "opgraft.ops.quantized_linear",
     "opgraft.ops.routing",
     "opgraft.ops.conv",
