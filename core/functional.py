@@ -17,6 +17,8 @@ from opgraft.ops.attention.functional import *
 from opgraft.ops.attention.paged import *
 from opgraft.ops.conv import functional as _conv
 from opgraft.ops.conv.functional import *
+from opgraft.ops.fused_moe import functional as _fused_moe
+from opgraft.ops.fused_moe.functional import *
 from opgraft.ops.layernorm import functional as _layernorm
 from opgraft.ops.layernorm.functional import *
 from opgraft.ops.linear import functional as _linear
@@ -35,6 +37,7 @@ __all__ += _activation.__all__
 __all__ += _attention.__all__
 __all__ += _paged.__all__
 __all__ += _conv.__all__
+__all__ += _fused_moe.__all__
 __all__ += _layernorm.__all__
 __all__ += _linear.__all__
 __all__ += _quantization.__all__
