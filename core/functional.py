@@ -18,6 +18,8 @@ from opgraft.ops.attention.functional import *
 from opgraft.ops.attention.paged import *
 from opgraft.ops.conv import functional as _conv
 from opgraft.ops.conv.functional import *
+from opgraft.ops.fused_moe import functional as _fused_moe
+from opgraft.ops.fused_moe.functional import *
 from opgraft.ops.latent_attention import functional as _latent_attention
 from opgraft.ops.latent_attention.functional import *
 from opgraft.ops.layernorm import functional as _layernorm
@@ -38,6 +40,7 @@ __all__ += _activation.__all__
 __all__ += _attention.__all__
 __all__ += _paged.__all__
 __all__ += _conv.__all__
+__all__ += _fused_moe.__all__
 __all__ += _latent_attention.__all__
 __all__ += _layernorm.__all__
 __all__ += _linear.__all__

@@ -61,6 +61,7 @@ LAYERS = [
     "opgraft.ops.latent_attention",
     "opgraft.ops.quantized_linear",
     "opgraft.ops.routing",
+    "opgraft.ops.fused_moe",
     "opgraft.ops.conv",
     "opgraft.ops.decoder_plan",  # a class of the process, whose parts are of several families
     "opgraft.ops.composites",  # layers of several families' ops
