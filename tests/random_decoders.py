@@ -45,6 +45,15 @@ LATENT = {
     "v_head_dim": 10,
     "first_k_dense_replace": 3,
 }
+EXPERTS = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -75,6 +84,11 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3",
         {**LATENT, "q_lora_rank": 20, "attention_bias": True, "rope_parameters": YARN},
     ),
+    "deepseek v2, with experts": (
+        "DeepseekV2",
+        {**LATENT, **EXPERTS, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7},
+    ),
+    "deepseek v3, with experts": ("DeepseekV3", {**LATENT, **EXPERTS, "q_lora_rank": 20, "first_k_dense_replace": 2}),
     "deepseek v3, halves rotated": ("DeepseekV3", {**LATENT, "rope_interleave": False, "v_head_dim": 24}),
 }
 

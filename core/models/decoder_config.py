@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from opgraft.errors import ModelError, close_matches
+from opgraft.models.deepseek_experts import RoutedShape
 
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 """Names of gated activations in configs, to those of the ops."""
@@ -31,7 +32,7 @@ class Family:
         scaled_embedding: embeddings are scaled by the root of the hidden size.
         windowed: a ``sliding_window`` holds for all layers where there are no ``layer_types``. In other families'
             configs it is left over from another architecture, and nothing reads it.
-        latent: attention is multi-head latent attention.
+        latent: attention is multi-head latent attention, and layers may have the experts of DeepSeek.
     """
 
     before_attention: str | None = "input_layernorm"
@@ -102,6 +103,7 @@ class DecoderShape:
     ropes: Mapping[str, Mapping[str, Any]]
     layers: tuple[LayerShape, ...]
     latent: LatentShape | None = None
+    routed: RoutedShape | None = None
 
     @classmethod
     def of(cls, config: Any, family: Family, max_position: int | None = None) -> DecoderShape:
@@ -149,6 +151,7 @@ class DecoderShape:
             ropes=ropes,
             layers=layers,
             latent=latent,
+            routed=RoutedShape.of(given) if family.latent else None,
         )
 
 
@@ -237,12 +240,6 @@ def _attention_scale(given: _Given, head_size: int) -> float:
 
 
 def _latent(given: _Given) -> LatentShape:
-    dense, count = given("first_k_dense_replace", 0), given.size("num_hidden_layers")
-    if dense < count:
-        raise ModelError(
-            f"{given.name}: layers from first_k_dense_replace, {dense}, to the last of {count} have experts, for which "
-            "nothing is written yet"
-        )
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     sizes = {name: given.size(name) for name in names}
     rank = None if given("q_lora_rank", None) is None else given.size("q_lora_rank")
