@@ -10,8 +10,7 @@ from types import MappingProxyType
 import torch
 from opgraft.engine.kv_cache import LayerKind
 from opgraft.errors import ConfigError
-from opgraft.ops.attention import Attention
-from opgraft.ops.attention.decoder import cache_shape
+from opgraft.ops.attention.cached import CachedAttention, cache_shape
 from torch import Tensor
 
 CODES: Mapping[str, torch.dtype] = MappingProxyType({"int8": torch.int8, "fp8": torch.uint8})
@@ -49,13 +48,13 @@ class CacheLayout:
         dtype: of the cache.
     """
 
-    layers: Mapping[str, Attention]
+    layers: Mapping[str, CachedAttention]
     groups: Sequence[Sequence[str]]
     block_size: int
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, layers: Mapping[str, Attention], block_size: int, dtype: torch.dtype) -> CacheLayout:
+    def of(cls, layers: Mapping[str, CachedAttention], block_size: int, dtype: torch.dtype) -> CacheLayout:
         """Group layers by their windows.
 
         Raises:
@@ -95,7 +94,7 @@ class CacheLayout:
         }
 
 
-def _expect_codes(layers: Mapping[str, Attention]) -> None:
+def _expect_codes(layers: Mapping[str, CachedAttention]) -> None:
     """Raise ``ConfigError`` unless each layer can be told that its cache is one of codes."""
     for name, layer in layers.items():
         if not layer.holds_codes():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from opgraft.config import CompilationMode, OpgraftConfig
 from opgraft.errors import ConfigError
-from opgraft.ops.attention import Attention
+from opgraft.ops.attention.cached import CachedAttention
 from opgraft.ops.attention.node import nodes_of
 from opgraft.text import described
 from torch import Tensor
@@ -30,7 +30,7 @@ class CompiledModel:
         ConfigError: there is no such backend.
     """
 
-    def __init__(self, model: Any, layers: Mapping[str, Attention], backend: str | None) -> None:
+    def __init__(self, model: Any, layers: Mapping[str, CachedAttention], backend: str | None) -> None:
         self.layers = layers
         self.backend = backend or "inductor"
         for layer in layers.values():
@@ -90,7 +90,7 @@ def expect_compilable(config: OpgraftConfig) -> None:
         )
 
 
-def compiled_as_set(model: Any, layers: Mapping[str, Attention], config: OpgraftConfig) -> CompiledModel | None:
+def compiled_as_set(model: Any, layers: Mapping[str, CachedAttention], config: OpgraftConfig) -> CompiledModel | None:
     """Return the model compiled as ``compilation_config`` says; ``None`` for its mode ``NONE``.
 
     Raises:
