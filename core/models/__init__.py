@@ -17,6 +17,7 @@ from opgraft.models.families import (
     Qwen3ForCausalLM,
 )
 from opgraft.models.files import Weights, find_checkpoint, open_weights
+from opgraft.models.hybrid import Lfm2ForCausalLM
 from opgraft.models.load import Loaded, load_weights
 from opgraft.models.model import Model, model_class, model_classes
 from opgraft.models.names import WeightsMapper
@@ -29,6 +30,7 @@ __all__ = [
     "Gemma3ForCausalLM",
     "GemmaForCausalLM",
     "GraniteForCausalLM",
+    "Lfm2ForCausalLM",
     "LlamaForCausalLM",
     "Loaded",
     "MistralForCausalLM",

@@ -239,7 +239,7 @@ class DecoderModel(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(
             shape.vocab_size, shape.hidden_size, quant_config=quant_config, prefix=f"{prefix}.embed_tokens"
         )
-        ropes = {name: _rope(shape, parameters) for name, parameters in shape.ropes.items()}
+        ropes = {name: rope_of(shape, parameters) for name, parameters in shape.ropes.items()}
         self.fitted_ropes = [rope for rope in ropes.values() if isinstance(rope, _FITTED)]
         self.max_position = shape.max_position
         self.layers = nn.ModuleList(
@@ -292,7 +292,7 @@ class DecoderModel(nn.Module):
             rope.fit_context(length)
 
 
-def _rope(shape: DecoderShape, parameters: Mapping[str, Any]) -> Any:
+def rope_of(shape: DecoderShape, parameters: Mapping[str, Any]) -> Any:
     """Construct a rope whose table has a row for each position of the longest context."""
     sizes = (shape.head_size, shape.max_position)
     rope = get_rope(*sizes, rope_parameters=parameters, model_positions=shape.model_positions)

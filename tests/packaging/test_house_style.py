@@ -61,6 +61,7 @@ LAYERS = [
     "opgraft.ops.quantized_linear",
     "opgraft.ops.routing",
     "opgraft.ops.conv",
+    "opgraft.ops.state_space",
     "opgraft.ops.decoder_plan",  # a class of the process, whose parts are of several families
     "opgraft.ops.composites",  # layers of several families' ops
     "opgraft.ops.pack",
