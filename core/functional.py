@@ -30,12 +30,8 @@ from opgraft.ops.rotary import functional as _rotary
 from opgraft.ops.rotary.functional import *
 from opgraft.ops.routing import functional as _routing
 from opgraft.ops.routing.functional import *
-from opgraft.ops.state_space import causal_conv as _causal_conv
-from opgraft.ops.state_space import chunk_scan as _chunk_scan
-from opgraft.ops.state_space import selective_scan as _selective_scan
-from opgraft.ops.state_space.causal_conv import *
-from opgraft.ops.state_space.chunk_scan import *
-from opgraft.ops.state_space.selective_scan import *
+from opgraft.ops.state_space import functional as _state_space
+from opgraft.ops.state_space.functional import *
 
 __all__: list[str] = []
 __all__ += _activation.__all__
@@ -48,6 +44,4 @@ __all__ += _quantization.__all__
 __all__ += _quantized_linear.__all__
 __all__ += _rotary.__all__
 __all__ += _routing.__all__
-__all__ += _causal_conv.__all__
-__all__ += _chunk_scan.__all__
-__all__ += _selective_scan.__all__
+__all__ += _state_space.__all__

@@ -97,6 +97,11 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
             "conv_bias": True,
         },
     ),
+    "mamba": ("Mamba", {"state_size": 5, "time_step_rank": 4, "use_bias": True}),
+    "mamba2": (
+        "Mamba2",
+        {"state_size": 6, "num_heads": 6, "head_dim": 16, "n_groups": 2, "chunk_size": 4, "tie_word_embeddings": True},
+    ),
 }
 """Decoders whose layers carry a state."""
 

@@ -17,7 +17,7 @@ from opgraft.models.families import (
     Qwen3ForCausalLM,
 )
 from opgraft.models.files import Weights, find_checkpoint, open_weights
-from opgraft.models.hybrid import Lfm2ForCausalLM
+from opgraft.models.hybrid import Lfm2ForCausalLM, Mamba2ForCausalLM, MambaForCausalLM
 from opgraft.models.load import Loaded, load_weights
 from opgraft.models.model import Model, model_class, model_classes
 from opgraft.models.names import WeightsMapper
@@ -32,6 +32,8 @@ __all__ = [
     "GraniteForCausalLM",
     "Lfm2ForCausalLM",
     "LlamaForCausalLM",
+    "Mamba2ForCausalLM",
+    "MambaForCausalLM",
     "Loaded",
     "MistralForCausalLM",
     "Model",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -9,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
+from opgraft.errors import ModelError
 from opgraft.models.decoder import PACKED_MODULES, DecoderAttention, DecoderMLP, rope_of
 from opgraft.models.decoder_config import DecoderShape, Family
 from opgraft.models.description import architecture_config, joined, quantization_config
@@ -17,7 +19,7 @@ from opgraft.models.names import ShardId, WeightsMapper
 from opgraft.ops.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
 from opgraft.ops.layernorm import RMSNorm
 from opgraft.ops.linear.quantization_config import QuantizationConfig
-from opgraft.ops.state_space import ShortConv
+from opgraft.ops.state_space import MambaMixer, MambaMixer2, ShortConv
 from torch import Tensor, nn
 
 
@@ -25,7 +27,7 @@ class HybridLayer(nn.Module):
     """One layer: a mixer and, as a rule, a feed-forward layer, each behind a norm and added to the residual stream.
 
     Args:
-        mixer: called with positions and hidden states if it ``attends``, else with hidden states and where to write.
+        mixer: attention, or one that carries a state.
         mlp: the feed-forward layer, if there is one.
         hidden_size: of the stream.
         eps: of the norms.
@@ -34,7 +36,6 @@ class HybridLayer(nn.Module):
     def __init__(self, mixer: nn.Module, mlp: nn.Module | None, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.mixer = mixer
-        self.attends = isinstance(mixer, DecoderAttention)
         self.mixer_norm = RMSNorm(hidden_size, eps)
         self.mlp = mlp
         if mlp is not None:
@@ -49,15 +50,20 @@ class HybridLayer(nn.Module):
             residual: the same, ``None`` before the first layer.
         """
         hidden_states, residual = _normalised(self.mixer_norm, hidden_states, residual)
-        if self.attends:
-            mixed: Tensor = self.mixer(positions, hidden_states)
-        else:
-            mixed = torch.empty_like(hidden_states)
-            self.mixer(hidden_states, mixed)
+        mixed = self._mixed(positions, hidden_states)
         if self.mlp is None:
             return mixed, residual
         hidden_states, residual = _normalised(self.mlp_norm, mixed, residual)
         return self.mlp(hidden_states), residual
+
+    def _mixed(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        if isinstance(self.mixer, DecoderAttention):
+            return self.mixer(positions, hidden_states)  # type: ignore[no-any-return]
+        if isinstance(self.mixer, MambaMixer2):
+            return self.mixer(hidden_states)  # type: ignore[no-any-return]
+        mixed = torch.empty_like(hidden_states)
+        self.mixer(hidden_states, mixed)
+        return mixed
 
 
 def _normalised(norm: nn.Module, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -223,3 +229,93 @@ def _adjusted(config: Any) -> int:
         return size
     size = int(config.block_ffn_dim_multiplier * size)
     return -(-size // config.block_multiple_of) * config.block_multiple_of
+
+
+_BACKBONE = WeightsMapper(
+    prefixes={"backbone.embedding.": "model.embed_tokens.", "backbone.": "model."},
+    substrings={
+        "model.embeddings.": "model.embed_tokens.",
+        "model.norm_f.": "model.norm.",
+        ".norm.weight": ".mixer_norm.weight",
+        ".mixer.mixer_norm.": ".mixer.norm.",
+        "model.mixer_norm.": "model.norm.",
+        ".A_log": ".A",
+    },
+)
+"""Names of checkpoints of Mamba and Mamba-2."""
+
+
+@PluggableClass.register("MambaForCausalLM")
+class MambaForCausalLM(HybridForCausalLM):
+    """Mamba (arXiv:2312.00752): selective state spaces and nothing else."""
+
+    embedding_weight: ClassVar[str] = "backbone.embeddings.weight"
+    weights_mapper = _BACKBONE
+
+    def make_layers(
+        self, config: Any, quant_config: QuantizationConfig | None, prefix: str
+    ) -> tuple[list[HybridLayer], float]:
+        """Return the layers, each a mixer."""
+        layers = []
+        for number in range(config.num_hidden_layers):
+            mixer = MambaMixer(
+                config.hidden_size,
+                config.state_size,
+                config.conv_kernel,
+                config.intermediate_size,
+                int(config.time_step_rank),
+                config.use_conv_bias,
+                config.use_bias,
+                use_rms_norm=False,
+                activation=config.hidden_act,
+                prefix=f"{prefix}.{number}.mixer",
+            )
+            layers.append(HybridLayer(mixer, None, config.hidden_size, config.layer_norm_epsilon))
+        return layers, config.layer_norm_epsilon
+
+
+@PluggableClass.register("Mamba2ForCausalLM")
+class Mamba2ForCausalLM(HybridForCausalLM):
+    """Mamba-2 (arXiv:2405.21060): state space duality and nothing else."""
+
+    embedding_weight: ClassVar[str] = "backbone.embeddings.weight"
+    weights_mapper = _BACKBONE
+
+    def make_layers(
+        self, config: Any, quant_config: QuantizationConfig | None, prefix: str
+    ) -> tuple[list[HybridLayer], float]:
+        """Return the layers, each a mixer."""
+        expect_unlimited(config)
+        layers = []
+        for number in range(config.num_hidden_layers):
+            mixer = MambaMixer2(
+                config.hidden_size,
+                config.state_size,
+                config.conv_kernel,
+                int(config.expand * config.hidden_size),
+                config.use_conv_bias,
+                config.use_bias,
+                config.n_groups,
+                config.num_heads,
+                config.head_dim,
+                config.layer_norm_epsilon,
+                config.hidden_act,
+                quant_config=quant_config,
+                prefix=f"{prefix}.{number}.mixer",
+            )
+            layers.append(HybridLayer(mixer, None, config.hidden_size, config.layer_norm_epsilon))
+        return layers, config.layer_norm_epsilon
+
+
+def expect_unlimited(config: Any) -> None:
+    """Refuse a config that bounds step sizes.
+
+    Raises:
+        ModelError: it does.
+    """
+    low, high = config.time_step_limit
+    if low > 0 or high < math.inf:
+        raise ModelError(
+            f"{type(config).__name__}: time_step_limit is [{low}, {high}], and step sizes are not bounded here: "
+            "run the model through transformers, by model.implementation"
+        )

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from engine.engines import engine, expect_empty, expect_right, prompts, recorded, serve
+from engine.engines import engine, expect_right, prompts, recorded, serve
 from random_decoders import hybrid
 
-FAMILIES = ["lfm2"]
+FAMILIES = ["lfm2", "mamba", "mamba2"]
 
 
 @pytest.fixture(params=FAMILIES)

@@ -1,5 +1,9 @@
 """State spaces: mixers that carry a state from token to token."""
 
+from opgraft.ops.state_space import functional as functional
+from opgraft.ops.state_space.gated_norm import Mixer2RMSNormGated
+from opgraft.ops.state_space.mamba import MambaMixer
+from opgraft.ops.state_space.mamba2 import MambaMixer2
 from opgraft.ops.state_space.modules import (
     CausalConv1d,
     CausalConv1dUpdate,
@@ -13,6 +17,9 @@ __all__ = [
     "CausalConv1d",
     "CausalConv1dUpdate",
     "MambaChunkScan",
+    "MambaMixer",
+    "MambaMixer2",
+    "Mixer2RMSNormGated",
     "SelectiveScan",
     "SelectiveStateUpdate",
     "ShortConv",

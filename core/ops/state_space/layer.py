@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -173,6 +173,32 @@ def load_channels(param: Tensor, loaded: LoadedTensor, runs: Sequence[int], rank
         part = loaded.narrow(0, start + rank * size, size)
         param.data.narrow(0, offset, size).copy_(part[...])
         start, offset = start + run, offset + size
+
+
+def by_channel(channels: int, *others: int, load: Callable[[Tensor], Tensor] | None = None) -> nn.Parameter:
+    """Make a parameter ``[channels, *others]`` in float32, of which a rank has a part of the channels.
+
+    Args:
+        channels: of all ranks, which divide them.
+        others: further sizes.
+        load: makes its values of those that are loaded, in float32.
+    """
+    ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+    zeros = torch.zeros(channels // ranks, *others, dtype=torch.float32)
+    parameter = nn.Parameter(zeros, requires_grad=False)
+
+    def weight_loader(param: Tensor, loaded_weight: LoadedTensor) -> None:
+        load_channels(param, loaded_weight, [channels], ranks, rank)
+        if load is not None:
+            param.data.copy_(load(param.data))
+
+    set_weight_attrs(parameter, {"weight_loader": weight_loader})
+    return parameter
+
+
+def negated_exponential(values: Tensor) -> Tensor:
+    """Return ``A`` of what checkpoints have as ``A_log``."""
+    return -values.exp()
 
 
 def ranks_of(sizes: Mapping[str, int]) -> int:
