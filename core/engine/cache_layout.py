@@ -112,7 +112,8 @@ class CacheLayout:
         for name, layer in self.states.items():
             own = []
             for shape, dtype in zip(layer.get_state_shape(), layer.get_state_dtype(), strict=True):
-                own.append(slots[dtype][:, taken[dtype] : taken[dtype] + prod(shape)].unflatten(1, shape))
+                part = slots[dtype][:, taken[dtype] : taken[dtype] + prod(shape)]
+                own.append(part.view(len(part), *shape))
                 taken[dtype] += prod(shape)
             parts[name] = tuple(own)
         return parts

@@ -228,7 +228,8 @@ def _adjusted(config: Any) -> int:
     if config.block_ffn_dim_multiplier is None:
         return size
     size = int(config.block_ffn_dim_multiplier * size)
-    return -(-size // config.block_multiple_of) * config.block_multiple_of
+    multiple = int(config.block_multiple_of)
+    return -(-size // multiple) * multiple
 
 
 _BACKBONE = WeightsMapper(

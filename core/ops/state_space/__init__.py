@@ -11,6 +11,7 @@ from opgraft.ops.state_space.modules import (
     SelectiveScan,
     SelectiveStateUpdate,
 )
+from opgraft.ops.state_space.plamo2 import Plamo2MambaMixer
 from opgraft.ops.state_space.short_conv import ShortConv
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "MambaMixer",
     "MambaMixer2",
     "Mixer2RMSNormGated",
+    "Plamo2MambaMixer",
     "SelectiveScan",
     "SelectiveStateUpdate",
     "ShortConv",

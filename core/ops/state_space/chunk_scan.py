@@ -82,7 +82,7 @@ def mamba_chunk_scan(
     b, c = (chunks.fill(each.to(dtype)) for each in (B, C))
     between = _between(log_decay.mT)
     carried, final = _states(chunks, weighted, log_decay, between, b, initial_states.to(dtype), per_group)
-    from_before = torch.einsum("nlgk,ngrpk->nlgrp", c, carried.unflatten(1, (-1, per_group))).flatten(2, 3)
+    from_before = torch.einsum("nlgk,ngrpk->nlgrp", c, carried.unflatten(1, (-1, per_group))).flatten(2, 3)  # type: ignore[no-untyped-call]
     y = _within(weighted, between, b, c, per_group) + from_before * log_decay.cumsum(1).exp()[..., None]
     y = y.flatten(0, 1)[chunks.rows]
     if D is not None:
@@ -118,7 +118,7 @@ class _Chunks:
     def fill(self, x: Tensor) -> Tensor:
         """Return ``[tokens, ...]`` as ``[chunks, size, ...]``, with zeros where there are no tokens."""
         empty = x.new_zeros(self.count * self.size, *x.shape[1:])
-        return empty.index_copy(0, self.rows, x).unflatten(0, (self.count, self.size))
+        return empty.index_copy(0, self.rows, x).unflatten(0, (self.count, self.size))  # type: ignore[no-untyped-call]
 
 
 def _between(log_decay: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def _states(
 ) -> tuple[Tensor, Tensor]:
     """Return the state that each chunk begins with, ``[chunks, heads, head_size, state]``, and the last ones."""
     whole = log_decay.sum(1)
-    grouped = (weighted * between[..., -1, :].mT[..., None]).unflatten(2, (-1, per_group))
+    grouped = (weighted * between[..., -1, :].mT[..., None]).unflatten(2, (-1, per_group))  # type: ignore[no-untyped-call]
     own = torch.einsum("nlgrp,nlgk->ngrpk", grouped, b).flatten(1, 2)
     spare = initial.new_zeros(1, *initial.shape[1:])
     given = torch.cat([initial, spare])[chunks.sequence]

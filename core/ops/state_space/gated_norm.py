@@ -58,10 +58,10 @@ class Mixer2RMSNormGated(CustomOp):
         self.per_rank_hidden_size = divide(full_hidden_size, self.tp_size, "full_hidden_size of a gated norm")
         self.variance_epsilon = eps
         self.use_rms_norm = use_rms_norm
-        weight = nn.Parameter(torch.ones(self.per_rank_hidden_size), requires_grad=False) if use_rms_norm else None
-        self.register_parameter("weight", weight)
-        if weight is not None:
-            set_weight_attrs(weight, {"weight_loader": self.weight_loader})
+        self.weight: nn.Parameter | None = None
+        if use_rms_norm:
+            self.weight = nn.Parameter(torch.ones(self.per_rank_hidden_size), requires_grad=False)
+            set_weight_attrs(self.weight, {"weight_loader": self.weight_loader})
 
     def weight_loader(self, param: Tensor, loaded_weight: LoadedTensor) -> None:
         """Load this rank's elements of a weight ``[full_hidden_size]``.
@@ -92,7 +92,8 @@ class Mixer2RMSNormGated(CustomOp):
         if self.n_groups == 1:
             total = tensor_model_parallel_all_reduce(gated.square().sum(-1, keepdim=True))
             return gated * torch.rsqrt(total / self.full_hidden_size + self.variance_epsilon)
-        groups = tensor_model_parallel_all_gather(gated).unflatten(-1, (self.n_groups, self.group_size))
+        gathered = tensor_model_parallel_all_gather(gated)
+        groups = gathered.reshape(*gated.shape[:-1], self.n_groups, self.group_size)
         scale = torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.variance_epsilon)
         return (groups * scale).flatten(-2).chunk(self.tp_size, dim=-1)[self.tp_rank]
 

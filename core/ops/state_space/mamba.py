@@ -98,10 +98,9 @@ class MambaMixer(StateLayer):
             intermediate_size, hidden_size, use_bias, prefix=f"{prefix}.out_proj", return_bias=False
         )
         if use_rms_norm:
-            given = {"eps": rms_norm_eps, "has_weight": rms_norm_has_weight}
-            self.dt_layernorm = RMSNorm(time_step_rank, **given)
-            self.b_layernorm = RMSNorm(ssm_state_size, **given)
-            self.c_layernorm = RMSNorm(ssm_state_size, **given)
+            self.dt_layernorm = RMSNorm(time_step_rank, rms_norm_eps, has_weight=rms_norm_has_weight)
+            self.b_layernorm = RMSNorm(ssm_state_size, rms_norm_eps, has_weight=rms_norm_has_weight)
+            self.c_layernorm = RMSNorm(ssm_state_size, rms_norm_eps, has_weight=rms_norm_has_weight)
         self.dtype = torch.get_default_dtype()
         self.convolve, self.convolve_step = CausalConv1d(activation), CausalConv1dUpdate(activation)
         self.scan, self.scan_step = SelectiveScan(True), SelectiveStateUpdate(True)

@@ -147,8 +147,8 @@ class MambaMixer2(StateLayer):
         """Return x ``[tokens, heads, head_dim]``, and B and C ``[tokens, groups, state]``."""
         grouped = self.n_groups * self.ssm_state_size
         x, b, c = mixed.split([self.num_heads * self.head_dim, grouped, grouped], dim=-1)
-        groups = (self.n_groups, self.ssm_state_size)
-        return x.unflatten(-1, (self.num_heads, self.head_dim)), b.unflatten(-1, groups), c.unflatten(-1, groups)
+        tokens, groups = len(mixed), (self.n_groups, self.ssm_state_size)
+        return x.view(tokens, self.num_heads, self.head_dim), b.view(tokens, *groups), c.view(tokens, *groups)
 
     def _scanned(self, batch: StateBatch, mixed: Tensor, dt: Tensor) -> Tensor:
         bounds = batch.query_start_loc
@@ -162,9 +162,35 @@ class MambaMixer2(StateLayer):
         convolved = torch.empty_like(mixed)
         self.convolve_step(mixed, batch.states[0], self.conv1d.taps, batch.slots, convolved, self.conv1d.bias)
         x, b, c = self._parts(convolved)
-        y, head = torch.empty_like(x), self.head_dim
-        decay = self.A[:, None, None].expand(-1, head, self.ssm_state_size)
-        per_head = self.D[:, None].expand(-1, head), None, self.dt_bias[:, None].expand(-1, head)
-        step = dt[..., None].expand(-1, -1, head)
-        self.scan_step(batch.states[1], x, step, decay, b, c, batch.slots, y, *per_head)
-        return y.flatten(1)
+        return step_heads(self.scan_step, batch, x, dt, self.A, b, c, self.D, self.dt_bias).flatten(1)
+
+
+def step_heads(
+    update: SelectiveStateUpdate,
+    batch: StateBatch,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803  # the letters of the paper
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    D: Tensor,  # noqa: N803
+    dt_bias: Tensor,
+) -> Tensor:
+    """Compute one more token of each sequence, with one number per head where the update takes one per element.
+
+    Args:
+        update: the op.
+        batch: whose second state is that of the scan.
+        x: ``[sequences, heads, head_dim]``; so is the result.
+        dt: ``[sequences, heads]``.
+        A: ``[heads]``.
+        B: ``[sequences, groups, state]``.
+        C: as ``B``.
+        D: ``[heads]``.
+        dt_bias: ``[heads]``.
+    """
+    y, head = torch.empty_like(x), x.shape[-1]
+    decay = A[:, None, None].expand(-1, head, B.shape[-1])
+    per_head = D[:, None].expand(-1, head), None, dt_bias[:, None].expand(-1, head)
+    update(batch.states[1], x, dt[..., None].expand(-1, -1, head), decay, B, C, batch.slots, y, *per_head)
+    return y
