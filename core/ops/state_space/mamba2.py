@@ -139,14 +139,15 @@ class MambaMixer2(StateLayer):
         if mup_vector is not None:
             projected = projected * mup_vector
         inner = self.num_heads * self.head_dim
-        gate, mixed, dt = projected.split([inner, self.conv1d.channels, self.num_heads], dim=-1)
+        gate, mixed, dt = torch.split(projected, [inner, self.conv1d.channels, self.num_heads], dim=-1)
         y = self._stepped(batch, mixed, dt) if batch.steps else self._scanned(batch, mixed, dt)
         return self.out_proj(self.norm(y, gate))
 
     def _parts(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return x ``[tokens, heads, head_dim]``, and B and C ``[tokens, groups, state]``."""
         grouped = self.n_groups * self.ssm_state_size
-        x, b, c = mixed.split([self.num_heads * self.head_dim, grouped, grouped], dim=-1)
+        sizes = [self.num_heads * self.head_dim, grouped, grouped]
+        x, b, c = torch.split(mixed, sizes, dim=-1)
         tokens, groups = len(mixed), (self.n_groups, self.ssm_state_size)
         return x.view(tokens, self.num_heads, self.head_dim), b.view(tokens, *groups), c.view(tokens, *groups)
 

@@ -50,7 +50,7 @@ class Plamo2MambaMixer(StateLayer):
         self.num_heads = heads // ranks_of({"mamba_num_heads": heads})
         self.ssm_state_size, self.conv_kernel_size = config.mamba_d_state, config.mamba_d_conv
         self.time_step_rank = max(64, config.hidden_size // 16)
-        quantized = {"quant_config": getattr(vllm_config, "quant_config", None), "return_bias": False}
+        quantized: dict[str, Any] = {"quant_config": getattr(vllm_config, "quant_config", None), "return_bias": False}
         self.conv1d = DepthwiseConv([inner], self.conv_kernel_size, False)
         self.in_proj = MergedColumnParallelLinear(
             config.hidden_size, [inner] * 2, False, prefix=f"{prefix}.in_proj", **quantized
