@@ -99,6 +99,14 @@ class ReLUSquaredActivation(catalogue.ReLUSquaredActivation):
     functional_cpu = _kernels("relu2")
 
 
+class SelectiveScan(catalogue.SelectiveScan):
+    functional_cpu = _kernels("selective_scan")
+
+
+class SelectiveStateUpdate(catalogue.SelectiveStateUpdate):
+    functional_cpu = _kernels("selective_state_update")
+
+
 class XIELU(catalogue.XIELU):
     functional_cpu = _kernels("xielu")
 
@@ -201,6 +209,8 @@ REPLACEMENTS = (
     SiLU,
     ReLUSquaredActivation,
     XIELU,
+    SelectiveScan,
+    SelectiveStateUpdate,
     ApplyRotaryEmb,
     RotaryEmbedding,
     MRotaryEmbedding,
