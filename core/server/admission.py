@@ -15,7 +15,7 @@ ADMITTED_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
 
 @dataclass
 class Slot:
-    """What a request adds to those that wait, from its admission until its first token has come."""
+    """Room that a request takes among those that wait, from its admission until its first token has come."""
 
     sequences: int = 0
     tokens: int = 0

@@ -37,6 +37,8 @@ KERNEL_PACKAGES: Mapping[str, Collection[str]] = {
             "swigluoai_and_mul",
             "swiglustep_and_mul",
             "xielu",
+            "selective_scan",
+            "selective_state_update",
         }
     ),
 }

@@ -78,13 +78,20 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, *others: object, **sett
     return query.new_empty((*batch[:-1], tokens, batch[-1], value.shape[-1])).transpose(-3, -2)
 
 
+def _scanned(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, bounds: Tensor, initial_states: Tensor, *others: object
+) -> tuple[Tensor, Tensor]:
+    return _like(x), _like(initial_states)
+
+
 RULES: dict[Callable[..., object], str] = {
     _like: "rms_norm gemma_rms_norm layer_norm rms_norm_gated gelu gelu_tanh gelu_new gelu_fast quick_gelu silu relu2 "
     "xielu apply_rotary_emb",
     _pair_like: "fused_add_rms_norm fused_add_gemma_rms_norm add_layer_norm",
     _half: "silu_and_mul mul_and_silu gelu_and_mul gelu_and_mul_sparse fatrelu_and_mul silu_and_mul_with_clamp "
     "swiglustep_and_mul swigluoai_and_mul",
-    _nothing: "rms_norm_out fused_add_rms_norm_ fused_add_gemma_rms_norm_ silu_ rotary_embedding_",
+    _nothing: "selective_state_update rms_norm_out fused_add_rms_norm_ fused_add_gemma_rms_norm_ silu_ "
+    "rotary_embedding_",
     _query_and_key: "rotary_embedding mrope",
     _heads: "rotate_heads",
     _queries_and_key: "dual_chunk_rotary_embedding",
@@ -96,6 +103,7 @@ RULES: dict[Callable[..., object], str] = {
     _int8_and_scale: "quant_int8_dynamic",
     _like_query: "attend_pages",
     _attended: "scaled_dot_product_attention",
+    _scanned: "selective_scan",
 }
 """Rule → the ops that it is for."""
 

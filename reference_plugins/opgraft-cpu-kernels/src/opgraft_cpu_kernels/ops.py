@@ -100,6 +100,14 @@ class ReLUSquaredActivation(catalogue.ReLUSquaredActivation):
     functional_cpu = _kernels("relu2")
 
 
+class SelectiveScan(catalogue.SelectiveScan):
+    functional_cpu = _kernels("selective_scan")
+
+
+class SelectiveStateUpdate(catalogue.SelectiveStateUpdate):
+    functional_cpu = _kernels("selective_state_update")
+
+
 class XIELU(catalogue.XIELU):
     functional_cpu = _kernels("xielu")
 
@@ -224,6 +232,8 @@ REPLACEMENTS = (
     SiLU,
     ReLUSquaredActivation,
     XIELU,
+    SelectiveScan,
+    SelectiveStateUpdate,
     ApplyRotaryEmb,
     RotaryEmbedding,
     MRotaryEmbedding,
