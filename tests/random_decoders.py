@@ -104,6 +104,9 @@ def saved(model: Any, folder: Path) -> Any:
     generator = torch.Generator().manual_seed(len(folder.name))
     for parameter in model.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
     model.tie_weights()
     model.save_pretrained(folder)
     return model.eval()
