@@ -69,6 +69,12 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, *others: object, **sett
     return query.new_empty((*batch[:-1], tokens, batch[-1], value.shape[-1])).transpose(-3, -2)
 
 
+def _latents(
+    query: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor, kv_lora_rank: int, scale: float
+) -> Tensor:
+    return query.new_empty((*query.shape[:-1], kv_lora_rank))
+
+
 RULES: dict[Callable[..., object], str] = {
     _like: "rms_norm gemma_rms_norm layer_norm rms_norm_gated gelu gelu_tanh gelu_new gelu_fast quick_gelu silu relu2 "
     "xielu apply_rotary_emb",
@@ -84,6 +90,7 @@ RULES: dict[Callable[..., object], str] = {
     _mapped_by_panels: "packed_linear",
     _int8_and_scale: "quant_int8_dynamic",
     _like_query: "attend_pages",
+    _latents: "mla_paged_attention",
     _attended: "scaled_dot_product_attention",
 }
 """Rule → the ops that it is for."""

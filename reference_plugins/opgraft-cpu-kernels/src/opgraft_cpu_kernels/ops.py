@@ -14,7 +14,7 @@ from opgraft.ops.attention import AttentionBatch, LayerPages
 from opgraft.ops.attention.batch import current_batch
 from torch import Tensor
 
-from opgraft_cpu_kernels import attention, dense_attention, kernels, linear, quantized
+from opgraft_cpu_kernels import attention, dense_attention, kernels, latent_attention, linear, quantized
 from opgraft_cpu_kernels.library import missing
 
 
@@ -153,6 +153,12 @@ class ScaledDotProductAttention(catalogue.ScaledDotProductAttention):
     )
 
 
+class MLAPagedAttention(catalogue.MLAPagedAttention):
+    functional_cpu = opgraft.FunctionalKernels(
+        {"mla_paged_attention": latent_attention.mla_paged_attention}, needs=missing, inference_only=True
+    )
+
+
 class Attention(catalogue.Attention):
     def kv_cache_shape(self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None) -> tuple[int, ...]:
         if not attention.takes(self.head_size, block_size):
@@ -210,5 +216,6 @@ REPLACEMENTS = (
     Int8DynamicLinear,
     Linear,
     ScaledDotProductAttention,
+    MLAPagedAttention,
     Attention,
 )
