@@ -127,3 +127,29 @@ def through_transformers(kind: str, folder: Path, **more: Any) -> Any:
     values = {**SIZES, "num_key_value_heads": 2, "head_dim": 12, **THROUGH_TRANSFORMERS[kind], **more}
     config = transformers.AutoConfig.for_model(kind, **values)
     return saved(transformers.AutoModelForCausalLM.from_config(config), folder)
+
+
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": (
+        "Lfm2",
+        {
+            "num_key_value_heads": 2,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_multiple_of": 8,
+            "conv_bias": True,
+        },
+    ),
+    "mamba": ("Mamba", {"state_size": 5, "time_step_rank": 4, "use_bias": True}),
+    "mamba2": (
+        "Mamba2",
+        {"state_size": 6, "num_heads": 6, "head_dim": 16, "n_groups": 2, "chunk_size": 4, "tie_word_embeddings": True},
+    ),
+}
+"""Decoders whose layers carry a state."""
+
+
+def hybrid(name: str, folder: Path, **more: Any) -> Any:
+    """A model of transformers with layers that carry a state, whose checkpoint is in ``folder``."""
+    family, values = HYBRIDS[name]
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **values, **more})
+    return saved(getattr(transformers, f"{family}ForCausalLM")(config), folder)

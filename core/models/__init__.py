@@ -18,6 +18,7 @@ from opgraft.models.families import (
     Qwen3ForCausalLM,
 )
 from opgraft.models.files import Weights, find_checkpoint, open_weights
+from opgraft.models.hybrid import Lfm2ForCausalLM, Mamba2ForCausalLM, MambaForCausalLM
 from opgraft.models.load import Loaded, load_weights
 from opgraft.models.model import Model, model_class, model_classes
 from opgraft.models.names import WeightsMapper
@@ -32,7 +33,10 @@ __all__ = [
     "Gemma3ForCausalLM",
     "GemmaForCausalLM",
     "GraniteForCausalLM",
+    "Lfm2ForCausalLM",
     "LlamaForCausalLM",
+    "Mamba2ForCausalLM",
+    "MambaForCausalLM",
     "Loaded",
     "MistralForCausalLM",
     "Model",

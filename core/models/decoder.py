@@ -274,7 +274,7 @@ class DecoderModel(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(
             shape.vocab_size, shape.hidden_size, quant_config=quant_config, prefix=f"{prefix}.embed_tokens"
         )
-        ropes = {name: _rope(shape, parameters) for name, parameters in shape.ropes.items()}
+        ropes = {name: rope_of(shape, parameters) for name, parameters in shape.ropes.items()}
         self.fitted_ropes = [rope for rope in ropes.values() if isinstance(rope, _FITTED)]
         self.max_position = shape.max_position
         self.layers = nn.ModuleList(
@@ -327,7 +327,7 @@ class DecoderModel(nn.Module):
             rope.fit_context(length)
 
 
-def _rope(shape: DecoderShape, parameters: Mapping[str, Any]) -> Any:
+def rope_of(shape: DecoderShape, parameters: Mapping[str, Any]) -> Any:
     """Construct a rope whose table has a row for each position of the longest context."""
     sizes = (shape.head_size, shape.max_position)
     halves = shape.latent is None or not shape.latent.interleaved

@@ -20,6 +20,7 @@ from opgraft.ops import (
     quantized_linear,
     rotary,
     routing,
+    state_space,
 )
 from opgraft.ops.activation import *
 from opgraft.ops.attention import *
@@ -34,6 +35,7 @@ from opgraft.ops.quantization import *
 from opgraft.ops.quantized_linear import *
 from opgraft.ops.rotary import *
 from opgraft.ops.routing import *
+from opgraft.ops.state_space import *
 
 __all__ = ["CustomOp", "PluggableLayer", "maybe_get_oot_by_class"]
 __all__ += activation.__all__
@@ -48,4 +50,5 @@ __all__ += quantization.__all__
 __all__ += quantized_linear.__all__
 __all__ += rotary.__all__
 __all__ += routing.__all__
+__all__ += state_space.__all__
 __all__ += composites.__all__

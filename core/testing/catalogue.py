@@ -17,6 +17,7 @@ from opgraft.ops.quantized_linear import spec as quantized_linear
 from opgraft.ops.rotary import spec as rotary
 from opgraft.ops.routing import spec as routing
 from opgraft.ops.spec import OpSpec
+from opgraft.ops.state_space import spec as state_space
 
 FAMILIES = (
     activation,
@@ -30,6 +31,7 @@ FAMILIES = (
     quantized_linear,
     rotary,
     routing,
+    state_space,
 )
 """The modules that hold the specs, each a family."""
 
