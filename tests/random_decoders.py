@@ -36,6 +36,16 @@ GRANITE = {
     "residual_multiplier": 0.22,
     "attention_multiplier": 0.11,
 }
+EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 16,
+}
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama 3, with biases, tied": (
@@ -51,6 +61,10 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", {**GEMMA, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "granite": ("Granite", GRANITE),
     "olmo2": ("Olmo2", {}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 5}),
+    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "moe_intermediate_size": 24, "mlp_only_layers": [1], "norm_topk_prob": True}),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "gpt_oss": ("GptOss", {**EXPERTS, "sliding_window": 5, "rope_parameters": YARN}),
 }
 
 

@@ -14,6 +14,7 @@ from opgraft.distributed import (
 )
 from opgraft.errors import ModelError
 from opgraft.models.decoder_config import DecoderShape, Family
+from opgraft.models.decoder_experts import DecoderExperts
 from opgraft.models.description import architecture_config, joined, quantization_config
 from opgraft.models.model import Model
 from opgraft.models.names import ShardId
@@ -26,6 +27,7 @@ from opgraft.ops.layernorm import GemmaRMSNorm, RMSNorm
 from opgraft.ops.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.rotary import DynamicNTKScalingRotaryEmbedding, Phi3LongRoPEScaledRotaryEmbedding, get_rope
+from opgraft.ops.weights import LoadedTensor, copy_weight, set_weight_attrs
 from torch import Tensor, nn
 
 PACKED_MODULES: Mapping[str, Mapping[str, ShardId]] = {
@@ -95,6 +97,7 @@ class DecoderAttention(nn.Module):
             kv_heads,
             shape.layers[layer].sliding_window,
             shape.attention_soft_cap,
+            _sinks(heads) if family.sinks else None,
             prefix=f"{prefix}.attn",
         )
 
@@ -153,6 +156,26 @@ class DecoderMLP(nn.Module):
         return output
 
 
+def _sinks(heads: int) -> nn.Parameter:
+    """Make a score for each head of this rank, which loads its part of those of all ranks."""
+    sinks = nn.Parameter(torch.empty(heads), requires_grad=False)
+
+    def load(param: Tensor, loaded: LoadedTensor) -> None:
+        copy_weight(param.data, loaded.narrow(0, get_tensor_model_parallel_rank() * heads, heads), "sinks")
+
+    set_weight_attrs(sinks, {"weight_loader": load})
+    return sinks
+
+
+def _feed_forward(
+    shape: DecoderShape, family: Family, layer: int, quant_config: QuantizationConfig | None, prefix: str
+) -> nn.Module:
+    """Construct the feed-forward layer of one layer: dense, or of experts."""
+    if family.experts is not None and shape.experts is not None and layer in shape.experts.layers:
+        return DecoderExperts(shape.experts, family.experts, quant_config, prefix)
+    return DecoderMLP(shape, quant_config, prefix)
+
+
 class DecoderLayer(nn.Module):
     """One layer: attention and feed-forward, each between norms and added to the residual stream.
 
@@ -170,7 +193,7 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.self_attn = DecoderAttention(shape, family, layer, rope, quant_config, f"{prefix}.self_attn")
-        self.mlp = DecoderMLP(shape, quant_config, f"{prefix}.mlp")
+        self.mlp: nn.Module = _feed_forward(shape, family, layer, quant_config, f"{prefix}.mlp")
         norm = GemmaRMSNorm if family.gemma_norm else RMSNorm
         self.norms = (family.before_attention, family.after_attention, family.before_mlp, family.after_mlp)
         for name in filter(None, self.norms):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from opgraft.errors import ModelError, close_matches
+from opgraft.models.decoder_experts import ExpertsFamily, ExpertsShape
 
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 """Names of gated activations in configs, to those of the ops."""
@@ -31,6 +32,8 @@ class Family:
         scaled_embedding: embeddings are scaled by the root of the hidden size.
         windowed: a ``sliding_window`` holds for all layers where there are no ``layer_types``. In other families'
             configs it is left over from another architecture, and nothing reads it.
+        sinks: attention has one more score per head, which takes a share of the softmax.
+        experts: of the feed-forward layers, ``None``: they are dense.
     """
 
     before_attention: str | None = "input_layernorm"
@@ -43,6 +46,8 @@ class Family:
     output_bias: bool | None = None
     scaled_embedding: bool = False
     windowed: bool = False
+    sinks: bool = False
+    experts: ExpertsFamily | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ class DecoderShape:
     logits_soft_cap: float | None
     ropes: Mapping[str, Mapping[str, Any]]
     layers: tuple[LayerShape, ...]
+    experts: ExpertsShape | None
 
     @classmethod
     def of(cls, config: Any, family: Family, max_position: int | None = None) -> DecoderShape:
@@ -106,6 +112,8 @@ class DecoderShape:
         layers, ropes = _layers(given, family)
         if given("use_bidirectional_attention", False):
             raise ModelError(f"{given.name}: use_bidirectional_attention is set, and decoders attend causally only")
+        if given("clip_qkv", None) is not None:
+            raise ModelError(f"{given.name}: clip_qkv is set, and queries, keys and values are not clipped here")
         return cls(
             vocab_size=given.size("vocab_size"),
             hidden_size=hidden,
@@ -129,6 +137,7 @@ class DecoderShape:
             logits_soft_cap=given("final_logit_softcapping", None),
             ropes=ropes,
             layers=layers,
+            experts=None if family.experts is None else ExpertsShape.of(given, family.experts),
         )
 
 
