@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import latent_attention
 import opgraft
 import torch
 from opgraft import functional
@@ -203,7 +204,9 @@ def run(names: set[str]) -> tuple[list[Cell], list[Row]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "ops", nargs="*", help=f"of {', '.join((*NORMS, *ACTIVATIONS, *OTHERS))}, linear; all if none is named"
+        "ops",
+        nargs="*",
+        help=f"of {', '.join((*NORMS, *ACTIVATIONS, *OTHERS))}, linear, latent_attention; all if none is named",
     )
     parser.add_argument("--output", type=Path, default=Path("build/bench-ops"), help="folder of table, JSON and plot")
     arguments = parser.parse_args()
@@ -215,6 +218,8 @@ def main() -> None:
             rows += into_existing_memory()
         if not names or "linear" in names:
             rows += linears()
+        if not names or "latent_attention" in names:
+            rows += latent_attention.rows()
     arguments.output.mkdir(parents=True, exist_ok=True)
     data = {"schema": 1, "machine": machine(), "cells": [asdict(c) for c in cells], "rows": [asdict(r) for r in rows]}
     (arguments.output / "ops.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

@@ -45,7 +45,7 @@ LATENT = {
     "v_head_dim": 10,
     "first_k_dense_replace": 3,
 }
-EXPERTS = {
+DEEPSEEK_EXPERTS = {
     "first_k_dense_replace": 1,
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
@@ -54,7 +54,7 @@ EXPERTS = {
     "moe_intermediate_size": 20,
     "n_shared_experts": 2,
 }
-YARN = {
+DEEPSEEK_YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
     "factor": 4.0,
@@ -63,6 +63,16 @@ YARN = {
     "beta_slow": 1.0,
     "mscale": 0.707,
     "mscale_all_dim": 0.9,
+}
+EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 16,
 }
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -82,14 +92,21 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek v2": ("DeepseekV2", LATENT),
     "deepseek v3, with latent queries and yarn": (
         "DeepseekV3",
-        {**LATENT, "q_lora_rank": 20, "attention_bias": True, "rope_parameters": YARN},
+        {**LATENT, "q_lora_rank": 20, "attention_bias": True, "rope_parameters": DEEPSEEK_YARN},
     ),
     "deepseek v2, with experts": (
         "DeepseekV2",
-        {**LATENT, **EXPERTS, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7},
+        {**LATENT, **DEEPSEEK_EXPERTS, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7},
     ),
-    "deepseek v3, with experts": ("DeepseekV3", {**LATENT, **EXPERTS, "q_lora_rank": 20, "first_k_dense_replace": 2}),
+    "deepseek v3, with experts": (
+        "DeepseekV3",
+        {**LATENT, **DEEPSEEK_EXPERTS, "q_lora_rank": 20, "first_k_dense_replace": 2},
+    ),
     "deepseek v3, halves rotated": ("DeepseekV3", {**LATENT, "rope_interleave": False, "v_head_dim": 24}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 5}),
+    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "moe_intermediate_size": 24, "mlp_only_layers": [1], "norm_topk_prob": True}),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "gpt_oss": ("GptOss", {**EXPERTS, "sliding_window": 5, "rope_parameters": YARN}),
 }
 
 
@@ -104,6 +121,9 @@ def saved(model: Any, folder: Path) -> Any:
     generator = torch.Generator().manual_seed(len(folder.name))
     for parameter in model.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
     model.tie_weights()
     model.save_pretrained(folder)
     return model.eval()

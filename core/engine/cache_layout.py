@@ -140,5 +140,5 @@ def _expect_codes(layers: Mapping[str, CachedAttention]) -> None:
             raise ConfigError(
                 f"cache.dtype is int8 or fp8, and the attention layer {name!r} keeps its cache in a layout of "
                 f"{type(layer).__name__}, which has no place for codes and scales, as its holds_codes() tells: set "
-                "cache.dtype to auto, or disable the plugin that the class is from"
+                "cache.dtype to auto, or disable the plugin that the class is from, if it is from one"
             )

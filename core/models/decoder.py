@@ -14,20 +14,20 @@ from opgraft.distributed import (
 )
 from opgraft.errors import ModelError
 from opgraft.models.decoder_config import DecoderShape, Family
-from opgraft.models.deepseek_experts import DeepseekExperts
+from opgraft.models.decoder_mlp import DecoderMLP, feed_forward
 from opgraft.models.description import architecture_config, joined, quantization_config
 from opgraft.models.latent_attention import latent_attention
 from opgraft.models.model import Model
 from opgraft.models.names import ShardId
-from opgraft.ops.activation import GeluAndMul, SiluAndMul
 from opgraft.ops.attention import Attention
 from opgraft.ops.attention.batch import current_batch
 from opgraft.ops.decoder_plan import DecoderParts, DecoderPlan
 from opgraft.ops.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
 from opgraft.ops.layernorm import GemmaRMSNorm, RMSNorm
-from opgraft.ops.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from opgraft.ops.linear import QKVParallelLinear, RowParallelLinear
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.rotary import DynamicNTKScalingRotaryEmbedding, Phi3LongRoPEScaledRotaryEmbedding, get_rope
+from opgraft.ops.weights import LoadedTensor, copy_weight, set_weight_attrs
 from torch import Tensor, nn
 
 PACKED_MODULES: Mapping[str, Mapping[str, ShardId]] = {
@@ -97,6 +97,7 @@ class DecoderAttention(nn.Module):
             kv_heads,
             shape.layers[layer].sliding_window,
             shape.attention_soft_cap,
+            _sinks(heads) if family.sinks else None,
             prefix=f"{prefix}.attn",
         )
 
@@ -125,62 +126,15 @@ class DecoderAttention(nn.Module):
         return normalised.chunk(len(parts), dim=-1)[get_tensor_model_parallel_rank() // replicas]
 
 
-class DecoderMLP(nn.Module):
-    """The gated feed-forward layer, ``down(act(gate(x)) · up(x))`` (Shazeer, arXiv:2002.05202).
+def _sinks(heads: int) -> nn.Parameter:
+    """Make a score for each head of this rank, which loads its part of those of all ranks."""
+    sinks = nn.Parameter(torch.empty(heads), requires_grad=False)
 
-    Args:
-        shape: of the decoder.
-        quant_config: the quantization of the projections.
-        prefix: the layer's path.
-        intermediate_size: elements between the projections; the decoder's if not given.
-        reduce_results: add what the tensor-parallel ranks have.
-    """
+    def load(param: Tensor, loaded: LoadedTensor) -> None:
+        copy_weight(param.data, loaded.narrow(0, get_tensor_model_parallel_rank() * heads, heads), "sinks")
 
-    def __init__(
-        self,
-        shape: DecoderShape,
-        quant_config: QuantizationConfig | None,
-        prefix: str,
-        *,
-        intermediate_size: int | None = None,
-        reduce_results: bool = True,
-    ) -> None:
-        super().__init__()
-        width = intermediate_size or shape.intermediate_size
-        self.gate_up_proj = MergedColumnParallelLinear(
-            shape.hidden_size,
-            [width] * 2,
-            bias=shape.mlp_bias,
-            quant_config=quant_config,
-            prefix=f"{prefix}.gate_up_proj",
-            return_bias=False,
-        )
-        self.down_proj = RowParallelLinear(
-            width,
-            shape.hidden_size,
-            bias=shape.mlp_bias,
-            reduce_results=reduce_results,
-            quant_config=quant_config,
-            prefix=f"{prefix}.down_proj",
-            return_bias=False,
-        )
-        approximate = {"silu": None, "gelu": "none", "gelu_tanh": "tanh"}[shape.activation]
-        self.act_fn = SiluAndMul() if approximate is None else GeluAndMul(approximate)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Map ``[tokens, hidden_size]`` to the same shape."""
-        output: Tensor = self.down_proj(self.act_fn(self.gate_up_proj(hidden_states)))
-        return output
-
-
-def _feed_forward(shape: DecoderShape, layer: int, quant_config: QuantizationConfig | None, prefix: str) -> nn.Module:
-    """Construct the feed-forward layer of one layer: dense, or of experts."""
-    routed = shape.routed
-    if routed is None or layer < routed.first_layer:
-        return DecoderMLP(shape, quant_config, prefix)
-    sizes: dict[str, Any] = {"intermediate_size": routed.shared * routed.intermediate_size, "reduce_results": False}
-    shared = DecoderMLP(shape, quant_config, f"{prefix}.shared_experts", **sizes) if routed.shared else None
-    return DeepseekExperts(routed, shared, quant_config, prefix)
+    set_weight_attrs(sinks, {"weight_loader": load})
+    return sinks
 
 
 class DecoderLayer(nn.Module):
@@ -205,7 +159,7 @@ class DecoderLayer(nn.Module):
             if shape.latent
             else DecoderAttention(shape, family, layer, rope, quant_config, path)
         )
-        self.mlp = _feed_forward(shape, layer, quant_config, f"{prefix}.mlp")
+        self.mlp: nn.Module = feed_forward(shape, family, layer, quant_config, f"{prefix}.mlp")
         norm = GemmaRMSNorm if family.gemma_norm else RMSNorm
         self.norms = (family.before_attention, family.after_attention, family.before_mlp, family.after_mlp)
         for name in filter(None, self.norms):

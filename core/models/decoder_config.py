@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from opgraft.errors import ModelError, close_matches
+from opgraft.models.decoder_experts import ExpertsFamily, ExpertsShape
 from opgraft.models.deepseek_experts import RoutedShape
 
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
@@ -32,6 +33,8 @@ class Family:
         scaled_embedding: embeddings are scaled by the root of the hidden size.
         windowed: a ``sliding_window`` holds for all layers where there are no ``layer_types``. In other families'
             configs it is left over from another architecture, and nothing reads it.
+        sinks: attention has one more score per head, which takes a share of the softmax.
+        experts: of the feed-forward layers, ``None``: they are dense.
         latent: attention is multi-head latent attention, and layers may have the experts of DeepSeek.
     """
 
@@ -45,6 +48,8 @@ class Family:
     output_bias: bool | None = None
     scaled_embedding: bool = False
     windowed: bool = False
+    sinks: bool = False
+    experts: ExpertsFamily | None = None
     latent: bool = False
 
 
@@ -102,6 +107,7 @@ class DecoderShape:
     logits_soft_cap: float | None
     ropes: Mapping[str, Mapping[str, Any]]
     layers: tuple[LayerShape, ...]
+    experts: ExpertsShape | None
     latent: LatentShape | None = None
     routed: RoutedShape | None = None
 
@@ -127,6 +133,8 @@ class DecoderShape:
         latent = _latent(given) if family.latent else None
         if given("use_bidirectional_attention", False):
             raise ModelError(f"{given.name}: use_bidirectional_attention is set, and decoders attend causally only")
+        if given("clip_qkv", None) is not None:
+            raise ModelError(f"{given.name}: clip_qkv is set, and queries, keys and values are not clipped here")
         return cls(
             vocab_size=given.size("vocab_size"),
             hidden_size=hidden,
@@ -150,6 +158,7 @@ class DecoderShape:
             logits_soft_cap=given("final_logit_softcapping", None),
             ropes=ropes,
             layers=layers,
+            experts=None if family.experts is None else ExpertsShape.of(given, family.experts),
             latent=latent,
             routed=RoutedShape.of(given) if family.latent else None,
         )

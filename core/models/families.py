@@ -7,6 +7,8 @@ import dataclasses
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.models.decoder import DecoderForCausalLM
 from opgraft.models.decoder_config import Family
+from opgraft.models.decoder_experts import ExpertsFamily
+from opgraft.models.names import WeightsMapper
 
 _GEMMA2 = Family(
     after_attention="post_attention_layernorm",
@@ -86,4 +88,39 @@ class Olmo2ForCausalLM(DecoderForCausalLM):
         before_mlp=None,
         after_mlp="post_feedforward_layernorm",
         qk_norm="whole",
+    )
+
+
+@PluggableClass.register("MixtralForCausalLM")
+class MixtralForCausalLM(DecoderForCausalLM):
+    """Mixtral (arXiv:2401.04088): Mistral with experts."""
+
+    family = Family(windowed=True, experts=ExpertsFamily())
+    weights_mapper = WeightsMapper(substrings={".block_sparse_moe.": ".mlp."})
+
+
+@PluggableClass.register("Qwen3MoeForCausalLM")
+class Qwen3MoeForCausalLM(DecoderForCausalLM):
+    """Qwen3 with experts (arXiv:2505.09388), in all layers or in some."""
+
+    family = Family(qk_norm="head", windowed=True, experts=ExpertsFamily(renormalize=None))
+
+
+@PluggableClass.register("OlmoeForCausalLM")
+class OlmoeForCausalLM(DecoderForCausalLM):
+    """OLMoE (arXiv:2409.02060): experts, and norms of all heads of query and key at once."""
+
+    family = Family(qk_norm="whole", experts=ExpertsFamily(renormalize=None))
+
+
+@PluggableClass.register("GptOssForCausalLM")
+class GptOssForCausalLM(DecoderForCausalLM):
+    """gpt-oss (arXiv:2508.10925): experts with biases and a clipped gate, sinks, and windows in turn."""
+
+    family = Family(
+        sinks=True,
+        experts=ExpertsFamily(activation="swigluoai", has_bias=True, transposed_checkpoint=True),
+    )
+    weights_mapper = WeightsMapper(
+        substrings={".mlp.router.": ".mlp.gate.", ".self_attn.sinks": ".self_attn.attn.sinks"}
     )

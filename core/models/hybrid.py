@@ -11,8 +11,9 @@ import torch
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
 from opgraft.errors import ModelError
-from opgraft.models.decoder import PACKED_MODULES, DecoderAttention, DecoderMLP, rope_of
+from opgraft.models.decoder import PACKED_MODULES, DecoderAttention, rope_of
 from opgraft.models.decoder_config import DecoderShape, Family
+from opgraft.models.decoder_mlp import DecoderMLP
 from opgraft.models.description import architecture_config, joined, quantization_config
 from opgraft.models.model import Model
 from opgraft.models.names import ShardId, WeightsMapper

@@ -22,6 +22,7 @@ KERNEL_PACKAGES: Mapping[str, Collection[str]] = {
             "int8_dynamic_linear",
             "layer_norm",
             "linear",
+            "mla_paged_attention",
             "mul_and_silu",
             "quant_fp8",
             "quantized_linear",

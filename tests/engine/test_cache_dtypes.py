@@ -124,6 +124,13 @@ def test_a_layout_without_a_place_for_codes(checkpoint: tuple[Path, Any], dtype:
         engine_of(checkpoint[0], dtype)
 
 
+@pytest.mark.parametrize("checkpoint", ["deepseek v2"], indirect=True)
+def test_latents_have_no_codes(checkpoint: tuple[Path, Any]) -> None:
+    """A cache of latents is in the model's dtype, and the error tells the setting for that."""
+    with pytest.raises(ConfigError, match=r"layout of MLAAttention.*set cache\.dtype to auto"):
+        engine_of(checkpoint[0], "int8")
+
+
 @pytest.mark.parametrize(("dtype", "reason"), [("fp8_e5m2", "e4m3 is more precise"), ("fp8_e4m3", "which is e4m3")])
 def test_names_of_other_engines(dtype: str, reason: str) -> None:
     """A dtype that other engines have is refused with what to set instead, and why."""

@@ -110,7 +110,8 @@ def layers_of(model: Any) -> Any:
 def on_rank(folder: str) -> tuple[torch.Tensor, int]:
     """The logits, and the bytes of the weights that layers share among ranks."""
     model = loaded(Path(folder))
-    shared = [p for p in model.parameters() if p.dim() == 2]
+    whole = ("_a_proj", ".gate.")  # projections to latents, and routers, which every rank has
+    shared = [p for name, p in model.named_parameters() if p.dim() > 1 and not any(part in name for part in whole)]
     return logits_of(model, ids()), sum(parameter.nbytes for parameter in shared)
 
 

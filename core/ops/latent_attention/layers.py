@@ -201,7 +201,8 @@ class MLAAttention(CachedAttention):
         q_nope, q_pe = query.tensor_split([self.qk_nope_head_dim], dim=-1)
         absorbed = torch.bmm(q_nope.transpose(0, 1), to_key).transpose(0, 1)
         latents = self.attend_pages(torch.cat((absorbed, q_pe), -1), cache, block_table, query_start_loc, seq_lens)
-        return torch.bmm(latents.transpose(0, 1), to_value.mT).transpose(0, 1)
+        # The weight comes first: the other way round oneDNN takes six times as long for a token in bfloat16.
+        return torch.bmm(to_value, latents.permute(1, 2, 0)).permute(2, 0, 1)
 
     def _weights(self, query: Tensor) -> Tensor:
         """Return the weight of ``kv_b_proj`` by heads, ``[num_heads, qk_nope_head_dim + v_head_dim, kv_lora_rank]``.

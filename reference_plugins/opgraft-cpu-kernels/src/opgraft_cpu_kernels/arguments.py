@@ -50,7 +50,7 @@ def _taken(op: str, name: str, x: Tensor, weight: Tensor | None) -> tuple[torch.
     if name in STATES:
         return (torch.float32,)
     if name == "cache":
-        return (x.dtype, *LARGEST_CODES)
+        return (x.dtype,) if op == "mla_paged_attention" else (x.dtype, *LARGEST_CODES)
     if name == "attn_mask":
         return (torch.bool, torch.float32, x.dtype)
     if name == "positions":

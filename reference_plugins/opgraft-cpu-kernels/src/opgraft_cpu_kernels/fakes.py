@@ -78,6 +78,12 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, *others: object, **sett
     return query.new_empty((*batch[:-1], tokens, batch[-1], value.shape[-1])).transpose(-3, -2)
 
 
+def _latents(
+    query: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor, kv_lora_rank: int, scale: float
+) -> Tensor:
+    return query.new_empty((*query.shape[:-1], kv_lora_rank))
+
+
 def _scanned(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, bounds: Tensor, initial_states: Tensor, *others: object
 ) -> tuple[Tensor, Tensor]:
@@ -102,6 +108,7 @@ RULES: dict[Callable[..., object], str] = {
     _mapped_by_panels: "packed_linear",
     _int8_and_scale: "quant_int8_dynamic",
     _like_query: "attend_pages",
+    _latents: "mla_paged_attention",
     _attended: "scaled_dot_product_attention",
     _scanned: "selective_scan",
 }

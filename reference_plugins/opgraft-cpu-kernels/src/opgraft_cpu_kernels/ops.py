@@ -15,7 +15,7 @@ from opgraft.ops.attention.batch import current_batch
 from opgraft.ops.linear.methods import UnquantizedLinearMethod
 from torch import Tensor
 
-from opgraft_cpu_kernels import attention, dense_attention, kernels, linear, quantized, steps
+from opgraft_cpu_kernels import attention, dense_attention, kernels, latent_attention, linear, quantized, steps
 from opgraft_cpu_kernels.library import missing
 
 
@@ -184,6 +184,12 @@ class ScaledDotProductAttention(catalogue.ScaledDotProductAttention):
     )
 
 
+class MLAPagedAttention(catalogue.MLAPagedAttention):
+    functional_cpu = opgraft.FunctionalKernels(
+        {"mla_paged_attention": latent_attention.mla_paged_attention}, needs=missing, inference_only=True
+    )
+
+
 class Attention(catalogue.Attention):
     def kv_cache_shape(self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None) -> tuple[int, ...]:
         if not attention.takes(self.head_size, block_size):
@@ -244,5 +250,6 @@ REPLACEMENTS = (
     Linear,
     GatedMLP,
     ScaledDotProductAttention,
+    MLAPagedAttention,
     Attention,
 )

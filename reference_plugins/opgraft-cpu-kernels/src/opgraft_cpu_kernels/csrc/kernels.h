@@ -200,6 +200,23 @@ struct AttentionPart {
   float* partial = nullptr;  // for each row head_size + 2 numbers
 };
 
+// Attention over latents in pages. A block holds a row of `width` elements for each of its tokens, of which the first
+// `rank` are the latent.
+struct LatentAttention {
+  const void* query = nullptr;  // contiguous: tokens, heads, width
+  void* out = nullptr;          // contiguous: tokens, heads, rank
+  const void* cache = nullptr;
+  int64_t block_size = 0, heads = 0, width = 0, rank = 0;
+  const int32_t* tables = nullptr;
+  int64_t table_stride = 0;
+  float scale = 0;
+};
+
+// A token of the query, its sequence, and the rows that it sees.
+struct LatentToken {
+  int64_t number = 0, sequence = 0, seen = 0;
+};
+
 // A matrix for each head of each batch, whose rows are tokens; elements of a row follow one another.
 struct Heads {
   const void* data = nullptr;
@@ -251,6 +268,8 @@ using Int8RowsKernel = void (*)(const Rows& x, const Int8Linear&, int8_t* codes,
 using Int8LinearKernel = void (*)(const Int8Linear&, int64_t begin, int64_t end);
 using AttentionKernel = void (*)(const PagedAttention&, const AttentionPart&);
 using MergeKernel = void (*)(const PagedAttention&, const AttentionPart&, const float* partials, int64_t count);
+using LatentKernel = void (*)(const LatentAttention&, const LatentToken&, int64_t chunk, float* to);
+using LatentMergeKernel = void (*)(const LatentAttention&, const LatentToken&, const float* chunks, int64_t count);
 using StateScanKernel = void (*)(const StateScan&, int64_t begin, int64_t end);
 using DenseAttentionKernel = void (*)(const DenseAttention&, int64_t begin, int64_t end);
 using PackKernel = bool (*)(const float* weight, int64_t in_features, int64_t out_features, int parts,
@@ -280,6 +299,8 @@ struct Path {
   AttentionKernel attention[CODES][DTYPES];
   MergeKernel merge_chunks[DTYPES];
   DenseAttentionKernel dense_attention[DTYPES];
+  LatentKernel latent_chunk[DTYPES];
+  LatentMergeKernel merge_latent_chunks[DTYPES];
   StateScanKernel scan_states[DTYPES];
   // Null without tiles. They return whether bfloat16 can hold what they read.
   PackKernel pack = nullptr;
