@@ -5,9 +5,9 @@ Each function runs the kernel that its op is bound to here and now, where the cl
 alone have the use: the function runs its native definition, and the op's decision says so.
 
 The same functions are registered as ``torch.ops.opgraft.<name>``, for graphs that must show each as one node. These
-run without autocast. Functions whose names end in ``_`` write to their arguments, ``write_kv_cache`` to its cache, and
-the updates of states to those and to ``out``; no other does. Registered, they refuse arguments that require a gradient,
-where gradients are recorded.
+run without autocast. Functions whose names end in ``_`` write to their arguments, ``write_kv_cache`` and
+``concat_and_cache_mla`` to their cache, and the updates of states to those and to ``out``; no other does. Registered,
+they refuse arguments that require a gradient, where gradients are recorded.
 """
 
 from opgraft.ops.activation import functional as _activation
@@ -18,6 +18,10 @@ from opgraft.ops.attention.functional import *
 from opgraft.ops.attention.paged import *
 from opgraft.ops.conv import functional as _conv
 from opgraft.ops.conv.functional import *
+from opgraft.ops.fused_moe import functional as _fused_moe
+from opgraft.ops.fused_moe.functional import *
+from opgraft.ops.latent_attention import functional as _latent_attention
+from opgraft.ops.latent_attention.functional import *
 from opgraft.ops.layernorm import functional as _layernorm
 from opgraft.ops.layernorm.functional import *
 from opgraft.ops.linear import functional as _linear
@@ -38,6 +42,8 @@ __all__ += _activation.__all__
 __all__ += _attention.__all__
 __all__ += _paged.__all__
 __all__ += _conv.__all__
+__all__ += _fused_moe.__all__
+__all__ += _latent_attention.__all__
 __all__ += _layernorm.__all__
 __all__ += _linear.__all__
 __all__ += _quantization.__all__

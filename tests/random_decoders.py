@@ -36,6 +36,34 @@ GRANITE = {
     "residual_multiplier": 0.22,
     "attention_multiplier": 0.11,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 3,
+}
+EXPERTS = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.9,
+}
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama 3, with biases, tied": (
@@ -51,6 +79,17 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", {**GEMMA, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "granite": ("Granite", GRANITE),
     "olmo2": ("Olmo2", {}),
+    "deepseek v2": ("DeepseekV2", LATENT),
+    "deepseek v3, with latent queries and yarn": (
+        "DeepseekV3",
+        {**LATENT, "q_lora_rank": 20, "attention_bias": True, "rope_parameters": YARN},
+    ),
+    "deepseek v2, with experts": (
+        "DeepseekV2",
+        {**LATENT, **EXPERTS, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7},
+    ),
+    "deepseek v3, with experts": ("DeepseekV3", {**LATENT, **EXPERTS, "q_lora_rank": 20, "first_k_dense_replace": 2}),
+    "deepseek v3, halves rotated": ("DeepseekV3", {**LATENT, "rope_interleave": False, "v_head_dim": 24}),
 }
 
 

@@ -10,8 +10,7 @@ from types import MappingProxyType
 import torch
 from opgraft.engine.kv_cache import LayerKind
 from opgraft.errors import ConfigError
-from opgraft.ops.attention import Attention
-from opgraft.ops.attention.decoder import cache_shape
+from opgraft.ops.attention.cached import CachedAttention, cache_shape
 from opgraft.ops.state_space.layer import StateLayer
 from torch import Tensor
 
@@ -51,7 +50,7 @@ class CacheLayout:
         states: prefix → layer that keeps a state of each sequence, in slots beside the blocks.
     """
 
-    layers: Mapping[str, Attention]
+    layers: Mapping[str, CachedAttention]
     groups: Sequence[Sequence[str]]
     block_size: int
     dtype: torch.dtype
@@ -60,7 +59,7 @@ class CacheLayout:
     @classmethod
     def of(
         cls,
-        layers: Mapping[str, Attention],
+        layers: Mapping[str, CachedAttention],
         block_size: int,
         dtype: torch.dtype,
         states: Mapping[str, StateLayer] | None = None,
@@ -134,7 +133,7 @@ class CacheLayout:
         }
 
 
-def _expect_codes(layers: Mapping[str, Attention]) -> None:
+def _expect_codes(layers: Mapping[str, CachedAttention]) -> None:
     """Raise ``ConfigError`` unless each layer can be told that its cache is one of codes."""
     for name, layer in layers.items():
         if not layer.holds_codes():

@@ -10,7 +10,7 @@ import torch
 from opgraft.config import CompilationMode, OpgraftConfig
 from opgraft.engine.cache_layout import CacheLayout
 from opgraft.errors import ConfigError
-from opgraft.ops.attention import Attention
+from opgraft.ops.attention.cached import CachedAttention
 from opgraft.ops.attention.node import nodes_of
 from opgraft.text import described
 from torch import Tensor
@@ -31,7 +31,7 @@ class CompiledModel:
         ConfigError: there is no such backend.
     """
 
-    def __init__(self, model: Any, layers: Mapping[str, Attention], backend: str | None) -> None:
+    def __init__(self, model: Any, layers: Mapping[str, CachedAttention], backend: str | None) -> None:
         self.layers = layers
         self.backend = backend or "inductor"
         for layer in layers.values():

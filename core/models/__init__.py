@@ -2,6 +2,7 @@
 
 from opgraft.models.build import load_model
 from opgraft.models.config import load_tokenizer, read_config
+from opgraft.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from opgraft.models.description import architecture_config, joined, part_of, quantization_config
 from opgraft.models.encoder import BertModel, RobertaModel, XLMRobertaModel
 from opgraft.models.families import (
@@ -26,6 +27,8 @@ from opgraft.models.transformers_report import TransformersReport
 
 __all__ = [
     "BertModel",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "GemmaForCausalLM",

@@ -15,7 +15,7 @@ from opgraft.errors import CheckpointError, OpgraftError, WeightError
 from opgraft.machine.memory import release_free_memory
 from opgraft.models.names import IGNORED, ShardId, Target, Targets, WeightsMapper, is_ignored
 from opgraft.ops.embedding.vocab import ParallelLMHead, VocabParallelEmbedding
-from opgraft.ops.weights import LoadedTensor, PostLoadHook, default_weight_loader
+from opgraft.ops.weights import LoadedTensor, default_weight_loader, has_post_load_hook
 from opgraft.state import host_state
 from opgraft.text import described
 from rich.console import Console
@@ -256,7 +256,7 @@ class _Hooks:
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         self._waiting = {
-            path: module for path, module in reversed([*model.named_modules()]) if isinstance(module, PostLoadHook)
+            path: module for path, module in reversed([*model.named_modules()]) if has_post_load_hook(module)
         }
         self._unfilled = Counter(path for name in names for path in _above(name))
 

@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-ShardId = str | int
+ShardId = str | int | tuple[int, str]
 
 CACHE_SCALES: Sequence[str] = (
     "*attn*.k_scale",
@@ -105,6 +105,9 @@ class Targets:
     def _parts(self, name: str) -> Iterator[Target]:
         """Yield the whole, and the parts that a checkpoint may have in its place."""
         yield Target(name, self.tensors[name], None, name)
+        layer = name.rpartition(".")[0]
+        for part, shard in getattr(self.tensors[name], "checkpoint_parts", {}).items():
+            yield Target(name, self.tensors[name], shard, ".".join(filter(None, (layer, part))))
         for prefix, table in self._tables:
             layer, _, last = name.rpartition(".")
             outer, _, layer_name = layer.rpartition(".")

@@ -12,6 +12,8 @@ from opgraft.ops import (
     composites,
     conv,
     embedding,
+    fused_moe,
+    latent_attention,
     layernorm,
     linear,
     quantization,
@@ -25,6 +27,8 @@ from opgraft.ops.attention import *
 from opgraft.ops.composites import *
 from opgraft.ops.conv import *
 from opgraft.ops.embedding import *
+from opgraft.ops.fused_moe import *
+from opgraft.ops.latent_attention import *
 from opgraft.ops.layernorm import *
 from opgraft.ops.linear import *
 from opgraft.ops.quantization import *
@@ -38,6 +42,8 @@ __all__ += activation.__all__
 __all__ += attention.__all__
 __all__ += conv.__all__
 __all__ += embedding.__all__
+__all__ += fused_moe.__all__
+__all__ += latent_attention.__all__
 __all__ += layernorm.__all__
 __all__ += linear.__all__
 __all__ += quantization.__all__

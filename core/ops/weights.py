@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from opgraft.errors import WeightError
@@ -33,6 +33,10 @@ class LoadedTensor(Protocol):
         """Read a part: slices, one per dimension, or ``...`` for everything."""
 
 
+class WeightMethod:
+    """A module that holds and applies the weights of the layer that has it, and is called by that layer only."""
+
+
 @runtime_checkable
 class PostLoadHook(Protocol):
     """A module that changes its weights when they have been loaded."""
@@ -41,10 +45,15 @@ class PostLoadHook(Protocol):
         """Bring the weights into the layout that the module computes with."""
 
 
+def has_post_load_hook(module: nn.Module) -> TypeGuard[PostLoadHook]:
+    """Tell whether a module is to be called when its weights have been loaded."""
+    return isinstance(module, PostLoadHook) and not isinstance(module, WeightMethod)
+
+
 def process_weights_after_loading(model: nn.Module) -> None:
     """Call the hook of every module below ``model`` that has one, and its own: a module after those that it holds."""
     for module in reversed(list(model.modules())):
-        if isinstance(module, PostLoadHook):
+        if has_post_load_hook(module):
             module.process_weights_after_loading()
 
 

@@ -8,6 +8,8 @@ from types import MappingProxyType
 from opgraft.ops.activation import spec as activation
 from opgraft.ops.attention import spec as attention
 from opgraft.ops.conv import spec as conv
+from opgraft.ops.fused_moe import spec as fused_moe
+from opgraft.ops.latent_attention import spec as latent_attention
 from opgraft.ops.layernorm import spec as layernorm
 from opgraft.ops.linear import spec as linear
 from opgraft.ops.quantization import spec as quantization
@@ -21,6 +23,8 @@ FAMILIES = (
     activation,
     attention,
     conv,
+    fused_moe,
+    latent_attention,
     layernorm,
     linear,
     quantization,

@@ -33,6 +33,11 @@ def rotate(head_size: int) -> Any:
     return functional.rotary_embedding(t(3, dtype=WHOLE), t(3, 8), t(3, 8), head_size, t(5, 4))
 
 
+def experts(**others: Any) -> Any:
+    given = {"x": t(3, 4), "w13": t(5, 4, 4), "w2": t(5, 4, 2), "topk_weights": t(3, 2)}
+    return functional.fused_experts(**{**given, "topk_ids": t(3, 2, dtype=WHOLE), **others})
+
+
 ACTIVATIONS = [
     "silu_and_mul",
     "mul_and_silu",
@@ -154,6 +159,18 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (
         lambda: functional.grouped_topk(t(2, 4), 1, True, 0, 0, e_score_correction_bias=t(4, dtype=WHOLE)),
         "grouped_topk: e_score_correction_bias is torch.int64, expected one of",
+    ),
+    (lambda: experts(activation="relu"), "fused_experts: activation is 'relu', expected one of"),
+    (lambda: experts(x=t(3, 1, 4)), r"fused_experts: x has shape \(3, 1, 4\), expected 2 dimensions"),
+    (lambda: experts(w13=t(5, 4, 3)), r"fused_experts: w13 has shape \(5, 4, 3\), expected \(5, 4, 4\)"),
+    (lambda: experts(w2=t(4, 4, 2)), r"fused_experts: w2 has shape \(4, 4, 2\), expected \(5, 4, 2\)"),
+    (lambda: experts(w2=t(5, 4, 2, dtype=HALF)), "fused_experts: w2 is torch.float16, expected torch.float32 as x"),
+    (lambda: experts(topk_weights=t(3, 1)), r"fused_experts: topk_weights has shape \(3, 1\), expected \(3, 2\)"),
+    (lambda: experts(topk_ids=t(3, 2)), "fused_experts: topk_ids are torch.float32, expected torch.int32 or"),
+    (lambda: experts(w2_bias=t(5, 2)), r"fused_experts: w2_bias has shape \(5, 2\), expected \(5, 4\)"),
+    (
+        lambda: experts(topk_ids=t(3, 2, dtype=WHOLE) + 5),
+        "fused_experts: topk_ids reach from 5 to 5, expected those of 5 experts, 0 to 4, or -1 for none",
     ),
 ]
 

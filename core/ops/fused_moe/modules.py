@@ -1,0 +1,228 @@
+"""Layers of experts, with the router that chooses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from opgraft.binding.custom_op import CustomOp, PluggableLayer
+from opgraft.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
+from opgraft.errors import LayerError
+from opgraft.ops.checks import expect_last_dim, values_are_known
+from opgraft.ops.fused_moe.functional import ACTIVATIONS
+from opgraft.ops.fused_moe.loading import ExpertLoader, Part, checkpoint_parts
+from opgraft.ops.fused_moe.methods import FusedMoEConfig, FusedMoEMethodBase, UnquantizedFusedMoEMethod
+from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.ops.linear.sharding import divide
+from opgraft.ops.prefixes import claim_prefix
+from opgraft.ops.routing import GroupedTopk
+from opgraft.ops.weights import LoadedTensor
+from opgraft.state import host_state
+from torch import Tensor, nn
+
+RoutingFunction: TypeAlias = Callable[[Tensor, Tensor, int, bool], tuple[Tensor, Tensor]]
+"""Called with hidden states, logits, ``top_k`` and ``renormalize``; returns weights and ids ``[tokens, top_k]``."""
+
+
+@CustomOp.register("fused_moe")
+class FusedMoE(PluggableLayer):
+    """Experts, of which each token visits the ``top_k`` that its router likes best (arXiv:1701.06538).
+
+    ``Σ weight · w2[e] · act(w13[e] · x)`` over the experts ``e`` of a token. The router scores by softmax (Mixtral,
+    arXiv:2401.04088) or by sigmoid, with a bias that counts in the choice only, and may keep to groups of experts
+    (DeepSeek-V3, arXiv:2412.19437). Tensor-parallel ranks have a part of every expert.
+
+    Shapes:
+        hidden states ``[..., hidden_size]`` and logits ``[..., num_experts]`` to ``[..., hidden_size]``.
+
+    Args:
+        num_experts: in all.
+        top_k: experts of each token.
+        hidden_size: elements of a token.
+        intermediate_size: elements between the two products, of all ranks.
+        params_dtype: of what is not quantized; torch's default dtype if not given.
+        reduce_results: add what the tensor-parallel ranks have.
+        renormalize: scale the weights of a token to a sum of one.
+        use_grouped_topk: choose from the best ``topk_group`` of ``num_expert_group`` groups of neighbours only.
+        num_expert_group: see ``use_grouped_topk``.
+        topk_group: see ``use_grouped_topk``.
+        quant_config: chooses the weight method.
+        tp_size: how many ranks share each expert, if not those of the tensor group.
+        prefix: the layer's name in the checkpoint.
+        custom_routing_function: chooses in place of the router.
+        scoring_func: ``"softmax"`` over the experts, or ``"sigmoid"``.
+        routed_scaling_factor: multiplies the weights, last.
+        e_score_correction_bias: ``[num_experts]``, added to the scores where experts are compared.
+        apply_router_weight_on_input: weigh the input of the one expert, not its output (Llama 4).
+        activation: as ``opgraft.functional.fused_experts`` has it.
+        has_bias: whether both products have one.
+        shared_experts: visited by every token; what it returns is added before ranks add theirs.
+        transposed_checkpoint: checkpoints have the weights of all experts in one as ``[experts, in, out]``.
+
+    Attributes:
+        quant_method: holds the weights; the unquantized one as ``w13_weight`` and ``w2_weight``.
+        weight_loader: method; loads this rank's part of a parameter, of all experts or of one.
+
+    Raises:
+        LayerError: more experts are asked for than there are, groups do not divide, or the ranks do not.
+    """
+
+    quant_method: FusedMoEMethodBase
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        params_dtype: torch.dtype | None = None,
+        reduce_results: bool = False,
+        renormalize: bool = True,
+        use_grouped_topk: bool = False,
+        num_expert_group: int | None = None,
+        topk_group: int | None = None,
+        quant_config: QuantizationConfig | None = None,
+        tp_size: int | None = None,
+        prefix: str = "",
+        custom_routing_function: RoutingFunction | None = None,
+        scoring_func: str = "softmax",
+        routed_scaling_factor: float = 1.0,
+        e_score_correction_bias: Tensor | None = None,
+        apply_router_weight_on_input: bool = False,
+        activation: str = "silu",
+        has_bias: bool = False,
+        shared_experts: nn.Module | None = None,
+        transposed_checkpoint: bool = False,
+    ) -> None:
+        super().__init__()
+        self.prefix = prefix
+        claim_prefix(prefix, self)
+        groups, kept = (num_expert_group or 0, topk_group or 0) if use_grouped_topk else (0, 0)
+        self._expect_choices(num_experts, top_k, groups, kept, activation, apply_router_weight_on_input)
+        self.top_k = top_k
+        self.renormalize = renormalize
+        self.reduce_results = reduce_results
+        self.router = GroupedTopk(top_k, renormalize, groups, kept, scoring_func, routed_scaling_factor)
+        self.custom_routing_function = custom_routing_function
+        self.e_score_correction_bias = e_score_correction_bias
+        self.apply_router_weight_on_input = apply_router_weight_on_input
+        self.shared_experts = shared_experts
+        self.tp_size = get_tensor_model_parallel_world_size() if tp_size is None else tp_size
+        self.tp_rank = get_tensor_model_parallel_rank() if self.tp_size > 1 else 0
+        part = divide(intermediate_size, self.tp_size, f"{self.name}: the intermediate size")
+        self.moe_config = FusedMoEConfig(num_experts, top_k, hidden_size, part, activation, has_bias, params_dtype)
+        self._loader = ExpertLoader(
+            part, self.tp_rank, self.tp_size, activation == "swigluoai", transposed_checkpoint, self.name
+        )
+        self._create_weights(quant_config)
+
+    def _create_weights(self, quant_config: QuantizationConfig | None) -> None:
+        moe = self.moe_config
+        chosen: Any = quant_config.get_quant_method(self, self.prefix) if quant_config else None
+        self.quant_method = UnquantizedFusedMoEMethod(moe) if chosen is None else chosen
+        sizes = (moe.num_experts, moe.hidden_dim, moe.intermediate_size_per_partition)
+        dtype = moe.in_dtype or torch.get_default_dtype()
+        self.quant_method.create_weights(self, *sizes, dtype, weight_loader=self.weight_loader)
+        for name, parameter in self.named_parameters(recurse=False):
+            if name.startswith(("w13_", "w2_")) and not hasattr(parameter, "checkpoint_parts"):
+                setattr(parameter, "checkpoint_parts", checkpoint_parts(name, moe.num_experts))  # noqa: B010
+
+    def _expect_choices(
+        self, num_experts: int, top_k: int, groups: int, kept: int, activation: str, on_input: bool
+    ) -> None:
+        """Raise ``LayerError`` for numbers of experts that do not fit each other, or another activation."""
+        candidates = num_experts
+        if groups:
+            if num_experts % groups or not 1 <= kept <= groups:
+                raise LayerError(
+                    f"{self.name}: num_expert_group is {groups} and topk_group {kept}, expected a divisor of "
+                    f"{num_experts} experts and 1 to {groups}: take both from the model's config"
+                )
+            candidates = num_experts // groups * kept
+        if not 1 <= top_k <= candidates:
+            raise LayerError(
+                f"{self.name}: top_k is {top_k}, expected 1 to {candidates}, the experts to choose from: take top_k "
+                "and num_experts from one model's config"
+            )
+        if activation not in ACTIVATIONS:
+            raise LayerError(f"{self.name}: activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
+        if on_input and top_k != 1:
+            raise LayerError(
+                f"{self.name}: apply_router_weight_on_input is set and top_k is {top_k}, expected 1: an input has one "
+                "weight only where one expert takes it"
+            )
+
+    @property
+    def name(self) -> str:
+        """The layer as messages call it."""
+        return f"{self.op_class.__qualname__} {self.prefix!r}"
+
+    def weight_loader(self, param: Tensor, loaded_weight: LoadedTensor, part: Part = None) -> None:
+        """Load this rank's part of a parameter.
+
+        Args:
+            param: of this layer.
+            loaded_weight: of all experts ``[num_experts, out, in]``, or of one ``[out, in]``; biases without ``in``.
+            part: which expert, and ``"w1"``, ``"w2"`` or ``"w3"`` of it; ``None`` for all experts.
+
+        Raises:
+            WeightError: it has another shape.
+        """
+        name = next(name for name, own in self._parameters.items() if own is param)
+        self._loader.load(name, param, loaded_weight, part)
+
+    def process_weights_after_loading(self) -> None:
+        """Have the weight method bring the weights into the layout that it prefers."""
+        self.quant_method.process_weights_after_loading(self)
+
+    def select_experts(self, hidden_states: Tensor, router_logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose weights and ids, ``[tokens, top_k]``, by logits ``[tokens, num_experts]``.
+
+        Raises:
+            ValueError: logits are NaN, where the setting ``check_values`` is on; else such a token gets weights of NaN.
+        """
+        expect_last_dim("fused_moe", "router_logits", router_logits, self.moe_config.num_experts)
+        if host_state().checks_values() and values_are_known(router_logits) and bool(router_logits.isnan().any()):
+            raise ValueError(
+                f"fused_moe: router_logits of {self.name} are NaN for tokens "
+                f"{router_logits.isnan().any(-1).nonzero().flatten().tolist()[:10]}, expected numbers: see what its "
+                "hidden states are"
+            )
+        if self.custom_routing_function is not None:
+            return self.custom_routing_function(hidden_states, router_logits, self.top_k, self.renormalize)
+        chosen: tuple[Tensor, Tensor] = self.router(hidden_states, router_logits, self.e_score_correction_bias)
+        return chosen
+
+    def forward(self, hidden_states: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Tensor:
+        """Return what the chosen experts make of each token; ``input_ids`` is not read."""
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        weights, ids = self.select_experts(x, router_logits.reshape(x.shape[0], -1))
+        return self._apply_experts(hidden_states, weights, ids)
+
+    def _apply_experts(self, hidden_states: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        given = x
+        if self.apply_router_weight_on_input:
+            given, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
+        output: Tensor = self.quant_method.apply(self, given, weights, ids, self.shared_experts, x)
+        if self.reduce_results and self.tp_size > 1:
+            output = tensor_model_parallel_all_reduce(output)
+        return output.reshape(hidden_states.shape)
+
+    def extra_repr(self) -> str:
+        moe = self.moe_config
+        return f"{moe.num_experts}, top_k={self.top_k}, {moe.hidden_dim}, tp={self.tp_size}, {moe.activation}"
+
+
+@CustomOp.register("transformers_fused_moe")
+class TransformersMoERunner(FusedMoE):
+    """Experts that the caller has chosen, as the blocks of transformers do; constructed as ``FusedMoE``."""
+
+    def forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, **ignored: Any) -> Tensor:  # type: ignore[override]  # the choice in place of logits
+        """Return what the experts ``topk_ids`` make of each token, by ``topk_weights``: both ``[tokens, top_k]``."""
+        return self._apply_experts(hidden_states, topk_weights, topk_ids)
