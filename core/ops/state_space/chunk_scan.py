@@ -6,10 +6,9 @@ import torch
 from opgraft.binding.functional import register_functional
 from opgraft.ops.checks import expect_positive, expect_size, values_are_known
 from opgraft.ops.precision import compute_dtype
-from opgraft.ops.state_space.selective_scan import step_sizes
+from opgraft.ops.state_space.selective_scan import gated, step_sizes
 from opgraft.ops.state_space.sequences import expect_sequences, expect_shape, places
 from torch import Tensor
-from torch.nn import functional as F
 
 __all__ = ["mamba_chunk_scan"]
 
@@ -77,19 +76,9 @@ def mamba_chunk_scan(
     if values_are_known(query_start_loc):
         chunk_size = min(chunk_size, max(x.shape[0], 1))
     step, given_x = step_sizes(dt.to(dtype), dt_bias, dt_softplus), x.to(dtype)
-    chunks = _Chunks(x.shape[0], query_start_loc, chunk_size)
-    weighted, log_decay = chunks.fill(given_x * step[..., None]), chunks.fill(step * A.to(dtype))
-    b, c = (chunks.fill(each.to(dtype)) for each in (B, C))
-    between = _between(log_decay.mT)
-    carried, final = _states(chunks, weighted, log_decay, between, b, initial_states.to(dtype), per_group)
-    from_before = torch.einsum("nlgk,ngrpk->nlgrp", c, carried.unflatten(1, (-1, per_group))).flatten(2, 3)  # type: ignore[no-untyped-call]
-    y = _within(weighted, between, b, c, per_group) + from_before * log_decay.cumsum(1).exp()[..., None]
-    y = y.flatten(0, 1)[chunks.rows]
-    if D is not None:
-        y = y + D.to(dtype)[:, None] * given_x
-    if z is not None:
-        y = y * F.silu(z.to(dtype))
-    return y.to(x.dtype), final.to(initial_states.dtype)
+    inputs = (given_x * step[..., None], step * A.to(dtype), B.to(dtype), C.to(dtype))
+    y, final = _scan(_Chunks(x.shape[0], query_start_loc, chunk_size), inputs, initial_states.to(dtype), per_group)
+    return gated(y, given_x, None if D is None else D[:, None], z).to(x.dtype), final.to(initial_states.dtype)
 
 
 class _Chunks:
@@ -119,6 +108,19 @@ class _Chunks:
         """Return ``[tokens, ...]`` as ``[chunks, size, ...]``, with zeros where there are no tokens."""
         empty = x.new_zeros(self.count * self.size, *x.shape[1:])
         return empty.index_copy(0, self.rows, x).unflatten(0, (self.count, self.size))  # type: ignore[no-untyped-call]
+
+
+def _scan(
+    chunks: _Chunks, inputs: tuple[Tensor, Tensor, Tensor, Tensor], initial: Tensor, per_group: int
+) -> tuple[Tensor, Tensor]:
+    """Return the output of each token without the input's own part, and the last states."""
+    weighted, log_decay, b, c = (chunks.fill(each) for each in inputs)
+    between = _between(log_decay.mT)
+    carried, final = _states(chunks, weighted, log_decay, between, b, initial, per_group)
+    by_group = carried.unflatten(1, (-1, per_group))  # type: ignore[no-untyped-call]
+    from_before = torch.einsum("nlgk,ngrpk->nlgrp", c, by_group).flatten(2, 3)
+    y = _within(weighted, between, b, c, per_group) + from_before * log_decay.cumsum(1).exp()[..., None]
+    return y.flatten(0, 1)[chunks.rows], final
 
 
 def _between(log_decay: Tensor) -> Tensor:

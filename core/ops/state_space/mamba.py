@@ -81,13 +81,8 @@ class MambaMixer(StateLayer):
         self.in_proj = MergedColumnParallelLinear(
             hidden_size, [intermediate_size] * 2, use_bias, prefix=f"{prefix}.in_proj", return_bias=False
         )
-        self.x_proj = RowParallelLinear(
-            intermediate_size,
-            time_step_rank + 2 * ssm_state_size,
-            False,
-            prefix=f"{prefix}.x_proj",
-            return_bias=False,
-        )
+        parts = time_step_rank + 2 * ssm_state_size
+        self.x_proj = RowParallelLinear(intermediate_size, parts, False, prefix=f"{prefix}.x_proj", return_bias=False)
         # the scan adds the bias, in float32
         self.dt_proj = ColumnParallelLinear(
             time_step_rank, intermediate_size, True, skip_bias_add=True, prefix=f"{prefix}.dt_proj"
@@ -98,12 +93,15 @@ class MambaMixer(StateLayer):
             intermediate_size, hidden_size, use_bias, prefix=f"{prefix}.out_proj", return_bias=False
         )
         if use_rms_norm:
-            self.dt_layernorm = RMSNorm(time_step_rank, rms_norm_eps, has_weight=rms_norm_has_weight)
-            self.b_layernorm = RMSNorm(ssm_state_size, rms_norm_eps, has_weight=rms_norm_has_weight)
-            self.c_layernorm = RMSNorm(ssm_state_size, rms_norm_eps, has_weight=rms_norm_has_weight)
+            self._make_norms(rms_norm_eps, rms_norm_has_weight)
         self.dtype = torch.get_default_dtype()
         self.convolve, self.convolve_step = CausalConv1d(activation), CausalConv1dUpdate(activation)
         self.scan, self.scan_step = SelectiveScan(True), SelectiveStateUpdate(True)
+
+    def _make_norms(self, eps: float, has_weight: bool) -> None:
+        self.dt_layernorm = RMSNorm(self.time_step_rank, eps, has_weight=has_weight)
+        self.b_layernorm = RMSNorm(self.ssm_state_size, eps, has_weight=has_weight)
+        self.c_layernorm = RMSNorm(self.ssm_state_size, eps, has_weight=has_weight)
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of the last inputs and of the scan's state."""

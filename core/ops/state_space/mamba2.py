@@ -79,11 +79,7 @@ class MambaMixer2(StateLayer):
         prefix: str = "",
     ) -> None:
         super().__init__(prefix)
-        if num_heads * head_dim != intermediate_size or num_heads % n_groups:
-            raise ValueError(
-                f"mamba_mixer2: {num_heads} heads of {head_dim} in {n_groups} groups, expected {intermediate_size} "
-                "elements and a divisor of the heads"
-            )
+        _expect_sizes(num_heads, head_dim, n_groups, intermediate_size)
         ranks = ranks_of({"num_heads of a mixer": num_heads, "n_groups of a mixer": n_groups})
         self.tp_size = ranks
         self.num_heads, self.n_groups = num_heads // ranks, n_groups // ranks
@@ -103,14 +99,8 @@ class MambaMixer2(StateLayer):
         self.D = by_channel(num_heads)
         self.dt_bias = by_channel(num_heads)
         self.norm = Mixer2RMSNormGated(intermediate_size, n_groups, use_rms_norm, rms_norm_eps)
-        self.out_proj = RowParallelLinear(
-            intermediate_size,
-            hidden_size,
-            use_bias,
-            quant_config=quant_config,
-            prefix=f"{prefix}.out_proj",
-            return_bias=False,
-        )
+        others: dict[str, Any] = {"quant_config": quant_config, "prefix": f"{prefix}.out_proj", "return_bias": False}
+        self.out_proj = RowParallelLinear(intermediate_size, hidden_size, use_bias, **others)
         self.dtype = torch.get_default_dtype()
         self.convolve, self.convolve_step = CausalConv1d(activation), CausalConv1dUpdate(activation)
         self.scan, self.scan_step = MambaChunkScan(CHUNK_SIZE, True), SelectiveStateUpdate(True)
@@ -164,6 +154,14 @@ class MambaMixer2(StateLayer):
         self.convolve_step(mixed, batch.states[0], self.conv1d.taps, batch.slots, convolved, self.conv1d.bias)
         x, b, c = self._parts(convolved)
         return step_heads(self.scan_step, batch, x, dt, self.A, b, c, self.D, self.dt_bias).flatten(1)
+
+
+def _expect_sizes(num_heads: int, head_dim: int, n_groups: int, intermediate_size: int) -> None:
+    if num_heads * head_dim != intermediate_size or num_heads % n_groups:
+        raise ValueError(
+            f"mamba_mixer2: {num_heads} heads of {head_dim} in {n_groups} groups, expected {intermediate_size} "
+            "elements and a divisor of the heads"
+        )
 
 
 def step_heads(

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 __all__ = ["selective_scan", "selective_state_update"]
 
-CHUNK = 32
+CHUNK = 16
 """Tokens that are scanned one after another, in all chunks at once; chunks are combined by doubling."""
-LARGEST_NUMBER_OF_CHUNKS = 2**20
+LARGEST_NUMBER_OF_CHUNKS = 2**16
 """The bound of doublings where the number of tokens is a symbol."""
 
 
@@ -75,7 +75,30 @@ def selective_scan(
         ValueError: a shape, a dtype or a device does not fit, or ``query_start_loc`` does not ascend from 0 to the
             number of tokens.
     """
+    _expect_channels(x, dt, A, B, C, query_start_loc, initial_states, D, z, dt_bias)
+    dtype = compute_dtype(x.dtype)
+    step, given_x = step_sizes(dt.to(dtype), dt_bias, dt_softplus), x.to(dtype)
+    inputs = (step, step * given_x, B.to(dtype), C.to(dtype))
+    where, known = places(x.shape[0], query_start_loc), values_are_known(query_start_loc)
+    y, final = _scan(inputs, A.to(dtype), where, initial_states.to(dtype), known)
+    return gated(y, given_x, D, z).to(x.dtype), final.to(initial_states.dtype)
+
+
+def _expect_channels(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    query_start_loc: Tensor,
+    initial_states: Tensor,
+    D: Tensor | None,  # noqa: N803
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+) -> None:
     op = "selective_scan"
+    if A.dim() != 2:
+        raise ValueError(f"{op}: A has shape {tuple(A.shape)}, expected [channels, state]")
     expect_sequences(op, x, query_start_loc, initial_states)
     tokens, (channels, size) = x.shape[0], A.shape
     for name, given, shape in (
@@ -90,17 +113,13 @@ def selective_scan(
         ("dt_bias", dt_bias, (channels,)),
     ):
         expect_shape(op, name, given, shape, x)
-    dtype = compute_dtype(x.dtype)
-    step = step_sizes(dt.to(dtype), dt_bias, dt_softplus)
-    where = places(tokens, query_start_loc)
-    given_x = x.to(dtype)
-    inputs = (step, step * given_x, B.to(dtype), C.to(dtype))
-    y, final = _scan(inputs, A.to(dtype), where, initial_states.to(dtype), values_are_known(query_start_loc))
-    if D is not None:
-        y = y + D.to(dtype) * given_x
-    if z is not None:
-        y = y * F.silu(z.to(dtype))
-    return y.to(x.dtype), final.to(initial_states.dtype)
+
+
+def gated(y: Tensor, x: Tensor, weight: Tensor | None, z: Tensor | None) -> Tensor:
+    """Return ``(y + weight · x) · silu(z)``, in the dtype of ``y``, without what is not given."""
+    if weight is not None:
+        y = y + weight.to(y.dtype) * x
+    return y if z is None else y * F.silu(z.to(y.dtype))
 
 
 def step_sizes(dt: Tensor, dt_bias: Tensor | None, dt_softplus: bool) -> Tensor:
@@ -217,12 +236,7 @@ def selective_state_update(
     b, c = (each.to(dtype).repeat_interleave(per_group, 1) for each in (B, C))
     decayed = torch.exp(step[..., None] * A.to(dtype)) * state[slots].to(dtype)
     new = torch.addcmul(decayed, (step * given_x)[..., None], b[:, :, None, :])
-    y = (new @ c[..., None]).squeeze(-1)
-    if D is not None:
-        y = y + D.to(dtype) * given_x
-    if z is not None:
-        y = y * F.silu(z.to(dtype))
-    out.copy_(y)
+    out.copy_(gated((new @ c[..., None]).squeeze(-1), given_x, D, z))
     state[slots] = new.to(state.dtype)
 
 
