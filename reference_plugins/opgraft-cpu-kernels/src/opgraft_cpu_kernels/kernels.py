@@ -22,7 +22,7 @@ from opgraft_cpu_kernels.library import missing
 
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 FP8 = torch.float8_e4m3fn
-REFUSED = (ValueError, NotImplementedError)
+REFUSED = (ValueError, NotImplementedError, TypeError)
 """The errors of the kernels for arguments that they do not take, on other devices too."""
 
 
@@ -53,6 +53,26 @@ def kernel(form: Any) -> Callable[..., Any]:
             except REFUSED:
                 pass
         return native(x, *args, **kwargs)
+
+    return function
+
+
+def stepping(form: Any) -> Callable[..., Any]:
+    """Return the kernel of a form that brings states forward."""
+    name, run, native = form.name, op(form.name), form.native
+    parameters = tuple(inspect.signature(native).parameters)
+
+    @functools.wraps(native, assigned=("__name__", "__qualname__", "__doc__", "__annotations__"))
+    def function(state: Tensor, *args: Any, **kwargs: Any) -> Any:
+        taken = state.dtype is torch.float32 and state.is_cpu
+        if taken and is_dynamo_compiling():
+            taken = not refusal(name, {**dict(zip(parameters, (state, *args), strict=False)), **kwargs})
+        if taken:
+            try:
+                return run(state, *args, **kwargs)
+            except REFUSED:
+                pass
+        return native(state, *args, **kwargs)
 
     return function
 
@@ -148,7 +168,7 @@ silu_ = kernel(functional.silu_)
 relu2 = kernel(functional.relu2)
 xielu = kernel(functional.xielu)
 selective_scan = kernel(functional.selective_scan)
-selective_state_update = kernel(functional.selective_state_update)
+selective_state_update = stepping(functional.selective_state_update)
 apply_rotary_emb = kernel(functional.apply_rotary_emb)
 rotary_embedding = rotation(functional.rotary_embedding)
 rotary_embedding_ = rotation(functional.rotary_embedding_)
