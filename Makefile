@@ -127,7 +127,7 @@ bench-serve: .venv/opgraft
 MINUTES ?= 20
 # oneDNN and torch keep what they have prepared for 1,024 shapes, which would hide a leak for as long as new lengths of texts come.
 soak-serve: .venv/opgraft
-	ONEDNN_PRIMITIVE_CACHE_CAPACITY=16 LRU_CACHE_CAPACITY=16 $(BIN)/python benchmarks/serve.py --rows soak --minutes $(MINUTES)
+	$(BIN)/python benchmarks/serve.py --rows soak --minutes $(MINUTES)
 
 bench-models: .demo/installed
 	PYTHONPATH=$(CURDIR)/.demo $(BIN)/python benchmarks/models.py

@@ -9,19 +9,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import resource
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from engine_rows import Finding, print_findings
 from opgraft.bench.client import Client, Outcome
 from opgraft.bench.load import Load, Question, run
-from opgraft.bench.prompts import arrivals, random_prompts
+from opgraft.bench.prompts import Prompt, arrivals, random_prompts
 from opgraft.bench.report import Limits, percentile, report
 from serving_sides import (
     WORDS,
@@ -49,6 +50,9 @@ SMALL_CACHE = {"cache.num_blocks": 256, "model.max_model_len": 1024}
 SMALL_BATCHES = {"scheduler.max_num_batched_tokens": 512, "scheduler.max_num_seqs": 64}
 """What is soon used to its last byte: the system gives memory when it is first written, which is no leak."""
 
+LENGTHS = 48, 80
+"""Shortest and longest answers of the overload, in tokens."""
+
 GOOD = 3.0
 """An answer is a good one up to so many times the median at the peak: as many wait as run, so 2 is what has to be."""
 
@@ -59,21 +63,29 @@ IN_A_ROW = 3
 """Answers within it that tell that it has."""
 
 
-def load(served: Served, prompts: int, load: Load, *, tokens: int = SHORT.tokens, seed: int = 0) -> list[Outcome]:
+def load(served: Served, prompts: Sequence[Prompt], load: Load, *, tokens: int = SHORT.tokens) -> list[Outcome]:
     """Put a load on a server."""
 
     async def measure() -> list[Outcome]:
         async with Client(served.url) as client:
             question = Question(await client.model(), False, tokens, {"temperature": 0, "ignore_eos": True})
-            return await run(client, question, random_prompts(prompts, WORDS, seed), load)
+            return await run(client, question, prompts, load)
 
     return asyncio.run(measure())
+
+
+def staggered(number: int, seed: int) -> list[Prompt]:
+    """Return prompts with answers of different lengths: of one length they would begin and end in step at the peak."""
+    lengths = random.Random(seed)  # noqa: S311 - nothing secret
+    prompts = random_prompts(number, WORDS, seed)
+    return [replace(prompt, max_tokens=lengths.randint(*LENGTHS)) for prompt in prompts]
 
 
 def served_cost(served: Served, work: Work, seed: int) -> Cost:
     """Have a server answer the prompts of a seed, all at once."""
     start, cpu = time.perf_counter(), process_cpu(served.pid)
-    outcomes = load(served, work.requests, Load(concurrency=work.requests), tokens=work.tokens, seed=seed)
+    prompts = random_prompts(work.requests, WORDS, seed)
+    outcomes = load(served, prompts, Load(concurrency=work.requests), tokens=work.tokens)
     if any(outcome.error or outcome.output_tokens != work.tokens for outcome in outcomes):
         raise SystemExit("a request to the server failed: run 'opgraft bench serve' to see how")
     return Cost(time.perf_counter() - start, process_cpu(served.pid) - cpu)
@@ -119,7 +131,7 @@ def streams(folder: Path, arguments: argparse.Namespace) -> list[Finding]:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with serving(write_tiny(folder), **SHORT.settings | {"scheduler.max_num_seqs": 8}) as served:
-        load(served, SHORT.requests, Load(concurrency=SHORT.requests))
+        load(served, random_prompts(SHORT.requests, WORDS, 0), Load(concurrency=SHORT.requests))
         before = process_memory(served.pid)
         held = asyncio.run(_most_memory(served))
     per_stream = (held[0] - before) / STREAMS / 1e3
@@ -149,8 +161,8 @@ def overload(folder: Path, arguments: argparse.Namespace) -> list[Finding]:
     """Ask for twice what the server can bear."""
     limits = {"scheduler.max_num_seqs": RUNNING, "server.max_waiting_requests": WAITING}
     with serving(write_tiny(folder), **SHORT.settings | limits) as served:
-        alone = _median_seconds(load(served, 8, Load())[1:])
-        busy = load(served, 16 * SHORT.requests, Load(concurrency=RUNNING))
+        alone = _median_seconds(load(served, staggered(9, 0), Load())[1:])
+        busy = load(served, staggered(16 * SHORT.requests, 0), Load(concurrency=RUNNING))
         good = Limits(end_to_end=GOOD * _median_seconds(busy))
         peak = report("peak", busy, good).goodput
         twice = Load(rate=2 * peak)
@@ -185,7 +197,7 @@ async def _overloaded(served: Served, twice: Load, seconds: float, limit: float)
     """Put a load on a server, and return what became of it, what ran as it ended, and the seconds of recovery."""
     async with Client(served.url) as client:
         question = Question(await client.model(), False, SHORT.tokens, {"temperature": 0, "ignore_eos": True})
-        prompts = random_prompts(max(2, int((twice.rate or 0) * seconds)), WORDS, 1)
+        prompts = staggered(max(2, int((twice.rate or 0) * seconds)), 1)
         loading = asyncio.create_task(run(client, question, prompts, twice))
         await asyncio.sleep(arrivals(len(prompts), twice.rate or 0, twice.poisson, twice.seed)[-1])
         running = await asyncio.to_thread(served.metric, "num_requests_running")

@@ -5,8 +5,9 @@ Each function runs the kernel that its op is bound to here and now, where the cl
 alone have the use: the function runs its native definition, and the op's decision says so.
 
 The same functions are registered as ``torch.ops.opgraft.<name>``, for graphs that must show each as one node. These
-run without autocast. Functions whose names end in ``_`` write to their arguments, and ``write_kv_cache`` to its cache;
-no other does. Registered, they refuse arguments that require a gradient, where gradients are recorded.
+run without autocast. Functions whose names end in ``_`` write to their arguments, ``write_kv_cache`` and
+``concat_and_cache_mla`` to their cache, and the updates of states to those and to ``out``; no other does. Registered,
+they refuse arguments that require a gradient, where gradients are recorded.
 """
 
 from opgraft.ops.activation import functional as _activation
@@ -19,6 +20,8 @@ from opgraft.ops.conv import functional as _conv
 from opgraft.ops.conv.functional import *
 from opgraft.ops.fused_moe import functional as _fused_moe
 from opgraft.ops.fused_moe.functional import *
+from opgraft.ops.latent_attention import functional as _latent_attention
+from opgraft.ops.latent_attention.functional import *
 from opgraft.ops.layernorm import functional as _layernorm
 from opgraft.ops.layernorm.functional import *
 from opgraft.ops.linear import functional as _linear
@@ -31,6 +34,8 @@ from opgraft.ops.rotary import functional as _rotary
 from opgraft.ops.rotary.functional import *
 from opgraft.ops.routing import functional as _routing
 from opgraft.ops.routing.functional import *
+from opgraft.ops.state_space import functional as _state_space
+from opgraft.ops.state_space.functional import *
 
 __all__: list[str] = []
 __all__ += _activation.__all__
@@ -38,9 +43,11 @@ __all__ += _attention.__all__
 __all__ += _paged.__all__
 __all__ += _conv.__all__
 __all__ += _fused_moe.__all__
+__all__ += _latent_attention.__all__
 __all__ += _layernorm.__all__
 __all__ += _linear.__all__
 __all__ += _quantization.__all__
 __all__ += _quantized_linear.__all__
 __all__ += _rotary.__all__
 __all__ += _routing.__all__
+__all__ += _state_space.__all__

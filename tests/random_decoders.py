@@ -36,8 +36,36 @@ GRANITE = {
     "residual_multiplier": 0.22,
     "attention_multiplier": 0.11,
 }
-EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 3,
+}
+EXPERTS = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+}
 YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.9,
+}
+ROUTED = {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16}
+YARN_UNTRUNCATED = {
     "rope_type": "yarn",
     "rope_theta": 150000.0,
     "factor": 4.0,
@@ -62,9 +90,20 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("Granite", GRANITE),
     "olmo2": ("Olmo2", {}),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 5}),
-    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "moe_intermediate_size": 24, "mlp_only_layers": [1], "norm_topk_prob": True}),
+    "qwen3_moe": ("Qwen3Moe", {**ROUTED, "moe_intermediate_size": 24, "mlp_only_layers": [1], "norm_topk_prob": True}),
     "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
-    "gpt_oss": ("GptOss", {**EXPERTS, "sliding_window": 5, "rope_parameters": YARN}),
+    "gpt_oss": ("GptOss", {**ROUTED, "sliding_window": 5, "rope_parameters": YARN_UNTRUNCATED}),
+    "deepseek v2": ("DeepseekV2", LATENT),
+    "deepseek v3, with latent queries and yarn": (
+        "DeepseekV3",
+        {**LATENT, "q_lora_rank": 20, "attention_bias": True, "rope_parameters": YARN},
+    ),
+    "deepseek v2, with experts": (
+        "DeepseekV2",
+        {**LATENT, **EXPERTS, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7},
+    ),
+    "deepseek v3, with experts": ("DeepseekV3", {**LATENT, **EXPERTS, "q_lora_rank": 20, "first_k_dense_replace": 2}),
+    "deepseek v3, halves rotated": ("DeepseekV3", {**LATENT, "rope_interleave": False, "v_head_dim": 24}),
 }
 
 
@@ -99,3 +138,29 @@ def through_transformers(kind: str, folder: Path, **more: Any) -> Any:
     values = {**SIZES, "num_key_value_heads": 2, "head_dim": 12, **THROUGH_TRANSFORMERS[kind], **more}
     config = transformers.AutoConfig.for_model(kind, **values)
     return saved(transformers.AutoModelForCausalLM.from_config(config), folder)
+
+
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": (
+        "Lfm2",
+        {
+            "num_key_value_heads": 2,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_multiple_of": 8,
+            "conv_bias": True,
+        },
+    ),
+    "mamba": ("Mamba", {"state_size": 5, "time_step_rank": 4, "use_bias": True}),
+    "mamba2": (
+        "Mamba2",
+        {"state_size": 6, "num_heads": 6, "head_dim": 16, "n_groups": 2, "chunk_size": 4, "tie_word_embeddings": True},
+    ),
+}
+"""Decoders whose layers carry a state."""
+
+
+def hybrid(name: str, folder: Path, **more: Any) -> Any:
+    """A model of transformers with layers that carry a state, whose checkpoint is in ``folder``."""
+    family, values = HYBRIDS[name]
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **values, **more})
+    return saved(getattr(transformers, f"{family}ForCausalLM")(config), folder)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 from opgraft.cli.output import COMMAND_LINE, echo, with_settings
-from opgraft.config import FIELDS
+from opgraft.config import FIELDS, OpgraftConfig, set_config
 from opgraft.errors import InputError
 from opgraft.logger import write_json
 from opgraft.plugins.selection import current_platform
@@ -31,6 +34,8 @@ _SHORT = {
     "model.max_model_len": "--max-model-len",
     "scheduler.max_num_seqs": "--max-num-seqs",
 }
+
+_SHAPES_KEPT = "64"
 
 _GROUPS = {
     "server": "Server",
@@ -78,8 +83,25 @@ def command(model: str, api_keys: tuple[str, ...]) -> None:
         raise click.UsageError("--api-key is empty: give a key, or leave the option out")
     write_json()
     logging.getLogger("opgraft.server").setLevel(logging.INFO)
-    config = engine_config(model, None, {}).resolved()
-    _server().serve(model, config, api_keys, _show)
+    with _memory_of_a_server():
+        config = engine_config(model, None, {}).resolved()
+        _server().serve(model, config, api_keys, _show)
+
+
+@contextmanager
+def _memory_of_a_server() -> Iterator[None]:
+    """Set what a process that runs for long does with memory, but for what its operator has set.
+
+    Freed memory is used again by the next step. oneDNN and torch prepare anew what is asked for rarely: they would keep
+    1,024 shapes, and an encoder meets as many.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, _SHAPES_KEPT)
+    if host_state().settings().origins["cpu_keep_memory"] != "default":
+        yield
+        return
+    with set_config(OpgraftConfig(cpu_keep_memory=True), origin="opgraft serve"):
+        yield
 
 
 def _server() -> Any:

@@ -50,6 +50,12 @@ def transformed() -> bool:
     return cannot_tell is not None or _transform() is not None or forward_ad._current_level >= 0
 
 
+def followed_or_transformed() -> bool:
+    """Tell whether either is so, in one call: every eager call of a linear layer asks."""
+    untold = cannot_tell is not None or _transform() is not None or _modes() > 0
+    return untold or _trace() is not None or forward_ad._current_level >= 0
+
+
 @constant_while_tracing
 def exporting() -> bool:
     """Tell whether ``torch.export`` looks on. Ask while tracing: to the compiler of torch 2.8 it always seems so."""

@@ -63,6 +63,11 @@ class CacheConfig(Section):
         },
     )
     prefix_reuse: bool = setting("reuse blocks of prompts that begin alike", default=True)
+    num_states: int | None = setting(
+        "states of sequences that the cache holds, for models whose layers keep some",
+        minimum=1,
+        unset="two for each request that runs at once, as memory allows",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,6 +82,11 @@ class BlockPool:
             self._by_key[key] = block
             self._keys[block] = key
 
+    def forget(self) -> None:
+        """Forget all contents."""
+        self._keys = [None] * self.num_blocks
+        self._by_key.clear()
+
     def holds(self, key: Hashable) -> bool:
         """Tell whether some block has the content of a key."""
         return key in self._by_key

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
 
 import torch
 from opgraft.engine.kv_cache import LayerKind
 from opgraft.errors import ConfigError
-from opgraft.ops.attention import Attention
-from opgraft.ops.attention.decoder import cache_shape
+from opgraft.ops.attention.cached import CachedAttention, cache_shape
+from opgraft.ops.state_space.layer import StateLayer
 from torch import Tensor
 
 CODES: Mapping[str, torch.dtype] = MappingProxyType({"int8": torch.int8, "fp8": torch.uint8})
@@ -47,15 +47,23 @@ class CacheLayout:
         groups: prefixes of the layers of each group.
         block_size: tokens in a block.
         dtype: of the cache.
+        states: prefix → layer that keeps a state of each sequence, in slots beside the blocks.
     """
 
-    layers: Mapping[str, Attention]
+    layers: Mapping[str, CachedAttention]
     groups: Sequence[Sequence[str]]
     block_size: int
     dtype: torch.dtype
+    states: Mapping[str, StateLayer] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, layers: Mapping[str, Attention], block_size: int, dtype: torch.dtype) -> CacheLayout:
+    def of(
+        cls,
+        layers: Mapping[str, CachedAttention],
+        block_size: int,
+        dtype: torch.dtype,
+        states: Mapping[str, StateLayer] | None = None,
+    ) -> CacheLayout:
         """Group layers by their windows.
 
         Raises:
@@ -68,7 +76,7 @@ class CacheLayout:
             by_window.setdefault(layer.sliding_window, []).append(name)
         size = min(map(len, by_window.values()), default=1)
         groups = [names[i : i + size] for names in by_window.values() for i in range(0, len(names), size)]
-        return cls(layers, groups, block_size, dtype)
+        return cls(layers, groups, block_size, dtype, states or {})
 
     @property
     def kinds(self) -> list[LayerKind]:
@@ -86,6 +94,36 @@ class CacheLayout:
         tensors = {home: torch.empty(home[1], dtype=self.dtype, device=device) for home in set(homes.values())}
         return {name: tensors[home] for name, home in homes.items()}
 
+    @property
+    def bytes_per_state(self) -> int:
+        """Return the bytes that one slot takes in all layers that keep states."""
+        return sum(size * dtype.itemsize for dtype, size in self._state_sizes().items())
+
+    def allocate_states(self, num_states: int, device: torch.device) -> dict[torch.dtype, Tensor]:
+        """Return for each dtype a tensor with so many slots, in which the states of all layers are side by side."""
+        sizes = self._state_sizes()
+        return {dtype: torch.zeros(num_states, size, dtype=dtype, device=device) for dtype, size in sizes.items()}
+
+    def states_of_layers(self, slots: Mapping[torch.dtype, Tensor]) -> dict[str, tuple[Tensor, ...]]:
+        """Return the tensors of each layer, parts of those that ``allocate_states`` has made."""
+        taken = dict.fromkeys(slots, 0)
+        parts: dict[str, tuple[Tensor, ...]] = {}
+        for name, layer in self.states.items():
+            own = []
+            for shape, dtype in zip(layer.get_state_shape(), layer.get_state_dtype(), strict=True):
+                part = slots[dtype][:, taken[dtype] : taken[dtype] + prod(shape)]
+                own.append(part.view(len(part), *shape))
+                taken[dtype] += prod(shape)
+            parts[name] = tuple(own)
+        return parts
+
+    def _state_sizes(self) -> dict[torch.dtype, int]:
+        sizes: dict[torch.dtype, int] = {}
+        for layer in self.states.values():
+            for shape, dtype in zip(layer.get_state_shape(), layer.get_state_dtype(), strict=True):
+                sizes[dtype] = sizes.get(dtype, 0) + prod(shape)
+        return sizes
+
     def _homes(self, num_blocks: int) -> dict[str, tuple[int, tuple[int, ...]]]:
         """Return for each layer the tensor that it has: its place in its group and the shape."""
         return {
@@ -95,7 +133,7 @@ class CacheLayout:
         }
 
 
-def _expect_codes(layers: Mapping[str, Attention]) -> None:
+def _expect_codes(layers: Mapping[str, CachedAttention]) -> None:
     """Raise ``ConfigError`` unless each layer can be told that its cache is one of codes."""
     for name, layer in layers.items():
         if not layer.holds_codes():

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from opgraft.config import CompilationMode, OpgraftConfig
+from opgraft.engine.cache_layout import CacheLayout
 from opgraft.errors import ConfigError
-from opgraft.ops.attention import Attention
+from opgraft.ops.attention.cached import CachedAttention
 from opgraft.ops.attention.node import nodes_of
 from opgraft.text import described
 from torch import Tensor
@@ -30,7 +31,7 @@ class CompiledModel:
         ConfigError: there is no such backend.
     """
 
-    def __init__(self, model: Any, layers: Mapping[str, Attention], backend: str | None) -> None:
+    def __init__(self, model: Any, layers: Mapping[str, CachedAttention], backend: str | None) -> None:
         self.layers = layers
         self.backend = backend or "inductor"
         for layer in layers.values():
@@ -90,7 +91,7 @@ def expect_compilable(config: OpgraftConfig) -> None:
         )
 
 
-def compiled_as_set(model: Any, layers: Mapping[str, Attention], config: OpgraftConfig) -> CompiledModel | None:
+def compiled_as_set(model: Any, layout: CacheLayout, config: OpgraftConfig) -> CompiledModel | None:
     """Return the model compiled as ``compilation_config`` says; ``None`` for its mode ``NONE``.
 
     Raises:
@@ -103,4 +104,9 @@ def compiled_as_set(model: Any, layers: Mapping[str, Attention], config: Opgraft
             "compilation_config.mode is set, and the model has ropes that depend on the length of the context, which "
             "no graph has: set it to NONE"
         )
-    return CompiledModel(model, layers, config.compilation_config.backend)
+    if layout.states:
+        raise ConfigError(
+            f"compilation_config.mode is set, and the layer {next(iter(layout.states))!r} keeps a state of each "
+            "sequence, which no graph has: set it to NONE"
+        )
+    return CompiledModel(model, layout.layers, config.compilation_config.backend)

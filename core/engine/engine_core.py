@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.engine.cache_layout import CacheLayout
+from opgraft.engine.cache_room import room_for
 from opgraft.engine.compiled_model import expect_compilable
 from opgraft.engine.executor import Executor
 from opgraft.engine.kv_cache import KVCacheManager
@@ -60,15 +61,16 @@ class EngineCore:
         self.executor = Executor(self.opgraft_config)
         self.executor.start()
         layout: CacheLayout = self.executor.call("load_model")
-        if not layout.layers:
+        if not layout.layers and not layout.states:
             reason = self.executor.call("why_uncached") or "it cannot generate"
             raise ModelError(f"the model {given.model.name} has no attention layers with a cache: {reason}")
         self.max_model_len = self._context()
         cache = self.opgraft_config.cache
-        num_blocks = cache.num_blocks or self.executor.call("cache_bytes") // layout.bytes_per_block
-        self.cache = KVCacheManager(layout.kinds, num_blocks, layout.block_size, cache.prefix_reuse)
+        room = room_for(layout, self.opgraft_config, lambda: self.executor.call("cache_bytes"))
+        sizes = room.num_blocks, layout.block_size, cache.prefix_reuse, room.num_states
+        self.cache = KVCacheManager(layout.kinds, *sizes)
         self._expect_room(layout)
-        self.executor.call("allocate_cache", num_blocks)
+        self.executor.call("allocate_cache", *room)
         fits = self.executor.call("context_fits")
         self.scheduler = Scheduler(self.opgraft_config.scheduler, self.cache, self.max_model_len, fits)
         self.counters = self.scheduler.counters
@@ -95,13 +97,14 @@ class EngineCore:
     @property
     def cache_tokens(self) -> int:
         """Return how many tokens of long sequences the cache holds."""
-        full = sum(kind.sliding_window is None for kind in self.cache.kinds) or len(self.cache.kinds)
+        full = sum(kind.sliding_window is None for kind in self.cache.kinds) or len(self.cache.kinds) or 1
         return self.cache.pool.num_blocks // full * self.cache.block_size
 
     def capacity(self) -> str:
         """Say in words what the cache holds."""
+        states = f"{self.cache.num_states:,} states and " if self.cache.states else ""
         return (
-            f"the cache holds {self.cache_tokens:,} tokens in {self.cache.pool.num_blocks:,} blocks of "
+            f"the cache holds {states}{self.cache_tokens:,} tokens in {self.cache.pool.num_blocks:,} blocks of "
             f"{self.cache.block_size}; the longest context has {self.max_model_len:,}"
         )
 

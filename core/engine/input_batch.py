@@ -11,7 +11,7 @@ from operator import add
 import torch
 from opgraft.engine.staging import Sender, Staging
 from opgraft.engine.step import Blocks, NewSequence, Scheduled, Step
-from opgraft.ops.attention.batch import AttentionBatch, LayerPages
+from opgraft.ops.attention.batch import AttentionBatch, LayerPages, LayerStates
 from torch import Tensor
 
 
@@ -35,14 +35,15 @@ class Inputs:
 
 
 class _Sequence:
-    """Tokens of a sequence, its row in the tables, and the context that its first tokens are rotated for."""
+    """Tokens of a sequence, its row in the tables, its state, and the context that its first tokens are rotated for."""
 
-    __slots__ = ("context", "row", "tokens", "widths")
+    __slots__ = ("context", "row", "state", "tokens", "widths")
 
-    def __init__(self, row: int, tokens: Sequence[int], context: int, groups: int) -> None:
+    def __init__(self, row: int, new: NewSequence, groups: int) -> None:
         self.row = row
-        self.context = context
-        self.tokens = array("q", tokens)
+        self.context = new.context
+        self.state = new.state
+        self.tokens = array("q", new.tokens)
         self.widths = [0] * groups
 
 
@@ -57,6 +58,7 @@ class InputBatch:
         block_size: tokens in a block.
         device: where the model is; tables and inputs are built on the host.
         fits_context: the model has ropes that depend on the length of the context.
+        states: for each layer that keeps states the tensors of those by its prefix.
     """
 
     def __init__(
@@ -69,10 +71,12 @@ class InputBatch:
         device: torch.device,
         *,
         fits_context: bool = False,
+        states: Mapping[str, tuple[Tensor, ...]] | None = None,
     ) -> None:
         self.groups = groups
         self.block_size = block_size
         self.fits_context = fits_context
+        self.states = states or {}
         self._max_blocks = max_blocks
         self._send = Sender(device).send
         self._tokens = Staging(4 * max_num_batched_tokens + 2 * max_num_seqs, torch.int64)
@@ -106,7 +110,7 @@ class InputBatch:
         self._rows.append(self._sequences.pop(request_id).row)
 
     def _add(self, new: NewSequence) -> None:
-        sequence = _Sequence(self._rows.pop(), new.tokens, new.context, len(self.groups))
+        sequence = _Sequence(self._rows.pop(), new, len(self.groups))
         self._sequences[new.request_id] = sequence
         self._extend(sequence, new.blocks)
 
@@ -145,8 +149,15 @@ class InputBatch:
             self.block_size,
             context_lens=contexts if self.fits_context else None,
             continues=continues,
+            states=self._states([each.state for each in sequences]),
         )
         return Inputs(input_ids, positions, batch, sampled_rows, tuple(compress(names, samples)))
+
+    def _states(self, slots: list[int]) -> dict[str, LayerStates]:
+        if not self.states:
+            return {}
+        sent = self._send(torch.tensor(slots))
+        return {name: LayerStates(tensors, sent) for name, tensors in self.states.items()}
 
     def _pages(self, positions: Tensor, token_rows: Tensor, rows: Tensor, longest: int) -> dict[str, LayerPages]:
         """Return the pages of each layer.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from opgraft.errors import MOST_LISTED, ConfigError
-from opgraft.ops.attention import Attention
+from opgraft.ops.attention.cached import CachedAttention
 from opgraft.ops.embedding import VocabParallelEmbedding
 from opgraft.ops.linear.invariant import compute_rows_alike
 from opgraft.ops.linear.methods import HasWeightMethod
@@ -30,7 +30,7 @@ def make_batch_invariant(model: nn.Module, block_size: int) -> None:
 
 
 def _obstacle(layer: nn.Module, block_size: int) -> str | None:
-    if isinstance(layer, Attention):
+    if isinstance(layer, CachedAttention):
         return None if layer.batch_invariant(block_size) else f"attention by {type(layer).__name__}"
     if isinstance(layer, VocabParallelEmbedding) and layer.looks_up:
         return None

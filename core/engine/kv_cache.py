@@ -14,6 +14,7 @@ from typing import NamedTuple
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.engine.blocks import BlockPool
 from opgraft.engine.request import Request
+from opgraft.engine.state_slots import StateSlots
 from opgraft.engine.step import Blocks
 
 
@@ -44,11 +45,13 @@ class Prefix(NamedTuple):
         num_tokens: its length.
         blocks: for each kind the full blocks that the next token attends to; those before it are not needed.
         partial: for each kind the block whose first tokens are to be copied; empty where all blocks are full.
+        state: slot of the state after it, where layers keep states.
     """
 
     num_tokens: int
     blocks: Sequence[Sequence[int]]
     partial: Sequence[int] = ()
+    state: int | None = None
 
 
 class _Lack(NamedTuple):
@@ -93,13 +96,28 @@ class KVCacheManager(PluggableClass):
         num_blocks: blocks of the pool, which all kinds draw from.
         block_size: tokens in a block.
         prefix_reuse: find blocks of earlier sequences that begin alike.
+        num_states: slots for states, one for each sequence that runs and the others for copies; 0 for models whose
+            layers keep none.
+
+    Attributes:
+        states: the slots; ``None`` for such models.
     """
 
-    def __init__(self, kinds: Sequence[LayerKind], num_blocks: int, block_size: int, prefix_reuse: bool = True) -> None:
+    states: StateSlots | None
+
+    def __init__(
+        self,
+        kinds: Sequence[LayerKind],
+        num_blocks: int,
+        block_size: int,
+        prefix_reuse: bool = True,
+        num_states: int = 0,
+    ) -> None:
         self.kinds = tuple(kinds)
         self.block_size = block_size
         self.prefix_reuse = prefix_reuse
         self.num_blocks = num_blocks
+        self.num_states = num_states
         self.clear()
         self.no_blocks: Blocks = ((),) * len(self.kinds)
         self.no_prefix = Prefix(0, self.no_blocks)
@@ -107,6 +125,7 @@ class KVCacheManager(PluggableClass):
     def clear(self) -> None:
         """Forget all sequences and all contents."""
         self.pool = BlockPool(self.num_blocks)
+        self.states = StateSlots(self.num_states) if self.num_states else None
         self._tables: dict[str, list[_Table]] = {}
         self._lack: _Lack | None = None
 
@@ -121,7 +140,8 @@ class KVCacheManager(PluggableClass):
     def longest_prefix(self, request: Request) -> Prefix:
         """Find the longest beginning of a sequence that is in the cache, short of its last token.
 
-        Of a kind with a sliding window only the blocks in the window need to be there.
+        Of a kind with a sliding window only the blocks in the window need to be there. Where layers keep states, that
+        of its end does.
         """
         if not self.prefix_reuse:
             return self.no_prefix
@@ -129,16 +149,17 @@ class KVCacheManager(PluggableClass):
         self._hash(request, count)
         hashes = request.block_hashes[:count]
         found = [self.pool.lookup((kind, digest) for digest in hashes) for kind in range(len(self.kinds))]
-        length = self._covered(found)
+        length, state = self._covered(found, count), None
+        while self.states and length and (state := self.states.find(hashes[length - 1])) is None:
+            length = self._covered(found, length - 1)
         kept = [blocks[first:length] for blocks, first in zip(found, self._first_kept(length), strict=True)]
-        return Prefix(length * self.block_size, [[b for b in blocks if b is not None] for blocks in kept])
+        return Prefix(length * self.block_size, [[b for b in blocks if b is not None] for blocks in kept], (), state)
 
-    def _covered(self, found: Sequence[Sequence[int | None]]) -> int:
-        """Return the most blocks of which each kind has found those that are needed.
+    def _covered(self, found: Sequence[Sequence[int | None]], length: int) -> int:
+        """Return the most blocks, at most ``length``, of which each kind has found those that are needed.
 
         Where one is missing, every length that needs it is out: the next to try ends before it.
         """
-        length = len(found[0])
         while gaps := [
             blocks.index(None, first, length)
             for blocks, first in zip(found, self._first_kept(length), strict=True)
@@ -153,8 +174,10 @@ class KVCacheManager(PluggableClass):
     def common_prefix(self, request: Request, parent: Request) -> Prefix | None:
         """Return the prompt short of its last token as the blocks of a ``parent`` that has computed the same prompt.
 
-        ``None`` where the parent holds a part of it no longer, as a window has slid.
+        ``None`` where the parent holds a part of it no longer, as a window has slid or a state has gone on.
         """
+        if self.states:
+            return None
         full, rest = divmod(len(request.prompt) - 1, self.block_size)
         tables = self._tables[parent.request_id]
         first = [kind.first_kept(len(request.prompt) - 1, self.block_size) for kind in self.kinds]
@@ -194,6 +217,8 @@ class KVCacheManager(PluggableClass):
     def open(self, request: Request, prefix: Prefix) -> tuple[tuple[int, int], ...]:
         """Give a sequence its tables, which begin with ``prefix``, and return the copies to make of partial blocks."""
         self._lack = None
+        if self.states:
+            self.states.open(request.request_id, prefix.state)
         for blocks in prefix.blocks:
             self.pool.share(blocks)
         own = self.pool.allocate(len(prefix.partial))
@@ -210,6 +235,8 @@ class KVCacheManager(PluggableClass):
         Blocks that slid out of a window are given back before.
         """
         tables = self._tables[request.request_id]
+        if not tables:
+            return self.no_blocks
         missing = -(-(request.num_computed + count) // self.block_size) - len(tables[0].blocks)
         if missing <= 0:
             return self.no_blocks
@@ -237,11 +264,25 @@ class KVCacheManager(PluggableClass):
         for kind, table in enumerate(self._tables[request.request_id]):
             for index in range(first, last):
                 self.pool.keep(table.blocks[index], (kind, request.block_hashes[index]))
+        if self.states and start < len(request.prompt) and not request.num_computed % self.block_size:
+            self.states.keep(request.request_id, request.block_hashes[last - 1])
+
+    def chunk(self, request: Request, start: int, count: int) -> int:
+        """Return how many of the next ``count`` tokens are to be computed before a state is copied, at least one.
+
+        Of a prompt that is the end of the last full block among them, short of the last token.
+        """
+        if not (self.states and self.prefix_reuse and start < len(request.prompt)):
+            return count
+        end = min(start + count, request.num_tokens - 1) // self.block_size * self.block_size
+        return end - start if end > start else count
 
     def close(self, request: Request) -> None:
         """Give the blocks of a sequence back; they keep their contents until they are needed."""
         for table in self._tables.pop(request.request_id):
             self.pool.free(table.held())
+        if self.states:
+            self.states.close(request.request_id)
 
     def _hash(self, request: Request, count: int) -> None:
         """Have the hashes of a request's first ``count`` blocks, all full; those that are known stay."""

@@ -32,6 +32,6 @@ def largest_step(max_num_seqs: int, max_num_tokens: int, longest: int, block_siz
         needed = -(-length // block_size)
         blocks = tuple(tuple(islice(free_blocks, needed)) for _ in range(kinds))
         name = f"largest step {number}"
-        added.append(NewSequence(name, (0,) * length, length, length, _PARAMS, blocks, number))
+        added.append(NewSequence(name, (0,) * length, length, length, _PARAMS, blocks, number, state=number))
         sequences.append(Scheduled(name, 0, length, ((),) * kinds, True))
     return Step((), tuple(added), (), tuple(sequences))

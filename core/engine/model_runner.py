@@ -23,6 +23,7 @@ from opgraft.errors import RequestError
 from opgraft.models import TransformersModel, load_model
 from opgraft.ops.attention.batch import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
+from opgraft.ops.state_space.layer import state_layers
 from torch import Tensor
 
 
@@ -50,7 +51,8 @@ class ModelRunner(PluggableClass):
         if self.opgraft_config.model.batch_invariant:
             make_batch_invariant(self.model, cache.block_size)
         dtype = cache_dtype(cache.dtype, self.model.dtype)
-        self.layout = CacheLayout.of(attention_layers(self.model), cache.block_size, dtype)
+        layers, states = attention_layers(self.model), state_layers(self.model)
+        self.layout = CacheLayout.of(layers, cache.block_size, dtype, states)
 
     def compile_model(self) -> None:
         """Compile the model for ``execute``, if ``compilation_config`` says so. ``encode`` calls it as it is.
@@ -58,16 +60,17 @@ class ModelRunner(PluggableClass):
         Raises:
             ConfigError: it cannot be compiled, or not here.
         """
-        self.compiled = compiled_as_set(self.model, self.layout.layers, self.opgraft_config)
+        self.compiled = compiled_as_set(self.model, self.layout, self.opgraft_config)
         if self.compiled is not None:
             self.compiled.warm_up(self.device)
 
     def remark(self, owner: object) -> str:
         return f"the model is compiled by {self.compiled.backend}" if self.compiled else ""
 
-    def allocate_cache(self, num_blocks: int) -> None:
-        """Make the cache; sequences that were known are forgotten."""
+    def allocate_cache(self, num_blocks: int, num_states: int = 0) -> None:
+        """Make the cache, and slots for states; sequences that were known are forgotten."""
         self.caches = self.layout.allocate(num_blocks, self.device)
+        self.states = self.layout.allocate_states(num_states, self.device)
         self.batch = InputBatch(
             [{name: self.caches[name] for name in group} for group in self.layout.groups],
             self.opgraft_config.scheduler.max_num_seqs,
@@ -76,6 +79,7 @@ class ModelRunner(PluggableClass):
             self.layout.block_size,
             self.device,
             fits_context=bool(self.model.fitted_ropes),
+            states=self.layout.states_of_layers(self.states),
         )
 
     @torch.inference_mode()
@@ -125,7 +129,7 @@ class ModelRunner(PluggableClass):
         kinds, longest = len(self.layout.groups), self.model.max_position
         sizes = limits.max_num_seqs, limits.max_num_batched_tokens, longest, self.layout.block_size, kinds
         step = largest_step(*sizes)
-        self.allocate_cache(sum(len(blocks) for new in step.added for blocks in new.blocks))
+        self.allocate_cache(sum(len(blocks) for new in step.added for blocks in new.blocks), len(step.added))
         seen = [free()]
         hooks = [each.register_forward_hook(lambda *_: seen.append(free())) for each in self.model.modules()]
         try:
@@ -135,7 +139,7 @@ class ModelRunner(PluggableClass):
             for hook in hooks:
                 hook.remove()
             self.execute(Step(tuple(new.request_id for new in step.added), (), (), ()))
-            del self.caches, self.batch
+            del self.caches, self.states, self.batch
         return seen[0] - min(seen)
 
     def _apply(self, step: Step) -> dict[str, str]:
@@ -153,7 +157,17 @@ class ModelRunner(PluggableClass):
             sources, targets = torch.tensor(step.copies, device=self.device).unbind(1)
             for cache in {id(cache): cache for cache in self.caches.values()}.values():
                 cache[targets] = cache[sources]
+        self._move_states(step)
         return errors
+
+    def _move_states(self, step: Step) -> None:
+        """Copy and zero states one after another, as a slot may have been given away behind a copy of it."""
+        for source, target in step.states:
+            for slots in self.states.values():
+                if source is None:
+                    slots[target] = 0
+                else:
+                    slots[target] = slots[source]
 
     def _add(self, new: NewSequence) -> None:
         self.sampling.add(

@@ -124,7 +124,8 @@ class Scheduler(PluggableClass):
         self._batch = draft.batch
         self.counters.prompt_tokens += draft.prompt_tokens
         self.counters.decode_tokens += self.config.max_num_batched_tokens - draft.budget - draft.prompt_tokens
-        return Step(tuple(self._removed), tuple(draft.added), tuple(draft.copies), tuple(draft.sequences))
+        moves = self.cache.states.take_moves() if self.cache.states else ()
+        return Step(tuple(self._removed), tuple(draft.added), tuple(draft.copies), tuple(draft.sequences), moves)
 
     def update(self, step: Step, tokens: Mapping[str, int]) -> list[Request]:
         """Take the tokens that the last step sampled, and return the requests that they finish.
@@ -155,6 +156,8 @@ class Scheduler(PluggableClass):
         batch = [request for request in self._batch if request.status == "running"]
         for request in batch:
             self._requeue(request)
+        if self.cache.states:
+            self.cache.states.forget()
         return batch
 
     def recover(self, step: Step | None) -> list[Request]:
@@ -194,7 +197,7 @@ class Scheduler(PluggableClass):
         for request in self.running:  # which gets shorter at its end only
             budget = draft.budget_of(request) if draft.kept else draft.budget
             missing = request.num_tokens - request.num_computed
-            count = 1 if missing == 1 and budget else self._count(missing, budget)
+            count = 1 if missing == 1 and budget else self._count(request, request.num_computed, missing, budget)
             if not count:
                 continue
             while (new_blocks := self.cache.extend(request, count)) is None:
@@ -229,7 +232,8 @@ class Scheduler(PluggableClass):
             prefix = self._prefix_if_room(request)
             if prefix is None:
                 return
-            count = self._count(request.num_tokens - prefix.num_tokens, draft.budget)
+            missing = request.num_tokens - prefix.num_tokens
+            count = self._count(request, prefix.num_tokens, missing, draft.budget)
             if not count:
                 return
             self._start(request, prefix, count, draft)
@@ -250,6 +254,8 @@ class Scheduler(PluggableClass):
             without: requests that run and would give their places and blocks to it.
         """
         if len(self.running) - len(without) >= self.config.max_num_seqs:
+            return None
+        if self.cache.states and not self.cache.states.num_free + len(without):
             return None
         reserve = self._reserve()
         if without:
@@ -283,16 +289,18 @@ class Scheduler(PluggableClass):
                 eos=request.eos,
                 bad_words=request.bad_words,
                 grammar=request.grammar,
+                state=self.cache.states.slot(request.request_id) if self.cache.states else 0,
             )
         )
 
-    def _count(self, missing: int, budget: int) -> int:
-        """Return how many of the missing tokens a step takes that has ``budget`` left.
+    def _count(self, request: Request, start: int, missing: int, budget: int) -> int:
+        """Return how many of the tokens that are missing from ``start`` on a step takes that has ``budget`` left.
 
         Without chunks it takes all or none. A sequence that outgrew a whole step before it was preempted needs several.
         """
-        whole = self.config.chunked_prefill or budget == self.config.max_num_batched_tokens
-        return min(missing, budget) if whole or missing <= budget else 0
+        if self.config.chunked_prefill or missing > budget == self.config.max_num_batched_tokens:
+            return self.cache.chunk(request, start, min(missing, budget)) if budget else 0
+        return missing if missing <= budget else 0
 
     def _reserve(self) -> int:
         """Return the blocks that stay free when a request is admitted: as many as those that run will ask for next.

@@ -12,6 +12,9 @@ from opgraft.engine.sampling_params import SamplingParams
 Blocks = tuple[tuple[int, ...], ...]
 """Ids of blocks, for each kind of layers one tuple in the order of the tokens that they hold."""
 
+StateMove = tuple[int | None, int]
+"""Slots of states: the first's content is copied to the second, which is zeroed for ``None``."""
+
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
@@ -26,6 +29,7 @@ class NewSequence:
         eos: tokens that end it unless ``params.ignore_eos``.
         bad_words: ``params.bad_words`` as tokens.
         grammar: compiled from ``params.structured_output``.
+        state: its slot, where layers keep a state of a sequence.
     """
 
     request_id: str
@@ -38,6 +42,7 @@ class NewSequence:
     eos: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: Any = None
+    state: int = 0
 
 
 class Scheduled(NamedTuple):
@@ -67,12 +72,14 @@ class Step:
         added: sequences that are new to the runner.
         copies: pairs of blocks; the first's content is copied to the second before anything is computed.
         sequences: the batch.
+        states: what happens to the slots of states, in this order, before anything is computed.
     """
 
     removed: tuple[str, ...]
     added: tuple[NewSequence, ...]
     copies: tuple[tuple[int, int], ...]
     sequences: tuple[Scheduled, ...]
+    states: tuple[StateMove, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,13 +118,13 @@ class Worker(PluggableClass):
         logger.info("the largest step takes %s MiB on %s", f"{peak / 2**20:,.1f}", self.device)
         return peak
 
-    def allocate_cache(self, num_blocks: int) -> None:
-        """Make the cache of that many blocks, and compile the model if ``compilation_config`` says so.
+    def allocate_cache(self, num_blocks: int, num_states: int = 0) -> None:
+        """Make the cache of that many blocks and states, and compile the model if ``compilation_config`` says so.
 
         Raises:
             ConfigError: the model cannot be compiled.
         """
-        self.runner.allocate_cache(num_blocks)
+        self.runner.allocate_cache(num_blocks, num_states)
         self.runner.compile_model()
         self._paged = True
 

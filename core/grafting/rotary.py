@@ -62,13 +62,13 @@ def _rotation_of(module: nn.Module, name: str) -> Rotation | None:
     return rotation_of(plain_forward(module).__globals__[name])
 
 
-def _with_op(op: nn.Module, function: Function) -> Function:
+def _with_op(op: Any, function: Function) -> Function:
     rotation = rotation_of(function)  # ``None`` for a model that was unpickled beside another version of its file
     return function if rotation is None else functools.partial(_rotate, op, function, rotation)
 
 
 def _rotate(
-    op: nn.Module,
+    op: ApplyRotaryEmb,
     function: Function,
     rotation: Rotation,
     query: Tensor,
@@ -82,6 +82,8 @@ def _rotate(
     fits = rotation.fits(query, cos) and rotation.fits(key, cos) and cos.shape == sin.shape
     if args or kwargs or not fits:
         return function(query, key, cos, sin, *args, **kwargs)
+    if rotation.takes_all(query, key, cos):
+        return op.rotate_heads(query, key, cos, sin)
     return rotation.apply(op, query, cos, sin), rotation.apply(op, key, cos, sin)
 
 

@@ -43,10 +43,18 @@ class Rotation:
 
     def fits(self, x: Tensor, cos: Tensor) -> bool:
         """Return whether there is one row of the table for each token of ``x``, in its dtype."""
-        if (x.dim(), cos.dim(), cos.dtype) != (4, 3, x.dtype) or cos.shape[2] % 2:
+        if x.dim() != 4 or cos.dim() != 3 or cos.dtype is not x.dtype:
             return False
-        rotated = cos.shape[2] == x.shape[3] or (self.partial and cos.shape[2] < x.shape[3])
-        return cos.shape[0] in (1, x.shape[0]) and cos.shape[1] == x.shape[2] and rotated
+        (batch, _, tokens, head_size), (tables, rows, size) = x.shape, cos.shape
+        rotated = size % 2 == 0 and (size == head_size or (self.partial and size < head_size))
+        return rotated and rows == tokens and tables in (1, batch)
+
+    def takes_all(self, query: Tensor, key: Tensor, cos: Tensor) -> bool:
+        """Return whether all of each head is rotated by one table in two halves; query, key and table fit."""
+        if self.to_halves or self.table_in_pairs:
+            return False
+        tables, _, size = cos.shape
+        return tables == 1 and query.shape[3] == key.shape[3] == size
 
     def repeats(self, table: Tensor) -> bool:
         """Return whether a table has each number twice, where this rotation expects it."""

@@ -2,6 +2,7 @@
 
 from opgraft.models.build import load_model
 from opgraft.models.config import load_tokenizer, read_config
+from opgraft.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
 from opgraft.models.description import architecture_config, joined, part_of, quantization_config
 from opgraft.models.encoder import BertModel, RobertaModel, XLMRobertaModel
 from opgraft.models.families import (
@@ -21,6 +22,7 @@ from opgraft.models.families import (
     Qwen3MoeForCausalLM,
 )
 from opgraft.models.files import Weights, find_checkpoint, open_weights
+from opgraft.models.hybrid import Lfm2ForCausalLM, Mamba2ForCausalLM, MambaForCausalLM
 from opgraft.models.load import Loaded, load_weights
 from opgraft.models.model import Model, model_class, model_classes
 from opgraft.models.names import WeightsMapper
@@ -29,12 +31,17 @@ from opgraft.models.transformers_report import TransformersReport
 
 __all__ = [
     "BertModel",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
     "GemmaForCausalLM",
     "GptOssForCausalLM",
     "GraniteForCausalLM",
+    "Lfm2ForCausalLM",
     "LlamaForCausalLM",
+    "Mamba2ForCausalLM",
+    "MambaForCausalLM",
     "Loaded",
     "MistralForCausalLM",
     "MixtralForCausalLM",

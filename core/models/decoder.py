@@ -15,7 +15,9 @@ from opgraft.distributed import (
 from opgraft.errors import ModelError
 from opgraft.models.decoder_config import DecoderShape, Family
 from opgraft.models.decoder_experts import DecoderExperts
+from opgraft.models.deepseek_experts import DeepseekExperts
 from opgraft.models.description import architecture_config, joined, quantization_config
+from opgraft.models.latent_attention import latent_attention
 from opgraft.models.model import Model
 from opgraft.models.names import ShardId
 from opgraft.ops.activation import GeluAndMul, SiluAndMul
@@ -127,22 +129,40 @@ class DecoderAttention(nn.Module):
 
 
 class DecoderMLP(nn.Module):
-    """The gated feed-forward layer, ``down(act(gate(x)) · up(x))`` (Shazeer, arXiv:2002.05202)."""
+    """The gated feed-forward layer, ``down(act(gate(x)) · up(x))`` (Shazeer, arXiv:2002.05202).
 
-    def __init__(self, shape: DecoderShape, quant_config: QuantizationConfig | None, prefix: str) -> None:
+    Args:
+        shape: of the decoder.
+        quant_config: the quantization of the projections.
+        prefix: the layer's path.
+        intermediate_size: elements between the projections; the decoder's if not given.
+        reduce_results: add what the tensor-parallel ranks have.
+    """
+
+    def __init__(
+        self,
+        shape: DecoderShape,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+        *,
+        intermediate_size: int | None = None,
+        reduce_results: bool = True,
+    ) -> None:
         super().__init__()
+        width = intermediate_size or shape.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(
             shape.hidden_size,
-            [shape.intermediate_size] * 2,
+            [width] * 2,
             bias=shape.mlp_bias,
             quant_config=quant_config,
             prefix=f"{prefix}.gate_up_proj",
             return_bias=False,
         )
         self.down_proj = RowParallelLinear(
-            shape.intermediate_size,
+            width,
             shape.hidden_size,
             bias=shape.mlp_bias,
+            reduce_results=reduce_results,
             quant_config=quant_config,
             prefix=f"{prefix}.down_proj",
             return_bias=False,
@@ -173,7 +193,12 @@ def _feed_forward(
     """Construct the feed-forward layer of one layer: dense, or of experts."""
     if family.experts is not None and shape.experts is not None and layer in shape.experts.layers:
         return DecoderExperts(shape.experts, family.experts, quant_config, prefix)
-    return DecoderMLP(shape, quant_config, prefix)
+    routed = shape.routed
+    if routed is None or layer < routed.first_layer:
+        return DecoderMLP(shape, quant_config, prefix)
+    sizes: dict[str, Any] = {"intermediate_size": routed.shared * routed.intermediate_size, "reduce_results": False}
+    shared = DecoderMLP(shape, quant_config, f"{prefix}.shared_experts", **sizes) if routed.shared else None
+    return DeepseekExperts(routed, shared, quant_config, prefix)
 
 
 class DecoderLayer(nn.Module):
@@ -192,8 +217,13 @@ class DecoderLayer(nn.Module):
         prefix: str,
     ) -> None:
         super().__init__()
-        self.self_attn = DecoderAttention(shape, family, layer, rope, quant_config, f"{prefix}.self_attn")
-        self.mlp: nn.Module = _feed_forward(shape, family, layer, quant_config, f"{prefix}.mlp")
+        path = f"{prefix}.self_attn"
+        self.self_attn: nn.Module = (
+            latent_attention(shape, shape.latent, rope, quant_config, path)
+            if shape.latent
+            else DecoderAttention(shape, family, layer, rope, quant_config, path)
+        )
+        self.mlp = _feed_forward(shape, family, layer, quant_config, f"{prefix}.mlp")
         norm = GemmaRMSNorm if family.gemma_norm else RMSNorm
         self.norms = (family.before_attention, family.after_attention, family.before_mlp, family.after_mlp)
         for name in filter(None, self.norms):
@@ -262,7 +292,7 @@ class DecoderModel(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(
             shape.vocab_size, shape.hidden_size, quant_config=quant_config, prefix=f"{prefix}.embed_tokens"
         )
-        ropes = {name: _rope(shape, parameters) for name, parameters in shape.ropes.items()}
+        ropes = {name: rope_of(shape, parameters) for name, parameters in shape.ropes.items()}
         self.fitted_ropes = [rope for rope in ropes.values() if isinstance(rope, _FITTED)]
         self.max_position = shape.max_position
         self.layers = nn.ModuleList(
@@ -315,10 +345,11 @@ class DecoderModel(nn.Module):
             rope.fit_context(length)
 
 
-def _rope(shape: DecoderShape, parameters: Mapping[str, Any]) -> Any:
+def rope_of(shape: DecoderShape, parameters: Mapping[str, Any]) -> Any:
     """Construct a rope whose table has a row for each position of the longest context."""
     sizes = (shape.head_size, shape.max_position)
-    rope = get_rope(*sizes, rope_parameters=parameters, model_positions=shape.model_positions)
+    halves = shape.latent is None or not shape.latent.interleaved
+    rope = get_rope(*sizes, halves, rope_parameters=parameters, model_positions=shape.model_positions)
     rows = len(getattr(rope, "cos_sin_cache", range(shape.max_position)))
     if rows < shape.max_position:
         raise ModelError(

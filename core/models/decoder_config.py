@@ -9,6 +9,7 @@ from typing import Any
 
 from opgraft.errors import ModelError, close_matches
 from opgraft.models.decoder_experts import ExpertsFamily, ExpertsShape
+from opgraft.models.deepseek_experts import RoutedShape
 
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 """Names of gated activations in configs, to those of the ops."""
@@ -34,6 +35,7 @@ class Family:
             configs it is left over from another architecture, and nothing reads it.
         sinks: attention has one more score per head, which takes a share of the softmax.
         experts: of the feed-forward layers, ``None``: they are dense.
+        latent: attention is multi-head latent attention, and layers may have the experts of DeepSeek.
     """
 
     before_attention: str | None = "input_layernorm"
@@ -48,6 +50,7 @@ class Family:
     windowed: bool = False
     sinks: bool = False
     experts: ExpertsFamily | None = None
+    latent: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,22 @@ class LayerShape:
     sliding_window: int | None
     rope: str
     """A key of ``DecoderShape.ropes``."""
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """The sizes of latent attention, by the names in configs.
+
+    ``q_lora_rank`` is ``None`` where queries have no latents; a rope that is ``interleaved`` pairs even elements with
+    odd ones.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    interleaved: bool
 
 
 @dataclass(frozen=True)
@@ -88,7 +107,9 @@ class DecoderShape:
     logits_soft_cap: float | None
     ropes: Mapping[str, Mapping[str, Any]]
     layers: tuple[LayerShape, ...]
-    experts: ExpertsShape | None
+    experts: ExpertsShape | None = None
+    latent: LatentShape | None = None
+    routed: RoutedShape | None = None
 
     @classmethod
     def of(cls, config: Any, family: Family, max_position: int | None = None) -> DecoderShape:
@@ -108,8 +129,8 @@ class DecoderShape:
         head_size = _head_size(given, hidden, heads, kv_heads)
         longest = _longest(given, max_position)
         bias = bool(given("attention_bias", False))
-        scalar = given("query_pre_attn_scalar", None)
         layers, ropes = _layers(given, family)
+        latent = _latent(given) if family.latent else None
         if given("use_bidirectional_attention", False):
             raise ModelError(f"{given.name}: use_bidirectional_attention is set, and decoders attend causally only")
         if given("clip_qkv", None) is not None:
@@ -131,13 +152,15 @@ class DecoderShape:
             tied=bool(given("tie_word_embeddings", False)),
             embedding_scale=hidden**0.5 if family.scaled_embedding else given("embedding_multiplier", 1.0),
             residual_scale=given("residual_multiplier", 1.0),
-            attention_scale=given("attention_multiplier", None) or (scalar or head_size) ** -0.5,
+            attention_scale=_latent_scale(latent, ropes) if latent else _attention_scale(given, head_size),
             attention_soft_cap=given("attn_logit_softcapping", None),
             logits_scale=1.0 / _logits_scaling(given),
             logits_soft_cap=given("final_logit_softcapping", None),
             ropes=ropes,
             layers=layers,
             experts=None if family.experts is None else ExpertsShape.of(given, family.experts),
+            latent=latent,
+            routed=RoutedShape.of(given) if family.latent else None,
         )
 
 
@@ -217,3 +240,26 @@ def _layers(given: _Given, family: Family) -> tuple[tuple[LayerShape, ...], Mapp
         LayerShape(window if kind == "sliding_attention" else None, kind if kind in ropes else "") for kind in kinds
     )
     return layers, ropes
+
+
+def _attention_scale(given: _Given, head_size: int) -> float:
+    scalar = given("query_pre_attn_scalar", None)
+    scale: float = given("attention_multiplier", None) or (scalar or head_size) ** -0.5
+    return scale
+
+
+def _latent(given: _Given) -> LatentShape:
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    sizes = {name: given.size(name) for name in names}
+    rank = None if given("q_lora_rank", None) is None else given.size("q_lora_rank")
+    return LatentShape(q_lora_rank=rank, interleaved=bool(given("rope_interleave", True)), **sizes)
+
+
+def _latent_scale(latent: LatentShape, ropes: Mapping[str, Mapping[str, Any]]) -> float:
+    """Return the scale of scores, which YaRN's scale of all dimensions multiplies twice: in queries and in keys."""
+    scale = (latent.qk_nope_head_dim + latent.qk_rope_head_dim) ** -0.5
+    (rope,) = ropes.values()
+    share, factor = rope.get("mscale_all_dim"), rope.get("factor") or 1.0
+    if rope.get("rope_type", "default") == "default" or not share or factor <= 1.0:
+        return float(scale)
+    return float(scale * (0.1 * share * math.log(factor) + 1.0) ** 2)

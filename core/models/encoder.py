@@ -191,7 +191,7 @@ class BertModel(Model):
         "qkv": {"query": "q", "key": "k", "value": "v"}
     }
     weights_mapper = WeightsMapper({"bert.": "", "roberta.": "", "cls.": None, "lm_head.": None})
-    ignored_weights: ClassVar[Sequence[str]] = ("*pooler.*", "*embeddings.position_ids")
+    ignored_weights: Sequence[str] = ("*pooler.*", "*embeddings.position_ids")
     """Patterns of tensors that checkpoints have and this model does not read."""
     embedding_weight: ClassVar[str] = "embeddings.word_embeddings.weight"
 

@@ -44,7 +44,7 @@ class Model(PluggableClass, nn.Module):
 
     packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = {}
     """Last name of a merged layer → those of the layers of a checkpoint that it holds, each with its shard's id."""
-    ignored_weights: ClassVar[Sequence[str]] = ()
+    ignored_weights: Sequence[str] = ()
     """Patterns of tensors that checkpoints have and this model does not read."""
     embedding_weight: ClassVar[str] = ""
     """The checkpoint's name of the embedding ``[vocab_size, hidden_size]``, which its config is checked against."""

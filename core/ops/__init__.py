@@ -13,12 +13,14 @@ from opgraft.ops import (
     conv,
     embedding,
     fused_moe,
+    latent_attention,
     layernorm,
     linear,
     quantization,
     quantized_linear,
     rotary,
     routing,
+    state_space,
 )
 from opgraft.ops.activation import *
 from opgraft.ops.attention import *
@@ -26,12 +28,14 @@ from opgraft.ops.composites import *
 from opgraft.ops.conv import *
 from opgraft.ops.embedding import *
 from opgraft.ops.fused_moe import *
+from opgraft.ops.latent_attention import *
 from opgraft.ops.layernorm import *
 from opgraft.ops.linear import *
 from opgraft.ops.quantization import *
 from opgraft.ops.quantized_linear import *
 from opgraft.ops.rotary import *
 from opgraft.ops.routing import *
+from opgraft.ops.state_space import *
 
 __all__ = ["CustomOp", "PluggableLayer", "maybe_get_oot_by_class"]
 __all__ += activation.__all__
@@ -39,10 +43,12 @@ __all__ += attention.__all__
 __all__ += conv.__all__
 __all__ += embedding.__all__
 __all__ += fused_moe.__all__
+__all__ += latent_attention.__all__
 __all__ += layernorm.__all__
 __all__ += linear.__all__
 __all__ += quantization.__all__
 __all__ += quantized_linear.__all__
 __all__ += rotary.__all__
 __all__ += routing.__all__
+__all__ += state_space.__all__
 __all__ += composites.__all__

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from opgraft.config import ServerConfig
 from opgraft.errors import HTTPError
 
+ADMITTED_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
+"""Asked of the model, for which others may wait already."""
+
 
 @dataclass
 class Slot:
-    """A request that was admitted: what it adds to those that wait, until its first token has come."""
+    """Room that a request takes among those that wait, from its admission until its first token has come."""
 
     sequences: int = 0
     tokens: int = 0
@@ -53,20 +56,6 @@ class Admission:
         self._settings = settings
         self.sequences = 0
         self.tokens = 0
-
-    @contextmanager
-    def slot(self) -> Iterator[Slot]:
-        """Hold what a request adds while it waits; the room is given back at the end of the block at the latest.
-
-        Raises:
-            HTTPError: nothing has room.
-        """
-        slot = Slot()
-        self.take(slot, 1, 0)
-        try:
-            yield slot
-        finally:
-            self.begun(slot)
 
     def take(self, slot: Slot, sequences: int, tokens: int) -> None:
         """Put sequences and tokens in the place of those that a request has held so far.

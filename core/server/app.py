@@ -89,7 +89,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 @router.post("/v1/embeddings")
 async def create_embeddings(body: EmbeddingRequest, request: Request) -> JSONResponse:
     """Give the vectors of texts."""
-    return JSONResponse(await embed(_service(request), body, request.state.passing.record))
+    return JSONResponse(await embed(_service(request), body, request.state.passing))
 
 
 @router.post("/tokenize")

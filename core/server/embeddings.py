@@ -10,12 +10,13 @@ from typing import Any
 
 from opgraft.errors import HTTPError
 from opgraft.server.faults import at
+from opgraft.server.passing import Passing
 from opgraft.server.prompts import several
 from opgraft.server.protocol import EmbeddingRequest
 from opgraft.server.service import Service
 
 
-async def embed(service: Service, body: EmbeddingRequest, record: dict[str, Any]) -> dict[str, Any]:
+async def embed(service: Service, body: EmbeddingRequest, passing: Passing) -> dict[str, Any]:
     """Answer a request for the vectors of texts.
 
     Raises:
@@ -32,13 +33,12 @@ async def embed(service: Service, body: EmbeddingRequest, record: dict[str, Any]
         )
     for text in texts:
         service.expect_characters(text if isinstance(text, str) else "", "input")
-    with service.admission.slot() as slot:
-        with at("input"):
-            ids = await service.encoder.encode(texts)
-        tokens = sum(map(len, ids))
-        record["prompt_tokens"] = tokens
-        service.admission.take(slot, len(ids), tokens)
-        outputs = await service.encoder.embed(ids)
+    with at("input"):
+        ids = await service.encoder.encode(texts)
+    tokens = sum(map(len, ids))
+    passing.record["prompt_tokens"] = tokens
+    service.admission.take(passing.slot, len(ids), tokens)
+    outputs = await service.encoder.embed(ids)
     written = _base64 if body.encoding_format == "base64" else list
     rows = [
         {"object": "embedding", "index": index, "embedding": written(output.embedding)}

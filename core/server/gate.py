@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from ipaddress import ip_address
 
 from opgraft.errors import HTTPError
-from opgraft.server.admission import Bodies
+from opgraft.server.admission import ADMITTED_PATHS, Bodies
 from opgraft.server.passing import Passing
 from opgraft.server.service import Flight, Service
 from starlette.datastructures import Headers
@@ -40,15 +41,25 @@ class Gate:
             await self._app(scope, receive, send)
             return
         passing = Passing(scope, send)
+        flight = Flight(asyncio.current_task())  # type: ignore[arg-type]
+        self._service.flights.add(flight)
         try:
             self._expect_host(scope)
             self._expect_key(scope)
             with self._bodies.held() as hold:
-                body = await self._body(scope, receive, hold)
-                await self._pass(passing, body, receive)
+                body = await self._body(scope, receive, hold, flight)
+                if scope["path"] in ADMITTED_PATHS:  # before any work on the body: who is refused costs little
+                    self._service.admission.take(passing.slot, 1, 0)
+                await self._pass(passing, body, receive, flight)
+        except asyncio.CancelledError:
+            if flight.reason is None:
+                raise
+            await passing.fail(flight.reason)
         except Exception as error:
             await passing.fail(error)
         finally:
+            self._service.flights.discard(flight)
+            self._service.admission.begun(passing.slot)
             passing.finish(self._service.http_metrics)
 
     def _expect_host(self, scope: Scope) -> None:
@@ -77,36 +88,33 @@ class Gate:
                 headers={"www-authenticate": "Bearer"},
             )
 
-    async def _body(self, scope: Scope, receive: Receive, hold: Callable[[int], None]) -> bytes:
+    async def _body(self, scope: Scope, receive: Receive, hold: Callable[[int], None], flight: Flight) -> bytes:
         settings = self._service.settings
         length = Headers(scope=scope).get("content-length", "0")
         if length.isdigit() and int(length[:20]) > settings.max_body_bytes:
             raise _too_large(settings.max_body_bytes)
-        try:
-            return await asyncio.wait_for(_read(receive, settings.max_body_bytes, hold), settings.body_seconds)
-        except asyncio.TimeoutError:
-            raise HTTPError(
-                408, f"the body did not come within {settings.body_seconds:g} seconds", headers={"connection": "close"}
-            ) from None
+        with _ended(flight, settings.body_seconds, _slow(settings.body_seconds)):
+            return await _read(receive, settings.max_body_bytes, hold)
 
-    async def _pass(self, passing: Passing, body: bytes, receive: Receive) -> None:
+    async def _pass(self, passing: Passing, body: bytes, receive: Receive, flight: Flight) -> None:
         """Have a request answered, unless its client leaves or its time is up."""
-        flight = Flight(asyncio.current_task())  # type: ignore[arg-type]
         watching = asyncio.create_task(_watch(receive, flight))
         seconds = self._service.settings.request_seconds
-        timer = None if seconds is None else asyncio.get_running_loop().call_later(seconds, flight.end, _late(seconds))
-        self._service.flights.add(flight)
         try:
-            await self._app(passing.scope, _replayed(body, watching), passing.send)
-        except asyncio.CancelledError:
-            if flight.reason is None:
-                raise
-            raise flight.reason from None
+            with nullcontext() if seconds is None else _ended(flight, seconds, _late(seconds)):
+                await self._app(passing.scope, _replayed(body, watching), passing.send)
         finally:
-            self._service.flights.discard(flight)
             watching.cancel()
-            if timer is not None:
-                timer.cancel()
+
+
+@contextmanager
+def _ended(flight: Flight, seconds: float, reason: HTTPError) -> Iterator[None]:
+    """End a request, unless the block ends within its time."""
+    timer = asyncio.get_running_loop().call_later(seconds, flight.end, reason)
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _host_name(host: str) -> str:
@@ -170,6 +178,10 @@ async def _watch(receive: Receive, flight: Flight) -> None:
 def _left() -> HTTPError:
     """Return the error of a request whose client has left, as logs know it: nobody reads it."""
     return HTTPError(499, "the client has left")
+
+
+def _slow(seconds: float) -> HTTPError:
+    return HTTPError(408, f"the body did not come within {seconds:g} seconds", headers={"connection": "close"})
 
 
 def _late(seconds: float) -> HTTPError:

@@ -42,6 +42,7 @@ class Generating(ABC, Generic[_B]):
         self.service = service
         self.body = body
         self.record = passing.record
+        self.slot = passing.slot
         self.arrival = passing.started
         self.id = f"{self.prefix}-{passing.id}"
         self.created = int(time.time())
@@ -103,31 +104,30 @@ class Generating(ABC, Generic[_B]):
         logged = self.service.settings.log_prompts
         if logged:
             self.record["prompt"] = self.body.model_dump(include={self.prompt_field})[self.prompt_field]
-        with self.service.admission.slot() as slot:
-            with at(self.prompt_field):
-                self.prompt_ids = await self.prompts()
-            sampling.expect_prompts(self.body, self.prompt_ids, self.service)
-            self.params = sampling.params_of(self.body, self.prompt_ids, self.service, self.structured())
-            if self.params.structured_output is not None:
-                with at(self.grammar_field):
-                    await self.service.llm.compile(self.params)
-            self.record |= {"prompt_tokens": sum(map(len, self.prompt_ids)), "completion_tokens": 0}
-            job = Job(
-                self.id,
-                self.arrival,
-                self.prompt_ids,
-                self.params,
-                self.grammar_field,
-                self.body.priority or 0,
-                self.body.cache_salt,
-            )
-            async with aclosing(self.service.answers(job, slot)) as news:
-                async for number, output in news:
-                    self.record.setdefault("seconds_to_first_token", round(time.monotonic() - self.arrival, 6))
-                    if logged:
-                        answers = {f"{number}/{answer.index}": answer.text for answer in output.outputs}
-                        self.record.setdefault("answers", {}).update(answers)
-                    yield number, output
+        with at(self.prompt_field):
+            self.prompt_ids = await self.prompts()
+        sampling.expect_prompts(self.body, self.prompt_ids, self.service)
+        self.params = sampling.params_of(self.body, self.prompt_ids, self.service, self.structured())
+        if self.params.structured_output is not None:
+            with at(self.grammar_field):
+                await self.service.llm.compile(self.params)
+        self.record |= {"prompt_tokens": sum(map(len, self.prompt_ids)), "completion_tokens": 0}
+        job = Job(
+            self.id,
+            self.arrival,
+            self.prompt_ids,
+            self.params,
+            self.grammar_field,
+            self.body.priority or 0,
+            self.body.cache_salt,
+        )
+        async with aclosing(self.service.answers(job, self.slot)) as news:
+            async for number, output in news:
+                self.record.setdefault("seconds_to_first_token", round(time.monotonic() - self.arrival, 6))
+                if logged:
+                    answers = {f"{number}/{answer.index}": answer.text for answer in output.outputs}
+                    self.record.setdefault("answers", {}).update(answers)
+                yield number, output
 
     async def _events(
         self, first: tuple[int, RequestOutput], news: AsyncGenerator[tuple[int, RequestOutput], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from opgraft.server.admission import Admission
+from opgraft.server.admission import ADMITTED_PATHS, Admission
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
 
 _METHODS = ("GET", "HEAD", "OPTIONS", "POST")
@@ -40,7 +40,7 @@ class HTTPMetrics:
         gauge = Gauge(f"opgraft:{name}", text, ("model_name",), registry=self._registry)
         gauge.labels(self._model_name).set_function(value)
 
-    def count(self, method: str, route: Any, status: int) -> None:
-        """Count an answer; what no route has is called "other", as strangers may ask for any path."""
-        path = getattr(route, "path", "other")
+    def count(self, method: str, path: str, route: Any, status: int) -> None:
+        """Count an answer; what has no route and was not refused is "other", as strangers may ask for any path."""
+        path = path if path in ADMITTED_PATHS else getattr(route, "path", "other")
         self._answers.labels(self._model_name, method if method in _METHODS else "other", path, status).inc()

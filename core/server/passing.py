@@ -12,6 +12,7 @@ from uuid import uuid4
 from opgraft.errors import HTTPError, OpgraftError
 from opgraft.logger import init_logger
 from opgraft.server import faults
+from opgraft.server.admission import Slot
 from opgraft.server.http_metrics import HTTPMetrics
 from opgraft.server.streams import event
 from opgraft.text import described
@@ -35,6 +36,7 @@ class Passing:
         id: of the request, for clients and for the log.
         record: the fields of its line in the log.
         scope: with this object as ``passing`` in its state.
+        slot: what the request adds to those that wait.
         started: when it came, by ``time.monotonic``.
     """
 
@@ -48,6 +50,7 @@ class Passing:
             self.record["client_request_id"] = given
         method = "GET" if scope["method"] == "HEAD" else scope["method"]  # uvicorn leaves the body out
         self.scope = {**scope, "method": method, "state": {**scope.get("state", {}), "passing": self}}
+        self.slot = Slot()
         self.started = time.monotonic()
         self._send = send
         self._streams = False
@@ -81,7 +84,8 @@ class Passing:
 
     def finish(self, metrics: HTTPMetrics) -> None:
         """Write the line of the request, and count its answer; 499 is that of a client who left before one."""
-        metrics.count(self.record["method"], self.scope.get("route"), self.record.setdefault("status", 499))
+        status = self.record.setdefault("status", 499)
+        metrics.count(self.record["method"], self.record["path"], self.scope.get("route"), status)
         self.record["seconds"] = round(time.monotonic() - self.started, 6)
         unexpected = None if isinstance(self._failure, OpgraftError) else self._failure
         polled = self.record["path"] in _POLLED_PATHS and self.record["status"] == 200

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -28,6 +29,9 @@ from opgraft.text import described
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ABORT_SECONDS = 5
 """Seconds that requests have to answer once they are aborted."""
+
+_SWITCH_SECONDS = 5e-4
+"""Seconds after which the engine lets the connections go on. Each write to a socket may wait as long for it."""
 
 _FAILED_SECONDS = 1
 """Seconds for which a server whose engine has stopped still says so."""
@@ -68,6 +72,7 @@ class HTTPServer(uvicorn.Server):
         await self._service.warm_up()
         gc.collect()
         gc.freeze()  # a collection over all that was imported and loaded would hold up every request
+        sys.setswitchinterval(_SWITCH_SECONDS)
         await super().startup(sockets)
         self._ready()
 

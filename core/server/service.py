@@ -148,27 +148,21 @@ class Service:
         Raises:
             InputError: it has none.
         """
-        if isinstance(self._model, AsyncEmbedder):
-            return self._model.embedder.tokenizer
-        return self._model.engine.expect_tokenizer()
+        return self._model.tokenizer
 
     @property
     def vocab_size(self) -> int:
         """The number of tokens that the model knows."""
-        embeds = isinstance(self._model, AsyncEmbedder)
-        return self.encoder.embedder.vocab_size if embeds else self.llm.engine.vocab_size
+        return self._model.vocab_size
 
     @property
     def max_model_len(self) -> int:
         """The longest sequence, in tokens."""
-        embeds = isinstance(self._model, AsyncEmbedder)
-        return self.encoder.embedder.max_tokens if embeds else self.llm.engine.core.max_model_len
+        return self._model.max_model_len
 
     def capacity(self) -> str:
         """Say in words what the model can hold."""
-        if isinstance(self._model, AsyncEmbedder):
-            return f"none, as it is an encoder; the longest text has {self.max_model_len:,} tokens"
-        return self._model.engine.core.capacity()
+        return self._model.capacity()
 
     async def prepare(self, function: Callable[..., _T], *args: object) -> _T:
         """Call a function in the thread that prepares requests."""
@@ -180,21 +174,11 @@ class Service:
         Raises:
             EngineError: it could not.
         """
-        if isinstance(self._model, AsyncEmbedder):
-            await self._model.embed([[0]])
-        else:
-            await self._generate_a_token()
+        await self._model.warm_up()
         explanation = await self._model.explain()
         self._exporter.show_kernels(explanation)
         self.kernels = _summary(explanation)
         self._warm = True
-
-    async def _generate_a_token(self) -> None:
-        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-        async for output in self.llm.generate([0], params):
-            failed = output.outputs[0].error
-        if failed is not None:
-            raise EngineError(f"the first token could not be generated: {failed}")
 
     def shutdown(self) -> None:
         """Let go of the model."""

@@ -17,6 +17,7 @@ from opgraft.serving.outputs import EmbeddingOutput
 from opgraft.serving.pools import called_in
 from opgraft.serving.prompts import Prompt
 from opgraft.serving.step_reports import OnStep
+from opgraft.serving.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
 
@@ -50,6 +51,29 @@ class AsyncEmbedder:
         self._busy_since: float | None = None
         self._waiting: list[_Waiting] = []
         self._worker: asyncio.Task[None] | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model."""
+        return self.embedder.tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens that the model knows."""
+        return self.embedder.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest text, in tokens."""
+        return self.embedder.max_tokens
+
+    def capacity(self) -> str:
+        """Say in words that there is no cache."""
+        return f"none, as it is an encoder; the longest text has {self.max_model_len:,} tokens"
+
+    async def warm_up(self) -> None:
+        """Embed a token."""
+        await self.embed([[0]])
 
     async def prepare(self, function: Callable[..., _T], *args: object) -> _T:
         """Call a function in the thread that prepares requests, such as one that tokenizes a text.

@@ -24,6 +24,7 @@ from opgraft.serving.pools import called_in
 from opgraft.serving.prompts import Prompt
 from opgraft.serving.step_reports import OnStep
 from opgraft.serving.text_engine import OpenRequest, TextEngine
+from opgraft.serving.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
 _PREPARING = 2
@@ -66,6 +67,41 @@ class AsyncLLM:
     def engine(self) -> TextEngine:
         """The engine, of which other threads than its own may call what changes nothing."""
         return self._engine
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model.
+
+        Raises:
+            InputError: it has none.
+        """
+        return self._engine.expect_tokenizer()
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of tokens that the model knows."""
+        return self._engine.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence, in tokens."""
+        return self._engine.core.max_model_len
+
+    def capacity(self) -> str:
+        """Say in words what the cache can hold."""
+        return self._engine.core.capacity()
+
+    async def warm_up(self) -> None:
+        """Generate a token.
+
+        Raises:
+            EngineError: it could not.
+        """
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        async for output in self.generate([0], params):
+            failed = output.outputs[0].error
+        if failed is not None:
+            raise EngineError(f"the first token could not be generated: {failed}")
 
     async def prepare(self, function: Callable[..., _T], *args: object) -> _T:
         """Call a function in a thread that prepares requests, such as one that tokenizes a text.

@@ -9,6 +9,7 @@ from opgraft.ops.activation import spec as activation
 from opgraft.ops.attention import spec as attention
 from opgraft.ops.conv import spec as conv
 from opgraft.ops.fused_moe import spec as fused_moe
+from opgraft.ops.latent_attention import spec as latent_attention
 from opgraft.ops.layernorm import spec as layernorm
 from opgraft.ops.linear import spec as linear
 from opgraft.ops.quantization import spec as quantization
@@ -16,8 +17,22 @@ from opgraft.ops.quantized_linear import spec as quantized_linear
 from opgraft.ops.rotary import spec as rotary
 from opgraft.ops.routing import spec as routing
 from opgraft.ops.spec import OpSpec
+from opgraft.ops.state_space import spec as state_space
 
-FAMILIES = (activation, attention, conv, fused_moe, layernorm, linear, quantization, quantized_linear, rotary, routing)
+FAMILIES = (
+    activation,
+    attention,
+    conv,
+    fused_moe,
+    latent_attention,
+    layernorm,
+    linear,
+    quantization,
+    quantized_linear,
+    rotary,
+    routing,
+    state_space,
+)
 """The modules that hold the specs, each a family."""
 
 SPECS: Mapping[str, OpSpec] = MappingProxyType(

@@ -11,6 +11,7 @@ KERNEL_PACKAGES: Mapping[str, Collection[str]] = {
             "attention",
             "dual_chunk_rotary_embedding",
             "fatrelu_and_mul",
+            "gated_mlp",
             "gelu",
             "gelu_and_mul",
             "gelu_and_mul_sparse",
@@ -36,6 +37,8 @@ KERNEL_PACKAGES: Mapping[str, Collection[str]] = {
             "swigluoai_and_mul",
             "swiglustep_and_mul",
             "xielu",
+            "selective_scan",
+            "selective_state_update",
         }
     ),
 }

@@ -48,6 +48,8 @@ NAMES = [
     "quant_fp8_static",
     "quant_fp8_dynamic",
     "scaled_dot_product_attention",
+    "selective_scan",
+    "selective_state_update",
 ]
 CASES = [(SPECS[name], variant) for name in NAMES if name in SPECS for variant in SPECS[name].variants]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,12 @@ def settings(folder: Path, *, num_blocks: int = 200, max_model_len: int = 64, **
         scheduler=SchedulerConfig(**{"max_num_seqs": 4, **scheduler}),
         load=LoadConfig(progress=False),
     )
+
+
+def replaced(given: OpgraftConfig, **sections: dict[str, Any]) -> OpgraftConfig:
+    """Settings with others in some sections."""
+    changed = {name: dataclasses.replace(getattr(given, name), **values) for name, values in sections.items()}
+    return dataclasses.replace(given, **changed)
 
 
 def engine(folder: Path, **given: Any) -> EngineCore:

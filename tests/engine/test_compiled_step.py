@@ -35,7 +35,7 @@ def tokens(core: EngineCore) -> list[list[int]]:
     return [request.output for request in requests]
 
 
-@pytest.mark.parametrize("family", ["llama 3, with biases, tied", "gemma2"])
+@pytest.mark.parametrize("family", ["llama 3, with biases, tied", "gemma2", "deepseek v2"])
 def test_the_tokens_are_those_of_the_modules(family: str, tmp_path: Path) -> None:
     """One graph serves prompts and batches of any size, one a single token; nothing is compiled while requests run."""
     if family in THROUGH_TRANSFORMERS:

@@ -13,7 +13,7 @@ import torch
 from opgraft import CustomOp, ops
 from opgraft.binding.names import op_name_of
 from opgraft.errors import ConflictError
-from opgraft.ops import GatedMLP, RMSNorm, SiluAndMul
+from opgraft.ops import MLP, GatedMLP, RMSNorm, SiluAndMul
 from opgraft.plugins.host import load_plugins
 from opgraft.state import host_state
 from opgraft.testing import evidence, inventory
@@ -206,7 +206,7 @@ def test_packages_that_are_not_installed(site) -> None:
     """A distribution with kernels for an op of this platform is named, unless it is installed."""
     load_plugins()
     assert inventory.missing_packages(RMSNorm) == ["opgraft-cpu-kernels"]
-    assert inventory.missing_packages(GatedMLP) == []
+    assert inventory.missing_packages(MLP) == []
     site.install("Opgraft_CPU_kernels", {"other.py": ""}, {"opgraft.plugins": ["cpu_kernels = other"]})
     opgraft.reset()
     with opgraft.set_config(opgraft.OpgraftConfig(plugins=())):

@@ -58,10 +58,12 @@ LAYERS = [
     "opgraft.ops.rotary",
     "opgraft.ops.quantization",
     "opgraft.ops.attention",
+    "opgraft.ops.latent_attention",
     "opgraft.ops.quantized_linear",
     "opgraft.ops.routing",
     "opgraft.ops.fused_moe",
     "opgraft.ops.conv",
+    "opgraft.ops.state_space",
     "opgraft.ops.decoder_plan",  # a class of the process, whose parts are of several families
     "opgraft.ops.composites",  # layers of several families' ops
     "opgraft.ops.pack",

@@ -145,6 +145,7 @@ def test_a_step_that_fails_fails_its_requests_alone(slow: Server) -> None:
     failing = slow.later(lambda: slow.complete(max_tokens=50, ignore_eos=True))
     with stream(slow) as response:
         lines = begun(response)
+        until(lambda: slow.metric("num_requests_running") == 2)
         slow.process.send_signal(signal.SIGUSR1)
         *_, last = [line for line in lines if line]
     assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
 
@@ -33,6 +33,19 @@ class LayerPages:
 
 
 @dataclass(frozen=True)
+class LayerStates:
+    """The states that one layer keeps of sequences. Layers share the slots.
+
+    Attributes:
+        tensors: of the shapes that the layer's ``get_state_shape`` gives, behind a first dimension for the slot.
+        slots: of each sequence, int64 ``[sequences]``.
+    """
+
+    tensors: tuple[Tensor, ...]
+    slots: Tensor
+
+
+@dataclass(frozen=True)
 class AttentionBatch:
     """The sequences of one call of a model, whose tokens follow one another without padding.
 
@@ -50,6 +63,7 @@ class AttentionBatch:
             int64 ``[tokens]``. So sequences of a batch do not depend on each other.
         continues: no sequence is new since the model's last call. What has been checked of the model then may be taken
             for granted.
+        states: prefix of a layer that keeps a state of each sequence → its states.
 
     Raises:
         LayerError: ``query_start_loc`` and ``seq_lens`` are not for as many sequences, or ``pages`` is no mapping.
@@ -64,6 +78,7 @@ class AttentionBatch:
     max_context_len: int | None = None
     context_lens: Tensor | None = None
     continues: bool = False
+    states: Mapping[str, LayerStates] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         bounds, lengths = tuple(self.query_start_loc.shape), tuple(self.seq_lens.shape)

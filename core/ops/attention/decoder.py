@@ -6,11 +6,12 @@ import math
 from typing import Any
 
 import torch
-from opgraft.binding.custom_op import CustomOp, PluggableLayer
+from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.errors import LayerError
 from opgraft.ops.attention.batch import AttentionBatch, LayerPages, current_batch
-from opgraft.ops.attention.codes import LARGEST_CODES, row_size
+from opgraft.ops.attention.cached import CachedAttention
+from opgraft.ops.attention.codes import row_size
 from opgraft.ops.attention.functional import expect_kv_heads
 from opgraft.ops.attention.modules import ScaledDotProductAttention
 from opgraft.ops.attention.node import as_node
@@ -94,7 +95,7 @@ class PagedAttention(CustomOp):
 
 
 @CustomOp.register("attention")
-class Attention(PluggableLayer):
+class Attention(CachedAttention):
     """Causal attention over the tokens of a sequence so far, ``softmax(cap(Q · Kᵀ · scale) + mask) · V``.
 
     Vaswani et al., arXiv:1706.03762. Each key head serves ``num_heads / num_kv_heads`` query heads (arXiv:2305.13245);
@@ -123,8 +124,6 @@ class Attention(PluggableLayer):
     """
 
     sinks: Tensor | None
-    is_node = False
-    """While a compiler traces, the layer becomes one node of the graph, which is to be called within ``nodes_of``."""
 
     def __init__(
         self,
@@ -182,14 +181,6 @@ class Attention(PluggableLayer):
         """
         return definer(type(self), "kv_cache_shape") is Attention
 
-    def batch_invariant(self, block_size: int) -> bool:
-        """Tell whether pages of that block size give each token the same bits, whatever stands beside it in a batch.
-
-        That is beside other sequences, and beside more or fewer tokens of its own. It holds of a replacement that says
-        so.
-        """
-        return False
-
     def idle(self) -> frozenset[str]:
         if current_batch() is not None:
             return frozenset({"attend"})
@@ -219,7 +210,7 @@ class Attention(PluggableLayer):
         if batch is None:
             attended = self._attend(q, k, v)
         else:
-            attended = self.attend_batch(batch, self._pages(batch, len(q)), q, k, v)
+            attended = self.attend_batch(batch, self.pages(batch, len(q)), q, k, v)
         return attended.reshape(query.shape)
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
@@ -253,29 +244,6 @@ class Attention(PluggableLayer):
             query, pages.cache, pages.block_table, batch.query_start_loc, batch.seq_lens, self.sinks
         )
         return attended
-
-    def _pages(self, batch: AttentionBatch, tokens: int) -> LayerPages:
-        """Return this layer's pages, once they are known to be of its kind."""
-        pages = batch.pages.get(self.prefix)
-        if pages is None:
-            known = ", ".join(map(repr, list(batch.pages)[:3])) or "no layer"
-            raise LayerError(
-                f"attention {self.prefix!r}: the batch has no pages for the layer, but for {known}: give some for each "
-                "prefix of attention_layers(model)"
-            )
-        if len(pages.slots) != tokens:
-            raise LayerError(
-                f"attention {self.prefix!r}: query has {tokens} tokens, and the batch {len(pages.slots)}: call the "
-                "model with the tokens of all its sequences"
-            )
-        shape = tuple(pages.cache.shape)
-        expected = cache_shape(self, shape[0] if shape else 0, batch.block_size, pages.cache.dtype)
-        if shape != expected:
-            raise LayerError(
-                f"attention {self.prefix!r}: its cache has shape {shape}, expected {expected}: make it by "
-                "kv_cache_shape"
-            )
-        return pages
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend within one sequence over ``[tokens, heads, head_size]``."""
@@ -313,21 +281,15 @@ def _expect_settings(head_size: int, scale: float, window: int | None, cap: floa
         expect_positive("attention", "logits_soft_cap", cap)
 
 
-def cache_shape(layer: Attention, num_blocks: int, block_size: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """Return the shape of a layer's cache of ``dtype``, which the layer is told of only if it is one of codes."""
-    told = (dtype,) if dtype in LARGEST_CODES else ()
-    return tuple(layer.kv_cache_shape(num_blocks, block_size, *told))
-
-
-def attention_layers(model: nn.Module) -> dict[str, Attention]:
+def attention_layers(model: nn.Module) -> dict[str, CachedAttention]:
     """Return the attention layers of a model by the prefix under which each finds its pages.
 
     Raises:
         LayerError: two have one prefix, and so would have one cache.
     """
-    layers: dict[str, Attention] = {}
+    layers: dict[str, CachedAttention] = {}
     for path, layer in model.named_modules():
-        if isinstance(layer, Attention) and layers.setdefault(layer.prefix, layer) is not layer:
+        if isinstance(layer, CachedAttention) and layers.setdefault(layer.prefix, layer) is not layer:
             raise LayerError(
                 f"the attention layer {path!r} has the prefix {layer.prefix!r}, as another one of the model has: both "
                 "would write to one cache. Give each layer its path as prefix"

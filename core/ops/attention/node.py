@@ -27,19 +27,27 @@ def nodes_of(layers: Layers) -> Iterator[None]:
         _LAYERS.reset(token)
 
 
-def as_node(query: Tensor, key: Tensor, value: Tensor, prefix: str) -> Tensor:
+def as_node(query: Tensor, key: Tensor, value: Tensor, prefix: str, width: int | None = None) -> Tensor:
     """Attend by the layer of that prefix, in a graph as one node.
 
-    Arguments and errors are those of ``Attention.forward``; the result is contiguous.
+    Args:
+        query: with the next two, what the layer is called with.
+        key: see ``query``.
+        value: see ``query``.
+        prefix: of the layer.
+        width: the last dimension of the result; that of ``query`` if not given.
+
+    Returns:
+        What the layer does, contiguous: of the shape of ``query`` but for the width.
 
     Raises:
         LayerError: when it runs and there is no such layer.
     """
-    attended: Tensor = torch.ops.opgraft.attend_layer(query, key, value, prefix)
+    attended: Tensor = torch.ops.opgraft.attend_layer(query, key, value, prefix, width)
     return attended
 
 
-def _attend_layer(query: Tensor, key: Tensor, value: Tensor, prefix: str) -> Tensor:
+def _attend_layer(query: Tensor, key: Tensor, value: Tensor, prefix: str, width: int | None) -> Tensor:
     layer = _LAYERS.get().get(prefix)
     if layer is None:
         raise LayerError(
@@ -49,10 +57,12 @@ def _attend_layer(query: Tensor, key: Tensor, value: Tensor, prefix: str) -> Ten
     return layer(query, key, value).contiguous()
 
 
-def _faked(query: Tensor, key: Tensor, value: Tensor, prefix: str) -> Tensor:
-    return torch.empty_like(query, memory_format=torch.contiguous_format)
+def _faked(query: Tensor, key: Tensor, value: Tensor, prefix: str, width: int | None) -> Tensor:
+    return query.new_empty((*query.shape[:-1], query.shape[-1] if width is None else width))
 
 
-torch.library.define("opgraft::attend_layer", "(Tensor query, Tensor key, Tensor value, str prefix) -> Tensor")
+torch.library.define(
+    "opgraft::attend_layer", "(Tensor query, Tensor key, Tensor value, str prefix, SymInt? width) -> Tensor"
+)
 torch.library.impl("opgraft::attend_layer", "default", _attend_layer)
 torch.library.register_fake("opgraft::attend_layer", _faked)

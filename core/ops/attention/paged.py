@@ -8,6 +8,7 @@ holds ``head_size + 4`` bytes for each token and head, which ``opgraft.ops.atten
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
@@ -106,19 +107,36 @@ def paged_attention(
         logits_soft_cap=logits_soft_cap,
         sinks=sinks,
     )
-    if values_are_known(query_start_loc):
-        return _of_known_lengths(attend, query, block_table, query_start_loc, seq_lens)
-    return _of_unknown_lengths(attend, query, block_table, query_start_loc, seq_lens)
+    return by_sequences(attend, query, block_table, query_start_loc, seq_lens, cache.shape[3], sliding_window)
 
 
-def _of_known_lengths(
-    attend: partial[Tensor], query: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor
+def by_sequences(
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    query: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_size: int,
+    sliding_window: int | None = None,
 ) -> Tensor:
-    """Attend at once where each sequence has one token, else with one sequence after another."""
+    """Attend with the tokens of ``query``, ``[tokens, heads, size]``, sequence by sequence.
+
+    Args:
+        attend: gets ``[sequences, tokens, heads, size]``, the positions of first tokens and the lengths,
+            ``[sequences]``, and the table; returns the shape of the first.
+        query: as that of ``paged_attention``, and so are the other arguments.
+        block_table: see ``query``.
+        query_start_loc: see ``query``.
+        seq_lens: see ``query``.
+        block_size: tokens of a block.
+        sliding_window: see ``query``.
+    """
+    if not values_are_known(query_start_loc):
+        return _of_unknown_lengths(attend, query, block_table, query_start_loc, seq_lens)
     bounds, lengths = query_start_loc.tolist(), seq_lens.tolist()
     if lengths and bounds == list(range(len(bounds))):
         return attend(query[:, None], seq_lens - 1, seq_lens, block_table)[:, 0]
-    size, window = attend.keywords["cache"].shape[3], attend.keywords["sliding_window"]
+    size, window = block_size, sliding_window
     parts = []
     for (start, end), length, blocks in zip(pairwise(bounds), lengths, block_table, strict=True):
         first = length - (end - start)
@@ -131,7 +149,11 @@ def _of_known_lengths(
 
 
 def _of_unknown_lengths(
-    attend: partial[Tensor], query: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor],
+    query: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
 ) -> Tensor:
     """Attend where lengths are data: as if any sequence might have all tokens, since a loop would break a graph."""
     starts, counts = query_start_loc[:-1].long(), query_start_loc.diff()
@@ -247,6 +269,13 @@ def expect_pages(query: Tensor, cache: Tensor, block_table: Tensor, query_start_
     if not cache.shape[2] or query.shape[1] % cache.shape[2]:
         raise ValueError(f"{op}: cache has {cache.shape[2]} heads, expected a divisor of the {query.shape[1]} of query")
     expect_same_device(op, "cache", cache, "query", query)
+    expect_sequences(op, query, block_table, query_start_loc, seq_lens, cache.shape[3])
+
+
+def expect_sequences(
+    op: str, query: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, block_size: int
+) -> None:
+    """Raise ``ValueError`` unless the tokens of ``query`` are the last ones of sequences that their blocks hold."""
     integers = {"block_table": block_table, "query_start_loc": query_start_loc, "seq_lens": seq_lens}
     for argument, x in integers.items():
         expect_integers(op, argument, x)
@@ -263,11 +292,11 @@ def expect_pages(query: Tensor, cache: Tensor, block_table: Tensor, query_start_
             "one more than seq_lens"
         )
     if values_are_checked(seq_lens):
-        room, counts = block_table.shape[1] * cache.shape[3], query_start_loc.diff()
+        room, counts = block_table.shape[1] * block_size, query_start_loc.diff()
         if bool(((seq_lens < counts) | (seq_lens > room)).any()):
             raise ValueError(
                 f"{op}: seq_lens are {seq_lens.tolist()}, expected at least {counts.tolist()} as in query and at most "
-                f"{room} as in {block_table.shape[1]} blocks of {cache.shape[3]}"
+                f"{room} as in {block_table.shape[1]} blocks of {block_size}"
             )
 
 

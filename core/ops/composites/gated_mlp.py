@@ -72,17 +72,23 @@ class GatedMLP(JointLayer):
 
     @falls_back("while a compiler traces, gate, up and the activation are computed one after the other")
     def forward(self, x: Tensor) -> Tensor:
-        modules: dict[str, Any] = self._modules
-        gate, up, down = (modules[name] for name in self.names[:3])
         act = self._act()
         at_once = not torch.compiler.is_compiling() and self._gates_at_once(act)  # a compiler calls them one by one
         joint = self.joint_op(x) if at_once else None
-        if joint is None:
-            activate: Any = act if act is not None else functional.ACTIVATIONS[self.activation]
-            hidden = activate(gate(x)) * up(x)
-        else:
-            hidden = self.act_and_mul(joint.forward(x))
-        out: Tensor = down(hidden)
+        if joint is not None:
+            return self.at_once(joint, x)
+        modules: dict[str, Any] = self._modules
+        gate, up, down = (modules[name] for name in self.names[:3])
+        activate: Any = act if act is not None else functional.ACTIVATIONS[self.activation]
+        out: Tensor = down(activate(gate(x)) * up(x))
+        return out
+
+    def at_once(self, joint: Linear, x: Tensor) -> Tensor:
+        """Compute the layer with ``joint``, the op over the weights of gate and up; see ``joint_op`` for when.
+
+        A replacement may override this with one kernel for all of it, where nobody waits for its parts to be called.
+        """
+        out: Tensor = self._modules[self.names[2]](self.act_and_mul(joint.forward(x)))  # type: ignore[misc]
         return out
 
     def idle(self) -> frozenset[str]:
@@ -100,7 +106,7 @@ class GatedMLP(JointLayer):
             return True
         if is_observed(act) or epilogue_of(act) != self.activation:
             return False
-        allowed: bool = self.chosen(may_stand_for, self.act_and_mul, act)
+        allowed: bool = self.chosen(may_stand_for, self._modules["act_and_mul"], act)
         return allowed
 
     def extra_repr(self) -> str:

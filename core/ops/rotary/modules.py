@@ -95,6 +95,25 @@ class ApplyRotaryEmb(CustomOp):
         """
         return functional.apply_rotary_emb(x, cos, sin, self.is_neox_style)
 
+    def rotate_heads(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate query and key as models of transformers hold them, by two calls of this op.
+
+        A replacement may override this to rotate both at once.
+
+        Args:
+            query: ``[batch, heads, sequence, head_size]``.
+            key: likewise, with a number of heads of its own.
+            cos: ``[1, sequence, head_size]``, of which only the first half of a row is read.
+            sin: likewise.
+
+        Returns:
+            Query and key, each in its shape.
+        """
+        pairs = cos.shape[-1] // 2
+        cos, sin = cos[0, :, :pairs], sin[0, :, :pairs]
+        rotated = (self(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in (query, key))
+        return next(rotated), next(rotated)
+
     functional_cuda = functional_xpu = TRITON
 
 

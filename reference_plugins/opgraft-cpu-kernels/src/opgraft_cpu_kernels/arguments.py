@@ -11,7 +11,8 @@ from torch import Tensor
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
-LIKE_THE_FIRST = ("out", "residual", "z", "key", "value")
+LIKE_THE_FIRST = ("out", "residual", "z", "key", "value", "B", "C")
+STATES = ("state", "initial_states")
 FACTORS = ("weight", "bias", "cos", "sin", "cos_sin_cache", "alpha_p", "alpha_n")
 ROUNDED_TO_WEIGHT = (
     "rms_norm",
@@ -46,6 +47,8 @@ def _taken(op: str, name: str, x: Tensor, weight: Tensor | None) -> tuple[torch.
     """Return the dtypes that an argument may have, ``None`` for any."""
     if name in LIKE_THE_FIRST:
         return (x.dtype,)
+    if name in STATES:
+        return (torch.float32,)
     if name == "cache":
         return (x.dtype, *LARGEST_CODES)
     if name == "attn_mask":

@@ -28,6 +28,10 @@ def _mapped(x: Tensor, weight: Tensor, *others: object, **settings: object) -> T
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
+def _mapped_twice(x: Tensor, first: Tensor, first_bias: Tensor | None, second: Tensor, *others: object) -> Tensor:
+    return _mapped(x, second)
+
+
 def _mapped_by_panels(x: Tensor, weight: Tensor, packed: Tensor, *others: object, **settings: object) -> Tensor:
     return _mapped(x, weight)
 
@@ -42,6 +46,11 @@ def _nothing(*arguments: object, **settings: object) -> None:
 
 def _query_and_key(positions: Tensor, query: Tensor, key: Tensor, *others: object) -> tuple[Tensor, Tensor]:
     return _like(query), _like(key)
+
+
+def _heads(query: Tensor, key: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+    rotated = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (query, key))
+    return next(rotated), next(rotated)
 
 
 def _queries_and_key(positions: Tensor, query: Tensor, key: Tensor, *others: object) -> tuple[Tensor, Tensor]:
@@ -69,22 +78,32 @@ def _attended(query: Tensor, key: Tensor, value: Tensor, *others: object, **sett
     return query.new_empty((*batch[:-1], tokens, batch[-1], value.shape[-1])).transpose(-3, -2)
 
 
+def _scanned(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, bounds: Tensor, initial_states: Tensor, *others: object
+) -> tuple[Tensor, Tensor]:
+    return _like(x), _like(initial_states)
+
+
 RULES: dict[Callable[..., object], str] = {
     _like: "rms_norm gemma_rms_norm layer_norm rms_norm_gated gelu gelu_tanh gelu_new gelu_fast quick_gelu silu relu2 "
     "xielu apply_rotary_emb",
     _pair_like: "fused_add_rms_norm fused_add_gemma_rms_norm add_layer_norm",
     _half: "silu_and_mul mul_and_silu gelu_and_mul gelu_and_mul_sparse fatrelu_and_mul silu_and_mul_with_clamp "
     "swiglustep_and_mul swigluoai_and_mul",
-    _nothing: "rms_norm_out fused_add_rms_norm_ fused_add_gemma_rms_norm_ silu_ rotary_embedding_",
+    _nothing: "selective_state_update rms_norm_out fused_add_rms_norm_ fused_add_gemma_rms_norm_ silu_ "
+    "rotary_embedding_",
     _query_and_key: "rotary_embedding mrope",
+    _heads: "rotate_heads",
     _queries_and_key: "dual_chunk_rotary_embedding",
     _fp8: "quant_fp8_static",
     _fp8_and_scale: "quant_fp8_dynamic",
     _mapped: "linear quantized_linear int8_dynamic_linear",
+    _mapped_twice: "gated_mlp",
     _mapped_by_panels: "packed_linear",
     _int8_and_scale: "quant_int8_dynamic",
     _like_query: "attend_pages",
     _attended: "scaled_dot_product_attention",
+    _scanned: "selective_scan",
 }
 """Rule → the ops that it is for."""
 

@@ -62,7 +62,7 @@ def _mapped(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, res
     limit = FEW.get((path, dtype))
     if limit is None or weight.dim() != 2 or not (weight.layout is torch.strided and weight.is_contiguous()):
         return None
-    few = x.numel() <= limit * weight.shape[1]
+    few = x.numel() <= limit * weight.size(1)
     if not few and (path != "amx" or dtype is not torch.float32):
         return None
     if watched() or requires_gradient(x, weight, bias, residual):
@@ -73,6 +73,19 @@ def _mapped(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, res
         return _linear(x, weight, bias, activation, residual)  # type: ignore[no-any-return]
     except REFUSED:  # what does not fit, of which opgraft's says what is wrong
         return None
+
+
+def takes_few(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
+    """Tell whether rows may go through layers that follow one another, each of which reads its weight as it is.
+
+    Args:
+        x: the rows.
+        weight: of the first layer.
+        *others: what the layers have besides.
+    """
+    limit = FEW.get((path_or_none(), weight.dtype), 0)
+    few = type(x) is Tensor and x.numel() <= limit * weight.size(-1)
+    return few and not watched() and not requires_gradient(x, weight, *others)
 
 
 def _on_tiles(

@@ -5,16 +5,17 @@ None has a backward: where a gradient is required, the native definition runs, o
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import opgraft
 import torch
 from opgraft import ops as catalogue
 from opgraft.ops.attention import AttentionBatch, LayerPages
 from opgraft.ops.attention.batch import current_batch
+from opgraft.ops.linear.methods import UnquantizedLinearMethod
 from torch import Tensor
 
-from opgraft_cpu_kernels import attention, dense_attention, kernels, linear, quantized
+from opgraft_cpu_kernels import attention, dense_attention, kernels, linear, quantized, steps
 from opgraft_cpu_kernels.library import missing
 
 
@@ -99,12 +100,26 @@ class ReLUSquaredActivation(catalogue.ReLUSquaredActivation):
     functional_cpu = _kernels("relu2")
 
 
+class SelectiveScan(catalogue.SelectiveScan):
+    functional_cpu = _kernels("selective_scan")
+
+
+class SelectiveStateUpdate(catalogue.SelectiveStateUpdate):
+    functional_cpu = _kernels("selective_state_update")
+
+
 class XIELU(catalogue.XIELU):
     functional_cpu = _kernels("xielu")
 
 
 class ApplyRotaryEmb(catalogue.ApplyRotaryEmb):
     functional_cpu = _kernels("apply_rotary_emb")
+
+    def rotate_heads(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        rotated = None
+        if steps.runs(self, ApplyRotaryEmb.forward_cpu):
+            rotated = steps.rotate_heads(query, key, cos, sin, self.is_neox_style)
+        return super().rotate_heads(query, key, cos, sin) if rotated is None else rotated
 
 
 class RotaryEmbedding(catalogue.RotaryEmbedding):
@@ -140,9 +155,25 @@ class Linear(catalogue.Linear):
 
     @opgraft.needs(missing)
     def forward_cpu(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        # Finding them as attributes takes torch as long as the rest of a call does.
+        held = self._parameters
+        weight, plain = held.get("weight"), type(self.quant_method) is UnquantizedLinearMethod and self._packed is None
+        if plain and weight is not None and "bias" in held:
+            return linear.linear(input, weight, held["bias"], self.activation, residual)
         return self.quant_method.apply(
             self, input, self.bias, activation=self.activation, residual=residual, kernel=linear.linear
         )
+
+
+class GatedMLP(catalogue.GatedMLP):
+    def at_once(self, joint: catalogue.Linear, x: Tensor) -> Tensor:
+        modules: dict[str, Any] = self._modules
+        down, out = modules[self.names[2]], None
+        gates = SiluAndMul.forward_cpu, GeluAndMul.forward_cpu
+        alike = type(down) is type(joint) and steps.runs(down, Linear.forward_cpu)
+        if alike and steps.runs(modules["act_and_mul"], *gates):
+            out = steps.gated_mlp(joint, down, x, self.activation)
+        return super().at_once(joint, x) if out is None else out
 
 
 class ScaledDotProductAttention(catalogue.ScaledDotProductAttention):
@@ -201,6 +232,8 @@ REPLACEMENTS = (
     SiLU,
     ReLUSquaredActivation,
     XIELU,
+    SelectiveScan,
+    SelectiveStateUpdate,
     ApplyRotaryEmb,
     RotaryEmbedding,
     MRotaryEmbedding,
@@ -209,6 +242,7 @@ REPLACEMENTS = (
     QuantizedLinear,
     Int8DynamicLinear,
     Linear,
+    GatedMLP,
     ScaledDotProductAttention,
     Attention,
 )

@@ -19,7 +19,7 @@ def opgraft_register_ops() -> None:
     missing = library.missing()
     if missing and missing.startswith(library.VARIABLE):
         raise ValueError(missing)
-    conditions = {ops.Linear: linear.has_kernel, ops.Attention: attention.has_kernel}
+    conditions = {ops.Linear: linear.has_kernel, ops.GatedMLP: linear.has_kernel, ops.Attention: attention.has_kernel}
     for replacement in ops.REPLACEMENTS:
         when = conditions.get(replacement)
         opgraft.CustomOp.register_oot(replacement, name=replacement.__mro__[1], when=when)

@@ -221,6 +221,19 @@ struct DenseAttention {
 constexpr int64_t QUERIES_OF_TILE = 192;  // of a head, which share what is made of its keys
 inline int64_t tiles_of(const DenseAttention& a) { return (a.queries + QUERIES_OF_TILE - 1) / QUERIES_OF_TILE; }
 
+// Tokens of one sequence and one head, whose channels have a state of so many float32 each.
+struct StateScan {
+  Rows x, z, b, c;         // a row for each token
+  MutableRows out;
+  const float* step = nullptr;
+  int64_t step_stride = 0, step_channel_stride = 1;
+  const float* a = nullptr;  // a row for each channel, or one number for all
+  int64_t a_stride = 0;
+  const float* d = nullptr;  // null if absent
+  float* state = nullptr;    // contiguous
+  int64_t tokens = 0, size = 0;
+};
+
 using NormKernel = void (*)(const Norm&, int64_t begin, int64_t end);
 using GatedNormKernel = void (*)(const GatedNorm&, int64_t begin, int64_t end);
 using GatedKernel = void (*)(const GatedActivation&, int64_t begin, int64_t end);
@@ -238,6 +251,7 @@ using Int8RowsKernel = void (*)(const Rows& x, const Int8Linear&, int8_t* codes,
 using Int8LinearKernel = void (*)(const Int8Linear&, int64_t begin, int64_t end);
 using AttentionKernel = void (*)(const PagedAttention&, const AttentionPart&);
 using MergeKernel = void (*)(const PagedAttention&, const AttentionPart&, const float* partials, int64_t count);
+using StateScanKernel = void (*)(const StateScan&, int64_t begin, int64_t end);
 using DenseAttentionKernel = void (*)(const DenseAttention&, int64_t begin, int64_t end);
 using PackKernel = bool (*)(const float* weight, int64_t in_features, int64_t out_features, int parts,
                             uint16_t* packed, int64_t begin, int64_t end);
@@ -266,6 +280,7 @@ struct Path {
   AttentionKernel attention[CODES][DTYPES];
   MergeKernel merge_chunks[DTYPES];
   DenseAttentionKernel dense_attention[DTYPES];
+  StateScanKernel scan_states[DTYPES];
   // Null without tiles. They return whether bfloat16 can hold what they read.
   PackKernel pack = nullptr;
   PackedLinearKernel packed_linear = nullptr;

@@ -1,4 +1,4 @@
-// The ops that a decoder is made of, for callers in C++: each is the torch op of its name.
+// The ops that decoders are made of, for callers in C++: each is the torch op of its name.
 #pragma once
 
 #include "tensors.h"
@@ -16,6 +16,7 @@ std::tuple<Tensor, Tensor> fused_add_rms_norm(const Tensor& x, const Tensor& res
 std::tuple<Tensor, Tensor> rotary_embedding(const Tensor& positions, const Tensor& query, const Tensor& key,
                                             int64_t head_size, const Tensor& cache, bool neox);
 Tensor silu_and_mul(const Tensor& x);
+Tensor gelu_and_mul(const Tensor& x, c10::string_view approximate);
 Tensor attend_pages(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cache,
                     const Tensor& slots, const Tensor& block_table, const Tensor& query_start_loc,
                     const Tensor& seq_lens, double scale, std::optional<int64_t> sliding_window,

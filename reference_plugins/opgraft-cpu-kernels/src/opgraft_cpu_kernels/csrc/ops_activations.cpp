@@ -36,11 +36,12 @@ bool is_tanh(const char* op, c10::string_view approximate) {
 
 Tensor silu_and_mul(const Tensor& x) { return gated("silu_and_mul", SILU_AND_MUL, x); }
 
-namespace {
-Tensor mul_and_silu(const Tensor& x) { return gated("mul_and_silu", SILU_AND_MUL, x, 0, 0, true); }
 Tensor gelu_and_mul(const Tensor& x, c10::string_view approximate) {
   return gated("gelu_and_mul", is_tanh("gelu_and_mul", approximate) ? GELU_TANH_AND_MUL : GELU_AND_MUL, x);
 }
+
+namespace {
+Tensor mul_and_silu(const Tensor& x) { return gated("mul_and_silu", SILU_AND_MUL, x, 0, 0, true); }
 Tensor gelu_and_mul_sparse(const Tensor& x, double activation_sparsity, c10::string_view approximate) {
   const char* op = "gelu_and_mul_sparse";
   TORCH_CHECK_VALUE(0 < activation_sparsity && activation_sparsity < 1, op, ": activation_sparsity is ",

@@ -76,6 +76,49 @@ Tensor apply_rotary_emb(const Tensor& x, const Tensor& cos, const Tensor& sin, b
   return out;
 }
 
+// Query and key as models of transformers have them, [batch, heads, sequence, head_size], by tables [1, sequence,
+// head_size] of which the first half of a row is read. The results lie as [batch, sequence, heads, head_size].
+std::tuple<Tensor, Tensor> rotate_heads(const Tensor& query, const Tensor& key, const Tensor& cos, const Tensor& sin,
+                                        bool is_neox_style) {
+  const char* op = "rotate_heads";
+  refuse_gradient(op, query, key, cos, sin);
+  const Tensor cosines = usable(op, cos, query), sines = usable(op, sin, query);
+  TORCH_CHECK_VALUE(cosines.dim() == 3 && cosines.sizes() == sines.sizes() && cosines.size(0) == 1 &&
+                        cosines.scalar_type() == sines.scalar_type() && query.scalar_type() == key.scalar_type(),
+                    op, ": cos has shape ", cos.sizes(), " and sin ", sin.sizes(), ", expected [1, sequence, ",
+                    "head_size] of one dtype, and query and key of one");
+  const Dtype dtype = dtype_of(op, query);
+  const auto rotated = [&](const Tensor& x) {
+    TORCH_CHECK_VALUE(x.dim() == 4 && x.size(2) == cosines.size(1) && x.size(3) == cosines.size(2) &&
+                          x.size(3) % 2 == 0,
+                      op, ": a tensor to rotate has shape ", x.sizes(), ", expected [batch, heads, ", cosines.size(1),
+                      ", ", cosines.size(2), "]");
+    const int64_t batch = x.size(0), count = x.size(1), tokens = x.size(2), size = x.size(3);
+    const Tensor out = fresh({batch, tokens, count, size}, x.scalar_type());
+    const bool in_order =
+        x.stride(3) == 1 && (batch == 1 || tokens == 1 || x.stride(0) == tokens * x.stride(2));
+    const Tensor from = in_order ? x : x.transpose(1, 2).contiguous().transpose(1, 2);
+    if (x.numel()) {
+      Rotary r;
+      r.x = from.const_data_ptr();
+      r.out = out.mutable_data_ptr();
+      r.heads = count;
+      r.head_size = r.rotary_dim = r.out_head_stride = size;
+      r.token_stride = from.stride(tokens == 1 ? 0 : 2);  // that of a single token may be anything
+      r.head_stride = from.stride(1);
+      r.out_token_stride = count * size;
+      r.neox = is_neox_style;
+      r.cos = cosines.const_data_ptr();
+      r.sin = sines.const_data_ptr();
+      r.table_stride = size;
+      r.table_rows = tokens;
+      rotate(r, dtype, cosines, batch * tokens);
+    }
+    return out.transpose(1, 2);
+  };
+  return {rotated(query), rotated(key)};
+}
+
 void expect_integers(const char* op, const Tensor& positions) {
   const at::ScalarType dtype = positions.scalar_type();
   TORCH_CHECK_VALUE(dtype == at::kLong || dtype == at::kInt, op, ": positions has dtype ", dtype,
@@ -317,6 +360,8 @@ std::tuple<Tensor, Tensor> dual_chunk_rotary_embedding(const Tensor& positions, 
 TORCH_LIBRARY_FRAGMENT(opgraft_cpu_kernels, library) {
   library.def("apply_rotary_emb(Tensor x, Tensor cos, Tensor sin, bool is_neox_style=True) -> Tensor");
   library.def(
+      "rotate_heads(Tensor query, Tensor key, Tensor cos, Tensor sin, bool is_neox_style=True) -> (Tensor, Tensor)");
+  library.def(
       "rotary_embedding(Tensor positions, Tensor query, Tensor key, int head_size, Tensor cos_sin_cache, bool "
       "is_neox_style=True) -> (Tensor, Tensor)");
   library.def(
@@ -330,9 +375,9 @@ TORCH_LIBRARY_FRAGMENT(opgraft_cpu_kernels, library) {
       "int chunk_size, int local_size, bool is_neox_style=True) -> (Tensor, Tensor)");
 }
 
-#define ROTARY(apply)                                                                   \
-  apply(apply_rotary_emb) apply(rotary_embedding) apply(rotary_embedding_) apply(mrope) \
-      apply(dual_chunk_rotary_embedding)
+#define ROTARY(apply)                                                                          \
+  apply(apply_rotary_emb) apply(rotate_heads) apply(rotary_embedding) apply(rotary_embedding_) \
+      apply(mrope) apply(dual_chunk_rotary_embedding)
 
 IMPLEMENT(ROTARY)
 

@@ -1,0 +1,35 @@
+"""DeepSeek-V2 and V3: decoders with latent attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.config import OpgraftConfig
+from opgraft.models.decoder import PACKED_MODULES, DecoderForCausalLM
+from opgraft.models.decoder_config import Family
+from opgraft.models.names import ShardId
+
+
+@PluggableClass.register("DeepseekV2ForCausalLM")
+class DeepseekV2ForCausalLM(DecoderForCausalLM):
+    """DeepSeek-V2 (arXiv:2405.04434): latent attention."""
+
+    family = Family(latent=True, qkv_bias=None)
+    packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = {
+        **PACKED_MODULES,
+        "fused_qkv_a_proj": {"q_a_proj": 0, "kv_a_proj_with_mqa": 1},
+    }
+
+    def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
+        super().__init__(opgraft_config=opgraft_config, prefix=prefix)
+        # Behind the last layer checkpoints have those that predict further tokens in training.
+        count = len(self.model.layers)
+        further = getattr(self.config, "num_nextn_predict_layers", None) or 0
+        self.ignored_weights = [f"model.layers.{number}.*" for number in range(count, count + further)]
+
+
+@PluggableClass.register("DeepseekV3ForCausalLM")
+class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
+    """DeepSeek-V3 and R1 (arXiv:2412.19437): as DeepSeek-V2."""

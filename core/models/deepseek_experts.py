@@ -1,0 +1,122 @@
+"""The experts of DeepSeek: their shape, read from the config, and the layer with its router."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from opgraft.errors import ModelError
+from opgraft.ops.fused_moe import FusedMoE
+from opgraft.ops.linear import ReplicatedLinear
+from opgraft.ops.linear.quantization_config import QuantizationConfig
+from torch import Tensor, nn
+
+METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
+"""The ways to choose experts that configs name, of which the last is by sigmoids and a bias."""
+
+
+@dataclass(frozen=True)
+class RoutedShape:
+    """The sizes and the choice of experts, by our names.
+
+    ``first_layer`` is the first that has experts, ``shared`` how many every token visits, ``by_sigmoid`` whether scores
+    are sigmoids, to which a bias is added where they are compared. Without groups ``num_groups`` is 0.
+    """
+
+    first_layer: int
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    shared: int
+    num_groups: int
+    kept_groups: int
+    scaling: float
+    renormalize: bool
+    by_sigmoid: bool
+
+    @classmethod
+    def of(cls, given: Callable[..., Any]) -> RoutedShape | None:
+        """Read a config; ``None`` where all layers are dense.
+
+        Args:
+            given: returns a setting by its name, or a default.
+
+        Raises:
+            ModelError: the config lacks a size, or asks for what is not written.
+        """
+        first = given("first_k_dense_replace", 0)
+        if first >= given("num_hidden_layers"):
+            return None
+        method = given("topk_method", "noaux_tc")  # transformers' class for V3 has no such attribute
+        if method not in METHODS or given("moe_layer_freq", 1) != 1:
+            raise ModelError(
+                f"topk_method is {method!r:.40} and moe_layer_freq {given('moe_layer_freq', 1)!r:.40}, expected one of "
+                f"{', '.join(METHODS)}, and 1: no others are written"
+            )
+        grouped = method != "greedy"
+        return cls(
+            first_layer=first,
+            num_experts=given("n_routed_experts"),
+            top_k=given("num_experts_per_tok"),
+            hidden_size=given("hidden_size"),
+            intermediate_size=given("moe_intermediate_size"),
+            shared=given("n_shared_experts", 0),
+            num_groups=given("n_group") if grouped else 0,
+            kept_groups=given("topk_group") if grouped else 0,
+            scaling=given("routed_scaling_factor", 1.0),
+            renormalize=method == "noaux_tc" and bool(given("norm_topk_prob", True)),  # V2 has it and never did
+            by_sigmoid=method == "noaux_tc",
+        )
+
+
+class DeepseekExperts(nn.Module):
+    """Experts in the place of one feed-forward layer, beside those that every token visits (arXiv:2401.06066).
+
+    Args:
+        shape: of the experts.
+        shared: what every token visits, whose ranks do not add what they have; ``None`` for nothing.
+        quant_config: the quantization of the experts.
+        prefix: the layer's path.
+    """
+
+    def __init__(
+        self, shape: RoutedShape, shared: nn.Module | None, quant_config: QuantizationConfig | None, prefix: str
+    ) -> None:
+        super().__init__()
+        # The router computes in float32, as in training.
+        self.gate = ReplicatedLinear(
+            shape.hidden_size,
+            shape.num_experts,
+            bias=False,
+            params_dtype=torch.float32,
+            prefix=f"{prefix}.gate",
+            return_bias=False,
+        )
+        bias = nn.Parameter(torch.empty(shape.num_experts, dtype=torch.float32), requires_grad=False)
+        self.gate.register_parameter("e_score_correction_bias", bias if shape.by_sigmoid else None)
+        self.shared_experts = shared
+        self.experts = FusedMoE(
+            shape.num_experts,
+            shape.top_k,
+            shape.hidden_size,
+            shape.intermediate_size,
+            reduce_results=True,
+            renormalize=shape.renormalize,
+            use_grouped_topk=shape.num_groups > 0,
+            num_expert_group=shape.num_groups,
+            topk_group=shape.kept_groups,
+            quant_config=quant_config,
+            prefix=f"{prefix}.experts",
+            scoring_func="sigmoid" if shape.by_sigmoid else "softmax",
+            routed_scaling_factor=shape.scaling,
+            e_score_correction_bias=bias if shape.by_sigmoid else None,
+            shared_experts=shared,
+        )
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Map ``[tokens, hidden_size]`` to the same shape."""
+        output: Tensor = self.experts(hidden_states, self.gate(hidden_states.float()))
+        return output

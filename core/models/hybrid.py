@@ -1,0 +1,322 @@
+"""Decoders whose layers mix tokens by a state, beside such as attend: one definition of the stack for all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.config import OpgraftConfig
+from opgraft.errors import ModelError
+from opgraft.models.decoder import PACKED_MODULES, DecoderAttention, DecoderMLP, rope_of
+from opgraft.models.decoder_config import DecoderShape, Family
+from opgraft.models.description import architecture_config, joined, quantization_config
+from opgraft.models.model import Model
+from opgraft.models.names import ShardId, WeightsMapper
+from opgraft.ops.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
+from opgraft.ops.layernorm import RMSNorm
+from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.ops.state_space import MambaMixer, MambaMixer2, ShortConv
+from torch import Tensor, nn
+
+
+class HybridLayer(nn.Module):
+    """One layer: a mixer and, as a rule, a feed-forward layer, each behind a norm and added to the residual stream.
+
+    Args:
+        mixer: attention, or one that carries a state.
+        mlp: the feed-forward layer, if there is one.
+        hidden_size: of the stream.
+        eps: of the norms.
+    """
+
+    def __init__(self, mixer: nn.Module, mlp: nn.Module | None, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.mixer = mixer
+        self.mixer_norm = RMSNorm(hidden_size, eps)
+        self.mlp = mlp
+        if mlp is not None:
+            self.mlp_norm = RMSNorm(hidden_size, eps)
+
+    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the output of the last part, and the residual stream that it is still to be added to.
+
+        Args:
+            positions: ``[tokens]``.
+            hidden_states: ``[tokens, hidden_size]``.
+            residual: the same, ``None`` before the first layer.
+        """
+        hidden_states, residual = _normalised(self.mixer_norm, hidden_states, residual)
+        mixed = self._mixed(positions, hidden_states)
+        if self.mlp is None:
+            return mixed, residual
+        hidden_states, residual = _normalised(self.mlp_norm, mixed, residual)
+        return self.mlp(hidden_states), residual
+
+    def _mixed(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        if isinstance(self.mixer, DecoderAttention):
+            return self.mixer(positions, hidden_states)  # type: ignore[no-any-return]
+        if isinstance(self.mixer, MambaMixer2):
+            return self.mixer(hidden_states)  # type: ignore[no-any-return]
+        mixed = torch.empty_like(hidden_states)
+        self.mixer(hidden_states, mixed)
+        return mixed
+
+
+def _normalised(norm: nn.Module, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    if residual is None:
+        return norm(hidden_states), hidden_states
+    normalised: tuple[Tensor, Tensor] = norm(hidden_states, residual)
+    return normalised
+
+
+class HybridModel(nn.Module):
+    """The stack: token ids to hidden states.
+
+    Args:
+        layers: of the stack.
+        vocab_size: rows of the embedding.
+        hidden_size: of the stream.
+        eps: of the last norm.
+        quant_config: the quantization of the embedding.
+        prefix: the stack's path.
+    """
+
+    def __init__(
+        self,
+        layers: list[HybridLayer],
+        vocab_size: int,
+        hidden_size: int,
+        eps: float,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(
+            vocab_size, hidden_size, quant_config=quant_config, prefix=f"{prefix}.embed_tokens"
+        )
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(hidden_size, eps)
+
+    def forward(self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
+        """Return the hidden states ``[tokens, hidden_size]`` after the last norm.
+
+        Args:
+            input_ids: ``[tokens]``; not read beside ``inputs_embeds``.
+            positions: ``[tokens]``, of each token in its sequence.
+            inputs_embeds: ``[tokens, hidden_size]``, in place of the embeddings of ``input_ids``.
+        """
+        hidden_states: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        residual: Tensor | None = None
+        for layer in self.layers:
+            hidden_states, residual = layer(positions, hidden_states, residual)
+        return _normalised(self.norm, hidden_states, residual)[0]
+
+
+class HybridForCausalLM(Model):
+    """A stack with its logits; a family is a subclass that makes the layers.
+
+    Args:
+        opgraft_config: its ``model`` section names the checkpoint, which has the architecture's config.
+        prefix: the path of this model in a larger one.
+
+    Raises:
+        ModelError: the config does not describe a model of this family.
+    """
+
+    def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
+        super().__init__(opgraft_config=opgraft_config, prefix=prefix)
+        quant_config = quantization_config(opgraft_config, self)
+        config: Any = self.config or architecture_config(opgraft_config)
+        path = joined(prefix, "model")
+        layers, eps = self.make_layers(config, quant_config, f"{path}.layers")
+        sizes = config.vocab_size, config.hidden_size
+        self.model = HybridModel(layers, *sizes, eps, quant_config, path)
+        head = ParallelLMHead(*sizes, quant_config=quant_config, prefix=joined(prefix, "lm_head"))
+        self.lm_head = head.tie_weights(self.model.embed_tokens) if config.tie_word_embeddings else head
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+
+    def make_layers(
+        self, config: Any, quant_config: QuantizationConfig | None, prefix: str
+    ) -> tuple[list[HybridLayer], float]:
+        """Return the layers and the ``eps`` of the last norm.
+
+        Args:
+            config: of the architecture.
+            quant_config: the quantization of the layers.
+            prefix: their path.
+        """
+        raise NotImplementedError
+
+    def forward(self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
+        """Return hidden states ``[tokens, hidden_size]``, of which ``compute_logits`` makes logits.
+
+        The tokens are those of the current ``AttentionBatch``, or of one sequence where there is none.
+        """
+        hidden_states: Tensor = self.model(input_ids, positions, inputs_embeds)
+        return hidden_states
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
+        """Return logits ``[rows, vocab_size]`` of hidden states; ``None`` on ranks that do not gather them."""
+        logits: Tensor | None = self.logits_processor(self.lm_head, hidden_states)
+        return logits
+
+
+@PluggableClass.register("Lfm2ForCausalLM")
+class Lfm2ForCausalLM(HybridForCausalLM):
+    """LFM2 (arXiv:2511.23404): short convolutions with a gate, and attention in some layers."""
+
+    packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = PACKED_MODULES
+    embedding_weight: ClassVar[str] = "model.embed_tokens.weight"
+    weights_mapper = WeightsMapper(
+        substrings={
+            ".self_attn.out_proj.": ".mixer.o_proj.",
+            ".self_attn.": ".mixer.",
+            ".q_layernorm.": ".q_norm.",
+            ".k_layernorm.": ".k_norm.",
+            ".conv.conv.": ".mixer.conv.",
+            ".conv.in_proj.": ".mixer.in_proj.",
+            ".conv.out_proj.": ".mixer.out_proj.",
+            ".feed_forward.w1.": ".mlp.gate_proj.",
+            ".feed_forward.w3.": ".mlp.up_proj.",
+            ".feed_forward.w2.": ".mlp.down_proj.",
+            ".operator_norm.": ".mixer_norm.",
+            ".ffn_norm.": ".mlp_norm.",
+            ".embedding_norm.": ".norm.",
+        }
+    )
+
+    def make_layers(
+        self, config: Any, quant_config: QuantizationConfig | None, prefix: str
+    ) -> tuple[list[HybridLayer], float]:
+        """Return a layer for each of the config's ``layer_types``."""
+        kinds = ["full_attention" if kind == "conv" else kind for kind in config.layer_types]
+        given = {
+            **vars(config),
+            "rms_norm_eps": config.norm_eps,
+            "hidden_act": "silu",
+            "layer_types": kinds,
+            "intermediate_size": _adjusted(config),
+        }
+        family = Family(qk_norm="head", qkv_bias=False, output_bias=False)
+        shape = DecoderShape.of(SimpleNamespace(**given), family, self.opgraft_config.model.max_model_len)
+        self.max_position = shape.max_position
+        ropes = {name: rope_of(shape, parameters) for name, parameters in shape.ropes.items()}
+        layers = []
+        for number, kind in enumerate(config.layer_types):
+            path = f"{prefix}.{number}"
+            if kind == "conv":
+                conv = ShortConv(config, config.hidden_size, number, None, None, quant_config, f"{path}.conv")
+                mixer: nn.Module = conv
+            else:
+                rope = ropes[shape.layers[number].rope]
+                mixer = DecoderAttention(shape, family, number, rope, quant_config, f"{path}.self_attn")
+            mlp = DecoderMLP(shape, quant_config, f"{path}.feed_forward")
+            layers.append(HybridLayer(mixer, mlp, shape.hidden_size, shape.eps))
+        return layers, shape.eps
+
+
+def _adjusted(config: Any) -> int:
+    """Return the size of LFM2's feed-forward layers, which its config says indirectly."""
+    size = int(config.intermediate_size)
+    if not config.block_auto_adjust_ff_dim:
+        return size
+    size = int(2 * size / 3)
+    if config.block_ffn_dim_multiplier is None:
+        return size
+    size = int(config.block_ffn_dim_multiplier * size)
+    multiple = int(config.block_multiple_of)
+    return -(-size // multiple) * multiple
+
+
+_BACKBONE = WeightsMapper(
+    prefixes={"backbone.embedding.": "model.embed_tokens.", "backbone.": "model."},
+    substrings={
+        "model.embeddings.": "model.embed_tokens.",
+        "model.norm_f.": "model.norm.",
+        ".norm.weight": ".mixer_norm.weight",
+        ".mixer.mixer_norm.": ".mixer.norm.",
+        "model.mixer_norm.": "model.norm.",
+        ".A_log": ".A",
+    },
+)
+"""Names of checkpoints of Mamba and Mamba-2."""
+
+
+@PluggableClass.register("MambaForCausalLM")
+class MambaForCausalLM(HybridForCausalLM):
+    """Mamba (arXiv:2312.00752): selective state spaces and nothing else."""
+
+    embedding_weight: ClassVar[str] = "backbone.embeddings.weight"
+    weights_mapper = _BACKBONE
+
+    def make_layers(
+        self, config: Any, quant_config: QuantizationConfig | None, prefix: str
+    ) -> tuple[list[HybridLayer], float]:
+        """Return the layers, each a mixer."""
+        layers = []
+        for number in range(config.num_hidden_layers):
+            mixer = MambaMixer(
+                config.hidden_size,
+                config.state_size,
+                config.conv_kernel,
+                config.intermediate_size,
+                int(config.time_step_rank),
+                config.use_conv_bias,
+                config.use_bias,
+                use_rms_norm=False,
+                activation=config.hidden_act,
+                prefix=f"{prefix}.{number}.mixer",
+            )
+            layers.append(HybridLayer(mixer, None, config.hidden_size, config.layer_norm_epsilon))
+        return layers, config.layer_norm_epsilon
+
+
+@PluggableClass.register("Mamba2ForCausalLM")
+class Mamba2ForCausalLM(HybridForCausalLM):
+    """Mamba-2 (arXiv:2405.21060): state space duality and nothing else."""
+
+    embedding_weight: ClassVar[str] = "backbone.embeddings.weight"
+    weights_mapper = _BACKBONE
+
+    def make_layers(
+        self, config: Any, quant_config: QuantizationConfig | None, prefix: str
+    ) -> tuple[list[HybridLayer], float]:
+        """Return the layers, each a mixer."""
+        expect_unlimited(config)
+        layers = []
+        for number in range(config.num_hidden_layers):
+            mixer = MambaMixer2(
+                config.hidden_size,
+                config.state_size,
+                config.conv_kernel,
+                int(config.expand * config.hidden_size),
+                config.use_conv_bias,
+                config.use_bias,
+                config.n_groups,
+                config.num_heads,
+                config.head_dim,
+                config.layer_norm_epsilon,
+                config.hidden_act,
+                quant_config=quant_config,
+                prefix=f"{prefix}.{number}.mixer",
+            )
+            layers.append(HybridLayer(mixer, None, config.hidden_size, config.layer_norm_epsilon))
+        return layers, config.layer_norm_epsilon
+
+
+def expect_unlimited(config: Any) -> None:
+    """Refuse a config that bounds step sizes.
+
+    Raises:
+        ModelError: it does.
+    """
+    low, high = config.time_step_limit
+    if low > 0 or high < math.inf:
+        raise ModelError(
+            f"{type(config).__name__}: time_step_limit is [{low}, {high}], and step sizes are not bounded here: "
+            "run the model through transformers, by model.implementation"
+        )

@@ -1,0 +1,340 @@
+"""Specs of state spaces, told token by token as the papers' recurrences are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from opgraft.ops import state_space as ops
+from opgraft.ops.spec import HALF_NORM, Arguments, Draw, OpSpec
+from opgraft.ops.state_space import causal_conv, chunk_scan, selective_scan
+from torch import Tensor
+
+WIDTH, STATE, HEADS, GROUPS, SPARE_SLOTS = 4, 3, 4, 2, 5
+HALF = {torch.float32: (1e-5, 1e-5), **HALF_NORM}
+
+
+def _bounds(draw: Draw, tokens: int) -> Tensor:
+    """Draw four sequences, of which one at least is empty."""
+    within = draw.integers(0, tokens + 1, (2,)).sort().values
+    return torch.cat([torch.tensor([0]), within, within[-1:], torch.tensor([tokens])]).to(torch.int32)
+
+
+def _spans(bounds: Tensor) -> Iterator[tuple[int, int]]:
+    return pairwise(bounds.tolist())
+
+
+def _slots(draw: Draw, count: int) -> Tensor:
+    return torch.randperm(count + SPARE_SLOTS, generator=draw.generator)[:count]
+
+
+def _conv_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+    return {
+        "x": draw(math.prod(lead), size),
+        "weight": draw(size, WIDTH),
+        "query_start_loc": _bounds(draw, math.prod(lead)),
+        "initial_states": draw(4, size, WIDTH - 1),
+        "bias": draw(size),
+        "activation": "silu",
+    }
+
+
+def _activated(y: Tensor, activation: str | None) -> Tensor:
+    return y if activation is None else y / (1 + torch.exp(-y))
+
+
+def _conv(
+    x: Tensor,
+    weight: Tensor,
+    query_start_loc: Tensor,
+    initial_states: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    before, rows, final = weight.shape[1] - 1, torch.zeros_like(x), initial_states.clone()
+    for number, (start, end) in enumerate(_spans(query_start_loc)):
+        line = torch.cat([initial_states[number], x[start:end].T], 1)
+        for token in range(end - start):
+            rows[start + token] = (line[:, token : token + before + 1] * weight).sum(1)
+        final[number] = line[:, line.shape[1] - before :]
+    return _activated(rows if bias is None else rows + bias, activation), final
+
+
+def _conv_step_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+    count = math.prod(lead)
+    return {
+        "x": draw(count, size),
+        "conv_state": draw(count + SPARE_SLOTS, size, WIDTH - 1),
+        "weight": draw(size, WIDTH),
+        "slots": _slots(draw, count),
+        "out": draw(count, size),
+        "bias": draw(size),
+        "activation": "silu",
+    }
+
+
+def _conv_step(x: Tensor, conv_state: Tensor, weight: Tensor, slots: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
+    bounds = torch.arange(x.shape[0] + 1)
+    y, final = _conv(x, weight, bounds, conv_state[slots], others.get("bias"), others.get("activation"))
+    state = conv_state.clone()
+    state[slots] = final
+    return state, y
+
+
+def _scan_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+    tokens = math.prod(lead)
+    return {
+        "x": draw(tokens, size),
+        "dt": draw(tokens, size),
+        "A": -draw(size, STATE).exp(),
+        "B": draw(tokens, STATE),
+        "C": draw(tokens, STATE),
+        "query_start_loc": _bounds(draw, tokens),
+        "initial_states": draw(4, size, STATE),
+        "D": draw(size),
+        "z": draw(tokens, size),
+        "dt_bias": draw(size),
+        "dt_softplus": True,
+    }
+
+
+def _head_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+    tokens = math.prod(lead)
+    return {
+        "x": draw(tokens, HEADS, size),
+        "dt": draw(tokens, HEADS),
+        "A": -draw(HEADS).exp(),
+        "B": draw(tokens, GROUPS, STATE),
+        "C": draw(tokens, GROUPS, STATE),
+        "query_start_loc": _bounds(draw, tokens),
+        "initial_states": draw(4, HEADS, size, STATE),
+        "chunk_size": 4,
+        "D": draw(HEADS),
+        "z": draw(tokens, HEADS, size),
+        "dt_bias": draw(HEADS),
+        "dt_softplus": True,
+    }
+
+
+def _step_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+    count = math.prod(lead)
+    return {
+        "state": draw(count + SPARE_SLOTS, HEADS, size, STATE),
+        "x": draw(count, HEADS, size),
+        "dt": draw(count, HEADS, size),
+        "A": -draw(HEADS, size, STATE).exp(),
+        "B": draw(count, GROUPS, STATE),
+        "C": draw(count, GROUPS, STATE),
+        "slots": _slots(draw, count),
+        "out": draw(count, HEADS, size),
+        "D": draw(HEADS, size),
+        "z": draw(count, HEADS, size),
+        "dt_bias": draw(HEADS, size),
+        "dt_softplus": True,
+    }
+
+
+def _of_heads(*shape: int) -> Callable[[Draw, Sequence[int], int], Tensor]:
+    """Draw one number per head, expanded over the rest of the shape, as Mamba-2's are."""
+    return lambda draw, lead, size: (-draw(HEADS).exp())[:, None, None].expand(HEADS, size, STATE)
+
+
+def _recurrence(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803  # the letters of the papers
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    D: Tensor | None,  # noqa: N803
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return output and state after one token of one sequence, ``[heads, head_size]`` and with ``[..., state]``."""
+    if dt_bias is not None:
+        dt = dt + dt_bias
+    if dt_softplus:
+        dt = torch.logaddexp(dt, torch.zeros_like(dt))
+    heads = torch.arange(x.shape[0]) // (x.shape[0] // B.shape[0])
+    state = state * torch.exp(dt[..., None] * A) + (dt * x)[..., None] * B[heads][:, None]
+    y = (state * C[heads][:, None]).sum(-1)
+    if D is not None:
+        y = y + D * x
+    return (y if z is None else y * _activated(z, "silu")), state
+
+
+def _heads_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    query_start_loc: Tensor,
+    initial_states: Tensor,
+    chunk_size: int = 1,
+    D: Tensor | None = None,  # noqa: N803
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Scan heads, each with one ``dt``, ``A``, ``D`` and ``dt_bias`` for all its elements."""
+    inner = [None if each is None else each.reshape(HEADS, -1) for each in (D, dt_bias)]
+    y, final = torch.zeros_like(x), initial_states.clone()
+    for number, (start, end) in enumerate(_spans(query_start_loc)):
+        for t in range(start, end):
+            given = x[t], dt[t].reshape(HEADS, -1), A.reshape(HEADS, 1, 1), B[t], C[t]
+            gate = None if z is None else z[t]
+            y[t], final[number] = _recurrence(final[number], *given, inner[0], gate, inner[1], dt_softplus)
+    return y, final
+
+
+def _scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    query_start_loc: Tensor,
+    initial_states: Tensor,
+    D: Tensor | None = None,  # noqa: N803
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Scan channels, each as an element of one head."""
+    y, final = torch.zeros_like(x), initial_states.clone()
+    one = [None if each is None else each[None] for each in (D, dt_bias)]
+    for number, (start, end) in enumerate(_spans(query_start_loc)):
+        for t in range(start, end):
+            given = x[t, None], dt[t, None], A[None], B[t, None], C[t, None]
+            gate = None if z is None else z[t, None]
+            out, state = _recurrence(final[number, None], *given, one[0], gate, one[1], dt_softplus)
+            y[t], final[number] = out[0], state[0]
+    return y, final
+
+
+def _step(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    slots: Tensor,
+    out: Tensor,
+    D: Tensor | None = None,  # noqa: N803
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+) -> tuple[Tensor, Tensor]:
+    new, y = state.clone(), torch.zeros_like(x)
+    for row, slot in enumerate(slots.tolist()):
+        given = x[row], dt[row], A, B[row], C[row], D, None if z is None else z[row], dt_bias, dt_softplus
+        y[row], new[slot] = _recurrence(state[slot], *given)
+    return new, y
+
+
+def _conv_flops(x: Tensor, weight: Tensor, *others: Any, **settings: Any) -> int:
+    return 2 * x.numel() * weight.shape[1]
+
+
+def _flops(x: Tensor, B: Tensor, **others: Any) -> int:  # noqa: N803
+    return 6 * x.numel() * B.shape[-1]
+
+
+def _without(cls: Callable[..., Any], *settings: str) -> Callable[..., tuple[Any, Arguments]]:
+    """Build a module from the settings among the arguments, and call it with the others."""
+
+    def build(**arguments: Any) -> tuple[Any, Arguments]:
+        op = cls(*(arguments.pop(name) for name in settings if name in arguments))
+        return op, arguments
+
+    return build
+
+
+PROMPTS: dict[str, Any] = {"leads": ((1,), (7,), (2, 3), (2, 1, 3), (0,), (2, 0)), "tolerances": HALF}
+
+SPECS = (
+    OpSpec(
+        causal_conv.causal_conv1d,
+        _conv_inputs,
+        _conv,
+        _conv_flops,
+        module=_without(ops.CausalConv1d, "activation"),
+        variants={"": {}, "no bias": {"bias": None}, "no activation": {"activation": None}},
+        sizes=(1, 9, 64),
+        large=(((83,), 65), ((300,), 32)),
+        **PROMPTS,
+    ),
+    OpSpec(
+        causal_conv.causal_conv1d_update,
+        _conv_step_inputs,
+        _conv_step,
+        _conv_flops,
+        module=_without(ops.CausalConv1dUpdate, "activation"),
+        variants={"": {}, "no bias": {"bias": None}, "no activation": {"activation": None}},
+        sizes=(1, 9, 64),
+        large=(((83,), 65),),
+        **PROMPTS,
+        differentiable=False,
+    ),
+    OpSpec(
+        selective_scan.selective_scan,
+        _scan_inputs,
+        _scan,
+        _flops,
+        module=_without(ops.SelectiveScan, "dt_softplus"),
+        variants={
+            "": {},
+            "plain": {"D": None, "z": None, "dt_bias": None},
+            "steps as they are": {
+                "dt_softplus": False,
+                "dt": lambda draw, lead, size: draw(math.prod(lead), size).abs(),
+                "dt_bias": None,
+            },
+        },
+        sizes=(1, 9, 32),
+        large=(((83,), 16), ((150,), 8)),
+        **PROMPTS,
+    ),
+    OpSpec(
+        chunk_scan.mamba_chunk_scan,
+        _head_inputs,
+        _heads_scan,
+        _flops,
+        module=_without(ops.MambaChunkScan, "chunk_size", "dt_softplus"),
+        variants={
+            "": {},
+            "plain": {"D": None, "z": None, "dt_bias": None},
+            "long chunks": {"chunk_size": 64},
+            "steps as they are": {
+                "dt_softplus": False,
+                "dt": lambda draw, lead, size: draw(math.prod(lead), HEADS).abs(),
+                "dt_bias": None,
+            },
+        },
+        sizes=(1, 9, 32),
+        large=(((83,), 16), ((150,), 8)),
+        **PROMPTS,
+    ),
+    OpSpec(
+        selective_scan.selective_state_update,
+        _step_inputs,
+        _step,
+        _flops,
+        module=_without(ops.SelectiveStateUpdate, "dt_softplus"),
+        variants={
+            "": {},
+            "plain": {"D": None, "z": None, "dt_bias": None},
+            "a number per head": {"A": _of_heads()},
+        },
+        sizes=(1, 9, 64),
+        large=(((83,), 16),),
+        **PROMPTS,
+        differentiable=False,
+    ),
+)
