@@ -47,12 +47,14 @@ class Shape:
         layers: multiplications per token in the layers.
         head: multiplications per sampled token in the head.
         cached: bytes of keys and values per token.
+        attention: multiplications in the layers per token and token that it attends to.
     """
 
     weights: int
     layers: int
     head: int
     cached: int
+    attention: int
 
     @classmethod
     def of(cls, config: Mapping[str, Any], weights: int, itemsize: int) -> Shape:
@@ -60,7 +62,8 @@ class Shape:
         head = config["vocab_size"] * config["hidden_size"]
         head_size = config["hidden_size"] // config["num_attention_heads"]
         cached = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_size * itemsize
-        return cls(weights, weights // itemsize - head, head, cached)
+        attention = 2 * config["num_hidden_layers"] * config["num_attention_heads"] * head_size
+        return cls(weights, weights // itemsize - head, head, cached, attention)
 
 
 @dataclass(frozen=True)
@@ -70,17 +73,27 @@ class Roof:
     bytes_per: float
     products_per: float
 
-    def step(self, shape: Shape, tokens: int, sampled: int) -> float:
-        """Return the least seconds of a step: all weights are read, all products computed."""
-        products = tokens * shape.layers + sampled * shape.head
-        return max(shape.weights / self.bytes_per, products / self.products_per)
+    def step(self, shape: Shape, tokens: int, sampled: int, attended: int, read: int = 0) -> float:
+        """Return the least seconds of a step: all weights are read, all products computed.
+
+        Args:
+            shape: of the model.
+            tokens: of the step.
+            sampled: those that the head computes.
+            attended: tokens that they attend to, all together.
+            read: tokens whose keys and values come from memory.
+        """
+        products = tokens * shape.layers + sampled * shape.head + attended * shape.attention
+        return max((shape.weights + read * shape.cached) / self.bytes_per, products / self.products_per)
 
     def task(self, shape: Shape, name: str) -> float:
         """Return the least seconds of a task: a step for its prompts, then one for each further token of all."""
         task = TASKS[name]
-        requests = len(task.lengths)
-        first = self.step(shape, sum(task.lengths) + requests * task.prefix, requests)
-        return first + (task.max_tokens - 1) * self.step(shape, requests, requests)
+        requests, lengths = len(task.lengths), [length + task.prefix for length in task.lengths]
+        prompts = sum(length * (length + 1) // 2 for length in lengths)
+        contexts = (sum(lengths) + requests * more for more in range(1, task.max_tokens))
+        first = self.step(shape, sum(lengths), requests, prompts)
+        return first + sum(self.step(shape, requests, requests, context, context) for context in contexts)
 
 
 @dataclass(frozen=True)

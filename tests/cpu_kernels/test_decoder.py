@@ -274,8 +274,23 @@ def test_reasons_of_the_plan(folder: Path, change: Any, sections: dict[str, Any]
     assert reason in remark(served)
 
 
+def test_a_prompt_of_any_length_is_computed_at_once(folder: Path) -> None:
+    """Where the kernels read the weight as it is for any number of rows, the plan takes prompts too."""
+    import opgraft_cpu_kernels
+
+    if "avx512_bf16" not in opgraft_cpu_kernels.paths():
+        pytest.skip("this CPU lacks avx512_bf16")
+    opgraft_cpu_kernels.set_path("avx512_bf16")
+    served = Served(folder)
+    served.logits(63, 63)
+    assert (served.answered > 0, served.left) == (True, 0)
+
+
 def test_a_call_of_many_tokens_is_counted_by_its_reason(folder: Path) -> None:
     """A prompt with more tokens than the plan takes is one call by the modules."""
+    import opgraft_cpu_kernels
+
+    opgraft_cpu_kernels.set_path("avx512")
     served = Served(folder)
     served.logits(63, 63)
     assert served.left == 1
@@ -287,9 +302,12 @@ def test_the_page_has_the_most_tokens_of_the_plan(kernels: Any) -> None:
     from opgraft_cpu_kernels import linear
 
     text = (Path(__file__).parents[2] / "docs/explanation/engine.md").read_text(encoding="utf-8")
-    table = re.findall(r"^\| `(amx|avx512\w*)` \| (\d+)(?: tokens)? \| (\d+) \| (\d+) \|$", text, re.M)
+    table = re.findall(
+        r"^\| `(amx|avx512\w*)` \| (\w+)(?: tokens| number)? \| (\w+)(?: number)? \| (\d+) \|$", text, re.M
+    )
     dtypes = torch.float32, torch.bfloat16, torch.float16
-    assert {(path, dtype): int(n) for path, *most in table for dtype, n in zip(dtypes, most, strict=True)} == linear.FEW
+    most = {(path, dtype): each for path, *row in table for dtype, each in zip(dtypes, row, strict=True)}
+    assert {key: linear.UNLIMITED if each == "any" else int(each) for key, each in most.items()} == linear.FEW
 
 
 def test_explain_knows_what_attention_runs(folder: Path) -> None:

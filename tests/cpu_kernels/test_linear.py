@@ -1,4 +1,4 @@
-"""The linear layer: on few rows, and on tiles of AMX where the CPU has them."""
+"""The linear layer: on few rows and on many, and on tiles of AMX where the CPU has them."""
 
 from __future__ import annotations
 
@@ -79,6 +79,36 @@ def test_rows_alone(width: int, dtype: torch.dtype, path: str) -> None:
             assert run(x[:count], weight, bias).equal(together[:count])
         for row in range(11):
             assert run(x[row : row + 1], weight, bias).equal(together[row : row + 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("width", "features"), [(7, 1), (100, 37), (577, 96), (1600, 33), (3301, 70)])
+def test_many_rows(width: int, features: int, dtype: torch.dtype, path: str) -> None:
+    """Rows at any distance, of any number of inputs and outputs, are right, and the same bit for bit beside others."""
+    torch.manual_seed(0)
+    x, weight, bias = draw(500, width + 5, features, dtype)
+    x, weight = x[:, 5:], weight[:, 5:].contiguous()
+    run = torch.ops.opgraft_cpu_kernels.linear
+    with torch.no_grad():
+        together = run(x, weight, bias)
+        assert distance(together, exact(x, weight, bias)) < {torch.float32: 3e-6}.get(dtype, 5e-3)
+        for count in (112, 113, 131):
+            assert run(x[-count:], weight, bias).equal(together[-count:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_rows_with_what_follows(dtype: torch.dtype, path: str) -> None:
+    """Activation and residual follow the sums, and a NaN stays in its row, where rows end within a pair too."""
+    torch.manual_seed(0)
+    x, weight, bias = draw(120, 33, 50, dtype)
+    x[7, 0] = float("nan")
+    residual = torch.randn(120, 50).to(dtype)
+    with torch.no_grad():
+        got = torch.ops.opgraft_cpu_kernels.linear(x, weight, bias, "silu", residual)
+    expected = exact(x, weight, bias, "silu") + residual.double()
+    assert got[7].isnan().all()
+    others = [row for row in range(120) if row != 7]
+    assert distance(got[others], expected[others]) < {torch.float32: 1e-6}.get(dtype, 5e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -270,6 +270,14 @@ def test_heads_that_do_not_fit(kernels: Any, shapes: tuple[tuple[int, ...], ...]
         kernels.rotate_heads(query, key, table, table)
 
 
+def test_fake_rules(kernels: Any) -> None:
+    """Shapes, strides and dtypes without values are those of the results."""
+    query, key, table = heads(2, 6, 3, 16, torch.float32), heads(2, 2, 3, 16, torch.float32), torch.randn(1, 3, 16)
+    mlp = torch.randn(2, 8), torch.randn(12, 8), torch.randn(12), torch.randn(4, 6), None, "gelu"
+    for op, arguments in ((kernels.rotate_heads, (query, key, table, table, False)), (kernels.gated_mlp, mlp)):
+        torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
 def test_activations_are_known(kernels: Any) -> None:
     with torch.no_grad(), pytest.raises(ValueError, match="gated_mlp: activation is 'relu', expected silu, gelu or"):
         kernels.gated_mlp(torch.randn(1, 8), torch.randn(8, 8), None, torch.randn(8, 4), None, "relu")

@@ -1,4 +1,4 @@
-"""All layers of a decoder in one call, for batches of a few tokens, for which most of the time the weights are read.
+"""All layers of a decoder in one call, for batches of as many tokens as linear layers read the weight as it is for.
 
 The kernels and their order are those that the modules of the layers would call, so that the results are the same bits.
 """

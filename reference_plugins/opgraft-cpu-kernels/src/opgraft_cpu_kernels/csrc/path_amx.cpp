@@ -27,23 +27,6 @@ struct alignas(64) Configuration {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// Memory of a thread, kept for its next call.
-struct Workspace {
-  void* data = nullptr;
-  size_t size = 0;
-  ~Workspace() { ::operator delete(data, std::align_val_t(64)); }
-  void* at_least(size_t needed) {
-    if (needed > size) {
-      ::operator delete(data, std::align_val_t(64));
-      data = nullptr;
-      size = 0;
-      data = ::operator new(needed, std::align_val_t(64));
-      size = needed;
-    }
-    return data;
-  }
-};
-
 INLINE int64_t chunks(int64_t count) { return (count + 31) / 32; }
 
 INLINE F low_half(__m512i words) { return as_float((I)_mm512_cvtepu16_epi32(_mm512_castsi512_si256(words)) << 16); }
