@@ -20,6 +20,7 @@ from opgraft.models.description import architecture_config, joined, quantization
 from opgraft.models.latent_attention import latent_attention
 from opgraft.models.model import Model
 from opgraft.models.names import ShardId
+from opgraft.models.sinks import sinks_of_rank
 from opgraft.ops.activation import GeluAndMul, SiluAndMul
 from opgraft.ops.attention import Attention
 from opgraft.ops.attention.batch import current_batch
@@ -29,7 +30,6 @@ from opgraft.ops.layernorm import GemmaRMSNorm, RMSNorm
 from opgraft.ops.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.rotary import DynamicNTKScalingRotaryEmbedding, Phi3LongRoPEScaledRotaryEmbedding, get_rope
-from opgraft.ops.weights import LoadedTensor, copy_weight, set_weight_attrs
 from torch import Tensor, nn
 
 PACKED_MODULES: Mapping[str, Mapping[str, ShardId]] = {
@@ -99,7 +99,7 @@ class DecoderAttention(nn.Module):
             kv_heads,
             shape.layers[layer].sliding_window,
             shape.attention_soft_cap,
-            _sinks(heads) if family.sinks else None,
+            sinks_of_rank(heads) if family.sinks else None,
             prefix=f"{prefix}.attn",
         )
 
@@ -174,17 +174,6 @@ class DecoderMLP(nn.Module):
         """Map ``[tokens, hidden_size]`` to the same shape."""
         output: Tensor = self.down_proj(self.act_fn(self.gate_up_proj(hidden_states)))
         return output
-
-
-def _sinks(heads: int) -> nn.Parameter:
-    """Make a score for each head of this rank, which loads its part of those of all ranks."""
-    sinks = nn.Parameter(torch.empty(heads), requires_grad=False)
-
-    def load(param: Tensor, loaded: LoadedTensor) -> None:
-        copy_weight(param.data, loaded.narrow(0, get_tensor_model_parallel_rank() * heads, heads), "sinks")
-
-    set_weight_attrs(sinks, {"weight_loader": load})
-    return sinks
 
 
 def _feed_forward(
