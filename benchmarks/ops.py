@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import latent_attention
@@ -50,6 +51,9 @@ HEAD_SIZE = 128
 LINEAR_ROWS = (1, 16, 64, 512, 2048)
 LINEAR_SHAPES = ((384, 384), (384, 1536), (1024, 1024), (4096, 4096), (8192, 8192))
 LINEAR_LIMIT = 1.05
+EXPERTS, CHOSEN, INTERMEDIATE, HIDDEN = 64, 8, 2048, 2048
+EXPERT_LIMITS = {1: 0.35, 8: None, 64: 0.5, 512: 0.5}
+"""By tokens: over the loop over experts of transformers."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,32 @@ def linears() -> Iterator[Row]:
                 yield compared(ours, name, limit, torch_linear)
 
 
+def experts() -> Iterator[Row]:
+    """Measure experts over the loop over them in transformers, and over the reading of the chosen ones' weights."""
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts  # only this needs it
+
+    config = SimpleNamespace(
+        num_local_experts=EXPERTS,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        hidden_act="silu",
+        _experts_implementation="eager",
+    )
+    for dtype in DTYPES:
+        theirs = MixtralExperts(config).requires_grad_(False).to(dtype)
+        for weight in theirs.parameters():
+            weight.normal_(0, 0.02)
+        for tokens, limit in EXPERT_LIMITS.items():
+            x = torch.randn(tokens, HIDDEN, dtype=dtype)
+            weights, ids = torch.rand(tokens, EXPERTS).softmax(-1).topk(CHOSEN)
+            ours = partial(functional.fused_experts, x, theirs.gate_up_proj, theirs.down_proj, weights, ids)
+            label = f"experts {tokens} of {EXPERTS} {str(dtype).removeprefix('torch.')}"
+            loop = partial(theirs, x, ids, weights.to(dtype))
+            yield compared(ours, f"{label} / transformers", limit, loop)
+            read = ids.unique().numel() * 3 * HIDDEN * INTERMEDIATE * dtype.itemsize
+            yield compared(ours, f"{label} / copy of chosen weights", None, copy_of(read))
+
+
 def linear_limit(rows: int, width: int, dtype: torch.dtype) -> float:
     """Set a gain as the limit on the CPUs that the figures are for, no loss on all others."""
     if not machine()["cpu"].startswith("AMD"):
@@ -206,7 +236,7 @@ def main() -> None:
     parser.add_argument(
         "ops",
         nargs="*",
-        help=f"of {', '.join((*NORMS, *ACTIVATIONS, *OTHERS))}, linear, latent_attention; all if none is named",
+        help=f"of {', '.join((*NORMS, *ACTIVATIONS, *OTHERS))}, linear, latent_attention, experts; or all",
     )
     parser.add_argument("--output", type=Path, default=Path("build/bench-ops"), help="folder of table, JSON and plot")
     arguments = parser.parse_args()
@@ -220,6 +250,8 @@ def main() -> None:
             rows += linears()
         if not names or "latent_attention" in names:
             rows += latent_attention.rows()
+        if not names or "experts" in names:
+            rows += experts()
     arguments.output.mkdir(parents=True, exist_ok=True)
     data = {"schema": 1, "machine": machine(), "cells": [asdict(c) for c in cells], "rows": [asdict(r) for r in rows]}
     (arguments.output / "ops.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

@@ -64,8 +64,8 @@ DEEPSEEK_YARN = {
     "mscale": 0.707,
     "mscale_all_dim": 0.9,
 }
-EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16}
-YARN = {
+ROUTED = {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 16}
+YARN_UNTRUNCATED = {
     "rope_type": "yarn",
     "rope_theta": 150000.0,
     "factor": 4.0,
@@ -104,9 +104,9 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek v3, halves rotated": ("DeepseekV3", {**LATENT, "rope_interleave": False, "v_head_dim": 24}),
     "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 5}),
-    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "moe_intermediate_size": 24, "mlp_only_layers": [1], "norm_topk_prob": True}),
+    "qwen3_moe": ("Qwen3Moe", {**ROUTED, "moe_intermediate_size": 24, "mlp_only_layers": [1], "norm_topk_prob": True}),
     "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
-    "gpt_oss": ("GptOss", {**EXPERTS, "sliding_window": 5, "rope_parameters": YARN}),
+    "gpt_oss": ("GptOss", {**ROUTED, "sliding_window": 5, "rope_parameters": YARN_UNTRUNCATED}),
 }
 
 

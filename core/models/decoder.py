@@ -19,6 +19,7 @@ from opgraft.models.description import architecture_config, joined, quantization
 from opgraft.models.latent_attention import latent_attention
 from opgraft.models.model import Model
 from opgraft.models.names import ShardId
+from opgraft.models.sinks import sinks_of_rank
 from opgraft.ops.attention import Attention
 from opgraft.ops.attention.batch import current_batch
 from opgraft.ops.decoder_plan import DecoderParts, DecoderPlan
@@ -27,7 +28,6 @@ from opgraft.ops.layernorm import GemmaRMSNorm, RMSNorm
 from opgraft.ops.linear import QKVParallelLinear, RowParallelLinear
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.rotary import DynamicNTKScalingRotaryEmbedding, Phi3LongRoPEScaledRotaryEmbedding, get_rope
-from opgraft.ops.weights import LoadedTensor, copy_weight, set_weight_attrs
 from torch import Tensor, nn
 
 PACKED_MODULES: Mapping[str, Mapping[str, ShardId]] = {
@@ -97,7 +97,7 @@ class DecoderAttention(nn.Module):
             kv_heads,
             shape.layers[layer].sliding_window,
             shape.attention_soft_cap,
-            _sinks(heads) if family.sinks else None,
+            sinks_of_rank(heads) if family.sinks else None,
             prefix=f"{prefix}.attn",
         )
 
@@ -124,17 +124,6 @@ class DecoderAttention(nn.Module):
         parts = gathered.chunk(size, dim=-1)[::replicas]
         normalised: Tensor = norm(torch.cat(parts, dim=-1))
         return normalised.chunk(len(parts), dim=-1)[get_tensor_model_parallel_rank() // replicas]
-
-
-def _sinks(heads: int) -> nn.Parameter:
-    """Make a score for each head of this rank, which loads its part of those of all ranks."""
-    sinks = nn.Parameter(torch.empty(heads), requires_grad=False)
-
-    def load(param: Tensor, loaded: LoadedTensor) -> None:
-        copy_weight(param.data, loaded.narrow(0, get_tensor_model_parallel_rank() * heads, heads), "sinks")
-
-    set_weight_attrs(sinks, {"weight_loader": load})
-    return sinks
 
 
 class DecoderLayer(nn.Module):

@@ -107,7 +107,7 @@ class DecoderShape:
     logits_soft_cap: float | None
     ropes: Mapping[str, Mapping[str, Any]]
     layers: tuple[LayerShape, ...]
-    experts: ExpertsShape | None
+    experts: ExpertsShape | None = None
     latent: LatentShape | None = None
     routed: RoutedShape | None = None
 

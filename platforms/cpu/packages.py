@@ -40,6 +40,7 @@ KERNEL_PACKAGES: Mapping[str, Collection[str]] = {
             "xielu",
             "selective_scan",
             "selective_state_update",
+            "unquantized_fused_moe",
         }
     ),
 }

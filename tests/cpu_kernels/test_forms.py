@@ -50,6 +50,7 @@ NAMES = [
     "scaled_dot_product_attention",
     "selective_scan",
     "selective_state_update",
+    "fused_experts",
 ]
 CASES = [(SPECS[name], variant) for name in NAMES if name in SPECS for variant in SPECS[name].variants]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -66,9 +67,9 @@ def kernel(spec: OpSpec) -> Any:
 
 
 def function_of(name: str) -> Any:
-    from opgraft_cpu_kernels import dense_attention, kernels
+    from opgraft_cpu_kernels import dense_attention, experts, kernels
 
-    return getattr(dense_attention if hasattr(dense_attention, name) else kernels, name)
+    return next(getattr(module, name) for module in (dense_attention, experts, kernels) if hasattr(module, name))
 
 
 @cases

@@ -15,7 +15,7 @@ from opgraft.ops.attention.batch import current_batch
 from opgraft.ops.linear.methods import UnquantizedLinearMethod
 from torch import Tensor
 
-from opgraft_cpu_kernels import attention, dense_attention, kernels, latent_attention, linear, quantized, steps
+from opgraft_cpu_kernels import attention, dense_attention, experts, kernels, latent_attention, linear, quantized, steps
 from opgraft_cpu_kernels.library import missing
 
 
@@ -176,6 +176,12 @@ class GatedMLP(catalogue.GatedMLP):
         return super().at_once(joint, x) if out is None else out
 
 
+class UnquantizedFusedMoEMethod(catalogue.UnquantizedFusedMoEMethod):
+    functional_cpu = opgraft.FunctionalKernels(
+        {"fused_experts": experts.fused_experts}, needs=missing, inference_only=True
+    )
+
+
 class ScaledDotProductAttention(catalogue.ScaledDotProductAttention):
     functional_cpu = opgraft.FunctionalKernels(
         {"scaled_dot_product_attention": dense_attention.scaled_dot_product_attention},
@@ -249,6 +255,7 @@ REPLACEMENTS = (
     Int8DynamicLinear,
     Linear,
     GatedMLP,
+    UnquantizedFusedMoEMethod,
     ScaledDotProductAttention,
     MLAPagedAttention,
     Attention,

@@ -17,6 +17,7 @@ std::tuple<Tensor, Tensor> rotary_embedding(const Tensor& positions, const Tenso
                                             int64_t head_size, const Tensor& cache, bool neox);
 Tensor silu_and_mul(const Tensor& x);
 Tensor gelu_and_mul(const Tensor& x, c10::string_view approximate);
+Tensor swigluoai_and_mul(const Tensor& x, double alpha, double limit);
 Tensor attend_pages(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& cache,
                     const Tensor& slots, const Tensor& block_table, const Tensor& query_start_loc,
                     const Tensor& seq_lens, double scale, std::optional<int64_t> sliding_window,

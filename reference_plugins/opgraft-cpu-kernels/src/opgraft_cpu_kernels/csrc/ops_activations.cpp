@@ -63,9 +63,13 @@ Tensor silu_and_mul_with_clamp(const Tensor& x, double limit) {
 Tensor swiglustep_and_mul(const Tensor& x, double limit) {
   return gated("swiglustep_and_mul", SWIGLUSTEP, x, usable_limit("swiglustep_and_mul", limit));
 }
+}  // namespace
+
 Tensor swigluoai_and_mul(const Tensor& x, double alpha, double limit) {
   return gated("swigluoai_and_mul", SWIGLUOAI, x, float(alpha), usable_limit("swigluoai_and_mul", limit));
 }
+
+namespace {
 
 void activate(const char* op, Plain kind, const Tensor& x, const Tensor& out) {
   const PlainKernel kernel = path().plain[kind][dtype_of(op, x)];
