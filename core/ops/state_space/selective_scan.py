@@ -16,6 +16,8 @@ __all__ = ["selective_scan", "selective_state_update"]
 
 CHUNK = 16
 """Tokens that are scanned one after another, in all chunks at once; chunks are combined by doubling."""
+CHUNK_OF_GRAPHS = 4
+"""As many where a graph is made, in which each place of a chunk has operations of its own."""
 LARGEST_NUMBER_OF_CHUNKS = 2**16
 """The bound of doublings where the number of tokens is a symbol."""
 
@@ -143,8 +145,8 @@ def _scan(
     which follow the states that they begin with, then from those.
     """
     tokens, channels = inputs[0].shape
-    length = min(CHUNK, max(tokens, 1)) if known else CHUNK
-    count = (tokens + length - 1) // length
+    length = min(CHUNK, max(tokens, 1)) if known else CHUNK_OF_GRAPHS
+    count = (tokens + length - 1) // length + (0 if known else 1)  # a graph for one chunk would be another one
     firsts = where.position == 0
     step, weighted, b, c = (_chunks(each, count, length) for each in inputs)
     forgets = _chunks(firsts, count, length)
