@@ -11,6 +11,12 @@ from fastapi.responses import JSONResponse
 from opgraft.errors import CheckpointError, EngineError, HTTPError, InputError, RequestError
 from starlette.exceptions import HTTPException
 
+_NOT_HERE = {
+    404: "this server has no such path: /openapi.json lists those that it has",
+    405: "the path is not asked by this method: /openapi.json lists those that it is asked by",
+}
+"""Reasons that are told in place of the name of a status."""
+
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -29,7 +35,8 @@ def as_http_error(error: Exception) -> HTTPError:
     if isinstance(error, HTTPException) and error.status_code == 400:  # FastAPI could not read the body
         return HTTPError(400, "the body is not valid JSON, or it is nested too deeply", code="invalid_json")
     if isinstance(error, HTTPException):
-        return HTTPError(error.status_code, str(error.detail), headers=error.headers)
+        reason = _NOT_HERE.get(error.status_code, str(error.detail))
+        return HTTPError(error.status_code, reason, headers=error.headers)
     return HTTPError(500, "the server failed at this request: its log has the cause", code="internal_error")
 
 

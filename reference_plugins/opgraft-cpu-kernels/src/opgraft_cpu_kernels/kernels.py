@@ -22,7 +22,7 @@ from opgraft_cpu_kernels.library import missing
 
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 FP8 = torch.float8_e4m3fn
-REFUSED = (ValueError, NotImplementedError, TypeError)
+REFUSED = (ValueError, NotImplementedError)
 """The errors of the kernels for arguments that they do not take, on other devices too."""
 
 

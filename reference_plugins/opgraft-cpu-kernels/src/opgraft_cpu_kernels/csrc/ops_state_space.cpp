@@ -110,7 +110,7 @@ std::tuple<Tensor, Tensor> selective_scan(const Tensor& x, const Tensor& dt, con
   const int64_t* at = bounds.const_data_ptr<int64_t>();
   TORCH_CHECK_VALUE(at[0] == 0 && at[sequences] == x.size(0) && std::is_sorted(at, at + sequences + 1), op,
                     ": query_start_loc does not ascend from 0 to the number of tokens");
-  TORCH_CHECK_TYPE(initial_states.scalar_type() == at::kFloat, op, ": initial_states are not float32");
+  TORCH_CHECK_VALUE(initial_states.scalar_type() == at::kFloat, op, ": initial_states are not float32");
   h.expect(initial_states, {sequences, h.channels, h.size}, "initial_states");
   const Tensor out = fresh(x.sizes(), x.scalar_type()), final = fresh(initial_states.sizes(), at::kFloat);
   final.copy_(initial_states);
@@ -133,7 +133,7 @@ void selective_state_update(const Tensor& state, const Tensor& x, const Tensor& 
   TORCH_CHECK_VALUE(x.dim() == 3 && dt.dim() == 3 && c.dim() == 3, op, ": expected x, dt and C of three dimensions");
   const Heads3 h(op, x, dt, a, b, c, d, z, bias, softplus);
   const int64_t sequences = x.size(0), slots_there = state.dim() ? state.size(0) : 0;
-  TORCH_CHECK_TYPE(state.scalar_type() == at::kFloat, op, ": state is not float32");
+  TORCH_CHECK_VALUE(state.scalar_type() == at::kFloat, op, ": state is not float32");
   h.expect(state, {slots_there, h.heads, h.channels, h.size}, "state");
   h.expect(out, x.sizes(), "out");
   TORCH_CHECK_VALUE(out.scalar_type() == x.scalar_type() && (out.stride(2) == 1 || out.size(2) == 1), op,
