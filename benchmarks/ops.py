@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import latent_attention
@@ -171,15 +170,12 @@ def linears() -> Iterator[Row]:
 
 def experts() -> Iterator[Row]:
     """Measure experts over the loop over them in transformers, and over the reading of the chosen ones' weights."""
-    from transformers.models.mixtral.modeling_mixtral import MixtralExperts  # only this needs it
+    from transformers import MixtralConfig  # only this needs it
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-    config = SimpleNamespace(
-        num_local_experts=EXPERTS,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        hidden_act="silu",
-        _experts_implementation="eager",
-    )
+    sizes: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_local_experts": EXPERTS}
+    config = MixtralConfig(**sizes)
+    config._experts_implementation = "eager"
     for dtype in DTYPES:
         theirs = MixtralExperts(config).requires_grad_(False).to(dtype)
         for weight in theirs.parameters():
@@ -191,7 +187,7 @@ def experts() -> Iterator[Row]:
             label = f"experts {tokens} of {EXPERTS} {str(dtype).removeprefix('torch.')}"
             loop = partial(theirs, x, ids, weights.to(dtype))
             yield compared(ours, f"{label} / transformers", limit, loop)
-            read = ids.unique().numel() * 3 * HIDDEN * INTERMEDIATE * dtype.itemsize
+            read = torch.unique(ids).numel() * 3 * HIDDEN * INTERMEDIATE * dtype.itemsize
             yield compared(ours, f"{label} / copy of chosen weights", None, copy_of(read))
 
 
