@@ -154,6 +154,24 @@ def test_a_distribution_replaces_mixers(site: Site, name: str, calls: list[str])
     assert mixer.op_class.__qualname__ == f"Vendor{calls[0]}"
 
 
+@pytest.mark.parametrize("groups", [0, 1, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_gated_norm(groups: int, dtype: torch.dtype) -> None:
+    """It gates, and normalises by groups unless it has none, as the maths in float64; empty and strided inputs too."""
+    norm = ops.Mixer2RMSNormGated(24, max(groups, 1), use_rms_norm=groups > 0, eps=1e-5)
+    if norm.weight is not None:
+        norm.weight.copy_(torch.randn(24))
+    for tokens in (0, 1, 7):
+        x, gate = (torch.randn(tokens, 48, dtype=dtype)[:, ::2] for _ in range(2))
+        expected = x.double() * torch.nn.functional.silu(gate.double())
+        if norm.weight is not None:
+            parts = expected.unflatten(-1, (groups, 24 // groups))
+            expected = (parts / (parts.square().mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(-2)
+            expected = expected * norm.weight.double()
+        tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+        torch.testing.assert_close(norm(x, gate).double(), expected, rtol=tolerance, atol=tolerance)
+
+
 def test_sizes_that_do_not_fit() -> None:
     """Sizes that contradict each other are refused."""
     with pytest.raises(ValueError, match="mamba_mixer2: 4 heads of 5 in 2 groups, expected 24 elements"):

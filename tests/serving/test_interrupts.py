@@ -16,7 +16,8 @@ from small_words import word_llama
 pytest.importorskip("transformers")
 
 SLOW = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who started the tests may ignore it
 from opgraft.engine.model_runner import ModelRunner
 
 def slowly(name, seconds):
