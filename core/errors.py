@@ -60,14 +60,18 @@ class RequestError(OpgraftError, ValueError):
     Attributes:
         message: without ``source``.
         field: the setting of the request that is at fault, where it is one.
+        code: a word that programs tell the error by.
     """
 
     exit_code = 2
 
-    def __init__(self, message: str, field: str | None = None, *, source: str | None = None) -> None:
+    def __init__(
+        self, message: str, field: str | None = None, *, source: str | None = None, code: str = "invalid_value"
+    ) -> None:
         super().__init__(message if source is None else f"{source}: {message}")
         self.message = message
         self.field = field
+        self.code = code
 
 
 class HTTPError(OpgraftError):

@@ -27,7 +27,7 @@ def as_http_error(error: Exception) -> HTTPError:
     if isinstance(error, RequestValidationError):
         return _of_validation(error)
     if isinstance(error, RequestError):
-        return HTTPError(400, error.message, field=error.field, code="invalid_value")
+        return HTTPError(400, error.message, field=error.field, code=error.code)
     if isinstance(error, InputError) and not isinstance(error, CheckpointError):
         return HTTPError(400, str(error), code="invalid_value")
     if isinstance(error, EngineError):

@@ -66,7 +66,7 @@ class Gate:
         """Refuse what a page of a stranger asks by a name of its own that leads here, which a browser lets it read."""
         settings = self._service.settings
         name = _host_name(Headers(scope=scope).get("host", ""))
-        if self._keys or not name or not _is_local(settings.host) or _is_local(name) or name in settings.allowed_hosts:
+        if self._keys or not name or not is_local(settings.host) or is_local(name) or name in settings.allowed_hosts:
             return
         raise HTTPError(
             403,
@@ -122,7 +122,7 @@ def _host_name(host: str) -> str:
     return host.partition("]")[0][1:] if host.startswith("[") else host.rpartition(":")[0] or host
 
 
-def _is_local(name: str) -> bool:
+def is_local(name: str) -> bool:
     """Tell whether an address or a name is of this machine or network: names without a dot are no stranger's."""
     try:
         return ip_address(name).is_loopback

@@ -121,8 +121,11 @@ class Generating(ABC, Generic[_B]):
             self.body.priority or 0,
             self.body.cache_salt,
         )
+        tokens = [0] * len(self.prompt_ids)
         async with aclosing(self.service.answers(job, self.slot)) as news:
             async for number, output in news:
+                tokens[number] = self.counted(output)
+                self.record["completion_tokens"] = sum(tokens)
                 self.record.setdefault("seconds_to_first_token", round(time.monotonic() - self.arrival, 6))
                 if logged:
                     answers = {f"{number}/{answer.index}": answer.text for answer in output.outputs}
@@ -132,19 +135,15 @@ class Generating(ABC, Generic[_B]):
     async def _events(
         self, first: tuple[int, RequestOutput], news: AsyncGenerator[tuple[int, RequestOutput], None]
     ) -> AsyncGenerator[bytes, None]:
-        reader, tokens = Reader(), [0] * len(self.prompt_ids)
+        reader = Reader()
         for chunk in self._chunks(first, reader):
             yield chunk
-        tokens[first[0]] = self.record["completion_tokens"] = self.counted(first[1])
         async with aclosing(news):
-            async for number, output in news:
-                for chunk in self._chunks((number, output), reader):
+            async for found in news:
+                for chunk in self._chunks(found, reader):
                     yield chunk
-                tokens[number] = self.counted(output)
-                self.record["completion_tokens"] = sum(tokens)
-        self.record["completion_tokens"] = sum(tokens)
         if self._tells_usage:
-            yield event({**self._head(self.chunk_object), "choices": [], "usage": self._usage(sum(tokens))})
+            yield event({**self._head(self.chunk_object), "choices": [], "usage": self._usage()})
         yield DONE
 
     @property
@@ -165,17 +164,15 @@ class Generating(ABC, Generic[_B]):
         return self.delta(number * self.params.n + answer.index, output, answer, news)
 
     def _whole(self, outputs: Sequence[RequestOutput]) -> Response:
-        tokens = sum(map(self.counted, outputs))
-        self.record["completion_tokens"] = tokens
         choices = [
             self.choice(number * self.params.n + answer.index, output, answer)
             for number, output in enumerate(outputs)
             for answer in output.outputs
         ]
-        return JSONResponse({**self._head(self.whole_object), "choices": choices, "usage": self._usage(tokens)})
+        return JSONResponse({**self._head(self.whole_object), "choices": choices, "usage": self._usage()})
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.service.name}
 
-    def _usage(self, tokens: int) -> dict[str, int]:
-        return usage(sum(map(len, self.prompt_ids)), tokens)
+    def _usage(self) -> dict[str, int]:
+        return usage(self.record["prompt_tokens"], self.record["completion_tokens"])

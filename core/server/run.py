@@ -21,6 +21,7 @@ from opgraft.errors import ConfigError, EngineError, HTTPError
 from opgraft.server import faults
 from opgraft.server.app import create_app
 from opgraft.server.connection import Connection
+from opgraft.server.gate import is_local
 from opgraft.server.keys import read_keys
 from opgraft.server.passing import log
 from opgraft.server.service import Service
@@ -75,6 +76,7 @@ class HTTPServer(uvicorn.Server):
         sys.setswitchinterval(_SWITCH_SECONDS)
         await super().startup(sockets)
         self._ready()
+        log.info("ready")
 
     async def on_tick(self, counter: int) -> bool:
         """Tell whether to end, ten times a second."""
@@ -92,10 +94,13 @@ class HTTPServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no more requests, and have those that run finish, or abort them when their time is up."""
+        seconds, running = self._service.settings.drain_seconds, len(self._service.flights)
+        log.info("shutting down: no new requests, %d that run have %g seconds", running, seconds)
         self._service.draining = True
         timer = asyncio.get_running_loop().call_later(self._service.settings.drain_seconds, self._abort)
         await super().shutdown(sockets)
         timer.cancel()
+        log.info("ended")
 
     def _abort(self) -> None:
         self._end_flights(
@@ -137,6 +142,12 @@ def serve(
     keys = list(api_keys)
     if settings.api_key_file is not None:
         keys += read_keys(settings.api_key_file, "server.api_key_file")
+    if not keys and not is_local(settings.host):
+        log.warning(
+            "server.host is %s and there is no key: whoever reaches this machine can use the model. Give --api-key or "
+            "server.api_key_file, or put a proxy before it that asks who comes",
+            settings.host,
+        )
     with _bound(settings) as listener:
         service = Service(model, opgraft_config)
         url = f"http://{_named(settings.host)}:{listener.getsockname()[1]}"

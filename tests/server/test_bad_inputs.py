@@ -284,6 +284,14 @@ def test_other_paths_and_methods(server: Server, method: str, path: str, status:
     assert ("/openapi.json" in error_of(response)["message"]) == where, "who is lost is told where to look"
 
 
+def test_what_is_too_long_has_the_code_that_clients_know(server: Server) -> None:
+    """A prompt alone, a chat, and a prompt with its answer."""
+    long = server.complete(prompt=[5] * 600)
+    chat = server.chat(messages=[{"role": "user", "content": "the cat " * 300}])
+    both = server.complete(prompt=[5] * 500, max_tokens=100)
+    assert {error_of(answer)["code"] for answer in (long, chat, both)} == {"context_length_exceeded"}
+
+
 def test_a_huge_top_k_keeps_every_token(server: Server) -> None:
     """A number beyond 64 bits fails neither its request nor the step of all others."""
     expected = server.complete(temperature=1, seed=1).json()["choices"]

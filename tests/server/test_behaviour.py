@@ -71,6 +71,8 @@ def test_a_client_that_leaves_is_noticed_within_two_steps(slow: Server) -> None:
     before = slow.metric("generation_tokens_total")
     expect_idle(slow)
     assert slow.metric("generation_tokens_total") <= before + 3, "who asks for no stream is noticed, too"
+    lefts = [line for line in slow.requests() if line.get("error") == "the client has left"]
+    assert all(line["completion_tokens"] > 0 for line in lefts[-2:]), "what was made for nobody is told"
 
 
 def test_what_cannot_wait_is_refused_at_once(slow: Server) -> None:
@@ -206,7 +208,8 @@ def test_each_key_opens(slow: Server, key: str) -> None:
 
 def test_a_drain_lets_requests_finish(checkpoint: Path) -> None:
     """After a SIGTERM new ones are refused, short ones end, long ones are aborted in time, and the code is 0."""
-    with serving(checkpoint, "--drain-seconds", "2", step_seconds=STEP) as server, httpx.Client() as client:
+    options = ("--drain-seconds", "2", "--host", "0.0.0.0")  # noqa: S104 - for its warning
+    with serving(checkpoint, *options, step_seconds=STEP) as server, httpx.Client() as client:
         assert client.get(f"{server.url}/health").status_code == 200
         with stream(server) as long, stream(server, max_tokens=5) as short:
             lines = [begun(long), begun(short)]
@@ -218,6 +221,9 @@ def test_a_drain_lets_requests_finish(checkpoint: Path) -> None:
         assert server.process.wait(60) == 0
         streams = [line for line in server.requests() if line["path"] == "/v1/completions"]
         assert sorted(line.get("error", "")[:11] for line in streams) == ["", "the request"]
+        told = [line.get("message", "")[:30] for line in map(json.loads, server.log)]
+        expected = ["server.host is 0.0.0.0 and the", "ready", "shutting down: no new requests", "ended"]
+        assert [line for line in told if line in expected] == expected
 
 
 def refuses(server: Server) -> bool:
