@@ -107,6 +107,13 @@ class Server:
         lines = [json.loads(line) for line in list(self.log) if line.startswith("{")]
         return [line for line in lines if "request_id" in line]
 
+    def logged(self, answer: httpx.Response) -> dict[str, Any]:
+        """Return the one line of the log that is of a request, which comes after its answer."""
+        name = answer.headers["x-request-id"]
+        until(lambda: any(line["request_id"] == name for line in self.requests()))
+        (line,) = [line for line in self.requests() if line["request_id"] == name]
+        return line
+
     def end(self, signal_number: int = signal.SIGTERM, seconds: float = 60) -> int:
         """Send a signal, and return the exit code."""
         self.process.send_signal(signal_number)

@@ -221,6 +221,7 @@ def test_a_drain_lets_requests_finish(checkpoint: Path) -> None:
         assert server.process.wait(60) == 0
         streams = [line for line in server.requests() if line["path"] == "/v1/completions"]
         assert sorted(line.get("error", "")[:11] for line in streams) == ["", "the request"]
+        until(lambda: any('"ended"' in line for line in server.log))
         told = [line.get("message", "")[:30] for line in map(json.loads, server.log)]
         expected = ["server.host is 0.0.0.0 and the", "ready", "shutting down: no new requests", "ended"]
         assert [line for line in told if line in expected] == expected

@@ -328,8 +328,7 @@ def test_decisions(server: Server) -> None:
 def test_requests_are_logged_once_and_prompts_are_not(server: Server) -> None:
     """One line of JSON for a request: its id, status, tokens and times, and nothing of its text."""
     response = server.complete(prompt="the naïve mat", max_tokens=3, ignore_eos=True)
-    lines = [line for line in server.requests() if line["request_id"] == response.headers["x-request-id"]]
-    (line,) = lines
+    line = server.logged(response)
     assert datetime.fromisoformat(line["time"]).tzinfo is not None
     assert (line["level"], line["client"]) == ("INFO", "127.0.0.1")
     assert (line["status"], line["completion_tokens"], line["path"]) == (200, 3, "/v1/completions")
@@ -341,8 +340,7 @@ def test_the_name_that_a_client_has_for_a_request_is_logged(server: Server) -> N
     """Unless it is none that a log can have."""
     for given, logged in (("trace-7/a", "trace-7/a"), ('x" , "status": 1', None)):
         answer = server.get("/version", headers={"x-request-id": given})
-        (line,) = [line for line in server.requests() if line["request_id"] == answer.headers["x-request-id"]]
-        assert line.get("client_request_id") == logged
+        assert server.logged(answer).get("client_request_id") == logged
 
 
 def test_answers_are_counted(server: Server) -> None:
@@ -370,6 +368,6 @@ def test_times_begin_when_the_request_came(server: Server) -> None:
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string", "maxLength": 40} for i in range(60)}}
     response_format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     answer = server.complete(max_tokens=2, response_format=response_format)
-    (line,) = [line for line in server.requests() if line["request_id"] == answer.headers["x-request-id"]]
+    line = server.logged(answer)
     found = server.metric("time_to_first_token_seconds_sum") - before
     assert found == pytest.approx(line["seconds_to_first_token"], rel=0.25)
