@@ -111,6 +111,30 @@ def test_many_rows_with_what_follows(dtype: torch.dtype, path: str) -> None:
     assert distance(got[others], expected[others]) < {torch.float32: 1e-6}.get(dtype, 5e-3)
 
 
+@pytest.mark.parametrize(("rows", "frozen", "own"), [(40, True, True), (200, True, False), (200, False, True)])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_many_rows_of_a_frozen_layer_are_left_to_the_packed_copy(
+    kernels: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int, frozen: bool, own: bool
+) -> None:
+    """The kernel over the weight as it is computes few rows, and many of a weight that has no packed copy."""
+    import opgraft_cpu_kernels
+    from opgraft_cpu_kernels import linear
+
+    if "avx512_bf16" not in opgraft_cpu_kernels.paths():
+        pytest.skip("this CPU lacks avx512_bf16")
+    opgraft_cpu_kernels.set_path("avx512_bf16")
+    calls, run = list[int](), linear._linear
+    monkeypatch.setattr(linear, "_linear", lambda x, *others: calls.append(len(x)) or run(x, *others))
+    layer = nn.Linear(256, 512).to(dtype).requires_grad_(False).eval()
+    if frozen:
+        opgraft.freeze(layer)
+    x = torch.randn(rows, 256).to(dtype)
+    with torch.no_grad():
+        got = linear.linear(x, layer.weight, layer.bias)
+    assert calls == [rows] * own
+    assert distance(got, exact(x, layer.weight, layer.bias)) < {torch.float32: 3e-6}.get(dtype, 5e-3)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("variant", list(SPEC.variants))
 def test_values(variant: str, dtype: torch.dtype, path: str) -> None:
