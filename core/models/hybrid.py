@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -140,6 +141,7 @@ class HybridForCausalLM(Model):
         self.lm_head = head.tie_weights(self.model.embed_tokens) if config.tie_word_embeddings else head
         self.logits_processor = LogitsProcessor(config.vocab_size)
 
+    @abstractmethod
     def make_layers(
         self, config: Any, quant_config: QuantizationConfig | None, prefix: str
     ) -> tuple[list[HybridLayer], float]:
@@ -150,7 +152,6 @@ class HybridForCausalLM(Model):
             quant_config: the quantization of the layers.
             prefix: their path.
         """
-        raise NotImplementedError
 
     def forward(self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
         """Return hidden states ``[tokens, hidden_size]``, of which ``compute_logits`` makes logits.
@@ -190,6 +191,7 @@ class Lfm2ForCausalLM(HybridForCausalLM):
         }
     )
 
+    @abstractmethod
     def make_layers(
         self, config: Any, quant_config: QuantizationConfig | None, prefix: str
     ) -> tuple[list[HybridLayer], float]:
@@ -254,6 +256,7 @@ class MambaForCausalLM(HybridForCausalLM):
     embedding_weight: ClassVar[str] = "backbone.embeddings.weight"
     weights_mapper = _BACKBONE
 
+    @abstractmethod
     def make_layers(
         self, config: Any, quant_config: QuantizationConfig | None, prefix: str
     ) -> tuple[list[HybridLayer], float]:
@@ -283,6 +286,7 @@ class Mamba2ForCausalLM(HybridForCausalLM):
     embedding_weight: ClassVar[str] = "backbone.embeddings.weight"
     weights_mapper = _BACKBONE
 
+    @abstractmethod
     def make_layers(
         self, config: Any, quant_config: QuantizationConfig | None, prefix: str
     ) -> tuple[list[HybridLayer], float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -58,13 +59,13 @@ class StateLayer(PluggableLayer):
         self.prefix = self.layer_name = prefix
         claim_prefix(prefix, self)
 
+    @abstractmethod
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of the tensors of one sequence's state on this rank."""
-        raise NotImplementedError
 
+    @abstractmethod
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         """Return their dtypes."""
-        raise NotImplementedError
 
     def state_batch(self, hidden_states: Tensor) -> StateBatch:
         """Return the sequences of a call with ``hidden_states``, ``[tokens, hidden_size]``.

@@ -97,7 +97,7 @@ def takes_few(x: Tensor, weight: Tensor, *others: Tensor | None) -> bool:
     return few and not watched() and not requires_gradient(x, weight, *others)
 
 
-def _are_few(x: Tensor, weight: Tensor, path: str | None) -> bool:
+def _are_few(x: Tensor, weight: Tensor, path: str) -> bool:
     """Tell whether rows are so few that the weight is read as it is."""
     rows, elements = FEW.get((path, weight.dtype), 0), x.numel()
     if rows is UNLIMITED and elements > FEW_OF_FROZEN[weight.dtype] * weight.size(-1):
