@@ -38,10 +38,44 @@ def test_a_limit_that_the_machine_does_not_allow_is_told_apart(load: Load) -> No
 def test_what_is_possible_is_reading_or_multiplying(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer takes at least the time in which its weight is read, and that of its products; what is no layer, none."""
     models = load("models")
-    found = {"bytes_per": {"seconds": 100.0}, "products_per": {"seconds": 50.0}}
-    monkeypatch.setattr(models, "speeds", lambda size, dtype: lambda: found)
+    monkeypatch.setattr(models, "speeds", lambda size, dtype: lambda: {"bytes_per": {"seconds": 100.0}})
+    monkeypatch.setattr(models, "_product", lambda rows, weight, dtype: rows)
+    monkeypatch.setattr(
+        models, "taken", lambda call, number: {"seconds": float(call) if isinstance(call, int) else 0.0}
+    )
     layer = nn.Linear(5, 10, bias=False)
-    least = models._bound(lambda: nn.functional.relu(layer(torch.ones(1, 5))), torch.float32)
-    assert least() == pytest.approx(200 / 100)
-    least = models._bound(lambda: layer(torch.ones(2, 3, 5)), torch.float32)
-    assert least() == pytest.approx(6 * 50 / 50)
+    few, many = (lambda: nn.functional.relu(layer(torch.ones(1, 5)))), (lambda: layer(torch.ones(2, 3, 5)))
+    assert models._bound(layer, few, torch.float32)() == pytest.approx(200 / 100)
+    assert models._bound(layer, many, torch.float32)() == pytest.approx(6)
+
+
+class Recorded(nn.Linear):
+    """A layer that counts its calls."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_what_is_possible_has_the_python_around_layers(load: Load) -> None:
+    """Layers, and linear layers outside of them, answer without computing; the rest of the run is as it was."""
+    layers, head, seen = nn.ModuleList([Recorded(4, 4), nn.Sequential(Recorded(4, 4))]), Recorded(4, 4), []
+
+    def run() -> torch.Tensor:
+        x = torch.ones(1, 4)
+        for layer in (*layers, head):
+            x = layer(x)
+        seen.append(x)
+        return x
+
+    around = load("models")._without_layers(nn.ModuleDict({"layers": layers, "head": head}), run)
+    around()
+    around()
+    linears = [layers[0], layers[1][0], head]
+    assert [layer.calls for layer in linears] == [1, 1, 1]
+    run()
+    assert [layer.calls for layer in linears] == [2, 2, 2]
+    assert torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[0], seen[2])
