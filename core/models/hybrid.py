@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -118,7 +118,7 @@ class HybridModel(nn.Module):
         return _normalised(self.norm, hidden_states, residual)[0]
 
 
-class HybridForCausalLM(Model):
+class HybridForCausalLM(Model, ABC):
     """A stack with its logits; a family is a subclass that makes the layers.
 
     Args:
@@ -191,7 +191,6 @@ class Lfm2ForCausalLM(HybridForCausalLM):
         }
     )
 
-    @abstractmethod
     def make_layers(
         self, config: Any, quant_config: QuantizationConfig | None, prefix: str
     ) -> tuple[list[HybridLayer], float]:
@@ -256,7 +255,6 @@ class MambaForCausalLM(HybridForCausalLM):
     embedding_weight: ClassVar[str] = "backbone.embeddings.weight"
     weights_mapper = _BACKBONE
 
-    @abstractmethod
     def make_layers(
         self, config: Any, quant_config: QuantizationConfig | None, prefix: str
     ) -> tuple[list[HybridLayer], float]:
@@ -286,7 +284,6 @@ class Mamba2ForCausalLM(HybridForCausalLM):
     embedding_weight: ClassVar[str] = "backbone.embeddings.weight"
     weights_mapper = _BACKBONE
 
-    @abstractmethod
     def make_layers(
         self, config: Any, quant_config: QuantizationConfig | None, prefix: str
     ) -> tuple[list[HybridLayer], float]:

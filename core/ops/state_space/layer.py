@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -42,7 +42,7 @@ class StateBatch(NamedTuple):
             tensor[self.slots] = state.to(tensor.dtype)
 
 
-class StateLayer(PluggableLayer):
+class StateLayer(PluggableLayer, ABC):
     """A layer that carries a state from token to token of a sequence.
 
     The sequences, and their states under the layer's ``prefix``, are those of the current ``AttentionBatch``. Where
