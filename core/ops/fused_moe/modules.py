@@ -220,9 +220,23 @@ class FusedMoE(PluggableLayer):
 
 
 @CustomOp.register("transformers_fused_moe")
-class TransformersMoERunner(FusedMoE):
-    """Experts that the caller has chosen, as the blocks of transformers do; constructed as ``FusedMoE``."""
+class TransformersFusedMoE(FusedMoE):
+    """Experts that the caller has chosen, as the blocks of transformers do; constructed as ``FusedMoE``.
+
+    Args:
+        moe_state: gets the chosen ids as ``topk_ids`` at each call, for callers that read them there.
+    """
+
+    def __init__(self, *args: Any, moe_state: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.moe_state = moe_state
 
     def forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, **ignored: Any) -> Tensor:  # type: ignore[override]  # the choice in place of logits
         """Return what the experts ``topk_ids`` make of each token, by ``topk_weights``: both ``[tokens, top_k]``."""
+        if self.moe_state is not None:
+            self.moe_state.topk_ids = topk_ids
         return self._apply_experts(hidden_states, topk_weights, topk_ids)
+
+
+TransformersMoERunner = TransformersFusedMoE
+"""The name that newer versions of vLLM have for it."""
