@@ -147,6 +147,19 @@ def through_transformers(kind: str, folder: Path, **more: Any) -> Any:
 
 
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bamba": (
+        "Bamba",
+        {
+            "num_key_value_heads": 2,
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 6,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 5,
+            "mamba_chunk_size": 4,
+            "attention_bias": True,
+            "mamba_proj_bias": True,
+        },
+    ),
     "lfm2": (
         "Lfm2",
         {

@@ -1,5 +1,6 @@
 """Models that are written against the layers, and checkpoints: checked, read in pieces, and loaded into them."""
 
+from opgraft.models.bamba import BambaForCausalLM
 from opgraft.models.build import load_model
 from opgraft.models.config import load_tokenizer, read_config
 from opgraft.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
@@ -30,6 +31,7 @@ from opgraft.models.through_transformers import TransformersForCausalLM, Transfo
 from opgraft.models.transformers_report import TransformersReport
 
 __all__ = [
+    "BambaForCausalLM",
     "BertModel",
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",

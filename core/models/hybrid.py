@@ -191,7 +191,6 @@ class Lfm2ForCausalLM(HybridForCausalLM):
         }
     )
 
-    @abstractmethod
     def make_layers(
         self, config: Any, quant_config: QuantizationConfig | None, prefix: str
     ) -> tuple[list[HybridLayer], float]:
@@ -256,7 +255,6 @@ class MambaForCausalLM(HybridForCausalLM):
     embedding_weight: ClassVar[str] = "backbone.embeddings.weight"
     weights_mapper = _BACKBONE
 
-    @abstractmethod
     def make_layers(
         self, config: Any, quant_config: QuantizationConfig | None, prefix: str
     ) -> tuple[list[HybridLayer], float]:
@@ -286,7 +284,6 @@ class Mamba2ForCausalLM(HybridForCausalLM):
     embedding_weight: ClassVar[str] = "backbone.embeddings.weight"
     weights_mapper = _BACKBONE
 
-    @abstractmethod
     def make_layers(
         self, config: Any, quant_config: QuantizationConfig | None, prefix: str
     ) -> tuple[list[HybridLayer], float]:
