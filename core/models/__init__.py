@@ -27,6 +27,7 @@ from opgraft.models.hybrid import Lfm2ForCausalLM, Mamba2ForCausalLM, MambaForCa
 from opgraft.models.load import Loaded, load_weights
 from opgraft.models.model import Model, model_class, model_classes
 from opgraft.models.names import WeightsMapper
+from opgraft.models.plamo2 import Plamo2ForCausalLM
 from opgraft.models.through_transformers import TransformersForCausalLM, TransformersModel
 from opgraft.models.transformers_report import TransformersReport
 
@@ -51,6 +52,7 @@ __all__ = [
     "Olmo2ForCausalLM",
     "OlmoeForCausalLM",
     "Phi3ForCausalLM",
+    "Plamo2ForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
