@@ -51,14 +51,15 @@ class HybridLayer(nn.Module):
             hidden_states: ``[tokens, hidden_size]``.
             residual: the same, ``None`` before the first layer.
         """
-        hidden_states, residual = _normalised(self.mixer_norm, hidden_states, residual)
-        mixed = self._mixed(positions, hidden_states)
+        hidden_states, residual = normalised(self.mixer_norm, hidden_states, residual)
+        mixed = self.mixed(positions, hidden_states)
         if self.mlp is None:
             return mixed, residual
-        hidden_states, residual = _normalised(self.mlp_norm, mixed, residual)
+        hidden_states, residual = normalised(self.mlp_norm, mixed, residual)
         return self.mlp(hidden_states), residual
 
-    def _mixed(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+    def mixed(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        """Return what the mixer makes of ``[tokens, hidden_size]``, however it is called."""
         if isinstance(self.mixer, DecoderAttention):
             return self.mixer(positions, hidden_states)  # type: ignore[no-any-return]
         if isinstance(self.mixer, MambaMixer2):
@@ -68,11 +69,12 @@ class HybridLayer(nn.Module):
         return mixed
 
 
-def _normalised(norm: nn.Module, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+def normalised(norm: nn.Module, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the norm of ``[tokens, hidden_size]`` added to the residual stream, if there is one, and the stream."""
     if residual is None:
         return norm(hidden_states), hidden_states
-    normalised: tuple[Tensor, Tensor] = norm(hidden_states, residual)
-    return normalised
+    both: tuple[Tensor, Tensor] = norm(hidden_states, residual)
+    return both
 
 
 class HybridModel(nn.Module):
@@ -115,7 +117,7 @@ class HybridModel(nn.Module):
         residual: Tensor | None = None
         for layer in self.layers:
             hidden_states, residual = layer(positions, hidden_states, residual)
-        return _normalised(self.norm, hidden_states, residual)[0]
+        return normalised(self.norm, hidden_states, residual)[0]
 
 
 class HybridForCausalLM(Model, ABC):

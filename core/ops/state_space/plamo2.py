@@ -35,12 +35,13 @@ class Plamo2MambaMixer(StateLayer):
             ``mamba_d_state``, ``mamba_d_conv`` and ``rms_norm_eps``; its ``quant_config``, if it has one, is the
             quantization of the projections.
         prefix: the layer's path in its model, under which its states are found.
+        kwargs: further ones, as callers of vLLM's class give them, are not read.
 
     Raises:
         LayerError: the tensor-parallel ranks do not divide the heads.
     """
 
-    def __init__(self, vllm_config: Any, *, prefix: str = "") -> None:
+    def __init__(self, vllm_config: Any, *, prefix: str = "", **kwargs: Any) -> None:
         super().__init__(prefix)
         config = vllm_config.model_config.hf_config
         heads, self.head_dim = config.mamba_num_heads, config.hidden_size_per_head
@@ -77,8 +78,8 @@ class Plamo2MambaMixer(StateLayer):
         """Return the layer's dtype, and float32."""
         return (self.dtype, torch.float32)
 
-    def forward(self, hidden_states: Tensor, output: Tensor) -> None:
-        """Mix ``hidden_states`` ``[tokens, hidden_size]`` into ``output``, of the same shape.
+    def forward(self, hidden_states: Tensor, output: Tensor, **kwargs: Any) -> None:
+        """Mix ``hidden_states`` ``[tokens, hidden_size]`` into ``output``, of the same shape; read nothing else.
 
         Raises:
             LayerError: the current batch has no states for the layer.
