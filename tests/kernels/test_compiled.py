@@ -153,7 +153,11 @@ def traceable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_quant, "_supported", lambda: tuple(triton_quant.NAMES.values()))
 
 
-LEADS = {"apply_rotary_emb": lambda rows: (1, rows), "paged_attention": lambda rows: (rows, 11)}
+LEADS = {
+    "apply_rotary_emb": lambda rows: (1, rows),
+    "paged_attention": lambda rows: (rows, 11),
+    "fused_experts": lambda rows: (11 + rows % 9,),
+}
 """The leading dimensions of inputs by their number of rows, where those are not it. No two sizes may be the same."""
 
 

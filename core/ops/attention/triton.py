@@ -20,6 +20,7 @@ from opgraft.ops.attention import paged as definitions
 from opgraft.ops.attention.codes import LARGEST_CODES, SCALE_BYTES
 from opgraft.ops.quantization.triton import supports
 from opgraft.ops.triton_launch import Tile, as_rows, launch, power_of_two, replaces
+from opgraft.ops.triton_segments import block_of_segment, blocks_at_most
 from torch import Tensor
 
 __all__ = ["paged_attention", "write_kv_cache"]
@@ -44,22 +45,6 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _SCALE_BYTES = tl.constexpr(SCALE_BYTES)
 _SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny)
 _TO_WHOLE = tl.constexpr(1.5 * 2**23)  # added and taken away it rounds a small number to nearest even
-
-
-@triton.jit
-def _block_of_queries(index, starts, lengths, sequences, queries):
-    """Find a block's sequence, its first token, how many it has, and the first one's position in the sequence.
-
-    Sequence ``i`` has the blocks from number ``starts[i] // queries + i`` on. Its last one may have no token.
-    """
-    low, high = 0, sequences
-    while high - low > 1:
-        middle = (low + high) // 2
-        before = tl.load(starts + middle) // queries + middle <= index
-        low, high = tl.where(before, middle, low), tl.where(before, high, middle)
-    start, end = tl.load(starts + low), tl.load(starts + low + 1)
-    first = start + (index - start // queries - low) * queries
-    return low, first, tl.minimum(queries, end - first), tl.load(lengths + low) - end + first
 
 
 @triton.jit
@@ -160,9 +145,11 @@ def paged_attention_kernel(
 ):
     part, block, key_heads = tl.program_id(0) % parts, tl.program_id(0) // parts, heads // group
     block, key_head = block // key_heads, block % key_heads
-    sequence, first, tokens, position = _block_of_queries(block, starts, lengths, sequences, tile_rows // group)
+    sequence, first, end = block_of_segment(block, starts, sequences, tile_rows // group)
+    tokens = tl.minimum(tile_rows // group, end - first)
     if tokens <= 0:
         return
+    position = tl.load(lengths + sequence) - end + first
     begin, end = _part_of_keys(position, position + tokens, window, part, parts, tile_keys)
     row, row_size = tl.arange(0, tile_rows)[:, None], head_size + scale_bytes
     token, head, exists = (first + row // group).to(tl.int64), key_head * group + row % group, row < tokens * group
@@ -336,7 +323,7 @@ def _attend(
     key_heads, block_size, sequences = cache.shape[2], cache.shape[3], lengths.shape[0]
     group = heads // key_heads
     tile = _tile_of_queries(query, group, sequences)
-    programs = (tokens // (tile.rows // group) + sequences) * key_heads
+    programs = blocks_at_most(tokens, sequences, tile.rows // group) * key_heads
     parts = max(1, min(MOST_PARTS, PROGRAMS // programs, min(block_table.shape[1] * block_size, window) // PART))
     results, log_sums = out, out
     if parts > 1:
