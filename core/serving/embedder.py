@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
-from opgraft.engine.executor import Executor
+from opgraft.engine.process_executor import executor_of
 from opgraft.engine.stats import Counters, EngineStats, copied
 from opgraft.errors import CheckpointError
 from opgraft.models.config import read_config
@@ -37,7 +37,7 @@ class Embedder:
     def __init__(self, opgraft_config: OpgraftConfig, on_step: OnStep | None = None) -> None:
         self.opgraft_config = opgraft_config.resolved()
         with opened_once():
-            self.executor = Executor(self.opgraft_config)
+            self.executor = executor_of(self.opgraft_config)
             self.executor.start()
             self.executor.call("load_model")
             weights = open_weights(str(self.opgraft_config.model.name))
