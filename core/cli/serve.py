@@ -105,7 +105,7 @@ def _memory_of_a_server() -> Iterator[None]:
 
 
 def _own_process() -> dict[str, bool]:
-    """Return that the model has a process of its own, but for what the operator has set: connections come first here."""
+    """Return that the model has a process of its own, unless the operator has set whether it has."""
     chosen = host_state().settings().origins["parallel.worker_process"] != "default"
     return {} if chosen else {"parallel.worker_process": True}
 

@@ -162,7 +162,7 @@ class ServerConfig(Section):
     )
     max_prompt_tokens: int | None = setting("tokens of a prompt, at most", minimum=1, unset="as the context allows")
     max_prompt_characters: int | None = setting(
-        "characters of a prompt, at most; longer ones are not tokenized",
+        "characters of each prompt of a request, at most; longer ones are not tokenized",
         minimum=1,
         unset="64 for a token of the context",
     )

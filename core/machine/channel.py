@@ -6,6 +6,7 @@ import io
 import pickle
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 _LENGTH_BYTES = 8
@@ -73,8 +74,6 @@ class Channel:
 
     def close(self) -> None:
         """Close this end, also for a thread that waits at it."""
-        try:
+        with suppress(OSError):  # the other end has closed it
             self._connection.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the other end has closed it
-            pass
         self._connection.close()

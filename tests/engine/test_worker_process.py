@@ -106,15 +106,15 @@ def test_what_the_worker_raises_is_raised_here(folder: Path, llm: LLM, tmp_path:
 def test_an_error_that_cannot_be_pickled_is_told_in_words() -> None:
     """What another process cannot have as it is, comes as an error that names it."""
 
-    class Local(Exception):
+    class LocalError(Exception):
         pass
 
-    class Changed(Exception):
+    class ChangedError(Exception):
         def __init__(self, number: int) -> None:
             super().__init__(f"number {number}")
 
-    assert str(portable(Local("of a function"))) == "the worker raised Local: of a function"
-    assert str(portable(Changed(3))) == "the worker raised Changed: number 3"
+    assert str(portable(LocalError("of a function"))) == "the worker raised LocalError: of a function"
+    assert str(portable(ChangedError(3))) == "the worker raised ChangedError: number 3"
     kept = ValueError("as it is")
     assert portable(kept) is kept
 
