@@ -99,6 +99,13 @@ class ParallelConfig(Section):
     pipeline: int = setting("ranks that share the stack of layers", default=1, minimum=1)
     data: int = setting("replicas that share the requests", default=1, minimum=1)
     expert: int = setting("ranks that share the experts of a layer", default=1, minimum=1)
+    redundant_experts: int = setting(
+        "places for experts of a layer beyond one for each, on all ranks together", default=0, minimum=0
+    )
+    expert_balance_steps: int | None = setting(
+        "steps after which experts are placed anew by the tokens that they computed", minimum=1, unset="never"
+    )
+    expert_moves: int = setting("experts that change their place between two steps, at most", default=4, minimum=2)
 
 
 @dataclass(frozen=True, kw_only=True)
