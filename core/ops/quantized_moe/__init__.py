@@ -1,0 +1,5 @@
+"""Layers of experts whose weights are quantized."""
+
+from opgraft.ops.quantized_moe.methods import QuantizedFusedMoEMethod
+
+__all__ = ["QuantizedFusedMoEMethod"]
