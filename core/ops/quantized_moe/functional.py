@@ -1,4 +1,4 @@
-"""Experts of a mixture whose weights are quantized. ``opgraft.ops.quantized_moe.storage`` says how codes lie in memory."""
+"""Experts of a mixture whose weights are quantized, to what ``opgraft.ops.quantized_moe.storage`` describes."""
 
 from __future__ import annotations
 
@@ -112,19 +112,13 @@ def _expect_inputs(
     op = "quantized_experts"
     expect_choice(op, "activation", activation, tuple(plain.ACTIVATIONS))
     expect_floating(op, "x", x)
-    for name, tensor, dimensions in (
-        ("x", x, 2),
-        ("w13", gate_up[0], 3),
-        ("w2", down[0], 3),
-        ("topk_ids", topk_ids, 2),
-    ):
-        if tensor.dim() != dimensions:
-            raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {dimensions} dimensions")
+    dimensions = {"x": (x, 2), "w13": (gate_up[0], 3), "w2": (down[0], 3), "topk_ids": (topk_ids, 2)}
+    for name, (tensor, count) in dimensions.items():
+        if tensor.dim() != count:
+            raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {count} dimensions")
     experts, rows = gate_up[0].shape[:2]
     if rows % 2:
-        raise ValueError(
-            f"{op}: w13 has shape {tuple(gate_up[0].shape)}, expected rows of gate and of up, as many each"
-        )
+        raise ValueError(f"{op}: w13 has shape {tuple(gate_up[0].shape)}, expected as many rows of gate as of up")
     _expect_storage("w13", gate_up, (experts, rows), x.shape[1], x)
     _expect_storage("w2", down, (experts, x.shape[1]), rows // 2, x)
     for name, tensor in (("topk_weights", topk_weights), ("topk_ids", topk_ids)):
@@ -161,7 +155,8 @@ def _expect_storage(name: str, weights: Quantized, lead: tuple[int, int], in_fea
         raise ValueError(f"{op}: {name}_offsets are given, and only integers have offsets")
     if offsets is not None and (offsets.shape != scales.shape or offsets.dtype != scales.dtype):
         raise ValueError(
-            f"{op}: {name}_offsets have shape {tuple(offsets.shape)} and dtype {offsets.dtype}, expected those of scales"
+            f"{op}: {name}_offsets have shape {tuple(offsets.shape)} and dtype {offsets.dtype}, expected those of "
+            "scales"
         )
     for what, tensor in ((name, codes), (f"{name}_scales", scales), (f"{name}_offsets", offsets)):
         if tensor is not None:
