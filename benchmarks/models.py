@@ -94,6 +94,8 @@ LIMITS: dict[tuple[str, str], dict[str, float | None]] = {
     ("causal", "bfloat16"): {"kernels": 0.55, "bare": None, "bare, not frozen": None, "compiled": None},
 }
 Run = Callable[[], torch.Tensor]
+# From as many on, oneDNN's product of so many rows is measured.
+MANY_ROWS = 128
 LARGEST_DIFFERENCE = {"float32": 1e-4, "bfloat16": 5e-2}
 
 
@@ -187,20 +189,26 @@ def worker(model: str, dtype: str, side: str, output: str) -> None:
 def _bound(model: nn.Module, run: Run, dtype: torch.dtype) -> Callable[[], float]:
     """Return what measures this machine, and computes the least seconds that a run could take.
 
-    They are those of transformers' Python around its layers, and of the linear layers: a product takes as long as its
-    weight takes to be read from memory, or as oneDNN takes for as many rows of a weight that it has packed and holds in
-    the caches, whichever is longer. Attention, norms and all else count as nothing.
+    They are those of transformers' Python around its layers, and of the linear layers: each takes as long as its weight
+    takes to be read from memory, or its products to be computed, whichever is longer. Products of many rows are
+    measured as they are, those of few at the speed of a large matrix, as a call would take longer than they do.
+    Attention, norms and all else count as nothing.
     """
     calls, around = _linear_calls(run), _without_layers(model, run)
-    reading = speeds(sum(layer.weight.nbytes for layer in {layer for _, layer in calls}), dtype)
-    products = {shape: _product(*shape, dtype) for shape in {(rows, layer.weight.shape) for rows, layer in calls}}
+    measure = speeds(sum(layer.weight.nbytes for layer in {layer for _, layer in calls}), dtype)
+    many = {(rows, layer.weight.shape) for rows, layer in calls if rows >= MANY_ROWS}
+    products = {shape: _product(*shape, dtype) for shape in many}
 
     def least() -> float:
-        bytes_per_second = reading()["bytes_per"]["seconds"]
-        seconds = {shape: taken(product, 5)["seconds"] for shape, product in products.items()}
-        return taken(around, 1)["seconds"] + sum(
-            max(layer.weight.nbytes / bytes_per_second, seconds[rows, layer.weight.shape]) for rows, layer in calls
-        )
+        found = measure()
+        reading, computing = (found[name]["seconds"] for name in ("bytes_per", "products_per"))
+        measured = {shape: taken(product, 5)["seconds"] for shape, product in products.items()}
+
+        def of(rows: int, weight: nn.Parameter) -> float:
+            computed = measured.get((rows, weight.shape), rows * weight.numel() / computing)
+            return max(weight.nbytes / reading, computed)
+
+        return taken(around, 1)["seconds"] + sum(of(rows, layer.weight) for rows, layer in calls)
 
     return least
 

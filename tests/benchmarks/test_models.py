@@ -38,15 +38,19 @@ def test_a_limit_that_the_machine_does_not_allow_is_told_apart(load: Load) -> No
 def test_what_is_possible_is_reading_or_multiplying(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer takes at least the time in which its weight is read, and that of its products; what is no layer, none."""
     models = load("models")
-    monkeypatch.setattr(models, "speeds", lambda size, dtype: lambda: {"bytes_per": {"seconds": 100.0}})
-    monkeypatch.setattr(models, "_product", lambda rows, weight, dtype: rows)
-    monkeypatch.setattr(
-        models, "taken", lambda call, number: {"seconds": float(call) if isinstance(call, int) else 0.0}
-    )
+    found = {"bytes_per": {"seconds": 100.0}, "products_per": {"seconds": 50.0}}
+    monkeypatch.setattr(models, "speeds", lambda size, dtype: lambda: found)
+    monkeypatch.setattr(models, "_product", lambda rows, weight, dtype: 7)
+    monkeypatch.setattr(models, "taken", lambda call, _: {"seconds": call if isinstance(call, int) else 0})
     layer = nn.Linear(5, 10, bias=False)
-    few, many = (lambda: nn.functional.relu(layer(torch.ones(1, 5)))), (lambda: layer(torch.ones(2, 3, 5)))
-    assert models._bound(layer, few, torch.float32)() == pytest.approx(200 / 100)
-    assert models._bound(layer, many, torch.float32)() == pytest.approx(6)
+
+    def least(*rows: int) -> float:
+        seconds: float = models._bound(layer, lambda: layer(torch.ones(*rows, 5)), torch.float32)()
+        return seconds
+
+    assert least(1) == pytest.approx(200 / 100)
+    assert least(2, 3) == pytest.approx(6 * 50 / 50)
+    assert least(models.MANY_ROWS) == pytest.approx(7)
 
 
 class Recorded(nn.Linear):
