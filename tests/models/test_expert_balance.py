@@ -112,21 +112,17 @@ def balanced(folder: str, redundant: int, method: str | None) -> dict[str, Any]:
     assert balancer is not None
     tokens = ids(40 if get_dp_group().rank_in_group == 0 else 9)
     positions = torch.arange(len(tokens))
-    logits, moved, heaviest = [], [], []
+    logits, moved = [], []
     for _ in range(16):
         logits.append(model.compute_logits(model(tokens, positions)))
         if len(logits) == 3:
             recorded = balancer.loads()
             ran = [get_dp_group().all_reduce(each).tolist() for each in chosen]
-        loads = [placement.loads.clone() for _, placement in balancer.layers]
         before = [placement.experts for _, placement in balancer.layers]
-        heaviest.append(loads)
         moved.append(balancer.after_step())
-        assert (
-            sum(a != b for new, old in zip(balancer.layers, before, strict=True) for a, b in zip(new[1].experts, old))
-            == moved[-1]
-        )
-    for layer, (_, placement) in zip(layers, balancer.layers, strict=True):
+        changed = [zip(old, new.experts, strict=True) for old, (_, new) in zip(before, balancer.layers, strict=True)]
+        assert sum(old != new for pairs in changed for old, new in pairs) == moved[-1]
+    for _, placement in balancer.layers:
         placement.loads.zero_()
     model(tokens, positions)
     after = get_ep_group().all_gather(torch.stack([p.loads for _, p in balancer.layers]), dim=1)
