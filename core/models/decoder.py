@@ -17,6 +17,7 @@ from opgraft.models.decoder_config import DecoderShape, Family
 from opgraft.models.decoder_experts import expert_sharing
 from opgraft.models.decoder_mlp import DecoderMLP, feed_forward
 from opgraft.models.description import architecture_config, joined, quantization_config
+from opgraft.models.head_norms import HeadNorms
 from opgraft.models.latent_attention import latent_attention
 from opgraft.models.model import Model
 from opgraft.models.names import ShardId
@@ -85,7 +86,11 @@ class DecoderAttention(nn.Module):
         self.sizes = [heads * shape.head_size, kv_heads * shape.head_size, kv_heads * shape.head_size]
         self.head_size = shape.head_size
         self.qk_norm = family.qk_norm
-        if family.qk_norm:
+        if family.qk_norm == "each":
+            self.q_norm: nn.Module = HeadNorms(heads, shape.head_size, shape.eps)
+            replicas = self.qkv_proj.num_kv_head_replicas
+            self.k_norm: nn.Module = HeadNorms(kv_heads, shape.head_size, shape.eps, replicas)
+        elif family.qk_norm:
             norm = GemmaRMSNorm if family.gemma_norm else RMSNorm
             whole = family.qk_norm == "whole"
             self.q_norm = norm(shape.num_heads * shape.head_size if whole else shape.head_size, shape.eps)
@@ -114,7 +119,7 @@ class DecoderAttention(nn.Module):
 
     def _normalised(self, norm: nn.Module, x: Tensor, replicas: int = 1) -> Tensor:
         """Normalise heads, of which ``replicas`` ranks after one another have the same."""
-        if self.qk_norm == "head":
+        if self.qk_norm != "whole":
             heads: Tensor = norm(x.reshape(*x.shape[:-1], x.shape[-1] // self.head_size, self.head_size))
             return heads.flatten(-2)
         size = get_tensor_model_parallel_world_size()

@@ -28,7 +28,8 @@ class Family:
         before_mlp: name of the norm of the feed-forward layer's input, likewise.
         after_mlp: name of the norm of its output, likewise.
         gemma_norm: norms scale by one plus their weight.
-        qk_norm: ``"head"``: each head of query and key is normalised; ``"whole"``: all heads at once; or ``""``.
+        qk_norm: ``"head"``: each head of query and key is normalised; ``"each"``: likewise, by a weight of its own;
+            ``"whole"``: all heads at once; or ``""``.
         qkv_bias: query, key and value have a bias; ``None``: as ``attention_bias`` says.
         output_bias: attention's output projection has one; ``None``: likewise.
         scaled_embedding: embeddings are scaled by the root of the hidden size.

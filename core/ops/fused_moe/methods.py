@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.derivation import NATIVE, calls_functional
+from opgraft.ops.on_triton import on_triton
 from opgraft.ops.weights import WeightMethod, set_weight_attrs
 from torch import Tensor, nn
+
+TRITON = on_triton("opgraft.ops.fused_moe.triton")
 
 SharedExperts = Callable[[Tensor], Tensor]
 
@@ -109,6 +112,8 @@ class FusedMoEMethodBase(WeightMethod, CustomOp, ABC):
 class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
     """The weights are parameters: ``w13_weight`` ``[experts, 2 · intermediate, hidden]``, ``w2_weight``
     ``[experts, hidden, intermediate]``, and with biases ``w13_bias`` and ``w2_bias``, a row less each."""
+
+    functional_cuda = functional_xpu = TRITON
 
     def create_weights(
         self,
