@@ -84,7 +84,7 @@ def command(model: str, api_keys: tuple[str, ...]) -> None:
     write_json()
     logging.getLogger("opgraft.server").setLevel(logging.INFO)
     with _memory_of_a_server():
-        config = engine_config(model, None, {}).resolved()
+        config = engine_config(model, None, _own_process()).resolved()
         _server().serve(model, config, api_keys, _show)
 
 
@@ -102,6 +102,12 @@ def _memory_of_a_server() -> Iterator[None]:
         return
     with set_config(OpgraftConfig(cpu_keep_memory=True), origin="opgraft serve"):
         yield
+
+
+def _own_process() -> dict[str, bool]:
+    """Return that the model has a process of its own, unless the operator has set whether it has."""
+    chosen = host_state().settings().origins["parallel.worker_process"] != "default"
+    return {} if chosen else {"parallel.worker_process": True}
 
 
 def _server() -> Any:

@@ -10,7 +10,7 @@ from opgraft.errors import CheckpointError
 from opgraft.models.extras import import_extra
 from opgraft.models.files import Weights, read_json
 from opgraft.models.gguf_names import config_values
-from opgraft.models.plain_config import plain_config
+from opgraft.models.plain_config import own_config, plain_config
 from opgraft.text import described
 
 LOCAL_ONLY: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -36,7 +36,7 @@ def read_config(weights: Weights, *, plain: bool = False) -> Any:
     """
     file = weights.path if weights.is_gguf else _folder(weights) / "config.json"
     values = config_values(weights.metadata, weights.stored, file) if weights.is_gguf else check_config(file)
-    if plain and (found := plain_config(values)) is not None:
+    if (found := own_config(values, file) or (plain_config(values) if plain else None)) is not None:
         return found
     transformers = import_extra("transformers")
     try:
