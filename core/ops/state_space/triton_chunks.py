@@ -74,7 +74,7 @@ def _products(b, c, states, exists, elements_exist, size, precision: tl.constexp
     return scores, before
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"])
 def chunk_states_kernel(
     x,
     dt,
@@ -116,7 +116,7 @@ def chunk_states_kernel(
     tl.store(totals + block * heads + head, tl.sum(step))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"])
 def chunk_scan_kernel(
     x,
     dt,

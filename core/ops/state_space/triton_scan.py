@@ -49,7 +49,7 @@ def gated_output(y, x, weight, z, exists, has_weight: tl.constexpr, has_gate: tl
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"])
 def scan_kernel(
     x,
     dt,
