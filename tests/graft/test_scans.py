@@ -8,6 +8,7 @@ import os
 import pickle
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -59,7 +60,6 @@ EXPECTED = {
 }
 OPS = ("CausalConv1d", "CausalConv1dUpdate", "SelectiveScan", "SelectiveStateUpdate", "MambaChunkScan")
 IDS = torch.randint(3, 99, (2, 11), generator=torch.Generator().manual_seed(1))
-each_family = pytest.mark.parametrize("family", FAMILIES)
 
 CALLS: Counter[str] = Counter()
 
@@ -79,6 +79,10 @@ def kernels() -> Counter[str]:
         CustomOp.register_oot(replacement(name), name=name)
     CALLS.clear()
     return CALLS
+
+
+def called(seen: list[Any], *args: Any) -> None:
+    seen.append(args)
 
 
 def build(family: str, **changes: Any) -> Any:
@@ -101,68 +105,56 @@ def rows_of(report: Any) -> dict[str, str]:
     return {row.source: row.op for row in report.replaced if row.adapter == "function of a state space"}
 
 
-@each_family
+def generated(model: Any) -> Tensor:
+    """Tokens for a batch with padding, with transformers' cache."""
+    mask = torch.ones_like(IDS)
+    mask[0, :4] = 0
+    found: Tensor = model.generate(IDS, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    return found
+
+
+def continued(model: Any) -> list[Tensor]:
+    """Logits of a prompt that continues a cache, in parts of one token and of several."""
+    found = []
+    with torch.no_grad():
+        first = model(IDS[:, :6], use_cache=True)
+        name = "cache_params" if "cache_params" in first else "past_key_values"
+        for part in IDS[:, 6:].split((2, 1, 2), 1):
+            found.append(model(part, **{name: first[name]}, use_cache=True).logits)
+    return found
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    model.train().zero_grad()
+    model(IDS, labels=IDS).loss.backward()
+    model.eval()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, kernels: Counter[str]) -> None:
-    """Prompts go through the ops, logits stay, and ungraft restores classes and every bit."""
+    """Prompts, their continuations and single tokens go through the ops and give the same; training does not.
+
+    Ungraft restores classes and every bit.
+    """
     model = build(family)
-    before = logits(model)
-    classes = {name: type(part) for name, part in model.named_modules()}
-    state = list(model.state_dict())
-    report = graft(model)
-    assert rows_of(report) == EXPECTED[family]
-    torch.testing.assert_close(logits(model), before, atol=1e-5, rtol=1e-5)
+    plain = logits(model), continued(model), generated(model), gradients(model)
+    classes, state = {name: type(part) for name, part in model.named_modules()}, list(model.state_dict())
+    assert rows_of(graft(model)) == EXPECTED[family]
+    torch.testing.assert_close(logits(model), plain[0], atol=1e-5, rtol=1e-5)
     scans = {"Lfm2": []}.get(family, ["MambaChunkScan" if "mamba2_chunk_scan" in EXPECTED[family] else "SelectiveScan"])
     assert kernels.keys() == {"CausalConv1d", *scans}
+    torch.testing.assert_close(continued(model), plain[1], atol=1e-5, rtol=1e-5)
+    assert torch.equal(generated(model), plain[2])
+    assert kernels["CausalConv1dUpdate"] >= 8
+    assert kernels["SelectiveStateUpdate"] == (0 if family == "Lfm2" else kernels["CausalConv1dUpdate"])
+    kernels.clear()
+    torch.testing.assert_close(gradients(model), plain[3], atol=1e-6, rtol=1e-4)
+    assert not kernels
     assert list(model.state_dict()) == state
-    assert not rows_of(graft(model))
     ungraft(model)
     assert {name: type(part) for name, part in model.named_modules()} == classes
-    assert torch.equal(logits(model), before)
-
-
-@each_family
-@pytest.mark.parametrize("padded", [False, True])
-def test_generation(family: str, padded: bool, kernels: Counter[str]) -> None:
-    """With transformers' cache, a token at a time goes through the ops too; the tokens are the same."""
-    model = build(family)
-    mask = torch.ones_like(IDS)
-    mask[0, : 4 * padded] = 0
-    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
-    before = model.generate(IDS, **options)
-    graft(model)
-    assert torch.equal(model.generate(IDS, **options), before)
-    assert kernels["CausalConv1dUpdate"] >= 7
-    assert kernels["SelectiveStateUpdate"] == (0 if family == "Lfm2" else kernels["CausalConv1dUpdate"])
-
-
-@each_family
-def test_a_prompt_in_parts(family: str, kernels: Counter[str]) -> None:
-    """A prompt that continues a cache, in parts of one token and of several, ends in the same states."""
-    model, ends = build(family), []
-    graft(model)
-    for _ in range(2):
-        with torch.no_grad():
-            first = model(IDS[:, :6], use_cache=True)
-            name = "cache_params" if "cache_params" in first else "past_key_values"
-            for part in IDS[:, 6:].split((2, 1, 2), 1):
-                ends.append(model(part, **{name: first[name]}, use_cache=True).logits)
-        ungraft(model)
-    half = len(ends) // 2
-    torch.testing.assert_close(ends[:half], ends[half:], atol=1e-5, rtol=1e-5)
-
-
-@each_family
-def test_training_runs_the_functions_of_the_file(family: str, kernels: Counter[str]) -> None:
-    """Where a gradient is required no op is called, and gradients are those of the plain model."""
-    grads = []
-    for grafted in (False, True):
-        model = build(family).train()
-        if grafted:
-            graft(model)
-        model(IDS, labels=IDS).loss.backward()
-        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    torch.testing.assert_close(grads[1], grads[0], atol=1e-6, rtol=1e-4)
-    assert not kernels
+    assert torch.equal(logits(model), plain[0])
 
 
 @pytest.mark.parametrize("family", ["Mamba", "Mamba2", "Lfm2"])
@@ -180,22 +172,19 @@ def test_bfloat16(family: str, kernels: Counter[str]) -> None:
     assert 0 < distances[0] <= 1.1 * distances[1]
 
 
-@pytest.mark.parametrize("family", ["Mamba", "Bamba"])
-def test_copies_and_hooks(family: str, kernels: Counter[str]) -> None:
-    """Copies and pickles of a grafted model run the ops; hooks on mixers and subclasses stay."""
-    model, seen = build(family), []
-    mixer = next(part for part in model.modules() if type(part).__name__.endswith("Mixer"))
-    mixer.__class__ = type("Own", (type(mixer),), {})
+def test_copies_and_hooks(kernels: Counter[str]) -> None:
+    """Copies and pickles of a grafted model run the ops; hooks on mixers and their class stay, grafting twice too."""
+    model, seen = build("Mamba"), []
     before = logits(model)
-    for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(build(family)))):  # noqa: S301  # its own
-        graft(each)
-        kernels.clear()
-        torch.testing.assert_close(logits(copy.deepcopy(each)), before, atol=1e-5, rtol=1e-5)
-        assert kernels["CausalConv1d"]
-    mixer.register_forward_hook(lambda *called: seen.append(called))
+    mixer = next(part for part in model.modules() if isinstance(part, modeling_mamba.MambaMixer))
+    mixer.register_forward_hook(partial(called, seen))
     graft(model)
-    assert type(mixer).__name__ == "Own"
-    torch.testing.assert_close(logits(model), before, atol=1e-5, rtol=1e-5)
+    assert not rows_of(graft(model))
+    assert isinstance(mixer, modeling_mamba.MambaMixer)
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301  # its own
+        kernels.clear()
+        torch.testing.assert_close(logits(each), before, atol=1e-5, rtol=1e-5)
+        assert kernels["CausalConv1d"] == 2
     assert len(seen) == 1
 
 
