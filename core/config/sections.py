@@ -103,6 +103,13 @@ class ParallelConfig(Section):
         "run the model in a process of its own, so that it does not wait for this one's other work, nor that for it",
         unset="under opgraft serve alone",
     )
+    redundant_experts: int = setting(
+        "places for experts of a layer beyond one for each, on all ranks together", default=0, minimum=0
+    )
+    expert_balance_steps: int | None = setting(
+        "steps after which experts are placed anew by the tokens that they computed", minimum=1, unset="never"
+    )
+    expert_moves: int = setting("experts that change their place between two steps, at most", default=4, minimum=2)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from opgraft.adapter import Adapter, LeaveAlone
 from opgraft.binding.custom_op import CustomOp
 from opgraft.grafting.composites import composite_adapters
+from opgraft.grafting.experts import experts_adapter
 from opgraft.grafting.expressions import (
     Expression,
     NotExpressible,
@@ -75,6 +76,7 @@ def builtin_adapters(dtypes: Dtypes = UNKNOWN) -> tuple[Adapter, ...]:
         *(Adapter(norm.name, norm.op, partial(leaves.norm, norm)) for norm in NORMS),
         Adapter("gated RMS norm", RMSNormGated, once_per_kind(partial(gated_norm, dtypes.usual))),
         Adapter("transposed linear", TransposedLinear, once_per_kind(transposed_linear)),
+        experts_adapter(),
         *composite_adapters(),
         Adapter("none", CustomOp, leaves.refuse),
     )

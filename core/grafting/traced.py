@@ -79,7 +79,9 @@ def kind_of(module: nn.Module) -> Hashable:
     return type(module), *settings, *tensors, *module._modules.items()
 
 
-def once_per_kind(recognise: Callable[[nn.Module], Found]) -> Callable[[nn.Module], Found]:
+def once_per_kind(
+    recognise: Callable[[nn.Module], Found], kind_of: Callable[[nn.Module], Hashable] = kind_of
+) -> Callable[[nn.Module], Found]:
     """Make a recogniser that is asked once for modules of a kind. For use in one walk over a model."""
     found: dict[Hashable, Found] = {}
 

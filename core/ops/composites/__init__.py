@@ -1,6 +1,7 @@
 """Layers made of other ops, which may compute several of them at once."""
 
 from opgraft.ops.composites.encoder import MLP, LinearAct, LinearAddNorm
+from opgraft.ops.composites.experts import Experts
 from opgraft.ops.composites.gated_mlp import GatedMLP
 
-__all__ = ["GatedMLP", "LinearAct", "LinearAddNorm", "MLP"]
+__all__ = ["Experts", "GatedMLP", "LinearAct", "LinearAddNorm", "MLP"]

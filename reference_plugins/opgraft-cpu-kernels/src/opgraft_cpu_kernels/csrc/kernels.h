@@ -311,7 +311,7 @@ extern const Path scalar_path;
 #if defined(__x86_64__)
 extern const Path avx2_path, avx512_path;
 #if defined(OPGRAFT_AVX512_BF16)
-extern const Path avx512_bf16_path;
+const Path& avx512_bf16_path();
 #endif
 #endif
 #if defined(OPGRAFT_AMX)
