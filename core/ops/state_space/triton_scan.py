@@ -285,7 +285,7 @@ def selective_state_update(
             A[:, 0, 0],
             D if D is None else D[:, 0],
             dt_bias if dt_bias is None else dt_bias[:, 0],
-        )  # noqa: N806
+        )
     rows = [as_rows(each, each[0].numel()) for each in (x, dt, B, C, x if z is None else z)]
     operands = (A.contiguous(), *rows[2:4], *_given(x, D), rows[4], *_given(x, dt_bias), slots.contiguous(), state, out)
     sizes = (heads, head_size, size, heads // B.shape[1], *(each.stride(0) for each in rows))
