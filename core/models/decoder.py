@@ -120,7 +120,7 @@ class DecoderAttention(nn.Module):
     def _normalised(self, norm: nn.Module, x: Tensor, replicas: int = 1) -> Tensor:
         """Normalise heads, of which ``replicas`` ranks after one another have the same."""
         if self.qk_norm != "whole":
-            heads: Tensor = norm(x.reshape(*x.shape[:-1], -1, self.head_size))
+            heads: Tensor = norm(x.reshape(*x.shape[:-1], x.shape[-1] // self.head_size, self.head_size))
             return heads.flatten(-2)
         size = get_tensor_model_parallel_world_size()
         if size == 1:

@@ -255,7 +255,7 @@ class FusedMoE(PluggableLayer):
     def forward(self, hidden_states: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Tensor:
         """Return what the chosen experts make of each token; ``input_ids`` is not read."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        weights, ids = self.select_experts(x, router_logits.reshape(x.shape[0], -1))
+        weights, ids = self.select_experts(x, router_logits.reshape(-1, router_logits.shape[-1]))
         return self._apply_experts(hidden_states, weights, ids)
 
     def _apply_experts(self, hidden_states: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
