@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from plamo2 import plamo2
 
 transformers = pytest.importorskip("transformers")
 
@@ -147,6 +148,19 @@ def through_transformers(kind: str, folder: Path, **more: Any) -> Any:
 
 
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bamba": (
+        "Bamba",
+        {
+            "num_key_value_heads": 2,
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 6,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 5,
+            "mamba_chunk_size": 4,
+            "attention_bias": True,
+            "mamba_proj_bias": True,
+        },
+    ),
     "lfm2": (
         "Lfm2",
         {
@@ -161,12 +175,15 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         "Mamba2",
         {"state_size": 6, "num_heads": 6, "head_dim": 16, "n_groups": 2, "chunk_size": 4, "tie_word_embeddings": True},
     ),
+    "plamo2": ("Plamo2", {}),
 }
 """Decoders whose layers carry a state."""
 
 
 def hybrid(name: str, folder: Path, **more: Any) -> Any:
-    """A model of transformers with layers that carry a state, whose checkpoint is in ``folder``."""
+    """A model of transformers, or of ``plamo2``, with layers that carry a state; its checkpoint is in ``folder``."""
     family, values = HYBRIDS[name]
+    if family == "Plamo2":
+        return plamo2(folder, **values, **more)
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **values, **more})
     return saved(getattr(transformers, f"{family}ForCausalLM")(config), folder)

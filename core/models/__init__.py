@@ -1,5 +1,6 @@
 """Models that are written against the layers, and checkpoints: checked, read in pieces, and loaded into them."""
 
+from opgraft.models.bamba import BambaForCausalLM
 from opgraft.models.build import load_model
 from opgraft.models.config import load_tokenizer, read_config
 from opgraft.models.deepseek import DeepseekV2ForCausalLM, DeepseekV3ForCausalLM
@@ -26,10 +27,12 @@ from opgraft.models.hybrid import Lfm2ForCausalLM, Mamba2ForCausalLM, MambaForCa
 from opgraft.models.load import Loaded, load_weights
 from opgraft.models.model import Model, model_class, model_classes
 from opgraft.models.names import WeightsMapper
+from opgraft.models.plamo2 import Plamo2ForCausalLM
 from opgraft.models.through_transformers import TransformersForCausalLM, TransformersModel
 from opgraft.models.transformers_report import TransformersReport
 
 __all__ = [
+    "BambaForCausalLM",
     "BertModel",
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
@@ -49,6 +52,7 @@ __all__ = [
     "Olmo2ForCausalLM",
     "OlmoeForCausalLM",
     "Phi3ForCausalLM",
+    "Plamo2ForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",

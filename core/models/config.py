@@ -10,7 +10,7 @@ from opgraft.errors import CheckpointError
 from opgraft.models.extras import import_extra
 from opgraft.models.files import Weights, read_json
 from opgraft.models.gguf_names import config_values
-from opgraft.models.plain_config import plain_config
+from opgraft.models.plain_config import own_config, plain_config
 from opgraft.text import described
 
 LOCAL_ONLY: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -36,7 +36,7 @@ def read_config(weights: Weights, *, plain: bool = False) -> Any:
     """
     file = weights.path if weights.is_gguf else _folder(weights) / "config.json"
     values = config_values(weights.metadata, weights.stored, file) if weights.is_gguf else check_config(file)
-    if plain and (found := plain_config(values)) is not None:
+    if (found := own_config(values, file) or (plain_config(values) if plain else None)) is not None:
         return found
     transformers = import_extra("transformers")
     try:
@@ -46,6 +46,7 @@ def read_config(weights: Weights, *, plain: bool = False) -> Any:
     except Exception as error:  # damaged values make transformers raise nearly anything
         version = f"transformers {transformers.__version__}"
         _refuse_code(file, error, version)
+        _refuse_unknown(file, values.get("model_type"), transformers)
         raise CheckpointError(f"{version} cannot read the configuration in {file}: {described(error)}") from error
 
 
@@ -98,6 +99,19 @@ def _refuse_code(file: Path, error: Exception, version: str) -> None:
             f"{file} needs Python code of its own (auto_map), which is refused: it would run with your rights. Use a "
             f"checkpoint whose architecture {version} knows."
         ) from error
+
+
+def _refuse_unknown(file: Path, kind: object, transformers: Any) -> None:
+    """Say so where nobody has registered a class for the ``model_type`` of a config.
+
+    Raises:
+        CheckpointError: nobody has.
+    """
+    if isinstance(kind, str) and kind not in transformers.CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{file}: model_type is {kind!r:.80}, which neither transformers {transformers.__version__} nor an active "
+            "plugin has. If a plugin brings the model, install it, or see why it is not active: opgraft plugins list"
+        )
 
 
 def _folder(weights: Weights) -> Path:

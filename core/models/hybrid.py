@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -51,14 +51,15 @@ class HybridLayer(nn.Module):
             hidden_states: ``[tokens, hidden_size]``.
             residual: the same, ``None`` before the first layer.
         """
-        hidden_states, residual = _normalised(self.mixer_norm, hidden_states, residual)
-        mixed = self._mixed(positions, hidden_states)
+        hidden_states, residual = normalised(self.mixer_norm, hidden_states, residual)
+        mixed = self.mixed(positions, hidden_states)
         if self.mlp is None:
             return mixed, residual
-        hidden_states, residual = _normalised(self.mlp_norm, mixed, residual)
+        hidden_states, residual = normalised(self.mlp_norm, mixed, residual)
         return self.mlp(hidden_states), residual
 
-    def _mixed(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+    def mixed(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        """Return what the mixer makes of ``[tokens, hidden_size]``, however it is called."""
         if isinstance(self.mixer, DecoderAttention):
             return self.mixer(positions, hidden_states)  # type: ignore[no-any-return]
         if isinstance(self.mixer, MambaMixer2):
@@ -68,11 +69,12 @@ class HybridLayer(nn.Module):
         return mixed
 
 
-def _normalised(norm: nn.Module, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+def normalised(norm: nn.Module, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the norm of ``[tokens, hidden_size]`` added to the residual stream, if there is one, and the stream."""
     if residual is None:
         return norm(hidden_states), hidden_states
-    normalised: tuple[Tensor, Tensor] = norm(hidden_states, residual)
-    return normalised
+    both: tuple[Tensor, Tensor] = norm(hidden_states, residual)
+    return both
 
 
 class HybridModel(nn.Module):
@@ -115,10 +117,10 @@ class HybridModel(nn.Module):
         residual: Tensor | None = None
         for layer in self.layers:
             hidden_states, residual = layer(positions, hidden_states, residual)
-        return _normalised(self.norm, hidden_states, residual)[0]
+        return normalised(self.norm, hidden_states, residual)[0]
 
 
-class HybridForCausalLM(Model):
+class HybridForCausalLM(Model, ABC):
     """A stack with its logits; a family is a subclass that makes the layers.
 
     Args:
@@ -191,7 +193,6 @@ class Lfm2ForCausalLM(HybridForCausalLM):
         }
     )
 
-    @abstractmethod
     def make_layers(
         self, config: Any, quant_config: QuantizationConfig | None, prefix: str
     ) -> tuple[list[HybridLayer], float]:
@@ -256,7 +257,6 @@ class MambaForCausalLM(HybridForCausalLM):
     embedding_weight: ClassVar[str] = "backbone.embeddings.weight"
     weights_mapper = _BACKBONE
 
-    @abstractmethod
     def make_layers(
         self, config: Any, quant_config: QuantizationConfig | None, prefix: str
     ) -> tuple[list[HybridLayer], float]:
@@ -286,7 +286,6 @@ class Mamba2ForCausalLM(HybridForCausalLM):
     embedding_weight: ClassVar[str] = "backbone.embeddings.weight"
     weights_mapper = _BACKBONE
 
-    @abstractmethod
     def make_layers(
         self, config: Any, quant_config: QuantizationConfig | None, prefix: str
     ) -> tuple[list[HybridLayer], float]:

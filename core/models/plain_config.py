@@ -1,4 +1,7 @@
-"""Configurations of the common decoders, read without transformers, whose own classes take seconds to import."""
+"""Configurations that are read without transformers: of common decoders, as its import takes seconds, and of others.
+
+The others are those that transformers has no class for.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from opgraft.errors import CheckpointError
 
 _LLAMA: Mapping[str, Any] = {
     "architectures": None,
@@ -30,6 +34,33 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3": {**_QWEN, "head_dim": 128},
 }
 """By ``model_type``: what transformers takes where a checkpoint does not say it."""
+_OWN: Mapping[str, Mapping[str, Any]] = {
+    "plamo2": {
+        "attention_window_size": 2048,
+        "bos_token_id": 1,
+        "dtype": None,
+        "eos_token_id": 2,
+        "full_attention_idx": None,
+        "hidden_size": 4096,
+        "hidden_size_per_head": 128,
+        "intermediate_size": 13312,
+        "mamba_d_conv": 4,
+        "mamba_d_state": 64,
+        "mamba_enabled": True,
+        "mamba_num_heads": 64,
+        "mamba_step": 2,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 4,
+        "pad_token_id": None,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 32000,
+    }
+}
+"""By ``model_type`` of which transformers has no class: what its published configuration takes, likewise."""
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -80,6 +111,36 @@ def plain_config(given: Mapping[str, Any]) -> PlainConfig | None:
     values["head_dim"] = values["head_dim"] or values["hidden_size"] // heads
     values["sliding_window"] = values.get("sliding_window") if kind in _WINDOWED else None
     return PlainConfig({**values, "rope_parameters": rope, "dtype": dtype})
+
+
+def own_config(given: Mapping[str, Any], where: object) -> PlainConfig | None:
+    """Return the configuration of an architecture that transformers has no class for and opgraft has.
+
+    Args:
+        given: by the names in ``config.json``.
+        where: it is from, for errors.
+
+    Raises:
+        CheckpointError: a value is of another type than it should be.
+    """
+    kind = str(given.get("model_type"))
+    if kind not in _OWN:
+        return None
+    usual = _OWN[kind]
+    values = {**usual, "dtype": given.get("torch_dtype"), **given}
+    for name, value in usual.items():
+        kinds = (int, float) if isinstance(value, float) else (type(value),)
+        if value is not None and not name.endswith("_token_id") and type(values[name]) not in kinds:
+            raise CheckpointError(f"{where}: {name} is {values[name]!r:.80}, expected one like {value!r}")
+    dtype = None if values["dtype"] is None else getattr(torch, str(values["dtype"]), None)
+    whole = values["full_attention_idx"] or []
+    if not isinstance(whole, list) or (values["dtype"] is not None and not isinstance(dtype, torch.dtype)):
+        raise CheckpointError(
+            f"{where}: full_attention_idx is {whole!r:.80} and dtype {values['dtype']!r:.80}, expected a list of "
+            "layers and the name of a dtype of torch"
+        )
+    architectures = [f"{kind.capitalize()}ForCausalLM"]  # checkpoints have two names for one
+    return PlainConfig({**values, "full_attention_idx": whole, "dtype": dtype, "architectures": architectures})
 
 
 def _sound(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:

@@ -99,10 +99,11 @@ def test_requests_wait_for_states(model: Any, tmp_path: Path) -> None:
         expect_right(model, request, recorder)
 
 
-def test_a_preempted_sequence_begins_with_its_own_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["lfm2", "bamba", "plamo2"])
+def test_a_preempted_sequence_begins_with_its_own_state(name: str, tmp_path: Path) -> None:
     """Where blocks run out, sequences give theirs and their states back, and have the right tokens in the end."""
-    model = hybrid("lfm2", tmp_path)
-    core = engine(tmp_path, num_blocks=16)
+    model = hybrid(name, tmp_path)
+    core = engine(tmp_path, num_blocks=20, max_model_len=40)
     given = [recorded(f"r{number}", prompt, 30) for number, prompt in enumerate(prompts(9, 8, 7))]
     serve(core, [request for request, _ in given])
     assert core.counters.preemptions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import opgraft
@@ -144,9 +145,19 @@ def test_a_weight_on_the_input() -> None:
 
 def test_experts_that_the_caller_has_chosen() -> None:
     """The layer of transformers' blocks takes weights and ids, and what else they pass."""
-    made = filled(ops.TransformersMoERunner(EXPERTS, TOPK, HIDDEN, INTERMEDIATE))
+    made = filled(ops.TransformersFusedMoE(EXPERTS, TOPK, HIDDEN, INTERMEDIATE))
     shares, ids = LOGITS.softmax(-1).topk(TOPK)
     torch.testing.assert_close(made(X, ids, shares, layer_idx=3), summed(shares, ids))
+
+
+def test_the_state_that_callers_of_vllm_pass() -> None:
+    """The chosen ids stand in the state that the layer was made with, and either name of the class is the same."""
+    state = SimpleNamespace(topk_ids=None, is_sequence_parallel=False)
+    made = filled(ops.TransformersMoERunner(EXPERTS, TOPK, HIDDEN, INTERMEDIATE, moe_state=state))
+    assert made.op_class is ops.TransformersFusedMoE
+    shares, ids = LOGITS.softmax(-1).topk(TOPK)
+    torch.testing.assert_close(made(X, topk_ids=ids, topk_weights=shares), summed(shares, ids))
+    assert state.topk_ids is ids
 
 
 def test_three_parts() -> None:
@@ -277,7 +288,7 @@ class VendorFinalize(MoEFinalize):
 def run_replaced() -> tuple[torch.Tensor, list[str], list[str]]:
     import vendor_experts
 
-    made, runner = filled(layer()), filled(ops.TransformersMoERunner(EXPERTS, TOPK, HIDDEN, INTERMEDIATE))
+    made, runner = filled(layer()), filled(ops.TransformersFusedMoE(EXPERTS, TOPK, HIDDEN, INTERMEDIATE))
     result = made(X, LOGITS)
     runner(X, *reversed(made.select_experts(X, LOGITS)))
     made.quant_method = ops.FusedMoEModularMethod(made.quant_method)

@@ -6,11 +6,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from opgraft.models import open_weights, read_config
+from opgraft.config import ModelConfig, OpgraftConfig
+from opgraft.errors import CheckpointError, ModelError
+from opgraft.models import load_model, open_weights, read_config
 from opgraft.models.decoder_config import DecoderShape, Family
 from opgraft.models.plain_config import PlainConfig, plain_config
+from plamo2 import plamo2
 from random_decoders import written
 from safetensors.torch import save_file
 
@@ -96,3 +100,26 @@ def test_a_usual_decoder_runs_without_transformers(tmp_path: Path) -> None:
     )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert child.stdout.split("\n")[:2] == ["3", "[]"], child.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"mamba_num_heads": "six"}, "mamba_num_heads is 'six', expected one like 64"),
+        ({"mamba_d_state": True}, "mamba_d_state is True, expected one like 64"),
+        ({"full_attention_idx": 3}, "full_attention_idx is 3 and dtype None, expected a list"),
+        ({"torch_dtype": "float33"}, "and dtype 'float33', expected a list of layers and the name of a dtype"),
+        ({"n_expert": 8}, "n_expert is 8 and mamba_step 2, expected no experts"),
+        ({"mamba_step": 1}, "mamba_step 1, expected no experts and a step of at least 2"),
+        ({"max_position_embeddings": 10 * 2**20}, "a context of 10485760 tokens .* set model.max_model_len"),
+        ({"hidden_size_per_head": 0}, "head_dim is 0, expected an integer from 1"),
+        ({"mamba_num_heads": 0}, "mamba_num_heads is 0, expected an integer from 1"),
+    ],
+)
+def test_plamo2_that_is_not_one(tmp_path: Path, value: dict[str, Any], words: str) -> None:
+    """A config of PLaMo 2, which opgraft reads itself, is refused where it is none, by the name of what is wrong."""
+    plamo2(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **value}))
+    with pytest.raises((CheckpointError, ModelError), match=words):
+        load_model(OpgraftConfig(model=ModelConfig(name=str(tmp_path))))

@@ -51,6 +51,7 @@ LAYERS = [
     "opgraft.ops.spec",
     "opgraft.ops.on_triton",
     "opgraft.ops.triton_launch",
+    "opgraft.ops.triton_segments",
     "opgraft.ops.activation",  # its device functions and references serve the families below
     "opgraft.ops.layernorm",
     "opgraft.ops.linear",

@@ -14,6 +14,7 @@ from opgraft.ops.state_space.layer import (
     StateLayer,
     by_channel,
     negated_exponential,
+    rank_shards,
     ranks_of,
 )
 from opgraft.ops.state_space.mamba2 import CHUNK_SIZE, step_heads
@@ -35,12 +36,13 @@ class Plamo2MambaMixer(StateLayer):
             ``mamba_d_state``, ``mamba_d_conv`` and ``rms_norm_eps``; its ``quant_config``, if it has one, is the
             quantization of the projections.
         prefix: the layer's path in its model, under which its states are found.
+        kwargs: further ones, as callers of vLLM's class give them, are not read.
 
     Raises:
         LayerError: the tensor-parallel ranks do not divide the heads.
     """
 
-    def __init__(self, vllm_config: Any, *, prefix: str = "") -> None:
+    def __init__(self, vllm_config: Any, *, prefix: str = "", **kwargs: Any) -> None:
         super().__init__(prefix)
         config = vllm_config.model_config.hf_config
         heads, self.head_dim = config.mamba_num_heads, config.hidden_size_per_head
@@ -50,7 +52,7 @@ class Plamo2MambaMixer(StateLayer):
         self.ssm_state_size, self.conv_kernel_size = config.mamba_d_state, config.mamba_d_conv
         self.time_step_rank = max(64, config.hidden_size // 16)
         quantized: dict[str, Any] = {"quant_config": getattr(vllm_config, "quant_config", None), "return_bias": False}
-        self.conv1d = DepthwiseConv([inner], self.conv_kernel_size, False)
+        self.conv1d = DepthwiseConv(rank_shards([(inner, heads)], "mamba_num_heads"), self.conv_kernel_size, False)
         self.in_proj = MergedColumnParallelLinear(
             config.hidden_size, [inner] * 2, False, prefix=f"{prefix}.in_proj", **quantized
         )
@@ -77,8 +79,8 @@ class Plamo2MambaMixer(StateLayer):
         """Return the layer's dtype, and float32."""
         return (self.dtype, torch.float32)
 
-    def forward(self, hidden_states: Tensor, output: Tensor) -> None:
-        """Mix ``hidden_states`` ``[tokens, hidden_size]`` into ``output``, of the same shape.
+    def forward(self, hidden_states: Tensor, output: Tensor, **kwargs: Any) -> None:
+        """Mix ``hidden_states`` ``[tokens, hidden_size]`` into ``output``, of the same shape; read nothing else.
 
         Raises:
             LayerError: the current batch has no states for the layer.

@@ -1,0 +1,76 @@
+"""Bamba: Mamba-2's mixers, and attention in some layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.models.decoder import PACKED_MODULES, DecoderAttention, rope_of
+from opgraft.models.decoder_config import DecoderShape, Family
+from opgraft.models.decoder_mlp import DecoderMLP
+from opgraft.models.hybrid import HybridForCausalLM, HybridLayer, expect_unlimited
+from opgraft.models.names import ShardId, WeightsMapper
+from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.ops.state_space import MambaMixer2
+from torch import nn
+
+
+@PluggableClass.register("BambaForCausalLM")
+class BambaForCausalLM(HybridForCausalLM):
+    """Bamba, of IBM, Princeton and UIUC: Mamba-2's mixers (arXiv:2405.21060), and attention in some layers."""
+
+    packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = PACKED_MODULES
+    embedding_weight: ClassVar[str] = "model.embed_tokens.weight"
+    weights_mapper = WeightsMapper(
+        substrings={
+            ".mamba.": ".mixer.",
+            ".self_attn.": ".mixer.",
+            ".A_log": ".A",
+            ".feed_forward.": ".mlp.",
+            ".input_layernorm.": ".mixer_norm.",
+            ".pre_ff_layernorm.": ".mlp_norm.",
+            ".final_layernorm.": ".norm.",
+        }
+    )
+
+    def make_layers(
+        self, config: Any, quant_config: QuantizationConfig | None, prefix: str
+    ) -> tuple[list[HybridLayer], float]:
+        """Return a layer for each of the config's ``layers_block_type``."""
+        expect_unlimited(config)
+        family, kinds = Family(), config.layers_block_type
+        given = SimpleNamespace(**{**vars(config), "layer_types": ["full_attention"] * len(kinds)})
+        shape = DecoderShape.of(given, family, self.opgraft_config.model.max_model_len)
+        self.max_position = shape.max_position
+        [rope] = [rope_of(shape, parameters) for parameters in shape.ropes.values()]
+        layers = []
+        for number, kind in enumerate(kinds):
+            path = f"{prefix}.{number}"
+            mixer: nn.Module = (
+                DecoderAttention(shape, family, number, rope, quant_config, f"{path}.self_attn")
+                if kind == "full_attention"
+                else _mixer(config, quant_config, f"{path}.mamba")
+            )
+            mlp = DecoderMLP(shape, quant_config, f"{path}.feed_forward")
+            layers.append(HybridLayer(mixer, mlp, shape.hidden_size, shape.eps))
+        return layers, shape.eps
+
+
+def _mixer(config: Any, quant_config: QuantizationConfig | None, prefix: str) -> MambaMixer2:
+    return MambaMixer2(
+        config.hidden_size,
+        config.mamba_d_state,
+        config.mamba_d_conv,
+        config.mamba_expand * config.hidden_size,
+        config.mamba_conv_bias,
+        config.mamba_proj_bias,
+        config.mamba_n_groups,
+        config.mamba_n_heads,
+        config.mamba_d_head,
+        config.rms_norm_eps,
+        config.hidden_act,
+        quant_config=quant_config,
+        prefix=prefix,
+    )

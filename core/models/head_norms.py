@@ -1,0 +1,36 @@
+"""Norms of heads, each of which has a weight of its own."""
+
+from __future__ import annotations
+
+import torch
+from opgraft.distributed import get_tensor_model_parallel_rank
+from opgraft.ops.layernorm import RMSNorm
+from opgraft.ops.weights import LoadedTensor, copy_weight, set_weight_attrs
+from torch import Tensor, nn
+
+
+class HeadNorms(nn.Module):
+    """Root mean square norms of the heads of this rank, with a weight ``[heads, head_size]`` (arXiv:2509.04897).
+
+    Args:
+        heads: of this rank.
+        head_size: elements of a head.
+        eps: added to the mean square.
+        replicas: ranks after one another that have the same heads.
+    """
+
+    def __init__(self, heads: int, head_size: int, eps: float, replicas: int = 1) -> None:
+        super().__init__()
+        self.norm = RMSNorm(head_size, eps, has_weight=False)
+        self.weight = nn.Parameter(torch.ones(heads, head_size), requires_grad=False)
+        start = get_tensor_model_parallel_rank() // replicas * heads
+
+        def load(param: Tensor, loaded: LoadedTensor) -> None:
+            copy_weight(param.data, loaded.narrow(0, start, heads), "the weight of norms of heads")
+
+        set_weight_attrs(self.weight, {"weight_loader": load})
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``[..., heads, head_size]``."""
+        normalised: Tensor = self.norm(x)
+        return normalised * self.weight

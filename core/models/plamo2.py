@@ -1,0 +1,167 @@
+"""PLaMo 2: mixers of its own, attention in some layers, and norms before and after each part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.config import OpgraftConfig
+from opgraft.errors import ModelError
+from opgraft.models.decoder import DecoderAttention, rope_of
+from opgraft.models.decoder_config import LARGEST_SIZE, DecoderShape, Family
+from opgraft.models.decoder_mlp import DecoderMLP
+from opgraft.models.hybrid import HybridForCausalLM, HybridLayer, normalised
+from opgraft.models.names import ShardId, WeightsMapper
+from opgraft.ops.layernorm import RMSNorm
+from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.ops.state_space import Plamo2MambaMixer
+from opgraft.ops.weights import LoadedTensor, copy_weight, set_weight_attrs
+from torch import Tensor, nn
+
+AFTER_MIXER, AFTER_MLP = 1 / 5, 1 / 5**1.5
+"""Offsets of the weights of the norms behind the parts; those of the others have one."""
+
+
+class Plamo2Layer(HybridLayer):
+    """One layer, whose parts are normalised behind them too."""
+
+    mlp: nn.Module
+
+    def __init__(self, mixer: nn.Module, mlp: nn.Module, hidden_size: int, eps: float) -> None:
+        super().__init__(mixer, mlp, hidden_size, eps)
+        self.after_mixer, self.after_mlp = RMSNorm(hidden_size, eps), RMSNorm(hidden_size, eps)
+        _shift(self.mixer_norm, 1.0)
+        _shift(self.mlp_norm, 1.0)
+        _shift(self.after_mixer, AFTER_MIXER)
+        _shift(self.after_mlp, AFTER_MLP)
+
+    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the output of the feed-forward layer, and the residual stream that it is still to be added to.
+
+        Args:
+            positions: ``[tokens]``.
+            hidden_states: ``[tokens, hidden_size]``.
+            residual: the same, ``None`` before the first layer.
+        """
+        hidden_states, residual = normalised(self.mixer_norm, hidden_states, residual)
+        mixed = self.after_mixer(self.mixed(positions, hidden_states))
+        hidden_states, residual = normalised(self.mlp_norm, mixed, residual)
+        return self.after_mlp(self.mlp(hidden_states)), residual
+
+
+def _shift(norm: RMSNorm, offset: float) -> None:
+    """Have a norm load its weight from a checkpoint that has the distance from ``offset``."""
+
+    def load(param: Tensor, loaded: LoadedTensor) -> None:
+        copy_weight(param.data, loaded, "the weight of a norm")
+        param.data.add_(offset)
+
+    set_weight_attrs(norm.weight, {"weight_loader": load})
+
+
+def _by_heads(load: Callable[..., None], heads: int) -> Callable[..., None]:
+    """Return a loader of gates and inputs, of a weight that has both of the first head, then of the second, and on."""
+
+    def load_by_heads(param: Any, loaded: LoadedTensor) -> None:
+        dim = getattr(param, "output_dim", None)
+        if dim is None or not len(loaded.shape):
+            return load(param, loaded)
+        by_head = loaded[...].unflatten(dim, (heads, 2, -1))  # type: ignore[no-untyped-call]
+        return load(param, by_head.transpose(dim, dim + 1).flatten(dim, dim + 2))
+
+    return load_by_heads
+
+
+@PluggableClass.register("Plamo2ForCausalLM")
+class Plamo2ForCausalLM(HybridForCausalLM):
+    """PLaMo 2 (arXiv:2509.04897), whose settings and tensors have the names that its checkpoints give them."""
+
+    packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]] = {}
+    embedding_weight: ClassVar[str] = "model.embed_tokens.weight"
+    weights_mapper = WeightsMapper(
+        prefixes={"model.layers.layers.": "model.layers."},
+        substrings={
+            ".pre_mixer_norm.": ".mixer_norm.",
+            ".post_mixer_norm.": ".after_mixer.",
+            ".pre_mlp_norm.": ".mlp_norm.",
+            ".post_mlp_norm.": ".after_mlp.",
+            ".A_log": ".A",
+        },
+        suffixes={
+            f".{kind}{end}": f".{kind}_norm.weight"
+            for end, kinds in (("_norm_weight", ("B", "C", "dt")), ("_weight", ("q", "k")))
+            for kind in kinds
+        },
+    )
+
+    def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
+        super().__init__(opgraft_config=opgraft_config, prefix=prefix)
+        _shift(self.model.norm, 1.0)
+
+    def make_layers(
+        self, config: Any, quant_config: QuantizationConfig | None, prefix: str
+    ) -> tuple[list[HybridLayer], float]:
+        """Return the layers, of which one in ``mamba_step`` attends.
+
+        Raises:
+            ModelError: the config describes experts, or no layers as these.
+        """
+        _expect_sizes(config)
+        family = Family(qk_norm="each")
+        shape = DecoderShape.of(_decoder_config(config), family, self.opgraft_config.model.max_model_len)
+        self.max_position = shape.max_position
+        [rope] = [rope_of(shape, parameters) for parameters in shape.ropes.values()]
+        given = SimpleNamespace(model_config=SimpleNamespace(hf_config=config), quant_config=quant_config)
+        layers: list[HybridLayer] = []
+        for number in range(len(shape.layers)):
+            path = f"{prefix}.{number}"
+            if attends(config, number):
+                mixer: nn.Module = DecoderAttention(shape, family, number, rope, quant_config, f"{path}.mixer")
+            else:
+                mixer = Plamo2MambaMixer(given, prefix=f"{path}.mixer")
+                parameter: Any
+                for parameter in mixer.in_proj.parameters():
+                    parameter.weight_loader = _by_heads(parameter.weight_loader, config.mamba_num_heads)
+            mlp = DecoderMLP(shape, quant_config, f"{path}.mlp")
+            layers.append(Plamo2Layer(mixer, mlp, shape.hidden_size, shape.eps))
+        return layers, shape.eps
+
+
+def attends(config: Any, layer: int) -> bool:
+    """Tell whether a layer attends: one in the middle of each ``mamba_step``, or the last one of few layers."""
+    if not config.mamba_enabled:
+        return True
+    middle = config.mamba_step // 2
+    if config.num_hidden_layers <= middle:
+        return bool(layer == config.num_hidden_layers - 1)
+    return bool(layer % config.mamba_step == middle)
+
+
+def _expect_sizes(config: Any) -> None:
+    for name in ("mamba_num_heads", "mamba_d_state", "mamba_d_conv"):
+        if not 1 <= getattr(config, name) <= LARGEST_SIZE:
+            raise ModelError(
+                f"PLaMo 2: {name} is {getattr(config, name)}, expected an integer from 1 to {LARGEST_SIZE}"
+            )
+    experts = getattr(config, "n_expert", None)
+    if experts or config.mamba_step < 2:
+        raise ModelError(
+            f"PLaMo 2: n_expert is {experts!r:.40} and mamba_step {config.mamba_step!r:.40}, expected no experts and a "
+            "step of at least 2: other models of this type are not written here"
+        )
+
+
+def _decoder_config(config: Any) -> SimpleNamespace:
+    """Return the settings by the names that decoders have; a window has the token itself beside those before it."""
+    whole = [number in config.full_attention_idx for number in range(config.num_hidden_layers)]
+    given = {
+        **vars(config),
+        "head_dim": config.hidden_size_per_head,
+        "hidden_act": "silu",
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "sliding_window": config.attention_window_size + 1,
+        "layer_types": ["full_attention" if each else "sliding_attention" for each in whole],
+    }
+    return SimpleNamespace(**given)
