@@ -62,7 +62,9 @@ class EngineCore:
         self.executor.start()
         layout: CacheLayout = self.executor.call("load_model")
         if not layout.layers and not layout.states:
-            reason = self.executor.call("why_uncached") or "it cannot generate"
+            reason = self.executor.call("why_uncached") or (
+                "it cannot generate. If it is an encoder, LLM.embed gives the vectors of texts"
+            )
             raise ModelError(f"the model {given.model.name} has no attention layers with a cache: {reason}")
         self.max_model_len = self._context()
         cache = self.opgraft_config.cache
@@ -75,6 +77,7 @@ class EngineCore:
         self.scheduler = Scheduler(self.opgraft_config.scheduler, self.cache, self.max_model_len, fits)
         self.counters = self.scheduler.counters
         self._stopped: Exception | None = None
+        self._shut_down = False
         logger.info(self.capacity())
 
     def _context(self) -> int:
@@ -196,6 +199,8 @@ class EngineCore:
         self.executor.check_health()
 
     def _expect_going(self) -> None:
+        if self._shut_down:
+            raise EngineError("the engine was shut down: make a new one")
         if self._stopped is not None:
             raise EngineError(
                 f"the engine has stopped, because a step failed ({described(self._stopped)}) and "
@@ -249,7 +254,8 @@ class EngineCore:
         return failed + news
 
     def shutdown(self) -> None:
-        """Let go of the workers."""
+        """Let go of the workers; requests that are added afterwards are refused."""
+        self._shut_down = True
         self.executor.shutdown()
 
 

@@ -18,6 +18,7 @@ from opgraft.engine.executor import Executor
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.engine.stats import EngineStats
 from opgraft.errors import EngineError
+from opgraft.serving.arguments import expect_params, text_messages
 from opgraft.serving.engine_thread import EngineThread, Mailbox, Stream
 from opgraft.serving.llm import Message, engine_config
 from opgraft.serving.outputs import RequestOutput
@@ -147,10 +148,11 @@ class AsyncLLM:
         the next that has not begun; who keeps a reference to the iterator closes it with ``aclose``.
 
         Args:
-            prompt: text, or token ids.
+            prompt: text, or token ids; or ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``, where
+                ``"cache_salt"`` may stand too.
             params: ``SamplingParams()`` if not given.
             request_id: unique among those that run; made up if not given.
-            priority: lower ones come first, under the policy "priority".
+            priority: lower ones come first; it needs ``scheduler.policy=priority``.
             cache_salt: requests of different salts share nothing in the cache.
             arrival: when the request came, in seconds of ``time.monotonic``, for its times; now if not given.
 
@@ -197,7 +199,7 @@ class AsyncLLM:
         def prepare() -> OpenRequest:
             return self._engine.prepare(
                 name,
-                self._engine.chat_template.render(messages, tools=tools),
+                self._engine.chat_template.render(text_messages(messages), tools=tools),
                 wanted,
                 priority=priority,
                 cache_salt=cache_salt,
@@ -210,6 +212,7 @@ class AsyncLLM:
         self, request_id: str, params: SamplingParams, prepare: Callable[[], OpenRequest]
     ) -> AsyncGenerator[RequestOutput, None]:
         self._thread.check()
+        expect_params(params)
         await self.compile(params)
         prepared = await self.prepare(prepare)
         stream = Stream(request_id, self._mailbox_of(asyncio.get_running_loop()))

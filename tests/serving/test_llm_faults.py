@@ -50,7 +50,7 @@ def tokens(llm: LLM, *prompts: Any) -> list[list[int]]:
 
 
 PROMPTS: dict[str, tuple[Any, str]] = {
-    "too long": ([5] * 64, r"has 64 tokens and needs room for 1 more, and the model takes 64: shorten it by 1 tokens"),
+    "too long": ([5] * 64, r"has 64 tokens and needs room for 1 more, and the model takes 64: shorten it by 1 token, "),
     "longer still": ("cat " * 99, r"tokens and needs room for 1 more, and the model takes 64"),
     "empty": ([], r"has no tokens: give some text, or at least one token id"),
     "empty text": ("", r"has no tokens"),

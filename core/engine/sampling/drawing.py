@@ -101,7 +101,9 @@ def draw_filtered(scaled: Tensor, filters: Filters, keys: Tensor) -> Tensor:
     """
     whole = bool((filters.whole & filters.top_p.isfinite()).any())
     mass = scaled.exp() if whole else None
-    total = scaled.new_zeros(len(scaled), dtype=torch.float64) if mass is None else _totals(blocks_of(mass, 0.0)).sum(-1)
+    total = (
+        scaled.new_zeros(len(scaled), dtype=torch.float64) if mass is None else _totals(blocks_of(mass, 0.0)).sum(-1)
+    )
     tokens, left = _draw_among(CANDIDATES[0], scaled, filters, total, keys)
     if not len(left):
         return tokens
