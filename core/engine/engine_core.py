@@ -51,7 +51,8 @@ class EngineCore:
 
     Raises:
         ModelError: no model is named, or it has no attention layers and so is no decoder.
-        ConfigError: the cache is too small for one request of the longest context.
+        ConfigError: the cache is too small for one request of the longest context, or too large for the memory, or
+            the context is longer than the model was made for.
     """
 
     def __init__(self, opgraft_config: OpgraftConfig | None = None) -> None:
@@ -81,6 +82,12 @@ class EngineCore:
         logger.info(self.capacity())
 
     def _context(self) -> int:
+        asked, trained = self.opgraft_config.model.max_model_len, self.executor.call("trained_context")
+        if asked is not None and trained is not None and asked > trained:
+            raise ConfigError(
+                f"model.max_model_len is {asked}, and {self.opgraft_config.model.name} was made for contexts of up to "
+                f"{trained} tokens, beyond which it answers nonsense: set it to at most {trained}"
+            )
         longest = self.executor.call("max_context")
         if longest is None:
             raise ConfigError("the checkpoint does not say how long a context may be: set model.max_model_len")

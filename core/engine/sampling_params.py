@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from opgraft.errors import RequestError
+from opgraft.engine.structured_form import expect_form
+from opgraft.errors import InputError, RequestError
 
 MOST_COMPLETIONS = 16_384
 """Each completion of a prompt is a request of its own."""
@@ -150,6 +151,11 @@ class SamplingParams:
             if not rule.accepts(value):
                 raise _refused(f"{name} is {getattr(self, name)!r}: use {rule.words}", name)
             object.__setattr__(self, name, value)
+        if self.structured_output is not None:
+            try:
+                expect_form(self.structured_output)
+            except InputError as error:
+                raise _refused(str(error), "structured_output") from error
         if self.min_tokens > self.max_tokens:
             raise _refused(
                 f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}, and no output has "

@@ -42,10 +42,8 @@ def listed_chats(given: Any) -> Sequence[Any]:
         return [given]
     for index, chat in enumerate(given):
         if isinstance(chat, str | bytes | Mapping) or not isinstance(chat, Sequence):
-            raise RequestError(
-                f"chat {index + 1} of {len(given)} is {_kind(chat)}: give each as a list of messages such as {_MESSAGE}",
-                "messages",
-            )
+            name = placed("chat", index, len(given))
+            raise RequestError(f"{name} is {_kind(chat)}: give a list of messages such as {_MESSAGE}", "messages")
     return given
 
 
@@ -94,7 +92,7 @@ def params_for(given: Any, prompts: int) -> Sequence[SamplingParams]:
     return each
 
 
-def priorities_for(given: int | Sequence[int], prompts: int) -> Sequence[int]:
+def priorities_for(given: Any, prompts: int) -> Sequence[int]:
     """Return the priority of each of so many prompts.
 
     Raises:

@@ -287,7 +287,16 @@ def engine_config(
 
 
 def _by_dotted_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {SHORT_NAMES.get(name, _dotted(name)): value for name, value in settings.items()}
+    found: dict[str, tuple[str, Any]] = {}
+    for name, value in settings.items():
+        dotted = SHORT_NAMES.get(name, _dotted(name))
+        if dotted in found:
+            raise ConfigError(
+                f"{found[dotted][0]} is {found[dotted][1]!r:.80} and {name} {value!r:.80}, and both stand for "
+                f"{dotted}: leave one out"
+            )
+        found[dotted] = name, value
+    return {dotted: value for dotted, (_, value) in found.items()}
 
 
 def _dotted(name: str) -> str:

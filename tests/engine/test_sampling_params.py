@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -65,6 +66,27 @@ def test_contradictions(values: dict[str, Any], message: str) -> None:
     """Two values that exclude each other are named, with the reason and both ways out."""
     with pytest.raises(RequestError, match=message):
         SamplingParams(**values)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("yes or no", "'yes or no' is no mapping with one of the keys json, regex, choice, grammar"),
+        ({"json": {}, "regex": "a"}, "is no mapping with one of the keys"),
+        ({"jsn": {}}, "unknown kind 'jsn': did you mean 'json'?"),
+        ({"choice": []}, r"choice is [], which is no list of choices: give a list of at least one text, none of them"),
+        ({"choice": ["a", ""]}, "choice is ['a', ''], which is no list of choices"),
+        ({"choice": "ab"}, "choice is 'ab', which is no list of choices"),
+        ({"regex": ""}, "regex is '', which is no regular expression: give a text that is not empty"),
+        ({"grammar": 5}, "grammar is 5, which is no grammar: give a text"),
+        ({"json": ["a"]}, "json is ['a'], which is no JSON schema: give an object, or its text"),
+    ],
+)
+def test_structured_outputs_of_another_form(value: Any, message: str) -> None:
+    """Their form is checked when they are made; whether they compile, the engine finds out."""
+    with pytest.raises(RequestError, match=re.escape(message)) as raised:
+        SamplingParams(structured_output=value)
+    assert raised.value.field == "structured_output"
 
 
 def test_lists_are_kept_as_tuples_of_their_own() -> None:

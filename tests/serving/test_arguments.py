@@ -100,7 +100,7 @@ async def first_of(llm: LLM, params: Any) -> None:
         ({"role": "user", "content": "a"}, "messages is of the type dict: give a list of messages"),
         ("hello", "messages is of the type str: give a list of messages"),
         (5, "messages is 5: give a list of messages"),
-        ([[{"role": "user", "content": "a"}], 5], "chat 2 of 2 is 5: give each as a list of messages"),
+        ([[{"role": "user", "content": "a"}], 5], "chat 2 of 2 is 5: give a list of messages"),
         ([[{"role": "user", "content": "a"}], []], "chat 2 of 2: the chat has no messages"),
         ([[{"role": "user", "content": "a"}], [{"role": "user", "content": "a " * 99}]], "chat 2 of 2 has .* tokens"),
         (
@@ -196,7 +196,7 @@ def test_an_encoder(tmp_path: Path) -> None:
     with LLM("minilm", **{"load.progress": False}) as encoder:
         with pytest.raises(InputError, match="texts is 5: give text"):
             encoder.embed(5)  # type: ignore[arg-type]
-        with pytest.raises(RequestError, match="or have LLM.embed cut it with truncate=True"):
+        with pytest.raises(RequestError, match=r"or have LLM\.embed cut it with truncate=True"):
             encoder.embed("cat " * 600)
         assert len(encoder.embed({"prompt": "cat " * 600}, truncate=True)[0].prompt_token_ids) > 100
     with pytest.raises(EngineError, match="the encoder was shut down"):

@@ -132,7 +132,7 @@ def _draw_among(size: int, scaled: Tensor, filters: Filters, total: Tensor, keys
 
 
 def _totals(mass: Tensor) -> Tensor:
-    """Return the sums ``[n, blocks]`` of blocks in float64, added up in an order that the number of rows does not change.
+    """Return the sums ``[n, blocks]`` of blocks in float64, in an order that the number of rows does not change.
 
     A block is added up in float32: a copy of all rows in float64 would take longer than all that is done with it.
     """
