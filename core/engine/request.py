@@ -159,7 +159,7 @@ class Request:
         self.num_tokens += 1
         if self._stops_at(token):
             self.finish_reason = "stop"
-        elif len(self.output) >= self.params.max_tokens or self.num_tokens >= max_model_len:
+        elif len(self.output) >= self.params.most_tokens or self.num_tokens >= max_model_len:
             self.finish_reason = "length"
         return self.finish_reason is not None
 

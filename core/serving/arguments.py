@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -76,6 +77,20 @@ def placed(what: str, index: int, count: int) -> str:
     return f"the {what}" if count == 1 else f"{what} {index + 1} of {count}"
 
 
+def renamed_params(sampling_params: Any, params: Any) -> Any:
+    """Return what was given as ``sampling_params``, or by its former name ``params``, of which it warns.
+
+    Raises:
+        RequestError: both were given.
+    """
+    if params is None:
+        return sampling_params
+    warnings.warn("params is now called sampling_params: use that name", DeprecationWarning, stacklevel=3)
+    if sampling_params is not None:
+        raise RequestError("sampling_params and params are both given: leave out params", "sampling_params")
+    return params
+
+
 def params_for(given: Any, prompts: int) -> Sequence[SamplingParams]:
     """Return the ``SamplingParams`` of each of so many prompts.
 
@@ -86,7 +101,7 @@ def params_for(given: Any, prompts: int) -> Sequence[SamplingParams]:
         return [given or SamplingParams()] * prompts
     if isinstance(given, str) or not isinstance(given, Sequence):
         expect_params(given)
-    each = _as_many(given, prompts, "SamplingParams", "params")
+    each = _as_many(given, prompts, "SamplingParams", "sampling_params")
     for params in each:
         expect_params(params)
     return each
@@ -111,7 +126,7 @@ def expect_params(given: Any) -> None:
     """
     if not isinstance(given, SamplingParams):
         advice = "SamplingParams(**params)" if isinstance(given, Mapping) else "SamplingParams(...)"
-        raise RequestError(f"params is {_kind(given)}: give {advice}", "params")
+        raise RequestError(f"sampling_params is {_kind(given)}: give {advice}", "sampling_params")
 
 
 def _as_many(given: Sequence[_T], prompts: int, what: str, field: str) -> Sequence[_T]:

@@ -23,6 +23,7 @@ from opgraft.serving.arguments import (
     params_for,
     placed,
     priorities_for,
+    renamed_params,
     text_messages,
 )
 from opgraft.serving.embedder import Embedder
@@ -125,10 +126,11 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] = 0,
         progress: bool | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts, all at once, and return the answers in the order of the prompts.
 
@@ -137,9 +139,10 @@ class LLM:
         Args:
             prompts: one, or several: text, or token ids; or ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``,
                 where ``"cache_salt"`` may stand too: prompts of different salts share nothing in the cache.
-            params: for all, or one for each; ``SamplingParams()`` if not given.
+            sampling_params: for all, or one for each; ``SamplingParams()`` if not given.
             priority: for all, or one for each: lower ones come first. It needs ``scheduler.policy=priority``.
             progress: show a bar on stderr; by default where that is a terminal.
+            params: the former name of ``sampling_params``, deprecated.
 
         Raises:
             RequestError: a prompt cannot be taken; then none is computed.
@@ -147,25 +150,26 @@ class LLM:
             Interrupted: after an interrupt; it has what was computed.
         """
         listed = listed_prompts(prompts)
-        return self._answer(listed, params, priority, progress)
+        return self._answer(listed, renamed_params(sampling_params, params), priority, progress)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         priority: int | Sequence[int] = 0,
         progress: bool | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Answer chats by the chat template of the model.
 
         Args:
             messages: of one chat, or of several: ``{"role": "user", "content": "…"}``. The content may be a list of
                 parts, ``{"type": "text", "text": "…"}``, which become lines of one text.
-            params: for all, or one for each chat.
+            sampling_params: for all, or one for each chat.
             tools: JSON schemas of functions that the model may call.
-            priority, progress: as for ``generate``.
+            priority, progress, params: as for ``generate``.
 
         Raises:
             RequestError: the model has no chat template, or it refuses the messages.
@@ -174,7 +178,7 @@ class LLM:
         """
         chats = listed_chats(messages)
         texts = [self._rendered(chat, tools, placed("chat", i, len(chats))) for i, chat in enumerate(chats)]
-        return self._answer(texts, params, priority, progress, chat=True)
+        return self._answer(texts, renamed_params(sampling_params, params), priority, progress, chat=True)
 
     def _rendered(self, chat: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, name: str) -> str:
         try:
@@ -300,6 +304,11 @@ def _by_dotted_names(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dotted(name: str) -> str:
+    if name == "gpu_memory_utilization":
+        raise ConfigError(
+            "gpu_memory_utilization is vLLM's share of all memory, for weights and cache: set cache.memory_share, the "
+            "cache's share of what is free when the model has been loaded, as in **{'cache.memory_share': 0.9}"
+        )
     if "." not in name and name not in SHORT_NAMES:
         raise ConfigError(
             f"LLM has no argument {name!r}: {close_matches(name, SHORT_NAMES)} Every setting is taken by its dotted "

@@ -199,8 +199,8 @@ class TextEngine:
         return self.submit(self.prepare(request_id, prompt, params, **options))
 
     def _expect_in_vocabulary(self, params: SamplingParams) -> None:
-        for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            highest = max(tokens, default=0)
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            highest = max(getattr(params, name) or (), default=0)
             if highest >= self.vocab_size:
                 raise RequestError(
                     f"{name} has the token id {highest!s:.20}, and the vocabulary has {self.vocab_size}: use 0 to "

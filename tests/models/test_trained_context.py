@@ -23,10 +23,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"max_position_embeddings": 4096, "rope_parameters": YARN}, 4096),
         ({"max_position_embeddings": 1024, "rope_parameters": YARN}, 4096),
         ({"max_position_embeddings": 131072, "rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, 131072),
-        (
-            {"max_position_embeddings": 1024, "rope_parameters": {"full": YARN, "sliding": {"rope_type": "default"}}},
-            4096,
-        ),
+        ({"max_position_embeddings": 1024, "rope_parameters": {"full": YARN, "sliding": {}}}, 4096),
     ],
 )
 def test_scaled_ropes_count(values: dict[str, Any], expected: int | None) -> None:

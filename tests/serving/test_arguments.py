@@ -10,9 +10,9 @@ import pytest
 import torch
 from engine.engines import expect_empty
 from opgraft import AsyncLLM, SamplingParams
-from opgraft.errors import EngineError, InputError, ModelError, RequestError
+from opgraft.errors import ConfigError, EngineError, InputError, ModelError, RequestError
 from opgraft.serving.llm import LLM
-from serving.small_models import open_llm, write_model
+from serving.small_models import CONTEXT, VOCABULARY, open_llm, write_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 PROMPT = [9, 8, 7, 6, 5]
@@ -76,16 +76,16 @@ def test_arrays_are_no_prompts(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"temperature": 0}, r"params is of the type dict: give SamplingParams\(\*\*params\)"),
-        (5, r"params is 5: give SamplingParams\(\.\.\.\)"),
-        ([GREEDY, {"n": 1}], r"params is of the type dict: give SamplingParams\(\*\*params\)"),
+        ({"temperature": 0}, r"sampling_params is of the type dict: give SamplingParams\(\*\*params\)"),
+        (5, r"sampling_params is 5: give SamplingParams\(\.\.\.\)"),
+        ([GREEDY, {"n": 1}], r"sampling_params is of the type dict: give SamplingParams\(\*\*params\)"),
     ],
 )
 def test_params_of_another_form(llm: LLM, params: Any, message: str) -> None:
     """What is no SamplingParams is refused, alone and in a list, with what to write instead."""
     with pytest.raises(InputError, match=message):
         llm.generate([PROMPT, PROMPT], params)
-    with pytest.raises(InputError, match="params is"):
+    with pytest.raises(InputError, match="sampling_params is"):
         asyncio.run(first_of(llm, params))
     expect_empty(llm.engine.core)
 
@@ -153,9 +153,9 @@ def test_prompts_with_a_salt_share_nothing(llm: LLM) -> None:
     prompt = [7] * 12
     cached = []
     for salt in ("a", "b", "a"):
-        before = llm.stats().counters.cached_tokens
+        before = llm.stats().counters.prefix_hits
         llm.generate({"prompt_token_ids": prompt, "cache_salt": salt}, GREEDY)
-        cached.append(llm.stats().counters.cached_tokens - before)
+        cached.append(llm.stats().counters.prefix_hits - before)
     assert cached == [0, 0, 8]
     assert llm.generate({"prompt": "a cat"}, GREEDY)[0].prompt == "a cat"
 
@@ -203,3 +203,36 @@ def test_an_encoder(tmp_path: Path) -> None:
         encoder.embed("a cat")
     with pytest.raises(ModelError, match=r"LLM\.embed gives the vectors of texts"):
         AsyncLLM("minilm", **{"load.progress": False})
+
+
+def test_the_former_name_of_sampling_params(llm: LLM) -> None:
+    """vLLM's name is taken, the former one too, with a warning; both at once are not."""
+    expected = tokens(llm, PROMPT)[0]
+    assert llm.generate(PROMPT, sampling_params=GREEDY)[0].outputs[0].token_ids == expected
+    with pytest.warns(DeprecationWarning, match="params is now called sampling_params"):
+        assert llm.generate(PROMPT, params=GREEDY)[0].outputs[0].token_ids == expected
+    with (
+        pytest.warns(DeprecationWarning, match="params is now"),
+        pytest.raises(RequestError, match="sampling_params and params are both given"),
+    ):
+        llm.generate(PROMPT, GREEDY, params=GREEDY)
+
+
+def test_names_and_values_of_vllm(llm: LLM) -> None:
+    """All logprobs, an output up to the context, and tokens that alone are allowed."""
+    params = SamplingParams(
+        top_k=-1, max_tokens=None, logprobs=-1, allowed_token_ids=[5, 6], ignore_eos=True, seed=1, prompt_logprobs=-1
+    )
+    (output,) = llm.generate(PROMPT, params)
+    answer = output.outputs[0]
+    assert len(answer.token_ids) == CONTEXT - len(PROMPT)
+    assert set(answer.token_ids) == {5, 6}
+    assert answer.logprobs is not None and all(len(each) == VOCABULARY for each in answer.logprobs)
+    with pytest.raises(RequestError, match="allowed_token_ids has the token id 400, and the vocabulary has 400"):
+        llm.generate(PROMPT, SamplingParams(allowed_token_ids=[VOCABULARY]))
+
+
+def test_the_memory_setting_of_vllm(folder: Path) -> None:
+    """It means something else here, so the error names what to set."""
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization.*cache\.memory_share"):
+        open_llm(folder, gpu_memory_utilization=0.9)

@@ -118,10 +118,8 @@ def test_a_request_that_the_cache_cannot_hold(folder: Path) -> None:
 
 @pytest.mark.parametrize("size", [{"cache.num_blocks": 1 << 40}, {"cache.memory_bytes": 1 << 50}], ids=str)
 def test_a_cache_that_memory_cannot_hold(folder: Path, size: dict[str, int]) -> None:
-    """A cache larger than what is free is an error at start, with both numbers, and not a failed or late allocation."""
-    with pytest.raises(
-        ConfigError, match=r"the cache of [\d,]+ blocks .* takes [\d,]+ bytes, and [\d,]+ are free on cpu"
-    ):
+    """A cache larger than what is free is an error at start, with both numbers."""
+    with pytest.raises(ConfigError, match=r"the cache of [\d,]+ blocks .* takes [\d,]+ bytes, and [\d,]+ are free"):
         open_llm(folder, **{"cache.num_blocks": None, **size})
 
 
@@ -134,9 +132,9 @@ def test_memory_that_nobody_knows_bounds_no_cache(folder: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"cache.num_blocks": 16, "cache.memory_bytes": 1 << 20}, r"cache.num_blocks is 16 and cache.memory_bytes 1048576, and both"),
-        ({"max_model_len": 32, "model.max_model_len": 48}, "max_model_len is 32 and model.max_model_len 48, and both stand for"),
-        ({"max_model_len": CONTEXT + 1}, rf"model.max_model_len is 65, and .* was made for contexts of up to 64 tokens"),
+        ({"cache.num_blocks": 16, "cache.memory_bytes": 4096}, "cache.num_blocks is 16 and cache.memory_bytes 4096"),
+        ({"max_model_len": 32, "model.max_model_len": 48}, "max_model_len is 32 and model.max_model_len 48, and both"),
+        ({"max_model_len": CONTEXT + 1}, r"model.max_model_len is 65, and .* was made for contexts of up to 64 tokens"),
     ],
 )  # fmt: skip
 def test_settings_that_contradict(folder: Path, settings: dict[str, int], message: str) -> None:
