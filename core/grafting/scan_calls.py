@@ -127,11 +127,10 @@ def _scanned_step(
     if not dt_softplus or _is_packed(others):
         return None
     out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
-    by_token, by_head = (state, hidden_states, dt), (D, z, dt_bias)
     if hidden_states.dim() == 3:
-        op(*by_token, A, B, C, _slots(state), out, *by_head)
+        op(state, hidden_states, dt, A, B, C, _slots(state), out, D, z, dt_bias)
         return out
-    by_token = tuple(each[:, None] for each in by_token)
+    by_token = [each[:, None] for each in (state, hidden_states, dt)]
     weight, bias = (None if each is None else each[None] for each in (D, dt_bias))
     gate = None if z is None else z[:, None]
     op(*by_token, A[None], B[:, None], C[:, None], _slots(state), out[:, None], weight, gate, bias)
