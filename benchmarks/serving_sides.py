@@ -79,15 +79,26 @@ class Cost:
     cpu_seconds: float
 
 
+def family(pid: int) -> list[int]:
+    """Return a process with all that it has started, and these have."""
+    children = [path.read_text(encoding="utf-8").split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [pid, *(each for found in children for child in found for each in family(int(child)))]
+
+
 def process_cpu(pid: int) -> float:
-    """Return the seconds of CPU time that a process has used."""
+    """Return the seconds of CPU time that a process and its children that run have used."""
+    return sum(map(_cpu, family(pid)))
+
+
+def _cpu(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 def process_memory(pid: int) -> int:
-    """Return the bytes that a process holds in memory."""
-    return int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """Return the bytes that a process and its children hold in memory."""
+    pages = (Path(f"/proc/{each}/statm").read_text(encoding="utf-8").split()[1] for each in family(pid))
+    return sum(map(int, pages)) * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)

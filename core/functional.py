@@ -30,6 +30,8 @@ from opgraft.ops.quantization import functional as _quantization
 from opgraft.ops.quantization.functional import *
 from opgraft.ops.quantized_linear import functional as _quantized_linear
 from opgraft.ops.quantized_linear.functional import *
+from opgraft.ops.quantized_moe import functional as _quantized_moe
+from opgraft.ops.quantized_moe.functional import *
 from opgraft.ops.rotary import functional as _rotary
 from opgraft.ops.rotary.functional import *
 from opgraft.ops.routing import functional as _routing
@@ -48,6 +50,7 @@ __all__ += _layernorm.__all__
 __all__ += _linear.__all__
 __all__ += _quantization.__all__
 __all__ += _quantized_linear.__all__
+__all__ += _quantized_moe.__all__
 __all__ += _rotary.__all__
 __all__ += _routing.__all__
 __all__ += _state_space.__all__

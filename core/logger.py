@@ -79,6 +79,11 @@ def write_json() -> None:
     logging.getLogger().addHandler(_stderr)
 
 
+def writes_json() -> bool:
+    """Tell whether ``write_json`` was called."""
+    return isinstance(_stderr.formatter, _Json)
+
+
 class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from opgraft.bench.client import Client, Outcome
 from opgraft.bench.prompts import Prompt, arrivals
+
+_Send: TypeAlias = Callable[[Prompt, float], Awaitable[Outcome]]
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -68,35 +70,52 @@ class Question:
         }
 
 
-async def run(client: Client, question: Question, prompts: Sequence[Prompt], load: Load) -> list[Outcome]:
+async def run(
+    client: Client,
+    question: Question,
+    prompts: Sequence[Prompt],
+    load: Load,
+    ended: Callable[[int], None] = lambda more: None,
+) -> list[Outcome]:
     """Send a request for each prompt, and return what became of them, in their order.
 
     Under a rate, a request's time begins when it is due, so that a client or server that falls behind does not hide it.
+
+    Args:
+        client: of the server.
+        question: common part of the requests.
+        prompts: the others.
+        load: when each is sent.
+        ended: called with the number of requests that have ended since the last call.
     """
+
+    async def send(prompt: Prompt, due: float) -> Outcome:
+        outcome = await client.send(question.path, question.body(prompt), due)
+        ended(1)
+        return outcome
+
     if load.rate is not None:
-        return await _at_rate(client, question, prompts, arrivals(len(prompts), load.rate, load.poisson, load.seed))
-    return await _at_a_time(client, question, prompts, load.concurrency)
+        return await _at_rate(send, prompts, arrivals(len(prompts), load.rate, load.poisson, load.seed))
+    return await _at_a_time(send, prompts, load.concurrency)
 
 
-async def _at_rate(
-    client: Client, question: Question, prompts: Sequence[Prompt], times: Sequence[float]
-) -> list[Outcome]:
+async def _at_rate(send: _Send, prompts: Sequence[Prompt], times: Sequence[float]) -> list[Outcome]:
     start = time.perf_counter()
 
     async def one(prompt: Prompt, due: float) -> Outcome:
         await asyncio.sleep(due - time.perf_counter())
-        return await client.send(question.path, question.body(prompt), due)
+        return await send(prompt, due)
 
     return await asyncio.gather(*(one(prompt, start + at) for prompt, at in zip(prompts, times, strict=True)))
 
 
-async def _at_a_time(client: Client, question: Question, prompts: Sequence[Prompt], concurrency: int) -> list[Outcome]:
+async def _at_a_time(send: _Send, prompts: Sequence[Prompt], concurrency: int) -> list[Outcome]:
     waiting = iter(enumerate(prompts))
     outcomes: dict[int, Outcome] = {}
 
     async def worker() -> None:
         for number, prompt in waiting:
-            outcomes[number] = await client.send(question.path, question.body(prompt), time.perf_counter())
+            outcomes[number] = await send(prompt, time.perf_counter())
 
     await asyncio.gather(*(worker() for _ in range(min(concurrency, len(prompts)))))
     return [outcomes[number] for number in range(len(prompts))]

@@ -12,6 +12,7 @@ import click
 from opgraft.cli.output import echo, json_option, print_json, print_table, print_wrapped
 from opgraft.errors import InputError
 from opgraft.server.keys import read_keys
+from opgraft.serving.progress import progress_bar
 from opgraft.text import printable
 
 if TYPE_CHECKING:
@@ -89,7 +90,9 @@ async def _measured(options: dict[str, Any]) -> tuple[str, list[Report]]:
         question = load_module.Question(model, options["chat"], options["max_tokens"], fields)
         for load in _loads(options, load_module.Load):
             await load_module.run(client, question, prompts[: options["warm_up"]], load)
-            outcomes = await load_module.run(client, question, prompts[options["warm_up"] :], load)
+            measured = prompts[options["warm_up"] :]
+            with progress_bar(f"requests ended, {load.label}", len(measured)) as ended:
+                outcomes = await load_module.run(client, question, measured, load, ended)
             reports.append(report_module.report(load.label, outcomes, _limits(options, report_module.Limits)))
     return model, reports
 

@@ -99,6 +99,17 @@ class ParallelConfig(Section):
     pipeline: int = setting("ranks that share the stack of layers", default=1, minimum=1)
     data: int = setting("replicas that share the requests", default=1, minimum=1)
     expert: int = setting("ranks that share the experts of a layer", default=1, minimum=1)
+    worker_process: bool | None = setting(
+        "run the model in a process of its own, so that it does not wait for this one's other work, nor that for it",
+        unset="under opgraft serve alone",
+    )
+    redundant_experts: int = setting(
+        "places for experts of a layer beyond one for each, on all ranks together", default=0, minimum=0
+    )
+    expert_balance_steps: int | None = setting(
+        "steps after which experts are placed anew by the tokens that they computed", minimum=1, unset="never"
+    )
+    expert_moves: int = setting("experts that change their place between two steps, at most", default=4, minimum=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +169,7 @@ class ServerConfig(Section):
     )
     max_prompt_tokens: int | None = setting("tokens of a prompt, at most", minimum=1, unset="as the context allows")
     max_prompt_characters: int | None = setting(
-        "characters of a prompt, at most; longer ones are not tokenized",
+        "characters of each prompt of a request, at most; longer ones are not tokenized",
         minimum=1,
         unset="64 for a token of the context",
     )

@@ -214,12 +214,14 @@ def parse_text(name: str, text: str, source: str = "") -> Any:
             names the source.
     """
     check_known(name)
-    source = source or f"--{name}"
-    value = FIELDS[name].parse(text, source)
+    option = f"--{name}"
+    value = FIELDS[name].parse(text, source or option)
     try:
         config_from_fields({name: value})
     except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from error
+        words = str(error)
+        named = f"--{words}" if words.startswith(name) else f"{option}: {words}"  # an option has its name already
+        raise ConfigError(f"{source}: {words}" if source else named) from error
     return value
 
 

@@ -73,6 +73,18 @@ class Communicator(PluggableClass):
         reduce_scatter_single(out, parts, group=self.process_group)
         return out
 
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send rows of ``x`` to each rank, and return those that the ranks sent to this one, in the order of ranks.
+
+        Args:
+            x: rows for the first rank, then those for the second, and so on.
+            sent: how many are for each rank.
+            received: how many come from each rank.
+        """
+        out = x.new_empty((sum(received), *x.shape[1:]))
+        dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=self.process_group)
+        return out
+
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         """Return the ``x`` of rank ``src`` of the group."""
         out = x.clone(memory_format=torch.contiguous_format)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +85,37 @@ class ParallelGroup:
             return x
         _refuse_gradient("gather", x)
         return self.communicator.gather(x, dst, dim)
+
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send ``sent[r]`` rows of ``x`` to each rank ``r``, and return the ``received[r]`` rows from each."""
+        if self.communicator is None:
+            return x
+        _refuse_gradient("all_to_all", x)
+        return self.communicator.all_to_all(x, sent, received)
+
+    def send(self, x: Tensor, dst: int) -> None:
+        """Send ``x`` to rank ``dst`` of the group, which is another one and receives it.
+
+        Raises:
+            DistributedError: this rank is alone.
+        """
+        self._other().send(x, dst)
+
+    def recv(self, size: Sequence[int], dtype: torch.dtype, device: torch.device | str, src: int) -> Tensor:
+        """Receive what rank ``src`` of the group sends, of this size and dtype.
+
+        Raises:
+            DistributedError: this rank is alone.
+        """
+        return self._other().recv(size, dtype, device, src)
+
+    def _other(self) -> Communicator:
+        if self.communicator is None:
+            raise DistributedError(
+                f"the {self.kind} group of this process has no other rank to send to or receive from: call "
+                "opgraft.distributed.init_distributed with more ranks"
+            )
+        return self.communicator
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         """Return the ``x`` of rank ``src`` of the group."""

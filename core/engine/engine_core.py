@@ -10,8 +10,8 @@ from opgraft.config import OpgraftConfig
 from opgraft.engine.cache_layout import CacheLayout
 from opgraft.engine.cache_room import room_for
 from opgraft.engine.compiled_model import expect_compilable
-from opgraft.engine.executor import Executor
 from opgraft.engine.kv_cache import KVCacheManager
+from opgraft.engine.process_executor import executor_of
 from opgraft.engine.request import FinishReason, Request
 from opgraft.engine.scheduler import Scheduler
 from opgraft.engine.stats import EngineStats, copied
@@ -58,7 +58,7 @@ class EngineCore:
         given = opgraft_config or host_state().settings().config
         self.opgraft_config = given.resolved()
         expect_compilable(self.opgraft_config)
-        self.executor = Executor(self.opgraft_config)
+        self.executor = executor_of(self.opgraft_config)
         self.executor.start()
         layout: CacheLayout = self.executor.call("load_model")
         if not layout.layers and not layout.states:
@@ -124,6 +124,7 @@ class EngineCore:
         given = list(requests)
         try:
             for request in given:
+                self.executor.expect_servable(request)
                 self.scheduler.add(request)
         except BaseException:
             self.withdraw(given)

@@ -14,6 +14,7 @@ from opgraft.distributed import (
 )
 from opgraft.errors import ModelError
 from opgraft.models.decoder_config import DecoderShape, Family
+from opgraft.models.decoder_experts import expert_sharing
 from opgraft.models.decoder_mlp import DecoderMLP, feed_forward
 from opgraft.models.description import architecture_config, joined, quantization_config
 from opgraft.models.head_norms import HeadNorms
@@ -119,7 +120,7 @@ class DecoderAttention(nn.Module):
     def _normalised(self, norm: nn.Module, x: Tensor, replicas: int = 1) -> Tensor:
         """Normalise heads, of which ``replicas`` ranks after one another have the same."""
         if self.qk_norm != "whole":
-            heads: Tensor = norm(x.reshape(*x.shape[:-1], -1, self.head_size))
+            heads: Tensor = norm(x.reshape(*x.shape[:-1], x.shape[-1] // self.head_size, self.head_size))
             return heads.flatten(-2)
         size = get_tensor_model_parallel_world_size()
         if size == 1:
@@ -309,7 +310,7 @@ class DecoderForCausalLM(Model):
         super().__init__(opgraft_config=opgraft_config, prefix=prefix)
         quant_config = quantization_config(opgraft_config, self)
         config: Any = self.config or architecture_config(opgraft_config)
-        shape = DecoderShape.of(config, self.family, opgraft_config.model.max_model_len)
+        shape = DecoderShape.of(config, self.family, opgraft_config.model.max_model_len, expert_sharing(opgraft_config))
         self.max_position = shape.max_position
         self.model = DecoderModel(shape, self.family, quant_config, joined(prefix, "model"))
         self.fitted_ropes = self.model.fitted_ropes

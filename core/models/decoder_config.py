@@ -10,6 +10,7 @@ from typing import Any
 from opgraft.errors import ModelError, close_matches
 from opgraft.models.decoder_experts import ExpertsFamily, ExpertsShape
 from opgraft.models.deepseek_experts import RoutedShape
+from opgraft.ops.fused_moe.placement import ALONE, ExpertSharing
 
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 """Names of gated activations in configs, to those of the ops."""
@@ -111,15 +112,19 @@ class DecoderShape:
     experts: ExpertsShape | None = None
     latent: LatentShape | None = None
     routed: RoutedShape | None = None
+    sharing: ExpertSharing = ALONE
 
     @classmethod
-    def of(cls, config: Any, family: Family, max_position: int | None = None) -> DecoderShape:
+    def of(
+        cls, config: Any, family: Family, max_position: int | None = None, sharing: ExpertSharing = ALONE
+    ) -> DecoderShape:
         """Read a config of ``transformers``.
 
         Args:
             config: of a decoder.
             family: of that decoder.
             max_position: the longest context, if it is shorter or longer than the config's.
+            sharing: the way in which ranks share experts.
 
         Raises:
             ModelError: the config lacks a size, contradicts itself or asks for what is not written.
@@ -162,6 +167,7 @@ class DecoderShape:
             experts=None if family.experts is None else ExpertsShape.of(given, family.experts),
             latent=latent,
             routed=RoutedShape.of(given) if family.latent else None,
+            sharing=sharing,
         )
 
 

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from opgraft.config import OpgraftConfig
 from opgraft.errors import ModelError
 from opgraft.ops.fused_moe import FusedMoE
+from opgraft.ops.fused_moe.placement import ALONE, ExpertSharing
 from opgraft.ops.linear import ReplicatedLinear
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from torch import Tensor, nn
@@ -68,6 +70,12 @@ class ExpertsShape:
         )
 
 
+def expert_sharing(opgraft_config: OpgraftConfig) -> ExpertSharing:
+    """Return the way in which ranks share experts, as the section ``parallel`` says."""
+    parallel = opgraft_config.resolved().parallel
+    return ExpertSharing(parallel.expert, parallel.redundant_experts, parallel.expert_balance_steps is not None)
+
+
 class DecoderExperts(nn.Module):
     """Experts in the place of one feed-forward layer, and the gate that routes each token to some of them.
 
@@ -76,10 +84,16 @@ class DecoderExperts(nn.Module):
         family: of the decoder.
         quant_config: the quantization of the experts.
         prefix: the layer's path.
+        sharing: the way in which ranks share the experts.
     """
 
     def __init__(
-        self, shape: ExpertsShape, family: ExpertsFamily, quant_config: QuantizationConfig | None, prefix: str
+        self,
+        shape: ExpertsShape,
+        family: ExpertsFamily,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+        sharing: ExpertSharing = ALONE,
     ) -> None:
         super().__init__()
         self.gate = ReplicatedLinear(
@@ -97,6 +111,9 @@ class DecoderExperts(nn.Module):
             activation=family.activation,
             has_bias=family.has_bias,
             transposed_checkpoint=family.transposed_checkpoint,
+            ep_size=sharing.ranks,
+            enable_eplb=sharing.records,
+            num_redundant_experts=sharing.redundant,
         )
 
     def forward(self, hidden_states: Tensor) -> Tensor:

@@ -66,10 +66,10 @@ def feed_forward(
 ) -> nn.Module:
     """Construct the feed-forward layer of one layer: dense, or of experts."""
     if family.experts is not None and shape.experts is not None and layer in shape.experts.layers:
-        return DecoderExperts(shape.experts, family.experts, quant_config, prefix)
+        return DecoderExperts(shape.experts, family.experts, quant_config, prefix, shape.sharing)
     routed = shape.routed
     if routed is None or layer < routed.first_layer:
         return DecoderMLP(shape, quant_config, prefix)
     sizes: dict[str, Any] = {"intermediate_size": routed.shared * routed.intermediate_size, "reduce_results": False}
     shared = DecoderMLP(shape, quant_config, f"{prefix}.shared_experts", **sizes) if routed.shared else None
-    return DeepseekExperts(routed, shared, quant_config, prefix)
+    return DeepseekExperts(routed, shared, quant_config, prefix, shape.sharing)

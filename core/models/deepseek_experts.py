@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from opgraft.errors import ModelError
 from opgraft.ops.fused_moe import FusedMoE
+from opgraft.ops.fused_moe.placement import ALONE, ExpertSharing
 from opgraft.ops.linear import ReplicatedLinear
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from torch import Tensor, nn
@@ -80,10 +81,16 @@ class DeepseekExperts(nn.Module):
         shared: what every token visits, whose ranks do not add what they have; ``None`` for nothing.
         quant_config: the quantization of the experts.
         prefix: the layer's path.
+        sharing: the way in which ranks share the experts.
     """
 
     def __init__(
-        self, shape: RoutedShape, shared: nn.Module | None, quant_config: QuantizationConfig | None, prefix: str
+        self,
+        shape: RoutedShape,
+        shared: nn.Module | None,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+        sharing: ExpertSharing = ALONE,
     ) -> None:
         super().__init__()
         # The router computes in float32, as in training.
@@ -114,6 +121,9 @@ class DeepseekExperts(nn.Module):
             routed_scaling_factor=shape.scaling,
             e_score_correction_bias=bias if shape.by_sigmoid else None,
             shared_experts=shared,
+            ep_size=sharing.ranks,
+            enable_eplb=sharing.records,
+            num_redundant_experts=sharing.redundant,
         )
 
     def forward(self, hidden_states: Tensor) -> Tensor:

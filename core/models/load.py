@@ -120,7 +120,7 @@ def _plan(
         elif target is not None:
             left.append(name)  # tied parameters are one tensor, which the first name fills
             twice.append((taken[key], name))
-        elif mapped is None or is_ignored(name, ignored):
+        elif mapped is None or targets.is_elsewhere(mapped) or is_ignored(name, ignored):
             left.append(name)
         else:
             unexpected.append(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import ClassVar, Protocol, runtime_checkable
@@ -70,7 +70,15 @@ class HasPackedModules(Protocol):
     quantization read the same table.
     """
 
-    packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId]]]
+    packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, ShardId | None]]]
+
+
+@runtime_checkable
+class HasPartsElsewhere(Protocol):
+    """A module of which other ranks have some parts, whole."""
+
+    def parts_elsewhere(self) -> Collection[str]:
+        """Return the names of these parts below the module."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,12 @@ class Targets:
             for path, module in model.named_modules()
             if isinstance(module, HasPackedModules)
         ]
+        self._elsewhere = {
+            f"{path}.{part}" if path else part
+            for path, module in model.named_modules()
+            if isinstance(module, HasPartsElsewhere)
+            for part in module.parts_elsewhere()
+        }
         self.by_source = {target.source: target for name in self.tensors for target in self._parts(name)}
 
     def _parts(self, name: str) -> Iterator[Target]:
@@ -114,6 +128,11 @@ class Targets:
             if name.startswith(prefix) and layer_name in table:
                 for part, shard_id in table[layer_name].items():
                     yield Target(name, self.tensors[name], shard_id, ".".join(filter(None, (outer, part, last))))
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Tell whether a tensor of that name is for other ranks."""
+        parts = name.split(".") if self._elsewhere else ()
+        return any(".".join(parts[:end]) in self._elsewhere for end in range(1, len(parts)))
 
     def missing(self, found: Sequence[Target]) -> list[str]:
         """Return the names in the checkpoint of what ``found`` leaves unfilled."""

@@ -18,6 +18,7 @@ from opgraft.ops import (
     linear,
     quantization,
     quantized_linear,
+    quantized_moe,
     rotary,
     routing,
     state_space,
@@ -33,6 +34,7 @@ from opgraft.ops.layernorm import *
 from opgraft.ops.linear import *
 from opgraft.ops.quantization import *
 from opgraft.ops.quantized_linear import *
+from opgraft.ops.quantized_moe import *
 from opgraft.ops.rotary import *
 from opgraft.ops.routing import *
 from opgraft.ops.state_space import *
@@ -48,6 +50,7 @@ __all__ += layernorm.__all__
 __all__ += linear.__all__
 __all__ += quantization.__all__
 __all__ += quantized_linear.__all__
+__all__ += quantized_moe.__all__
 __all__ += rotary.__all__
 __all__ += routing.__all__
 __all__ += state_space.__all__

@@ -71,6 +71,12 @@ def writable(x: Tensor) -> bool:
     return x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1])
 
 
+def entries_apart(x: Tensor) -> bool:
+    """Tell whether each entry of the first dimension is contiguous and shares no element with another."""
+    entry = x[:1]
+    return entry.is_contiguous() and (x.stride(0) >= entry.numel() or x.shape[0] == 1)
+
+
 def apart(x: Tensor, y: Tensor) -> bool:
     """Tell whether a kernel may write both of two ``writable`` tensors: they share no element, for certain.
 

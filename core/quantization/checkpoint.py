@@ -9,12 +9,16 @@ from typing import Any
 
 import torch
 from opgraft.errors import QuantizationError
+from opgraft.ops.fused_moe import FusedMoE
+from opgraft.ops.fused_moe.methods import FusedMoEMethodBase
 from opgraft.ops.linear.methods import LinearMethodBase, QuantizeMethodBase
 from opgraft.ops.linear.parallel import LinearBase
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.quantized_linear import functional
+from opgraft.ops.quantized_moe.methods import ExpertWeights, QuantizedFusedMoEMethod
 from opgraft.ops.weights import set_weight_attrs
 from opgraft.quantization.codes import Codes
+from opgraft.quantization.experts import CheckpointExperts
 from opgraft.quantization.online import put
 from opgraft.quantization.patterns import Patterns
 from torch import Tensor, nn
@@ -38,8 +42,18 @@ class CheckpointConfig(QuantizationConfig):
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         return [torch.float32, torch.bfloat16, torch.float16]
 
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        if not isinstance(layer, LinearBase) or self.ignore.match(prefix, self.packed_modules_mapping):
+    def expert_weights(self, layer: FusedMoE) -> ExpertWeights | None:
+        """Return the format of a layer of experts, or ``None`` where it is plain: that of linear layers."""
+        return CheckpointExperts(self) if self._of_linear(f"{layer.prefix}.0.gate_up_proj") else None
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | FusedMoEMethodBase | None:
+        if isinstance(layer, FusedMoE):
+            weights = self.expert_weights(layer)
+            return None if weights is None else QuantizedFusedMoEMethod(layer.moe_config, weights)
+        return self._of_linear(prefix) if isinstance(layer, LinearBase) else None
+
+    def _of_linear(self, prefix: str) -> QuantizeMethodBase | None:
+        if self.ignore.match(prefix, self.packed_modules_mapping):
             return None
         return self.linear_method(prefix)
 

@@ -46,8 +46,8 @@ class Fp8Config(OnlineConfig):
             return Fp8CheckpointConfig.from_config(config)
         return super().from_config(config)
 
-    def linear_method(self) -> QuantizeMethodBase:
-        method: QuantizeMethodBase = Fp8OnlineLinearMethod()
+    def linear_method(self) -> OnlineLinearMethod:
+        method: OnlineLinearMethod = Fp8OnlineLinearMethod()
         return method
 
 

@@ -12,11 +12,15 @@ from opgraft.binding.functional import Functional
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.errors import QuantizationError
 from opgraft.ops.embedding.vocab import VocabParallelEmbedding
+from opgraft.ops.fused_moe import FusedMoE
+from opgraft.ops.fused_moe.methods import FusedMoEMethodBase
 from opgraft.ops.linear.methods import QuantizeMethodBase
 from opgraft.ops.linear.parallel import LinearBase
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.quantized_linear import functional
 from opgraft.ops.quantized_linear.quantizers import quantize_int4, quantize_int8
+from opgraft.ops.quantized_moe.methods import QuantizedFusedMoEMethod
+from opgraft.quantization.experts import OnlineExperts
 from opgraft.quantization.online import LooksUpCodes, OnlineLinearMethod
 from opgraft.quantization.patterns import Patterns
 from torch import Tensor, nn
@@ -34,7 +38,7 @@ class OnlineConfig(QuantizationConfig):
         self.ignore = Patterns(ignore)
 
     @abstractmethod
-    def linear_method(self) -> QuantizeMethodBase:
+    def linear_method(self) -> OnlineLinearMethod:
         """Make the weight method of a linear layer."""
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
@@ -56,11 +60,15 @@ class OnlineConfig(QuantizationConfig):
             )
         return cls(**given)
 
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | FusedMoEMethodBase | None:
         wanted = prefix in self.embeddings and isinstance(layer, VocabParallelEmbedding) and layer.is_unpadded
-        if not (wanted or isinstance(layer, LinearBase)) or self.ignore.match(prefix, self.packed_modules_mapping):
+        wanted = wanted or isinstance(layer, (LinearBase, FusedMoE))
+        if not wanted or self.ignore.match(prefix, self.packed_modules_mapping):
             return None
-        return self.linear_method()
+        method = self.linear_method()
+        if isinstance(layer, FusedMoE):
+            return QuantizedFusedMoEMethod(layer.moe_config, OnlineExperts(method))
+        return method
 
 
 @PluggableClass.register("int8")
@@ -70,8 +78,8 @@ class Int8Config(OnlineConfig):
     def get_name(self) -> str:
         return "int8"
 
-    def linear_method(self) -> QuantizeMethodBase:
-        method: QuantizeMethodBase = Int8LinearMethod()
+    def linear_method(self) -> OnlineLinearMethod:
+        method: OnlineLinearMethod = Int8LinearMethod()
         return method
 
 
@@ -82,8 +90,8 @@ class Int8DynamicConfig(OnlineConfig):
     def get_name(self) -> str:
         return "int8_dynamic"
 
-    def linear_method(self) -> QuantizeMethodBase:
-        method: QuantizeMethodBase = Int8DynamicLinearMethod()
+    def linear_method(self) -> OnlineLinearMethod:
+        method: OnlineLinearMethod = Int8DynamicLinearMethod()
         return method
 
 
@@ -109,8 +117,8 @@ class Int4Config(OnlineConfig):
     def get_name(self) -> str:
         return "int4"
 
-    def linear_method(self) -> QuantizeMethodBase:
-        method: QuantizeMethodBase = Int4LinearMethod(self.group_size, self.symmetric)
+    def linear_method(self) -> OnlineLinearMethod:
+        method: OnlineLinearMethod = Int4LinearMethod(self.group_size, self.symmetric)
         return method
 
 

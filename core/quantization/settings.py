@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from opgraft.config.sections import QuantizationSettings
 from opgraft.errors import QuantizationError, QuantizationSettingError
-from opgraft.ops.linear.methods import QuantizeMethodBase
 from opgraft.ops.linear.parallel import LinearBase
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.quantization.patterns import Patterns, expect_used
@@ -75,7 +74,7 @@ class SettingsConfig(QuantizationConfig):
         """Make it of the constructor's arguments."""
         return cls(**config)
 
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         merged = self.packed_modules_mapping
         if self.skip.match(prefix, merged):
             return None

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from opgraft.errors import CheckpointError, EngineError, HTTPError, InputError, RequestError
+from opgraft.errors import CheckpointError, EngineError, HTTPError, InputError, RequestError, near_matches
 from starlette.exceptions import HTTPException
 
 _NOT_HERE = {
@@ -16,6 +16,26 @@ _NOT_HERE = {
     405: "the path is not asked by this method: /openapi.json lists those that it is asked by",
 }
 """Reasons that are told in place of the name of a status."""
+
+_EXPECTED = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "finite_number": "a number that is finite",
+    "float_type": "a number",
+    "greater_than_equal": "at least {ge}",
+    "int_type": "a whole number",
+    "list_type": "a list",
+    "literal_error": "{expected}",
+    "model_attributes_type": "an object",
+    "model_type": "an object",
+    "string_type": "text",
+    "string_unicode": "text without halves of surrogate pairs",
+    "too_long": "at most {max_length} items",
+}
+"""Values that fields are to have, by the kind of fault that pydantic finds."""
+
+_SHOWN = 80
+"""Characters of a field's name that an error quotes."""
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
@@ -76,14 +96,21 @@ def _of_validation(error: RequestValidationError) -> HTTPError:
             code="invalid_json",
         )
     if kind == "extra_forbidden":
-        return HTTPError(400, f"{field} is not supported: leave it out", field=field, code="unsupported_field")
+        advice = _advice(str(fault["loc"][-1]), fault["ctx"]["known"])
+        return HTTPError(400, f"{field} is not supported: {advice}", field=field, code="unsupported_field")
     if kind == "missing":
         return HTTPError(400, f"{field or 'a body of JSON'} is missing", field=field, code="missing_field")
-    reason = "Input should be a valid dictionary" if kind == "model_type" else fault["msg"]  # it names a class of ours
-    return HTTPError(400, f"{field or 'the body'}: {reason}", field=field, code="invalid_value")
+    expected = _EXPECTED.get(kind, "another value").format(**fault.get("ctx", {}))
+    return HTTPError(400, f"{field or 'the body'}: expected {expected}", field=field, code="invalid_value")
+
+
+def _advice(name: str, known: Sequence[str]) -> str:
+    """Say what to do about a field that there is not."""
+    near = " or ".join(map(repr, near_matches(name[:_SHOWN], known)))
+    return f"did you mean {near}?" if near else "leave it out"
 
 
 def _field(place: Sequence[str | int]) -> str | None:
     """Return the name of a field at fault, such as ``messages[0].content``; the first part is the body."""
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part[:80]}" for part in place[1:]]
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part[:_SHOWN]}" for part in place[1:]]
     return "".join(parts).removeprefix(".") or None

@@ -168,6 +168,7 @@ def serve(
             server.run([listener])
         finally:
             if service.hangs:
+                service.kill()
                 _exit_at_once(server)
             service.shutdown()
     server.expect_no_failure()

@@ -184,6 +184,10 @@ class Service:
         """Let go of the model."""
         self._model.shutdown()
 
+    def kill(self) -> None:
+        """End a worker that hangs, where it has a process of its own."""
+        self._model.executor.kill()
+
     def card(self) -> dict[str, Any]:
         """Return the model as OpenAI lists models."""
         return {
@@ -191,6 +195,7 @@ class Service:
             "object": "model",
             "created": self.created,
             "owned_by": "opgraft",
+            "task": "generate" if isinstance(self._model, AsyncLLM) else "embed",
             "max_model_len": self.max_model_len,
         }
 

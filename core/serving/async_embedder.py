@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
+from opgraft.engine.executor import Executor
 from opgraft.errors import CheckpointError
 from opgraft.serving.embedder import Embedder
 from opgraft.serving.outputs import EmbeddingOutput
@@ -51,6 +52,11 @@ class AsyncEmbedder:
         self._busy_since: float | None = None
         self._waiting: list[_Waiting] = []
         self._worker: asyncio.Task[None] | None = None
+
+    @property
+    def executor(self) -> Executor:
+        """The way to the workers."""
+        return self.embedder.executor
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -14,6 +14,7 @@ from uuid import uuid4
 
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
+from opgraft.engine.executor import Executor
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.engine.stats import EngineStats
 from opgraft.errors import EngineError
@@ -67,6 +68,11 @@ class AsyncLLM:
     def engine(self) -> TextEngine:
         """The engine, of which other threads than its own may call what changes nothing."""
         return self._engine
+
+    @property
+    def executor(self) -> Executor:
+        """The way to the workers."""
+        return self._engine.core.executor
 
     @property
     def tokenizer(self) -> Tokenizer:

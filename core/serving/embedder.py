@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
-from opgraft.engine.executor import Executor
+from opgraft.engine.process_executor import executor_of
 from opgraft.engine.stats import Counters, EngineStats, copied
-from opgraft.errors import CheckpointError
+from opgraft.errors import CheckpointError, ConfigError
 from opgraft.models.config import read_config
 from opgraft.models.files import open_weights, opened_once
 from opgraft.models.sentences import SentenceSettings
@@ -17,6 +17,9 @@ from opgraft.serving.outputs import EmbeddingOutput
 from opgraft.serving.prompts import Prompt, tokenized
 from opgraft.serving.step_reports import OnStep, StepReports
 from opgraft.serving.tokenizer import Tokenizer, open_tokenizer
+
+_LONGEST = 512
+"""Tokens of the longest text, where neither settings nor checkpoint say."""
 
 
 class Embedder:
@@ -31,24 +34,36 @@ class Embedder:
 
     Raises:
         ModelError: no model is named, or it cannot be made.
+        ConfigError: ``model.max_model_len`` is more than the encoder has positions for.
         CheckpointError: the checkpoint cannot be read.
     """
 
     def __init__(self, opgraft_config: OpgraftConfig, on_step: OnStep | None = None) -> None:
         self.opgraft_config = opgraft_config.resolved()
         with opened_once():
-            self.executor = Executor(self.opgraft_config)
+            self.executor = executor_of(self.opgraft_config)
             self.executor.start()
             self.executor.call("load_model")
             weights = open_weights(str(self.opgraft_config.model.name))
             self.tokenizer: Tokenizer = open_tokenizer(weights)
             self.vocab_size = int(read_config(weights).get_text_config().vocab_size)
         self.settings = SentenceSettings.of(weights.path if weights.path.is_dir() else weights.path.parent)
-        limits = (self.executor.call("max_context"), self.settings.max_tokens)
-        self.max_tokens = min((limit for limit in limits if limit is not None), default=512)
+        self.max_tokens = self._longest()
         self.counters = Counters()
         self._running = self.waiting = 0
         self._reports = StepReports(self.stats, on_step)
+
+    def _longest(self) -> int:
+        """Return the tokens of the longest text: as set, or as the checkpoint says of its sentences."""
+        there, asked = self.executor.call("max_context"), self.opgraft_config.model.max_model_len
+        if asked is None:
+            return min((limit for limit in (there, self.settings.max_tokens) if limit is not None), default=_LONGEST)
+        if there is not None and there < asked:
+            raise ConfigError(
+                f"model.max_model_len is {asked}, and the encoder {self.opgraft_config.model.name} has positions for "
+                f"{there} tokens: set it to at most {there}"
+            )
+        return asked
 
     def stats(self) -> EngineStats:
         """Return a snapshot of what runs and of the counters, from any thread; there is no cache."""

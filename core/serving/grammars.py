@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import cached_property
 from hashlib import sha256
 from typing import Any
@@ -25,10 +26,14 @@ class Grammars:
         tokenizer: of the model.
         vocab_size: tokens that it gives logits for.
         eos: tokens that end an output.
+        share: called with each that is compiled.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos: frozenset[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, eos: frozenset[int], share: Callable[[Grammar], None]
+    ) -> None:
         self._backend, self._vocab_size, self._eos = tokenizer.backend, vocab_size, eos
+        self._share = share
         self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, tuple[Grammar, int]] = OrderedDict()
 
@@ -70,6 +75,7 @@ class Grammars:
 
     def _compiled(self, params: SamplingParams) -> Grammar:
         grammar = Grammar(params.structured_output, self._tokens)
+        self._share(grammar)
         key, characters = _key(params.structured_output)
         with self._lock:
             self._kept[key] = grammar, characters

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from threading import RLock
 from typing import Any, TypeAlias
 
-import rich.progress
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.config.whole import config_from_fields, resolve
@@ -21,11 +20,11 @@ from opgraft.plugins.host import load_plugins
 from opgraft.serving.embedder import Embedder
 from opgraft.serving.interrupts import interrupts_noted
 from opgraft.serving.outputs import EmbeddingOutput, RequestOutput
+from opgraft.serving.progress import progress_bar
 from opgraft.serving.prompts import Prompt
 from opgraft.serving.step_reports import OnStep
 from opgraft.serving.text_engine import TextEngine
 from opgraft.state import host_state
-from rich.console import Console
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -181,7 +180,7 @@ class LLM:
             name = self.opgraft_config.model.name
             raise ModelError(f"{name} generates text, and has no embeddings of texts: give an encoder, such as minilm")
         listed = _listed(texts)
-        with self._answering, _bar(len(listed), progress) as ended:
+        with self._answering, progress_bar("prompts answered", len(listed), progress) as ended:
             return self._embedder.embed(listed, truncate=truncate, ended=ended)
 
     @property
@@ -226,7 +225,7 @@ class LLM:
                     outputs[request_id] = self.engine.add(
                         request_id, prompt, each, add_special_tokens=add_special_tokens
                     )
-                with _bar(len(prompts), progress) as ended:
+                with progress_bar("prompts answered", len(prompts), progress) as ended:
                     while self.engine.has_work and not interrupted():
                         ended(sum(output.finished for output in self.engine.step()))
             finally:
@@ -277,18 +276,3 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, prompts:
     if len(params) != prompts:
         raise RequestError(f"{prompts} prompts come with {len(params)} SamplingParams: give one for all, or one each")
     return params
-
-
-@contextmanager
-def _bar(total: int, shown: bool | None) -> Iterator[Callable[[int], None]]:
-    """Show how many of the prompts are answered; what is yielded is called with how many more are."""
-    console = Console(stderr=True)
-    visible = console.is_terminal if shown is None else shown
-    with rich.progress.Progress(
-        *rich.progress.Progress.get_default_columns(),
-        console=console,
-        transient=console.is_terminal,
-        disable=not visible,
-    ) as bar:
-        task = bar.add_task("prompts answered", total=total)
-        yield lambda more: bar.advance(task, more)

@@ -11,7 +11,7 @@ from opgraft.models.extras import import_extra
 from opgraft.serving.outputs import RequestMetrics, RequestOutput
 
 COUNTERS = {
-    "prompt_tokens": "Tokens computed of prompts, those computed anew after a preemption included.",
+    "prompt_tokens": "Tokens computed of prompts, also anew after a preemption; those found in the cache are none.",
     "generation_tokens": "Tokens that were sampled.",
     "prefix_cache_queries": "Tokens of admitted sequences, each looked up in the cache.",
     "prefix_cache_hits": "Tokens of admitted sequences that were found in the cache.",

@@ -46,7 +46,7 @@ def tokenized(
         also = f" and needs room for {room} more" if room else ""
         raise RequestError(
             f"{name} has {len(ids)} tokens{also}, and the model takes {max_model_len}: shorten it by "
-            f"{len(ids) + room - max_model_len} tokens, or raise max_model_len as far as the model allows",
+            f"{len(ids) + room - max_model_len} tokens, or raise model.max_model_len as far as the model allows",
             code="context_length_exceeded",
         )
     if text is None:

@@ -83,7 +83,7 @@ class TextEngine:
     @cached_property
     def grammars(self) -> Grammars:
         """The grammars of structured outputs."""
-        return Grammars(self.expect_tokenizer(), self.vocab_size, self.eos)
+        return Grammars(self.expect_tokenizer(), self.vocab_size, self.eos, self.core.executor.share)
 
     def expect_tokenizer(self) -> Tokenizer:
         """Return the tokenizer.

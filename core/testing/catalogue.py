@@ -14,6 +14,7 @@ from opgraft.ops.layernorm import spec as layernorm
 from opgraft.ops.linear import spec as linear
 from opgraft.ops.quantization import spec as quantization
 from opgraft.ops.quantized_linear import spec as quantized_linear
+from opgraft.ops.quantized_moe import spec as quantized_moe
 from opgraft.ops.rotary import spec as rotary
 from opgraft.ops.routing import spec as routing
 from opgraft.ops.spec import OpSpec
@@ -29,6 +30,7 @@ FAMILIES = (
     linear,
     quantization,
     quantized_linear,
+    quantized_moe,
     rotary,
     routing,
     state_space,

@@ -130,10 +130,12 @@ def test_text_that_is_no_number_is_named(value: str) -> None:
         parse_text("parallel.tensor", value)
 
 
-@pytest.mark.parametrize(("source", "named"), [("", "--model.dtype"), ("OPGRAFT_MODEL_DTYPE", "OPGRAFT_MODEL_DTYPE")])
+@pytest.mark.parametrize(
+    ("source", "named"), [("", r"--model\.dtype"), ("OPGRAFT_MODEL_DTYPE", r"OPGRAFT_MODEL_DTYPE: model\.dtype")]
+)
 def test_text_of_a_value_that_is_not_taken_is_named(source: str, named: str) -> None:
-    """Text of a value that the setting does not take is an error that names what gave it, too."""
-    with pytest.raises(ConfigError, match=rf"^{named}: model\.dtype is 'bf16': use one of auto, float32"):
+    """Text of a value that the setting does not take is an error that names what gave it, and an option once."""
+    with pytest.raises(ConfigError, match=rf"^{named} is 'bf16': use one of auto, float32"):
         parse_text("model.dtype", "bf16", source)
     with pytest.raises(ConfigError, match=r"^--compilation_config.custom_ops: "):
         parse_text("compilation_config.custom_ops", "+silu_and_mul,-silu_and_mul")
@@ -297,11 +299,11 @@ def test_a_file_stands_between_environment_and_plugins(tmp_path: Path, monkeypat
     host_state().adjustments.append(("plugin acme", OpgraftConfig(parallel=ParallelConfig(pipeline=16, expert=2))))
     with set_config(OpgraftConfig(parallel=ParallelConfig(tensor=3))):
         settings = host_state().settings()
-    assert dataclasses.astuple(settings.config.parallel) == (3, 2, 4, 2)
+    assert dataclasses.astuple(settings.config.parallel)[:4] == (3, 2, 4, 2)
     assert settings.origins["parallel.pipeline"] == f"{tmp_path / 'c.toml'}, line 5"
     with set_config(OpgraftConfig(), file=read_file(str(tmp_path / "other.json"))), set_config(OpgraftConfig()):
         settings = host_state().settings()
-    assert dataclasses.astuple(settings.config.parallel) == (1, 8, 4, 2)
+    assert dataclasses.astuple(settings.config.parallel)[:4] == (1, 8, 4, 2)
     assert settings.config.strict is False
 
 

@@ -24,6 +24,9 @@ class SimulatedExecutor:
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
 
+    def expect_servable(self, request: Request) -> None:
+        pass
+
     def call(self, method: str, step: Step) -> StepResult:
         assert method == "execute"
         for name in step.removed:

@@ -85,17 +85,29 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     from opgraft.ops.activation import triton as triton_activation
     from opgraft.ops.attention import triton as triton_attention
     from opgraft.ops.fused_moe import triton as triton_experts
+    from opgraft.ops.latent_attention import triton as triton_latents
     from opgraft.ops.layernorm import triton as triton_norm
     from opgraft.ops.quantization import triton as triton_quant
     from opgraft.ops.rotary import triton as triton_rotary
+    from opgraft.ops.state_space import triton_chunks, triton_conv, triton_scan
 
     recorded: list[Launch] = []
 
     def record(kernel: Any, programs: int, tile: Any, *arguments: Any, **constants: Any) -> None:
         recorded.append(Launch(kernel, programs, tile, arguments, constants))
 
-    launching = (triton_activation, triton_attention, triton_experts, triton_norm, triton_quant, triton_rotary)
-    for module in launching:
+    for module in (
+        triton_activation,
+        triton_attention,
+        triton_chunks,
+        triton_conv,
+        triton_experts,
+        triton_latents,
+        triton_norm,
+        triton_quant,
+        triton_rotary,
+        triton_scan,
+    ):
         monkeypatch.setattr(module, "launch", record)
     monkeypatch.setattr(triton_quant, "_supported", lambda: tuple(triton_quant.NAMES.values()))
     return recorded

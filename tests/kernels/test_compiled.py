@@ -36,6 +36,9 @@ WIDE = 20_000
 SHARED = 64 * 2**10
 """Bytes of shared memory that a program has on every GPU."""
 
+SHARED_BY_STAGES = {"cubin": 96 * 2**10, "hsaco": SHARED}
+"""Those that it has on GPUs of NVIDIA which copy in the background, so that several tiles are held at once."""
+
 each_case = pytest.mark.parametrize(
     ("spec", "variant"),
     CASES,
@@ -130,11 +133,87 @@ def test_attention_fits(
     assert ("mma" in code) == (dtype != torch.float32)
 
 
-def test_steps_share_a_compilation(launches) -> None:
+def latents(tokens: int, sequences: int, heads: int, rank: int, dtype: torch.dtype, blocks: int = 256) -> Any:
+    """Arguments on ``meta`` for attention over latents of contexts of so many blocks."""
+    with torch.device("meta"):
+        query = torch.empty(tokens, heads, rank + 64, dtype=dtype)
+        cache = torch.empty(1000, 16, rank + 64, dtype=dtype)
+        table, bounds, lengths = (
+            torch.empty(n, dtype=torch.int32) for n in ((sequences, blocks), sequences + 1, sequences)
+        )
+        return query, cache, table, bounds, lengths, rank, 0.1
+
+
+def experts(tokens: int, dtype: torch.dtype, activation: str) -> Any:
+    """Arguments on ``meta`` for 64 experts, eight of each token."""
+    with torch.device("meta"):
+        x, w13, w2 = (torch.empty(n, dtype=dtype) for n in ((tokens, 2048), (64, 2048, 2048), (64, 2048, 1024)))
+        return x, w13, w2, torch.empty(tokens, 8), torch.empty(tokens, 8, dtype=torch.int64), activation
+
+
+def scan(tokens: int, dtype: torch.dtype) -> Any:
+    """Arguments on ``meta`` for the scan of Mamba over four sequences."""
+    with torch.device("meta"):
+        x, b, d = (torch.empty(n, dtype=dtype) for n in ((tokens, 4096), (tokens, 16), 4096))
+        a, initial = torch.empty(4096, 16), torch.empty(4, 4096, 16)
+        return x, x, a, b, b, torch.empty(5, dtype=torch.int32), initial, d, x, d, True
+
+
+def heads_scan(tokens: int, dtype: torch.dtype) -> Any:
+    """Arguments on ``meta`` for the scan of Mamba-2 over four sequences."""
+    with torch.device("meta"):
+        x, dt, b = (torch.empty(n, dtype=dtype) for n in ((tokens, 64, 64), (tokens, 64), (tokens, 8, 128)))
+        a, initial = torch.empty(64), torch.empty(4, 64, 64, 128)
+        return x, dt, a, b, b, torch.empty(5, dtype=torch.int32), initial, 256, a, x, a, True
+
+
+def step(dtype: torch.dtype) -> Any:
+    """Arguments on ``meta`` for a step of Mamba-2, of which one number per head is expanded."""
+    with torch.device("meta"):
+        x, dt, b = (torch.empty(n, dtype=dtype) for n in ((16, 64, 64), (16, 64, 1), (16, 8, 128)))
+        numbers, state = torch.empty(64, 1, 1), torch.empty(20, 64, 64, 128)
+        weight, slots = numbers[..., 0].expand(64, 64), torch.empty(16, dtype=torch.int64)
+        given = (state, x, dt.expand(16, 64, 64), numbers.expand(64, 64, 128), b, b, slots, x)
+        return *given, weight, x, weight, True
+
+
+FITTING = {
+    "scan": ("selective_scan", lambda: scan(3000, torch.bfloat16)),
+    "scan by heads": ("mamba_chunk_scan", lambda: heads_scan(3000, torch.bfloat16)),
+    "scan by heads, wide dtype": ("mamba_chunk_scan", lambda: heads_scan(3000, torch.float32)),
+    "step by heads": ("selective_state_update", lambda: step(torch.bfloat16)),
+    "latents, decodes": ("mla_paged_attention", lambda: latents(4, 4, 128, 512, torch.bfloat16)),
+    "latents, few heads": ("mla_paged_attention", lambda: latents(3000, 2, 16, 512, torch.float16)),
+    "latents, narrow": ("mla_paged_attention", lambda: latents(3000, 2, 16, 256, torch.float32)),
+    "experts, few tokens": ("fused_experts", lambda: experts(4, torch.bfloat16, "silu")),
+    "experts, many tokens": ("fused_experts", lambda: experts(4096, torch.float16, "swigluoai")),
+    "experts, wide dtype": ("fused_experts", lambda: experts(4096, torch.float32, "gelu")),
+}
+
+
+@pytest.mark.parametrize("case", FITTING)
+def test_tiles_fit(case: str, launches) -> None:
+    """Tiles of realistic sizes fit into the registers and the shared memory of GPUs."""
+    form, arguments = FITTING[case]
+    TRITON[form](*arguments())
+    for launch in launches:
+        for code, target in TARGETS.items():
+            compiled = launch.compiled(target)
+            assert compiled.metadata.shared <= SHARED_BY_STAGES[code]
+            if code == "hsaco":
+                assert "vgpr_spill_count: 0" in compiled.asm["amdgcn"]
+            else:
+                assert ".local " not in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("form", ["paged_attention", "mla_paged_attention"])
+def test_steps_share_a_compilation(form: str, launches) -> None:
     """Neither the number of sequences, nor of blocks, nor of parts leads to other code."""
     for sequences, blocks in ((1, 256), (5, 256), (16, 99)):
-        TRITON["paged_attention"](*pages(sequences, sequences, 128, torch.bfloat16, blocks=blocks))
-    for name in ("paged_attention_kernel", "added_parts_kernel"):
+        over_pages = pages(sequences, sequences, 128, torch.bfloat16, blocks=blocks)
+        over_latents = latents(sequences, sequences, 16, 512, torch.bfloat16, blocks)
+        TRITON[form](*(over_pages if form == "paged_attention" else over_latents))
+    for name in (f"{form}_kernel", "added_parts_kernel"):
         same = [launch.compiled(TARGETS["cubin"]).asm["ttir"] for launch in launches if launch.name == name]
         assert len(same) == 3
         assert len(set(same)) == 1
@@ -156,6 +235,7 @@ def traceable(monkeypatch: pytest.MonkeyPatch) -> None:
 LEADS = {
     "apply_rotary_emb": lambda rows: (1, rows),
     "paged_attention": lambda rows: (rows, 11),
+    "mla_paged_attention": lambda rows: (rows, 11),
     "fused_experts": lambda rows: (11 + rows % 9,),
 }
 """The leading dimensions of inputs by their number of rows, where those are not it. No two sizes may be the same."""

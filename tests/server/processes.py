@@ -129,6 +129,7 @@ def serving(model: Path | str, *options: str, step_seconds: float | None = None)
     settings = {} if isinstance(model, str) else SETTINGS
     given = [part for name, value in settings.items() for part in (f"--{name}", value)]
     program = ["-m", "opgraft"] if step_seconds is None else [FAULTY]
+    given += [] if step_seconds is None else ["--parallel.worker_process", "false"]  # where the faults are
     command = [sys.executable, *program, "serve", str(model), "--port", "0", *given, *options]
     environment = {
         **os.environ,

@@ -56,6 +56,16 @@ def test_the_server_counts_as_many_requests(server: Server) -> None:
     assert server.metric("request_success_total") - before == 7
 
 
+def test_progress_is_shown_on_a_terminal(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar of each load goes to stderr where that is a terminal, and nothing of it to stdout or elsewhere."""
+    assert bench(server.url).stderr == ""
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    shown = bench(server.url, "--concurrency", "2", "--rate", "90")
+    for words in ("requests ended, 2 at a time", "requests ended, 90 requests/s", "100%"):
+        assert words in shown.stderr
+        assert words not in shown.stdout
+
+
 def test_limits_decide_what_is_good(server: Server) -> None:
     """No request is good that is slower than a limit, and none fails by it."""
     (load,) = figures(server.url, "--limit-first-token", "0.0001")["loads"]

@@ -30,12 +30,12 @@ USER = {"role": "user", "content": "the cat"}
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream: true"),
         ({"priority": 1}, "priority", "--scheduler.policy priority"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "valid string"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "expected text"),
         ({"messages": [{"role": "assistant"}]}, "messages[0].content", "is missing"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "is missing"),
         ({"messages": [{**USER, "tool_call_id": "x"}]}, "messages[0].tool_call_id", "is not supported"),
         ({"messages": [{**USER, "tool_calls": []}]}, "messages[0].tool_calls", "is not supported"),
-        ({"metadata": {"a": 1}}, "metadata.a", "valid string"),
+        ({"metadata": {"a": 1}}, "metadata.a", "expected text"),
     ],
 )
 def test_chats(server: Server, body: dict[str, Any], field: str, message: str) -> None:

@@ -224,6 +224,20 @@ def test_a_forced_call(server: Server) -> None:
     assert choice["message"]["tool_calls"][0]["function"]["name"] in ("clock", "weather")
 
 
+def test_a_strict_function_is_called_by_its_schema(server: Server) -> None:
+    """A call that the model makes by itself is held to the parameters of a strict function; text stays free."""
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
+    brace = str(server.post("/tokenize", prompt="{").json()["tokens"][0])
+    called = server.chat(tools=[strict, CLOCK], logit_bias={brace: 100}, max_tokens=200).json()["choices"][0]["message"]
+    (call,) = called["tool_calls"]
+    if call["function"]["name"] == "weather":
+        assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
+    free = server.chat(tools=[strict], logit_bias={brace: -100}, max_tokens=9).json()["choices"][0]["message"]
+    assert "tool_calls" not in free
+    broken = {"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}, "strict": True}}
+    refused(server.chat(tools=[broken]), "tools")
+
+
 def test_tools_reach_the_template(server: Server) -> None:
     """The model reads of the functions, but where none may be called; an answer without a call is a text."""
     alone = server.chat().json()
@@ -252,7 +266,7 @@ def test_a_chat_with_calls_and_parts(server: Server) -> None:
     call["function"] = {"name": "weather", "arguments": "Rome"}
     refused(server.chat(messages=messages), "messages[2].tool_calls[0].function.arguments")
     picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
-    assert "should be 'text'" in refused(server.chat(messages=picture), "messages[0].content[0].type")
+    assert "expected 'text'" in refused(server.chat(messages=picture), "messages[0].content[0].type")
 
 
 @pytest.mark.parametrize(

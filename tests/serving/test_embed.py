@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from opgraft import LLM, SamplingParams
-from opgraft.errors import CheckpointError, ModelError, RequestError
+from opgraft.errors import CheckpointError, ConfigError, ModelError, RequestError
 from opgraft.models.files import find_checkpoint
 from opgraft.pooling import pooled
 from small_words import word_llama
@@ -110,3 +110,16 @@ def test_a_batch_that_fails_is_counted() -> None:
         llm.embed(TEXTS)
     stats = llm.stats()
     assert (stats.counters.failed_steps, stats.counters.finished["error"], stats.waiting) == (1, 2, 0)
+
+
+def test_the_longest_text_is_as_set_up_to_the_positions_of_the_model() -> None:
+    """``max_model_len`` goes before what the checkpoint says of its sentences, and cannot exceed its positions."""
+    words = [101, *[3899] * 400, 102]
+    with pytest.raises(RequestError, match=r"the model takes 256: .* or raise model.max_model_len"):
+        LLM("minilm", **QUIET).embed([words])
+    (output,) = LLM("minilm", max_model_len=512, **QUIET).embed([words])
+    assert len(output.prompt_token_ids) == 402
+    with pytest.raises(RequestError, match=r"the model takes 8: "):
+        LLM("minilm", max_model_len=8, **QUIET).embed([words])
+    with pytest.raises(ConfigError, match=r"max_model_len is 513, and the encoder .* set it to at most 512"):
+        LLM("minilm", max_model_len=513, **QUIET)

@@ -32,15 +32,21 @@ class GrammarTokens:
         vocabulary: tokens that the model gives logits for; the tokenizer's number if not given.
         eos: tokens that end an output; the tokenizer's own if empty.
 
+    Attributes:
+        made_of: these three, of which another process makes the same.
+
     Raises:
         InputError: llguidance is not installed, or cannot read the tokenizer.
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int | None = None, eos: Iterable[int] = ()) -> None:
         self.library: Any = import_extra("llguidance", "structured")
+        self.made_of = tokenizer, vocabulary, tuple(eos)
         try:
             text = tokenizer.to_str()
-            self.tokens: Any = self.library.LLTokenizer(text, n_vocab=vocabulary, eos_token=sorted(eos) or None)
+            self.tokens: Any = self.library.LLTokenizer(
+                text, n_vocab=vocabulary, eos_token=sorted(self.made_of[2]) or None
+            )
         except Exception as error:  # it raises ValueError for most faults, and others from Rust
             raise InputError(
                 f"the tokenizer {type(tokenizer).__name__} cannot serve structured outputs: {described(error)}. "
@@ -56,6 +62,9 @@ class Grammar:
             texts) or ``grammar`` (in the syntax of Lark or GBNF).
         tokens: of the model.
 
+    Attributes:
+        spec, tokens: these two.
+
     Raises:
         InputError: the spec is of another form, invalid, asks for what the library does not have, or nothing can meet
             it.
@@ -64,7 +73,8 @@ class Grammar:
     def __init__(self, spec: Any, tokens: GrammarTokens) -> None:
         kind, source = _compilable(spec, tokens.library)
         limits = tokens.library.LLParserLimits(max_lexer_states=_MOST_LEXER_STATES, verbose_errors=False)
-        self._kind, self._tokens = kind, tokens.tokens
+        self.spec, self.tokens = spec, tokens
+        self._kind = kind
         self._first: Any = tokens.library.LLMatcher(tokens.tokens, source, log_level=0, limits=limits)
         if self._first.is_error():
             reason = self._first.get_error()
@@ -77,7 +87,7 @@ class Grammar:
         Raises:
             RequestError: the output does not follow the grammar.
         """
-        state = GrammarState(self._first.deep_copy(), self._tokens)
+        state = GrammarState(self._first.deep_copy(), self.tokens.tokens)
         for token in output:
             state.accept(token)
         return state

@@ -19,7 +19,7 @@ import triton.language as tl
 from opgraft.ops.attention import paged as definitions
 from opgraft.ops.attention.codes import LARGEST_CODES, SCALE_BYTES
 from opgraft.ops.quantization.triton import supports
-from opgraft.ops.triton_launch import Tile, as_rows, launch, power_of_two, replaces
+from opgraft.ops.triton_launch import Tile, as_rows, entries_apart, launch, power_of_two, replaces
 from opgraft.ops.triton_segments import block_of_segment, blocks_at_most
 from torch import Tensor
 
@@ -40,15 +40,15 @@ WIDEST_HEAD = 1024
 UNBOUNDED = 2**31 - 1
 """The window where there is none."""
 
-_LOWEST = tl.constexpr(-3.0e38)  # finite, as the difference of two infinities is NaN
-_LOG2_E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-3.0e38)  # finite, as the difference of two infinities is NaN
+LOG2_E = tl.constexpr(1.4426950408889634)
 _SCALE_BYTES = tl.constexpr(SCALE_BYTES)
 _SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny)
 _TO_WHOLE = tl.constexpr(1.5 * 2**23)  # added and taken away it rounds a small number to nearest even
 
 
 @triton.jit
-def _part_of_keys(first, end, window, part, parts, tile_keys: tl.constexpr):
+def part_of_keys(first, end, window, part, parts, tile_keys: tl.constexpr):
     """Give the bounds of a part of the keys that tokens at positions from ``first`` to before ``end`` see."""
     lowest = tl.maximum(first - window + 1, 0)
     size = tl.cdiv(tl.cdiv(end - lowest, tile_keys), parts) * tile_keys
@@ -56,7 +56,7 @@ def _part_of_keys(first, end, window, part, parts, tile_keys: tl.constexpr):
 
 
 @triton.jit
-def _loaded(rows, exists, head_size, dtype: tl.constexpr, tile_columns: tl.constexpr):
+def loaded_rows(rows, exists, head_size, dtype: tl.constexpr, tile_columns: tl.constexpr):
     """Load the rows that exist, of elements or of codes with their scale behind them, in ``dtype``; others are zero."""
     column = tl.arange(0, tile_columns)[None, :]
     x = tl.load(rows + column, exists & (column < head_size), 0)
@@ -70,7 +70,7 @@ def _loaded(rows, exists, head_size, dtype: tl.constexpr, tile_columns: tl.const
 
 
 @triton.jit
-def _places(table, key, end, key_head, head_stride, row_size, block_stride, block_size: tl.constexpr):
+def key_places(table, key, end, key_head, head_stride, row_size, block_stride, block_size: tl.constexpr):
     """Find the elements of a cache from which on the keys before ``end`` lie, in the blocks of a row of the table."""
     block = tl.load(table + key // block_size, key < end, 0).to(tl.int64)
     return (block * block_stride + key_head * head_stride + key % block_size * row_size)[:, None]
@@ -81,8 +81,8 @@ def _first_sums(sinks, head, counted, has_sinks: tl.constexpr):
     """Begin the highest score and the sum of weights with those of the sinks, where they are to be counted."""
     sink = tl.full(head.shape, float("-inf"), tl.float32)
     if has_sinks:
-        sink = tl.load(sinks + head, counted, float("-inf")).to(tl.float32) * _LOG2_E
-    highest = tl.maximum(sink, _LOWEST)
+        sink = tl.load(sinks + head, counted, float("-inf")).to(tl.float32) * LOG2_E
+    highest = tl.maximum(sink, LOWEST)
     return highest, tl.exp2(sink - highest)
 
 
@@ -93,11 +93,11 @@ def _scores(q, keys, key, end, position, window, scale, cap: tl.constexpr):
     if cap > 0.0:
         scores = cap * (1.0 - 2.0 / (1.0 + tl.exp(scores * (2.0 / cap))))
     visible = (key < end) & (key <= position) & (key > position - window)
-    return tl.where(visible, scores * _LOG2_E, float("-inf"))
+    return tl.where(visible, scores * LOG2_E, float("-inf"))
 
 
 @triton.jit
-def _added(attended, highest, total, scores, values):
+def added_keys(attended, highest, total, scores, values):
     """Add a tile of keys to the sums of values and of weights, which are relative to the highest score so far."""
     higher = tl.maximum(highest, tl.max(scores, 1, keep_dims=True))
     weights, fading = tl.exp2(scores - higher), tl.exp2(highest - higher)
@@ -106,7 +106,7 @@ def _added(attended, highest, total, scores, values):
 
 
 @triton.jit
-def _store_part(out, log_sums, place, exists, attended, highest, total, head_size, parts):
+def store_part(out, log_sums, place, exists, attended, highest, total, head_size, parts):
     """Store rows of a result, or of one of several parts of it and how much it counts."""
     column = tl.arange(0, attended.shape[1])[None, :]
     attended /= tl.where(total == 0.0, 1.0, total)  # a part of which nothing is visible is zero
@@ -150,24 +150,24 @@ def paged_attention_kernel(
     if tokens <= 0:
         return
     position = tl.load(lengths + sequence) - end + first
-    begin, end = _part_of_keys(position, position + tokens, window, part, parts, tile_keys)
+    begin, end = part_of_keys(position, position + tokens, window, part, parts, tile_keys)
     row, row_size = tl.arange(0, tile_rows)[:, None], head_size + scale_bytes
     token, head, exists = (first + row // group).to(tl.int64), key_head * group + row % group, row < tokens * group
     query += token * query_stride + head * head_size
-    q = _loaded(query, exists, head_size, query.dtype.scalar.element_ty, tile_columns)
+    q = loaded_rows(query, exists, head_size, query.dtype.scalar.element_ty, tile_columns)
     position += row // group
     highest, total = _first_sums(sinks, head, exists & (part == 0), has_sinks)
     attended = tl.zeros((tile_rows, tile_columns), tl.float32)
     for start in range(begin, end, tile_keys):
         key, table = start + tl.arange(0, tile_keys), block_table + sequence * table_stride
-        rows = cache + _places(table, key, end, key_head, block_size * row_size, row_size, block_stride, block_size)
-        keys = _loaded(rows, (key < end)[:, None], head_size, q.dtype, tile_columns)
+        rows = cache + key_places(table, key, end, key_head, block_size * row_size, row_size, block_stride, block_size)
+        keys = loaded_rows(rows, (key < end)[:, None], head_size, q.dtype, tile_columns)
         rows += key_heads * block_size * row_size
-        values = _loaded(rows, (key < end)[:, None], head_size, q.dtype, tile_columns)
+        values = loaded_rows(rows, (key < end)[:, None], head_size, q.dtype, tile_columns)
         scores = _scores(q, keys, key[None, :], end, position, window, scale, cap)
-        attended, highest, total = _added(attended, highest, total, scores, values)
+        attended, highest, total = added_keys(attended, highest, total, scores, values)
     place = (token * heads + head) * parts + part
-    _store_part(out, log_sums, place, exists, attended, highest, total, head_size, parts)
+    store_part(out, log_sums, place, exists, attended, highest, total, head_size, parts)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -239,11 +239,10 @@ def _fits(x: Tensor, cache: Tensor) -> bool:
         return False
     if cache.dtype == torch.uint8 and not supports(torch.float8_e4m3fn):
         return False
-    block = cache[:1]
-    return block.is_contiguous() and (cache.stride(0) >= block.numel() or cache.shape[0] == 1)
+    return entries_apart(cache)
 
 
-def _heads_together(x: Tensor) -> Tensor:
+def heads_together(x: Tensor) -> Tensor:
     """View ``[tokens, heads, head_size]`` as ``[tokens, heads · head_size]`` with adjacent columns, or copy it."""
     return as_rows(x, x.shape[1] * x.shape[2])
 
@@ -272,7 +271,7 @@ def write_kv_cache(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> 
         definitions.write_kv_cache.native(key, value, cache, slots)
     elif key.numel():
         tokens, heads, head_size = key.shape
-        keys, values = _heads_together(key), _heads_together(value)
+        keys, values = heads_together(key), heads_together(value)
         tile = _tile_of_heads(min(8, power_of_two(heads)), head_size)
         sizes = (heads, head_size, keys.stride(0), values.stride(0), cache.stride(0))
         constants = {"scale_bytes": cache.shape[4] - head_size, "block_size": cache.shape[3]}
@@ -324,12 +323,12 @@ def _attend(
     group = heads // key_heads
     tile = _tile_of_queries(query, group, sequences)
     programs = blocks_at_most(tokens, sequences, tile.rows // group) * key_heads
-    parts = max(1, min(MOST_PARTS, PROGRAMS // programs, min(block_table.shape[1] * block_size, window) // PART))
+    parts = parts_of_keys(programs, min(block_table.shape[1] * block_size, window))
     results, log_sums = out, out
     if parts > 1:
         results = query.new_empty((tokens, heads, parts, head_size), dtype=torch.float32)
         log_sums = query.new_empty((tokens, heads, parts), dtype=torch.float32)
-    rows, table = _heads_together(query), as_rows(block_table, block_table.shape[1])
+    rows, table = heads_together(query), as_rows(block_table, block_table.shape[1])
     operands = (cache, table, starts, lengths, query if sinks is None else sinks.contiguous(), results, log_sums)
     sizes = (sequences, heads, group, parts, head_size, scale, window)
     strides = (rows.stride(0), table.stride(0), cache.stride(0))
@@ -339,6 +338,11 @@ def _attend(
     if parts > 1:
         one = tile._replace(rows=1)
         launch(added_parts_kernel, tokens * heads, one, results, log_sums, out, parts, head_size, most=MOST_PARTS)
+
+
+def parts_of_keys(programs: int, keys: int) -> int:
+    """Return how many programs are to divide so many keys among them, where there are so many without that."""
+    return max(1, min(MOST_PARTS, PROGRAMS // programs, keys // PART))
 
 
 def _tile_of_keys(tile: Tile, query: Tensor) -> int:

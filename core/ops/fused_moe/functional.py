@@ -183,7 +183,7 @@ def expect_experts(
     expect_integers("fused_experts", "topk_ids", topk_ids)
     for name, tensor in (("topk_weights", topk_weights), ("topk_ids", topk_ids)):
         expect_same_device("fused_experts", name, tensor, "x", x)
-    _expect_ids(topk_ids, experts)
+    expect_ids("fused_experts", topk_ids, experts)
 
 
 def _expect_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
@@ -196,12 +196,12 @@ def _expect_like_x(name: str, tensor: Tensor, x: Tensor) -> None:
     expect_same_device("fused_experts", name, tensor, "x", x)
 
 
-def _expect_ids(ids: Tensor, experts: int) -> None:
+def expect_ids(op: str, ids: Tensor, experts: int) -> None:
     """Raise ``ValueError`` for ids that are no expert's, nor -1, where values are checked."""
     if ids.numel() and values_are_checked(ids):
         lowest, highest = (int(bound) for bound in ids.aminmax())
         if lowest < -1 or highest >= experts:
             raise ValueError(
-                f"fused_experts: topk_ids reach from {lowest} to {highest}, expected those of {experts} experts, 0 to "
+                f"{op}: topk_ids reach from {lowest} to {highest}, expected those of {experts} experts, 0 to "
                 f"{experts - 1}, or -1 for none"
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +17,17 @@ _GATE_UP = {"gate_proj": "w1", "up_proj": "w3", "w1": "w1", "w3": "w3"}
 _DOWN = {"down_proj": "w2", "w2": "w2"}
 
 
-def checkpoint_parts(name: str, num_experts: int) -> Mapping[str, Part]:
+def checkpoint_parts(name: str, experts: Iterable[int]) -> Mapping[str, Part]:
     """Return the names below a layer of experts under which a checkpoint may have a parameter, or parts of it.
 
     Args:
         name: of the parameter: ``w13_weight``, ``w2_weight``, ``w13_bias`` or ``w2_bias``.
-        num_experts: of the checkpoint.
+        experts: of this rank, by their numbers in the checkpoint.
     """
     kind, _, last = name.partition("_")
     names, fused = (_GATE_UP, "gate_up_proj") if kind == "w13" else (_DOWN, "down_proj")
     parts: dict[str, Part] = {fused if last == "weight" else f"{fused}_{last}": None}
-    for expert in range(num_experts):
+    for expert in experts:
         parts.update({f"{expert}.{layer}.{last}": (expert, which) for layer, which in names.items()})
     return parts
 
@@ -37,6 +37,8 @@ class ExpertLoader:
     """Loads the part of experts' weights that a rank has.
 
     Attributes:
+        experts: what stands in each place of this rank, by its number in the checkpoint.
+        num_experts: of the checkpoint.
         intermediate_size: of this rank.
         rank: position among the ranks that share each expert.
         ranks: how many they are.
@@ -45,6 +47,8 @@ class ExpertLoader:
         what: the layer as messages call it.
     """
 
+    experts: tuple[int, ...]
+    num_experts: int
     intermediate_size: int
     rank: int
     ranks: int
@@ -52,24 +56,40 @@ class ExpertLoader:
     transposed: bool
     what: str
 
-    def load(self, name: str, param: Tensor, loaded: LoadedTensor, part: Part = None) -> None:
+    def load(self, name: str, param: Tensor, loaded: LoadedTensor, part: Part = None, unit: int = 1) -> None:
         """Load a parameter of that name, or the part of it that is meant.
+
+        Args:
+            name: ``w13_…`` or ``w2_…``.
+            param: a place for each of ``experts``.
+            loaded: of all experts of the checkpoint, or of one.
+            part: which.
+            unit: inputs of ``w2`` that one element of its last dimensions stands for.
 
         Raises:
             WeightError: what is loaded has another shape.
         """
-        target = param.data if part is None else param.data[part[0]]
-        is_bias = name.endswith("_bias")
-        transposed = self.transposed and part is None and not is_bias
+        if part is not None:
+            for place, expert in enumerate(self.experts):
+                if expert == part[0]:
+                    self._load(name, param.data[place], loaded, part[1], unit)
+        elif self.experts == tuple(range(self.num_experts)):
+            self._load(name, param.data, loaded, None, unit)
+        else:
+            self._expect(loaded, param.data, 0, self.num_experts)
+            for place, expert in enumerate(self.experts):
+                self._load(name, param.data.narrow(0, place, 1), loaded.narrow(0, expert, 1), None, unit)
+
+    def _load(self, name: str, target: Tensor, loaded: LoadedTensor, which: str | None, unit: int) -> None:
+        """Load experts in one, or a matrix of one expert."""
+        is_bias, rows = name.endswith("_bias"), int(which is None)
+        transposed = self.transposed and which is None and not is_bias
         if name.startswith("w13"):
-            self._load_gate_up(
-                target, loaded, None if part is None else part[1], target.dim() - 2 + is_bias, transposed
-            )
+            self._load_gate_up(target, loaded, which, rows, transposed)
         elif is_bias:
             self._load_once(target, loaded)
         else:
-            size = self.intermediate_size
-            dim = target.dim() - (2 if transposed else 1)
+            size, dim = self.intermediate_size // unit, rows + (not transposed)
             self._expect(loaded, target, dim, size * self.ranks)
             _copy(target, loaded.narrow(dim, self.rank * size, size), transposed, self.what)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,10 +131,7 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
         }
         if self.moe.has_bias:
             shapes |= {"w13_bias": (num_experts, rows), "w2_bias": (num_experts, hidden_size)}
-        for name, shape in shapes.items():
-            parameter = nn.Parameter(torch.empty(shape, dtype=params_dtype), requires_grad=False)
-            set_weight_attrs(parameter, extra_weight_attrs)
-            layer.register_parameter(name, parameter)
+        create_parameters(layer, shapes, params_dtype, extra_weight_attrs)
 
     @calls_functional
     def forward_native(
@@ -160,6 +157,16 @@ class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
             getattr(layer, "w2_bias", None),
         )
         return with_shared_experts(output, x, shared_experts, shared_experts_input)
+
+
+def create_parameters(
+    layer: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, attributes: Mapping[str, Any]
+) -> None:
+    """Give ``layer`` empty parameters of these shapes, with those attributes each."""
+    for name, shape in shapes.items():
+        parameter = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+        set_weight_attrs(parameter, attributes)
+        layer.register_parameter(name, parameter)
 
 
 def with_shared_experts(

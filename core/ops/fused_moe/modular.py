@@ -80,7 +80,7 @@ class FusedMoEModularKernel:
 
     def __call__(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, moe: Any) -> Tensor:
         """Return ``[tokens, hidden_size]``; arguments are those of ``FusedMoEMethodBase.apply``."""
-        prepared = self.prepare(x, topk_ids, moe.num_experts)
+        prepared = self.prepare(x, topk_ids, layer.w13_weight.shape[0])
         outputs = self.experts(layer, prepared, moe.activation)
         return self.finalize(outputs, prepared, topk_weights)
 

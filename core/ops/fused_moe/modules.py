@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from opgraft.binding.custom_op import CustomOp, PluggableLayer
 from opgraft.distributed import (
+    get_dp_group,
+    get_ep_group,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
+    get_tp_group,
     tensor_model_parallel_all_reduce,
 )
 from opgraft.errors import LayerError
 from opgraft.ops.checks import expect_last_dim, values_are_known
+from opgraft.ops.fused_moe.exchange import ExpertExchange
 from opgraft.ops.fused_moe.functional import ACTIVATIONS
 from opgraft.ops.fused_moe.loading import ExpertLoader, Part, checkpoint_parts
-from opgraft.ops.fused_moe.methods import FusedMoEConfig, FusedMoEMethodBase, UnquantizedFusedMoEMethod
+from opgraft.ops.fused_moe.methods import (
+    FusedMoEConfig,
+    FusedMoEMethodBase,
+    UnquantizedFusedMoEMethod,
+    with_shared_experts,
+)
+from opgraft.ops.fused_moe.placement import ExpertPlacement
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.linear.sharding import divide
 from opgraft.ops.prefixes import claim_prefix
@@ -35,7 +45,9 @@ class FusedMoE(PluggableLayer):
 
     ``Σ weight · w2[e] · act(w13[e] · x)`` over the experts ``e`` of a token. The router scores by softmax (Mixtral,
     arXiv:2401.04088) or by sigmoid, with a bias that counts in the choice only, and may keep to groups of experts
-    (DeepSeek-V3, arXiv:2412.19437). Tensor-parallel ranks have a part of every expert.
+    (DeepSeek-V3, arXiv:2412.19437). Tensor-parallel ranks have a part of every expert, or with ``ep_size`` all ranks
+    of the expert group have some experts each. Tokens are then sent to those of other data replicas and back; tensor
+    ranks, which have the same tokens, add what their experts make of them.
 
     Shapes:
         hidden states ``[..., hidden_size]`` and logits ``[..., num_experts]`` to ``[..., hidden_size]``.
@@ -63,15 +75,26 @@ class FusedMoE(PluggableLayer):
         has_bias: whether both products have one.
         shared_experts: visited by every token; what it returns is added before ranks add theirs.
         transposed_checkpoint: checkpoints have the weights of all experts in one as ``[experts, in, out]``.
+        ep_size: how many ranks share the experts: those of the expert group, or 1 where each has a part of all.
+        enable_eplb: count the tokens that experts compute, for a balancer.
+        num_redundant_experts: places for experts beyond one for each, of all ranks.
 
     Attributes:
         quant_method: holds the weights; the unquantized one as ``w13_weight`` and ``w2_weight``.
+        placement: where experts are; ``None`` where each rank has a part of all.
+        local_experts: the experts of this rank, by their numbers in the checkpoint, in the order of their places.
+        loader: loads this rank's part of experts' weights.
         weight_loader: method; loads this rank's part of a parameter, of all experts or of one.
 
     Raises:
-        LayerError: more experts are asked for than there are, groups do not divide, or the ranks do not.
+        LayerError: more experts are asked for than there are, groups do not divide, the ranks do not, or ``ep_size`` is
+            not the size of the expert group.
     """
 
+    packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, int | None]]] = {
+        "gate_up_proj": {"gate_proj": 0, "up_proj": 1, "w1": 0, "w3": 1},
+        "down_proj": {"w2": None},
+    }
     quant_method: FusedMoEMethodBase
 
     def __init__(
@@ -98,12 +121,16 @@ class FusedMoE(PluggableLayer):
         has_bias: bool = False,
         shared_experts: nn.Module | None = None,
         transposed_checkpoint: bool = False,
+        ep_size: int = 1,
+        enable_eplb: bool = False,
+        num_redundant_experts: int = 0,
     ) -> None:
         super().__init__()
         self.prefix = prefix
         claim_prefix(prefix, self)
         groups, kept = (num_expert_group or 0, topk_group or 0) if use_grouped_topk else (0, 0)
         self._expect_choices(num_experts, top_k, groups, kept, activation, apply_router_weight_on_input)
+        self.num_experts = num_experts
         self.top_k = top_k
         self.renormalize = renormalize
         self.reduce_results = reduce_results
@@ -112,25 +139,52 @@ class FusedMoE(PluggableLayer):
         self.e_score_correction_bias = e_score_correction_bias
         self.apply_router_weight_on_input = apply_router_weight_on_input
         self.shared_experts = shared_experts
-        self.tp_size = get_tensor_model_parallel_world_size() if tp_size is None else tp_size
+        self.ep_size, self.records = ep_size, enable_eplb
+        self.placement = self._placed(num_experts, num_redundant_experts)
+        self.exchange = ExpertExchange(get_dp_group()) if ep_size > get_tp_group().world_size else None
+        whole = 1 if self.placement is not None else get_tensor_model_parallel_world_size()
+        self._columns = get_tp_group().world_size if ep_size > 1 else 1
+        self.tp_size = whole if tp_size is None else tp_size
         self.tp_rank = get_tensor_model_parallel_rank() if self.tp_size > 1 else 0
         part = divide(intermediate_size, self.tp_size, f"{self.name}: the intermediate size")
         self.moe_config = FusedMoEConfig(num_experts, top_k, hidden_size, part, activation, has_bias, params_dtype)
-        self._loader = ExpertLoader(
-            part, self.tp_rank, self.tp_size, activation == "swigluoai", transposed_checkpoint, self.name
-        )
+        sizes = (self.local_experts, num_experts, part, self.tp_rank, self.tp_size)
+        self.loader = ExpertLoader(*sizes, activation == "swigluoai", transposed_checkpoint, self.name)
         self._create_weights(quant_config)
+
+    def _placed(self, num_experts: int, redundant: int) -> ExpertPlacement | None:
+        """Place the experts, if ranks share them."""
+        group = get_ep_group()
+        if self.ep_size not in (1, group.world_size):
+            raise LayerError(
+                f"{self.name}: ep_size is {self.ep_size}, and the expert group of this process has {group.world_size} "
+                "ranks: give 1, or as many, as opgraft.distributed.init_distributed made them"
+            )
+        if self.ep_size == 1:
+            if redundant:
+                raise LayerError(f"{self.name}: num_redundant_experts is {redundant}, expected 0 where ep_size is 1")
+            return None
+        return ExpertPlacement(num_experts, redundant, self.ep_size, group.rank_in_group, self.name)
+
+    @property
+    def local_experts(self) -> tuple[int, ...]:
+        """The experts of this rank, by their numbers in the checkpoint."""
+        return tuple(range(self.num_experts)) if self.placement is None else self.placement.local
+
+    def parts_elsewhere(self) -> frozenset[str]:
+        """Return the names below this layer of what a checkpoint has for other ranks."""
+        return frozenset() if self.placement is None else frozenset(map(str, self.placement.elsewhere))
 
     def _create_weights(self, quant_config: QuantizationConfig | None) -> None:
         moe = self.moe_config
         chosen: Any = quant_config.get_quant_method(self, self.prefix) if quant_config else None
         self.quant_method = UnquantizedFusedMoEMethod(moe) if chosen is None else chosen
-        sizes = (moe.num_experts, moe.hidden_dim, moe.intermediate_size_per_partition)
+        sizes = (len(self.local_experts), moe.hidden_dim, moe.intermediate_size_per_partition)
         dtype = moe.in_dtype or torch.get_default_dtype()
         self.quant_method.create_weights(self, *sizes, dtype, weight_loader=self.weight_loader)
         for name, parameter in self.named_parameters(recurse=False):
             if name.startswith(("w13_", "w2_")) and not hasattr(parameter, "checkpoint_parts"):
-                setattr(parameter, "checkpoint_parts", checkpoint_parts(name, moe.num_experts))  # noqa: B010
+                setattr(parameter, "checkpoint_parts", checkpoint_parts(name, self.local_experts))  # noqa: B010
 
     def _expect_choices(
         self, num_experts: int, top_k: int, groups: int, kept: int, activation: str, on_input: bool
@@ -174,7 +228,7 @@ class FusedMoE(PluggableLayer):
             WeightError: it has another shape.
         """
         name = next(name for name, own in self._parameters.items() if own is param)
-        self._loader.load(name, param, loaded_weight, part)
+        self.loader.load(name, param, loaded_weight, part)
 
     def process_weights_after_loading(self) -> None:
         """Have the weight method bring the weights into the layout that it prefers."""
@@ -201,7 +255,7 @@ class FusedMoE(PluggableLayer):
     def forward(self, hidden_states: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Tensor:
         """Return what the chosen experts make of each token; ``input_ids`` is not read."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        weights, ids = self.select_experts(x, router_logits.reshape(x.shape[0], -1))
+        weights, ids = self.select_experts(x, router_logits.reshape(-1, router_logits.shape[-1]))
         return self._apply_experts(hidden_states, weights, ids)
 
     def _apply_experts(self, hidden_states: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -209,14 +263,35 @@ class FusedMoE(PluggableLayer):
         given = x
         if self.apply_router_weight_on_input:
             given, weights = (x * weights).to(x.dtype), torch.ones_like(weights)
-        output: Tensor = self.quant_method.apply(self, given, weights, ids, self.shared_experts, x)
-        if self.reduce_results and self.tp_size > 1:
+        if self.placement is None:
+            output: Tensor = self.quant_method.apply(self, given, weights, ids, self.shared_experts, x)
+        else:
+            routed = self._by_placed_experts(self.placement, given, weights, ids)
+            output = with_shared_experts(routed, x, self.shared_experts, None)
+        if self.reduce_results and max(self.tp_size, self.ep_size) > 1:
             output = tensor_model_parallel_all_reduce(output)
         return output.reshape(hidden_states.shape)
 
+    def _by_placed_experts(self, placement: ExpertPlacement, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """Return what the experts of this tensor rank, here and in other data replicas, make of each token."""
+        places = placement.choose(ids)
+        owners, local = places // placement.per_rank, places % placement.per_rank
+        replicas, column = owners // self._columns, owners % self._columns
+        mine = column == placement.rank % self._columns
+        if self.exchange is None:
+            return self._by_local_experts(x, weights, torch.where(mine, local, -1).to(torch.int32))
+        return self.exchange(x, weights, torch.where(mine, replicas, -1), local, self._by_local_experts)
+
+    def _by_local_experts(self, x: Tensor, weights: Tensor, local: Tensor) -> Tensor:
+        if self.records and self.placement is not None:
+            self.placement.record(local)
+        output: Tensor = self.quant_method.apply(self, x, weights, local)
+        return output
+
     def extra_repr(self) -> str:
         moe = self.moe_config
-        return f"{moe.num_experts}, top_k={self.top_k}, {moe.hidden_dim}, tp={self.tp_size}, {moe.activation}"
+        ranks = f"tp={self.tp_size}, ep={self.ep_size}"
+        return f"{moe.num_experts}, top_k={self.top_k}, {moe.hidden_dim}, {ranks}, {moe.activation}"
 
 
 @CustomOp.register("transformers_fused_moe")

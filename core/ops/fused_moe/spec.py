@@ -30,7 +30,7 @@ def _gated(activation: str, gate_up: Tensor) -> Tensor:
     return (silu(gate) if activation == "silu" else gelu(gate)) * up
 
 
-def _fused_experts(
+def fused_experts_reference(
     x: Tensor,
     w13: Tensor,
     w2: Tensor,
@@ -57,11 +57,11 @@ def _inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
         "w13": draw(EXPERTS, 2 * INTERMEDIATE, size).div_(size**0.5),
         "w2": draw(EXPERTS, size, INTERMEDIATE).div_(INTERMEDIATE**0.5),
         "topk_weights": draw(tokens, TOPK),
-        "topk_ids": _ids(draw, lead, size),
+        "topk_ids": ids(draw, lead, size),
     }
 
 
-def _ids(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
+def ids(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
     """Draw distinct experts for each token."""
     shuffled = torch.rand(math.prod(lead), EXPERTS, generator=draw.generator).argsort(-1)
     return shuffled[:, :TOPK].to(torch.int32)
@@ -72,7 +72,7 @@ def _two_experts(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
     return 1 + 2 * draw.integers(0, 2, (math.prod(lead), TOPK))
 
 
-def _elsewhere(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
+def elsewhere(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
     return draw.integers(-1, EXPERTS, (math.prod(lead), TOPK)).to(torch.int32)
 
 
@@ -157,7 +157,7 @@ SPECS = (
     OpSpec(
         functional.fused_experts,
         _inputs,
-        _fused_experts,
+        fused_experts_reference,
         module=_op,
         variants={
             "": {},
@@ -170,7 +170,7 @@ SPECS = (
                 "w2_bias": _bias(0),
             },
             "experts without tokens": {"topk_ids": _two_experts},
-            "experts elsewhere": {"topk_ids": _elsewhere},
+            "experts elsewhere": {"topk_ids": elsewhere},
         },
         sizes=(1, 9, 96),
         large=(((83,), 256),),

@@ -123,7 +123,7 @@ def down_kernel(
     tl.store(outputs + pair * width + column, t.to(outputs.dtype.element_ty), (place < end) & (column < width))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def weighted_sum_kernel(
     outputs,
     weights,
@@ -181,14 +181,18 @@ def fused_experts(
     return out
 
 
-def _gate_up(
-    x: Tensor, w13: Tensor, bias: Tensor | None, order: Tensor, bounds: Tensor, activation: str
-) -> Tensor:
+def _gate_up(x: Tensor, w13: Tensor, bias: Tensor | None, order: Tensor, bounds: Tensor, activation: str) -> Tensor:
     """Compute what is between the two products, ``[pairs, intermediate_size]``, sorted by expert."""
     (experts, both, depth), pairs = w13.shape, order.shape[0]
     width, rows = both // 2, as_rows(x, depth)
     tile, hidden = _tile(pairs, experts, width), x.new_empty(pairs, width)
-    operands = (w13, x if bias is None else bias.contiguous(), order, bounds, hidden)  # no bias is read if there is none
+    operands = (
+        w13,
+        x if bias is None else bias.contiguous(),
+        order,
+        bounds,
+        hidden,
+    )  # no bias is read if there is none
     sizes = (experts, pairs // x.shape[0], depth, width, rows.stride(0), *w13.stride())
     constants = {"function": activation, "has_bias": bias is not None, "tile_depth": DEPTH_BYTES // x.element_size()}
     programs = blocks_at_most(pairs, experts, tile.rows) * triton.cdiv(width, tile.columns)

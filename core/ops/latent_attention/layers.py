@@ -234,7 +234,7 @@ class MLAAttention(CachedAttention):
     def _expanded(self, query: Tensor, kv_c: Tensor, k_pe: Tensor) -> Tensor:
         """Attend with the last tokens of a sequence over all of its latents, expanded to keys and values."""
         count, length = len(query), len(kv_c)
-        expanded = result_of(self.kv_b_proj(kv_c)).view(length, self.num_heads, -1)
+        expanded = result_of(self.kv_b_proj(kv_c)).view(length, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
         k_nope, value = expanded.tensor_split([self.qk_nope_head_dim], dim=-1)
         key = torch.cat((k_nope, k_pe[:, None].expand(-1, self.num_heads, -1)), dim=-1)
         # Torch's kernels that do not keep all scores take heads of one size only.

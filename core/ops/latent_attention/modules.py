@@ -7,12 +7,17 @@ from typing import Any
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.latent_attention import functional
+from opgraft.ops.on_triton import on_triton
 from torch import Tensor
+
+TRITON = on_triton("opgraft.ops.latent_attention.triton")
 
 
 @CustomOp.register("concat_and_cache_mla")
 class ConcatAndCacheMLA(CustomOp):
     """Writes latents and rotated keys of new tokens to their places in a paged cache (arXiv:2405.04434)."""
+
+    functional_cuda = functional_xpu = TRITON
 
     @calls_functional
     def forward_native(
@@ -33,6 +38,8 @@ class MLAPagedAttention(CustomOp):
     Raises:
         ValueError: ``kv_lora_rank`` is no positive integer.
     """
+
+    functional_cuda = functional_xpu = TRITON
 
     def __init__(self, kv_lora_rank: int, scale: float) -> None:
         super().__init__()

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from opgraft.binding.pluggable_class import PluggableClass
-from opgraft.ops.linear.methods import QuantizeMethodBase
 from torch import nn
 
 
@@ -43,8 +42,10 @@ class QuantizationConfig(PluggableClass, ABC):
         """Make it of the settings that a checkpoint has."""
 
     @abstractmethod
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """Return the weight method of a layer that is being constructed, ``None`` for a plain weight.
+
+        It is a ``QuantizeMethodBase``, for a layer of experts a ``FusedMoEMethodBase``.
 
         Args:
             layer: its class tells what it needs; it has no weights yet.

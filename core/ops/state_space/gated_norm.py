@@ -14,7 +14,7 @@ from opgraft.ops.checks import expect_alike, expect_last_dim, expect_not_negativ
 from opgraft.ops.layernorm.functional import expect_group_size, rms_norm_gated
 from opgraft.ops.linear.sharding import divide
 from opgraft.ops.precision import compute_dtype
-from opgraft.ops.state_space.layer import load_channels
+from opgraft.ops.state_space.layer import load_channels, rank_shards
 from opgraft.ops.weights import LoadedTensor, set_weight_attrs
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -69,7 +69,7 @@ class Mixer2RMSNormGated(CustomOp):
         Raises:
             WeightError: it has another shape.
         """
-        load_channels(param, loaded_weight, [self.full_hidden_size], self.tp_size, self.tp_rank)
+        load_channels(param, loaded_weight, rank_shards([(self.full_hidden_size,) * 2], "a gated norm"))
 
     def forward_native(self, x: Tensor, gate: Tensor) -> Tensor:
         """Return the norm of ``x`` gated by ``gate``.

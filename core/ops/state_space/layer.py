@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,9 @@ from opgraft.binding.custom_op import PluggableLayer
 from opgraft.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from opgraft.errors import LayerError, WeightError
 from opgraft.ops.attention.batch import LayerStates, current_batch
-from opgraft.ops.linear.sharding import divide
+from opgraft.ops.linear import MergedColumnParallelLinear
+from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.ops.linear.sharding import OutputShard, divide
 from opgraft.ops.prefixes import claim_prefix
 from opgraft.ops.weights import LoadedTensor, set_weight_attrs
 from torch import Tensor, nn
@@ -125,21 +127,17 @@ class DepthwiseConv(nn.Module):
     """The weights of a causal depthwise convolution, of which a rank has a part of each of some runs of channels.
 
     Args:
-        channels: of all ranks, one number for each run.
+        shards: this rank's part of each run, as ``rank_shards`` lists them.
         width: tokens that a channel sees.
         bias: whether there is one.
-
-    Raises:
-        LayerError: the ranks do not divide a run.
     """
 
     bias: nn.Parameter | None
 
-    def __init__(self, channels: Sequence[int], width: int, bias: bool) -> None:
+    def __init__(self, shards: Sequence[OutputShard], width: int, bias: bool) -> None:
         super().__init__()
-        self.runs = tuple(channels)
-        self.ranks, self.rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
-        self.channels = sum(divide(run, self.ranks, "the channels of a convolution") for run in self.runs)
+        self.shards = tuple(shards)
+        self.channels = sum(shard.size for shard in shards)
         self.weight = nn.Parameter(torch.zeros(self.channels, 1, width), requires_grad=False)
         self.register_parameter("bias", nn.Parameter(torch.zeros(self.channels), requires_grad=False) if bias else None)
         for parameter in self.parameters():
@@ -156,24 +154,79 @@ class DepthwiseConv(nn.Module):
         Raises:
             WeightError: it has another shape.
         """
-        load_channels(param, loaded_weight, self.runs, self.ranks, self.rank)
+        load_channels(param, loaded_weight, self.shards)
 
 
-def load_channels(param: Tensor, loaded: LoadedTensor, runs: Sequence[int], ranks: int, rank: int) -> None:
+class GroupedColumnParallelLinear(MergedColumnParallelLinear):
+    """Several column-parallel layers of one input, of which a rank has the parts that are given.
+
+    Args:
+        input_size: elements of the last dimension of the input.
+        shards: this rank's rows of each layer, as ``rank_shards`` lists them; ranks may have the same ones.
+        bias: whether there is one.
+        quant_config: chooses the weight method.
+        prefix: the layer's name in the checkpoint.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        shards: Sequence[OutputShard],
+        bias: bool,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+    ) -> None:
+        self._shards = list(shards)
+        ranks = get_tensor_model_parallel_world_size()
+        sizes = [shard.size * ranks for shard in shards]
+        super().__init__(input_size, sizes, bias, quant_config=quant_config, prefix=prefix, return_bias=False)
+
+    def output_shards(self) -> list[OutputShard]:
+        """List this rank's rows of each layer."""
+        return self._shards
+
+
+def rank_shards(runs: Iterable[tuple[int, int]], what: str) -> list[OutputShard]:
+    """List this rank's part of each of some runs of rows.
+
+    Args:
+        runs: of each, its rows and the units, such as heads or groups, that they are of. Where units are fewer than
+            ranks, several ranks after one another have the same.
+        what: has these units, for the error.
+
+    Raises:
+        LayerError: neither do the ranks divide the units, nor the units the ranks.
+    """
+    ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+    shards: list[OutputShard] = []
+    offset = 0
+    for index, (rows, units) in enumerate(runs):
+        replicas = max(1, ranks // units)
+        if units * replicas % ranks:
+            raise LayerError(
+                f"{what}: {ranks} tensor-parallel ranks cannot share {units} parts: choose a number of ranks that "
+                "divides them, or that they divide"
+            )
+        size = rows * replicas // ranks
+        shards.append(OutputShard(index, offset, rank // replicas * size, size, rows))
+        offset += size
+    return shards
+
+
+def load_channels(param: Tensor, loaded: LoadedTensor, shards: Sequence[OutputShard]) -> None:
     """Load a rank's part of each of some runs of rows, which lie one after another in ``loaded``.
 
     Raises:
         WeightError: it has another shape.
     """
-    expected = (sum(runs), *param.shape[1:])
+    expected = (sum(shard.total for shard in shards), *param.shape[1:])
     if tuple(loaded.shape) != expected:
         raise WeightError.of_shape("a weight by channel", loaded.shape, expected)
-    start = offset = 0
-    for run in runs:
-        size = run // ranks
-        part = loaded.narrow(0, start + rank * size, size)
-        param.data.narrow(0, offset, size).copy_(part[...])
-        start, offset = start + run, offset + size
+    start = 0
+    for shard in shards:
+        part = loaded.narrow(0, start + shard.start, shard.size)
+        param.data.narrow(0, shard.offset, shard.size).copy_(part[...])
+        start += shard.total
 
 
 def by_channel(channels: int, *others: int, load: Callable[[Tensor], Tensor] | None = None) -> nn.Parameter:
@@ -184,12 +237,11 @@ def by_channel(channels: int, *others: int, load: Callable[[Tensor], Tensor] | N
         others: further sizes.
         load: makes its values of those that are loaded, in float32.
     """
-    ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
-    zeros = torch.zeros(channels // ranks, *others, dtype=torch.float32)
-    parameter = nn.Parameter(zeros, requires_grad=False)
+    shards = rank_shards([(channels, channels)], "the channels of a mixer")
+    parameter = nn.Parameter(torch.zeros(shards[0].size, *others, dtype=torch.float32), requires_grad=False)
 
     def weight_loader(param: Tensor, loaded_weight: LoadedTensor) -> None:
-        load_channels(param, loaded_weight, [channels], ranks, rank)
+        load_channels(param, loaded_weight, shards)
         if load is not None:
             param.data.copy_(load(param.data))
 

@@ -14,6 +14,7 @@ from opgraft.ops.state_space.layer import (
     StateLayer,
     by_channel,
     negated_exponential,
+    rank_shards,
     ranks_of,
 )
 from opgraft.ops.state_space.modules import CausalConv1d, CausalConv1dUpdate, SelectiveScan, SelectiveStateUpdate
@@ -77,7 +78,9 @@ class MambaMixer(StateLayer):
         self.activation = activation
         self.is_lora_enabled = is_lora_enabled
         self.model_config, self.cache_config = model_config, cache_config
-        self.conv1d = DepthwiseConv([intermediate_size], conv_kernel_size, use_conv_bias)
+        self.conv1d = DepthwiseConv(
+            rank_shards([(intermediate_size,) * 2], "channels of a mixer"), conv_kernel_size, use_conv_bias
+        )
         self.in_proj = MergedColumnParallelLinear(
             hidden_size, [intermediate_size] * 2, use_bias, prefix=f"{prefix}.in_proj", return_bias=False
         )

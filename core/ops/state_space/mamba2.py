@@ -6,15 +6,17 @@ from typing import Any
 
 import torch
 from opgraft.binding.custom_op import CustomOp
-from opgraft.ops.linear import MergedColumnParallelLinear, RowParallelLinear
+from opgraft.ops.linear import RowParallelLinear
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.state_space.gated_norm import Mixer2RMSNormGated
 from opgraft.ops.state_space.layer import (
     DepthwiseConv,
+    GroupedColumnParallelLinear,
     StateBatch,
     StateLayer,
     by_channel,
     negated_exponential,
+    rank_shards,
     ranks_of,
 )
 from opgraft.ops.state_space.modules import (
@@ -34,7 +36,9 @@ class MambaMixer2(StateLayer):
     """Mixer of Mamba-2 (Dao and Gu, arXiv:2405.21060).
 
     ``[z, xBC, dt] = in_proj(h)``, ``x, B, C = act(conv(xBC))``, ``y`` is the scan of ``x``, and the result is
-    ``out_proj(norm(y, z))``. Its state is the last inputs of the convolution and the state of the scan, in float32.
+    ``out_proj(norm(y, z))``. A rank has a part of the heads, and the groups of these: several ranks have the same group
+    where there are fewer groups than ranks. The state is the last inputs of the convolution, and the state of the scan
+    in float32.
 
     Args:
         hidden_size: elements of a token.
@@ -55,7 +59,8 @@ class MambaMixer2(StateLayer):
         prefix: the layer's path in its model, under which its states are found.
 
     Raises:
-        LayerError: the tensor-parallel ranks do not divide heads or groups.
+        LayerError: the tensor-parallel ranks do not divide the heads; or neither do they divide the groups, nor the
+            groups them.
         ValueError: the sizes contradict each other, or another activation.
     """
 
@@ -80,21 +85,19 @@ class MambaMixer2(StateLayer):
     ) -> None:
         super().__init__(prefix)
         _expect_sizes(num_heads, head_dim, n_groups, intermediate_size)
-        ranks = ranks_of({"num_heads of a mixer": num_heads, "n_groups of a mixer": n_groups})
-        self.tp_size = ranks
-        self.num_heads, self.n_groups = num_heads // ranks, n_groups // ranks
+        self.tp_size = ranks_of({"num_heads of a mixer": num_heads})
+        heads, groups = (intermediate_size, num_heads), (n_groups * ssm_state_size, n_groups)
+        shards = rank_shards([heads, heads, groups, groups, (num_heads, num_heads)], "heads and groups of a mixer")
+        self.num_heads, self.n_groups = shards[4].size, shards[2].size // ssm_state_size
         self.head_dim = head_dim
         self.ssm_state_size = ssm_state_size
         self.conv_kernel_size = conv_kernel_size
         self.intermediate_size = intermediate_size
         self.activation = activation
         self.model_config, self.cache_config = model_config, cache_config
-        grouped = n_groups * ssm_state_size
-        self.conv1d = DepthwiseConv([intermediate_size, grouped, grouped], conv_kernel_size, use_conv_bias)
-        sizes = [intermediate_size, intermediate_size, grouped, grouped, num_heads]
-        self.in_proj = MergedColumnParallelLinear(
-            hidden_size, sizes, use_bias, quant_config=quant_config, prefix=f"{prefix}.in_proj", return_bias=False
-        )
+        convolved = rank_shards([heads, groups, groups], "heads and groups of a mixer")
+        self.conv1d = DepthwiseConv(convolved, conv_kernel_size, use_conv_bias)
+        self.in_proj = GroupedColumnParallelLinear(hidden_size, shards, use_bias, quant_config, f"{prefix}.in_proj")
         self.A = by_channel(num_heads, load=negated_exponential)
         self.D = by_channel(num_heads)
         self.dt_bias = by_channel(num_heads)

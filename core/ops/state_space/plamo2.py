@@ -14,6 +14,7 @@ from opgraft.ops.state_space.layer import (
     StateLayer,
     by_channel,
     negated_exponential,
+    rank_shards,
     ranks_of,
 )
 from opgraft.ops.state_space.mamba2 import CHUNK_SIZE, step_heads
@@ -51,7 +52,7 @@ class Plamo2MambaMixer(StateLayer):
         self.ssm_state_size, self.conv_kernel_size = config.mamba_d_state, config.mamba_d_conv
         self.time_step_rank = max(64, config.hidden_size // 16)
         quantized: dict[str, Any] = {"quant_config": getattr(vllm_config, "quant_config", None), "return_bias": False}
-        self.conv1d = DepthwiseConv([inner], self.conv_kernel_size, False)
+        self.conv1d = DepthwiseConv(rank_shards([(inner, heads)], "mamba_num_heads"), self.conv_kernel_size, False)
         self.in_proj = MergedColumnParallelLinear(
             config.hidden_size, [inner] * 2, False, prefix=f"{prefix}.in_proj", **quantized
         )

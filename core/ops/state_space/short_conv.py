@@ -8,7 +8,7 @@ import torch
 from opgraft.binding.custom_op import CustomOp
 from opgraft.ops.linear import MergedColumnParallelLinear, RowParallelLinear
 from opgraft.ops.linear.quantization_config import QuantizationConfig
-from opgraft.ops.state_space.layer import DepthwiseConv, StateLayer
+from opgraft.ops.state_space.layer import DepthwiseConv, StateLayer, rank_shards
 from opgraft.ops.state_space.modules import CausalConv1d, CausalConv1dUpdate
 from torch import Tensor
 
@@ -50,7 +50,7 @@ class ShortConv(StateLayer):
         self.bias = config.conv_bias
         self.model_config = model_config
         self.cache_config = cache_config
-        self.conv = DepthwiseConv([dim], self.L_cache, self.bias)
+        self.conv = DepthwiseConv(rank_shards([(dim, dim)], "channels of a short convolution"), self.L_cache, self.bias)
         self.in_proj = MergedColumnParallelLinear(
             dim, [dim] * 3, self.bias, quant_config=quant_config, prefix=f"{prefix}.in_proj", return_bias=False
         )

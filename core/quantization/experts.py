@@ -1,0 +1,175 @@
+"""Weights of experts in the quantizations of linear layers, each expert's matrices being such layers' weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from opgraft.errors import QuantizationError
+from opgraft.ops.fused_moe.loading import ExpertLoader, Part
+from opgraft.ops.linear import MergedColumnParallelLinear, RowParallelLinear
+from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.ops.quantized_linear.functional import expand_weight_scale
+from opgraft.ops.quantized_linear.storage import MIDDLE
+from opgraft.ops.quantized_moe.methods import ExpertWeights
+from opgraft.ops.weights import LoadedTensor, set_weight_attrs
+from opgraft.quantization.online import OnlineLinearMethod, put
+from torch import Tensor, nn
+
+Codes = tuple[Tensor, Tensor, Tensor | None]
+"""Codes, scales and offsets of one expert's matrix."""
+
+
+class OnlineExperts(ExpertWeights):
+    """Plain weights of a checkpoint, of which each expert's are quantized as soon as they are there, and released.
+
+    Args:
+        method: quantizes a matrix.
+    """
+
+    def __init__(self, method: OnlineLinearMethod) -> None:
+        self.method = method
+
+    def create(self, layer: Any, sizes: tuple[int, int, int], params_dtype: torch.dtype) -> None:
+        experts, hidden, intermediate = sizes
+        shapes = {"w13": (experts, 2 * intermediate, hidden), "w2": (experts, hidden, intermediate)}
+        for name, shape in shapes.items():
+            self.method.expect_fits(f"{layer.prefix} ({name})", shape[2])
+            weight = nn.Parameter(torch.empty(shape, dtype=params_dtype, device="meta"), requires_grad=False)
+            loading = _Loading(self.method, layer.loader, f"{name}_weight", torch.get_default_device())
+            set_weight_attrs(weight, {"weight_loader": loading})
+            layer.register_parameter(f"{name}_weight", weight)
+
+    def finish(self, layer: Any) -> None:
+        for name in ("w13", "w2"):
+            put(layer, stacked(name, layer._parameters[f"{name}_weight"].weight_loader.finished()))
+
+
+class _Loading:
+    """Loads a plain parameter of all experts, and quantizes the matrix of each when all parts of it are there."""
+
+    def __init__(self, method: OnlineLinearMethod, loader: ExpertLoader, name: str, device: torch.device) -> None:
+        self.method, self.loader, self.name, self.device = method, loader, name, device
+        self.plain: dict[int, tuple[Tensor, set[str]]] = {}
+        self.made: dict[int, Codes] = {}
+
+    def __call__(self, param: Tensor, loaded: LoadedTensor, part: Part = None) -> None:
+        for place, expert in enumerate(self.loader.experts):
+            if part is None or part[0] == expert:
+                self._load(place, param, loaded, part)
+
+    def _load(self, place: int, param: Tensor, loaded: LoadedTensor, part: Part) -> None:
+        start = torch.empty((1, *param.shape[1:]), dtype=param.dtype, device=self.device), set[str]()
+        plain, seen = self.plain.setdefault(place, start)
+        one = dataclasses.replace(self.loader, experts=self.loader.experts[place : place + 1])
+        one.load(self.name, plain, loaded, part)
+        seen |= set() if part is None else {part[1]}
+        if part is None or part[1] == "w2" or len(seen) == 2:
+            del self.plain[place]
+            made = self.method.quantize(plain[0])
+            scales = made.get("scales", made.get("weight_scale"))
+            self.made[place] = made["weight"], scales, made.get("offsets")  # type: ignore[assignment]  # they are there
+
+    def finished(self) -> list[Codes]:
+        """Return the codes of all experts.
+
+        Raises:
+            QuantizationError: some were not loaded.
+        """
+        lacking = [expert for place, expert in enumerate(self.loader.experts) if place not in self.made]
+        if lacking:
+            raise QuantizationError(
+                f"{self.loader.what}: weights of the experts {', '.join(map(str, lacking[:10]))}, which are quantized "
+                "as they are loaded, were not loaded, or not all of them: load them by the parameter's weight_loader"
+            )
+        return [self.made.pop(place) for place in range(len(self.loader.experts))]
+
+
+class CheckpointExperts(ExpertWeights):
+    """Quantized weights of a checkpoint, which has for each expert what it has for linear layers.
+
+    Until they are loaded, each expert is two linear layers below the layer of experts.
+
+    Args:
+        config: gives linear layers their weight methods.
+    """
+
+    def __init__(self, config: QuantizationConfig) -> None:
+        self.config = config
+
+    def create(self, layer: Any, sizes: tuple[int, int, int], params_dtype: torch.dtype) -> None:
+        if layer.moe_config.has_bias:
+            raise QuantizationError(
+                f"{layer.prefix}: its experts have biases, and {self.config.get_name()} is read for experts without: "
+                "take a checkpoint in another quantization"
+            )
+        hidden, whole = sizes[1], sizes[2] * layer.tp_size
+        settings: dict[str, Any] = {
+            "bias": False,
+            "params_dtype": params_dtype,
+            "quant_config": self.config,
+            "return_bias": False,
+            "disable_tp": layer.tp_size == 1,
+        }
+        for expert in sorted(set(layer.local_experts)):
+            path = ".".join(filter(None, (layer.prefix, str(expert))))
+            holder = nn.Module()
+            holder.gate_up_proj = MergedColumnParallelLinear(
+                hidden, [whole, whole], prefix=f"{path}.gate_up_proj", **settings
+            )
+            holder.down_proj = RowParallelLinear(
+                whole, hidden, reduce_results=False, prefix=f"{path}.down_proj", **settings
+            )
+            layer.add_module(str(expert), holder)
+
+    def finish(self, layer: Any) -> None:
+        for name, which in (("w13", "gate_up_proj"), ("w2", "down_proj")):
+            codes = {expert: codes_of(getattr(layer._modules[str(expert)], which)) for expert in layer.local_experts}
+            put(layer, stacked(name, [codes[expert] for expert in layer.local_experts]))
+        for expert in set(layer.local_experts):
+            del layer._modules[str(expert)]
+
+
+def codes_of(layer: Any) -> Codes:
+    """Return what a linear layer's weight method has made of a checkpoint.
+
+    Raises:
+        QuantizationError: its inputs are in another order than the others' of a layer of experts.
+    """
+    weight = layer.weight.data
+    if getattr(layer, "input_order", None) is not None:
+        raise QuantizationError(
+            f"{layer.prefix}: its inputs are in groups by activation (desc_act), each expert's in an order of its own, "
+            "which is not read for experts: take a checkpoint without"
+        )
+    scale = layer._parameters.get("weight_scale")
+    if scale is None:
+        return weight, layer.scales.data, None if layer.offsets is None else layer.offsets.data
+    block = layer.quant_method.scales.block
+    by_row = block is None or block == (1, -1)
+    scales = expand_weight_scale("quantized_experts", scale.data, weight, None if by_row else block)
+    width = 1 if by_row else math.gcd(weight.shape[1], weight.shape[1] if block[1] == -1 else block[1])
+    return weight, scales[:, ::width].contiguous(), None
+
+
+def stacked(name: str, experts: Sequence[Codes]) -> Mapping[str, Tensor | None]:
+    """Return the parameters of a layer for the codes of each expert, of which some may have offsets.
+
+    Args:
+        name: ``"w13"`` or ``"w2"``.
+        experts: in the order of their places.
+    """
+    codes, scales, offsets = zip(*experts, strict=True)
+    both: Tensor | None = None
+    if any(each is not None for each in offsets):
+        both = torch.stack([_offsets(*expert) for expert in experts])
+    return {f"{name}_weight": torch.stack(codes), f"{name}_scales": torch.stack(scales), f"{name}_offsets": both}
+
+
+def _offsets(codes: Tensor, scales: Tensor, offsets: Tensor | None) -> Tensor:
+    if offsets is not None:
+        return offsets
+    return scales * -MIDDLE if codes.dtype == torch.uint8 else torch.zeros_like(scales)

@@ -1,0 +1,174 @@
+"""The worker in a process of its own does what one in this process does, and nobody waits for it in vain."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine.engines import prompts, replaced, settings
+from opgraft import LLM, SamplingParams
+from opgraft.engine.engine_core import EngineCore
+from opgraft.engine.process_executor import ProcessExecutor, executor_of
+from opgraft.engine.request import Request
+from opgraft.engine.worker_process import portable
+from opgraft.errors import CheckpointError, EngineError, RequestError
+from opgraft.machine.channel import Channel
+from random_decoders import written
+from small_tokenizers import trained_tokenizer
+
+IN_ITS_PROCESS: dict[str, Any] = {
+    "parallel.worker_process": True,
+    "model.dtype": "float32",
+    "model.max_model_len": 64,
+    "cache.num_blocks": 64,
+    "load.progress": False,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("worker") / "llama"
+    written("Llama", folder, vocab_size=400, max_position_embeddings=128)
+    trained_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    llm = LLM(str(folder), **IN_ITS_PROCESS)
+    yield llm
+    llm.shutdown()
+
+
+def executor(llm: LLM) -> ProcessExecutor:
+    found = llm.engine.core.executor
+    assert isinstance(found, ProcessExecutor)
+    return found
+
+
+def pid(process: ProcessExecutor) -> int:
+    assert process._process is not None
+    return process._process.pid
+
+
+def test_answers_are_those_of_a_worker_in_this_process(folder: Path, llm: LLM) -> None:
+    """Greedy and sampled answers, several of one prompt, log-probabilities and grammars are the same."""
+    params = [
+        SamplingParams(temperature=0, max_tokens=9, logprobs=2, prompt_logprobs=1),
+        SamplingParams(seed=3, n=3, max_tokens=9, bad_words=["the"]),
+        SamplingParams(
+            temperature=0, max_tokens=30, structured_output={"json": {"type": "integer", "minimum": 0, "maximum": 99}}
+        ),
+    ]
+    asked = ["the cat", "a dog", "number"]
+    inside = LLM(str(folder), **IN_ITS_PROCESS | {"parallel.worker_process": False})
+    expected = inside.generate(asked, params)
+    inside.shutdown()
+    found = llm.generate(asked, params)
+    assert [output.outputs for output in found] == [output.outputs for output in expected]
+    assert found[0].prompt_logprobs == expected[0].prompt_logprobs
+    assert found[2].outputs[0].text.strip().isdigit()
+
+
+def test_grammars_are_compiled_there_once_and_forgotten(llm: LLM) -> None:
+    """A step names a grammar that the process knows already; it forgets those that are in use no more."""
+    params = SamplingParams(temperature=0, max_tokens=4, structured_output={"choice": ["yes", "no"]})
+    first, second = llm.generate(["a", "b"], params)
+    assert {first.outputs[0].text, second.outputs[0].text} <= {"yes", "no"}
+    process = executor(llm)
+    shared = len(process._shared)
+    llm.generate("c", params)
+    assert len(process._shared) == shared
+    llm.engine.grammars._kept.clear()
+    llm.generate("d")  # whose step takes the place of the last one, which has a grammar
+    gc.collect()
+    assert len(process._shared) == 0
+    assert len(process._forgotten) == shared
+    llm.generate("c", params)
+    assert not process._forgotten
+
+
+def test_what_the_worker_raises_is_raised_here(folder: Path, llm: LLM, tmp_path: Path) -> None:
+    """An error keeps its type; a checkpoint that cannot be read is one of the checkpoint, and leaves no process."""
+    with pytest.raises(AttributeError, match="no_such_method"):
+        executor(llm).call("no_such_method")
+    with pytest.raises(CheckpointError, match="nowhere"):
+        EngineCore(replaced(settings(tmp_path / "nowhere"), parallel={"worker_process": True}))
+
+
+def test_an_error_that_cannot_be_pickled_is_told_in_words() -> None:
+    """What another process cannot have as it is, comes as an error that names it."""
+
+    class LocalError(Exception):
+        pass
+
+    class ChangedError(Exception):
+        def __init__(self, number: int) -> None:
+            super().__init__(f"number {number}")
+
+    assert str(portable(LocalError("of a function"))) == "the worker raised LocalError: of a function"
+    assert str(portable(ChangedError(3))) == "the worker raised ChangedError: number 3"
+    kept = ValueError("as it is")
+    assert portable(kept) is kept
+
+
+def test_logits_processors_are_refused_alone(llm: LLM) -> None:
+    """A function of this process cannot run there: the request that has one is refused, and others go on."""
+    with pytest.raises(RequestError, match=r"logits processors.*set parallel.worker_process to false"):
+        llm.generate("a", SamplingParams(logits_processors=(lambda output, logits: logits,)))
+    assert llm.generate("a", SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].finish_reason == "length"
+
+
+def test_a_killed_process_is_told_and_nothing_hangs(folder: Path) -> None:
+    """Its requests fail with the status that it ended with, and the engine is not healthy any more."""
+    core = EngineCore(replaced(settings(folder), parallel={"worker_process": True}))
+    core.check_health()
+    core.add([Request("a", prompts(5)[0], SamplingParams(max_tokens=9))])
+    assert isinstance(core.executor, ProcessExecutor)
+    os.kill(pid(core.executor), signal.SIGKILL)
+    (news,) = core.step()
+    assert news.finish_reason == "error"
+    assert "the process of the worker has ended, with the status -9" in str(news.error)
+    with pytest.raises(EngineError, match="status -9"):
+        core.check_health()
+    core.shutdown()
+    with pytest.raises(EngineError, match="was shut down"):
+        core.executor.call("max_context")
+
+
+def test_an_interrupt_in_the_middle_of_a_call_ends_the_process(folder: Path) -> None:
+    """How much of a message has come is not known then, so nothing goes on with the rest of it."""
+    process = executor_of(replaced(settings(folder), parallel={"worker_process": True}).resolved())
+    process.start()
+    assert isinstance(process, ProcessExecutor)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        os.kill(pid(process), signal.SIGSTOP)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            process.call("max_context")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(EngineError, match="was shut down"):
+        process.call("max_context")
+
+
+def test_a_channel_takes_messages_of_any_size_and_tells_its_end() -> None:
+    """Messages come as they were sent, however they are cut; the end of the other side is no message."""
+    ours, theirs = map(Channel, socket.socketpair())
+    sent = [b"x" * 3_000_000, {"a": (1, None)}, ""]
+    sender = threading.Thread(target=lambda: [ours.send(message) for message in sent])
+    sender.start()
+    assert [theirs.receive() for _ in sent] == sent
+    sender.join()
+    ours.close()
+    with pytest.raises(EOFError):
+        theirs.receive()
+    theirs.close()

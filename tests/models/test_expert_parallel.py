@@ -1,0 +1,125 @@
+"""Experts over several ranks: each has whole experts, and tokens travel to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from opgraft.config import LoadConfig, ModelConfig, OpgraftConfig, ParallelConfig
+from opgraft.distributed import get_dp_group, get_ep_group
+from opgraft.errors import LayerError
+from opgraft.models import load_model
+from opgraft.ops import FusedMoE
+from random_decoders import DEEPSEEK_EXPERTS, LATENT, ROUTED, written
+from ranks import Ranks
+
+transformers = pytest.importorskip("transformers")
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 5}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**ROUTED, "num_local_experts": 8, "moe_intermediate_size": 24, "mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
+    "deepseek_v3": ("DeepseekV3", {**LATENT, **DEEPSEEK_EXPERTS, "q_lora_rank": 20}),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    """By family: the folder, and the model of transformers."""
+    folder = tmp_path_factory.mktemp("experts")
+    return {name: (folder / name, written(family, folder / name, **v)) for name, (family, v) in FAMILIES.items()}
+
+
+@pytest.fixture(scope="module", params=[{"tensor": 2}, {"data": 2}, {"tensor": 2, "data": 2}], ids=str)
+def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[Ranks, int]]:
+    """A job, and how many of its ranks have tokens of their own."""
+    sizes = request.param
+    world = sizes.get("tensor", 1) * sizes.get("data", 1)
+    with Ranks(world, **sizes) as started:
+        yield started, sizes.get("data", 1)
+
+
+def ids(count: int) -> torch.Tensor:
+    return torch.randint(3, 99, (count,), generator=torch.Generator().manual_seed(count))
+
+
+def loaded(folder: str, **parallel: Any) -> Any:
+    return load_model(
+        OpgraftConfig(
+            model=ModelConfig(name=folder, dtype="float32"),
+            load=LoadConfig(device="cpu", progress=False),
+            parallel=ParallelConfig(**parallel),
+        )
+    )
+
+
+@torch.no_grad()
+def logits_of(model: Any, count: int) -> torch.Tensor:
+    logits: torch.Tensor = model.compute_logits(model(ids(count), torch.arange(count)))
+    return logits
+
+
+def experts_of(model: Any) -> list[Any]:
+    return [layer for layer in model.modules() if isinstance(layer, FusedMoE)]
+
+
+def bytes_of_experts(model: Any) -> int:
+    return sum(layer.w13_weight.nbytes + layer.w2_weight.nbytes for layer in experts_of(model))
+
+
+def on_rank(folder: str, steps: Sequence[Sequence[int]], redundant: int = 0) -> tuple[list[torch.Tensor], int, int]:
+    """The logits of steps, of which each data replica has so many tokens; bytes of experts; places of a layer."""
+    model = loaded(folder, expert=get_ep_group().world_size, redundant_experts=redundant)
+    replica = get_dp_group().rank_in_group
+    layers = experts_of(model)
+    results = [logits_of(model, step[replica]) for step in steps]
+    return results, bytes_of_experts(model), len(layers[0].w13_weight)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("redundant", [0, 4])
+def test_logits(
+    family: str, redundant: int, ranks: tuple[Ranks, int], checkpoints: dict[str, tuple[Path, Any]]
+) -> None:
+    """Ranks with whole experts each give the logits of one rank, whoever has how many tokens, and none too."""
+    job, replicas = ranks
+    folder, reference = checkpoints[family]
+    alone = loaded(str(folder))
+    whole = bytes_of_experts(alone)
+    steps = [(17, 3), (5, 0), (0, 11), (1, 1)] if replicas == 2 else [(17,), (1,)]
+    for rank, (results, size, places) in enumerate(job.run(on_rank, str(folder), steps, redundant)):
+        world = len(job.processes)
+        assert places == (8 + redundant) // world
+        assert size * 8 * world == whole * (8 + redundant)
+        for step, logits in zip(steps, results, strict=True):
+            count = step[rank * replicas // world]
+            with torch.no_grad():
+                expected = reference(ids(count)[None]).logits[0] if count else torch.empty(0, 99)
+            torch.testing.assert_close(logits, expected, **TOLERANCE)
+
+
+def refused(folder: str) -> str:
+    with pytest.raises(LayerError) as caught:
+        loaded(folder, expert=get_ep_group().world_size)
+    return str(caught.value)
+
+
+def test_experts_that_ranks_do_not_divide(ranks: tuple[Ranks, int], tmp_path: Path) -> None:
+    """The error names the layer, both numbers and the setting that helps."""
+    written("Mixtral", tmp_path, num_local_experts=5)
+    for said in ranks[0].run(refused, str(tmp_path)):
+        assert "model.layers.0.mlp.experts" in said
+        assert f"5 experts and 0 redundant ones cannot be shared by {len(ranks[0].processes)} ranks" in said
+        assert "parallel.redundant_experts" in said
+
+
+def test_redundant_experts_of_one_rank(checkpoints: dict[str, tuple[Path, Any]]) -> None:
+    """Without ranks that share experts there is no use for redundant ones."""
+    with pytest.raises(LayerError, match="num_redundant_experts is 2, expected 0 where ep_size is 1"):
+        loaded(str(checkpoints["mixtral"][0]), redundant_experts=2)
