@@ -72,7 +72,17 @@ def test_strides(form: str, variant: str, path: str) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 33])
 def test_sizes(kernels: Any, path: str, rows: int, kind: str) -> None:
     """Groups of any multiple of 16, rows that end within a block, any number of outputs: all come out right."""
-    for width, group in ((16, 16), (48, 16), (160, 32), (192, 96), (384, 192), (576, 64), (256, 128), (64, None), (769, None)):
+    for width, group in (
+        (16, 16),
+        (48, 16),
+        (160, 32),
+        (192, 96),
+        (384, 192),
+        (576, 64),
+        (256, 128),
+        (64, None),
+        (769, None),
+    ):
         if group == 16 < width and kind != "int8":
             continue  # which the native definition computes
         for features in (1, 3, 4, 33):

@@ -163,7 +163,6 @@ def test_a_new_weight() -> None:
     torch.testing.assert_close(attended(), reference(layer.kv_b_proj.weight, query, kv_c, k_pe).float())
 
 
-
 def test_gradients() -> None:
     """They reach queries, latents and keys."""
     layer = layer_of(dtype=torch.float64)
