@@ -89,7 +89,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     from opgraft.ops.layernorm import triton as triton_norm
     from opgraft.ops.quantization import triton as triton_quant
     from opgraft.ops.rotary import triton as triton_rotary
-    from opgraft.ops.state_space import triton_conv, triton_scan
+    from opgraft.ops.state_space import triton_chunks, triton_conv, triton_scan
 
     recorded: list[Launch] = []
 
@@ -99,6 +99,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     for module in (
         triton_activation,
         triton_attention,
+        triton_chunks,
         triton_conv,
         triton_experts,
         triton_latents,

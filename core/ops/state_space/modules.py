@@ -11,6 +11,7 @@ from opgraft.ops.on_triton import on_triton
 from opgraft.ops.state_space.causal_conv import ACTIVATIONS
 from torch import Tensor
 
+CHUNKS = on_triton("opgraft.ops.state_space.triton_chunks")
 SCANS = on_triton("opgraft.ops.state_space.triton_scan")
 CONVOLUTIONS = on_triton("opgraft.ops.state_space.triton_conv")
 
@@ -128,6 +129,8 @@ class MambaChunkScan(CustomOp):
     Raises:
         ValueError: the size of chunks is no positive integer.
     """
+
+    functional_cuda = functional_xpu = CHUNKS
 
     def __init__(self, chunk_size: int, dt_softplus: bool = False) -> None:
         super().__init__()

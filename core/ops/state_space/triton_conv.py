@@ -49,7 +49,7 @@ def _finished(total, bias, channel, exists, has_bias: tl.constexpr, silu: tl.con
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"])
 def causal_conv1d_kernel(
     x,
     weight,
@@ -87,7 +87,7 @@ def causal_conv1d_kernel(
             tl.store(final + of_sequence + channel * before + place, t.to(final.dtype.element_ty), exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["elements"])
 def causal_conv1d_update_kernel(
     x,
     state,

@@ -49,7 +49,7 @@ def gated_output(y, x, weight, z, exists, has_weight: tl.constexpr, has_gate: tl
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"])
 def scan_kernel(
     x,
     dt,
@@ -197,7 +197,7 @@ def step_kernel(
     tl.store(out + token * out_stride + channel, t.to(out.dtype.element_ty), exists)
 
 
-def _given(x: Tensor, *others: Tensor | None) -> list[Tensor]:
+def given_or(x: Tensor, *others: Tensor | None) -> list[Tensor]:
     """Return contiguous tensors, and ``x``, which a kernel does not read, in the place of those that are not given."""
     return [x if other is None else other.contiguous() for other in others]
 
@@ -226,13 +226,14 @@ def selective_scan(
     states, totals = (x.new_empty(n, dtype=torch.float32) for n in ((blocks, channels, size), (blocks, channels)))
     y = x.new_empty(x.shape)
     rows = [as_rows(each, each.shape[1]) for each in (x, dt, B, C, x if z is None else z)]
-    operands = (A.contiguous(), *rows[2:4], *_given(x, D), rows[4], *_given(x, dt_bias), starts, states, totals, y)
+    a, weight, bias = given_or(x, A, D, dt_bias)
+    operands = (a, *rows[2:4], weight, rows[4], bias, starts, states, totals, y)
     sizes = (sequences, channels, size, *(each.stride(0) for each in rows))
     constants = {"chunk": CHUNK, "has_weight": D is not None, "has_gate": z is not None}
     constants |= {"has_bias": dt_bias is not None, "dt_softplus": dt_softplus}
     programs = blocks * triton.cdiv(channels, tile.rows)
     launch(scan_kernel, programs, tile, *rows[:2], *operands, *sizes, **constants, from_states=False)
-    final = pass_states(states, totals, A.contiguous(), initial_states, starts, CHUNK)
+    final = pass_states(states, totals, a, initial_states, starts, CHUNK)
     launch(scan_kernel, programs, tile, *rows[:2], *operands, *sizes, **constants, from_states=True)
     return y, final
 
@@ -280,14 +281,19 @@ def selective_state_update(
         return
     of_heads = all(each is None or each.stride(-1) == 0 for each in (dt, A, D, dt_bias)) and A.stride(1) == 0
     if of_heads:
-        dt, A, D, dt_bias = (
-            dt[..., 0],
-            A[:, 0, 0],
-            D if D is None else D[:, 0],
-            dt_bias if dt_bias is None else dt_bias[:, 0],
-        )
+        dt, A = dt[..., 0], A[:, 0, 0]  # noqa: N806
+        D, dt_bias = (None if each is None else each[:, 0] for each in (D, dt_bias))  # noqa: N806
     rows = [as_rows(each, each[0].numel()) for each in (x, dt, B, C, x if z is None else z)]
-    operands = (A.contiguous(), *rows[2:4], *_given(x, D), rows[4], *_given(x, dt_bias), slots.contiguous(), state, out)
+    operands = (
+        A.contiguous(),
+        *rows[2:4],
+        *given_or(x, D),
+        rows[4],
+        *given_or(x, dt_bias),
+        slots.contiguous(),
+        state,
+        out,
+    )
     sizes = (heads, head_size, size, heads // B.shape[1], *(each.stride(0) for each in rows))
     constants = {"of_heads": of_heads, "has_weight": D is not None, "has_gate": z is not None}
     constants |= {"has_bias": dt_bias is not None, "dt_softplus": dt_softplus}
