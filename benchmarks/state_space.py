@@ -64,7 +64,17 @@ def steps(mamba: object, dtype: torch.dtype, count: int, weights: tuple[Tensor, 
     ours = partial(functional.selective_state_update, *given)
     own = torch.zeros(count, CHANNELS, STATE)
     theirs = partial(
-        mamba.mamba_selective_state_update, own, x, dt, decay, b, c, weight, bias, True, gate  # type: ignore[attr-defined]
+        mamba.mamba_selective_state_update,
+        own,
+        x,
+        dt,
+        decay,
+        b,
+        c,
+        weight,
+        bias,
+        True,
+        gate,  # type: ignore[attr-defined]
     )
     yield from against(f"update of {name}", ours, theirs, STEP_LIMIT, (own, own, x, x, dt, gate, decay), 200)
     taps, taps_bias = torch.randn(CHANNELS, WIDTH).to(dtype), bias.to(dtype)

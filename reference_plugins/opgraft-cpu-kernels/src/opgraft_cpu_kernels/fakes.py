@@ -102,8 +102,8 @@ RULES: dict[Callable[..., object], str] = {
     _pair_like: "fused_add_rms_norm fused_add_gemma_rms_norm add_layer_norm",
     _half: "silu_and_mul mul_and_silu gelu_and_mul gelu_and_mul_sparse fatrelu_and_mul silu_and_mul_with_clamp "
     "swiglustep_and_mul swigluoai_and_mul",
-    _nothing: "causal_conv1d_update selective_state_update rms_norm_out fused_add_rms_norm_ fused_add_gemma_rms_norm_ silu_ "
-    "rotary_embedding_",
+    _nothing: "causal_conv1d_update selective_state_update rms_norm_out fused_add_rms_norm_ fused_add_gemma_rms_norm_ "
+    "silu_ rotary_embedding_",
     _query_and_key: "rotary_embedding mrope",
     _heads: "rotate_heads",
     _queries_and_key: "dual_chunk_rotary_embedding",
