@@ -70,6 +70,7 @@ class EngineCore:
         self.max_model_len = self._context()
         cache = self.opgraft_config.cache
         room = room_for(layout, self.opgraft_config, lambda: self.executor.call("cache_bytes"))
+        self.executor.call("expect_memory", *room)
         sizes = room.num_blocks, layout.block_size, cache.prefix_reuse, room.num_states
         self.cache = KVCacheManager(layout.kinds, *sizes)
         self._expect_room(layout)

@@ -114,8 +114,12 @@ class Worker(PluggableClass):
             return platform.memory(self.device.index or 0).free
         return host_memory()[1] if self._on_host() else None
 
-    def _expect_memory(self, num_blocks: int, num_states: int) -> None:
-        """Refuse a cache for which there is no memory: on a host the process would be killed once it is filled."""
+    def expect_memory(self, num_blocks: int, num_states: int) -> None:
+        """Refuse a cache for which there is no memory: on a host the process would be killed once it is filled.
+
+        Raises:
+            ConfigError: it takes more than is free.
+        """
         layout, free = self.runner.layout, self._known_free_memory()
         needed = num_blocks * layout.bytes_per_block + num_states * layout.bytes_per_state
         if free is not None and needed > free:
@@ -144,9 +148,8 @@ class Worker(PluggableClass):
         """Make the cache of that many blocks and states, and compile the model if ``compilation_config`` says so.
 
         Raises:
-            ConfigError: there is no memory for it, or the model cannot be compiled.
+            ConfigError: the model cannot be compiled.
         """
-        self._expect_memory(num_blocks, num_states)
         self.runner.allocate_cache(num_blocks, num_states)
         self.runner.compile_model()
         self._paged = True

@@ -227,7 +227,7 @@ def test_names_and_values_of_vllm(llm: LLM) -> None:
     answer = output.outputs[0]
     assert len(answer.token_ids) == CONTEXT - len(PROMPT)
     assert set(answer.token_ids) == {5, 6}
-    assert answer.logprobs is not None and all(len(each) == VOCABULARY for each in answer.logprobs)
+    assert {len(each) for each in answer.logprobs or ()} == {VOCABULARY}
     with pytest.raises(RequestError, match="allowed_token_ids has the token id 400, and the vocabulary has 400"):
         llm.generate(PROMPT, SamplingParams(allowed_token_ids=[VOCABULARY]))
 
