@@ -10,6 +10,8 @@ float32 numbers; for half types they are rounded to TF32 where a GPU has it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -192,13 +194,13 @@ def mamba_chunk_scan(
     a, weight, bias = given_or(x, A, D, dt_bias)
     sizes, strides = (sequences, heads, head_size, size, heads // B.shape[1]), [each.stride(0) for each in rows]
     tile = Tile(max(16, power_of_two(head_size, ELEMENTS)), max(16, power_of_two(size, STATES)), 4)
-    constants = {"chunk": CHUNK, "has_bias": dt_bias is not None, "dt_softplus": dt_softplus}
+    constants: dict[str, Any] = {"chunk": CHUNK, "has_bias": dt_bias is not None, "dt_softplus": dt_softplus}
     constants |= {"precision": "ieee" if x.dtype == torch.float32 else "tf32"}
     programs = blocks * heads * triton.cdiv(head_size, tile.rows)
-    first = (*rows[:2], a, rows[2], bias, starts, states, totals)
-    launch(chunk_states_kernel, programs, tile, *first, *sizes, *strides[:3], **constants)
+    first = (rows[1], a, rows[2], bias, starts, states, totals)
+    launch(chunk_states_kernel, programs, tile, rows[0], *first, *sizes, *strides[:3], **constants)
     final = pass_states(states, totals, a, initial_states, starts, CHUNK)
     constants |= {"has_weight": D is not None, "has_gate": z is not None}
-    second = (*rows[:2], a, *rows[2:4], weight, rows[4], bias, starts, states, y)
-    launch(chunk_scan_kernel, programs, tile, *second, *sizes, *strides, **constants)
+    second = (rows[1], a, *rows[2:4], weight, rows[4], bias, starts, states, y)
+    launch(chunk_scan_kernel, programs, tile, rows[0], *second, *sizes, *strides, **constants)
     return y, final
