@@ -131,10 +131,10 @@ def _scanned_step(
     if hidden_states.dim() == 3:
         op(*by_token, A, B, C, _slots(state), out, *by_head)
         return out
-    by_token = tuple(each[:, None] for each in by_token)
+    one_head = (each[:, None] for each in by_token)
     weight, bias = (None if each is None else each[None] for each in (D, dt_bias))
     gate = None if z is None else z[:, None]
-    op(*by_token, A[None], B[:, None], C[:, None], _slots(state), out[:, None], weight, gate, bias)
+    op(*one_head, A[None], B[:, None], C[:, None], _slots(state), out[:, None], weight, gate, bias)
     return out
 
 
