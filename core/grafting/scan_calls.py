@@ -127,13 +127,14 @@ def _scanned_step(
     if not dt_softplus or _is_packed(others):
         return None
     out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+    by_token, by_head = (state, hidden_states, dt), (D, z, dt_bias)
     if hidden_states.dim() == 3:
-        op(state, hidden_states, dt, A, B, C, _slots(state), out, D, z, dt_bias)
+        op(*by_token, A, B, C, _slots(state), out, *by_head)
         return out
-    by_token = [each[:, None] for each in (state, hidden_states, dt)]
+    one_head = (each[:, None] for each in by_token)
     weight, bias = (None if each is None else each[None] for each in (D, dt_bias))
     gate = None if z is None else z[:, None]
-    op(*by_token, A[None], B[:, None], C[:, None], _slots(state), out[:, None], weight, gate, bias)
+    op(*one_head, A[None], B[:, None], C[:, None], _slots(state), out[:, None], weight, gate, bias)
     return out
 
 
