@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -51,6 +52,77 @@ def _decodes(x: Tensor) -> tuple[Any, ...]:
     return torch.randn(16, 32, HEAD_SIZE, device=x.device, dtype=x.dtype), cache, table, bounds, lengths, 0.1
 
 
+def _bounds(x: Tensor, sequences: int = 4) -> Tensor:
+    """Return where that many sequences of equal length begin and end."""
+    return torch.linspace(0, x.shape[0], sequences + 1, device=x.device).to(torch.int32)
+
+
+def _numbers(x: Tensor, *shape: int) -> Tensor:
+    return torch.randn(shape, device=x.device, dtype=x.dtype)
+
+
+def _experts(x: Tensor) -> tuple[Any, ...]:
+    """Return 64 of the tokens for 64 experts of 1,024 elements, eight of each token."""
+    scores = torch.rand(64, 64, device=x.device)
+    weights = (_numbers(x, 64, 2048, x.shape[1]) / 64, _numbers(x, 64, x.shape[1], 1024) / 32)
+    return x[:64], *weights, *scores.softmax(-1).topk(8)
+
+
+def _latents(x: Tensor) -> tuple[Any, ...]:
+    """Return the next token of 16 sequences of 128 heads, whose latents are in ``x``: as wide as the kernel takes."""
+    rank = 1024 // x.element_size()
+    blocks = x.numel() // (BLOCK_SIZE * (rank + 64)) // 16 * 16
+    cache = x.flatten()[: blocks * BLOCK_SIZE * (rank + 64)].view(blocks, BLOCK_SIZE, rank + 64)
+    table = torch.randperm(blocks, device=x.device, dtype=torch.int32).view(16, -1)
+    bounds = torch.arange(17, device=x.device, dtype=torch.int32)
+    lengths = torch.full((16,), table.shape[1] * BLOCK_SIZE, device=x.device, dtype=torch.int32)
+    return _numbers(x, 16, 128, rank + 64), cache, table, bounds, lengths, rank, 0.1
+
+
+def _written_latents(x: Tensor) -> tuple[Any, ...]:
+    cache = torch.empty(x.shape[0] // BLOCK_SIZE, BLOCK_SIZE, x.shape[1] + 64, device=x.device, dtype=x.dtype)
+    return x, _numbers(x, x.shape[0], 64), cache, torch.randperm(x.shape[0], device=x.device)
+
+
+def _scanned(x: Tensor) -> tuple[Any, ...]:
+    """Return a prompt of Mamba, with a state of 16 for each channel."""
+    width, (b, c) = x.shape[1], (_numbers(x, x.shape[0], 16) for _ in "bc")
+    a = -torch.rand(width, 16, device=x.device)
+    initial = torch.zeros(4, width, 16, device=x.device)
+    return x, x, a, b, c, _bounds(x), initial, _weight(x), x, _weight(x), True
+
+
+def _scanned_heads(x: Tensor) -> tuple[Any, ...]:
+    """Return a prompt of Mamba-2, of heads of 64 with a state of 128, in eight groups."""
+    heads = x.view(x.shape[0], -1, 64)
+    count, (b, c) = heads.shape[1], (_numbers(x, x.shape[0], 8, 128) for _ in "bc")
+    a, weight = -torch.rand(count, device=x.device), _numbers(x, count)
+    initial = torch.zeros(4, count, 64, 128, device=x.device)
+    return heads, _numbers(x, x.shape[0], count), a, b, c, _bounds(x), initial, 256, weight, heads, weight, True
+
+
+def _step_of_heads(x: Tensor) -> tuple[Any, ...]:
+    """Return the next token of 64 sequences of Mamba-2, whose numbers per head are expanded."""
+    heads = x[:64].view(64, -1, 64)
+    count, (b, c) = heads.shape[1], (_numbers(x, 64, 8, 128) for _ in "bc")
+    state, out = torch.zeros(64, count, 64, 128, device=x.device, dtype=x.dtype), torch.empty_like(heads)
+    a, dt = -torch.rand(count, 1, 1, device=x.device), _numbers(x, 64, count, 1).expand(64, count, 64)
+    weight = _numbers(x, count, 1).expand(count, 64)
+    slots = torch.randperm(64, device=x.device)
+    return state, heads, dt, a.expand(count, 64, 128), b, c, slots, out, weight, heads, weight, True
+
+
+def _convolved(x: Tensor) -> tuple[Any, ...]:
+    initial = torch.zeros(4, x.shape[1], 3, device=x.device, dtype=x.dtype)
+    return x, _numbers(x, x.shape[1], 4), _bounds(x), initial, _weight(x), "silu"
+
+
+def _convolved_step(x: Tensor) -> tuple[Any, ...]:
+    state = torch.zeros(*x.shape, 3, device=x.device, dtype=x.dtype)
+    slots = torch.randperm(x.shape[0], device=x.device)
+    return x, state, _numbers(x, x.shape[1], 4), slots, torch.empty_like(x), _weight(x), "silu"
+
+
 def _weight(x: Tensor) -> Tensor:
     return torch.randn(x.shape[-1], device=x.device, dtype=x.dtype)
 
@@ -68,12 +140,23 @@ CALLS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
     "swigluoai_and_mul": lambda x: (x,),
     "rotary_embedding": _rotary,
     "paged_attention": _decodes,
+    "fused_experts": _experts,
+    "mla_paged_attention": _latents,
+    "concat_and_cache_mla": _written_latents,
+    "selective_scan": _scanned,
+    "mamba_chunk_scan": _scanned_heads,
+    "selective_state_update": _step_of_heads,
+    "causal_conv1d": _convolved,
+    "causal_conv1d_update": _convolved_step,
     "quant_fp8_dynamic tensor": lambda x: (x, (-1, -1)),
     "quant_fp8_dynamic token": lambda x: (x, (1, -1)),
     "quant_fp8_dynamic group": lambda x: (x, (1, 128)),
     "quant_fp8_static": lambda x: (x, torch.ones(1, device=x.device), (-1, -1)),
 }
 """The forms that are measured, and their arguments by a tensor of tokens by width."""
+
+STATES = {"selective_state_update": 0, "causal_conv1d_update": 1}
+"""Of forms that read and write states, which argument has them."""
 
 
 def _liger(name: str) -> Callable[..., Any] | None:
@@ -135,7 +218,14 @@ def moved(name: str, arguments: tuple[Any, ...]) -> int:
     used = [value for value in arguments if isinstance(value, Tensor)]
     if name == "rotary_embedding":
         used = used[:-1]  # of the table only some rows, which stay in the cache
-    return sum(t.numel() * t.element_size() for t in (*used, *made))
+    if name in STATES:
+        made.append(arguments[STATES[name]])
+    return sum(map(_bytes, (*used, *made)))
+
+
+def _bytes(x: Tensor) -> int:
+    """Return the bytes of a tensor, of dimensions that it is expanded to those of one entry."""
+    return x.element_size() * math.prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride)
 
 
 def copied(size: int) -> float:

@@ -19,6 +19,7 @@ from typing import Any
 
 import latent_attention
 import opgraft
+import state_space
 import torch
 from opgraft import functional
 from opgraft.binding.functional import binding_of
@@ -232,7 +233,7 @@ def main() -> None:
     parser.add_argument(
         "ops",
         nargs="*",
-        help=f"of {', '.join((*NORMS, *ACTIVATIONS, *OTHERS))}, linear, latent_attention, experts; or all",
+        help=f"of {', '.join((*NORMS, *ACTIVATIONS, *OTHERS))}, linear, latent_attention, experts, state_space; or all",
     )
     parser.add_argument("--output", type=Path, default=Path("build/bench-ops"), help="folder of table, JSON and plot")
     arguments = parser.parse_args()
@@ -248,6 +249,8 @@ def main() -> None:
             rows += latent_attention.rows()
         if not names or "experts" in names:
             rows += experts()
+        if not names or "state_space" in names:
+            rows += state_space.rows()
     arguments.output.mkdir(parents=True, exist_ok=True)
     data = {"schema": 1, "machine": machine(), "cells": [asdict(c) for c in cells], "rows": [asdict(r) for r in rows]}
     (arguments.output / "ops.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

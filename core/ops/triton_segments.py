@@ -20,7 +20,7 @@ def block_of_segment(index, bounds, segments, size):
     Segment ``i`` has the rows from ``bounds[i]`` on, and the blocks from number ``bounds[i] // size + i`` on. Its last
     one may have no row, so that there are ``rows // size + segments`` of them in all.
     """
-    low, high = 0, segments
+    low, high = index * 0, index * 0 + segments
     while high - low > 1:
         middle = (low + high) // 2
         before = tl.load(bounds + middle) // size + middle <= index

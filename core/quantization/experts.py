@@ -82,8 +82,8 @@ class _Loading:
         lacking = [expert for place, expert in enumerate(self.loader.experts) if place not in self.made]
         if lacking:
             raise QuantizationError(
-                f"{self.loader.what}: weights of the experts {', '.join(map(str, lacking[:10]))}, which are quantized as "
-                "they are loaded, were not loaded, or not all of them: load them by the parameter's weight_loader"
+                f"{self.loader.what}: weights of the experts {', '.join(map(str, lacking[:10]))}, which are quantized "
+                "as they are loaded, were not loaded, or not all of them: load them by the parameter's weight_loader"
             )
         return [self.made.pop(place) for place in range(len(self.loader.experts))]
 

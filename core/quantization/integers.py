@@ -62,14 +62,13 @@ class OnlineConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | FusedMoEMethodBase | None:
         wanted = prefix in self.embeddings and isinstance(layer, VocabParallelEmbedding) and layer.is_unpadded
-        if not (wanted or isinstance(layer, (LinearBase, FusedMoE))) or self.ignore.match(
-            prefix, self.packed_modules_mapping
-        ):
+        wanted = wanted or isinstance(layer, (LinearBase, FusedMoE))
+        if not wanted or self.ignore.match(prefix, self.packed_modules_mapping):
             return None
         method = self.linear_method()
-        return (
-            QuantizedFusedMoEMethod(layer.moe_config, OnlineExperts(method)) if isinstance(layer, FusedMoE) else method
-        )
+        if isinstance(layer, FusedMoE):
+            return QuantizedFusedMoEMethod(layer.moe_config, OnlineExperts(method))
+        return method
 
 
 @PluggableClass.register("int8")

@@ -195,6 +195,7 @@ class Service:
             "object": "model",
             "created": self.created,
             "owned_by": "opgraft",
+            "task": "generate" if isinstance(self._model, AsyncLLM) else "embed",
             "max_model_len": self.max_model_len,
         }
 

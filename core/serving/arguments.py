@@ -113,9 +113,10 @@ def priorities_for(given: Any, prompts: int) -> Sequence[int]:
     Raises:
         RequestError: there are as many priorities as there are no prompts.
     """
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        return [given] * prompts
-    return _as_many(given, prompts, "priorities", "priority")
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        return _as_many(given, prompts, "priorities", "priority")
+    one: Any = given  # of whatever kind: a request refuses what is no priority
+    return [one] * prompts
 
 
 def expect_params(given: Any) -> None:

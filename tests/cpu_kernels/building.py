@@ -5,10 +5,12 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -37,10 +39,15 @@ def install(source: Path, target: Path, **variables: str) -> subprocess.Complete
     return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
 
 
+def versions() -> str:
+    """What objects depend on beside their sources."""
+    gcc = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
+    return f"{gcc} {metadata.version('torch')} {sys.version_info[:2]}"
+
+
 def kept() -> Path:
     """The folder in which the plugin is kept, built of these sources by this compiler for this torch and Python."""
-    versions = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True).stdout
-    digest = hashlib.sha256(f"{versions} {metadata.version('torch')} {sys.version_info[:2]}".encode())
+    digest = hashlib.sha256(versions().encode())
     for path in source_files():
         digest.update(str(path.relative_to(PLUGIN)).encode() + path.read_bytes())
     return CACHE / digest.hexdigest()[:16]
@@ -48,26 +55,43 @@ def kept() -> Path:
 
 def compiler() -> str:
     """What ``CXX`` says so that everybody who installs the plugin shares objects, and each is compiled once."""
-    return shlex.join([sys.executable, __file__, f"{kept()}-objects"])
+    return shlex.join([sys.executable, __file__, str(CACHE / "objects")])
+
+
+def included(text: bytes, folder: Path) -> Iterator[bytes]:
+    """What a source reads of files beside it, themselves and theirs; what torch and the compiler bring is not."""
+    for name in re.findall(rb'^#include "(.+)"', text, re.MULTILINE):
+        path = folder / name.decode()
+        yield (found := path.read_bytes())
+        yield from included(found, path.parent)
 
 
 def compile_once(objects: Path, arguments: list[str]) -> int:
     """Call g++, unless it was called with the same arguments to compile the same sources; its status."""
     if "-c" not in arguments:
         return subprocess.run(["g++", *arguments], check=False).returncode
-    made = Path(arguments[arguments.index("-o") + 1])
-    copy = objects / f"{made.stem}-{hashlib.sha256(repr(arguments).encode()).hexdigest()[:16]}.o"
+    text, made = sys.stdin.buffer.read(), Path(arguments[arguments.index("-o") + 1])
+    key = b"\0".join([versions().encode(), repr(arguments).encode(), text, *included(text, Path())])
+    copy = objects / f"{made.stem}-{hashlib.sha256(key).hexdigest()[:16]}.o"
     objects.mkdir(parents=True, exist_ok=True)
     with copy.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # who wants the same object meanwhile waits for it
         if not copy.exists():
-            result = subprocess.run(["g++", *arguments], check=False)
+            result = subprocess.run(["g++", *arguments], input=text, check=False)
             if result.returncode:
                 return result.returncode
+            forget_old(objects)
             shutil.copyfile(made, partial := copy.with_suffix(".partial"))
             partial.rename(copy)
+        os.utime(copy)
         shutil.copyfile(copy, made)
     return 0
+
+
+def forget_old(objects: Path, keep: int = 100) -> None:
+    for old in sorted(objects.glob("*.o"), key=lambda path: path.stat().st_mtime)[:-keep]:
+        old.unlink(missing_ok=True)
+        old.with_suffix(".lock").unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

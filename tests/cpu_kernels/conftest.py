@@ -24,7 +24,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (CACHE / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            for old in sorted(CACHE.glob("*/"), key=lambda folder: folder.stat().st_mtime)[:-6]:
+            for old in sorted({*CACHE.glob("*/")} - {CACHE / "objects"}, key=lambda folder: folder.stat().st_mtime)[
+                :-6
+            ]:
                 shutil.rmtree(old)
             folder = tmp_path_factory.mktemp("cpu-kernels")
             result = install(copy_of_sources(folder / "source"), folder / "site", CXX=compiler())

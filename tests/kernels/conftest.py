@@ -89,6 +89,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     from opgraft.ops.layernorm import triton as triton_norm
     from opgraft.ops.quantization import triton as triton_quant
     from opgraft.ops.rotary import triton as triton_rotary
+    from opgraft.ops.state_space import triton_chunks, triton_conv, triton_scan
 
     recorded: list[Launch] = []
 
@@ -98,11 +99,14 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     for module in (
         triton_activation,
         triton_attention,
+        triton_chunks,
+        triton_conv,
         triton_experts,
         triton_latents,
         triton_norm,
         triton_quant,
         triton_rotary,
+        triton_scan,
     ):
         monkeypatch.setattr(module, "launch", record)
     monkeypatch.setattr(triton_quant, "_supported", lambda: tuple(triton_quant.NAMES.values()))

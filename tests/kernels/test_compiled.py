@@ -151,7 +151,37 @@ def experts(tokens: int, dtype: torch.dtype, activation: str) -> Any:
         return x, w13, w2, torch.empty(tokens, 8), torch.empty(tokens, 8, dtype=torch.int64), activation
 
 
+def scan(tokens: int, dtype: torch.dtype) -> Any:
+    """Arguments on ``meta`` for the scan of Mamba over four sequences."""
+    with torch.device("meta"):
+        x, b, d = (torch.empty(n, dtype=dtype) for n in ((tokens, 4096), (tokens, 16), 4096))
+        a, initial = torch.empty(4096, 16), torch.empty(4, 4096, 16)
+        return x, x, a, b, b, torch.empty(5, dtype=torch.int32), initial, d, x, d, True
+
+
+def heads_scan(tokens: int, dtype: torch.dtype) -> Any:
+    """Arguments on ``meta`` for the scan of Mamba-2 over four sequences."""
+    with torch.device("meta"):
+        x, dt, b = (torch.empty(n, dtype=dtype) for n in ((tokens, 64, 64), (tokens, 64), (tokens, 8, 128)))
+        a, initial = torch.empty(64), torch.empty(4, 64, 64, 128)
+        return x, dt, a, b, b, torch.empty(5, dtype=torch.int32), initial, 256, a, x, a, True
+
+
+def step(dtype: torch.dtype) -> Any:
+    """Arguments on ``meta`` for a step of Mamba-2, of which one number per head is expanded."""
+    with torch.device("meta"):
+        x, dt, b = (torch.empty(n, dtype=dtype) for n in ((16, 64, 64), (16, 64, 1), (16, 8, 128)))
+        numbers, state = torch.empty(64, 1, 1), torch.empty(20, 64, 64, 128)
+        weight, slots = numbers[..., 0].expand(64, 64), torch.empty(16, dtype=torch.int64)
+        given = (state, x, dt.expand(16, 64, 64), numbers.expand(64, 64, 128), b, b, slots, x)
+        return *given, weight, x, weight, True
+
+
 FITTING = {
+    "scan": ("selective_scan", lambda: scan(3000, torch.bfloat16)),
+    "scan by heads": ("mamba_chunk_scan", lambda: heads_scan(3000, torch.bfloat16)),
+    "scan by heads, wide dtype": ("mamba_chunk_scan", lambda: heads_scan(3000, torch.float32)),
+    "step by heads": ("selective_state_update", lambda: step(torch.bfloat16)),
     "latents, decodes": ("mla_paged_attention", lambda: latents(4, 4, 128, 512, torch.bfloat16)),
     "latents, few heads": ("mla_paged_attention", lambda: latents(3000, 2, 16, 512, torch.float16)),
     "latents, narrow": ("mla_paged_attention", lambda: latents(3000, 2, 16, 256, torch.float32)),

@@ -69,13 +69,17 @@ def experts_of(model: Any) -> list[Any]:
     return [layer for layer in model.modules() if isinstance(layer, FusedMoE)]
 
 
+def bytes_of_experts(model: Any) -> int:
+    return sum(layer.w13_weight.nbytes + layer.w2_weight.nbytes for layer in experts_of(model))
+
+
 def on_rank(folder: str, steps: Sequence[Sequence[int]], redundant: int = 0) -> tuple[list[torch.Tensor], int, int]:
     """The logits of steps, of which each data replica has so many tokens; bytes of experts; places of a layer."""
     model = loaded(folder, expert=get_ep_group().world_size, redundant_experts=redundant)
     replica = get_dp_group().rank_in_group
     layers = experts_of(model)
-    size = sum(weight.nbytes for layer in layers for weight in layer.parameters(recurse=False))
-    return [logits_of(model, step[replica]) for step in steps], size, len(layers[0].w13_weight)
+    results = [logits_of(model, step[replica]) for step in steps]
+    return results, bytes_of_experts(model), len(layers[0].w13_weight)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -87,7 +91,7 @@ def test_logits(
     job, replicas = ranks
     folder, reference = checkpoints[family]
     alone = loaded(str(folder))
-    whole = sum(weight.nbytes for layer in experts_of(alone) for weight in layer.parameters(recurse=False))
+    whole = bytes_of_experts(alone)
     steps = [(17, 3), (5, 0), (0, 11), (1, 1)] if replicas == 2 else [(17,), (1,)]
     for rank, (results, size, places) in enumerate(job.run(on_rank, str(folder), steps, redundant)):
         world = len(job.processes)

@@ -141,6 +141,32 @@ def test_what_ran_is_told(server: Server, visit: Callable[..., Any]) -> None:
     assert op.get_by_text(next(each["reason"] for each in told["ops"] if each["op"] == "rms_norm")).is_visible()
 
 
+def test_an_encoder_compares_texts(visit: Callable[..., Any]) -> None:
+    """The page of an encoder is no chat: it ranks texts by their likeness to the first, and tells what is refused."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    with serving("minilm", "--server.max_inputs", "4") as encoder:
+        page = visit(encoder, allowed="400 (Bad Request)")
+        texts = page.get_by_label("Texts, one a line")
+        texts.fill("A cat sleeps.\nBonds fell today.\n\n<b>A kitten</b> is asleep.")
+        page.keyboard.press("Enter")
+        page.locator(".turn[aria-busy=false] .alike").wait_for()
+        rows = [row.text_content() for row in page.locator(".alike li").all()]
+        assert [row[5:] for row in rows] == ["<b>A kitten</b> is asleep.", "Bonds fell today."]
+        assert float(rows[0][:5]) > 0.4 > float(rows[1][:5])
+        assert "384 numbers a text" in page.locator(".turn .figures").last.text_content()
+        texts.fill("alone")
+        page.keyboard.press("Enter")
+        page.locator(".turn[aria-busy=false]", has_text=", …").wait_for()
+        texts.fill("a\n" * 5)
+        page.get_by_role("button", name="Send").click()
+        page.locator(".problem", has_text="5 texts, and this server takes 4").wait_for()
+        found = axe.Axe().run(page)
+        assert not found.violations_count, found.generate_report()
+        page.get_by_role("button", name="Clear").click()
+        assert page.locator(".turn").count() == 0
+        assert page.get_by_text("Options").is_hidden()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [{"width": 1280, "height": 800}, PHONE], ids=["desk", "phone"])
 def test_it_is_accessible(server: Server, visit: Callable[..., Any], scheme: str, size: dict[str, int]) -> None:

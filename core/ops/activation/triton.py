@@ -132,15 +132,15 @@ def xielu_kernel(
 ):
     row, column, inside = tile_at(tl.program_id(0), rows, width, tile_rows, tile_columns)
     t = tl.load(x + row * stride + column, inside, 0.0).to(tl.float32)
-    positive = _softplus(tl.load(alpha_p).to(tl.float32))
-    negative = beta + _softplus(tl.load(alpha_n).to(tl.float32))
+    positive = softplus(tl.load(alpha_p).to(tl.float32))
+    negative = beta + softplus(tl.load(alpha_n).to(tl.float32))
     below = (expm1(tl.where(t > eps, eps, t)) - t) * negative
     result = tl.where(t > 0.0, positive * t * t, below) + beta * t
     tl.store(out + row * out_stride + column, result.to(out.dtype.element_ty), inside)
 
 
 @triton.jit
-def _softplus(t):
+def softplus(t):
     """Compute ``log(1 + exp(t))``; the logarithm near one is corrected for the rounding of the sum (Goldberg, 1991)."""
     small = tl.exp(-tl.abs(t))
     total = 1.0 + small

@@ -123,7 +123,7 @@ def down_kernel(
     tl.store(outputs + pair * width + column, t.to(outputs.dtype.element_ty), (place < end) & (column < width))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def weighted_sum_kernel(
     outputs,
     weights,

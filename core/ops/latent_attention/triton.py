@@ -100,7 +100,7 @@ def mla_paged_attention_kernel(
     store_part(out, log_sums, place, exists, attended, highest, total, rank, parts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def concat_and_cache_mla_kernel(
     kv_c,
     k_pe,

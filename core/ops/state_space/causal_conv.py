@@ -53,11 +53,8 @@ def causal_conv1d(
         ValueError: a shape, a dtype, a device or the activation does not fit, or ``query_start_loc`` does not ascend
             from 0 to the number of tokens.
     """
-    op = "causal_conv1d"
-    expect_sequences(op, x, query_start_loc, initial_states)
-    _expect_channels(op, x, weight, bias, activation)
+    expect_convolution(x, weight, query_start_loc, initial_states, bias, activation)
     channels, width = weight.shape
-    expect_shape(op, "initial_states", initial_states, (initial_states.shape[0], channels, width - 1), x)
     before, dtype = width - 1, compute_dtype(x.dtype)
     sequence, position, lengths = places(x.shape[0], query_start_loc)
     # Each sequence behind its state, all of them in one row: what is read across their borders is left out again.
@@ -96,11 +93,7 @@ def causal_conv1d_update(
     Raises:
         ValueError: a shape, a dtype, a device or the activation does not fit, or a slot is none.
     """
-    op = "causal_conv1d_update"
-    _expect_channels(op, x, weight, bias, activation)
-    expect_slots(op, x, conv_state, slots)
-    expect_shape(op, "conv_state", conv_state, (conv_state.shape[0], weight.shape[0], weight.shape[1] - 1), x)
-    expect_shape(op, "out", out, tuple(x.shape), x)
+    expect_step(x, conv_state, weight, slots, out, bias, activation)
     dtype = compute_dtype(x.dtype)
     window = torch.cat([conv_state[slots].to(dtype), x[..., None].to(dtype)], -1)
     out.copy_(_weighted(list(window.unbind(-1)), weight, bias, activation))
@@ -116,6 +109,39 @@ def _weighted(inputs: list[Tensor], weight: Tensor, bias: Tensor | None, activat
     if bias is not None:
         total = total + bias.to(total.dtype)
     return total if activation is None else F.silu(total)
+
+
+def expect_convolution(
+    x: Tensor,
+    weight: Tensor,
+    query_start_loc: Tensor,
+    initial_states: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+) -> None:
+    """Raise ``ValueError`` unless the arguments of ``causal_conv1d`` fit each other."""
+    op = "causal_conv1d"
+    expect_sequences(op, x, query_start_loc, initial_states)
+    _expect_channels(op, x, weight, bias, activation)
+    channels, width = weight.shape
+    expect_shape(op, "initial_states", initial_states, (initial_states.shape[0], channels, width - 1), x)
+
+
+def expect_step(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    slots: Tensor,
+    out: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+) -> None:
+    """Raise ``ValueError`` unless the arguments of ``causal_conv1d_update`` fit each other."""
+    op = "causal_conv1d_update"
+    _expect_channels(op, x, weight, bias, activation)
+    expect_slots(op, x, conv_state, slots)
+    expect_shape(op, "conv_state", conv_state, (conv_state.shape[0], weight.shape[0], weight.shape[1] - 1), x)
+    expect_shape(op, "out", out, tuple(x.shape), x)
 
 
 def expect_slots(op: str, x: Tensor, state: Tensor, slots: Tensor) -> None:

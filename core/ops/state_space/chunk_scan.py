@@ -71,7 +71,7 @@ def mamba_chunk_scan(
         ValueError: a shape, a dtype, a device or the size of chunks does not fit, or ``query_start_loc`` does not
             ascend from 0 to the number of tokens.
     """
-    _expect_heads(x, dt, A, B, C, query_start_loc, initial_states, chunk_size, D, z, dt_bias)
+    expect_heads(x, dt, A, B, C, query_start_loc, initial_states, chunk_size, D, z, dt_bias)
     dtype, per_group = compute_dtype(x.dtype), x.shape[1] // B.shape[1]
     if values_are_known(query_start_loc):
         chunk_size = min(chunk_size, max(x.shape[0], 1))
@@ -165,7 +165,7 @@ def _states(
     return carried, torch.where(some, torch.cat([after, spare])[chunks.last], initial)
 
 
-def _expect_heads(
+def expect_heads(
     x: Tensor,
     dt: Tensor,
     A: Tensor,  # noqa: N803
@@ -178,6 +178,7 @@ def _expect_heads(
     z: Tensor | None,
     dt_bias: Tensor | None,
 ) -> None:
+    """Raise ``ValueError`` unless the arguments of ``mamba_chunk_scan`` fit each other."""
     op = "mamba_chunk_scan"
     expect_size(op, "chunk_size", chunk_size)
     expect_positive(op, "chunk_size", chunk_size)

@@ -7,8 +7,13 @@ from typing import Any
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.ops.checks import expect_choice, expect_positive, expect_size
+from opgraft.ops.on_triton import on_triton
 from opgraft.ops.state_space.causal_conv import ACTIVATIONS
 from torch import Tensor
+
+CHUNKS = on_triton("opgraft.ops.state_space.triton_chunks")
+SCANS = on_triton("opgraft.ops.state_space.triton_scan")
+CONVOLUTIONS = on_triton("opgraft.ops.state_space.triton_conv")
 
 
 @CustomOp.register("causal_conv1d")
@@ -21,6 +26,8 @@ class CausalConv1d(CustomOp):
     Raises:
         ValueError: another activation.
     """
+
+    functional_cuda = functional_xpu = CONVOLUTIONS
 
     def __init__(self, activation: str | None = None) -> None:
         super().__init__()
@@ -53,6 +60,8 @@ class CausalConv1dUpdate(CustomOp):
         ValueError: another activation.
     """
 
+    functional_cuda = functional_xpu = CONVOLUTIONS
+
     def __init__(self, activation: str | None = None) -> None:
         super().__init__()
         expect_choice("causal_conv1d_update", "activation", activation, ACTIVATIONS)
@@ -81,6 +90,8 @@ class SelectiveScan(CustomOp):
     Args:
         dt_softplus: step sizes are ``softplus(dt + dt_bias)``.
     """
+
+    functional_cuda = functional_xpu = SCANS
 
     def __init__(self, dt_softplus: bool = False) -> None:
         super().__init__()
@@ -119,6 +130,8 @@ class MambaChunkScan(CustomOp):
         ValueError: the size of chunks is no positive integer.
     """
 
+    functional_cuda = functional_xpu = CHUNKS
+
     def __init__(self, chunk_size: int, dt_softplus: bool = False) -> None:
         super().__init__()
         expect_size("mamba_chunk_scan", "chunk_size", chunk_size)
@@ -154,6 +167,8 @@ class SelectiveStateUpdate(CustomOp):
     Args:
         dt_softplus: step sizes are ``softplus(dt + dt_bias)``.
     """
+
+    functional_cuda = functional_xpu = SCANS
 
     def __init__(self, dt_softplus: bool = False) -> None:
         super().__init__()

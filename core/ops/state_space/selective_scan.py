@@ -77,7 +77,7 @@ def selective_scan(
         ValueError: a shape, a dtype or a device does not fit, or ``query_start_loc`` does not ascend from 0 to the
             number of tokens.
     """
-    _expect_channels(x, dt, A, B, C, query_start_loc, initial_states, D, z, dt_bias)
+    expect_channels(x, dt, A, B, C, query_start_loc, initial_states, D, z, dt_bias)
     dtype = compute_dtype(x.dtype)
     step, given_x = step_sizes(dt.to(dtype), dt_bias, dt_softplus), x.to(dtype)
     inputs = (step, step * given_x, B.to(dtype), C.to(dtype))
@@ -86,7 +86,7 @@ def selective_scan(
     return gated(y, given_x, D, z).to(x.dtype), final.to(initial_states.dtype)
 
 
-def _expect_channels(
+def expect_channels(
     x: Tensor,
     dt: Tensor,
     A: Tensor,  # noqa: N803
@@ -98,6 +98,7 @@ def _expect_channels(
     z: Tensor | None,
     dt_bias: Tensor | None,
 ) -> None:
+    """Raise ``ValueError`` unless the arguments of ``selective_scan`` fit each other."""
     op = "selective_scan"
     if A.dim() != 2:
         raise ValueError(f"{op}: A has shape {tuple(A.shape)}, expected [channels, state]")

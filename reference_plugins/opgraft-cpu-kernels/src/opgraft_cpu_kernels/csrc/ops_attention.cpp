@@ -9,14 +9,14 @@
 namespace opgraft_cpu_kernels {
 namespace {
 
-constexpr const char* OP = "attend_pages";
+constexpr const char* PAGES = "attend_pages";
 constexpr int64_t PART_ROWS = 48;  // rows that share a read of keys
 
 void expect_tokens(const char* name, const Tensor& x, int64_t heads, const Tensor& query) {
-  TORCH_CHECK_VALUE(x.dim() == 3 && x.size(0) == query.size(0) && x.size(1) == heads && x.size(2) == query.size(2), OP,
-                    ": ", name, " has shape ", x.sizes(), ", expected [", query.size(0), ", ", heads, ", ",
+  TORCH_CHECK_VALUE(x.dim() == 3 && x.size(0) == query.size(0) && x.size(1) == heads && x.size(2) == query.size(2),
+                    PAGES, ": ", name, " has shape ", x.sizes(), ", expected [", query.size(0), ", ", heads, ", ",
                     query.size(2), "]");
-  TORCH_CHECK_VALUE(x.scalar_type() == query.scalar_type(), OP, ": ", name, " has dtype ", x.scalar_type(),
+  TORCH_CHECK_VALUE(x.scalar_type() == query.scalar_type(), PAGES, ": ", name, " has dtype ", x.scalar_type(),
                     ", expected that of query, ", query.scalar_type());
 }
 
@@ -32,18 +32,19 @@ Codes codes_of(const Tensor& cache) {
 void expect_cache(const Tensor& cache, const Tensor& query) {
   const bool coded = codes_of(cache) != NO_CODES;
   const int64_t size = query.size(2), elements = KEYS_OF_GROUP * (size + (coded ? SCALE_BYTES : 0));
-  TORCH_CHECK_VALUE(cache.dim() == 5 && cache.size(1) == 2 && cache.size(2) > 0 &&
-                        cache.size(4) == elements && size % 16 == 0 && cache.is_contiguous(),
-                    OP, ": cache has shape ", cache.sizes(), ", expected a contiguous [num_blocks, 2, num_kv_heads, ",
-                    "groups, ", elements, "], and a head size that 16 divides");
-  TORCH_CHECK_VALUE(coded || cache.scalar_type() == query.scalar_type(), OP, ": cache has dtype ", cache.scalar_type(),
-                    ", expected that of query, ", query.scalar_type(), ", or codes");
-  TORCH_CHECK_VALUE(query.size(1) > 0 && query.size(1) % cache.size(2) == 0, OP, ": cache has ", cache.size(2),
+  TORCH_CHECK_VALUE(cache.dim() == 5 && cache.size(1) == 2 && cache.size(2) > 0 && cache.size(4) == elements &&
+                        size % 16 == 0 && cache.is_contiguous(),
+                    PAGES, ": cache has shape ", cache.sizes(),
+                    ", expected a contiguous [num_blocks, 2, num_kv_heads, ", "groups, ", elements,
+                    "], and a head size that 16 divides");
+  TORCH_CHECK_VALUE(coded || cache.scalar_type() == query.scalar_type(), PAGES, ": cache has dtype ",
+                    cache.scalar_type(), ", expected that of query, ", query.scalar_type(), ", or codes");
+  TORCH_CHECK_VALUE(query.size(1) > 0 && query.size(1) % cache.size(2) == 0, PAGES, ": cache has ", cache.size(2),
                     " heads, expected a divisor of ", query.size(1));
 }
 
 Tensor integers(const char* name, const Tensor& x, int64_t dims, at::ScalarType dtype) {
-  TORCH_CHECK_VALUE(x.dim() == dims && (x.scalar_type() == at::kInt || x.scalar_type() == at::kLong), OP, ": ", name,
+  TORCH_CHECK_VALUE(x.dim() == dims && (x.scalar_type() == at::kInt || x.scalar_type() == at::kLong), PAGES, ": ", name,
                     " has shape ", x.sizes(), " and dtype ", x.scalar_type(), ", expected ", dims,
                     " dimensions of integers");
   return x.to(dtype).contiguous();
@@ -87,7 +88,7 @@ T largest_bits(const T* x, int64_t size) {
 template <class T, int64_t PAIR, T INFINITE>
 void write_codes(const Tensor& x, const Tensor& cache, const int64_t* slots, bool values) {
   const int64_t tokens = x.size(0), heads = x.size(1), size = x.size(2), groups = cache.size(3);
-  const Dtype dtype = dtype_of(OP, x);
+  const Dtype dtype = dtype_of(PAGES, x);
   const bool fp8 = codes_of(cache) == FP8_CODES;
   const Tensor codes = fresh(x.sizes(), at::kByte), scales = fresh({tokens, heads}, at::kFloat);
   Quantization q;
@@ -120,7 +121,8 @@ void write_tokens(const Tensor& key, const Tensor& value, const Tensor& cache, c
   const int64_t* const places = slots.const_data_ptr<int64_t>();
   const int64_t room = cache.size(0) * cache.size(3) * KEYS_OF_GROUP;
   for (int64_t i = 0; i < slots.numel(); ++i)
-    TORCH_CHECK_VALUE(0 <= places[i] && places[i] < room, OP, ": slots has ", places[i], ", expected 0 to ", room - 1);
+    TORCH_CHECK_VALUE(0 <= places[i] && places[i] < room, PAGES, ": slots has ", places[i], ", expected 0 to ",
+                      room - 1);
   const at::ScalarType dtype = key.scalar_type();
   const bool coded = codes_of(cache) != NO_CODES;
   const auto write_one = dtype == at::kFloat  ? (coded ? &write_codes<uint32_t, 1, 0x7f800000> : &write<uint32_t, 1>)
@@ -132,18 +134,19 @@ void write_tokens(const Tensor& key, const Tensor& value, const Tensor& cache, c
 
 void expect_sequences(const PagedAttention& a, int64_t sequences, int64_t tokens, int64_t blocks) {
   const auto length_of = [&](int64_t i) { return int64_t(a.starts[i + 1]) - a.starts[i]; };
-  TORCH_CHECK_VALUE(a.starts[0] == 0 && a.starts[sequences] == tokens, OP, ": query_start_loc is from ", a.starts[0],
+  TORCH_CHECK_VALUE(a.starts[0] == 0 && a.starts[sequences] == tokens, PAGES, ": query_start_loc is from ", a.starts[0],
                     " to ", a.starts[sequences], ", expected 0 to ", tokens);
   for (int64_t i = 0; i < sequences; ++i) {
     const int64_t length = a.lengths[i], room = a.table_stride * a.block_size;
-    TORCH_CHECK_VALUE(length_of(i) >= 0 && length_of(i) <= length && length <= room, OP, ": sequence ", i, " has ",
+    TORCH_CHECK_VALUE(length_of(i) >= 0 && length_of(i) <= length && length <= room, PAGES, ": sequence ", i, " has ",
                       length, " tokens, expected ", length_of(i), " to ", room);
     if (length_of(i) == 0) continue;
     const int64_t seen = length - length_of(i) + 1, low = seen > a.window ? seen - a.window : 0;
     // Of steps of keys that begin before the window, the groups before it are not read.
     for (int64_t at = low / KEYS_OF_GROUP * KEYS_OF_GROUP / a.block_size; at * a.block_size < length; ++at) {
       const int64_t block = a.tables[i * a.table_stride + at];
-      TORCH_CHECK_VALUE(0 <= block && block < blocks, OP, ": block_table has ", block, ", expected 0 to ", blocks - 1);
+      TORCH_CHECK_VALUE(0 <= block && block < blocks, PAGES, ": block_table has ", block, ", expected 0 to ",
+                        blocks - 1);
     }
   }
 }
@@ -230,9 +233,9 @@ Tensor attend_pages(const Tensor& query, const Tensor& key, const Tensor& value,
                     const Tensor& seq_lens, double scale, std::optional<int64_t> sliding_window,
                     std::optional<double> logits_soft_cap, const OptionalTensor& sinks) {
   const Tensor& sink = defined(sinks);
-  refuse_gradient(OP, query, key, value, sink);
-  const Dtype dtype = dtype_of(OP, query);
-  TORCH_CHECK_VALUE(query.dim() == 3, OP, ": query has shape ", query.sizes(), ", expected three dimensions");
+  refuse_gradient(PAGES, query, key, value, sink);
+  const Dtype dtype = dtype_of(PAGES, query);
+  TORCH_CHECK_VALUE(query.dim() == 3, PAGES, ": query has shape ", query.sizes(), ", expected three dimensions");
   expect_cache(cache, query);
   expect_tokens("key", key, cache.size(2), query);
   expect_tokens("value", value, cache.size(2), query);
@@ -241,11 +244,12 @@ Tensor attend_pages(const Tensor& query, const Tensor& key, const Tensor& value,
   const Tensor lengths = integers("seq_lens", seq_lens, 1, at::kInt);
   const int64_t sequences = lengths.size(0);
   TORCH_CHECK_VALUE(starts.size(0) == sequences + 1 && table.size(0) == sequences && places.size(0) == query.size(0),
-                    OP, ": query_start_loc, block_table and slots have ", starts.size(0), ", ", table.size(0), " and ",
-                    places.size(0), " rows, expected ", sequences + 1, ", ", sequences, " and ", query.size(0));
-  TORCH_CHECK_VALUE(sliding_window.value_or(1) > 0 && logits_soft_cap.value_or(1) > 0, OP,
+                    PAGES, ": query_start_loc, block_table and slots have ", starts.size(0), ", ", table.size(0),
+                    " and ", places.size(0), " rows, expected ", sequences + 1, ", ", sequences, " and ",
+                    query.size(0));
+  TORCH_CHECK_VALUE(sliding_window.value_or(1) > 0 && logits_soft_cap.value_or(1) > 0, PAGES,
                     ": a window or a cap is not positive");
-  TORCH_CHECK_VALUE(!sink.defined() || (sink.dim() == 1 && sink.size(0) == query.size(1)), OP,
+  TORCH_CHECK_VALUE(!sink.defined() || (sink.dim() == 1 && sink.size(0) == query.size(1)), PAGES,
                     ": sinks has another shape than [heads]");
   const Tensor heads = in_rows(query), bias = sink.defined() ? sink.to(at::kFloat).contiguous() : sink;
   const Tensor out = fresh(query.sizes(), query.scalar_type());

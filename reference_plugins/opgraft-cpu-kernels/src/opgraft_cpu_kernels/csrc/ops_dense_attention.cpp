@@ -10,11 +10,11 @@
 namespace opgraft_cpu_kernels {
 namespace {
 
-constexpr const char* OP = "scaled_dot_product_attention";
+constexpr const char* SDPA = "scaled_dot_product_attention";
 
 // An argument as [batch, heads, tokens, size] whose elements of a token adjoin; a copy of it where they do not.
 Tensor by_heads(const char* name, const Tensor& x, int64_t dims) {
-  TORCH_CHECK_VALUE(x.dim() == dims, OP, ": ", name, " has shape ", x.sizes(), ", expected ", dims, " dimensions");
+  TORCH_CHECK_VALUE(x.dim() == dims, SDPA, ": ", name, " has shape ", x.sizes(), ", expected ", dims, " dimensions");
   Tensor four = x;
   while (four.dim() < 4) four = four.unsqueeze(0);
   return four.stride(3) == 1 || four.size(3) == 1 ? four : four.contiguous();
@@ -23,19 +23,19 @@ Tensor by_heads(const char* name, const Tensor& x, int64_t dims) {
 Heads heads_of(const Tensor& x) { return {x.const_data_ptr(), x.stride(0), x.stride(1), x.stride(2)}; }
 
 void expect_keys(const char* name, const Tensor& x, const Tensor& query, const Tensor& key, bool grouped) {
-  TORCH_CHECK_VALUE(x.scalar_type() == query.scalar_type(), OP, ": ", name, " has dtype ", x.scalar_type(),
+  TORCH_CHECK_VALUE(x.scalar_type() == query.scalar_type(), SDPA, ": ", name, " has dtype ", x.scalar_type(),
                     ", expected that of query, ", query.scalar_type());
   const int64_t heads = x.size(1);
   const bool fits = grouped ? heads > 0 && query.size(1) % heads == 0 : heads == query.size(1);
-  TORCH_CHECK_VALUE(fits && x.size(0) == query.size(0) && heads == key.size(1) && x.size(2) == key.size(2), OP, ": ",
+  TORCH_CHECK_VALUE(fits && x.size(0) == query.size(0) && heads == key.size(1) && x.size(2) == key.size(2), SDPA, ": ",
                     name, " has shape ", x.sizes(), " beside query ", query.sizes());
 }
 
 void expect_mask(const Tensor& mask, const Tensor& query, at::IntArrayRef scores) {
   const at::ScalarType dtype = mask.scalar_type();
-  TORCH_CHECK_VALUE(dtype == at::kBool || dtype == at::kFloat || dtype == query.scalar_type(), OP,
+  TORCH_CHECK_VALUE(dtype == at::kBool || dtype == at::kFloat || dtype == query.scalar_type(), SDPA,
                     ": attn_mask has dtype ", dtype, ", expected bool, float32 or that of query");
-  TORCH_CHECK_VALUE(at::is_expandable_to(mask.sizes(), scores), OP, ": attn_mask has shape ", mask.sizes(),
+  TORCH_CHECK_VALUE(at::is_expandable_to(mask.sizes(), scores), SDPA, ": attn_mask has shape ", mask.sizes(),
                     ", expected it to broadcast to ", scores);
 }
 
@@ -56,16 +56,16 @@ Tensor as_scores(const Tensor& mask) {
 Tensor scaled_dot_product_attention(const Tensor& query, const Tensor& key, const Tensor& value,
                                     const OptionalTensor& mask, double dropout_p, bool is_causal,
                                     std::optional<double> scale, bool enable_gqa) {
-  refuse_gradient(OP, query, key, value, defined(mask));
+  refuse_gradient(SDPA, query, key, value, defined(mask));
   const int64_t dims = query.dim();
-  TORCH_CHECK_VALUE(2 <= dims && dims <= 4 && dropout_p == 0 && !(mask && is_causal) && !(enable_gqa && dims < 3), OP,
+  TORCH_CHECK_VALUE(2 <= dims && dims <= 4 && dropout_p == 0 && !(mask && is_causal) && !(enable_gqa && dims < 3), SDPA,
                     ": query has shape ", query.sizes(), ", dropout_p is ", dropout_p, ", is_causal ", is_causal);
-  const Dtype dtype = dtype_of(OP, query);
+  const Dtype dtype = dtype_of(SDPA, query);
   const Tensor q = by_heads("query", query, dims), k = by_heads("key", key, dims), v = by_heads("value", value, dims);
   expect_keys("key", k, q, k, enable_gqa);
   expect_keys("value", v, q, k, enable_gqa);
-  TORCH_CHECK_VALUE(q.size(3) == k.size(3) && k.numel() && v.numel() && q.numel(), OP, ": query has shape ", q.sizes(),
-                    " and key ", k.sizes());
+  TORCH_CHECK_VALUE(q.size(3) == k.size(3) && k.numel() && v.numel() && q.numel(), SDPA, ": query has shape ",
+                    q.sizes(), " and key ", k.sizes());
   DenseAttention a;
   a.query = heads_of(q);
   a.key = heads_of(k);

@@ -7,11 +7,11 @@
 namespace opgraft_cpu_kernels {
 namespace {
 
-constexpr const char* OP = "fused_experts";
+constexpr const char* EXPERTS = "fused_experts";
 
 void expect(const char* name, const Tensor& tensor, at::IntArrayRef sizes, const Tensor& x) {
-  TORCH_CHECK_VALUE(tensor.sizes() == sizes && tensor.is_contiguous() && tensor.scalar_type() == x.scalar_type(), OP,
-                    ": ", name, " has shape ", tensor.sizes(), " and dtype ", tensor.scalar_type(),
+  TORCH_CHECK_VALUE(tensor.sizes() == sizes && tensor.is_contiguous() && tensor.scalar_type() == x.scalar_type(),
+                    EXPERTS, ": ", name, " has shape ", tensor.sizes(), " and dtype ", tensor.scalar_type(),
                     ", expected a contiguous ", sizes, " of dtype ", x.scalar_type());
 }
 
@@ -30,8 +30,8 @@ struct Places {
     const int64_t* id = ids.const_data_ptr<int64_t>();
     std::vector<int64_t> counts(experts, 0), next(experts, 0);
     for (size_t pair = 0; pair < rows.size(); ++pair) {
-      TORCH_CHECK_VALUE(-1 <= id[pair] && id[pair] < experts, OP, ": topk_ids have ", id[pair], ", expected -1 to ",
-                        experts - 1);
+      TORCH_CHECK_VALUE(-1 <= id[pair] && id[pair] < experts, EXPERTS, ": topk_ids have ", id[pair],
+                        ", expected -1 to ", experts - 1);
       if (id[pair] >= 0) ++counts[id[pair]];
     }
     for (int64_t expert = 0; expert < experts; ++expert) {
@@ -61,7 +61,7 @@ Tensor products(const Tensor& x, const Tensor& weight, const Tensor& bias, const
     linear.out_features = columns;
     linears.push_back(linear);
   }
-  const LinearKernel kernel = path().linear[dtype_of(OP, x)];
+  const LinearKernel kernel = path().linear[dtype_of(EXPERTS, x)];
   share(int64_t(linears.size()) * columns, width, [&](int64_t begin, int64_t end) {
     for (int64_t at = begin; at < end;) {
       const int64_t first = at % columns, last = std::min(columns, first + end - at);
@@ -75,7 +75,7 @@ Tensor products(const Tensor& x, const Tensor& weight, const Tensor& bias, const
 Tensor activated(const Tensor& gate_up, c10::string_view activation) {
   if (activation == "silu") return silu_and_mul(gate_up);
   if (activation == "gelu") return gelu_and_mul(gate_up, "none");
-  TORCH_CHECK_VALUE(activation == "swigluoai", OP, ": activation is '", activation,
+  TORCH_CHECK_VALUE(activation == "swigluoai", EXPERTS, ": activation is '", activation,
                     "', expected silu, gelu or swigluoai");
   return swigluoai_and_mul(gate_up, 1.702, 7.0);
 }
@@ -116,11 +116,11 @@ Tensor fused_experts(const Tensor& x, const Tensor& w13, const Tensor& w2, const
                      const Tensor& topk_ids, c10::string_view activation, const OptionalTensor& w13_bias,
                      const OptionalTensor& w2_bias) {
   const Tensor &up_bias = defined(w13_bias), &down_bias = defined(w2_bias);
-  refuse_gradient(OP, x, w13, w2, topk_weights, up_bias, down_bias);
-  const Dtype dtype = dtype_of(OP, x);
+  refuse_gradient(EXPERTS, x, w13, w2, topk_weights, up_bias, down_bias);
+  const Dtype dtype = dtype_of(EXPERTS, x);
   TORCH_CHECK_VALUE(x.dim() == 2 && w2.dim() == 3 && topk_ids.dim() == 2 && topk_ids.size(0) == x.size(0) &&
                         topk_ids.sizes() == topk_weights.sizes() && at::isIntegralType(topk_ids.scalar_type(), false),
-                    OP, ": x has shape ", x.sizes(), ", w2 ", w2.sizes(), ", topk_weights ", topk_weights.sizes(),
+                    EXPERTS, ": x has shape ", x.sizes(), ", w2 ", w2.sizes(), ", topk_weights ", topk_weights.sizes(),
                     " and topk_ids ", topk_ids.sizes());
   const int64_t experts = w2.size(0), hidden = x.size(1), intermediate = w2.size(2);
   expect("w13", w13, {experts, 2 * intermediate, hidden}, x);

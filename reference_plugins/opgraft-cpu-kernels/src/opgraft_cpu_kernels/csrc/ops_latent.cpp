@@ -7,23 +7,23 @@
 namespace opgraft_cpu_kernels {
 namespace {
 
-constexpr const char* OP = "mla_paged_attention";
+constexpr const char* MLA = "mla_paged_attention";
 constexpr int64_t COLUMNS = 64;  // that are taken at once, on the widest path
 
 Tensor integers(const char* name, const Tensor& x, int64_t dims) {
-  TORCH_CHECK_VALUE(x.dim() == dims && (x.scalar_type() == at::kInt || x.scalar_type() == at::kLong), OP, ": ", name,
+  TORCH_CHECK_VALUE(x.dim() == dims && (x.scalar_type() == at::kInt || x.scalar_type() == at::kLong), MLA, ": ", name,
                     " has shape ", x.sizes(), " and dtype ", x.scalar_type(), ", expected ", dims,
                     " dimensions of integers");
   return x.to(at::kInt).contiguous();
 }
 
 void expect_latents(const Tensor& query, const Tensor& cache, int64_t rank) {
-  TORCH_CHECK_VALUE(query.dim() == 3 && cache.dim() == 3 && query.size(2) == cache.size(2) && query.size(1) > 0, OP,
+  TORCH_CHECK_VALUE(query.dim() == 3 && cache.dim() == 3 && query.size(2) == cache.size(2) && query.size(1) > 0, MLA,
                     ": query has shape ", query.sizes(), " and cache ", cache.sizes(),
                     ", expected [tokens, num_heads, size] and [num_blocks, block_size, size]");
-  TORCH_CHECK_VALUE(cache.is_contiguous() && cache.scalar_type() == query.scalar_type(), OP, ": cache has dtype ",
+  TORCH_CHECK_VALUE(cache.is_contiguous() && cache.scalar_type() == query.scalar_type(), MLA, ": cache has dtype ",
                     cache.scalar_type(), ", expected that of query, ", query.scalar_type(), ", contiguous");
-  TORCH_CHECK_VALUE(rank > 0 && rank <= cache.size(2) && rank % COLUMNS == 0 && cache.size(2) % (COLUMNS / 2) == 0, OP,
+  TORCH_CHECK_VALUE(rank > 0 && rank <= cache.size(2) && rank % COLUMNS == 0 && cache.size(2) % (COLUMNS / 2) == 0, MLA,
                     ": kv_lora_rank is ", rank, " of ", cache.size(2), ", expected multiples of ", COLUMNS, " and ",
                     COLUMNS / 2);
 }
@@ -33,17 +33,17 @@ std::vector<LatentToken> tokens_of(const LatentAttention& a, const Tensor& start
                                    int64_t tokens, int64_t blocks) {
   const int64_t sequences = lengths.size(0);
   const int32_t *bounds = starts.const_data_ptr<int32_t>(), *length = lengths.const_data_ptr<int32_t>();
-  TORCH_CHECK_VALUE(bounds[0] == 0 && bounds[sequences] == tokens, OP, ": query_start_loc is from ", bounds[0], " to ",
+  TORCH_CHECK_VALUE(bounds[0] == 0 && bounds[sequences] == tokens, MLA, ": query_start_loc is from ", bounds[0], " to ",
                     bounds[sequences], ", expected 0 to ", tokens);
   std::vector<LatentToken> found;
   for (int64_t i = 0; i < sequences; ++i) {
     const int64_t count = int64_t(bounds[i + 1]) - bounds[i], room = a.table_stride * a.block_size;
-    TORCH_CHECK_VALUE(0 <= count && count <= length[i] && length[i] <= room, OP, ": sequence ", i, " has ", length[i],
+    TORCH_CHECK_VALUE(0 <= count && count <= length[i] && length[i] <= room, MLA, ": sequence ", i, " has ", length[i],
                       " tokens, expected ", count, " to ", room);
     if (count == 0) continue;
     for (int64_t at = 0; at * a.block_size < length[i]; ++at) {
       const int64_t block = a.tables[i * a.table_stride + at];
-      TORCH_CHECK_VALUE(0 <= block && block < blocks, OP, ": block_table has ", block, ", expected 0 to ", blocks - 1);
+      TORCH_CHECK_VALUE(0 <= block && block < blocks, MLA, ": block_table has ", block, ", expected 0 to ", blocks - 1);
     }
     for (int64_t t = 0; t < count; ++t) found.push_back({bounds[i] + t, i, length[i] - count + t + 1});
   }
@@ -69,12 +69,12 @@ void compute(const LatentAttention& a, const LatentToken& token, Dtype dtype, bo
 Tensor mla_paged_attention(const Tensor& query, const Tensor& cache, const Tensor& block_table,
                            const Tensor& query_start_loc, const Tensor& seq_lens, int64_t kv_lora_rank,
                            double scale) {
-  refuse_gradient(OP, query, cache);
-  const Dtype dtype = dtype_of(OP, query);
+  refuse_gradient(MLA, query, cache);
+  const Dtype dtype = dtype_of(MLA, query);
   expect_latents(query, cache, kv_lora_rank);
   const Tensor table = integers("block_table", block_table, 2), starts = integers("query_start_loc", query_start_loc, 1);
   const Tensor lengths = integers("seq_lens", seq_lens, 1), heads = query.contiguous();
-  TORCH_CHECK_VALUE(starts.size(0) == lengths.size(0) + 1 && table.size(0) == lengths.size(0), OP,
+  TORCH_CHECK_VALUE(starts.size(0) == lengths.size(0) + 1 && table.size(0) == lengths.size(0), MLA,
                     ": query_start_loc and block_table have ", starts.size(0), " and ", table.size(0),
                     " rows, expected ", lengths.size(0) + 1, " and ", lengths.size(0));
   const Tensor out = fresh({query.size(0), query.size(1), kv_lora_rank}, query.scalar_type());

@@ -43,15 +43,15 @@ void expect_matrix(const char* op, const char* name, const Tensor& tensor, int64
 }
 
 // The arguments of a call, and memory for its result.
-struct Call {
+struct QuantizedCall {
   static constexpr const char* op = "quantized_linear";
   Dtype dtype;
   Matrix x;
   Tensor weight, scales, offsets, bias, out;
   QuantizedLinear q;
 
-  Call(const Tensor& input, const Tensor& codes, const Tensor& given_scales, const OptionalTensor& given_offsets,
-       const OptionalTensor& given_bias)
+  QuantizedCall(const Tensor& input, const Tensor& codes, const Tensor& given_scales,
+                const OptionalTensor& given_offsets, const OptionalTensor& given_bias)
       : dtype(dtype_of(op, input)), x(op, input) {
     const Tensor &added = defined(given_offsets), &last = defined(given_bias);
     refuse_gradient(op, input, given_scales, added, last);
@@ -87,7 +87,7 @@ struct Call {
   }
 };
 
-void on_codes(Call& call) {
+void on_codes(QuantizedCall& call) {
   QuantizedLinear& q = call.q;
   const Tensor memory = fresh({q.rows * (q.padded + q.groups + q.out_features)}, at::kFloat);
   float* x = memory.mutable_data_ptr<float>();
@@ -101,7 +101,7 @@ void on_codes(Call& call) {
 }
 
 // Some rows of the weight after the other become plain numbers, which torch multiplies.
-void on_plain_numbers(const Call& call) {
+void on_plain_numbers(const QuantizedCall& call) {
   const c10::impl::ExcludeDispatchKeyGuard as_it_is(c10::DispatchKeySet(
       {c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutogradCPU, c10::DispatchKey::ADInplaceOrView}));
   const QuantizedLinear& q = call.q;
@@ -126,7 +126,7 @@ void on_plain_numbers(const Call& call) {
 
 Tensor quantized_linear(const Tensor& x, const Tensor& weight, const Tensor& scales, const OptionalTensor& offsets,
                         const OptionalTensor& bias) {
-  Call call(x, weight, scales, offsets, bias);
+  QuantizedCall call(x, weight, scales, offsets, bias);
   if (!call.out.numel() || !call.q.in_features) {
     if (call.out.numel()) call.bias.defined() ? call.out.copy_(call.bias) : call.out.zero_();
   } else if (call.q.rows <= few(call.q.bits)) {

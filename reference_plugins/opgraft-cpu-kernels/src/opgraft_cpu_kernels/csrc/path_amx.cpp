@@ -196,7 +196,7 @@ Path with_tiles(Path path) {
 }  // namespace
 
 const Path& amx_path() {
-  static const Path path = with_tiles(avx512_bf16_path);
+  static const Path path = with_tiles(avx512_bf16_path());
   return path;
 }
 

@@ -6,6 +6,7 @@ namespace opgraft_cpu_kernels {
 namespace avx2 {
 #include "vector_avx2.inc"
 #include "path.inc"
+#include "table.inc"
 }  // namespace avx2
 }  // namespace opgraft_cpu_kernels
 OPGRAFT_TARGET_END

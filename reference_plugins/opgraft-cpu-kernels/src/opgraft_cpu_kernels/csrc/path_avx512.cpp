@@ -6,6 +6,7 @@ namespace opgraft_cpu_kernels {
 namespace avx512 {
 #include "vector_avx512.inc"
 #include "path.inc"
+#include "table.inc"
 }  // namespace avx512
 }  // namespace opgraft_cpu_kernels
 OPGRAFT_TARGET_END

@@ -14,6 +14,25 @@ namespace avx512_bf16 {
 }  // namespace opgraft_cpu_kernels
 OPGRAFT_TARGET_END
 
-const opgraft_cpu_kernels::Path opgraft_cpu_kernels::avx512_bf16_path =
-    opgraft_cpu_kernels::avx512_bf16::table("avx512_bf16");
+namespace opgraft_cpu_kernels {
+namespace {
+
+// What neither converts nor multiplies bytes is compiled once, for avx512.
+Path with_conversion(Path path) {
+  path.name = "avx512_bf16";
+  avx512_bf16::set_kernels<avx512_bf16::Bfloat16>(path, BFLOAT16);
+  path.linear[FLOAT32] = avx512_bf16::linear_rows<float>;
+  avx512_bf16::set_int8_linear<float>(path, FLOAT32);
+  avx512_bf16::set_int8_linear<avx512_bf16::Float16>(path, FLOAT16);
+  return path;
+}
+
+}  // namespace
+
+const Path& avx512_bf16_path() {
+  static const Path path = with_conversion(avx512_path);
+  return path;
+}
+
+}  // namespace opgraft_cpu_kernels
 #endif

@@ -4,6 +4,7 @@ namespace opgraft_cpu_kernels {
 namespace scalar {
 #include "vector_scalar.inc"
 #include "path.inc"
+#include "table.inc"
 }  // namespace scalar
 }  // namespace opgraft_cpu_kernels
 

@@ -27,7 +27,7 @@ std::vector<const Path*> supported_paths() {
 #endif
 #if defined(OPGRAFT_AVX512_BF16)
     if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"))
-      paths.push_back(&avx512_bf16_path);
+      paths.push_back(&avx512_bf16_path());
 #endif
     paths.push_back(&avx512_path);
   }
