@@ -1,4 +1,4 @@
-"""What users pass to ``LLM``, for one prompt or for several, as a list with an entry for each."""
+"""Arguments of ``LLM``, for one prompt or for several, as a list with an entry for each."""
 
 from __future__ import annotations
 

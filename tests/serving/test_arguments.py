@@ -1,4 +1,4 @@
-"""What users pass to ``LLM`` and ``AsyncLLM``: taken as meant, or refused by name before anything is computed."""
+"""Arguments of ``LLM`` and ``AsyncLLM``: taken as meant, or refused by name before anything is computed."""
 
 from __future__ import annotations
 
