@@ -73,14 +73,13 @@ def mla_paged_attention_kernel(
     tile_columns: tl.constexpr,
 ):
     part, block, groups = tl.program_id(0) % parts, tl.program_id(0) // parts, tl.cdiv(heads, group)
-    queries = tile_rows // group
-    sequence, first, tokens, position = block_of_queries(block // groups, starts, lengths, sequences, queries)
-    if tokens <= 0:
+    sequence, first, count, position = block_of_queries(block // groups, starts, lengths, sequences, tile_rows // group)
+    if count <= 0:
         return
-    begin, end = part_of_keys(position, position + tokens, window, part, parts, tile_keys)
+    begin, end = part_of_keys(position, position + count, window, part, parts, tile_keys)
     row = tl.arange(0, tile_rows)[:, None]
     token, head = (first + row // group).to(tl.int64), block % groups * group + row % group
-    exists = (row < tokens * group) & (head < heads)
+    exists = (row < count * group) & (head < heads)
     query += token * query_stride + head * (rank + rope)
     q = loaded_rows(query, exists, rank, query.dtype.scalar.element_ty, tile_columns)
     rotated_q = loaded_rows(query + rank, exists, rope, q.dtype, tile_rope)
