@@ -26,7 +26,12 @@ BLOCK = 32
 CONTEXTS = (1024, 8192)
 DTYPES = (torch.float32, torch.bfloat16)
 BYTES_LIMIT = 0.12
-TIME_LIMITS = {(1024, torch.float32): 1.0, (8192, torch.float32): 0.5, (8192, torch.bfloat16): 0.6}
+TIME_LIMITS = {
+    (1024, torch.float32): 1.0,
+    (1024, torch.bfloat16): 1.0,
+    (8192, torch.float32): 0.5,
+    (8192, torch.bfloat16): 0.6,
+}
 
 
 def rows() -> Iterator[Row]:

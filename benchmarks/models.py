@@ -3,8 +3,8 @@
 Each side is a process of its own, which loads the model once and then runs it whenever it is told to; the sides take
 turns, so that all meet the same clock speed and the same neighbours. The encoder is the real MiniLM on 512 sentences,
 the causal model a Llama-shaped one with random weights that generates 64 tokens for one prompt. A process beside them
-measures in the same turns how fast memory is read and products are computed: no linear layer takes less time than its
-weight to be read and its products at these speeds, and what all layers take is possible at best.
+measures in the same turns what is possible at best: the Python of transformers around layers that do nothing, which no
+kernel can spare, and each linear layer's weight read from memory or its products, whichever takes longer.
 
 With ``--json FILE`` the figures of every round go to a file, from which ``tools/figures.py`` draws charts.
 """
@@ -30,9 +30,10 @@ from typing import Any
 import torch
 from timing import Row, machine, print_table
 from torch import nn
+from torch.utils import mkldnn
 
 sys.path.append(str(Path(__file__).parent / "peers"))
-from machine_limits import speeds  # a script's folder is not a package
+from machine_limits import speeds, taken  # a script's folder is not a package
 
 ROUNDS = 7
 BATCH = 32
@@ -92,10 +93,13 @@ LIMITS: dict[tuple[str, str], dict[str, float | None]] = {
     ("causal", "float32"): {"kernels": 0.45, "bare": None, "bare, not frozen": None, "compiled": None},
     ("causal", "bfloat16"): {"kernels": 0.55, "bare": None, "bare, not frozen": None, "compiled": None},
 }
+Run = Callable[[], torch.Tensor]
+# From as many on, oneDNN's product of so many rows is measured.
+MANY_ROWS = 128
 LARGEST_DIFFERENCE = {"float32": 1e-4, "bfloat16": 5e-2}
 
 
-def encoder(dtype: torch.dtype, side: Side) -> Callable[[], torch.Tensor]:
+def encoder(dtype: torch.dtype, side: Side) -> tuple[nn.Module, Run]:
     from opgraft import freeze, graft
     from opgraft.models import find_checkpoint
     from opgraft.pooling import pooled
@@ -123,10 +127,10 @@ def encoder(dtype: torch.dtype, side: Side) -> Callable[[], torch.Tensor]:
     # Texts of like length share a batch, which then has little padding.
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
     batches = [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
-    return lambda: torch.cat([embed(batch) for batch in batches])
+    return model, lambda: torch.cat([embed(batch) for batch in batches])
 
 
-def causal(dtype: torch.dtype, side: Side) -> Callable[[], torch.Tensor]:
+def causal(dtype: torch.dtype, side: Side) -> tuple[nn.Module, Run]:
     import transformers
     from opgraft import freeze, graft
 
@@ -157,7 +161,7 @@ def causal(dtype: torch.dtype, side: Side) -> Callable[[], torch.Tensor]:
         result = model.generate(prompt, **options, output_logits=True, return_dict_in_generate=True)
         return torch.cat(result.logits[:compared]).float()
 
-    return run
+    return model, run
 
 
 MODELS = {"encoder": encoder, "causal": causal}
@@ -166,7 +170,7 @@ MODELS = {"encoder": encoder, "causal": causal}
 def worker(model: str, dtype: str, side: str, output: str) -> None:
     """Answer each line on stdin with the seconds of one run; at the end the numbers of the last go to a file."""
     torch.set_float32_matmul_precision(SIDES[side].precision)
-    run = MODELS[model](getattr(torch, dtype), SIDES[side])
+    network, run = MODELS[model](getattr(torch, dtype), SIDES[side])
     numbers = run()
 
     def seconds() -> float:
@@ -175,32 +179,86 @@ def worker(model: str, dtype: str, side: str, output: str) -> None:
         numbers = run()
         return time.perf_counter() - start
 
-    answer = _bound(run, getattr(torch, dtype)) if SIDES[side].bound else seconds
+    answer = _bound(network, run, getattr(torch, dtype)) if SIDES[side].bound else seconds
     print("ready", flush=True)
     for _ in sys.stdin:
         print(answer(), flush=True)
     torch.save(numbers, output)
 
 
-def _bound(run: Callable[[], torch.Tensor], dtype: torch.dtype) -> Callable[[], float]:
-    """Return what measures this machine, and computes the least seconds that the linear layers of a run could take."""
-    layers: list[tuple[int, nn.Linear]] = []
+def _bound(model: nn.Module, run: Run, dtype: torch.dtype) -> Callable[[], float]:
+    """Return what measures this machine, and computes the least seconds that a run could take.
 
-    def note(layer: nn.Module, arguments: tuple[torch.Tensor]) -> None:
-        if isinstance(layer, nn.Linear):
-            layers.append((arguments[0].numel() // layer.in_features, layer))
-
-    hook = nn.modules.module.register_module_forward_pre_hook(note)
-    run()
-    hook.remove()
-    measure = speeds(sum(layer.weight.nbytes for layer in {layer for _, layer in layers}), dtype)
+    They are those of transformers' Python around its layers, and of the linear layers: each takes as long as its weight
+    takes to be read from memory, or its products to be computed, whichever is longer. Products of many rows are
+    measured as they are, those of few at the speed of a large matrix, as a call would take longer than they do.
+    Attention, norms and all else count as nothing.
+    """
+    calls, around = _linear_calls(run), _without_layers(model, run)
+    measure = speeds(sum(layer.weight.nbytes for layer in {layer for _, layer in calls}), dtype)
+    many = {(rows, layer.weight.shape) for rows, layer in calls if rows >= MANY_ROWS}
+    products = {shape: _product(*shape, dtype) for shape in many}
 
     def least() -> float:
         found = measure()
-        reading, products = (found[name]["seconds"] for name in ("bytes_per", "products_per"))
-        return sum(max(layer.weight.nbytes / reading, rows * layer.weight.numel() / products) for rows, layer in layers)
+        reading, computing = (found[name]["seconds"] for name in ("bytes_per", "products_per"))
+        measured = {shape: taken(product, 5)["seconds"] for shape, product in products.items()}
+
+        def of(rows: int, weight: nn.Parameter) -> float:
+            computed = measured.get((rows, weight.shape), rows * weight.numel() / computing)
+            return max(weight.nbytes / reading, computed)
+
+        return taken(around, 1)["seconds"] + sum(of(rows, layer.weight) for rows, layer in calls)
 
     return least
+
+
+def _linear_calls(run: Run) -> list[tuple[int, nn.Linear]]:
+    """Return the linear layers that a run calls, in order, each with the number of rows of its input."""
+    calls: list[tuple[int, nn.Linear]] = []
+
+    def note(layer: nn.Module, arguments: tuple[torch.Tensor]) -> None:
+        if isinstance(layer, nn.Linear):
+            calls.append((arguments[0].numel() // layer.in_features, layer))
+
+    with nn.modules.module.register_module_forward_pre_hook(note):
+        run()
+    return calls
+
+
+def _without_layers(model: nn.Module, run: Run) -> Callable[[], None]:
+    """Return the run in which a layer answers at once, with what it gave first for an input of the same shape."""
+    layers = {layer for modules in model.modules() if isinstance(modules, nn.ModuleList) for layer in modules}
+    inner = {module for layer in layers for module in layer.modules()}
+    layers |= {module for module in model.modules() if isinstance(module, nn.Linear)} - inner
+    known: dict[tuple[nn.Module, torch.Size], object] = {}
+
+    def remembering(layer: nn.Module, compute: Callable[..., object]) -> Callable[..., object]:
+        def forward(x: torch.Tensor, *arguments: object, **options: object) -> object:
+            if (layer, x.shape) not in known:
+                known[layer, x.shape] = compute(x, *arguments, **options)
+            return known[layer, x.shape]
+
+        return forward
+
+    answers = {layer: remembering(layer, layer.forward) for layer in layers}
+
+    def around() -> None:
+        for layer, answer in answers.items():
+            layer.forward = answer  # type: ignore[method-assign]
+        run()
+        for layer in answers:
+            del layer.forward
+
+    return around
+
+
+@torch.inference_mode()
+def _product(rows: int, weight: torch.Size, dtype: torch.dtype) -> Callable[[], object]:
+    to_mkldnn: Any = mkldnn.to_mkldnn  # which has no types
+    layer = to_mkldnn(nn.Linear(weight[1], weight[0], bias=False, dtype=dtype).eval(), dtype)
+    x = torch.randn(rows, weight[1], dtype=dtype).to_mkldnn()
+    return lambda: layer(x)
 
 
 @dataclass(frozen=True)

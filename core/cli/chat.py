@@ -10,17 +10,19 @@ from itertools import count
 
 import click
 from opgraft.cli.answer import open_llm, show_stream
-from opgraft.cli.output import COMMAND_LINE, echo, with_model_settings
+from opgraft.cli.output import COMMAND_LINE, SettingsCommand, echo, with_model_settings
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import RequestError
 from opgraft.serving.llm import LLM
 from opgraft.state import host_state
+from opgraft.text import printable
 
 _MOST_TOKENS = 512
 _PROMPT = "> "
+_KEYS = "/clear begins a new chat, /exit or Ctrl-D ends it, Ctrl-C ends an answer"
 
 
-@click.command("chat")
+@click.command("chat", cls=SettingsCommand)
 @click.argument("model")
 @click.option("--system", metavar="TEXT", help="Told to the model before the chat.")
 @click.option("--max-tokens", type=click.IntRange(1), default=_MOST_TOKENS, show_default=True, help="Of an answer.")
@@ -34,7 +36,9 @@ def command(model: str, system: str | None, max_tokens: int, temperature: float)
     if host_state().settings().origins["model.name"] == COMMAND_LINE:
         raise click.UsageError("MODEL names the model: leave --model.name out")
     llm = open_llm(model)
-    if llm.embeds or not llm.chats:
+    if llm.embeds:
+        raise RequestError(f"{model} is an encoder, and embeds texts: 'opgraft run MODEL TEXT…' compares them")
+    if not llm.chats:
         raise RequestError(
             f"{model} has no chat template, so how it was taught to chat is not known: 'opgraft run MODEL PROMPT' "
             "continues a text without one; or put a chat_template.jinja beside the weights"
@@ -59,11 +63,15 @@ class _Chat:
             RequestError: an answer failed, and nobody is at the terminal to say something else.
         """
         interactive = sys.stdin.isatty()
+        if interactive:
+            click.echo(_KEYS, err=True)
         for line in _typed() if interactive else _lines():
             if line == "/exit":
                 return
             if line == "/clear":
                 self.messages = list(self.first)
+            elif interactive and line.startswith("/") and " " not in line:
+                click.echo(f"there is no command {printable(line)}: {_KEYS}", err=True)
             elif line:
                 try:
                     self.answer(line)

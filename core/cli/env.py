@@ -9,7 +9,7 @@ import sys
 import click
 import importlib_metadata
 from opgraft.cli.offers import KINDS, admission, shown_offers
-from opgraft.cli.output import echo, json_option, print_json, with_settings
+from opgraft.cli.output import SettingsCommand, echo, json_option, print_json, with_settings
 from opgraft.config import resolve
 from opgraft.environment import VARIABLES
 from opgraft.errors import ConfigError, OpgraftError
@@ -25,7 +25,7 @@ _PACKAGES = ("torch", "numpy", "transformers", "safetensors", "pluggy", "importl
 _FURTHER_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCH_DEVICE_BACKEND_AUTOLOAD")
 
 
-@click.command("env")
+@click.command("env", cls=SettingsCommand)
 @json_option
 @with_settings
 def command(as_json: bool) -> None:

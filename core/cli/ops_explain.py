@@ -8,7 +8,7 @@ from typing import Any
 import click
 from opgraft.binding.names import op_name_of
 from opgraft.cli.completion import op_names
-from opgraft.cli.output import json_option, print_json, print_wrapped, with_settings
+from opgraft.cli.output import SettingsCommand, json_option, print_json, print_wrapped, with_settings
 from opgraft.errors import InputError, near_matches
 from opgraft.ops import CustomOp
 from opgraft.plugins.host import load_plugins
@@ -19,7 +19,7 @@ from opgraft.testing import inventory
 _ALL_NAMES = "'opgraft ops list' shows the names of all."
 
 
-@click.command("explain")
+@click.command("explain", cls=SettingsCommand)
 @click.argument("name", shell_complete=op_names)
 @json_option
 @with_settings

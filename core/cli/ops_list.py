@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import click
-from opgraft.cli.output import echo, json_option, print_json, print_table, print_wrapped, with_settings
+from opgraft.cli.output import SettingsCommand, echo, json_option, print_json, print_table, print_wrapped, with_settings
 from opgraft.ops import CustomOp
 from opgraft.plugins.host import load_plugins
 from opgraft.plugins.selection import current_platform
@@ -14,7 +14,7 @@ from opgraft.testing import inventory
 from opgraft.testing.inventory import DeclaredPlatform, KernelHere
 
 
-@click.command("list")
+@click.command("list", cls=SettingsCommand)
 @click.option("--details", is_flag=True, help="Add the kernels per platform, and what was proved of each op.")
 @json_option
 @with_settings

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -28,11 +28,55 @@ _FILE = "config_file"
 _TEXT_WIDTH = 100
 """Columns that sentences fill at most, however wide the terminal is."""
 
+_GROUPS = {
+    "server": "Server",
+    "model": "Model",
+    "load": "Loading",
+    "quantization": "Quantization",
+    "cache": "Cache",
+    "scheduler": "Scheduler",
+    "parallel": "Parallelism",
+    "compilation_config": "Compilation",
+}
+"""Headings of the help, by section of the settings."""
 
-def with_settings(command: Callable[..., Any], short: Mapping[str, str] = MappingProxyType({})) -> Callable[..., Any]:
+_OF_MODELS = frozenset(_GROUPS) - {"compilation_config"}
+"""Sections that say nothing to commands which run no model."""
+
+
+class SettingsCommand(click.Command):
+    """A command of ``with_settings``, whose help has the settings by section."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, those of each section under a heading."""
+        rows: dict[str, list[tuple[str, str]]] = {heading: [] for heading in ("Options", *_GROUPS.values(), "Host")}
+        settings = {_parameter(name): name for name in FIELDS}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            name = settings.get(str(parameter.name))
+            heading = "Options" if name is None else _GROUPS.get(name.partition(".")[0], "Host")
+            if record is not None and isinstance(parameter, click.Option):
+                rows[heading].append(record)
+        for heading, found in rows.items():
+            if found:
+                with formatter.section(heading):
+                    formatter.write_dl(found)
+        if any(isinstance(parameter, click.Option) and parameter.hidden for parameter in self.get_params(ctx)):
+            formatter.write_paragraph()
+            formatter.write_text("All other settings are options, too: 'opgraft serve --help' lists them.")
+
+
+def with_settings(
+    command: Callable[..., Any],
+    short: Mapping[str, str] = MappingProxyType({}),
+    hidden: Collection[str] = _OF_MODELS,
+) -> Callable[..., Any]:
     """Give a command ``--config`` and one option per setting, such as ``--parallel.tensor``, and run it under them.
 
-    ``short`` has further spellings of options, by the names of their settings.
+    Args:
+        command: its function.
+        short: further spellings of options, by the names of their settings.
+        hidden: sections that its help leaves out.
     """
 
     @functools.wraps(command)
@@ -48,14 +92,19 @@ def with_settings(command: Callable[..., Any], short: Mapping[str, str] = Mappin
         complete = functools.partial(_complete, name)
         spellings = [short[name], f"--{name}"] if name in short else [f"--{name}"]
         option = click.option(
-            *spellings, _parameter(name), metavar=field.metavar, help=_help(field), shell_complete=complete
+            *spellings,
+            _parameter(name),
+            metavar=field.metavar,
+            help=_help(field),
+            hidden=name.partition(".")[0] in hidden,
+            shell_complete=complete,
         )
         run = option(run)
     help = f"{VARIABLES[CONFIG]} (instead of {CONFIG})."
     return click.option("--config", _FILE, metavar="FILE", help=help, type=click.Path())(run)
 
 
-with_model_settings = functools.partial(with_settings, short={"model.dtype": "--dtype"})
+with_model_settings = functools.partial(with_settings, short={"model.dtype": "--dtype"}, hidden=("server",))
 """As ``with_settings``, for commands that run a model."""
 
 

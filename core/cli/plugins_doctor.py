@@ -11,7 +11,7 @@ import click
 from opgraft.cli.isolation import isolated
 from opgraft.cli.loading import load_all
 from opgraft.cli.offers import as_dicts, misspelt_groups, plugins_of_vllm, shown_offers
-from opgraft.cli.output import echo, json_option, print_json, print_wrapped, with_settings
+from opgraft.cli.output import SettingsCommand, echo, json_option, print_json, print_wrapped, with_settings
 from opgraft.decision import Provider
 from opgraft.errors import close_matches
 from opgraft.finding import Finding
@@ -20,7 +20,7 @@ from opgraft.plugins.outcomes import end_of, findings_of
 from opgraft.state import PluginRecord, PluginStatus, host_state
 
 
-@click.command("doctor")
+@click.command("doctor", cls=SettingsCommand)
 @json_option
 @with_settings
 def command(as_json: bool) -> None:

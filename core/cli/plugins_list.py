@@ -13,12 +13,12 @@ from opgraft.cli.offers import (
     problems,
     shown_offers,
 )
-from opgraft.cli.output import json_option, print_json, print_table, print_wrapped, with_settings
+from opgraft.cli.output import SettingsCommand, json_option, print_json, print_table, print_wrapped, with_settings
 from opgraft.plugins.requirements import check_allow_list
 from opgraft.state import host_state
 
 
-@click.command("list")
+@click.command("list", cls=SettingsCommand)
 @json_option
 @with_settings
 def command(as_json: bool) -> None:

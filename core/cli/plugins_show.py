@@ -11,7 +11,7 @@ from opgraft.cli.completion import offer_names
 from opgraft.cli.isolation import isolated
 from opgraft.cli.loading import load_all
 from opgraft.cli.offers import as_dict, misspelt_groups, problem_lines, shown_offers
-from opgraft.cli.output import echo, json_option, print_json, print_wrapped, with_settings
+from opgraft.cli.output import SettingsCommand, echo, json_option, print_json, print_wrapped, with_settings
 from opgraft.cli.plugins_doctor import found
 from opgraft.errors import InputError, close_matches
 from opgraft.finding import Finding
@@ -21,7 +21,7 @@ from opgraft.state import host_state
 from opgraft.text import printable
 
 
-@click.command("show")
+@click.command("show", cls=SettingsCommand)
 @click.argument("name", shell_complete=offer_names)
 @json_option
 @with_settings

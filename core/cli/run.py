@@ -10,7 +10,7 @@ import torch
 from opgraft.cli.answer import MOST_TOKENS, answer_prompts, measure_answers, open_llm
 from opgraft.cli.comparison import Comparison, Measurement, native_config
 from opgraft.cli.neighbours import measure_vectors, show_neighbours
-from opgraft.cli.output import COMMAND_LINE, json_option, with_model_settings
+from opgraft.cli.output import COMMAND_LINE, SettingsCommand, json_option, with_model_settings
 from opgraft.config import CacheConfig, OpgraftConfig, set_config
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import InputError
@@ -31,7 +31,7 @@ _MEASURED = OpgraftConfig(cache=CacheConfig(prefix_reuse=False))
 """Rounds of a measurement compute the prompts anew."""
 
 
-@click.command("run")
+@click.command("run", cls=SettingsCommand)
 @click.argument("model")
 @click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
 @click.option("--input", "input_file", metavar="FILE", help="UTF-8 text, one PROMPT per line.")

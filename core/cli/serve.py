@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
-from opgraft.cli.output import COMMAND_LINE, echo, with_settings
-from opgraft.config import FIELDS, OpgraftConfig, set_config
+from opgraft.cli.output import COMMAND_LINE, SettingsCommand, echo, with_settings
+from opgraft.config import OpgraftConfig, set_config
 from opgraft.errors import InputError
 from opgraft.logger import write_json
 from opgraft.plugins.selection import current_platform
@@ -37,41 +37,11 @@ _SHORT = {
 
 _SHAPES_KEPT = "64"
 
-_GROUPS = {
-    "server": "Server",
-    "model": "Model",
-    "load": "Loading",
-    "quantization": "Quantization",
-    "cache": "Cache",
-    "scheduler": "Scheduler",
-    "parallel": "Parallelism",
-    "compilation_config": "Compilation",
-}
-"""Headings of the help, by section of the settings."""
 
-
-class _GroupedCommand(click.Command):
-    """A command whose help has its options by section."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options, those of each section under a heading."""
-        rows: dict[str, list[tuple[str, str]]] = {heading: [] for heading in ("Options", *_GROUPS.values(), "Host")}
-        settings = {name.replace(".", "__"): name for name in FIELDS}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            name = settings.get(str(parameter.name))
-            heading = "Options" if name is None else _GROUPS.get(name.partition(".")[0], "Host")
-            if record is not None:
-                rows[heading].append(record)
-        for heading, found in rows.items():
-            with formatter.section(heading):
-                formatter.write_dl(found)
-
-
-@click.command("serve", cls=_GroupedCommand)
+@click.command("serve", cls=SettingsCommand)
 @click.argument("model")
 @click.option("--api-key", "api_keys", metavar="KEY", multiple=True, help="That clients must send; may be repeated.")
-@functools.partial(with_settings, short=_SHORT)
+@functools.partial(with_settings, short=_SHORT, hidden=())
 def command(model: str, api_keys: tuple[str, ...]) -> None:
     """Serve MODEL over HTTP, with OpenAI's interface, until a SIGTERM or SIGINT.
 

@@ -24,7 +24,9 @@ class ModelConfig(Section):
     dtype: str = setting(
         "dtype of weights and activations; auto takes the checkpoint's", default="auto", choices=DTYPES
     )
-    max_model_len: int | None = setting("longest context in tokens", minimum=1, unset="the checkpoint's")
+    max_model_len: int | None = setting(
+        "longest context in tokens, at most that which the model was made for", minimum=1, unset="the checkpoint's"
+    )
     seed: int = setting("seed of random numbers", default=0, minimum=0)
     implementation: str = setting(
         "whose definition of the model runs; auto takes opgraft's where there is one",
@@ -32,7 +34,9 @@ class ModelConfig(Section):
         choices=("auto", "opgraft", "transformers"),
     )
     batch_invariant: bool = setting(
-        "compute each token bit for bit alike, whatever else is in the batch, which takes longer", default=False
+        "compute each token bit for bit alike, whatever else is in the batch, which takes longer and on CPUs needs "
+        "the kernels of opgraft-cpu-kernels",
+        default=False,
     )
     part: str | None = setting(
         "name in the checkpoint's config of the part that is the model, such as text_config", unset="the whole"
@@ -51,7 +55,7 @@ class CacheConfig(Section):
     )
     memory_bytes: int | None = setting("bytes that the cache takes, instead of a share", minimum=1, unset="the share")
     num_blocks: int | None = setting(
-        "blocks of the cache, whatever memory they take", minimum=1, unset="as memory allows"
+        "blocks of the cache, instead of memory_bytes", minimum=1, unset="as memory allows"
     )
     dtype: str = setting(
         "dtype of the cache; auto takes the model's, fp8 and int8 have a scale for each token and head",
@@ -80,7 +84,9 @@ class SchedulerConfig(Section):
     max_num_batched_tokens: int = setting("tokens of a step, at most", default=2048, minimum=1)
     chunked_prefill: bool = setting("process long prompts in chunks beside other requests", default=True)
     policy: str = setting(
-        "order of requests: first come, first served, or by priority", default="fcfs", choices=("fcfs", "priority")
+        "order of requests: first come, first served, or by the priority that each is given",
+        default="fcfs",
+        choices=("fcfs", "priority"),
     )
     on_step_error: str = setting(
         "an error in the middle of a step ends the requests of that step, or stops the engine with all of them",

@@ -60,6 +60,13 @@ class BlockPool:
             self._references[block] += 1
             self._free.pop(block, None)
 
+    def adopt(self, block: int) -> int:
+        """Take a free block with its content, which nobody else finds from now on, and return it."""
+        self.share([block])
+        self._by_key.pop(self._keys[block], None)
+        self._keys[block] = None
+        return block
+
     def free(self, blocks: Sequence[int]) -> None:
         """Give a reference to each of a sequence's blocks back; the last are to be reused before the first.
 

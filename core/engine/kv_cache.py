@@ -44,7 +44,8 @@ class Prefix(NamedTuple):
     Attributes:
         num_tokens: its length.
         blocks: for each kind the full blocks that the next token attends to; those before it are not needed.
-        partial: for each kind the block whose first tokens are to be copied; empty where all blocks are full.
+        partial: for each kind the block whose first tokens are to be copied; empty where all blocks are full. With a
+            state it is free, and taken over as it is.
         state: slot of the state after it, where layers keep states.
     """
 
@@ -145,6 +146,8 @@ class KVCacheManager(PluggableClass):
         """
         if not self.prefix_reuse:
             return self.no_prefix
+        if self.states and request.num_preemptions and (left := self._left(request, self.states)) is not None:
+            return left
         count = (request.num_tokens - 1) // self.block_size
         self._hash(request, count)
         hashes = request.block_hashes[:count]
@@ -152,8 +155,42 @@ class KVCacheManager(PluggableClass):
         length, state = self._covered(found, count), None
         while self.states and length and (state := self.states.find(hashes[length - 1])) is None:
             length = self._covered(found, length - 1)
-        kept = [blocks[first:length] for blocks, first in zip(found, self._first_kept(length), strict=True)]
-        return Prefix(length * self.block_size, [[b for b in blocks if b is not None] for blocks in kept], (), state)
+        return self._prefix(length * self.block_size, found, (), state)
+
+    def leave(self, request: Request) -> None:
+        """Have a sequence that is preempted find all that it has computed when it comes back, if it is still there.
+
+        At the end of a block that would be so without this. Its state, and what it has of a block that is not full, are
+        kept under the hash of all its tokens.
+        """
+        full, rest = divmod(request.num_computed, self.block_size)
+        if not (self.states and self.prefix_reuse and request.num_computed):
+            return
+        digest = self._digest(request, request.num_computed)
+        for kind, table in enumerate(self._tables[request.request_id] if rest else ()):
+            self.pool.keep(table.blocks[full], (kind, digest))
+        self.states.leave(request.request_id, digest)
+
+    def _left(self, request: Request, states: StateSlots) -> Prefix | None:
+        """Find all but the last token of a sequence, as it has left them in the middle of a block."""
+        full, rest = divmod(request.num_tokens - 1, self.block_size)
+        digest = self._digest(request, request.num_tokens - 1) if rest else b""
+        if not rest or (state := states.find(digest)) is None:
+            return None
+        kinds = range(len(self.kinds))
+        partial = [block for block in self.pool.lookup((kind, digest) for kind in kinds) if block is not None]
+        found = [self.pool.lookup((kind, each) for each in request.block_hashes[:full]) for kind in kinds]
+        if len(partial) < len(kinds) or any(map(self.pool.references, partial)) or self._covered(found, full) < full:
+            return None
+        return self._prefix(request.num_tokens - 1, found, partial, state)
+
+    def _prefix(
+        self, num_tokens: int, found: Sequence[Sequence[int | None]], partial: Sequence[int], state: int | None
+    ) -> Prefix:
+        """Return the beginning of so many tokens with those of its blocks that are needed, all of which were found."""
+        full = num_tokens // self.block_size
+        kept = [blocks[first:full] for blocks, first in zip(found, self._first_kept(num_tokens), strict=True)]
+        return Prefix(num_tokens, [[b for b in blocks if b is not None] for blocks in kept], partial, state)
 
     def _covered(self, found: Sequence[Sequence[int | None]], length: int) -> int:
         """Return the most blocks, at most ``length``, of which each kind has found those that are needed.
@@ -162,14 +199,14 @@ class KVCacheManager(PluggableClass):
         """
         while gaps := [
             blocks.index(None, first, length)
-            for blocks, first in zip(found, self._first_kept(length), strict=True)
+            for blocks, first in zip(found, self._first_kept(length * self.block_size), strict=True)
             if None in blocks[first:length]
         ]:
             length = min(gaps)
         return length
 
-    def _first_kept(self, num_blocks: int) -> list[int]:
-        return [kind.first_kept(num_blocks * self.block_size, self.block_size) for kind in self.kinds]
+    def _first_kept(self, num_tokens: int) -> list[int]:
+        return [kind.first_kept(num_tokens, self.block_size) for kind in self.kinds]
 
     def common_prefix(self, request: Request, parent: Request) -> Prefix | None:
         """Return the prompt short of its last token as the blocks of a ``parent`` that has computed the same prompt.
@@ -180,7 +217,7 @@ class KVCacheManager(PluggableClass):
             return None
         full, rest = divmod(len(request.prompt) - 1, self.block_size)
         tables = self._tables[parent.request_id]
-        first = [kind.first_kept(len(request.prompt) - 1, self.block_size) for kind in self.kinds]
+        first = self._first_kept(len(request.prompt) - 1)
         if any(table.dropped > block for table, block in zip(tables, first, strict=True)):
             return None
         blocks = [table.blocks[block:full] for table, block in zip(tables, first, strict=True)]
@@ -221,13 +258,14 @@ class KVCacheManager(PluggableClass):
             self.states.open(request.request_id, prefix.state)
         for blocks in prefix.blocks:
             self.pool.share(blocks)
-        own = self.pool.allocate(len(prefix.partial))
+        adopted = prefix.state is not None
+        own = list(map(self.pool.adopt, prefix.partial)) if adopted else self.pool.allocate(len(prefix.partial))
         full = prefix.num_tokens // self.block_size
         tables = [_Table(full - len(blocks), blocks) for blocks in prefix.blocks]
         for table, block in zip(tables, own, strict=False):
             table.blocks.append(block)
         self._tables[request.request_id] = tables
-        return tuple(zip(prefix.partial, own, strict=True))
+        return () if adopted else tuple(zip(prefix.partial, own, strict=True))
 
     def extend(self, request: Request, count: int) -> Blocks | None:
         """Append blocks for the next ``count`` tokens, and return them; ``None``, and nothing, where too few are free.
@@ -283,6 +321,14 @@ class KVCacheManager(PluggableClass):
             self.pool.free(table.held())
         if self.states:
             self.states.close(request.request_id)
+
+    def _digest(self, request: Request, count: int) -> bytes:
+        """Return the hash of a request's first ``count`` tokens; of full blocks, that of the last."""
+        full, rest = divmod(count, self.block_size)
+        self._hash(request, full)
+        before = request.block_hashes[full - 1] if full else _root(request)
+        tokens = array("q", request.tokens(full * self.block_size, count))
+        return sha256(b"part" + before + tokens.tobytes()).digest() if rest else before
 
     def _hash(self, request: Request, count: int) -> None:
         """Have the hashes of a request's first ``count`` blocks, all full; those that are known stay."""

@@ -13,6 +13,7 @@ from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
 from opgraft.engine.cache_layout import CacheLayout, cache_dtype
 from opgraft.engine.compiled_model import CompiledModel, compiled_as_set
+from opgraft.engine.expert_balancer import ExpertBalancer
 from opgraft.engine.input_batch import InputBatch, Inputs
 from opgraft.engine.invariance import make_batch_invariant
 from opgraft.engine.largest_step import largest_step
@@ -47,6 +48,7 @@ class ModelRunner(PluggableClass):
     def load_model(self) -> None:
         """Make the model and read its weights."""
         self.model: Any = load_model(self.opgraft_config)
+        self.balancer = ExpertBalancer.of(self.model, self.opgraft_config.parallel)
         cache = self.opgraft_config.cache
         if self.opgraft_config.model.batch_invariant:
             make_batch_invariant(self.model, cache.block_size)
@@ -116,6 +118,8 @@ class ModelRunner(PluggableClass):
         computed = perf_counter()
         result = StepResult({}) if logits is None else self._sample(logits, inputs)
         seconds = {"inputs": prepared - started, "model": computed - prepared, "sample": perf_counter() - computed}
+        if self.balancer is not None:
+            self.balancer.after_step()
         errors, refused = {**errors, **result.errors}, errors.keys() | result.refused
         return dataclasses.replace(result, errors=errors, refused=refused, seconds=seconds)
 

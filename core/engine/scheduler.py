@@ -340,6 +340,7 @@ class Scheduler(PluggableClass):
         self._requeue(request)
 
     def _preempt(self, request: Request) -> None:
+        self.cache.leave(request)
         self._requeue(request)
         request.num_preemptions += 1
         self.counters.preemptions += 1

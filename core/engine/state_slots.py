@@ -12,7 +12,8 @@ class StateSlots:
     """Slots by number: one for each sequence that runs, and copies of what some of them had once.
 
     A state cannot be cut off where another sequence goes its own way. So it is copied where one may: at the ends of
-    blocks, under the keys of these. Copies make room for sequences, the one first that was not used for longest.
+    blocks, under the keys of these. A sequence that is preempted leaves its own behind. Copies make room for sequences,
+    the one first that was not used for longest.
 
     Nothing here touches a tensor. What is to happen to them is noted in ``moves``, in order, for the next step: so a
     slot may be given away before what it held has been copied.
@@ -64,6 +65,10 @@ class StateSlots:
         self.moves.append((self._slots[request_id], copy))
         self.pool.keep(copy, key)
         self.pool.free([copy])
+
+    def leave(self, request_id: str, key: Hashable) -> None:
+        """Have the state that a sequence has now found in its own slot, which is to be closed."""
+        self.pool.keep(self._slots[request_id], key)
 
     def close(self, request_id: str) -> None:
         """Give the slot of a sequence back."""

@@ -69,6 +69,8 @@ def main(calls_file: int, beside_file: int) -> None:
 
 
 def _make_calls(calls: Channel, opgraft_config: OpgraftConfig) -> None:
+    worker: Worker | None = None
+
     def call(method: str, arguments: Sequence[Any]) -> Any:
         nonlocal worker
         if worker is None:
@@ -76,7 +78,6 @@ def _make_calls(calls: Channel, opgraft_config: OpgraftConfig) -> None:
             worker = Worker(opgraft_config)
         return getattr(worker, method)(*arguments)
 
-    worker: Worker | None = None
     while True:
         try:
             message = calls.receive()

@@ -32,7 +32,7 @@ _OURS = frozenset(
 
 def is_attention(module: nn.Module) -> bool:
     """Return whether a module calls its attention function through transformers' registry."""
-    forward = inspect.unwrap(plain_forward(module))
+    forward = plain_forward(module)
     known = "transformers" in sys.modules and isinstance(forward, FunctionType)
     return known and REGISTRY in forward.__code__.co_names
 

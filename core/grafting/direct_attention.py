@@ -7,7 +7,6 @@ That is where a forward names it plainly: by a name of its file for the function
 from __future__ import annotations
 
 import dis
-import inspect
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -28,7 +27,7 @@ _BACKENDS = "sdpa_kernel"
 
 def calls_attention(module: nn.Module) -> bool:
     """Return whether the code of a forward, of whatever library, names torch's attention function."""
-    forward = inspect.unwrap(plain_forward(module))
+    forward = plain_forward(module)
     if is_attached(module) or is_attention(module) or not isinstance(forward, FunctionType):
         return False
     return _FUNCTION in forward.__code__.co_names and forward.__module__.partition(".")[0] != "torch"

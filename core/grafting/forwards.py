@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 from opgraft.errors import GraftError
@@ -20,6 +20,8 @@ from opgraft.grafting.side_effects import written_global
 from torch import nn
 
 _FORWARD = "_opgraft_forward"
+_WRAPPED = "__wrapped__"
+_EMPTY = CellType()
 
 
 @dataclass(frozen=True)
@@ -41,18 +43,21 @@ class Substitution:
 
 
 def plain_forward(module: nn.Module) -> Any:
-    """Return the forward that the class of a module defines, before any substitution, with its decorators."""
+    """Return the forward that the class of a module defines, before any substitution, without its decorators."""
+    return inspect.unwrap(_decorated_forward(module))
+
+
+def _decorated_forward(module: nn.Module) -> Any:
     return inspect.getattr_static(_original_class(module), "forward")
 
 
 def check_forward(module: nn.Module) -> str:
     """Say why the forward of an instance cannot get a namespace of its own, "" if it can."""
-    forward = plain_forward(module)
     if "forward" in vars(module):
         return "its forward was set on the instance"
-    if not isinstance(forward, FunctionType) or inspect.unwrap(forward) is not forward:
-        return "its forward is decorated"
-    written = written_global(forward)
+    if not _can_be_made_anew(_decorated_forward(module)):
+        return "its forward is decorated in a way that cannot be followed"
+    written = written_global(plain_forward(module))
     return f"its forward writes to {written}" if written else ""
 
 
@@ -160,15 +165,42 @@ def _recreate(cls: Any, substitutions: tuple[Substitution, ...]) -> Any:
 
 
 def _bind_forward(module: Any) -> None:
-    """Give an instance its forward: the code of its class, with a namespace of its own."""
+    """Give an instance its forward: the code of its class, with a namespace of its own, in the same decorators."""
     forward = plain_forward(module)
     wanted, namespace = set(_names(forward.__code__)), forward.__globals__
     own: dict[str, Any] = {key: value for key, value in namespace.items() if key in wanted or key == "__builtins__"}
     for row in module.opgraft_substitutions:
         own[row.name] = row.substitute(module._modules[row.child], namespace[row.name])
-    function = FunctionType(forward.__code__, own, forward.__name__, forward.__defaults__, forward.__closure__)
-    function.__kwdefaults__ = forward.__kwdefaults__
-    module.__dict__[_FORWARD] = function
+    module.__dict__[_FORWARD] = _made_anew(_decorated_forward(module), own)
+
+
+def _can_be_made_anew(forward: Any) -> bool:
+    """Tell whether each decorator of a forward is a function around what it decorates."""
+    while isinstance(forward, FunctionType):
+        if _WRAPPED not in vars(forward):
+            return True
+        inner = vars(forward)[_WRAPPED]
+        if sum(each is inner for each in _enclosed(forward)) != 1:
+            return False
+        forward = inner
+    return False
+
+
+def _made_anew(function: FunctionType, namespace: dict[str, Any]) -> FunctionType:
+    """Copy a function, or what it decorates, into a namespace."""
+    inner, closure = vars(function).get(_WRAPPED), function.__closure__
+    if inner is not None:
+        copied, namespace = CellType(_made_anew(inner, namespace)), function.__globals__
+        cells = zip(closure or (), _enclosed(function), strict=True)
+        closure = tuple(copied if content is inner else cell for cell, content in cells)
+    made = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def _enclosed(function: FunctionType) -> list[Any]:
+    """Return what a function has of the function around it; ``None`` for what is not set yet."""
+    return [None if cell == _EMPTY else cell.cell_contents for cell in function.__closure__ or ()]
 
 
 def _names(code: CodeType) -> Iterator[str]:

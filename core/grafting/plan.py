@@ -15,7 +15,7 @@ from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.marks import fallback_of
 from opgraft.decision import Provider
 from opgraft.errors import GraftError, OpgraftError
-from opgraft.grafting import attention, direct_attention, rotary
+from opgraft.grafting import attention, direct_attention, rotary, scans
 from opgraft.grafting.adapters import builtin_adapters
 from opgraft.grafting.exchange import build_op
 from opgraft.grafting.forwards import Substitution
@@ -183,6 +183,7 @@ class _Planner:
         name = rotary.function_of(module)
         if name is not None:
             entries.append(self._rotary(module, path, name))
+        entries += [self._scan(module, path, name) for name in scans.functions_of(module)]
         return entries
 
     def _entries_of(self, module: nn.Module, path: str) -> list[Entry]:
@@ -276,6 +277,14 @@ class _Planner:
         except LeaveAlone as verdict:
             return LeftAlone(_join(path, name), name, str(verdict))
         return Call(path, module, name, rotary.ADAPTER, self.own, op, rotary.substitution_of(name))
+
+    def _scan(self, module: nn.Module, path: str, name: str) -> Entry:
+        try:
+            with self._reporting(scans.ADAPTER, OpgraftError):
+                op = scans.op_of(module, name)
+        except LeaveAlone as verdict:
+            return LeftAlone(_join(path, name), name, str(verdict))
+        return Call(path, module, name, scans.ADAPTER, self.own, op, scans.substitution_of(name))
 
     @contextmanager
     def _reporting(self, what: str, passed: type[Exception] = LeaveAlone) -> Iterator[None]:

@@ -24,7 +24,7 @@ _HINT = "rotary"
 
 def function_of(module: nn.Module) -> str | None:
     """Name the rotary function that a module's forward calls, ``None`` if there is none or an op does its work."""
-    forward = inspect.unwrap(plain_forward(module))
+    forward = plain_forward(module)
     if CHILD in module._modules or not isinstance(forward, FunctionType):
         return None
     names = [name for name in forward.__code__.co_names if _HINT in name]

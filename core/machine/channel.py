@@ -44,7 +44,7 @@ class Channel:
         written = io.BytesIO()
         written.write(bytes(_LENGTH_BYTES))
         pickler = pickle.Pickler(written, pickle.HIGHEST_PROTOCOL)
-        pickler.persistent_id = self._name_of  # type: ignore[method-assign, assignment]
+        pickler.persistent_id = self._name_of  # type: ignore[method-assign]
         pickler.dump(message)
         data = written.getbuffer()
         data[:_LENGTH_BYTES] = (len(data) - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little")
@@ -61,7 +61,7 @@ class Channel:
         end = _LENGTH_BYTES + int.from_bytes(self._came[:_LENGTH_BYTES], "little")
         self._expect(end)
         unpickler = pickle.Unpickler(io.BytesIO(bytes(self._came[_LENGTH_BYTES:end])))  # noqa: S301 - see the class
-        unpickler.persistent_load = self._named  # type: ignore[method-assign, assignment]
+        unpickler.persistent_load = self._named  # type: ignore[method-assign]
         del self._came[:end]
         return unpickler.load()
 

@@ -46,6 +46,7 @@ def read_config(weights: Weights, *, plain: bool = False) -> Any:
     except Exception as error:  # damaged values make transformers raise nearly anything
         version = f"transformers {transformers.__version__}"
         _refuse_code(file, error, version)
+        _refuse_unknown(file, values.get("model_type"), transformers)
         raise CheckpointError(f"{version} cannot read the configuration in {file}: {described(error)}") from error
 
 
@@ -98,6 +99,19 @@ def _refuse_code(file: Path, error: Exception, version: str) -> None:
             f"{file} needs Python code of its own (auto_map), which is refused: it would run with your rights. Use a "
             f"checkpoint whose architecture {version} knows."
         ) from error
+
+
+def _refuse_unknown(file: Path, kind: object, transformers: Any) -> None:
+    """Say so where nobody has registered a class for the ``model_type`` of a config.
+
+    Raises:
+        CheckpointError: nobody has.
+    """
+    if isinstance(kind, str) and kind not in transformers.CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{file}: model_type is {kind!r:.80}, which neither transformers {transformers.__version__} nor an active "
+            "plugin has. If a plugin brings the model, install it, or see why it is not active: opgraft plugins list"
+        )
 
 
 def _folder(weights: Weights) -> Path:

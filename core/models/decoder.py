@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -120,7 +121,7 @@ class DecoderAttention(nn.Module):
     def _normalised(self, norm: nn.Module, x: Tensor, replicas: int = 1) -> Tensor:
         """Normalise heads, of which ``replicas`` ranks after one another have the same."""
         if self.qk_norm != "whole":
-            heads: Tensor = norm(x.reshape(*x.shape[:-1], -1, self.head_size))
+            heads: Tensor = norm(x.reshape(*x.shape[:-1], x.shape[-1] // self.head_size, self.head_size))
             return heads.flatten(-2)
         size = get_tensor_model_parallel_world_size()
         if size == 1:
@@ -310,7 +311,8 @@ class DecoderForCausalLM(Model):
         super().__init__(opgraft_config=opgraft_config, prefix=prefix)
         quant_config = quantization_config(opgraft_config, self)
         config: Any = self.config or architecture_config(opgraft_config)
-        shape = DecoderShape.of(config, self.family, opgraft_config.model.max_model_len, expert_sharing(opgraft_config))
+        shape = DecoderShape.of(config, self.family, opgraft_config.model.max_model_len)
+        shape = dataclasses.replace(shape, sharing=expert_sharing(opgraft_config))
         self.max_position = shape.max_position
         self.model = DecoderModel(shape, self.family, quant_config, joined(prefix, "model"))
         self.fitted_ropes = self.model.fitted_ropes

@@ -27,8 +27,11 @@ class Chat(Generating[ChatRequest]):
     def __init__(self, service: Service, body: ChatRequest, passing: Passing) -> None:
         super().__init__(service, body, passing)
         self.tools = Tools(body, service.llm.engine.chat_template.source)
+        self._held = self.tools.grammar(service.llm.engine.expect_tokenizer().special_token)
         if self.tools.forced is not None:
             self.grammar_field = self.tools.forced_field
+        elif self._held is not None:
+            self.grammar_field = "tools"
         self._told: dict[int, int] = {}
 
     async def prompts(self) -> list[list[int]]:
@@ -50,7 +53,8 @@ class Chat(Generating[ChatRequest]):
         """Return the sampling of an answer that must be a call, and of one that may be."""
         if self.tools.forced is not None:
             return {"structured_output": {"json": self.tools.forced}}
-        return {} if self.tools.functions is None else {"skip_special_tokens": False}  # some call by special tokens
+        held = {} if self._held is None else {"structured_output": {"grammar": self._held}}
+        return held if self.tools.functions is None else {**held, "skip_special_tokens": False}  # some call by these
 
     def delta(self, index: int, output: RequestOutput, answer: CompletionOutput, news: News) -> dict[str, Any]:
         """Return the choice of a chunk; the first names the role, and the last has the calls."""

@@ -32,7 +32,7 @@ _EXPECTED = {
     "string_unicode": "text without halves of surrogate pairs",
     "too_long": "at most {max_length} items",
 }
-"""What the values of a field are to be, by the kind of fault that pydantic finds."""
+"""Values that fields are to have, by the kind of fault that pydantic finds."""
 
 _SHOWN = 80
 """Characters of a field's name that an error quotes."""

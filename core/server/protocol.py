@@ -17,6 +17,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ModelWrapValidatorHandler,
     TypeAdapter,
     ValidationError,
     WrapValidator,
@@ -42,19 +43,20 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _expect_known(cls, given: Any) -> Any:
+    def _expect_known(cls, given: Any, validated: ModelWrapValidatorHandler[Body]) -> Body:
         """Leave out fields that there are not, where they are null, and refuse the first of the others."""
         names = _names(cls)
         if not isinstance(given, dict) or given.keys() <= names:
-            return given
+            return validated(given)
+        body = validated({name: value for name, value in given.items() if name in names})
         refused = next((name for name in given if name not in names and given[name] is not None), None)
         if refused is not None:
             unknown = PydanticCustomError("extra_forbidden", "no such field", {"known": sorted(names)})
             fault = InitErrorDetails(type=unknown, loc=(_printable(refused),), input=None)
             raise ValidationError.from_exception_data(cls.__name__, [fault])
-        return {name: value for name, value in given.items() if name in names}
+        return body
 
 
 def _printable(name: str) -> str:

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from opgraft.engine.sampling.structured import WHITESPACE
 from opgraft.errors import HTTPError
 from opgraft.server.protocol import ChatRequest, NamedToolChoice
 
 _HERMES, _MISTRAL = "<tool_call>", "[TOOL_CALLS]"
 """By what a call begins in the text of models of these two schools; others write plain JSON."""
+
+_MARKED = r"""%llguidance {{}}
+start: call* TEXT
+call: head SPACE %json {form}
+head{lazy}: TEXT {trigger}
+SPACE: /[ \n\t]{{0,16}}/
+TEXT: /(.|\n)*/
+"""
+"""Grammar of text in which a call follows each marker."""
+
+_PLAIN = r"""%llguidance {{}}
+start: SPACE (%json {form} SPACE | TEXT)?
+SPACE: /[ \n\t]{{0,16}}/
+TEXT: /[^{{\[ \n\t](.|\n)*/
+"""
+"""Grammar of a call, or several, or else of text that does not begin as one."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +79,31 @@ class Tools:
         self._marker = "" if self.forced is not None else marker
         self._most = 1 if body.parallel_tool_calls is False else None
         self._known = {tool["function"]["name"] for tool in offered}
+        self._offered = [tool["function"] for tool in offered]
+
+    def grammar(self, special: Callable[[str], int | None]) -> str | None:
+        """Return the grammar of an answer of which any call is held to its schema; None where no function is strict.
+
+        Args:
+            special: the id of a special token by its text, None for a text that is none.
+        """
+        if self.forced is not None or not any(function.get("strict") for function in self._offered):
+            return None
+        schemas = [
+            _schema_of(function if function.get("strict") else {"name": function["name"]}, f"urn:opgraft:tool:{place}")
+            for place, function in enumerate(self._offered)
+        ]
+        call = {"$ref": "#/$defs/call"}
+        form = {
+            "anyOf": [call, {"type": "array", "items": call, "minItems": 1}],
+            "$defs": {"call": {"anyOf": schemas}},
+            "x-guidance": {"whitespace_pattern": WHITESPACE},
+        }
+        if self._marker == "{":
+            return _PLAIN.format(form=json.dumps(form))
+        token = special(self._marker)
+        trigger = json.dumps(self._marker) if token is None else f"<[{token}]>"
+        return _MARKED.format(form=json.dumps(form), lazy="[lazy]" if token is None else "", trigger=trigger)
 
     def plain(self, text: str, ended: bool) -> str:
         """Return the part of a text that is surely no call: up to the first marker, or what may become one."""

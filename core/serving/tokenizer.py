@@ -48,6 +48,11 @@ class Tokenizer:
         token = self.special_tokens.get("eos_token")
         return None if token is None else self.backend.token_to_id(token)
 
+    def special_token(self, text: str) -> int | None:
+        """Return the id of a special token, by its text; None where that is none."""
+        added = self.backend.get_added_tokens_decoder().items()
+        return next((number for number, token in added if token.content == text and token.special), None)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, with those that begin and end a text if asked for."""
         if len(text) < _LONG:

@@ -40,8 +40,46 @@ def test_what_is_possible_is_reading_or_multiplying(load: Load, monkeypatch: pyt
     models = load("models")
     found = {"bytes_per": {"seconds": 100.0}, "products_per": {"seconds": 50.0}}
     monkeypatch.setattr(models, "speeds", lambda size, dtype: lambda: found)
+    monkeypatch.setattr(models, "_product", lambda rows, weight, dtype: 7)
+    monkeypatch.setattr(models, "taken", lambda call, _: {"seconds": call if isinstance(call, int) else 0})
     layer = nn.Linear(5, 10, bias=False)
-    least = models._bound(lambda: nn.functional.relu(layer(torch.ones(1, 5))), torch.float32)
-    assert least() == pytest.approx(200 / 100)
-    least = models._bound(lambda: layer(torch.ones(2, 3, 5)), torch.float32)
-    assert least() == pytest.approx(6 * 50 / 50)
+
+    def least(*rows: int) -> float:
+        seconds: float = models._bound(layer, lambda: layer(torch.ones(*rows, 5)), torch.float32)()
+        return seconds
+
+    assert least(1) == pytest.approx(200 / 100)
+    assert least(2, 3) == pytest.approx(6 * 50 / 50)
+    assert least(models.MANY_ROWS) == pytest.approx(7)
+
+
+class Recorded(nn.Linear):
+    """A layer that counts its calls."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_what_is_possible_has_the_python_around_layers(load: Load) -> None:
+    """Layers, and linear layers outside of them, answer without computing; the rest of the run is as it was."""
+    layers, head, seen = nn.ModuleList([Recorded(4, 4), nn.Sequential(Recorded(4, 4))]), Recorded(4, 4), []
+
+    def run() -> torch.Tensor:
+        x = torch.ones(1, 4)
+        for layer in (*layers, head):
+            x = layer(x)
+        seen.append(x)
+        return x
+
+    around = load("models")._without_layers(nn.ModuleDict({"layers": layers, "head": head}), run)
+    around()
+    around()
+    linears = [layers[0], layers[1][0], head]
+    assert [layer.calls for layer in linears] == [1, 1, 1]
+    run()
+    assert [layer.calls for layer in linears] == [2, 2, 2]
+    assert torch.equal(seen[0], seen[1])
+    assert torch.equal(seen[0], seen[2])

@@ -84,6 +84,13 @@ def test_a_model_without_template_is_refused(chat, causal_folder: Path) -> None:
     assert "opgraft run MODEL PROMPT" in stderr
 
 
+def test_an_encoder_is_refused_with_what_it_is_for(chat) -> None:
+    """A model that embeds texts is an error that says so."""
+    code, stdout, stderr = piped(chat, "the cat\n", "minilm")
+    assert (code, stdout) == (2, "")
+    assert "is an encoder, and embeds texts: 'opgraft run MODEL TEXT" in stderr
+
+
 def test_a_chat_that_becomes_too_long_is_an_error(chat, folder: Path) -> None:
     """Over a pipe the chat ends with the message that does not fit."""
     code, stdout, stderr = piped(
@@ -124,6 +131,8 @@ def test_a_terminal(chat, folder: Path) -> None:
     os.close(theirs)
     screen = Screen(ours)
     screen.until("> $")
+    screen.type("/clean\n")
+    screen.until("> $")
     screen.type("the cat\n")
     screen.until(r"(\w+ ){20}")
 
@@ -138,4 +147,5 @@ def test_a_terminal(chat, folder: Path) -> None:
     screen.until("> $")
     screen.type("\x04")
     assert process.wait(60) == 0
+    assert b"there is no command /clean: /clear begins a new chat" in process.stderr.read()
     os.close(ours)

@@ -39,6 +39,24 @@ def test_short_help_is_a_whole_sentence_and_that_of_the_command(path: str) -> No
     assert "..." not in summary
 
 
+@pytest.mark.parametrize(
+    ("path", "shown", "hidden"),
+    [
+        ("detect", {"--platform"}, {"--server.port", "--model.seed"}),
+        ("run", {"--platform", "--model.seed"}, {"--server.port"}),
+        ("serve", {"--platform", "--model.seed", "--server.port"}, set()),
+    ],
+)
+def test_help_lists_the_settings_that_matter_to_a_command(path: str, shown: set[str], hidden: set[str]) -> None:
+    """Other settings are options too, which the help says instead of listing them."""
+    command, context = find(path)
+    words = set(command.get_help(context).replace(",", " ").split())
+    assert shown <= words
+    assert not hidden & words
+    assert ("All other settings are options, too" in " ".join(command.get_help(context).split())) is bool(hidden)
+    assert {option for parameter in command.params for option in parameter.opts} >= shown | hidden
+
+
 def test_pipes_are_never_wrapped(cli) -> None:
     """Into a pipe every candidate, with place and reason, is one line, however narrow the terminal is said to be."""
     lines = cli("detect", "--all", COLUMNS="40").stdout.splitlines()

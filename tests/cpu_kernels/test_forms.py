@@ -48,6 +48,8 @@ NAMES = [
     "quant_fp8_static",
     "quant_fp8_dynamic",
     "scaled_dot_product_attention",
+    "causal_conv1d",
+    "causal_conv1d_update",
     "selective_scan",
     "selective_state_update",
     "fused_experts",

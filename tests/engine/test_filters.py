@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from opgraft.engine.sampling import Sampler, SamplingBatch, bad_word_tokens
+from engine.test_sampler import chi_square
+from opgraft.engine.sampling import Sampler, SamplingBatch, bad_word_tokens, random_numbers
 from opgraft.engine.sampling.drawing import Filters, draw, draw_filtered
+from opgraft.engine.sampling.greatest_values import BLOCK
 from opgraft.engine.sampling.penalties import Penalties
+from opgraft.engine.sampling.random_numbers import noise_key
 from opgraft.engine.sampling.row import Row
 from opgraft.engine.sampling.token_counts import TokenCounts
 from opgraft.engine.sampling_params import SamplingParams
@@ -35,14 +38,31 @@ def reference(scaled: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float =
     return [weight / total for weight in weights]
 
 
-def drawn_shares(scaled: Tensor, numbers: int, **limits: Any) -> Tensor:
-    """Share of each token among draws with evenly spaced numbers, which is its probability within 1 / numbers."""
-    uniforms = (torch.arange(numbers, dtype=torch.float64) + 0.5) / numbers
-    rows = scaled.expand(numbers, -1)
+def filters_of(rows: int, **limits: Any) -> Filters:
     given = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | limits
-    filters = Filters.of(*([given[name]] * numbers for name in given), torch.device("cpu"))
-    tokens = draw_filtered(rows, filters, uniforms) if limits else draw(rows, uniforms)
-    return torch.bincount(tokens, minlength=scaled.shape[-1]) / numbers
+    return Filters.of(*([given[name]] * rows for name in given), torch.device("cpu"))
+
+
+def in_favour_of(keys: Tensor, counters: Tensor) -> Tensor:
+    """Numbers by which the token comes first that is the key, and its block, unless they have no weight."""
+    favoured = (counters == keys) | (counters == ~(keys // BLOCK))
+    return torch.ones(favoured.shape, dtype=torch.float64).masked_fill_(favoured, 1e-200)
+
+
+def drawn(scaled: Tensor, tokens: Tensor, monkeypatch: pytest.MonkeyPatch, **limits: Any) -> Tensor:
+    """What is drawn by numbers that favour each of some tokens: that very one, if it is kept."""
+    monkeypatch.setattr(random_numbers, "exponentials", in_favour_of)
+    rows, keys = scaled.expand(len(tokens), -1), tokens.unsqueeze(1)
+    return draw_filtered(rows, filters_of(len(tokens), **limits), keys) if limits else draw(rows, keys)
+
+
+def kept(scaled: Tensor, monkeypatch: pytest.MonkeyPatch, **limits: Any) -> list[int]:
+    """All tokens that can be drawn; the others give way to one of these."""
+    tokens = torch.arange(scaled.shape[1])
+    found = drawn(scaled, tokens, monkeypatch, **limits)
+    itself = found == tokens
+    assert set(found.tolist()) == set(tokens[itself].tolist())
+    return tokens[itself].tolist()
 
 
 LIMITS: list[dict[str, Any]] = [
@@ -66,53 +86,73 @@ LIMITS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
 @pytest.mark.parametrize(("vocabulary", "spread"), [(1, 1.0), (37, 2.0), (64, 0.1), (300, 0.5), (300, 3.0)])
-def test_filters_keep_what_their_definitions_say(limits: dict[str, Any], vocabulary: int, spread: float) -> None:
+def test_filters_keep_what_their_definitions_say(
+    limits: dict[str, Any], vocabulary: int, spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over a flat or a peaked distribution, in vocabularies below and above the number of candidates."""
     logits = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * spread
     scaled = logits - logits.max()
+    expected = reference(scaled[0], **limits)
+    assert kept(scaled, monkeypatch, **limits) == [token for token, share in enumerate(expected) if share > 0]
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+@pytest.mark.parametrize(("vocabulary", "spread"), [(37, 2.0), (300, 0.5), (300, 3.0)])
+def test_shares_are_those_of_their_definitions(limits: dict[str, Any], vocabulary: int, spread: float) -> None:
+    """Drawn 4,000 times, each token comes as often as it should, by a chi-square test."""
+    logits = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * spread
+    scaled = (logits - logits.max()).expand(4000, -1)
     expected = torch.tensor(reference(scaled[0], **limits), dtype=torch.float64)
-    shares = drawn_shares(scaled, 2000, **limits)
-    assert float((shares - expected).abs().max()) <= 1 / 2000 + 1e-6
-    assert not shares[expected == 0].any()
+    keys = torch.tensor([noise_key(b"shares", position) for position in range(4000)]).unsqueeze(1)
+    tokens = draw_filtered(scaled, filters_of(4000, **limits), keys) if limits else draw(scaled, keys)
+    counts = torch.bincount(tokens, minlength=vocabulary).double()
+    assert not counts[expected == 0].any()
+    if (expected * 4000 >= 5).sum() > 1:
+        statistic, limit = chi_square(counts, expected)
+        assert statistic < limit
 
 
 @pytest.mark.parametrize(
     "limits", [{"top_p": 0.9}, {"min_p": 0.05, "top_p": 0.99}, {"top_k": 2500}, {"min_p": 0.2}], ids=str
 )
 @pytest.mark.parametrize("rounded", [False, True])
-def test_filters_that_keep_thousands(limits: dict[str, Any], rounded: bool) -> None:
+def test_filters_that_keep_thousands(limits: dict[str, Any], rounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nuclei wider than any number of candidates, with many equal logits too, end at the right token."""
     logits = torch.randn(1, 5003, generator=torch.Generator().manual_seed(1))
     scaled = logits - logits.max()
     scaled = scaled.bfloat16().float() if rounded else scaled
-    kept = {token for token, share in enumerate(reference(scaled[0], **limits)) if share > 0}
-    shares = drawn_shares(scaled, 60, **limits)
-    assert len(kept) > 100
-    assert set(shares.nonzero().flatten().tolist()) <= kept
-    ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    given = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | limits
-    filters = Filters.of(*([given[name]] * 2 for name in given), torch.device("cpu"))
-    assert draw_filtered(scaled.expand(2, -1), filters, ends).tolist() == [min(kept), max(kept)]
+    keep = {token for token, share in enumerate(reference(scaled[0], **limits)) if share > 0}
+    assert len(keep) > 100
+    order = scaled[0].sort(descending=True, stable=True).indices
+    around = order[max(0, len(keep) - 60) : len(keep) + 60].sort().values  # where it ends
+    found = drawn(scaled, around, monkeypatch, **limits)
+    assert around[found == around].tolist() == [token for token in around.tolist() if token in keep]
+    assert set(found.tolist()) <= keep
 
 
-def test_equal_logits_at_the_end_of_a_nucleus() -> None:
+def test_equal_logits_at_the_end_of_a_nucleus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of equal tokens the nucleus keeps no more than it needs, the first ones; top-k keeps all that equal its last."""
     scaled = torch.zeros(1, 10)
-    assert drawn_shares(scaled, 1000, top_p=0.45).nonzero().flatten().tolist() == [0, 1, 2, 3, 4]
-    assert drawn_shares(scaled, 1000, top_k=2).count_nonzero() == 10
-    flat = torch.zeros(1, 200)
-    assert drawn_shares(flat, 1000, top_p=0.5).nonzero().flatten().tolist() == list(range(100))
+    assert kept(scaled, monkeypatch, top_p=0.45) == [0, 1, 2, 3, 4]
+    assert kept(scaled, monkeypatch, top_k=2) == list(range(10))
+    assert kept(torch.zeros(1, 200), monkeypatch, top_p=0.5) == list(range(100))
 
 
-def test_tokens_without_probability_are_never_drawn() -> None:
-    """At both ends of the numbers, tokens of -inf are passed over, in blocks and between them."""
-    scaled = torch.full((2, 200), -math.inf)
+def test_tokens_without_probability_are_never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the numbers favour, tokens of -inf are passed over, in blocks and between them."""
+    scaled = torch.full((1, 200), -math.inf)
     scaled[:, [70, 150]] = 0.0
-    ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    assert draw(scaled, ends).tolist() == [70, 150]
-    assert draw(scaled, torch.tensor([0.49, 0.51], dtype=torch.float64)).tolist() == [70, 150]
-    filters = Filters.of([50, 0], [1.0, 0.99], [0.0, 0.0], torch.device("cpu"))
-    assert draw_filtered(scaled, filters, ends).tolist() == [70, 150]
+    for limits in ({}, {"top_k": 50}, {"top_p": 0.99}, {"min_p": 0.5}):
+        assert kept(scaled, monkeypatch, **limits) == [70, 150]
+
+
+def test_every_way_to_draw_gives_the_same_token() -> None:
+    """By candidates and over the whole vocabulary, equal numbers give equal tokens where the filters keep all."""
+    scaled = torch.randn(200, 1000, generator=torch.Generator().manual_seed(3))
+    scaled -= scaled.amax(1, keepdim=True)
+    keys = torch.arange(200).unsqueeze(1)
+    for limits in ({"top_k": 1000}, {"top_p": 1 - 1e-12}, {"min_p": 1e-9}):
+        assert draw_filtered(scaled, filters_of(200, **limits), keys).tolist() == draw(scaled, keys).tolist()
 
 
 def adjusted(logits: Tensor, params: SamplingParams, prompt: list[int], output: list[int], **more: Any) -> Tensor:

@@ -10,8 +10,8 @@ import opgraft.binding.pluggable_class as pluggable
 import pytest
 import torch
 from opgraft.engine.sampling import Sampler, SamplingBatch, TokenLogprobs, prompt_logprobs
-from opgraft.engine.sampling.greatest_values import row_maximum
-from opgraft.engine.sampling.random_numbers import stream_of, uniform
+from opgraft.engine.sampling.greatest_values import FEW, row_maximum
+from opgraft.engine.sampling.random_numbers import exponentials, noise_key, stream_of
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import RequestError
 from torch import Tensor
@@ -56,7 +56,7 @@ def test_greedy_takes_the_first_of_the_likeliest(vocabulary: int, dtype: torch.d
 
 def test_a_greedy_batch_changes_and_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all is greedy, no number is drawn and the logits are not written to."""
-    monkeypatch.setattr(SamplingBatch, "uniforms", lambda *_: pytest.fail("a random number for a greedy request"))
+    monkeypatch.setattr(SamplingBatch, "noise_keys", lambda *_: pytest.fail("a random number for a greedy request"))
     logits = normal(3, 100)
     before = logits.clone()
     Sampler()(logits, batch_of([GREEDY] * 3))
@@ -73,9 +73,10 @@ def test_an_empty_batch_gives_no_tokens() -> None:
     assert sampled.tokens.dtype == torch.int64
 
 
-def test_the_maximum_of_rows_is_that_of_torch() -> None:
+@pytest.mark.parametrize("count", [FEW, FEW + 1])
+def test_the_maximum_of_rows_is_that_of_torch(count: int) -> None:
     """Blocks change neither value nor position, with NaN and -inf too."""
-    rows = normal(6, 129)
+    rows = normal(count, 129)
     rows[1, 100] = math.nan
     rows[2] = -math.inf
     rows[3, 128] = math.inf
@@ -123,17 +124,47 @@ def test_tokens_are_distributed_as_they_should(temperature: float, limits: dict[
 
 
 def test_random_numbers_are_uniform_and_independent() -> None:
-    """Numbers of neighbouring seeds and positions fill [0, 1) evenly, and pairs of them the square."""
-    rows = torch.tensor([[uniform(stream_of(seed, 0), at) for at in range(100)] for seed in range(200)])
-    assert float(rows.min()) >= 0
-    assert float(rows.max()) < 1
+    """Numbers of neighbouring seeds, positions and tokens fill (0, 1) evenly, and pairs of them the square."""
+    keys = torch.tensor([[noise_key(stream_of(seed, 0), at) for at in range(20)] for seed in range(40)])
+    counters = torch.arange(-10, 15)
+    cube = (-exponentials(keys.reshape(-1, 1), counters)).exp().reshape(40, 20, 25)
+    assert float(cube.min()) > 0
+    assert float(cube.max()) < 1
     even = torch.full((64,), 1 / 64, dtype=torch.float64)
-    for pairs in ((rows[:, :-1], rows[:, 1:]), (rows[:-1], rows[1:])):
+    for axis, size in enumerate(cube.shape):
+        pairs = cube.narrow(axis, 0, size - 1), cube.narrow(axis, 1, size - 1)
         cells = ((pairs[0] * 8).long() * 8 + (pairs[1] * 8).long()).flatten()
         statistic, limit = chi_square(torch.bincount(cells, minlength=64).double(), even)
         assert statistic < limit
-    assert uniform(stream_of(3, 9), 5) == uniform(stream_of(3, 1), 5), "a seed makes the arrival unimportant"
-    assert uniform(stream_of(None, 3), 5) != uniform(stream_of(3, 0), 5), "arrivals are no seeds"
+    assert noise_key(stream_of(3, 9), 5) == noise_key(stream_of(3, 1), 5), "a seed makes the arrival unimportant"
+    assert noise_key(stream_of(None, 3), 5) != noise_key(stream_of(3, 0), 5), "arrivals are no seeds"
+
+
+def test_numbers_of_a_key_are_the_same_on_every_machine() -> None:
+    """They are those of SplitMix64, computed here without tensors, whatever the sign of key and counter."""
+
+    def expected(key: int, counter: int) -> float:
+        state = (key + counter * 0x9E3779B97F4A7C15) % 2**64
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64
+        return -math.log(((state >> 12) + 0.5) / 2**52)
+
+    keys, counters = [0, 5, -(2**63), 2**63 - 1], [-800, -1, 0, 1, 49_151]
+    found = exponentials(torch.tensor(keys).unsqueeze(1), torch.tensor(counters)).flatten().tolist()
+    assert found == pytest.approx([expected(key, counter) for key in keys for counter in counters], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("spread", "limits"), [(0.3, {}), (3.0, {}), (3.0, {"top_k": 40}), (3.0, {"top_p": 0.95}), (3.0, {"min_p": 0.001})]
+)
+def test_rounding_of_logits_changes_few_draws(spread: float, limits: dict[str, Any]) -> None:
+    """Logits that differ by 0.01 give other tokens to few of 500 seeds, over flat and peaked distributions."""
+    logits = normal(1, 5003, spread)
+    params = [SamplingParams(seed=seed, **limits) for seed in range(500)]
+    tokens = Sampler()(logits.expand(500, -1), batch_of(params)).tokens
+    nearly = logits + 0.01 * normal(500, 5003, 1.0, seed=1)
+    changed = int((Sampler()(nearly, batch_of(params)).tokens != tokens).sum())
+    assert changed <= 15
 
 
 def tokens_of(params: Sequence[SamplingParams], logits: Tensor, keys: Sequence[int], steps: int = 4) -> dict[Any, list]:

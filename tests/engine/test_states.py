@@ -111,6 +111,35 @@ def test_a_preempted_sequence_begins_with_its_own_state(name: str, tmp_path: Pat
         expect_right(model, request, recorder)
 
 
+@pytest.mark.parametrize("length", [9, 10, 11])
+def test_a_preempted_sequence_goes_on_where_it_was(model: Any, tmp_path: Path, length: int) -> None:
+    """Preempted by another one that takes little room, a sequence computes nothing of what it had computed again."""
+    given = engines.settings(tmp_path, max_num_seqs=1, policy="priority")
+    core = EngineCore(engines.replaced(given, cache={"num_states": 6}))
+    first, second = prompts(length, 5)
+    low, of_low = recorded("low", first, 20)
+    high, of_high = recorded("high", second, 6)
+    low.priority = 1
+    core.add([low])
+    for _ in range(8):
+        core.step()
+    done = low.num_computed
+    steps: list[tuple[int, int]] = []
+    schedule = core.scheduler.schedule
+
+    def noting() -> Step:
+        step = schedule()
+        steps.extend((each.start, each.count) for each in step.sequences if each.request_id == "low")
+        return step
+
+    core.scheduler.schedule = noting
+    serve(core, [high])
+    assert core.counters.preemptions == 1
+    assert steps[0] == (done, 1)
+    for request, recorder in ((low, of_low), (high, of_high)):
+        expect_right(model, request, recorder)
+
+
 def test_a_failed_step_leaves_no_state_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step was to copy is not found after it failed: the next request computes its prompt itself."""
     model = hybrid("mamba", tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -332,3 +333,47 @@ def test_names_that_are_not_its_own(server: Server) -> None:
     """A page of a stranger, whose name leads here, is refused; an address of this machine is not."""
     for host, status in (("evil.example", 403), ("localhost:8000", 200), ("[::1]:8000", 200), ("127.0.0.1", 200)):
         assert server.get("/v1/models", headers={"host": host}).status_code == status
+
+
+def worker_of(server: Server) -> int:
+    """The process of the model."""
+    found = [path.read_text().split() for path in Path(f"/proc/{server.process.pid}/task").glob("*/children")]
+    (child,) = (int(child) for children in found for child in children)
+    return child
+
+
+def ended(pid: int) -> bool:
+    """Tell whether a process has ended, or waits for nothing but to be forgotten."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_a_worker_that_is_killed_ends_the_server(checkpoint: Path) -> None:
+    """The process of the model dies: who waits gets an error, and the server ends with the code 5."""
+    with serving(checkpoint) as server:
+        asked = server.later(lambda: server.complete(max_tokens=500, ignore_eos=True))
+        until(lambda: server.metric("num_requests_running") == 1)
+        os.kill(worker_of(server), signal.SIGKILL)
+        assert asked.result().status_code in (500, 503)
+        assert server.process.wait(60) == 5
+        assert "the process of the worker has ended, with the status -9" in "".join(server.log)
+
+
+def test_signals_are_for_the_server(checkpoint: Path) -> None:
+    """Signals to the whole group let what runs finish; the worker ends with the server, also where that is killed."""
+    with serving(checkpoint) as server:
+        worker = worker_of(server)
+        asked = server.later(lambda: server.complete(max_tokens=300, ignore_eos=True))
+        until(lambda: server.metric("num_requests_running") == 1)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(worker, number)
+        server.process.send_signal(signal.SIGTERM)
+        assert asked.result().json()["usage"]["completion_tokens"] == 300
+        assert server.process.wait(60) == 0
+        assert ended(worker)
+    with serving(checkpoint) as server:
+        worker = worker_of(server)
+        server.process.kill()
+        until(lambda: ended(worker))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
-from opgraft.errors import HTTPError
+from opgraft.engine.sampling import Grammar, GrammarTokens
+from opgraft.errors import HTTPError, RequestError
 from opgraft.server.protocol import ChatRequest
 from opgraft.server.tools import Call, Tools
+from opgraft.serving.tokenizer import Tokenizer
+from small_tokenizers import trained_tokenizer
 
 HERMES = "{{ tools }} <tool_call>"
 MISTRAL = "{{ tools }} [TOOL_CALLS]"
@@ -53,6 +57,44 @@ def test_calls_and_text(template: str, text: str, cities: list[str], plain: str)
         told += found.plain(text[:end], ended=False)[len(told) :]
     told += found.plain(text, ended=True)[len(told) :]
     assert told.rstrip() == plain
+
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+PARIS = {"name": "weather", "arguments": {"city": "Paris"}}
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "taken", "refused"),
+    [
+        (HERMES, (), [wrapped(ROME), f"I look.\n{wrapped(ROME)}\n{wrapped(OSLO)}", "a < b", ""], wrapped(PARIS)),
+        (HERMES, ("<tool_call>",), [wrapped(ROME), "a < b"], wrapped(PARIS)),
+        (MISTRAL, ("[TOOL_CALLS]",), [f"[TOOL_CALLS]{json.dumps([ROME, OSLO])}", "a"], f"[TOOL_CALLS]{[PARIS]}"),
+        (PLAIN, (), [json.dumps(ROME), json.dumps([OSLO]), "Rome is sunny.", ""], json.dumps(PARIS)),
+    ],
+)
+def test_calls_of_strict_functions_are_held_to_their_schema(
+    template: str, special: tuple[str, ...], taken: list[str], refused: str
+) -> None:
+    """Whatever marks a call, it must fit; text beside it is free, and so are calls of functions that are not strict."""
+    pytest.importorskip("llguidance")
+    backend = trained_tokenizer()
+    backend.add_special_tokens(list(special))
+    strict = {"type": "function", "function": {"name": "weather", "parameters": CITY, "strict": True}}
+    clock = {"type": "function", "function": {"name": "clock", "parameters": CITY}}
+    spec = tools(template, tools=[strict, clock]).grammar(Tokenizer(Path(), backend).special_token)
+    grammar = Grammar({"grammar": spec}, GrammarTokens(backend))
+    free = refused.replace("weather", "clock")
+    for text in [*taken, free.replace("'", '"')]:
+        grammar.start(backend.encode(text, add_special_tokens=False).ids)
+    with pytest.raises(RequestError, match="does not follow"):
+        grammar.start(backend.encode(refused.replace("'", '"'), add_special_tokens=False).ids)
+
+
+def test_only_strict_functions_need_a_grammar() -> None:
+    """Without one, and where a call is forced, there is none."""
+    strict = {"type": "function", "function": {"name": "weather", "strict": True}}
+    for body in ({}, {"tools": [strict], "tool_choice": "required"}, {"tools": [strict], "tool_choice": "none"}):
+        assert tools(HERMES, **body).grammar(lambda text: None) is None
 
 
 def test_one_call_at_a_time() -> None:

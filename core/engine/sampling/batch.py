@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from opgraft.engine.sampling.adjustments import Adjustments
 from opgraft.engine.sampling.drawing import Filters
-from opgraft.engine.sampling.random_numbers import stream_of, uniform
+from opgraft.engine.sampling.random_numbers import noise_key, stream_of
 from opgraft.engine.sampling.row import Row
 from opgraft.engine.sampling.structured import Grammar
 from opgraft.engine.sampling_params import SamplingParams
@@ -151,10 +151,10 @@ class SamplingBatch:
         if row.counts and (slot := row.counts.add(token)) is not None and self._plan and not self._stale:
             self._plan.adjustments.append(self._places.get(key), token, slot)
 
-    def uniforms(self, rows: Iterable[int]) -> list[float]:
-        """Return the random number of the next token of each of some rows."""
+    def noise_keys(self, rows: Iterable[int]) -> list[int]:
+        """Return the key of the random numbers of the next token of each of some rows."""
         shown = self.rows
-        return [uniform(shown[row].stream, len(shown[row].output)) for row in rows]
+        return [noise_key(shown[row].stream, len(shown[row].output)) for row in rows]
 
     def plan(self, vocabulary: int, device: torch.device) -> Plan:
         """Return the tensors of the rows for logits of a size and on a device."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from opgraft.engine.sampling.greatest_values import BLOCK, blocks_of, likeliest
 from opgraft.engine.sampling.nucleus import within_nucleus
+from opgraft.engine.sampling.random_numbers import first_to_arrive
 from torch import Tensor
 
 CANDIDATES = (64, 2048)
@@ -50,36 +51,49 @@ class Filters:
         return Filters(self.top_k[rows], self.top_p[rows], self.min_p[rows], self.whole[rows])
 
 
-def draw(scaled: Tensor, uniforms: Tensor) -> Tensor:
+def draw(scaled: Tensor, keys: Tensor) -> Tensor:
     """Draw a token of each row from the distribution over the whole vocabulary.
+
+    First a block of the vocabulary is drawn and then a token of it, which takes a number for each block, not for each
+    token. Logits that differ by rounding nearly always give the same token.
 
     Args:
         scaled: ``[n, vocabulary]`` float32, logits over temperature, less the greatest of the row.
-        uniforms: ``[n]`` float64, in [0, 1).
+        keys: ``[n, 1]`` int64, of ``random_numbers.noise_key``.
 
     Returns:
-        Tokens ``[n]``, int64: the first whose cumulative probability exceeds the uniform number.
+        Tokens ``[n]``, int64.
     """
-    return _draw_by(scaled.exp(), uniforms)
+    return _draw_by(scaled.exp(), keys)
 
 
-def _draw_by(weights: Tensor, uniforms: Tensor) -> Tensor:
+def _draw_by(weights: Tensor, keys: Tensor) -> Tensor:
     """Draw by weights ``[n, vocabulary]`` that need not add up to 1."""
     mass = blocks_of(weights, 0.0)
-    totals = _totals(mass)
-    target = uniforms * totals[:, -1]
-    block = invert(totals, target)
-    rows = torch.arange(len(weights), device=weights.device)
-    inner = mass[rows, block].double().cumsum(-1)
-    before = torch.where(block > 0, totals[rows, block - 1], 0.0)
-    return block * BLOCK + invert(inner, target - before)
+    block = _draw_block(_totals(mass), keys)
+    ids = block * BLOCK + torch.arange(BLOCK, device=block.device)
+    inner = mass[torch.arange(len(mass), device=mass.device), block.squeeze(1)].double()
+    return ids.gather(1, first_to_arrive(inner, keys, ids).unsqueeze(1)).squeeze(1)
 
 
-def draw_filtered(scaled: Tensor, filters: Filters, uniforms: Tensor) -> Tensor:
+def _draw_among_ids(weights: Tensor, ids: Tensor, keys: Tensor) -> Tensor:
+    """Draw by weights ``[n, candidates]``, float64, of some ids, just as ``_draw_by`` does with 0 for all others."""
+    of_block = ids // BLOCK
+    totals = weights.new_zeros(len(weights), int(of_block.max()) + 1).scatter_add_(1, of_block, weights)
+    inner = weights.where(of_block == _draw_block(totals, keys), 0.0)
+    return ids.gather(1, first_to_arrive(inner, keys, ids).unsqueeze(1)).squeeze(1)
+
+
+def _draw_block(totals: Tensor, keys: Tensor) -> Tensor:
+    """Draw blocks ``[n, 1]`` by their weights ``[n, blocks]``; counters below 0 are those of no token."""
+    return first_to_arrive(totals, keys, ~torch.arange(totals.shape[1], device=totals.device)).unsqueeze(1)
+
+
+def draw_filtered(scaled: Tensor, filters: Filters, keys: Tensor) -> Tensor:
     """Draw a token of each row from what min-p, top-k and top-p keep of it, in this order.
 
     Args:
-        scaled, uniforms: as for ``draw``.
+        scaled, keys: as for ``draw``.
         filters: of these rows.
 
     Returns:
@@ -87,8 +101,10 @@ def draw_filtered(scaled: Tensor, filters: Filters, uniforms: Tensor) -> Tensor:
     """
     whole = bool((filters.whole & filters.top_p.isfinite()).any())
     mass = scaled.exp() if whole else None
-    total = torch.zeros_like(uniforms) if mass is None else _totals(blocks_of(mass, 0.0))[:, -1]
-    tokens, left = _draw_among(CANDIDATES[0], scaled, filters, total, uniforms)
+    total = (
+        scaled.new_zeros(len(scaled), dtype=torch.float64) if mass is None else _totals(blocks_of(mass, 0.0)).sum(-1)
+    )
+    tokens, left = _draw_among(CANDIDATES[0], scaled, filters, total, keys)
     if not len(left):
         return tokens
     by_rank = filters.top_k[left, 0] < scaled.shape[1]
@@ -96,31 +112,31 @@ def draw_filtered(scaled: Tensor, filters: Filters, uniforms: Tensor) -> Tensor:
     if len(wide):
         some, theirs = filters.take(wide), scaled[wide]
         weights = theirs.exp() if mass is None else mass if len(wide) == len(mass) else mass[wide]
-        tokens[wide] = _draw_by(within_nucleus(theirs, weights, some.top_p, some.min_p), uniforms[wide])
+        tokens[wide] = _draw_by(within_nucleus(theirs, weights, some.top_p, some.min_p), keys[wide])
     for size in (CANDIDATES[1], scaled.shape[1]):
         if len(ranked):
-            given = scaled[ranked], filters.take(ranked), total[ranked], uniforms[ranked]
+            given = scaled[ranked], filters.take(ranked), total[ranked], keys[ranked]
             tokens[ranked], later = _draw_among(size, *given)
             ranked = ranked[later]
     return tokens
 
 
-def _draw_among(size: int, scaled: Tensor, filters: Filters, total: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+def _draw_among(size: int, scaled: Tensor, filters: Filters, total: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """Draw among a number of the likeliest tokens; return tokens, and the rows in which more of them are kept."""
     values, ids = likeliest(scaled, size)
     values = values.double()
     limit, ties, needed = _limits(values, filters, total)
     last = values[:, -1:]
     more = (last >= needed) & ~last.isneginf() & (size < scaled.shape[1])
-    return _draw_kept(values, ids, limit, ties, uniforms), more.squeeze(1).nonzero().squeeze(1)
+    return _draw_kept(values, ids, limit, ties, keys), more.squeeze(1).nonzero().squeeze(1)
 
 
 def _totals(mass: Tensor) -> Tensor:
-    """Return the cumulative sums of blocks in float64; added up in an order that the number of rows does not change.
+    """Return the sums ``[n, blocks]`` of blocks in float64, in an order that the number of rows does not change.
 
     A block is added up in float32: a copy of all rows in float64 would take longer than all that is done with it.
     """
-    return mass.sum(-1).double().cumsum(-1)
+    return mass.sum(-1).double()
 
 
 def _limits(values: Tensor, filters: Filters, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,21 +164,10 @@ def _limits(values: Tensor, filters: Filters, total: Tensor) -> tuple[Tensor, Te
     return limit, ties, torch.where(filters.whole, limit, least)
 
 
-def _draw_kept(values: Tensor, ids: Tensor, limit: Tensor, ties: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw among the candidates at or above a limit, in the order of the vocabulary."""
+def _draw_kept(values: Tensor, ids: Tensor, limit: Tensor, ties: Tensor, keys: Tensor) -> Tensor:
+    """Draw among the candidates above a limit and, of those at it, the first in the order of the vocabulary."""
     ids, order = ids.sort(dim=-1)
     values = values.gather(1, order)
     level = values == limit
     kept = (values > limit) | (level & (level.cumsum(-1) <= ties))
-    reached = (values.exp() * kept).cumsum(-1)
-    return ids.gather(1, invert(reached, uniforms * reached[:, -1]).unsqueeze(1)).squeeze(1)
-
-
-def invert(cumulative: Tensor, target: Tensor) -> Tensor:
-    """Return of each row the first position whose sum exceeds the target, never one that adds nothing.
-
-    A target that rounding has brought to the end is met by the last position that adds something.
-    """
-    beyond = torch.searchsorted(cumulative, target.unsqueeze(1), right=True)
-    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
-    return torch.minimum(beyond, last).squeeze(1)
+    return _draw_among_ids(values.exp() * kept, ids, keys)

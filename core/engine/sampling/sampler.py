@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from opgraft.binding.pluggable_class import PluggableClass
@@ -87,17 +88,17 @@ class Sampler(PluggableClass):
 
 def _draw(logits: Tensor, maximum: Tensor, plan: Plan, batch: SamplingBatch) -> Tensor:
     """Draw tokens for the rows that are not greedy, in the order of the plan, a few rows at a time."""
-    uniforms = torch.tensor(batch.uniforms(plan.drawn), dtype=torch.float64, device=logits.device)
+    keys = torch.tensor(batch.noise_keys(plan.drawn), dtype=torch.int64, device=logits.device).unsqueeze(1)
     few = max(1, IN_CACHE // logits.shape[1]) if logits.device.type == "cpu" else len(plan.drawn)
     tokens = []
     for begin, end in (*_parts(0, plan.free, few), *_parts(plan.free, len(plan.drawn), few)):
         rows: slice | Tensor = slice(begin, end) if plan.rows is None else plan.rows[begin:end]
         scaled = (logits[rows] - maximum[rows].unsqueeze(1)).div_(plan.temperature[begin:end])
         if begin < plan.free:
-            tokens.append(draw(scaled, uniforms[begin:end]))
+            tokens.append(draw(scaled, keys[begin:end]))
         else:
             filters = plan.filters.take(slice(begin - plan.free, end - plan.free))
-            tokens.append(draw_filtered(scaled, filters, uniforms[begin:end]))
+            tokens.append(draw_filtered(scaled, filters, keys[begin:end]))
     return torch.cat(tokens)
 
 
@@ -107,7 +108,7 @@ def _parts(begin: int, end: int, size: int) -> list[tuple[int, int]]:
 
 def _unusable(maximum: Tensor, logits: Tensor, working: Tensor) -> dict[int, str]:
     """Say by row why nothing can be sampled, where the greatest logit is no number."""
-    if bool(maximum.isfinite().all()):
+    if all(map(isfinite, maximum.tolist())):
         return {}
     return {row: _reason(logits[row], working[row]) for row in (~maximum.isfinite()).nonzero().flatten().tolist()}
 

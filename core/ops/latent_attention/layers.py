@@ -66,7 +66,8 @@ class MLAAttention(CachedAttention):
     """
 
     kv_b_proj: Any
-    _expansion: Tensor | None
+    _to_key: Tensor | None
+    _to_value: Tensor | None
 
     @called_with(never=["cache_config", "quant_config"])
     def __init__(
@@ -101,7 +102,8 @@ class MLAAttention(CachedAttention):
         self.kv_b_proj = kv_b_proj
         self.prefix = self.layer_name = prefix
         claim_prefix(prefix, self)
-        self.register_buffer("_expansion", None, persistent=False)
+        self.register_buffer("_to_key", None, persistent=False)
+        self.register_buffer("_to_value", None, persistent=False)
         self.attend = ScaledDotProductAttention()
         self.write = ConcatAndCacheMLA()
         self.attend_pages = MLAPagedAttention(kv_lora_rank, scale)
@@ -197,37 +199,42 @@ class MLAAttention(CachedAttention):
         self, query: Tensor, cache: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor
     ) -> Tensor:
         """Attend over latents in pages with ``[tokens, num_heads, qk_head_dim]``."""
-        to_key, to_value = self._weights(query).tensor_split([self.qk_nope_head_dim], dim=1)
+        to_key, to_value = self._projections(query)
         q_nope, q_pe = query.tensor_split([self.qk_nope_head_dim], dim=-1)
         absorbed = torch.bmm(q_nope.transpose(0, 1), to_key).transpose(0, 1)
         latents = self.attend_pages(torch.cat((absorbed, q_pe), -1), cache, block_table, query_start_loc, seq_lens)
-        # The weight comes first: the other way round oneDNN takes six times as long for a token in bfloat16.
-        return torch.bmm(to_value, latents.permute(1, 2, 0)).permute(2, 0, 1)
+        return torch.bmm(latents.transpose(0, 1), to_value).transpose(0, 1)
 
-    def _weights(self, query: Tensor) -> Tensor:
-        """Return the weight of ``kv_b_proj`` by heads, ``[num_heads, qk_nope_head_dim + v_head_dim, kv_lora_rank]``.
+    def _projections(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the key projection, ``[num_heads, qk_nope_head_dim, kv_lora_rank]``, and that of values, transposed.
 
-        A plain one is viewed. Of a quantized or packed one a plain copy is kept, which it makes of a unit matrix.
+        On a device the weight of a plain ``kv_b_proj`` is viewed. Of a quantized or packed one copies are kept, which
+        it makes of a unit matrix; and on a CPU of any, as oneDNN takes two to ten times as long for parts of a weight.
         """
-        proj, shape = self.kv_b_proj, (self.num_heads, self.qk_nope_head_dim + self.v_head_dim, self.kv_lora_rank)
+        proj, sizes = self.kv_b_proj, [self.qk_nope_head_dim, self.v_head_dim]
         plain = not isinstance(proj, HasWeightMethod) or isinstance(proj.quant_method, UnquantizedLinearMethod)
         weight = proj._parameters.get("weight") if plain else None
-        if weight is not None:
-            return weight.view(shape)
-        if self._expansion is None:
+        if weight is not None and not weight.is_cpu:
+            to_key, to_value = weight.view(self.num_heads, -1, self.kv_lora_rank).split(sizes, dim=1)
+            return to_key, to_value.transpose(1, 2)
+        if self._to_key is None or self._to_value is None:
             with torch.inference_mode(False), torch.no_grad():
-                unit = torch.eye(self.kv_lora_rank, dtype=query.dtype, device=query.device)
-                self._expansion = result_of(proj(unit)).t().reshape(shape)
-        return self._expansion
+                if weight is None:
+                    unit = torch.eye(self.kv_lora_rank, dtype=query.dtype, device=query.device)
+                    weight = result_of(proj(unit)).t()
+                to_key, to_value = weight.reshape(self.num_heads, -1, self.kv_lora_rank).split(sizes, dim=1)
+                self._to_key = to_key.transpose(1, 2).contiguous()
+                self._to_value = to_value.contiguous()
+        return self._to_key.transpose(1, 2), self._to_value.transpose(1, 2)
 
     def process_weights_after_loading(self) -> None:
         """Forget what was made of an earlier weight."""
-        self._expansion = None
+        self._to_key = self._to_value = None
 
     def _expanded(self, query: Tensor, kv_c: Tensor, k_pe: Tensor) -> Tensor:
         """Attend with the last tokens of a sequence over all of its latents, expanded to keys and values."""
         count, length = len(query), len(kv_c)
-        expanded = result_of(self.kv_b_proj(kv_c)).view(length, self.num_heads, -1)
+        expanded = result_of(self.kv_b_proj(kv_c)).view(length, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
         k_nope, value = expanded.tensor_split([self.qk_nope_head_dim], dim=-1)
         key = torch.cat((k_nope, k_pe[:, None].expand(-1, self.num_heads, -1)), dim=-1)
         # Torch's kernels that do not keep all scores take heads of one size only.

@@ -250,12 +250,14 @@ class RMSNormGated(_EpsByTwoNames, CustomOp):
 
     @calls_functional
     def forward_native(self, x: Tensor, z: Tensor | None = None, *, functional: Any = NATIVE) -> Tensor:
-        """Return the norm of ``x``, gated by ``z`` where it is given.
+        """Return the norm of ``x``, gated by ``z`` where it is given, in any floating-point dtype.
 
         Raises:
-            ValueError: ``x`` does not end in ``hidden_size``, or ``z`` has another shape, dtype or device.
+            ValueError: ``x`` does not end in ``hidden_size``, or ``z`` has another shape or device.
         """
         expect_last_dim("rms_norm_gated", "x", x, self.hidden_size)
+        if z is not None and z.dtype is not x.dtype and z.is_floating_point():  # scans of mixers return float32
+            z = z.to(x.dtype)
         return functional.rms_norm_gated(
             x, self.weight, z, self.variance_epsilon, self.group_size, self.norm_before_gate, self.activation
         )

@@ -10,6 +10,8 @@ program finds the sequence of its chunk by itself. States are float32 throughout
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -233,7 +235,7 @@ def selective_scan(
     a, weight, bias = given_or(x, A, D, dt_bias)
     operands = (a, *rows[2:4], weight, rows[4], bias, starts, states, totals, y)
     sizes = (sequences, channels, size, *(each.stride(0) for each in rows))
-    constants = {"chunk": CHUNK, "has_weight": D is not None, "has_gate": z is not None}
+    constants: dict[str, Any] = {"chunk": CHUNK, "has_weight": D is not None, "has_gate": z is not None}
     constants |= {"has_bias": dt_bias is not None, "dt_softplus": dt_softplus}
     programs = blocks * triton.cdiv(channels, tile.rows)
     launch(scan_kernel, programs, tile, rows[0], rows[1], *operands, *sizes, **constants, from_states=False)
@@ -300,7 +302,7 @@ def selective_state_update(
     )
     sizes = (heads, head_size, size, heads // B.shape[1])
     strides = (*(each.stride(0) for each in rows), state.stride(0), out.stride(0))
-    constants = {"of_heads": of_heads, "has_weight": D is not None, "has_gate": z is not None}
+    constants: dict[str, Any] = {"of_heads": of_heads, "has_weight": D is not None, "has_gate": z is not None}
     constants |= {"has_bias": dt_bias is not None, "dt_softplus": dt_softplus}
     tile = tile_of(size, 2048, LARGEST_STATE)
     programs = tokens * heads * triton.cdiv(head_size, tile.rows)

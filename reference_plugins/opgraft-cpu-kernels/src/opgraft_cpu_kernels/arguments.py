@@ -25,6 +25,9 @@ ROUNDED_TO_WEIGHT = (
 """The ops whose definitions round to the dtype of the weight, or take few, where the kernels compute in float32."""
 
 
+CONVOLUTIONS = ("causal_conv1d", "causal_conv1d_update")
+"""The ops whose weights and states have the dtype of their inputs."""
+
 CODES = {"quantized_linear": (torch.int8, torch.uint8), "int8_dynamic_linear": (torch.int8,)}
 """Op → the dtypes of its weight, where that holds codes."""
 
@@ -45,7 +48,7 @@ def refusal(op: str, arguments: Mapping[str, object]) -> str | None:
 
 def _taken(op: str, name: str, x: Tensor, weight: Tensor | None) -> tuple[torch.dtype, ...] | None:
     """Return the dtypes that an argument may have, ``None`` for any."""
-    if name in LIKE_THE_FIRST:
+    if name in LIKE_THE_FIRST or (op in CONVOLUTIONS and name in ("weight", "bias", "initial_states", "conv_state")):
         return (x.dtype,)
     if name in STATES:
         return (torch.float32,)

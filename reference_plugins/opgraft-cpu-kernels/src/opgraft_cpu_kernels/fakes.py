@@ -90,14 +90,20 @@ def _scanned(
     return _like(x), _like(initial_states)
 
 
+def _convolved(
+    x: Tensor, weight: Tensor, bounds: Tensor, initial_states: Tensor, *others: object
+) -> tuple[Tensor, Tensor]:
+    return _like(x), _like(initial_states)
+
+
 RULES: dict[Callable[..., object], str] = {
     _like: "rms_norm gemma_rms_norm layer_norm rms_norm_gated gelu gelu_tanh gelu_new gelu_fast quick_gelu silu relu2 "
     "xielu apply_rotary_emb fused_experts",
     _pair_like: "fused_add_rms_norm fused_add_gemma_rms_norm add_layer_norm",
     _half: "silu_and_mul mul_and_silu gelu_and_mul gelu_and_mul_sparse fatrelu_and_mul silu_and_mul_with_clamp "
     "swiglustep_and_mul swigluoai_and_mul",
-    _nothing: "selective_state_update rms_norm_out fused_add_rms_norm_ fused_add_gemma_rms_norm_ silu_ "
-    "rotary_embedding_",
+    _nothing: "causal_conv1d_update selective_state_update rms_norm_out fused_add_rms_norm_ fused_add_gemma_rms_norm_ "
+    "silu_ rotary_embedding_",
     _query_and_key: "rotary_embedding mrope",
     _heads: "rotate_heads",
     _queries_and_key: "dual_chunk_rotary_embedding",
@@ -110,6 +116,7 @@ RULES: dict[Callable[..., object], str] = {
     _like_query: "attend_pages",
     _latents: "mla_paged_attention",
     _attended: "scaled_dot_product_attention",
+    _convolved: "causal_conv1d",
     _scanned: "selective_scan",
 }
 """Rule → the ops that it is for."""

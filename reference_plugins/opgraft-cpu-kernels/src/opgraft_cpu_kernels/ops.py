@@ -100,6 +100,14 @@ class ReLUSquaredActivation(catalogue.ReLUSquaredActivation):
     functional_cpu = _kernels("relu2")
 
 
+class CausalConv1d(catalogue.CausalConv1d):
+    functional_cpu = _kernels("causal_conv1d")
+
+
+class CausalConv1dUpdate(catalogue.CausalConv1dUpdate):
+    functional_cpu = _kernels("causal_conv1d_update")
+
+
 class SelectiveScan(catalogue.SelectiveScan):
     functional_cpu = _kernels("selective_scan")
 
@@ -244,6 +252,8 @@ REPLACEMENTS = (
     SiLU,
     ReLUSquaredActivation,
     XIELU,
+    CausalConv1d,
+    CausalConv1dUpdate,
     SelectiveScan,
     SelectiveStateUpdate,
     ApplyRotaryEmb,

@@ -240,15 +240,28 @@ inline int64_t tiles_of(const DenseAttention& a) { return (a.queries + QUERIES_O
 
 // Tokens of one sequence and one head, whose channels have a state of so many float32 each.
 struct StateScan {
-  Rows x, z, b, c;         // a row for each token
+  Rows x, z, b, c, step;  // a row for each token
   MutableRows out;
-  const float* step = nullptr;
-  int64_t step_stride = 0, step_channel_stride = 1;
+  bool wide_steps = false, softplus = false;  // steps are float32; they are made positive
+  int64_t step_channel_stride = 1;            // 0: all have one step
+  const float* step_bias = nullptr;           // null if absent
   const float* a = nullptr;  // a row for each channel, or one number for all
   int64_t a_stride = 0;
   const float* d = nullptr;  // null if absent
   float* state = nullptr;    // contiguous
   int64_t tokens = 0, size = 0;
+};
+
+// Tokens [tokens, channels] of sequences, or a token of each, convolved with what was before them.
+struct Convolution {
+  Rows x;
+  MutableRows out;
+  const void *weight = nullptr, *bias = nullptr;  // a row of `width` for each channel; null if absent
+  void* states = nullptr;                         // rows of `width - 1` for each channel of a sequence
+  int64_t state_stride = 0;
+  const int64_t *bounds = nullptr, *slots = nullptr;
+  int64_t channels = 0, width = 0;
+  bool silu = false;
 };
 
 using NormKernel = void (*)(const Norm&, int64_t begin, int64_t end);
@@ -271,6 +284,7 @@ using MergeKernel = void (*)(const PagedAttention&, const AttentionPart&, const 
 using LatentKernel = void (*)(const LatentAttention&, const LatentToken&, int64_t chunk, float* to);
 using LatentMergeKernel = void (*)(const LatentAttention&, const LatentToken&, const float* chunks, int64_t count);
 using StateScanKernel = void (*)(const StateScan&, int64_t begin, int64_t end);
+using ConvolutionKernel = void (*)(const Convolution&, int64_t begin, int64_t end);
 using DenseAttentionKernel = void (*)(const DenseAttention&, int64_t begin, int64_t end);
 using PackKernel = bool (*)(const float* weight, int64_t in_features, int64_t out_features, int parts,
                             uint16_t* packed, int64_t begin, int64_t end);
@@ -302,6 +316,7 @@ struct Path {
   LatentKernel latent_chunk[DTYPES];
   LatentMergeKernel merge_latent_chunks[DTYPES];
   StateScanKernel scan_states[DTYPES];
+  ConvolutionKernel convolve_tokens[DTYPES], convolve_steps[DTYPES];
   // Null without tiles. They return whether bfloat16 can hold what they read.
   PackKernel pack = nullptr;
   PackedLinearKernel packed_linear = nullptr;
