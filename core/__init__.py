@@ -86,6 +86,12 @@ if TYPE_CHECKING:
     from opgraft.plugins.selection import current_platform as current_platform
     from opgraft.serving.async_llm import AsyncLLM as AsyncLLM
     from opgraft.serving.llm import LLM as LLM
+    from opgraft.serving.llm import Interrupted as Interrupted
+    from opgraft.serving.outputs import CompletionOutput as CompletionOutput
+    from opgraft.serving.outputs import EmbeddingOutput as EmbeddingOutput
+    from opgraft.serving.outputs import Logprob as Logprob
+    from opgraft.serving.outputs import RequestMetrics as RequestMetrics
+    from opgraft.serving.outputs import RequestOutput as RequestOutput
     from opgraft.state import reset as reset
     from opgraft.torch_library import direct_register_custom_op as direct_register_custom_op
 
@@ -104,7 +110,8 @@ _HOME = {
     "opgraft.logger": ("init_logger",),
     "opgraft.ops.linear.weight_cache": ("freeze", "refresh"),
     "opgraft.serving.async_llm": ("AsyncLLM",),
-    "opgraft.serving.llm": ("LLM",),
+    "opgraft.serving.llm": ("LLM", "Interrupted"),
+    "opgraft.serving.outputs": ("CompletionOutput", "EmbeddingOutput", "Logprob", "RequestMetrics", "RequestOutput"),
     "opgraft.state": ("reset",),
     "opgraft.machine.evidence": ("Device", "Evidence", "Fact"),
     "opgraft.machine.machine": ("Machine", "TorchBuild"),

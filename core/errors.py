@@ -37,7 +37,7 @@ class ConfigError(OpgraftError, ValueError):
 
 
 class InputError(OpgraftError, ValueError):
-    """A file or folder handed in by the user cannot be used."""
+    """Something handed in by the user, such as a file, a folder or an argument, cannot be used."""
 
     exit_code = 2
 
@@ -54,7 +54,7 @@ class CheckpointError(InputError):
         return cls(f"{subject}: {count}{shown}{more}. Next: {next_step}.")
 
 
-class RequestError(OpgraftError, ValueError):
+class RequestError(InputError):
     """A request cannot be served as it was made, or there is none of that id; those beside it are not concerned.
 
     Attributes:
@@ -62,8 +62,6 @@ class RequestError(OpgraftError, ValueError):
         field: the setting of the request that is at fault, where it is one.
         code: a word that programs tell the error by.
     """
-
-    exit_code = 2
 
     def __init__(
         self, message: str, field: str | None = None, *, source: str | None = None, code: str = "invalid_value"

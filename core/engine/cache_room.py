@@ -32,9 +32,14 @@ def room_for(layout: CacheLayout, config: OpgraftConfig, cache_bytes: Callable[[
         cache_bytes: returns the bytes that the cache may take; not called where settings say all.
 
     Raises:
-        ConfigError: there is no room for a single state.
+        ConfigError: there is no room for a single state, or the size is given twice.
     """
     cache, wanted = config.cache, 0
+    if cache.num_blocks is not None and cache.memory_bytes is not None:
+        raise ConfigError(
+            f"cache.num_blocks is {cache.num_blocks} and cache.memory_bytes {cache.memory_bytes}, and both say how "
+            "large the cache is: leave one out"
+        )
     if layout.states:
         wanted = cache.num_states or STATES_PER_REQUEST * (config.scheduler.max_num_seqs or 1)
     if not layout.layers:

@@ -51,7 +51,8 @@ class EngineCore:
 
     Raises:
         ModelError: no model is named, or it has no attention layers and so is no decoder.
-        ConfigError: the cache is too small for one request of the longest context.
+        ConfigError: the cache is too small for one request of the longest context, or too large for the memory, or
+            the context is longer than the model was made for.
     """
 
     def __init__(self, opgraft_config: OpgraftConfig | None = None) -> None:
@@ -62,7 +63,9 @@ class EngineCore:
         self.executor.start()
         layout: CacheLayout = self.executor.call("load_model")
         if not layout.layers and not layout.states:
-            reason = self.executor.call("why_uncached") or "it cannot generate"
+            reason = self.executor.call("why_uncached") or (
+                "it cannot generate. If it is an encoder, LLM.embed gives the vectors of texts"
+            )
             raise ModelError(f"the model {given.model.name} has no attention layers with a cache: {reason}")
         self.max_model_len = self._context()
         cache = self.opgraft_config.cache
@@ -75,9 +78,16 @@ class EngineCore:
         self.scheduler = Scheduler(self.opgraft_config.scheduler, self.cache, self.max_model_len, fits)
         self.counters = self.scheduler.counters
         self._stopped: Exception | None = None
+        self._shut_down = False
         logger.info(self.capacity())
 
     def _context(self) -> int:
+        asked, trained = self.opgraft_config.model.max_model_len, self.executor.call("trained_context")
+        if asked is not None and trained is not None and asked > trained:
+            raise ConfigError(
+                f"model.max_model_len is {asked}, and {self.opgraft_config.model.name} was made for contexts of up to "
+                f"{trained} tokens, beyond which it answers nonsense: set it to at most {trained}"
+            )
         longest = self.executor.call("max_context")
         if longest is None:
             raise ConfigError("the checkpoint does not say how long a context may be: set model.max_model_len")
@@ -196,6 +206,8 @@ class EngineCore:
         self.executor.check_health()
 
     def _expect_going(self) -> None:
+        if self._shut_down:
+            raise EngineError("the engine was shut down: make a new one")
         if self._stopped is not None:
             raise EngineError(
                 f"the engine has stopped, because a step failed ({described(self._stopped)}) and "
@@ -249,7 +261,8 @@ class EngineCore:
         return failed + news
 
     def shutdown(self) -> None:
-        """Let go of the workers."""
+        """Let go of the workers; requests that are added afterwards are refused."""
+        self._shut_down = True
         self.executor.shutdown()
 
 

@@ -40,7 +40,7 @@ class Request:
         block_hashes: those of its full blocks so far, which the cache manager keeps.
 
     Raises:
-        RequestError: the prompt is empty.
+        RequestError: the prompt is empty, or an id, a priority or a salt is of the wrong type.
     """
 
     __slots__ = (
@@ -82,6 +82,9 @@ class Request:
         grammar: Any = None,
         parent: str | None = None,
     ) -> None:
+        _expect_type("request_id", request_id, str, "a text")
+        _expect_type("priority", priority, int, "an integer, the lowest for what comes first")
+        _expect_type("cache_salt", cache_salt, str | None, "a text, or None")
         if not prompt:
             raise RequestError(f"request {request_id!r} has an empty prompt: give it at least one token")
         self.request_id = request_id
@@ -156,7 +159,7 @@ class Request:
         self.num_tokens += 1
         if self._stops_at(token):
             self.finish_reason = "stop"
-        elif len(self.output) >= self.params.max_tokens or self.num_tokens >= max_model_len:
+        elif len(self.output) >= self.params.most_tokens or self.num_tokens >= max_model_len:
             self.finish_reason = "length"
         return self.finish_reason is not None
 
@@ -165,3 +168,9 @@ class Request:
         if len(self.output) <= params.min_tokens:
             return False
         return (token in self.eos and not params.ignore_eos) or token in params.stop_token_ids
+
+
+def _expect_type(field: str, value: object, kind: Any, expected: str) -> None:
+    """Refuse a value of another type: the scheduler would fail by it with all requests that it holds."""
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise RequestError(f"{field} is {value!r:.80}: give {expected}", field)

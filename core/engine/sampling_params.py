@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from opgraft.errors import RequestError
+from opgraft.engine.structured_form import KINDS, expect_form
+from opgraft.errors import InputError, RequestError
 
 MOST_COMPLETIONS = 16_384
 """Each completion of a prompt is a request of its own."""
@@ -68,7 +69,7 @@ _RULES: Mapping[str, _Rule] = {
         lambda v: _is_number(v) and (v == 0 or v >= COLDEST),
         f"0 for greedy decoding, or a number of at least {COLDEST}",
     ),
-    "top_k": _integer(0, ", where 0 keeps every token"),
+    "top_k": _integer(0, ", where 0 keeps every token, or -1 for the same"),
     "top_p": _Rule(lambda v: _is_number(v) and 0 < v <= 1, "a number above 0 and at most 1, where 1 keeps every token"),
     "min_p": _number(0, 1, ", where 0 keeps every token"),
     "presence_penalty": _number(-2, 2),
@@ -76,14 +77,21 @@ _RULES: Mapping[str, _Rule] = {
     "repetition_penalty": _number(0.001, 1000, ", where 1 is no penalty"),  # others overflow in half precision
     "seed": _optional_integer(", where None draws other numbers for each request"),
     "stop": _tuple_of(_is_text, "strings that are not empty, as every text ends with an empty one"),
+    "allowed_token_ids": _Rule(
+        lambda v: v is None or (isinstance(v, tuple) and v != () and all(_is_integer(t) and t >= 0 for t in v)),
+        "None or a list of token ids, integers of at least 0, one at least",
+    ),
     "stop_token_ids": _tuple_of(lambda v: _is_integer(v) and v >= 0, "token ids, integers of at least 0"),
     "bad_words": _tuple_of(_is_text, "strings that are not empty"),
     "logit_bias": _Rule(_is_bias, "a mapping of token ids to numbers from -100 to 100"),
     "min_tokens": _integer(0),
-    "max_tokens": _integer(1),
+    "max_tokens": _Rule(
+        lambda v: v is None or (_is_integer(v) and v >= 1),
+        "an integer of at least 1, or None for as many as the context holds",
+    ),
     "ignore_eos": _FLAG,
-    "logprobs": _optional_integer(", where None gives none and 0 the sampled token's alone"),
-    "prompt_logprobs": _optional_integer(", where None gives none and 0 the prompt's own tokens' alone"),
+    "logprobs": _optional_integer(", where None gives none and 0 the sampled token's alone, and -1 all"),
+    "prompt_logprobs": _optional_integer(", where None gives none and 0 the prompt's own tokens' alone, and -1 all"),
     "logits_processors": _tuple_of(callable, "callables"),
     "skip_special_tokens": _FLAG,
     "include_stop_str_in_output": _FLAG,
@@ -98,7 +106,7 @@ class SamplingParams:
     Attributes:
         n: completions of the prompt.
         temperature: divides the logits; 0 takes the likeliest token, which is greedy decoding.
-        top_k: the likeliest tokens that are kept, 0 for all.
+        top_k: the likeliest tokens that are kept, 0 or -1 for all.
         top_p: probability that the kept tokens, the likeliest first, reach together.
         min_p: least probability of a kept token, as a share of the likeliest one's.
         presence_penalty, frequency_penalty: taken off the logits of tokens in the output: once, and per occurrence.
@@ -106,14 +114,18 @@ class SamplingParams:
         seed: of the request's own random numbers.
         stop: strings that end the output; a single string is a list of one.
         stop_token_ids: tokens that end the output.
+        allowed_token_ids: the only tokens that the output has.
         bad_words: strings that do not occur in the output.
         logit_bias: by token id, what is added to its logit.
         min_tokens: tokens before which nothing ends the output.
-        max_tokens: tokens of the output, at most.
+        max_tokens: tokens of the output, at most; ``None`` for as many as the context holds.
         ignore_eos: go on after the model's end of sequence.
-        logprobs, prompt_logprobs: the likeliest tokens whose log-probabilities are given, at each token.
+        logprobs, prompt_logprobs: the likeliest tokens whose log-probabilities are given, at each token; -1 for all,
+            kept as ``sys.maxsize``.
         logits_processors: called with the output so far and the logits; each returns logits.
-        structured_output: the form that the output has.
+        structured_output: the form that the output has, such as ``{"json": schema}``.
+        structured_outputs: vLLM's name for the same, a mapping or an object with these attributes; kept as
+            ``structured_output``.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: leave the string of ``stop`` that ended the output in the text.
 
@@ -132,25 +144,33 @@ class SamplingParams:
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
     min_tokens: int = 0
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logits_processors: Sequence[Callable[..., Any]] = ()
     structured_output: Any = dataclasses.field(default=None, hash=False)
+    structured_outputs: Any = dataclasses.field(default=None, hash=False, repr=False)
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
+        self._take_words_of_vllm()
         for name, rule in _RULES.items():
             value = _kept(getattr(self, name))
             if not rule.accepts(value):
                 raise _refused(f"{name} is {getattr(self, name)!r}: use {rule.words}", name)
             object.__setattr__(self, name, value)
-        if self.min_tokens > self.max_tokens:
+        if self.structured_output is not None:
+            try:
+                expect_form(self.structured_output)
+            except InputError as error:
+                raise _refused(str(error), "structured_output") from error
+        if self.min_tokens > self.most_tokens:
             raise _refused(
                 f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}, and no output has "
                 "more tokens than it may have: lower the one or raise the other",
@@ -163,6 +183,25 @@ class SamplingParams:
                 "n",
             )
 
+    def _take_words_of_vllm(self) -> None:
+        """Keep what vLLM says in other words as it is said here."""
+        for name, kept in (("top_k", 0), ("logprobs", sys.maxsize), ("prompt_logprobs", sys.maxsize)):
+            if getattr(self, name) == -1:
+                object.__setattr__(self, name, kept)
+        if self.structured_outputs is None:
+            return
+        if self.structured_output is not None:
+            raise _refused(
+                "structured_output and structured_outputs are both given: leave one out", "structured_output"
+            )
+        object.__setattr__(self, "structured_output", _of_vllm(self.structured_outputs))
+        object.__setattr__(self, "structured_outputs", None)
+
+    @property
+    def most_tokens(self) -> int:
+        """The tokens of the output, at most, as far as these settings say."""
+        return sys.maxsize if self.max_tokens is None else self.max_tokens
+
     @property
     def greedy(self) -> bool:
         """Tell whether the likeliest token is always taken."""
@@ -171,6 +210,12 @@ class SamplingParams:
 
 def _refused(message: str, field: str) -> RequestError:
     return RequestError(message, field, source="SamplingParams")
+
+
+def _of_vllm(given: Any) -> Any:
+    """Return a structured output of vLLM's form, in which kinds that are not asked for are None."""
+    found = given if isinstance(given, Mapping) else {kind: getattr(given, kind, None) for kind in KINDS}
+    return {kind: value for kind, value in found.items() if value is not None}
 
 
 def _kept(value: Any) -> Any:

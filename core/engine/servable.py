@@ -38,7 +38,7 @@ def expect_servable(
             f"{name} has a prompt of {prompt} tokens, and a step takes {limit}, with scheduler.chunked_prefill "
             "off: turn it on, or raise scheduler.max_num_batched_tokens"
         )
-    longest = min(prompt + request.params.max_tokens, max_model_len)
+    longest = min(prompt + request.params.most_tokens, max_model_len)
     needed, there = cache.most_blocks(longest - 1, limit), cache.pool.num_blocks
     if needed > there:
         raise RequestError(

@@ -18,6 +18,7 @@ from opgraft.errors import ConfigError
 from opgraft.logger import logger
 from opgraft.machine.host_memory import host_memory
 from opgraft.models import TransformersModel
+from opgraft.models.context import trained_context
 from opgraft.ops.attention.batch import AttentionBatch, attending
 from opgraft.plugins.selection import current_platform
 from opgraft.pooling import pooled
@@ -61,6 +62,11 @@ class Worker(PluggableClass):
         longest = int(self.runner.model.max_position)
         return None if longest == sys.maxsize else longest
 
+    def trained_context(self) -> int | None:
+        """Return the tokens of the longest context that the model was made for; ``None`` where its config says none."""
+        config = self.runner.model.config
+        return None if config is None else trained_context(config.get_text_config())
+
     def why_uncached(self) -> str:
         """Say why a model of transformers runs without a cache; empty where it has one, or is a written one."""
         model = self.runner.model
@@ -93,15 +99,31 @@ class Worker(PluggableClass):
 
     def _free_memory(self) -> int:
         """Return the bytes that are free on the device, which may be another than the platform's."""
+        free = self._known_free_memory()
+        if free is None:
+            platform = current_platform()
+            raise ConfigError(
+                f"the free memory of load.device={self.device} is not known, as the platform {platform.name} is for "
+                f"{platform.device_type}: set cache.memory_bytes or cache.num_blocks"
+            )
+        return free
+
+    def _known_free_memory(self) -> int | None:
         platform = current_platform()
         if self.device.type == platform.device_type:
             return platform.memory(self.device.index or 0).free
-        if self._on_host():
-            return host_memory()[1]
-        raise ConfigError(
-            f"the free memory of load.device={self.device} is not known, as the platform {platform.name} is for "
-            f"{platform.device_type}: set cache.memory_bytes or cache.num_blocks"
-        )
+        return host_memory()[1] if self._on_host() else None
+
+    def _expect_memory(self, num_blocks: int, num_states: int) -> None:
+        """Refuse a cache for which there is no memory: on a host the process would be killed once it is filled."""
+        layout, free = self.runner.layout, self._known_free_memory()
+        needed = num_blocks * layout.bytes_per_block + num_states * layout.bytes_per_state
+        if free is not None and needed > free:
+            raise ConfigError(
+                f"the cache of {num_blocks:,} blocks and {num_states:,} states takes {needed:,} bytes, and {free:,} "
+                f"are free on {self.device}: lower cache.num_blocks, cache.memory_bytes or cache.num_states, or leave "
+                "them out, so that it takes the share cache.memory_share of what is free"
+            )
 
     def _peak(self) -> int:
         """Return the bytes that the largest step takes at its peak."""
@@ -122,8 +144,9 @@ class Worker(PluggableClass):
         """Make the cache of that many blocks and states, and compile the model if ``compilation_config`` says so.
 
         Raises:
-            ConfigError: the model cannot be compiled.
+            ConfigError: there is no memory for it, or the model cannot be compiled.
         """
+        self._expect_memory(num_blocks, num_states)
         self.runner.allocate_cache(num_blocks, num_states)
         self.runner.compile_model()
         self._paged = True

@@ -26,6 +26,8 @@ def graft(model: nn.Module, *, dry_run: bool = False) -> GraftReport:
     of transformers that use ``sdpa`` get an attention op, and where ``apply_rotary_emb`` has a kernel beyond its native
     definition, an op for the rotary function that their forward calls. Modules of any origin whose forward calls
     ``scaled_dot_product_attention`` by a name of its file get an op where that has a kernel beyond torch's function.
+    Experts with the weights of all in two parameters become one op. Mixers of state spaces get ops for the functions
+    of their file by which they convolve and scan; where a gradient is required, those functions run.
 
     Parameters and buffers stay the same objects, names in the ``state_dict`` stay, and so do ties and optimizers. The
     weights that a gated MLP computes at once are moved next to each other, each in a storage of its own. Code that asks

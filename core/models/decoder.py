@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -310,7 +311,8 @@ class DecoderForCausalLM(Model):
         super().__init__(opgraft_config=opgraft_config, prefix=prefix)
         quant_config = quantization_config(opgraft_config, self)
         config: Any = self.config or architecture_config(opgraft_config)
-        shape = DecoderShape.of(config, self.family, opgraft_config.model.max_model_len, expert_sharing(opgraft_config))
+        shape = DecoderShape.of(config, self.family, opgraft_config.model.max_model_len)
+        shape = dataclasses.replace(shape, sharing=expert_sharing(opgraft_config))
         self.max_position = shape.max_position
         self.model = DecoderModel(shape, self.family, quant_config, joined(prefix, "model"))
         self.fitted_ropes = self.model.fitted_ropes

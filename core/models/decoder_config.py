@@ -115,16 +115,13 @@ class DecoderShape:
     sharing: ExpertSharing = ALONE
 
     @classmethod
-    def of(
-        cls, config: Any, family: Family, max_position: int | None = None, sharing: ExpertSharing = ALONE
-    ) -> DecoderShape:
+    def of(cls, config: Any, family: Family, max_position: int | None = None) -> DecoderShape:
         """Read a config of ``transformers``.
 
         Args:
             config: of a decoder.
             family: of that decoder.
             max_position: the longest context, if it is shorter or longer than the config's.
-            sharing: the way in which ranks share experts.
 
         Raises:
             ModelError: the config lacks a size, contradicts itself or asks for what is not written.
@@ -167,7 +164,6 @@ class DecoderShape:
             experts=None if family.experts is None else ExpertsShape.of(given, family.experts),
             latent=latent,
             routed=RoutedShape.of(given) if family.latent else None,
-            sharing=sharing,
         )
 
 

@@ -121,7 +121,10 @@ def _without_effect(target: type, cls: type) -> str | None:
 
 
 def _meant(target: type) -> str:
-    return "forward_oot, or another forward_<key>" if _is_op(target) else f"one of {', '.join(_called_methods(target))}"
+    if _is_op(target):
+        return "forward_oot, or another forward_<key>"
+    called = _called_methods(target)
+    return f"one of {', '.join(called)}" if called else "__init__"
 
 
 def _is_op(target: type) -> bool:
@@ -129,12 +132,13 @@ def _is_op(target: type) -> bool:
 
 
 def _called_methods(target: type) -> Sequence[str]:
-    """List the methods that callers of a class call: kernels of an op, the public methods of another class."""
+    """List the methods that callers of a class call: kernels of an op, ``__call__`` and public methods of another."""
     if _is_op(target):
         return kernel_methods()
     found = {name: value for base in own_classes(target) for name, value in vars(base).items()}
     functions = (types.FunctionType, classmethod, staticmethod)
-    return sorted(name for name, value in found.items() if isinstance(value, functions) and not name.startswith("_"))
+    called = {name for name in found if not name.startswith("_") or name == "__call__"}
+    return sorted(name for name in called if isinstance(found[name], functions))
 
 
 def kernel_methods() -> tuple[str, ...]:

@@ -168,14 +168,14 @@ def serve(
             server.run([listener])
         finally:
             if service.hangs:
-                service.kill()
-                _exit_at_once(server)
+                _exit_at_once(server, service)
             service.shutdown()
     server.expect_no_failure()
 
 
-def _exit_at_once(server: HTTPServer) -> None:
-    """End the process, as a thread that hangs can be neither ended nor waited for."""
+def _exit_at_once(server: HTTPServer, service: Service) -> None:
+    """End the process, as a thread that hangs can be neither ended nor waited for, and that of the worker."""
+    service.kill()
     try:
         server.expect_no_failure()
     except EngineError as error:

@@ -174,7 +174,7 @@ class AsyncEmbedder:
         """Let go of the model, after the current batch."""
         self._preparing.shutdown(wait=False)
         self._computing.shutdown()
-        self.embedder.executor.shutdown()
+        self.embedder.shutdown()
 
 
 def _settle(text: _Waiting, found: list[float] | Exception) -> None:

@@ -18,6 +18,7 @@ from opgraft.engine.executor import Executor
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.engine.stats import EngineStats
 from opgraft.errors import EngineError
+from opgraft.serving.arguments import expect_params, renamed_params, text_messages
 from opgraft.serving.engine_thread import EngineThread, Mailbox, Stream
 from opgraft.serving.llm import Message, engine_config
 from opgraft.serving.outputs import RequestOutput
@@ -131,12 +132,13 @@ class AsyncLLM:
     def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
         arrival: float | None = None,
+        params: SamplingParams | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a prompt, and yield the answer so far whenever it has grown.
 
@@ -147,57 +149,61 @@ class AsyncLLM:
         the next that has not begun; who keeps a reference to the iterator closes it with ``aclose``.
 
         Args:
-            prompt: text, or token ids.
-            params: ``SamplingParams()`` if not given.
+            prompt: text, or token ids; or ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``, where
+                ``"cache_salt"`` may stand too.
+            sampling_params: ``SamplingParams()`` if not given.
             request_id: unique among those that run; made up if not given.
-            priority: lower ones come first, under the policy "priority".
+            priority: lower ones come first; it needs ``scheduler.policy=priority``.
             cache_salt: requests of different salts share nothing in the cache.
             arrival: when the request came, in seconds of ``time.monotonic``, for its times; now if not given.
+            params: the former name of ``sampling_params``, deprecated.
 
         Raises:
             RequestError: the request cannot be taken; raised when the first output is asked for.
             EngineError: the engine has ended.
         """
         name = request_id or uuid4().hex
-        params = params or SamplingParams()
+        wanted = renamed_params(sampling_params, params) or SamplingParams()
         prepare = partial(
             self._engine.prepare,
             name,
             prompt,
-            params,
+            wanted,
             priority=priority,
             cache_salt=cache_salt,
             arrival=monotonic() if arrival is None else arrival,
         )
-        return self._answer(name, params, prepare)
+        return self._answer(name, wanted, prepare)
 
     def chat(
         self,
         messages: Sequence[Message],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        params: SamplingParams | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a chat by the chat template of the model, and yield the answer as ``generate`` does.
 
         Args:
             messages: ``{"role": "user", "content": "…"}``.
-            params, request_id, priority, cache_salt: as for ``generate``.
+            sampling_params, request_id, priority, cache_salt, params: as for ``generate``.
             tools: JSON schemas of functions that the model may call.
 
         Raises:
             RequestError: the model has no chat template, it refuses the messages, or the request cannot be taken.
             EngineError: the engine has ended.
         """
-        name, wanted = request_id or uuid4().hex, params or SamplingParams()
+        name = request_id or uuid4().hex
+        wanted = renamed_params(sampling_params, params) or SamplingParams()
 
         def prepare() -> OpenRequest:
             return self._engine.prepare(
                 name,
-                self._engine.chat_template.render(messages, tools=tools),
+                self._engine.chat_template.render(text_messages(messages), tools=tools),
                 wanted,
                 priority=priority,
                 cache_salt=cache_salt,
@@ -210,6 +216,7 @@ class AsyncLLM:
         self, request_id: str, params: SamplingParams, prepare: Callable[[], OpenRequest]
     ) -> AsyncGenerator[RequestOutput, None]:
         self._thread.check()
+        expect_params(params)
         await self.compile(params)
         prepared = await self.prepare(prepare)
         stream = Stream(request_id, self._mailbox_of(asyncio.get_running_loop()))

@@ -9,12 +9,12 @@ from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.engine.process_executor import executor_of
 from opgraft.engine.stats import Counters, EngineStats, copied
-from opgraft.errors import CheckpointError, ConfigError
+from opgraft.errors import CheckpointError, ConfigError, EngineError
 from opgraft.models.config import read_config
 from opgraft.models.files import open_weights, opened_once
 from opgraft.models.sentences import SentenceSettings
 from opgraft.serving.outputs import EmbeddingOutput
-from opgraft.serving.prompts import Prompt, tokenized
+from opgraft.serving.prompts import Prompt, tokenized, unsalted
 from opgraft.serving.step_reports import OnStep, StepReports
 from opgraft.serving.tokenizer import Tokenizer, open_tokenizer
 
@@ -50,6 +50,7 @@ class Embedder:
         self.settings = SentenceSettings.of(weights.path if weights.path.is_dir() else weights.path.parent)
         self.max_tokens = self._longest()
         self.counters = Counters()
+        self._shut_down = False
         self._running = self.waiting = 0
         self._reports = StepReports(self.stats, on_step)
 
@@ -115,7 +116,13 @@ class Embedder:
         return self._tokenized(text, index, truncate=False)[1]
 
     def vectors(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Compute the vectors of a batch of token ids, and count it."""
+        """Compute the vectors of a batch of token ids, and count it.
+
+        Raises:
+            EngineError: the encoder was shut down.
+        """
+        if self._shut_down:
+            raise EngineError("the encoder was shut down: make a new one")
         self.counters.steps += 1
         self._running, reason = len(sequences), "error"
         try:
@@ -133,10 +140,24 @@ class Embedder:
         return vectors
 
     def _tokenized(self, text: Prompt, index: int, truncate: bool) -> tuple[str | None, list[int]]:
-        if truncate and isinstance(text, str):
-            return text, self.tokenizer.encode_truncated(text, self.max_tokens)
         name, limit = f"text {index}", self.max_tokens
-        return tokenized(text, self.tokenizer, vocab_size=self.vocab_size, max_model_len=limit, room=0, name=name)
+        text, _ = unsalted(text, name)
+        if truncate and isinstance(text, str):
+            return text, self.tokenizer.encode_truncated(text, limit)
+        return tokenized(
+            text,
+            self.tokenizer,
+            vocab_size=self.vocab_size,
+            max_model_len=limit,
+            room=0,
+            name=name,
+            advice=", or have LLM.embed cut it with truncate=True",
+        )
+
+    def shutdown(self) -> None:
+        """Let go of the model; texts that are given afterwards are refused."""
+        self._shut_down = True
+        self.executor.shutdown()
 
     def batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Yield the indices of texts in batches, the shortest first."""

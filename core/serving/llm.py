@@ -17,6 +17,15 @@ from opgraft.errors import ConfigError, ModelError, RequestError, close_matches
 from opgraft.models.build import generates
 from opgraft.models.files import opened_once
 from opgraft.plugins.host import load_plugins
+from opgraft.serving.arguments import (
+    listed_chats,
+    listed_prompts,
+    params_for,
+    placed,
+    priorities_for,
+    renamed_params,
+    text_messages,
+)
 from opgraft.serving.embedder import Embedder
 from opgraft.serving.interrupts import interrupts_noted
 from opgraft.serving.outputs import EmbeddingOutput, RequestOutput
@@ -117,49 +126,65 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] = 0,
         progress: bool | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts, all at once, and return the answers in the order of the prompts.
 
         A prompt that fails while others are computed has the ``finish_reason`` ``"error"``.
 
         Args:
-            prompts: one, or several: text, or token ids.
-            params: for all, or one for each; ``SamplingParams()`` if not given.
+            prompts: one, or several: text, or token ids; or ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``,
+                where ``"cache_salt"`` may stand too: prompts of different salts share nothing in the cache.
+            sampling_params: for all, or one for each; ``SamplingParams()`` if not given.
+            priority: for all, or one for each: lower ones come first. It needs ``scheduler.policy=priority``.
             progress: show a bar on stderr; by default where that is a terminal.
+            params: the former name of ``sampling_params``, deprecated.
 
         Raises:
             RequestError: a prompt cannot be taken; then none is computed.
+            EngineError: the engine has stopped, or was shut down.
             Interrupted: after an interrupt; it has what was computed.
         """
-        listed = _listed(prompts)
-        return self._answer(listed, _one_each(params, len(listed)), progress, add_special_tokens=True)
+        listed = listed_prompts(prompts)
+        return self._answer(listed, renamed_params(sampling_params, params), priority, progress)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        priority: int | Sequence[int] = 0,
         progress: bool | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Answer chats by the chat template of the model.
 
         Args:
-            messages: of one chat, or of several: ``{"role": "user", "content": "…"}``.
-            params: for all, or one for each chat.
+            messages: of one chat, or of several: ``{"role": "user", "content": "…"}``. The content may be a list of
+                parts, ``{"type": "text", "text": "…"}``, which become lines of one text.
+            sampling_params: for all, or one for each chat.
             tools: JSON schemas of functions that the model may call.
-            progress: as for ``generate``.
+            priority, progress, params: as for ``generate``.
 
         Raises:
             RequestError: the model has no chat template, or it refuses the messages.
+            EngineError: the engine has stopped, or was shut down.
             Interrupted: after an interrupt; it has what was computed.
         """
-        chats: Sequence[Any] = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        texts = [self.engine.chat_template.render(chat, tools=tools) for chat in chats]
-        return self._answer(texts, _one_each(params, len(texts)), progress, add_special_tokens=False)
+        chats = listed_chats(messages)
+        texts = [self._rendered(chat, tools, placed("chat", i, len(chats))) for i, chat in enumerate(chats)]
+        return self._answer(texts, renamed_params(sampling_params, params), priority, progress, chat=True)
+
+    def _rendered(self, chat: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, name: str) -> str:
+        try:
+            return self.engine.chat_template.render(text_messages(chat), tools=tools)
+        except RequestError as error:
+            raise RequestError(f"{name}: {error.message}", error.field, code=error.code) from error
 
     def embed(
         self, texts: Prompt | Sequence[Prompt], *, truncate: bool = False, progress: bool | None = None
@@ -179,7 +204,7 @@ class LLM:
         if self._embedder is None:
             name = self.opgraft_config.model.name
             raise ModelError(f"{name} generates text, and has no embeddings of texts: give an encoder, such as minilm")
-        listed = _listed(texts)
+        listed = listed_prompts(texts, "texts")
         with self._answering, progress_bar("prompts answered", len(listed), progress) as ended:
             return self._embedder.embed(listed, truncate=truncate, ended=ended)
 
@@ -203,27 +228,40 @@ class LLM:
         return self._embedder.stats() if self._embedder is not None else self.engine.core.stats()
 
     def shutdown(self) -> None:
-        """Let go of the model and its cache."""
+        """Let go of the model and its cache; what is asked for afterwards is refused. A ``with`` block ends with it."""
         if self._embedder is not None:
-            self._embedder.executor.shutdown()
+            self._embedder.shutdown()
         else:
             self.engine.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
 
     def _answer(
         self,
         prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int],
         progress: bool | None,
         *,
-        add_special_tokens: bool,
+        chat: bool = False,
     ) -> list[RequestOutput]:
+        each = zip(prompts, params_for(params, len(prompts)), priorities_for(priority, len(prompts)), strict=True)
         ids = [str(next(self._numbers)) for _ in prompts]
         outputs: dict[str, RequestOutput] = {}
         with self._answering, interrupts_noted() as interrupted:
             try:
-                for request_id, prompt, each in zip(ids, prompts, params, strict=True):
-                    outputs[request_id] = self.engine.add(
-                        request_id, prompt, each, add_special_tokens=add_special_tokens
+                for index, (prompt, its_params, its_priority) in enumerate(each):
+                    outputs[ids[index]] = self.engine.add(
+                        ids[index],
+                        prompt,
+                        its_params,
+                        priority=its_priority,
+                        add_special_tokens=not chat,
+                        name=placed("chat" if chat else "prompt", index, len(ids)),
                     )
                 with progress_bar("prompts answered", len(prompts), progress) as ended:
                     while self.engine.has_work and not interrupted():
@@ -253,26 +291,27 @@ def engine_config(
 
 
 def _by_dotted_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {SHORT_NAMES.get(name, _dotted(name)): value for name, value in settings.items()}
+    found: dict[str, tuple[str, Any]] = {}
+    for name, value in settings.items():
+        dotted = SHORT_NAMES.get(name, _dotted(name))
+        if dotted in found:
+            raise ConfigError(
+                f"{found[dotted][0]} is {found[dotted][1]!r:.80} and {name} {value!r:.80}, and both stand for "
+                f"{dotted}: leave one out"
+            )
+        found[dotted] = name, value
+    return {dotted: value for dotted, (_, value) in found.items()}
 
 
 def _dotted(name: str) -> str:
+    if name == "gpu_memory_utilization":
+        raise ConfigError(
+            "gpu_memory_utilization is vLLM's share of all memory, for weights and cache: set cache.memory_share, the "
+            "cache's share of what is free when the model has been loaded, as in **{'cache.memory_share': 0.9}"
+        )
     if "." not in name and name not in SHORT_NAMES:
         raise ConfigError(
             f"LLM has no argument {name!r}: {close_matches(name, SHORT_NAMES)} Every setting is taken by its dotted "
             "name, as in **{'cache.memory_bytes': 1 << 30}"
         )
     return name
-
-
-def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    one = isinstance(prompts, str | Mapping) or (bool(prompts) and isinstance(prompts[0], int))
-    return [prompts] if one else prompts  # type: ignore[list-item,return-value]
-
-
-def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, prompts: int) -> Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * prompts
-    if len(params) != prompts:
-        raise RequestError(f"{prompts} prompts come with {len(params)} SamplingParams: give one for all, or one each")
-    return params

@@ -8,10 +8,29 @@ from typing import TypeAlias
 from opgraft.errors import RequestError
 from opgraft.serving.tokenizer import Tokenizer
 
-Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Sequence[int]]
-"""Text, token ids, or ``{"prompt_token_ids": [...]}``."""
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, str | Sequence[int]]
+"""Text, token ids, or ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``, where ``"cache_salt"`` may stand too."""
 
-_IDS = "prompt_token_ids"
+_TEXT, _IDS, _SALT = "prompt", "prompt_token_ids", "cache_salt"
+
+
+def unsalted(prompt: Prompt, name: str = "the prompt") -> tuple[Prompt, str | None]:
+    """Return a prompt as text or token ids, and the salt that it brings for the cache, if any.
+
+    Raises:
+        RequestError: it is a mapping with other keys, or with text and token ids both.
+    """
+    if not isinstance(prompt, Mapping):
+        return prompt, None
+    if len({_TEXT, _IDS} & prompt.keys()) != 1 or prompt.keys() - {_TEXT, _IDS, _SALT}:
+        keys = ", ".join(repr(key)[:40] for key in prompt) or "none"
+        raise RequestError(f"{name} has the keys {keys}: give either {_TEXT!r} or {_IDS!r}, and {_SALT!r} if you like")
+    key = _TEXT if _TEXT in prompt else _IDS
+    given, salt = prompt[key], prompt.get(_SALT)
+    if isinstance(given, str) != (key == _TEXT):
+        expected = "text" if key == _TEXT else "a list of token ids"
+        raise RequestError(f"{name} has {key!r} of the type {type(given).__name__}: give {expected}")
+    return given, salt  # type: ignore[return-value]
 
 
 def tokenized(
@@ -23,6 +42,7 @@ def tokenized(
     room: int = 1,
     add_special_tokens: bool = True,
     name: str = "the prompt",
+    advice: str = "",
 ) -> tuple[str | None, list[int]]:
     """Return the text of a prompt, None where it is given as token ids, and its token ids.
 
@@ -34,19 +54,22 @@ def tokenized(
         room: tokens that must fit after the prompt; 0 for an encoder.
         add_special_tokens: as a text is usually begun and ended; not where a chat template has done so.
         name: of the prompt, for errors.
+        advice: what else to do about one that is too long.
 
     Raises:
         RequestError: it is of another kind, empty, too long, or has ids or characters that there are not.
     """
+    prompt, _ = unsalted(prompt, name)
     text = prompt if isinstance(prompt, str) else None
     ids = _given(prompt, name) if text is None else _of_text(text, tokenizer, add_special_tokens, name)
     if not ids:
         raise RequestError(f"{name} has no tokens: give some text, or at least one token id")
     if len(ids) + room > max_model_len:
         also = f" and needs room for {room} more" if room else ""
+        excess = len(ids) + room - max_model_len
         raise RequestError(
             f"{name} has {len(ids)} tokens{also}, and the model takes {max_model_len}: shorten it by "
-            f"{len(ids) + room - max_model_len} tokens, or raise model.max_model_len as far as the model allows",
+            f"{excess} token{'s' * (excess != 1)}, or raise model.max_model_len as far as the model allows{advice}",
             code="context_length_exceeded",
         )
     if text is None:
@@ -66,15 +89,9 @@ def _of_text(text: str, tokenizer: Tokenizer, add_special_tokens: bool, name: st
 
 
 def _given(prompt: object, name: str) -> Sequence[int]:
-    ids = prompt
-    if isinstance(prompt, Mapping):
-        if set(prompt) != {_IDS}:
-            keys = ", ".join(repr(key)[:40] for key in prompt) or "none"
-            raise RequestError(f"{name} has the keys {keys}: give {{{_IDS!r}: [...]}}, or text")
-        ids = prompt[_IDS]
-    if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
-        raise RequestError(f"{name} is {type(ids).__name__}: give text, a list of token ids, or {{{_IDS!r}: [...]}}")
-    return ids
+    if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+        raise RequestError(f"{name} is {type(prompt).__name__}: give text, a list of token ids, or {{{_IDS!r}: [...]}}")
+    return prompt
 
 
 def _expect_tokens(ids: Sequence[object], vocab_size: int, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Generator, Sequence
 from contextlib import suppress
@@ -18,11 +19,12 @@ from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import InputError, RequestError
 from opgraft.models.config import read_config
 from opgraft.models.files import open_weights, opened_once
+from opgraft.serving.arguments import expect_params
 from opgraft.serving.chat_template import ChatTemplate
 from opgraft.serving.detokenizer import Detokenizer
 from opgraft.serving.grammars import Grammars
 from opgraft.serving.outputs import GrowingOutput, Logprob, RequestMetrics, RequestOutput
-from opgraft.serving.prompts import Prompt, tokenized
+from opgraft.serving.prompts import Prompt, tokenized, unsalted
 from opgraft.serving.step_reports import OnStep, StepReports
 from opgraft.serving.stop_tokens import stop_tokens
 from opgraft.serving.tokenizer import Tokenizer, find_tokenizer
@@ -130,6 +132,7 @@ class TextEngine:
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
         arrival: float | None = None,
+        name: str = "",
     ) -> OpenRequest:
         """Check a request and make it ready for ``submit``. It changes nothing, and so may run in another thread.
 
@@ -141,15 +144,20 @@ class TextEngine:
             cache_salt: requests of different salts share nothing in the cache.
             add_special_tokens: begin and end the text as the tokenizer does; not for the text of a chat.
             arrival: when it came, in seconds of ``time.monotonic``; now if not given.
+            name: of the prompt, for errors; by its request if not given.
 
         Raises:
-            RequestError: the prompt cannot be taken, or a setting is for a token beyond the vocabulary.
+            RequestError: the prompt cannot be taken, an argument is of the wrong type, or a setting is for a token
+                beyond the vocabulary.
             InputError: text, stop strings or bad words are given and the model has no tokenizer, or the structured
                 output that is asked for cannot be had.
         """
+        expect_params(params)
         self._expect_in_vocabulary(params)
-        metrics = RequestMetrics(time.monotonic() if arrival is None else arrival)
-        name = f"the prompt of request {request_id!r}"
+        self._expect_ordered_by(priority)
+        metrics = RequestMetrics(_arrival(arrival))
+        name = name or f"the prompt of request {request_id!r}"
+        prompt, salt = unsalted(prompt, name)
         text, ids = self.encode(prompt, add_special_tokens=add_special_tokens, name=name)
         requests = Request(
             request_id,
@@ -157,7 +165,7 @@ class TextEngine:
             params,
             eos=self.eos,
             priority=priority,
-            cache_salt=cache_salt,
+            cache_salt=salt if cache_salt is None else cache_salt,
             bad_words=bad_word_tokens(params.bad_words, self.expect_tokenizer()) if params.bad_words else (),
             grammar=None if params.structured_output is None else self.grammars.of(params),
         ).split()
@@ -191,14 +199,24 @@ class TextEngine:
         return self.submit(self.prepare(request_id, prompt, params, **options))
 
     def _expect_in_vocabulary(self, params: SamplingParams) -> None:
-        for name, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-            highest = max(tokens, default=0)
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            highest = max(getattr(params, name) or (), default=0)
             if highest >= self.vocab_size:
                 raise RequestError(
                     f"{name} has the token id {highest!s:.20}, and the vocabulary has {self.vocab_size}: use 0 to "
                     f"{self.vocab_size - 1}",
                     name,
                 )
+
+    def _expect_ordered_by(self, priority: int) -> None:
+        """Refuse a priority where the order is that of arrival."""
+        policy = self.core.opgraft_config.scheduler.policy
+        if policy != "priority" and priority != 0:
+            raise RequestError(
+                f"priority is {priority!r:.40}, and scheduler.policy is {policy}, by which it has no effect: leave it "
+                "out, or set scheduler.policy to priority",
+                "priority",
+            )
 
     def _expect_new(self, request_id: str) -> None:
         if request_id in self._open:
@@ -363,3 +381,11 @@ class TextEngine:
     def shutdown(self) -> None:
         """Let go of the model and its cache."""
         self.core.shutdown()
+
+
+def _arrival(given: float | None) -> float:
+    if given is None:
+        return time.monotonic()
+    if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given):
+        raise RequestError(f"arrival is {given!r:.80}: give seconds of time.monotonic(), or None for now", "arrival")
+    return given

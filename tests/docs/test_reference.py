@@ -156,9 +156,12 @@ def parameters_of(thing: object) -> list[str] | None:
         parameters = inspect.signature(thing).parameters.values()  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return None
-    found = [p.name for p in parameters if p.name != "self"]
-    keyword_only = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    return [*found[: len(found) - len(keyword_only)], *(["*"] if keyword_only else []), *keyword_only]
+    found: list[str] = []
+    for parameter in parameters:
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in found:
+            found.append("*")
+        found.append(parameter.name)
+    return [name for name in found if name != "self"]
 
 
 def split_call(call: str) -> tuple[str, list[str] | None]:

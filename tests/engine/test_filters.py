@@ -116,9 +116,7 @@ def test_shares_are_those_of_their_definitions(limits: dict[str, Any], vocabular
     "limits", [{"top_p": 0.9}, {"min_p": 0.05, "top_p": 0.99}, {"top_k": 2500}, {"min_p": 0.2}], ids=str
 )
 @pytest.mark.parametrize("rounded", [False, True])
-def test_filters_that_keep_thousands(
-    limits: dict[str, Any], rounded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_filters_that_keep_thousands(limits: dict[str, Any], rounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nuclei wider than any number of candidates, with many equal logits too, end at the right token."""
     logits = torch.randn(1, 5003, generator=torch.Generator().manual_seed(1))
     scaled = logits - logits.max()

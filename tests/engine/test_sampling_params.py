@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ NAN, INFINITY = float("nan"), float("inf")
     [
         ("n", [0, -1, True, 1.0, "1", None, 16_385, 10**9], "an integer of at least 1 and at most 16,384"),
         ("temperature", [-1, NAN, INFINITY, 1e-9, 10**400, True, "hot", None], "0 for greedy decoding, or a number"),
-        ("top_k", [-1, True, 1.5], "an integer of at least 0, where 0 keeps every token"),
+        ("top_k", [-2, True, 1.5], "an integer of at least 0, where 0 keeps every token"),
         ("top_p", [0, -0.1, 1.1, NAN, True, "1"], "a number above 0 and at most 1"),
         ("min_p", [-0.1, 1.1, NAN], "a number from 0 to 1"),
         ("presence_penalty", [-2.1, 2.1, NAN], "a number from -2 to 2"),
@@ -30,9 +32,10 @@ NAN, INFINITY = float("nan"), float("inf")
         ("bad_words", ["", [""], 1], "a list of strings that are not empty"),
         ("logit_bias", [{1: NAN}, {1: 101}, {-1: 1}, {True: 1}, {"1": 1}, [1]], "a mapping of token ids to numbers"),
         ("min_tokens", [-1, True], "an integer of at least 0"),
+        ("allowed_token_ids", [[], [-1], [True], "12", 3], "None or a list of token ids"),
         ("max_tokens", [0, -1, True, 1.0], "an integer of at least 1"),
-        ("logprobs", [-1, True, 0.5], "None or an integer of at least 0"),
-        ("prompt_logprobs", [-1, True], "None or an integer of at least 0"),
+        ("logprobs", [-2, True, 0.5], "None or an integer of at least 0"),
+        ("prompt_logprobs", [-2, True], "None or an integer of at least 0"),
         ("logits_processors", [[1], 1], "a list of callables"),
         ("ignore_eos", [1, "yes"], "True or False"),
         ("skip_special_tokens", [0, None], "True or False"),
@@ -51,7 +54,9 @@ def test_every_parameter_is_checked() -> None:
     """No parameter is left out of the test above, save the one that structured output checks itself."""
     (mark,) = test_values_that_are_not_allowed.pytestmark  # type: ignore[attr-defined]
     tested = {row[0] for row in mark.args[1]}
-    assert tested | {"structured_output"} == {field.name for field in dataclasses.fields(SamplingParams)}
+    assert tested | {"structured_output", "structured_outputs"} == {
+        field.name for field in dataclasses.fields(SamplingParams)
+    }
 
 
 @pytest.mark.parametrize(
@@ -65,6 +70,38 @@ def test_contradictions(values: dict[str, Any], message: str) -> None:
     """Two values that exclude each other are named, with the reason and both ways out."""
     with pytest.raises(RequestError, match=message):
         SamplingParams(**values)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("yes or no", "'yes or no' is no mapping with one of the keys json, regex, choice, grammar"),
+        ({"json": {}, "regex": "a"}, "is no mapping with one of the keys"),
+        ({"jsn": {}}, "unknown kind 'jsn': did you mean 'json'?"),
+        ({"choice": []}, r"choice is [], which is no list of choices: give a list of at least one text, none of them"),
+        ({"choice": ["a", ""]}, "choice is ['a', ''], which is no list of choices"),
+        ({"choice": "ab"}, "choice is 'ab', which is no list of choices"),
+        ({"regex": ""}, "regex is '', which is no regular expression: give a text that is not empty"),
+        ({"grammar": 5}, "grammar is 5, which is no grammar: give a text"),
+        ({"json": ["a"]}, "json is ['a'], which is no JSON schema: give an object, or its text"),
+    ],
+)
+def test_structured_outputs_of_another_form(value: Any, message: str) -> None:
+    """Their form is checked when they are made; whether they compile, the engine finds out."""
+    with pytest.raises(RequestError, match=re.escape(message)) as raised:
+        SamplingParams(structured_output=value)
+    assert raised.value.field == "structured_output"
+
+
+def test_structured_outputs_of_vllm() -> None:
+    """vLLM's name, and an object of its form, are taken as a mapping with what is asked for."""
+    form = SimpleNamespace(json=None, regex="a+", choice=None, grammar=None, json_object=None)
+    for given in (form, {"regex": "a+"}, {"regex": "a+", "json": None}):
+        params = SamplingParams(structured_outputs=given)
+        assert params.structured_output == {"regex": "a+"}
+        assert dataclasses.replace(params, n=1) == params
+    with pytest.raises(RequestError, match="structured_output and structured_outputs are both given"):
+        SamplingParams(structured_output={"regex": "a"}, structured_outputs=form)
 
 
 def test_lists_are_kept_as_tuples_of_their_own() -> None:

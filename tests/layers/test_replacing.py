@@ -12,6 +12,7 @@ from conftest import Cli, Site
 from opgraft import distributed, ops
 from opgraft.distributed.communicator import Communicator
 from opgraft.errors import ConflictError, RegistrationError
+from opgraft.ops.fused_moe.modular import MoEPrepare
 from opgraft.ops.linear.methods import UnquantizedLinearMethod
 from ranks import Ranks
 from torch.nn import functional as F
@@ -162,6 +163,36 @@ def test_a_class_that_overrides_nothing_is_refused() -> None:
 
         @Communicator.register_oot
         class Empty(Communicator):
+            pass
+
+
+def test_a_class_that_is_called_names_its_call() -> None:
+    """The error names ``__call__`` for a class that has no other method, and a narrower one of a replacement."""
+    with pytest.raises(RegistrationError, match=r"Define one of __call__; a mixin"):
+
+        @MoEPrepare.register_oot
+        class Empty(MoEPrepare):
+            pass
+
+    with pytest.raises(RegistrationError, match=r"Narrow\.__call__ at .* is narrower than MoEPrepare\.__call__"):
+
+        @MoEPrepare.register_oot
+        class Narrow(MoEPrepare):
+            def __call__(self, x: torch.Tensor) -> None:  # type: ignore[override]
+                return None
+
+
+def test_a_class_without_methods_names_its_constructor() -> None:
+    """A replacement of a class that nobody calls can only be constructed in another way."""
+
+    @opgraft.PluggableClass.register("bare")
+    class Bare(opgraft.PluggableClass):
+        pass
+
+    with pytest.raises(RegistrationError, match=r"Define __init__; a mixin"):
+
+        @Bare.register_oot
+        class Empty(Bare):
             pass
 
 

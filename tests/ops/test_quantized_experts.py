@@ -36,7 +36,10 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"w13": t(EXPERTS, 8, HIDDEN)}, r"w13 is torch.float32, expected torch.int8, torch.uint8 or one of"),
     ({"w13": t(EXPERTS, 7, HIDDEN, dtype=torch.int8)}, "expected as many rows of gate as of up"),
     ({"w13": t(EXPERTS, 8, 7, dtype=torch.int8)}, r"w13 has shape \(3, 8, 7\), expected \(3, 8, 8\) for 8 inputs"),
-    ({"w13": t(EXPERTS, 8, 8, dtype=BYTES)}, r"w13 has shape \(3, 8, 8\), expected \(3, 8, 64\) for 8 inputs in torch.u"),
+    (
+        {"w13": t(EXPERTS, 8, 8, dtype=BYTES)},
+        r"w13 has shape \(3, 8, 8\), expected \(3, 8, 64\) for 8 inputs in torch.u",
+    ),
     ({"w13": t(EXPERTS, 8, 8, dtype=BYTES), "w13_scales": t(EXPERTS, 8, 1, dtype=MX)}, r"expected \(3, 8, 16\)"),
     ({"w13_scales": t(EXPERTS, 8, 3)}, r"w13_scales have shape \(3, 8, 3\), expected \(3, 8\) and a divisor of 8"),
     ({"w2_scales": t(EXPERTS, HIDDEN, 1, dtype=torch.int64)}, "w2_scales is torch.int64"),

@@ -63,6 +63,7 @@ LAYERS = [
     "opgraft.ops.quantized_linear",
     "opgraft.ops.routing",
     "opgraft.ops.fused_moe",
+    "opgraft.ops.quantized_moe",
     "opgraft.ops.conv",
     "opgraft.ops.state_space",
     "opgraft.ops.decoder_plan",  # a class of the process, whose parts are of several families

@@ -140,6 +140,7 @@ OPS: dict[str, tuple[Make, Call | None]] = {
         None,
     ),
     "quant_fp8": (lambda c: c(False, (-1, -1)), lambda op: op(X)),
+    "quantized_fused_moe": (lambda c: c(MOE, None), None),
     "quantized_linear": (lambda c: c(8, 4), None),
     "quick_gelu": (lambda c: c(), lambda op: op(X)),
     "relu": (lambda c: c(), lambda op: op(X)),

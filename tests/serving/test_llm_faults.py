@@ -16,6 +16,7 @@ import pytest
 import torch
 from engine.engines import expect_empty
 from opgraft import SamplingParams
+from opgraft.engine.worker import Worker
 from opgraft.errors import ConfigError, InputError, ModelError, OpgraftError, RequestError
 from opgraft.serving.llm import LLM, Interrupted
 from random_decoders import saved, transformers
@@ -50,7 +51,7 @@ def tokens(llm: LLM, *prompts: Any) -> list[list[int]]:
 
 
 PROMPTS: dict[str, tuple[Any, str]] = {
-    "too long": ([5] * 64, r"has 64 tokens and needs room for 1 more, and the model takes 64: shorten it by 1 tokens"),
+    "too long": ([5] * 64, r"has 64 tokens and needs room for 1 more, and the model takes 64: shorten it by 1 token, "),
     "longer still": ("cat " * 99, r"tokens and needs room for 1 more, and the model takes 64"),
     "empty": ([], r"has no tokens: give some text, or at least one token id"),
     "empty text": ("", r"has no tokens"),
@@ -113,6 +114,33 @@ def test_a_request_that_the_cache_cannot_hold(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"room for 0 blocks of 2304 bytes.*cache.memory_bytes to 36864"):
         open_llm(folder, **{"cache.num_blocks": None, "cache.memory_bytes": 1000})
     assert len(tokens(open_llm(folder, **{"cache.num_blocks": 16}), [5] * 59)[0]) == 5
+
+
+@pytest.mark.parametrize("size", [{"cache.num_blocks": 1 << 40}, {"cache.memory_bytes": 1 << 50}], ids=str)
+def test_a_cache_that_memory_cannot_hold(folder: Path, size: dict[str, int]) -> None:
+    """A cache larger than what is free is an error at start, with both numbers."""
+    with pytest.raises(ConfigError, match=r"the cache of [\d,]+ blocks .* takes [\d,]+ bytes, and [\d,]+ are free"):
+        open_llm(folder, **{"cache.num_blocks": None, **size})
+
+
+def test_memory_that_nobody_knows_bounds_no_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the platform does not tell what is free, the size that is set is taken."""
+    monkeypatch.setattr(Worker, "_known_free_memory", lambda self: None)
+    assert len(tokens(open_llm(folder), PROMPT)[0]) == 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"cache.num_blocks": 16, "cache.memory_bytes": 4096}, "cache.num_blocks is 16 and cache.memory_bytes 4096"),
+        ({"max_model_len": 32, "model.max_model_len": 48}, "max_model_len is 32 and model.max_model_len 48, and both"),
+        ({"max_model_len": CONTEXT + 1}, r"model.max_model_len is 65, and .* was made for contexts of up to 64 tokens"),
+    ],
+)  # fmt: skip
+def test_settings_that_contradict(folder: Path, settings: dict[str, int], message: str) -> None:
+    """A size that is given twice, and a context that the model was not made for, are errors at start."""
+    with pytest.raises(ConfigError, match=message):
+        open_llm(folder, **settings)
 
 
 @pytest.mark.parametrize(

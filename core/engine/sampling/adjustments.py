@@ -34,6 +34,11 @@ class Adjustments:
         self._vocabulary, self._device = vocabulary, device
         numbered = list(enumerate(rows))
         self._grammars = [(index, row.grammar) for index, row in numbered if row.grammar]
+        self._allowed = [
+            (index, self._indices([token for token in row.params.allowed_token_ids if token < vocabulary]))
+            for index, row in numbered
+            if row.params.allowed_token_ids is not None
+        ]
         self._restricted = [(index, row) for index, row in numbered if row.restricted]
         self._processed = [(index, row) for index, row in numbered if row.params.logits_processors]
         biases = {
@@ -46,7 +51,7 @@ class Adjustments:
         self._bias = (self._indices(list(biases)), values) if biases else ()
         penalised = [(index, row) for index, row in numbered if row.penalised]
         self._penalties = Penalties(penalised, vocabulary, device) if penalised else None
-        self.any = bool(self._grammars or self._restricted or self._processed or biases or penalised)
+        self.any = bool(self._grammars or self._allowed or self._restricted or self._processed or biases or penalised)
 
     def append(self, index: int | None, token: int, slot: int) -> None:
         """Take note of a token that was added to the output of a row, and of its slot in the row's counts.
@@ -63,6 +68,10 @@ class Adjustments:
             By row, why it cannot be sampled.
         """
         errors = self._allow(logits)
+        for index, tokens in self._allowed:
+            kept = logits[index, tokens]
+            logits[index] = float("-inf")
+            logits[index, tokens] = kept
         if self._restricted:
             banned = [
                 index * self._vocabulary + token

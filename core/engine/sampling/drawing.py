@@ -101,7 +101,9 @@ def draw_filtered(scaled: Tensor, filters: Filters, keys: Tensor) -> Tensor:
     """
     whole = bool((filters.whole & filters.top_p.isfinite()).any())
     mass = scaled.exp() if whole else None
-    total = scaled.new_zeros(len(scaled), dtype=torch.float64) if mass is None else _totals(blocks_of(mass, 0.0)).sum(-1)
+    total = (
+        scaled.new_zeros(len(scaled), dtype=torch.float64) if mass is None else _totals(blocks_of(mass, 0.0)).sum(-1)
+    )
     tokens, left = _draw_among(CANDIDATES[0], scaled, filters, total, keys)
     if not len(left):
         return tokens
@@ -130,7 +132,7 @@ def _draw_among(size: int, scaled: Tensor, filters: Filters, total: Tensor, keys
 
 
 def _totals(mass: Tensor) -> Tensor:
-    """Return the sums ``[n, blocks]`` of blocks in float64, added up in an order that the number of rows does not change.
+    """Return the sums ``[n, blocks]`` of blocks in float64, in an order that the number of rows does not change.
 
     A block is added up in float32: a copy of all rows in float64 would take longer than all that is done with it.
     """

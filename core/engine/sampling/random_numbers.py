@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-import torch
 from torch import Tensor
 
 # The constants of SplitMix64, as the signed numbers that torch multiplies by: Steele, Lea and Flood, "Fast splittable

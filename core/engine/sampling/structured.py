@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from opgraft.errors import InputError, RequestError, close_matches
+from opgraft.engine.structured_form import KINDS, expect_form
+from opgraft.errors import InputError, RequestError
 from opgraft.machine.child import run_child
 from opgraft.models.extras import import_extra
 from opgraft.text import described
@@ -78,7 +79,7 @@ class Grammar:
         self._first: Any = tokens.library.LLMatcher(tokens.tokens, source, log_level=0, limits=limits)
         if self._first.is_error():
             reason = self._first.get_error()
-            raise InputError(f"structured output: the {_WORDS[kind]} in {kind} cannot be used: {_line(reason)}")
+            raise InputError(f"structured output: the {KINDS[kind]} in {kind} cannot be used: {_line(reason)}")
         self._check_that_something_meets_it()
 
     def start(self, output: Iterable[int] = ()) -> GrammarState:
@@ -97,7 +98,7 @@ class Grammar:
         probe.compute_bitmask()  # which finds out that no token leads on
         if probe.is_error() or (probe.is_stopped() and not probe.is_accepting()):
             raise InputError(
-                f"structured output: nothing can meet the {_WORDS[self._kind]} in {self._kind}, as it allows no first "
+                f"structured output: nothing can meet the {KINDS[self._kind]} in {self._kind}, as it allows no first "
                 "token: correct it"
             )
 
@@ -116,7 +117,7 @@ def try_to_compile(spec: Any, tokens: GrammarTokens) -> None:
     ended = run_child(_TRIAL, data=source, time_limit=COMPILE_SECONDS)
     if ended.status != 0:
         within = f" within {COMPILE_SECONDS:g} seconds" if ended.status is None else ""
-        raise InputError(f"structured output: the {_WORDS[kind]} in {kind} cannot be compiled{within}: simplify it")
+        raise InputError(f"structured output: the {KINDS[kind]} in {kind} cannot be compiled{within}: simplify it")
 
 
 class GrammarState:
@@ -178,26 +179,11 @@ def _source(library: Any, kind: str, text: str) -> str:
 
 def _compilable(spec: Any, library: Any) -> tuple[str, str]:
     """Return the kind of a grammar, and its source as the library compiles it."""
-    kind, value = _only_item(spec)
+    kind, value = expect_form(spec)
     try:
-        return kind, _source(library, kind, _FORMS[kind](value))
+        return kind, _source(library, kind, _TEXTS.get(kind, str)(value))
     except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"structured output: {kind} is no valid {_WORDS[kind]}: {described(error)}") from error
-
-
-def _only_item(spec: Any) -> tuple[str, Any]:
-    if not isinstance(spec, Mapping) or len(spec) != 1:
-        raise InputError(f"structured output: {spec!r:.200} is no mapping with one of the keys {', '.join(_FORMS)}")
-    ((kind, value),) = spec.items()
-    if kind not in _FORMS:
-        raise InputError(f"structured output: unknown kind {kind!r:.80}: {close_matches(str(kind), _FORMS)}")
-    return kind, value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise TypeError(f"{value!r:.80}, expected a text that is not empty")
-    return value
+        raise InputError(f"structured output: {kind} is no valid {KINDS[kind]}: {described(error)}") from error
 
 
 def _schema(value: Any) -> str:
@@ -208,8 +194,6 @@ def _schema(value: Any) -> str:
 
 
 def _choices(value: Any) -> str:
-    if not isinstance(value, list | tuple) or not value or not all(isinstance(text, str) and text for text in value):
-        raise TypeError(f"{value!r:.80}, expected a list of texts, none empty")
     return json.dumps(list(value))
 
 
@@ -218,5 +202,4 @@ def _line(text: str) -> str:
     return " ".join(text.partition("\n<")[0].split())[:400]
 
 
-_FORMS: Mapping[str, Callable[[Any], str]] = {"json": _schema, "regex": _text, "choice": _choices, "grammar": _text}
-_WORDS = {"json": "JSON schema", "regex": "regular expression", "choice": "list of choices", "grammar": "grammar"}
+_TEXTS: Mapping[str, Callable[[Any], str]] = {"json": _schema, "choice": _choices}

@@ -12,7 +12,6 @@ from opgraft.distributed import (
     get_ep_group,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
-    get_tp_group,
     tensor_model_parallel_all_reduce,
 )
 from opgraft.errors import LayerError
@@ -130,21 +129,17 @@ class FusedMoE(PluggableLayer):
         claim_prefix(prefix, self)
         groups, kept = (num_expert_group or 0, topk_group or 0) if use_grouped_topk else (0, 0)
         self._expect_choices(num_experts, top_k, groups, kept, activation, apply_router_weight_on_input)
-        self.num_experts = num_experts
-        self.top_k = top_k
-        self.renormalize = renormalize
-        self.reduce_results = reduce_results
+        self.num_experts, self.top_k = num_experts, top_k
+        self.renormalize, self.reduce_results = renormalize, reduce_results
         self.router = GroupedTopk(top_k, renormalize, groups, kept, scoring_func, routed_scaling_factor)
         self.custom_routing_function = custom_routing_function
         self.e_score_correction_bias = e_score_correction_bias
         self.apply_router_weight_on_input = apply_router_weight_on_input
-        self.shared_experts = shared_experts
-        self.ep_size, self.records = ep_size, enable_eplb
+        self.shared_experts, self.ep_size, self.records = shared_experts, ep_size, enable_eplb
         self.placement = self._placed(num_experts, num_redundant_experts)
-        self.exchange = ExpertExchange(get_dp_group()) if ep_size > get_tp_group().world_size else None
-        whole = 1 if self.placement is not None else get_tensor_model_parallel_world_size()
-        self._columns = get_tp_group().world_size if ep_size > 1 else 1
-        self.tp_size = whole if tp_size is None else tp_size
+        self.exchange = ExpertExchange(get_dp_group()) if ep_size > get_tensor_model_parallel_world_size() else None
+        self._columns = get_tensor_model_parallel_world_size()
+        self.tp_size = (1 if self.placement is not None else self._columns) if tp_size is None else tp_size
         self.tp_rank = get_tensor_model_parallel_rank() if self.tp_size > 1 else 0
         part = divide(intermediate_size, self.tp_size, f"{self.name}: the intermediate size")
         self.moe_config = FusedMoEConfig(num_experts, top_k, hidden_size, part, activation, has_bias, params_dtype)

@@ -44,10 +44,9 @@ def quantized_experts(
 ) -> Tensor:
     """Compute ``fused_experts`` with weights of 4 or 8 bits, of which those of chosen experts only become plain.
 
-    The dtypes of codes and scales tell the format. This definition computes an expert's weight in float32 (float64 for
-    float64 input), rounds it to the dtype of ``x``, and lets it go before the next one's; a kernel need not round it.
-    Inputs are not quantized. Where values cannot be looked at, as in compiled code, all experts compute all tokens. No
-    gradients.
+    Dtypes tell the format. An expert's weight is computed in float32 (float64 for float64 input), rounded to the dtype
+    of ``x``, and let go before the next one's; a kernel need not round it. Where values cannot be looked at, as in
+    compiled code, all experts compute all tokens. Inputs are not quantized. No gradients.
 
     Args:
         x: ``[tokens, hidden_size]``.
@@ -56,15 +55,12 @@ def quantized_experts(
             ``64 · ceil(hidden_size / 128)`` for 4 bits in ``uint8``, and ``16 · ceil(hidden_size / 32)`` for MXFP4.
         w13_scales: ``[experts, 2 · intermediate_size, groups]`` in a floating-point dtype, where ``groups`` divides
             ``hidden_size``; of MXFP4 in ``float8_e8m0fnu``, one for each 32 inputs.
-        w2: codes ``[experts, hidden_size, …]`` for inputs of ``intermediate_size``.
-        w2_scales: likewise.
+        w2: codes ``[experts, hidden_size, …]`` for ``intermediate_size`` inputs, and ``w2_scales``, likewise.
         topk_weights: ``[tokens, topk]`` in any floating-point dtype.
         topk_ids: ``[tokens, topk]``, int32 or int64. An id of -1 is an expert that another rank has, and adds nothing.
         activation: ``"silu"``, ``"gelu"`` (exact), or ``"swigluoai"``, that of gpt-oss.
-        w13_offsets: as ``w13_scales``, of integers. Without them, 4-bit codes stand for ``(code - 8) · scale``.
-        w2_offsets: as ``w2_scales``, likewise.
-        w13_bias: ``[experts, 2 · intermediate_size]``.
-        w2_bias: ``[experts, hidden_size]``.
+        w13_offsets: as ``w13_scales``, of integers; and ``w2_offsets``. Without, 4 bits are ``(code - 8) · scale``.
+        w13_bias: ``[experts, 2 · intermediate_size]``; and ``w2_bias``, ``[experts, hidden_size]``.
 
     Returns:
         ``[tokens, hidden_size]`` in the dtype of ``x``.
@@ -81,19 +77,33 @@ def quantized_experts(
         outputs = plain.fused_experts.native(x, *weights, topk_weights, topk_ids, activation, w13_bias, w2_bias)
         return outputs.detach()
     rows, order, bounds = plain.sorted_by_expert(x, topk_ids, w13.shape[0])
-    made = [rows.new_zeros(bounds[0], rows.shape[1])]
-    for expert, (begin, end) in enumerate(pairwise(bounds)):
-        if begin < end:
-            first = _plain(gate_up, expert, x.shape[1], x.dtype)
-            hidden = F.linear(rows[begin:end], first, None if w13_bias is None else w13_bias[expert])
-            hidden = plain.ACTIVATIONS[activation](hidden)
-            second = _plain(down, expert, intermediate, x.dtype)
-            made.append(F.linear(hidden, second, None if w2_bias is None else w2_bias[expert]))
-    return plain.combined(torch.cat(made), order, topk_weights).detach()
+    made = _grouped(rows, bounds, gate_up, down, activation, w13_bias, w2_bias)
+    return plain.combined(made, order, topk_weights).detach()
 
 
 Quantized = tuple[Tensor, Tensor, Tensor | None]
 """Codes, scales and offsets of all experts."""
+
+
+def _grouped(
+    rows: Tensor,
+    bounds: list[int],
+    gate_up: Quantized,
+    down: Quantized,
+    activation: str,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+) -> Tensor:
+    """Let each expert compute its rows, as ``grouped_experts`` does, with one expert's weights in plain at a time."""
+    made = [rows.new_zeros(bounds[0], rows.shape[1])]
+    for expert, (begin, end) in enumerate(pairwise(bounds)):
+        if begin < end:
+            first = _plain(gate_up, expert, rows.shape[1], rows.dtype)
+            hidden = F.linear(rows[begin:end], first, None if w13_bias is None else w13_bias[expert])
+            hidden = plain.ACTIVATIONS[activation](hidden)
+            second = _plain(down, expert, hidden.shape[1], rows.dtype)
+            made.append(F.linear(hidden, second, None if w2_bias is None else w2_bias[expert]))
+    return torch.cat(made)
 
 
 def _plain(weights: Quantized, expert: int, in_features: int, dtype: torch.dtype) -> Tensor:
