@@ -9,6 +9,8 @@ KERNEL_PACKAGES: Mapping[str, Collection[str]] = {
         {
             "apply_rotary_emb",
             "attention",
+            "causal_conv1d",
+            "causal_conv1d_update",
             "dual_chunk_rotary_embedding",
             "fatrelu_and_mul",
             "gated_mlp",
@@ -32,15 +34,15 @@ KERNEL_PACKAGES: Mapping[str, Collection[str]] = {
             "rms_norm_gated",
             "rotary_embedding",
             "scaled_dot_product_attention",
+            "selective_scan",
+            "selective_state_update",
             "silu",
             "silu_and_mul",
             "silu_and_mul_with_clamp",
             "swigluoai_and_mul",
             "swiglustep_and_mul",
-            "xielu",
-            "selective_scan",
-            "selective_state_update",
             "unquantized_fused_moe",
+            "xielu",
         }
     ),
 }
