@@ -290,16 +290,8 @@ def selective_state_update(
         dt, A = dt[..., 0], A[:, 0, 0]  # noqa: N806
         D, dt_bias = (None if each is None else each[:, 0] for each in (D, dt_bias))  # noqa: N806
     rows = [as_rows(each, each[0].numel()) for each in (x, dt, B, C, x if z is None else z)]
-    operands = (
-        A.contiguous(),
-        *rows[2:4],
-        *given_or(x, D),
-        rows[4],
-        *given_or(x, dt_bias),
-        slots.contiguous(),
-        state,
-        out,
-    )
+    a, weight, bias = given_or(x, A, D, dt_bias)
+    operands = (a, *rows[2:4], weight, rows[4], bias, slots.contiguous(), state, out)
     sizes = (heads, head_size, size, heads // B.shape[1])
     strides = (*(each.stride(0) for each in rows), state.stride(0), out.stride(0))
     constants: dict[str, Any] = {"of_heads": of_heads, "has_weight": D is not None, "has_gate": z is not None}
