@@ -72,7 +72,17 @@ def test_strides(form: str, variant: str, path: str) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 33])
 def test_sizes(kernels: Any, path: str, rows: int, kind: str) -> None:
     """Groups of any multiple of 16, rows that end within a block, any number of outputs: all come out right."""
-    for width, group in ((16, 16), (48, 16), (160, 32), (192, 96), (384, 192), (576, 64), (256, 128), (769, None)):
+    for width, group in (
+        (16, 16),
+        (48, 16),
+        (160, 32),
+        (192, 96),
+        (384, 192),
+        (576, 64),
+        (256, 128),
+        (64, None),
+        (769, None),
+    ):
         if group == 16 < width and kind != "int8":
             continue  # which the native definition computes
         for features in (1, 3, 4, 33):
@@ -85,9 +95,13 @@ def test_sizes(kernels: Any, path: str, rows: int, kind: str) -> None:
 
 @pytest.mark.parametrize("scale_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("rows", [1, 2, 20])
 def test_dtypes_mix(kernels: Any, path: str, dtype: torch.dtype, scale_dtype: torch.dtype, rows: int) -> None:
-    """Scales may have another dtype than inputs have."""
+    """Scales may have another dtype than inputs have, by groups with offsets as well as one for each row."""
+    codes, scales, _ = quantized(9, 320, None, "int8")
+    scales, x = scales.to(scale_dtype), torch.randn(rows, 320).to(dtype)
+    exact = x.double() @ dequantize(codes, scales, None, 320, torch.float64).T
+    assert_near(kernels.quantized_linear(x, codes, scales), exact, dtype)
     codes, scales, offsets = quantized(9, 320, 32, "offsets")
     assert offsets is not None
     scales, offsets, x = scales.to(scale_dtype), offsets.to(scale_dtype), torch.randn(rows, 320).to(dtype)

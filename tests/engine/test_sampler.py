@@ -10,7 +10,7 @@ import opgraft.binding.pluggable_class as pluggable
 import pytest
 import torch
 from opgraft.engine.sampling import Sampler, SamplingBatch, TokenLogprobs, prompt_logprobs
-from opgraft.engine.sampling.greatest_values import row_maximum
+from opgraft.engine.sampling.greatest_values import FEW, row_maximum
 from opgraft.engine.sampling.random_numbers import exponentials, noise_key, stream_of
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import RequestError
@@ -73,9 +73,10 @@ def test_an_empty_batch_gives_no_tokens() -> None:
     assert sampled.tokens.dtype == torch.int64
 
 
-def test_the_maximum_of_rows_is_that_of_torch() -> None:
+@pytest.mark.parametrize("count", [FEW, FEW + 1])
+def test_the_maximum_of_rows_is_that_of_torch(count: int) -> None:
     """Blocks change neither value nor position, with NaN and -inf too."""
-    rows = normal(6, 129)
+    rows = normal(count, 129)
     rows[1, 100] = math.nan
     rows[2] = -math.inf
     rows[3, 128] = math.inf

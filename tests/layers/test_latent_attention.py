@@ -144,6 +144,25 @@ def test_a_quantized_projection() -> None:
     torch.testing.assert_close(found, expected[8:], **TOLERANCES[torch.float32])
 
 
+def test_a_new_weight() -> None:
+    """What absorbed tokens are computed with is kept until a new weight is processed, and made of that one then."""
+    layer, (query, kv_c, k_pe) = layer_of(), arguments(1)
+
+    def attended() -> Tensor:
+        cache = torch.zeros(layer.kv_cache_shape(1, BLOCK))
+        with torch.no_grad(), attending(batch_of([1], [0], [[0]], cache)):
+            result: Tensor = layer(query, kv_c, k_pe)
+        return result
+
+    before = attended()
+    torch.testing.assert_close(before, reference(layer.kv_b_proj.weight, query, kv_c, k_pe).float())
+    with torch.no_grad():
+        layer.kv_b_proj.weight.mul_(2)
+    assert torch.equal(attended(), before)
+    layer.process_weights_after_loading()
+    torch.testing.assert_close(attended(), reference(layer.kv_b_proj.weight, query, kv_c, k_pe).float())
+
+
 def test_gradients() -> None:
     """They reach queries, latents and keys."""
     layer = layer_of(dtype=torch.float64)

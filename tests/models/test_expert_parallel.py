@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -123,3 +125,23 @@ def test_redundant_experts_of_one_rank(checkpoints: dict[str, tuple[Path, Any]])
     """Without ranks that share experts there is no use for redundant ones."""
     with pytest.raises(LayerError, match="num_redundant_experts is 2, expected 0 where ep_size is 1"):
         loaded(str(checkpoints["mixtral"][0]), redundant_experts=2)
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "words"),
+    [
+        ("mixtral", {"num_experts_per_tok": 9}, "top_k is 9, expected 1 to 8"),
+        ("deepseek_v3", {"n_group": 3}, "num_expert_group is 3 and topk_group 2, expected a divisor of 8 experts"),
+        ("deepseek_v3", {"num_experts_per_tok": 5}, "top_k is 5, expected 1 to 4, the experts to choose from"),
+    ],
+)
+def test_numbers_of_experts_that_do_not_fit(
+    family: str, values: dict[str, Any], words: str, checkpoints: dict[str, tuple[Path, Any]], tmp_path: Path
+) -> None:
+    """A config whose numbers contradict each other is refused before weights are read, with the layer's name."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoints[family][0], folder)
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, **values}), "utf-8")
+    with pytest.raises(LayerError, match=rf"model.layers.\d.mlp.experts'?: {words}"):
+        loaded(str(folder))

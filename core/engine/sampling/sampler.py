@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from opgraft.binding.pluggable_class import PluggableClass
@@ -107,7 +108,7 @@ def _parts(begin: int, end: int, size: int) -> list[tuple[int, int]]:
 
 def _unusable(maximum: Tensor, logits: Tensor, working: Tensor) -> dict[int, str]:
     """Say by row why nothing can be sampled, where the greatest logit is no number."""
-    if bool(maximum.isfinite().all()):
+    if all(map(isfinite, maximum.tolist())):
         return {}
     return {row: _reason(logits[row], working[row]) for row in (~maximum.isfinite()).nonzero().flatten().tolist()}
 

@@ -56,8 +56,7 @@ def quantized_experts(
         w13_scales: ``[experts, 2 · intermediate_size, groups]`` in a floating-point dtype, where ``groups`` divides
             ``hidden_size``; of MXFP4 in ``float8_e8m0fnu``, one for each 32 inputs.
         w2: codes ``[experts, hidden_size, …]`` for ``intermediate_size`` inputs, and ``w2_scales``, likewise.
-        topk_weights: ``[tokens, topk]`` in any floating-point dtype.
-        topk_ids: ``[tokens, topk]``, int32 or int64. An id of -1 is an expert that another rank has, and adds nothing.
+        topk_weights: ``[tokens, topk]`` in any floating-point dtype; ``topk_ids`` in int32 or int64, -1 for none.
         activation: ``"silu"``, ``"gelu"`` (exact), or ``"swigluoai"``, that of gpt-oss.
         w13_offsets: as ``w13_scales``, of integers; and ``w2_offsets``. Without, 4 bits are ``(code - 8) · scale``.
         w13_bias: ``[experts, 2 · intermediate_size]``; and ``w2_bias``, ``[experts, hidden_size]``.

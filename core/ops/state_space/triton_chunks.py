@@ -197,10 +197,10 @@ def mamba_chunk_scan(
     constants: dict[str, Any] = {"chunk": CHUNK, "has_bias": dt_bias is not None, "dt_softplus": dt_softplus}
     constants |= {"precision": "ieee" if x.dtype == torch.float32 else "tf32"}
     programs = blocks * heads * triton.cdiv(head_size, tile.rows)
-    first = (*rows[:2], a, rows[2], bias, starts, states, totals)
-    launch(chunk_states_kernel, programs, tile, *first, *sizes, *strides[:3], **constants)
+    first = (rows[1], a, rows[2], bias, starts, states, totals)
+    launch(chunk_states_kernel, programs, tile, rows[0], *first, *sizes, *strides[:3], **constants)
     final = pass_states(states, totals, a, initial_states, starts, CHUNK)
     constants |= {"has_weight": D is not None, "has_gate": z is not None}
-    second = (*rows[:2], a, *rows[2:4], weight, rows[4], bias, starts, states, y)
-    launch(chunk_scan_kernel, programs, tile, *second, *sizes, *strides, **constants)
+    second = (rows[1], a, *rows[2:4], weight, rows[4], bias, starts, states, y)
+    launch(chunk_scan_kernel, programs, tile, rows[0], *second, *sizes, *strides, **constants)
     return y, final

@@ -234,9 +234,9 @@ def selective_scan(
     constants: dict[str, Any] = {"chunk": CHUNK, "has_weight": D is not None, "has_gate": z is not None}
     constants |= {"has_bias": dt_bias is not None, "dt_softplus": dt_softplus}
     programs = blocks * triton.cdiv(channels, tile.rows)
-    launch(scan_kernel, programs, tile, *rows[:2], *operands, *sizes, **constants, from_states=False)
+    launch(scan_kernel, programs, tile, rows[0], rows[1], *operands, *sizes, **constants, from_states=False)
     final = pass_states(states, totals, a, initial_states, starts, CHUNK)
-    launch(scan_kernel, programs, tile, *rows[:2], *operands, *sizes, **constants, from_states=True)
+    launch(scan_kernel, programs, tile, rows[0], rows[1], *operands, *sizes, **constants, from_states=True)
     return y, final
 
 
@@ -301,4 +301,6 @@ def selective_state_update(
     constants |= {"has_bias": dt_bias is not None, "dt_softplus": dt_softplus}
     tile = tile_of(size, 2048, LARGEST_STATE)
     programs = tokens * heads * triton.cdiv(head_size, tile.rows)
-    launch(step_kernel, programs, tile, *rows[:2], *operands, *sizes, state.stride(0), out.stride(0), **constants)
+    launch(
+        step_kernel, programs, tile, rows[0], rows[1], *operands, *sizes, state.stride(0), out.stride(0), **constants
+    )
