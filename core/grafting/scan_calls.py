@@ -237,7 +237,7 @@ def _for_scan_of_chunks(random: Random, options: Options, batch: int, tokens: in
 
 @dataclass(frozen=True)
 class Form:
-    """What functions of one kind compute.
+    """The computation of functions of one kind.
 
     Attributes:
         op_name: the op.

@@ -68,12 +68,12 @@ class Experts(Composite):
 
     @property
     def w13_bias(self) -> Tensor | None:
-        """What is added to gate and up, ``[experts, 2 · intermediate_size]``."""
+        """The bias of gate and up, ``[experts, 2 · intermediate_size]``."""
         return self._parameters["gate_up_proj_bias"]
 
     @property
     def w2_bias(self) -> Tensor | None:
-        """What is added to down, ``[experts, hidden_size]``."""
+        """The bias of down, ``[experts, hidden_size]``."""
         return self._parameters["down_proj_bias"]
 
     def _weight(self, name: str) -> Tensor:

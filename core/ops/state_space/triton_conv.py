@@ -27,7 +27,7 @@ from torch import Tensor
 __all__ = ["causal_conv1d", "causal_conv1d_update"]
 
 TOKENS, CHANNELS = 16, 128
-"""What a program convolves."""
+"""The tile of a program."""
 
 
 @triton.jit
