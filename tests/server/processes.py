@@ -38,7 +38,7 @@ SETTINGS = {
 
 def write_model(folder: Path, tokenizer: Any, template: str | None = TEMPLATE) -> Path:
     """Write a Llama of random weights with a tokenizer of 400 tokens and a chat template."""
-    written("Llama", folder, vocab_size=400, max_position_embeddings=1024)
+    written("Llama", folder, vocab_size=400, max_position_embeddings=4096)
     tokenizer.save(str(folder / "tokenizer.json"))
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
