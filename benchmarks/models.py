@@ -204,11 +204,12 @@ def _bound(model: nn.Module, run: Run, dtype: torch.dtype) -> Callable[[], float
         reading, computing = (found[name]["seconds"] for name in ("bytes_per", "products_per"))
         measured = {shape: taken(product, 5)["seconds"] for shape, product in products.items()}
 
-        def of(rows: int, weight: nn.Parameter) -> float:
-            computed = measured.get((rows, weight.shape), rows * weight.numel() / computing)
+        def of(rows: int, weight: torch.Tensor) -> float:
+            computed: float = measured.get((rows, weight.shape), rows * weight.numel() / computing)
             return max(weight.nbytes / reading, computed)
 
-        return taken(around, 1)["seconds"] + sum(of(rows, layer.weight) for rows, layer in calls)
+        outside: float = taken(around, 1)["seconds"]
+        return sum((of(rows, layer.weight) for rows, layer in calls), outside)
 
     return least
 
@@ -245,7 +246,7 @@ def _without_layers(model: nn.Module, run: Run) -> Callable[[], None]:
 
     def around() -> None:
         for layer, answer in answers.items():
-            layer.forward = answer  # type: ignore[method-assign]
+            layer.forward = answer
         run()
         for layer in answers:
             del layer.forward

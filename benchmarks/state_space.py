@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 from opgraft import functional
@@ -52,7 +53,7 @@ def prompt(dtype: torch.dtype) -> tuple[Tensor, ...]:
     return tuple(torch.randn(shape).to(dtype) for shape in shapes)
 
 
-def steps(mamba: object, dtype: torch.dtype, count: int, weights: tuple[Tensor, Tensor, Tensor]) -> Iterator[Row]:
+def steps(mamba: Any, dtype: torch.dtype, count: int, weights: tuple[Tensor, Tensor, Tensor]) -> Iterator[Row]:
     """Measure a token more of each of some sequences, each with a state among those of as many more."""
     decay, weight, bias = weights
     name = f"{count} x {str(dtype).removeprefix('torch.')}"
@@ -60,27 +61,26 @@ def steps(mamba: object, dtype: torch.dtype, count: int, weights: tuple[Tensor, 
     b, c, out = torch.randn(count, STATE).to(dtype), torch.randn(count, STATE).to(dtype), torch.empty_like(x)
     states, slots = torch.zeros(2 * count, 1, CHANNELS, STATE), torch.randperm(2 * count)[:count]
     heads = [each[:, None] for each in (x, dt, b, c, out, gate)]
-    given = (states, *heads[:2], decay[None], *heads[2:4], slots, heads[4], weight[None], heads[5], bias[None], True)
+    given: Any = (
+        states,
+        *heads[:2],
+        decay[None],
+        *heads[2:4],
+        slots,
+        heads[4],
+        weight[None],
+        heads[5],
+        bias[None],
+        True,
+    )
     ours = partial(functional.selective_state_update, *given)
     own = torch.zeros(count, CHANNELS, STATE)
-    theirs = partial(
-        mamba.mamba_selective_state_update,
-        own,
-        x,
-        dt,
-        decay,
-        b,
-        c,
-        weight,
-        bias,
-        True,
-        gate,  # type: ignore[attr-defined]
-    )
+    theirs = partial(mamba.mamba_selective_state_update, own, x, dt, decay, b, c, weight, bias, True, gate)
     yield from against(f"update of {name}", ours, theirs, STEP_LIMIT, (own, own, x, x, dt, gate, decay), 200)
     taps, taps_bias = torch.randn(CHANNELS, WIDTH).to(dtype), bias.to(dtype)
     inputs = torch.zeros(2 * count, CHANNELS, WIDTH - 1, dtype=dtype)
     ours = partial(functional.causal_conv1d_update, x, inputs, taps, slots, out, taps_bias, "silu")
-    theirs = partial(mamba.causal_conv1d_update, x[..., None], inputs[:count].clone(), taps, taps_bias, "silu")  # type: ignore[attr-defined]
+    theirs = partial(mamba.causal_conv1d_update, x[..., None], inputs[:count].clone(), taps, taps_bias, "silu")
     moved = (inputs[:count], inputs[:count], taps, x, x)
     yield from against(f"convolution of a step of {name}", ours, theirs, None, moved, 200)
 
