@@ -77,7 +77,7 @@ FIELDS: list[tuple[str, Any, str, str]] = [
     ("temperature", 10**400, "temperature", "expected a number"),
     ("top_p", 0, "top_p", "above 0 and at most 1"),
     ("top_p", 2, "top_p", "above 0 and at most 1"),
-    ("top_k", -1, "top_k", "at least 0"),
+    ("top_k", -2, "top_k", "at least 0"),
     ("min_p", -1, "min_p", "from 0 to 1"),
     ("presence_penalty", 3, "presence_penalty", "from -2 to 2"),
     ("frequency_penalty", -3, "frequency_penalty", "from -2 to 2"),
