@@ -40,7 +40,8 @@ def simulated_core(policy: str = "fcfs") -> tuple[EngineCore, dict[str, str | No
     kinds = [LayerKind(), LayerKind(6)]
     core.scheduler = make_scheduler(kinds, num_blocks=24, max_model_len=32, max_num_seqs=4, budget=10, policy=policy)
     core.scheduler._reserve = lambda: 0  # type: ignore[method-assign]
-    core.cache, core.counters, core._stopped = core.scheduler.cache, core.scheduler.counters, None
+    core.cache, core.counters = core.scheduler.cache, core.scheduler.counters
+    core._stopped, core._shut_down = None, False
     salts: dict[str, str | None] = {}
     core.executor = SimulatedExecutor(Runner(kinds, core.cache.block_size, salts))  # type: ignore[assignment]
     return core, salts
