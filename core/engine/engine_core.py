@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from opgraft.binding.explaining import Explanation
@@ -60,13 +61,23 @@ class EngineCore:
         self.opgraft_config = given.resolved()
         expect_compilable(self.opgraft_config)
         self.executor = executor_of(self.opgraft_config)
-        self.executor.start()
+        with ExitStack() as undo:
+            undo.callback(self.executor.shutdown)
+            self.executor.start()
+            self._prepare()
+            undo.pop_all()  # nothing raised: the worker stays
+        self._stopped: Exception | None = None
+        self._shut_down = False
+        logger.info(self.capacity())
+
+    def _prepare(self) -> None:
         layout: CacheLayout = self.executor.call("load_model")
         if not layout.layers and not layout.states:
             reason = self.executor.call("why_uncached") or (
                 "it cannot generate. If it is an encoder, LLM.embed gives the vectors of texts"
             )
-            raise ModelError(f"the model {given.model.name} has no attention layers with a cache: {reason}")
+            name = self.opgraft_config.model.name
+            raise ModelError(f"the model {name} has no attention layers with a cache: {reason}")
         self.max_model_len = self._context()
         cache = self.opgraft_config.cache
         room = room_for(layout, self.opgraft_config, lambda: self.executor.call("cache_bytes"))
@@ -78,9 +89,6 @@ class EngineCore:
         fits = self.executor.call("context_fits")
         self.scheduler = Scheduler(self.opgraft_config.scheduler, self.cache, self.max_model_len, fits)
         self.counters = self.scheduler.counters
-        self._stopped: Exception | None = None
-        self._shut_down = False
-        logger.info(self.capacity())
 
     def _context(self) -> int:
         asked, trained = self.opgraft_config.model.max_model_len, self.executor.call("trained_context")

@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -69,7 +70,8 @@ class ProcessExecutor(Executor):
             self._process = subprocess.Popen(  # noqa: S603 - our own interpreter
                 command, pass_fds=files, stdin=subprocess.DEVNULL, stdout=2
             )
-        self._calls, self._beside = Channel(calls, self._name_of), Channel(beside)
+        self._calls, self._beside = Channel(calls), Channel(beside)
+        # Nothing that it holds may hold this executor, which would then live as long as the interpreter.
         self._end = weakref.finalize(self, _end, self._process, self._calls, self._beside)
         self._calls.send((self.opgraft_config, writes_json()))
         self.call("init_device")
@@ -83,7 +85,7 @@ class ProcessExecutor(Executor):
         if self._process is None:
             return super().call(method, *args)
         try:
-            return self._asked(self._calls, (method, args))
+            return self._asked(self._calls, (method, args), self._name_of)
         except Exception:
             raise
         except BaseException:  # an interrupt, after which nobody knows how much of a message has come
@@ -127,9 +129,9 @@ class ProcessExecutor(Executor):
         self.share(found)
         return id(found)
 
-    def _asked(self, channel: Channel, message: Any) -> Any:
+    def _asked(self, channel: Channel, message: Any, name_of: Callable[[Any], Any] = lambda found: None) -> Any:
         try:
-            channel.send(message)
+            channel.send(message, name_of)
             done, answer = channel.receive()
         except (EOFError, OSError) as error:
             raise self._lost() from error

@@ -20,22 +20,20 @@ class Channel:
 
     Args:
         connection: which the channel closes.
-        name_of: the name by which the other end knows an object, ``None`` for one that is sent as it is.
-        named: the object of such a name.
+        named: the object of a name that ``send`` at the other end gave.
     """
 
-    def __init__(
-        self,
-        connection: socket.socket,
-        name_of: Callable[[Any], Any] = lambda found: None,
-        named: Callable[[Any], Any] = lambda name: name,
-    ) -> None:
+    def __init__(self, connection: socket.socket, named: Callable[[Any], Any] = lambda name: name) -> None:
         self._connection = connection
-        self._name_of, self._named = name_of, named
+        self._named = named
         self._came = bytearray()
 
-    def send(self, message: Any) -> None:
+    def send(self, message: Any, name_of: Callable[[Any], Any] = lambda found: None) -> None:
         """Send an object.
+
+        Args:
+            message: the object.
+            name_of: the name by which the other end knows a part of it, ``None`` for one that is sent as it is.
 
         Raises:
             OSError: the other end is closed.
@@ -44,7 +42,7 @@ class Channel:
         written = io.BytesIO()
         written.write(bytes(_LENGTH_BYTES))
         pickler = pickle.Pickler(written, pickle.HIGHEST_PROTOCOL)
-        pickler.persistent_id = self._name_of  # type: ignore[method-assign]
+        pickler.persistent_id = name_of  # type: ignore[method-assign]
         pickler.dump(message)
         data = written.getbuffer()
         data[:_LENGTH_BYTES] = (len(data) - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
@@ -40,15 +41,17 @@ class Embedder:
 
     def __init__(self, opgraft_config: OpgraftConfig, on_step: OnStep | None = None) -> None:
         self.opgraft_config = opgraft_config.resolved()
-        with opened_once():
+        with opened_once(), ExitStack() as undo:
             self.executor = executor_of(self.opgraft_config)
+            undo.callback(self.executor.shutdown)
             self.executor.start()
             self.executor.call("load_model")
             weights = open_weights(str(self.opgraft_config.model.name))
             self.tokenizer: Tokenizer = open_tokenizer(weights)
             self.vocab_size = int(read_config(weights).get_text_config().vocab_size)
-        self.settings = SentenceSettings.of(weights.path if weights.path.is_dir() else weights.path.parent)
-        self.max_tokens = self._longest()
+            self.settings = SentenceSettings.of(weights.path if weights.path.is_dir() else weights.path.parent)
+            self.max_tokens = self._longest()
+            undo.pop_all()  # nothing raised: the worker stays
         self.counters = Counters()
         self._shut_down = False
         self._running = self.waiting = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Generator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from io import StringIO
@@ -65,13 +65,15 @@ class TextEngine:
     """
 
     def __init__(self, opgraft_config: OpgraftConfig, on_step: OnStep | None = None) -> None:
-        with opened_once():
+        with opened_once(), ExitStack() as undo:
             self.core = EngineCore(opgraft_config)
+            undo.callback(self.core.shutdown)
             weights = open_weights(str(self.core.opgraft_config.model.name))
             self.tokenizer = find_tokenizer(weights)
             config = read_config(weights, plain=True)
             self.eos = stop_tokens(self.tokenizer, config, weights)
-        self.vocab_size = int(config.get_text_config().vocab_size)
+            self.vocab_size = int(config.get_text_config().vocab_size)
+            undo.pop_all()  # nothing raised: the engine stays
         self._open: dict[str, OpenRequest] = {}
         self._owner: dict[str, str] = {}
         self._texts: dict[int, str] = {}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,7 @@ from opgraft.engine.engine_core import EngineCore
 from opgraft.engine.process_executor import ProcessExecutor, executor_of
 from opgraft.engine.request import Request
 from opgraft.engine.worker_process import portable
-from opgraft.errors import CheckpointError, EngineError, RequestError
+from opgraft.errors import CheckpointError, EngineError, OpgraftError, RequestError
 from opgraft.machine.channel import Channel
 from random_decoders import written
 from small_tokenizers import trained_tokenizer
@@ -95,12 +97,71 @@ def test_grammars_are_compiled_there_once_and_forgotten(llm: LLM) -> None:
     assert not process._forgotten
 
 
-def test_what_the_worker_raises_is_raised_here(folder: Path, llm: LLM, tmp_path: Path) -> None:
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """Fills with the processes of workers that are started."""
+    found: list[subprocess.Popen[bytes]] = []
+    start = ProcessExecutor.start
+
+    def noting(self: ProcessExecutor) -> None:
+        start(self)
+        assert self._process is not None
+        found.append(self._process)
+
+    monkeypatch.setattr(ProcessExecutor, "start", noting)
+    return found
+
+
+def test_what_the_worker_raises_is_raised_here(
+    llm: LLM, started: list[subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
     """An error keeps its type; a checkpoint that cannot be read is one of the checkpoint, and leaves no process."""
     with pytest.raises(AttributeError, match="no_such_method"):
         executor(llm).call("no_such_method")
     with pytest.raises(CheckpointError, match="nowhere"):
         EngineCore(replaced(settings(tmp_path / "nowhere"), parallel={"worker_process": True}))
+    assert [process.returncode for process in started] == [0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"cache.num_blocks": 1}, "the cache has room for 1 blocks"),
+        ({"model.max_model_len": 9999}, "was made for contexts of up to 128 tokens"),
+        ({"model.name": "minilm", "model.max_model_len": 9999}, "the encoder minilm has positions for 512"),
+    ],
+    ids=["cache", "context", "encoder"],
+)
+def test_an_engine_that_cannot_be_made_leaves_no_process(
+    folder: Path, started: list[subprocess.Popen[bytes]], changed: dict[str, Any], message: str
+) -> None:
+    """Whatever keeps it from being made, its worker and the model in that are gone when the error is there."""
+    with pytest.raises(OpgraftError, match=message):
+        LLM(**IN_ITS_PROCESS | {"model.name": str(folder)} | changed)
+    assert [process.returncode for process in started] == [0]
+
+
+def test_an_engine_without_tokenizer_files_that_can_be_read_leaves_no_process(
+    folder: Path, started: list[subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    """What fails behind the core, as the tokenizer does, ends the worker too."""
+    shutil.copytree(folder, tmp_path / "broken")
+    (tmp_path / "broken" / "tokenizer.json").write_text("{")
+    with pytest.raises(OpgraftError, match=r"tokenizer"):
+        LLM(str(tmp_path / "broken"), **IN_ITS_PROCESS)
+    assert [process.returncode for process in started] == [0]
+
+
+def test_an_engine_that_nobody_has_any_more_leaves_no_process(
+    folder: Path, started: list[subprocess.Popen[bytes]]
+) -> None:
+    """An engine that is dropped without a shutdown ends its worker, also if it has served a request."""
+    core = EngineCore(replaced(settings(folder), parallel={"worker_process": True}))
+    core.add([Request("a", prompts(5)[0], SamplingParams(max_tokens=1))])
+    core.step()
+    del core
+    gc.collect()
+    assert [process.returncode for process in started] == [0]
 
 
 def test_an_error_that_cannot_be_pickled_is_told_in_words() -> None:
