@@ -112,6 +112,8 @@ class ProcessExecutor(Executor):
             InputError: it cannot be compiled there.
             EngineError: the process has ended.
         """
+        if grammar in self._shared:  # asked without the lock, as a step must not wait for a grammar of others
+            return
         with self._sharing:
             if grammar in self._shared or self._process is None:
                 return

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from opgraft import LLM, SamplingParams
 from opgraft.engine.engine_core import EngineCore
 from opgraft.engine.process_executor import ProcessExecutor, executor_of
 from opgraft.engine.request import Request
+from opgraft.engine.sampling import Grammar
 from opgraft.engine.worker_process import portable
 from opgraft.errors import CheckpointError, EngineError, OpgraftError, RequestError
 from opgraft.machine.channel import Channel
@@ -95,6 +97,27 @@ def test_grammars_are_compiled_there_once_and_forgotten(llm: LLM) -> None:
     assert len(process._forgotten) == shared
     llm.generate("c", params)
     assert not process._forgotten
+
+
+def test_a_step_does_not_wait_for_a_grammar_that_it_has_not(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the worker compiles a grammar for long, steps with others go on."""
+    known = SamplingParams(temperature=0, max_tokens=4, structured_output={"choice": ["yes", "no"]})
+    expected = llm.generate("a", known)[0].outputs
+    slow = Grammar({"choice": ["slow"]}, llm.engine.grammars._tokens)
+    ours, theirs = map(Channel, socket.socketpair())
+    with monkeypatch.context() as patched, ThreadPoolExecutor(2) as threads:
+        patched.setattr(executor(llm), "_beside", ours)
+        sharing = threads.submit(executor(llm).share, slow)
+        name, *_ = theirs.receive()
+        try:
+            assert threads.submit(llm.generate, "a", known).result(30)[0].outputs == expected
+            assert not sharing.done()
+        finally:
+            theirs.send((True, None))
+        sharing.result(30)
+    assert name == id(slow)
+    ours.close()
+    theirs.close()
 
 
 @pytest.fixture
