@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 import socket
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from opgraft.engine.sampling import Grammar
 from opgraft.errors import EngineError, RequestError
 from opgraft.logger import writes_json
 from opgraft.machine.channel import Channel
+from opgraft.text import described
 
 _END_SECONDS = 5
 """Seconds that the process has to end once its channels are closed."""
@@ -93,7 +96,7 @@ class ProcessExecutor(Executor):
             raise
 
     def expect_servable(self, request: Request) -> None:
-        """Refuse a request with logits processors, which are functions of this process.
+        """Refuse a request with logits processors, which are functions of this process, or what else cannot leave it.
 
         Raises:
             RequestError: it has some.
@@ -104,6 +107,13 @@ class ProcessExecutor(Executor):
                 "leave them out, or set parallel.worker_process to false",
                 "logits_processors",
             )
+        try:
+            _Elsewhere(io.BytesIO(pickle.dumps((request.request_id, request.params, request.bad_words)))).load()
+        except Exception as error:  # whatever its classes raise
+            raise RequestError(
+                f"request {request.request_id!r} cannot be sent to the process of the model ({described(error)}): use "
+                "plain texts and numbers, or set parallel.worker_process to false"
+            ) from error
 
     def share(self, grammar: Grammar) -> None:
         """Have the worker compile a grammar, unless it has; from any thread.
@@ -169,6 +179,15 @@ class ProcessExecutor(Executor):
         if self._process is not None:
             self._end()
             self._process = None
+
+
+class _Elsewhere(pickle.Unpickler):
+    """Unpickles as another process does, which has another ``__main__``."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "__main__":
+            raise pickle.UnpicklingError(f"{name} is a class of the script, which that process does not have")
+        return super().find_class(module, name)
 
 
 def _end(process: subprocess.Popen[bytes], *channels: Channel) -> None:

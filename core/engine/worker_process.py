@@ -14,7 +14,7 @@ from opgraft.config import OpgraftConfig, set_config
 from opgraft.engine.sampling import Grammar, GrammarTokens
 from opgraft.engine.worker import Worker
 from opgraft.errors import EngineError
-from opgraft.logger import write_json
+from opgraft.logger import logger, write_json
 from opgraft.machine.channel import Channel
 from opgraft.plugins.host import load_plugins
 from opgraft.text import described
@@ -78,28 +78,42 @@ def _make_calls(calls: Channel, opgraft_config: OpgraftConfig) -> None:
             worker = Worker(opgraft_config)
         return getattr(worker, method)(*arguments)
 
-    while True:
-        try:
-            message = calls.receive()
-        except (EOFError, OSError):
-            return
-        calls.send(_outcome(call, *message))
+    _answer(calls, call)
 
 
 def _take_grammars(beside: Channel, grammars: SharedGrammars) -> None:
-    """Take grammars in until the other process has ended, and end this one then, even in a step that hangs."""
+    """Take grammars in until the other process has ended, and end this one then, even in a step that hangs.
+
+    It ends too if this thread fails, as the other process would wait for ever.
+    """
+    try:
+        _answer(beside, grammars.take)
+    except BaseException as error:
+        logger.critical("the thread that compiles grammars has ended: %s", described(error))
+        os._exit(EngineError.exit_code)
+    os._exit(0)
+
+
+def _answer(channel: Channel, function: Callable[..., Any]) -> None:
+    """Call a function with each message that comes, and send its outcome, until the other end is closed."""
     while True:
         try:
-            message = beside.receive()
+            pickled = channel.receive_pickled()
         except (EOFError, OSError):
-            os._exit(0)
-        beside.send(_outcome(grammars.take, *message))
+            return
+        outcome = _outcome(channel, pickled, function)
+        try:
+            channel.send(outcome)
+        except OSError:
+            return
+        except Exception as error:  # the result cannot be pickled, and nothing of it was sent
+            channel.send((False, portable(error)))
 
 
-def _outcome(function: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
-    """Return whether a call has succeeded, with its result or what it raised."""
+def _outcome(channel: Channel, pickled: bytes, function: Callable[..., Any]) -> tuple[bool, Any]:
+    """Return whether a call has succeeded, with its result or what it, or reading its arguments, raised."""
     try:
-        return True, function(*arguments)
+        return True, function(*channel.unpickled(pickled))
     except Exception as error:
         return False, portable(error)
 

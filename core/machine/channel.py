@@ -55,12 +55,29 @@ class Channel:
             EOFError: the other end is closed.
             Exception: what unpickling it raises.
         """
+        return self.unpickled(self.receive_pickled())
+
+    def receive_pickled(self) -> bytes:
+        """Wait for an object, and return it as it came.
+
+        Raises:
+            EOFError: the other end is closed.
+        """
         self._expect(_LENGTH_BYTES)
         end = _LENGTH_BYTES + int.from_bytes(self._came[:_LENGTH_BYTES], "little")
         self._expect(end)
-        unpickler = pickle.Unpickler(io.BytesIO(bytes(self._came[_LENGTH_BYTES:end])))  # noqa: S301 - see the class
-        unpickler.persistent_load = self._named  # type: ignore[method-assign]
+        pickled = bytes(self._came[_LENGTH_BYTES:end])
         del self._came[:end]
+        return pickled
+
+    def unpickled(self, pickled: bytes) -> Any:
+        """Return the object that came.
+
+        Raises:
+            Exception: what unpickling it raises.
+        """
+        unpickler = pickle.Unpickler(io.BytesIO(pickled))  # noqa: S301 - see the class
+        unpickler.persistent_load = self._named  # type: ignore[method-assign]
         return unpickler.load()
 
     def _expect(self, size: int) -> None:

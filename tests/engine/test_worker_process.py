@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from opgraft.engine.engine_core import EngineCore
 from opgraft.engine.process_executor import ProcessExecutor, executor_of
 from opgraft.engine.request import Request
 from opgraft.engine.sampling import Grammar
-from opgraft.engine.worker_process import portable
+from opgraft.engine.worker_process import _answer, portable
 from opgraft.errors import CheckpointError, EngineError, OpgraftError, RequestError
 from opgraft.machine.channel import Channel
 from random_decoders import written
@@ -208,6 +209,64 @@ def test_logits_processors_are_refused_alone(llm: LLM) -> None:
     with pytest.raises(RequestError, match=r"logits processors.*set parallel.worker_process to false"):
         llm.generate("a", SamplingParams(logits_processors=(lambda output, logits: logits,)))
     assert llm.generate("a", SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].finish_reason == "length"
+
+
+class OfThisScript(str):
+    """A text of a class that a worker's process cannot import."""
+
+    __slots__ = ()
+
+
+@pytest.mark.parametrize("kind", ["of a script", "local"])
+def test_what_cannot_leave_this_process_is_refused_alone(llm: LLM, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request with a text of a class that the worker does not have is refused, and others go on."""
+
+    class Local(str):
+        __slots__ = ()
+
+    monkeypatch.setattr(OfThisScript, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "OfThisScript", OfThisScript, raising=False)
+    stop = OfThisScript("x") if kind == "of a script" else Local("x")
+    with pytest.raises(RequestError, match=r"cannot be sent to the process of the model.*(OfThisScript|Local)"):
+        llm.generate(["b", "a"], [SamplingParams(), SamplingParams(stop=[stop])])
+    assert llm.generate("a", SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].finish_reason == "length"
+
+
+class Unreadable:
+    """An object that can be sent, and not be read."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def test_a_result_that_cannot_be_sent_is_told() -> None:
+    """The outcome is an error that says so, and the next message is answered; the end of the other side is the end."""
+    ours, theirs = map(Channel, socket.socketpair())
+    answering = threading.Thread(target=_answer, args=(theirs, lambda good: "fine" if good else threading.Lock()))
+    answering.start()
+    ours.send((False,))
+    done, error = ours.receive()
+    assert (done, type(error)) == (False, TypeError)
+    ours.send((True,))
+    assert ours.receive() == (True, "fine")
+    ours.close()
+    answering.join(30)
+    assert not answering.is_alive()
+    theirs.close()
+
+
+def test_a_message_that_cannot_be_read_is_told(llm: LLM) -> None:
+    """The worker tells what it raised, by either channel, and takes the next one."""
+    process = executor(llm)
+    for call in (
+        lambda: process.call("max_context", Unreadable()),
+        lambda: process._asked(process._beside, (1, Unreadable(), None, ())),
+    ):
+        with pytest.raises(ValueError, match="no number"):
+            call()
+    assert process.call("max_context") == 64
+    choice = SamplingParams(temperature=0, max_tokens=4, structured_output={"choice": ["no", "yes"]})
+    assert llm.generate("a", choice)[0].outputs[0].text in ("no", "yes")
 
 
 def test_a_killed_process_is_told_and_nothing_hangs(folder: Path) -> None:
