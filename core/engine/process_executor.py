@@ -56,6 +56,7 @@ class ProcessExecutor(Executor):
     def __init__(self, opgraft_config: OpgraftConfig) -> None:
         super().__init__(opgraft_config)
         self._process: subprocess.Popen[bytes] | None = None
+        self._ended = ""
         self._sharing = threading.Lock()
         self._shared: weakref.WeakSet[Grammar] = weakref.WeakSet()
         self._forgotten: deque[int] = deque()
@@ -87,13 +88,7 @@ class ProcessExecutor(Executor):
         """
         if self._process is None:
             return super().call(method, *args)
-        try:
-            return self._asked(self._calls, (method, args), self._name_of)
-        except Exception:
-            raise
-        except BaseException:  # an interrupt, after which nobody knows how much of a message has come
-            self.shutdown()
-            raise
+        return self._asked(self._calls, (method, args), self._name_of)
 
     def expect_servable(self, request: Request) -> None:
         """Refuse a request with logits processors, which are functions of this process, or what else cannot leave it.
@@ -142,32 +137,39 @@ class ProcessExecutor(Executor):
         return id(found)
 
     def _asked(self, channel: Channel, message: Any, name_of: Callable[[Any], Any] = lambda found: None) -> Any:
+        if self._ended:
+            raise self._lost()
         try:
             channel.send(message, name_of)
             done, answer = channel.receive()
         except (EOFError, OSError) as error:
             raise self._lost() from error
+        except Exception:  # of pickling, before anything was sent, or of unpickling all that was
+            raise
+        except BaseException:  # an interrupt, after which nobody knows how much of a message has come
+            self._finish("an interrupt came while the process of the worker was asked, which was ended")
+            raise
         if not done:
             raise answer
         return answer
 
     def check_health(self) -> None:
-        """Raise where the process has ended.
+        """Raise where the process has ended; from any thread.
 
         Raises:
             EngineError: it has.
         """
-        if self._process is not None and self._process.poll() is not None:
+        if self._ended or (self._process is not None and self._process.poll() is not None):
             raise self._lost()
 
     def _lost(self) -> EngineError:
-        status: int | str = "unknown"
-        if self._process is not None:
+        """Return the error that says why there is no worker any more, which is the first reason that there was."""
+        if not self._ended and self._process is not None:
+            status: int | str = "unknown"
             with suppress(subprocess.TimeoutExpired):
                 status = self._process.wait(_END_SECONDS)
-        return EngineError(
-            f"the process of the worker has ended, with the status {status}: stderr may say why; make a new engine"
-        )
+            self._finish(f"the process of the worker has ended, with the status {status}: stderr may say why")
+        return EngineError(f"{self._ended}; make a new engine")
 
     def kill(self) -> None:
         """End the process at once, whatever it does; from any thread."""
@@ -177,8 +179,11 @@ class ProcessExecutor(Executor):
     def shutdown(self) -> None:
         """End the process, and with it its worker. Further calls do nothing."""
         if self._process is not None:
-            self._end()
-            self._process = None
+            self._finish("the engine was shut down")
+
+    def _finish(self, reason: str) -> None:
+        self._ended = self._ended or reason
+        self._end()
 
 
 class _Elsewhere(pickle.Unpickler):

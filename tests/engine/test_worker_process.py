@@ -282,12 +282,14 @@ def test_a_killed_process_is_told_and_nothing_hangs(folder: Path) -> None:
     with pytest.raises(EngineError, match="status -9"):
         core.check_health()
     core.shutdown()
-    with pytest.raises(EngineError, match="was shut down"):
+    with pytest.raises(EngineError, match="status -9"):
         core.executor.call("max_context")
 
 
-def test_an_interrupt_in_the_middle_of_a_call_ends_the_process(folder: Path) -> None:
+@pytest.mark.parametrize("interrupted", ["a call", "a grammar"])
+def test_an_interrupt_in_the_middle_of_a_call_ends_the_process(folder: Path, llm: LLM, interrupted: str) -> None:
     """How much of a message has come is not known then, so nothing goes on with the rest of it."""
+    grammar = Grammar({"choice": ["yes", "no"]}, llm.engine.grammars._tokens)
     process = executor_of(replaced(settings(folder), parallel={"worker_process": True}).resolved())
     process.start()
     assert isinstance(process, ProcessExecutor)
@@ -296,11 +298,14 @@ def test_an_interrupt_in_the_middle_of_a_call_ends_the_process(folder: Path) -> 
         os.kill(pid(process), signal.SIGSTOP)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(KeyboardInterrupt):
-            process.call("max_context")
+            process.call("max_context") if interrupted == "a call" else process.share(grammar)
     finally:
         signal.signal(signal.SIGALRM, before)
-    with pytest.raises(EngineError, match="was shut down"):
-        process.call("max_context")
+    for use in (lambda: process.call("max_context"), lambda: process.share(grammar), process.check_health):
+        with pytest.raises(EngineError, match="an interrupt came while the process of the worker was asked"):
+            use()
+    assert process._process is not None
+    assert process._process.returncode is not None
 
 
 def test_a_channel_takes_messages_of_any_size_and_tells_its_end() -> None:
