@@ -137,9 +137,9 @@ class EngineCore:
 
         Raises:
             RequestError: an id is in use, or a request can never be served.
-            EngineError: the engine has stopped.
+            EngineError: the engine has stopped, or its worker is lost.
         """
-        self._expect_going()
+        self.check_health()
         given = list(requests)
         try:
             for request in given:
@@ -209,7 +209,7 @@ class EngineCore:
         """Raise where the engine cannot go on.
 
         Raises:
-            EngineError: it has stopped.
+            EngineError: it has stopped, or its worker is lost.
         """
         self._expect_going()
         self.executor.check_health()

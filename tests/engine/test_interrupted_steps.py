@@ -27,6 +27,9 @@ class SimulatedExecutor:
     def expect_servable(self, request: Request) -> None:
         pass
 
+    def check_health(self) -> None:
+        pass
+
     def call(self, method: str, step: Step) -> StepResult:
         assert method == "execute"
         for name in step.removed:

@@ -286,6 +286,38 @@ def test_a_killed_process_is_told_and_nothing_hangs(folder: Path) -> None:
         core.executor.call("max_context")
 
 
+def test_a_lost_worker_takes_no_more_prompts(folder: Path) -> None:
+    """Those that it had end with the error; those that come then are refused, with no answer, and nothing is left."""
+    llm = LLM(str(folder), **IN_ITS_PROCESS)
+    os.kill(pid(executor(llm)), signal.SIGKILL)
+    executor(llm)._process.wait()  # type: ignore[union-attr]
+    for _ in range(2):
+        with pytest.raises(EngineError, match="the process of the worker has ended, with the status -9"):
+            llm.generate(["a", "b"], SamplingParams(max_tokens=2))
+    assert not llm.engine.has_work
+    llm.shutdown()
+    with pytest.raises(EngineError, match="was shut down"):
+        llm.generate("a")
+
+
+def test_a_second_interrupt_is_told_to_later_prompts(folder: Path) -> None:
+    """It ends the worker in the middle of a step: later prompts are refused with the reason, not answered by errors."""
+    llm = LLM(str(folder), **IN_ITS_PROCESS)
+    os.kill(pid(executor(llm)), signal.SIGSTOP)
+    main = threading.get_ident()
+    timers = [threading.Timer(after, signal.pthread_kill, (main, signal.SIGINT)) for after in (0.5, 1.0)]
+    for timer in timers:
+        timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b"], SamplingParams(max_tokens=9))
+    for timer in timers:
+        timer.join()
+    with pytest.raises(EngineError, match="an interrupt came while the process of the worker was asked"):
+        llm.generate("a")
+    assert not llm.engine.has_work
+    llm.shutdown()
+
+
 @pytest.mark.parametrize("interrupted", ["a call", "a grammar"])
 def test_an_interrupt_in_the_middle_of_a_call_ends_the_process(folder: Path, llm: LLM, interrupted: str) -> None:
     """How much of a message has come is not known then, so nothing goes on with the rest of it."""
