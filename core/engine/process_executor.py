@@ -17,10 +17,11 @@ from typing import Any
 
 from opgraft.binding.pluggable_class import choose_class
 from opgraft.config import OpgraftConfig
+from opgraft.distributed.groups import parallelism
 from opgraft.engine.executor import Executor
 from opgraft.engine.request import Request
 from opgraft.engine.sampling import Grammar
-from opgraft.errors import EngineError, RequestError
+from opgraft.errors import DistributedError, EngineError, RequestError
 from opgraft.logger import writes_json
 from opgraft.machine.channel import Channel
 from opgraft.text import described
@@ -37,10 +38,20 @@ main(int(sys.argv[2]), int(sys.argv[3]))
 
 
 def executor_of(opgraft_config: OpgraftConfig) -> Executor:
-    """Return the executor that ``parallel.worker_process`` asks for; a plugin's own stands in the place of both."""
-    if opgraft_config.parallel.worker_process and choose_class(Executor).cls is Executor:
-        return ProcessExecutor(opgraft_config)
-    return Executor(opgraft_config)
+    """Return the executor that ``parallel.worker_process`` asks for; a plugin's own stands in the place of both.
+
+    Raises:
+        DistributedError: it asks for a process of its own, which would not be in the groups of this one.
+    """
+    if not opgraft_config.parallel.worker_process or choose_class(Executor).cls is not Executor:
+        return Executor(opgraft_config)
+    ranks = parallelism().layout.world
+    if ranks > 1:
+        raise DistributedError(
+            f"parallel.worker_process is true, and this process is one of {ranks} ranks, to whose groups the process "
+            "of the worker would not belong: set it to false"
+        )
+    return ProcessExecutor(opgraft_config)
 
 
 class ProcessExecutor(Executor):

@@ -23,9 +23,10 @@ from opgraft.engine.process_executor import ProcessExecutor, executor_of
 from opgraft.engine.request import Request
 from opgraft.engine.sampling import Grammar
 from opgraft.engine.worker_process import _answer, portable
-from opgraft.errors import CheckpointError, EngineError, OpgraftError, RequestError
+from opgraft.errors import CheckpointError, DistributedError, EngineError, OpgraftError, RequestError
 from opgraft.machine.channel import Channel
 from random_decoders import written
+from ranks import Ranks
 from small_tokenizers import trained_tokenizer
 
 IN_ITS_PROCESS: dict[str, Any] = {
@@ -284,6 +285,20 @@ def test_a_killed_process_is_told_and_nothing_hangs(folder: Path) -> None:
     core.shutdown()
     with pytest.raises(EngineError, match="status -9"):
         core.executor.call("max_context")
+
+
+def refused(folder: str) -> str:
+    with pytest.raises(DistributedError) as caught:
+        EngineCore(replaced(settings(Path(folder)), parallel={"worker_process": True}))
+    return str(caught.value)
+
+
+def test_ranks_have_their_workers_in_themselves(folder: Path) -> None:
+    """A process beside a rank would be in none of its groups, and load the whole model: it is refused."""
+    with Ranks(2) as two:
+        for told in two.run(refused, str(folder)):
+            assert "this process is one of 2 ranks" in told
+            assert "set it to false" in told
 
 
 def test_a_lost_worker_takes_no_more_prompts(folder: Path) -> None:
