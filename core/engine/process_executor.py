@@ -24,6 +24,8 @@ from opgraft.engine.sampling import Grammar
 from opgraft.errors import DistributedError, EngineError, RequestError
 from opgraft.logger import writes_json
 from opgraft.machine.channel import Channel
+from opgraft.registry.op_classes import qualified
+from opgraft.state import host_state
 from opgraft.text import described
 
 _END_SECONDS = 5
@@ -57,6 +59,8 @@ def executor_of(opgraft_config: OpgraftConfig) -> Executor:
 class ProcessExecutor(Executor):
     """One worker in a process of its own, which has the settings of this one and the same plugins.
 
+    It refuses to start where this one has replacements besides, such as a script registers.
+
     It is asked by one thread. Grammars cross by a second channel, from any thread: the worker compiles them beside its
     steps, which name them.
 
@@ -74,7 +78,11 @@ class ProcessExecutor(Executor):
         self._has_tokens = False
 
     def start(self) -> None:
-        """Start the process, its worker, and the device of that."""
+        """Start the process, its worker, and the device of that.
+
+        Raises:
+            EngineError: the process would compute without a replacement that is active here.
+        """
         calls, calls_there = socket.socketpair()
         beside, beside_there = socket.socketpair()
         files = calls_there.fileno(), beside_there.fileno()
@@ -88,7 +96,7 @@ class ProcessExecutor(Executor):
         self._calls, self._beside = Channel(calls), Channel(beside)
         # Nothing that it holds may hold this executor, which would then live as long as the interpreter.
         self._end = weakref.finalize(self, _end, self._process, self._calls, self._beside)
-        self._calls.send((self.opgraft_config, writes_json()))
+        self._calls.send((self.opgraft_config, writes_json(), [qualified(each.cls) for each in host_state().active]))
         self.call("init_device")
 
     def call(self, method: str, *args: Any) -> Any:

@@ -17,6 +17,8 @@ from opgraft.errors import EngineError
 from opgraft.logger import logger, write_json
 from opgraft.machine.channel import Channel
 from opgraft.plugins.host import load_plugins
+from opgraft.registry.op_classes import qualified
+from opgraft.state import host_state
 from opgraft.text import described
 
 
@@ -61,24 +63,36 @@ def main(calls_file: int, beside_file: int) -> None:
     beside = Channel(socket.socket(fileno=beside_file))
     threading.Thread(target=_take_grammars, args=(beside, grammars), daemon=True).start()
     calls = Channel(socket.socket(fileno=calls_file), named=grammars.named)
-    opgraft_config, writes_json = calls.receive()
+    opgraft_config, writes_json, replacements = calls.receive()
     if writes_json:
         write_json()
     with set_config(opgraft_config, origin="the process of the engine"):
-        _make_calls(calls, opgraft_config)
+        _make_calls(calls, opgraft_config, replacements)
 
 
-def _make_calls(calls: Channel, opgraft_config: OpgraftConfig) -> None:
+def _make_calls(calls: Channel, opgraft_config: OpgraftConfig, replacements: Sequence[str]) -> None:
     worker: Worker | None = None
 
     def call(method: str, arguments: Sequence[Any]) -> Any:
         nonlocal worker
         if worker is None:
             load_plugins()
+            _expect_active(replacements)
             worker = Worker(opgraft_config)
         return getattr(worker, method)(*arguments)
 
     _answer(calls, call)
+
+
+def _expect_active(replacements: Sequence[str]) -> None:
+    known = {qualified(each.cls) for each in host_state().active}
+    missing = [name for name in replacements if name not in known]
+    if missing:
+        raise EngineError(
+            f"the process of the worker has no {', '.join(missing)}, which the engine's process registered outside of "
+            "plugins: let a plugin register it, by an entry point of the group opgraft.plugins, or set "
+            "parallel.worker_process to false"
+        )
 
 
 def _take_grammars(beside: Channel, grammars: SharedGrammars) -> None:

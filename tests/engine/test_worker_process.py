@@ -25,6 +25,7 @@ from opgraft.engine.sampling import Grammar
 from opgraft.engine.worker_process import _answer, portable
 from opgraft.errors import CheckpointError, DistributedError, EngineError, OpgraftError, RequestError
 from opgraft.machine.channel import Channel
+from opgraft.ops import RMSNorm
 from random_decoders import written
 from ranks import Ranks
 from small_tokenizers import trained_tokenizer
@@ -299,6 +300,21 @@ def test_ranks_have_their_workers_in_themselves(folder: Path) -> None:
         for told in two.run(refused, str(folder)):
             assert "this process is one of 2 ranks" in told
             assert "set it to false" in told
+
+
+def test_a_replacement_that_the_worker_would_not_have_is_refused(folder: Path) -> None:
+    """What a script registers is not in the worker, which so would compute without it and never tell."""
+
+    class OwnNorm(RMSNorm):
+        def forward_oot(self, x: Any, residual: Any = None) -> Any:
+            raise NotImplementedError
+
+    RMSNorm.register_oot(OwnNorm)
+    try:
+        with pytest.raises(EngineError, match=r"has no .*OwnNorm.*set parallel.worker_process to false"):
+            LLM(str(folder), **IN_ITS_PROCESS)
+    finally:
+        RMSNorm.unregister_oot(OwnNorm)
 
 
 def test_a_lost_worker_takes_no_more_prompts(folder: Path) -> None:
