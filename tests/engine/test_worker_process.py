@@ -23,7 +23,7 @@ from opgraft.engine.process_executor import ProcessExecutor, executor_of
 from opgraft.engine.request import Request
 from opgraft.engine.sampling import Grammar
 from opgraft.engine.worker_process import _answer, portable
-from opgraft.errors import CheckpointError, DistributedError, EngineError, OpgraftError, RequestError
+from opgraft.errors import CheckpointError, DistributedError, EngineError, InputError, OpgraftError, RequestError
 from opgraft.machine.channel import Channel
 from opgraft.ops import RMSNorm
 from random_decoders import written
@@ -121,6 +121,23 @@ def test_a_step_does_not_wait_for_a_grammar_that_it_has_not(llm: LLM, monkeypatc
     assert name == id(slow)
     ours.close()
     theirs.close()
+
+
+def test_grammars_are_compiled_while_steps_run(llm: LLM) -> None:
+    """Steps and grammars cross from two threads at once, and each gets its own answers."""
+    plain = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    expected = llm.generate("a", plain)[0].outputs
+    grammars = [Grammar({"choice": [f"{number}"]}, llm.engine.grammars._tokens) for number in range(50)]
+    with ThreadPoolExecutor(1) as threads:
+        sharing = threads.submit(lambda: [executor(llm).share(grammar) for grammar in grammars])
+        for _ in range(5):
+            assert llm.generate("a", plain)[0].outputs == expected
+        sharing.result(60)
+    assert all(grammar in executor(llm)._shared for grammar in grammars)
+    impossible = Grammar({"choice": ["x"]}, llm.engine.grammars._tokens)
+    impossible.spec = {"json": {"type": "integer", "minimum": 5, "maximum": 3}}
+    with pytest.raises(InputError, match="Unsatisfiable schema"):
+        executor(llm).share(impossible)
 
 
 @pytest.fixture

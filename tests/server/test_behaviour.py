@@ -361,6 +361,19 @@ def test_a_worker_that_is_killed_ends_the_server(checkpoint: Path) -> None:
         assert "the process of the worker has ended, with the status -9" in "".join(server.log)
 
 
+def test_a_worker_that_hangs_ends_the_server(checkpoint: Path) -> None:
+    """A step in the process of the model never ends: who waits gets an error, and server and worker end."""
+    with serving(checkpoint, "--server.step_seconds", "1") as server:
+        worker = worker_of(server)
+        asked = server.later(lambda: server.complete(max_tokens=500, ignore_eos=True))
+        until(lambda: server.metric("num_requests_running") == 1)
+        os.kill(worker, signal.SIGSTOP)
+        assert asked.result().status_code == 503
+        assert server.process.wait(60) == 5
+        assert any("has taken longer than 1 seconds" in line for line in server.log)
+        until(lambda: ended(worker))
+
+
 def test_signals_are_for_the_server(checkpoint: Path) -> None:
     """Signals to the whole group let what runs finish; the worker ends with the server, also where that is killed."""
     with serving(checkpoint) as server:
