@@ -14,7 +14,7 @@ from opgraft.config import LoadConfig, ModelConfig, OpgraftConfig, ParallelConfi
 from opgraft.distributed import get_dp_group, get_ep_group
 from opgraft.errors import LayerError
 from opgraft.models import load_model
-from opgraft.ops import FusedMoE
+from opgraft.ops import FusedMoE, TransformersFusedMoE
 from random_decoders import DEEPSEEK_EXPERTS, LATENT, ROUTED, written
 from ranks import Ranks
 
@@ -104,6 +104,44 @@ def test_logits(
             with torch.no_grad():
                 expected = reference(ids(count)[None]).logits[0] if count else torch.empty(0, 99)
             torch.testing.assert_close(logits, expected, **TOLERANCE)
+
+
+def chosen_by_caller(tokens: torch.Tensor, chosen: torch.Tensor, ep_size: int, redundant: int = 0) -> torch.Tensor:
+    """What four experts of the same weights on every rank make of tokens."""
+    layer = TransformersFusedMoE(
+        4, 2, 8, 6, tp_size=1, ep_size=ep_size, num_redundant_experts=redundant, reduce_results=True
+    )
+    generator = torch.Generator().manual_seed(1)
+    for parameter, shape in ((layer.w13_weight, (4, 12, 8)), (layer.w2_weight, (4, 8, 6))):
+        layer.weight_loader(parameter, torch.randn(shape, generator=generator))
+    output: torch.Tensor = layer(tokens, chosen, torch.linspace(0.2, 1.1, chosen.numel()).reshape(chosen.shape))
+    return output
+
+
+def chosen_on_rank(tokens: torch.Tensor, chosen: torch.Tensor, redundant: int) -> torch.Tensor:
+    return chosen_by_caller(tokens, chosen, get_ep_group().world_size, redundant)
+
+
+def refused_choice(tokens: torch.Tensor, chosen: torch.Tensor) -> str:
+    with pytest.raises(ValueError, match="topk_ids") as caught:
+        chosen_on_rank(tokens, chosen, 0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("redundant", [0, 4])
+def test_a_choice_of_no_expert(redundant: int, ranks: tuple[Ranks, int]) -> None:
+    """An id of -1 adds nothing where ranks share experts, as on one rank."""
+    tokens = torch.randn(4, 8, generator=torch.Generator().manual_seed(2))
+    chosen = torch.tensor([[0, -1], [-1, -1], [3, 2], [-1, 1]])
+    expected = chosen_by_caller(tokens, chosen, 1)
+    for found in ranks[0].run(chosen_on_rank, tokens, chosen, redundant):
+        torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+def test_a_choice_of_an_expert_that_is_not_there(ranks: tuple[Ranks, int]) -> None:
+    """Ids beyond the experts are refused where ranks share them, as on one rank."""
+    for said in ranks[0].run(refused_choice, torch.zeros(1, 8), torch.tensor([[0, 4]])):
+        assert said.startswith("TransformersFusedMoE '': topk_ids reach from 0 to 4, expected those of 4 experts")
 
 
 def refused(folder: str) -> str:

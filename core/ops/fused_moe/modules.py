@@ -17,7 +17,7 @@ from opgraft.distributed import (
 from opgraft.errors import LayerError
 from opgraft.ops.checks import expect_last_dim, values_are_known
 from opgraft.ops.fused_moe.exchange import ExpertExchange
-from opgraft.ops.fused_moe.functional import ACTIVATIONS
+from opgraft.ops.fused_moe.functional import ACTIVATIONS, expect_ids
 from opgraft.ops.fused_moe.loading import ExpertLoader, Part, checkpoint_parts
 from opgraft.ops.fused_moe.methods import (
     FusedMoEConfig,
@@ -268,11 +268,16 @@ class FusedMoE(PluggableLayer):
         return output.reshape(hidden_states.shape)
 
     def _by_placed_experts(self, placement: ExpertPlacement, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """Return what the experts of this tensor rank, here and in other data replicas, make of each token."""
+        """Return what the experts of this tensor rank, here and in other data replicas, make of each token.
+
+        Raises:
+            ValueError: an id names no expert.
+        """
+        expect_ids(self.name, ids, placement.num_experts)
         places = placement.choose(ids)
         owners, local = places // placement.per_rank, places % placement.per_rank
         replicas, column = owners // self._columns, owners % self._columns
-        mine = column == placement.rank % self._columns
+        mine = (places >= 0) & (column == placement.rank % self._columns)
         if self.exchange is None:
             return self._by_local_experts(x, weights, torch.where(mine, local, -1).to(torch.int32))
         return self.exchange(x, weights, torch.where(mine, replicas, -1), local, self._by_local_experts)
