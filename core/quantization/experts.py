@@ -115,7 +115,7 @@ class CheckpointExperts(ExpertWeights):
             "disable_tp": layer.tp_size == 1,
         }
         for expert in sorted(set(layer.local_experts)):
-            path = ".".join(filter(None, (layer.prefix, str(expert))))
+            path = expert_path(layer, expert)
             holder = nn.Module()
             holder.gate_up_proj = MergedColumnParallelLinear(
                 hidden, [whole, whole], prefix=f"{path}.gate_up_proj", **settings
@@ -131,6 +131,11 @@ class CheckpointExperts(ExpertWeights):
             put(layer, stacked(name, [codes[expert] for expert in layer.local_experts]))
         for expert in set(layer.local_experts):
             del layer._modules[str(expert)]
+
+
+def expert_path(layer: Any, expert: int) -> str:
+    """Return the name of an expert in the checkpoint."""
+    return f"{layer.prefix}.{expert}" if layer.prefix else str(expert)
 
 
 def codes_of(layer: Any) -> Codes:
