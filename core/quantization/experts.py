@@ -101,6 +101,12 @@ class CheckpointExperts(ExpertWeights):
         self.config = config
 
     def create(self, layer: Any, sizes: tuple[int, int, int], params_dtype: torch.dtype) -> None:
+        if layer.loader.interleaved:
+            raise QuantizationError(
+                f"{layer.prefix}: its activation {layer.moe_config.activation} takes rows of gate and up in turn, and "
+                f"{self.config.get_name()} is read for experts that have all of the gate first: take a checkpoint in "
+                "another quantization"
+            )
         if layer.moe_config.has_bias:
             raise QuantizationError(
                 f"{layer.prefix}: its experts have biases, and {self.config.get_name()} is read for experts without: "

@@ -201,6 +201,15 @@ def test_a_checkpoint_with_some_plain_experts(
     assert f"{'1' if number == '0' else '0'}.gate_up_proj is quantized" in str(caught.value)
 
 
+def test_gates_and_ups_in_turn() -> None:
+    """An activation that takes rows of gate and up in turn is refused: formats of linear layers stack them."""
+    from opgraft.quantization import AWQConfig
+
+    config = AWQConfig.from_config({"bits": 4, "group_size": 8, "zero_point": True})
+    with pytest.raises(QuantizationError, match=r"mlp.experts: its activation swigluoai takes rows of gate and up in"):
+        FusedMoE(4, 2, 16, 16, quant_config=config, prefix="mlp.experts", activation="swigluoai")
+
+
 def on_rank(folder: str, shared: bool, quantization: dict[str, Any]) -> tuple[Tensor, tuple[int, ...]]:
     model = loaded(folder, expert=get_ep_group().world_size if shared else 1, **quantization)
     return logits_of(model), tuple(experts_of(model)[0].w13_weight.shape)
