@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Site
 from opgraft.config import LoadConfig, ModelConfig, OpgraftConfig, ParallelConfig
 from opgraft.distributed import get_dp_group, get_ep_group
 from opgraft.errors import LayerError
@@ -142,6 +143,61 @@ def test_a_choice_of_an_expert_that_is_not_there(ranks: tuple[Ranks, int]) -> No
     """Ids beyond the experts are refused where ranks share them, as on one rank."""
     for said in ranks[0].run(refused_choice, torch.zeros(1, 8), torch.tensor([[0, 4]])):
         assert said.startswith("TransformersFusedMoE '': topk_ids reach from 0 to 4, expected those of 4 experts")
+
+
+PLUGIN = """
+import torch
+from opgraft import PluggableClass
+from opgraft.ops.fused_moe.exchange import ExpertExchange
+
+platforms = "any"
+CALLS = []
+
+@PluggableClass.register_oot("expert_exchange")
+class VendorExchange(ExpertExchange):
+    def __call__(self, x, topk_weights, owners, ids, experts):
+        CALLS.append((len(x), sorted(set(owners.flatten().tolist()))))
+        size, rank = self.group.world_size, self.group.rank_in_group
+        counts = self.group.all_gather(torch.tensor([len(x)]), 0).tolist()
+        start = sum(counts[:rank])
+        every = [self._of_all(each, counts, start) for each in (x, topk_weights, owners + 1, ids)]
+        tokens, weights, owners, ids = every
+        made = experts(tokens, weights, torch.where(owners == rank + 1, ids, -1).to(torch.int32))
+        return self.group.all_reduce(made)[start : start + len(x)]
+
+    def _of_all(self, own, counts, start):
+        whole = own.new_zeros(sum(counts), own.shape[1])
+        whole[start : start + len(own)] = own
+        return self.group.all_reduce(whole)
+"""
+
+
+def by_vendor(folder: str, steps: Sequence[Sequence[int]]) -> tuple[list[torch.Tensor], list[Any], list[str]]:
+    """The logits of steps, calls of the plugin's exchange, and the class of each layer's exchange."""
+    import vendor_exchange
+
+    model = loaded(folder, expert=get_ep_group().world_size)
+    replica = get_dp_group().rank_in_group
+    results = [logits_of(model, step[replica]) for step in steps]
+    return results, vendor_exchange.CALLS, [type(layer.exchange).__name__ for layer in experts_of(model)]
+
+
+def test_an_exchange_of_a_plugin(site: Site, checkpoints: dict[str, tuple[Path, Any]]) -> None:
+    """A plugin's way of tokens to experts is called in place of ours, by replicas without tokens too."""
+    site.plugin("vendor-exchange", PLUGIN)
+    folder, reference = checkpoints["mixtral"]
+    steps = [(17, 3), (5, 0), (0, 11)]
+    with Ranks(2, path=[str(site.folder)], plugins="vendor_exchange", data=2) as job:
+        answers = job.run(by_vendor, str(folder), steps)
+    for replica, (results, calls, classes) in enumerate(answers):
+        assert set(classes) == {"VendorExchange"}
+        assert [count for count, _ in calls] == [step[replica] for step in steps for _ in classes]
+        assert {owner for _, owners in calls for owner in owners} == {0, 1}
+        for step, logits in zip(steps, results, strict=True):
+            count = step[replica]
+            with torch.no_grad():
+                expected = reference(ids(count)[None]).logits[0] if count else torch.empty(0, 99)
+            torch.testing.assert_close(logits, expected, **TOLERANCE)
 
 
 def refused(folder: str) -> str:
