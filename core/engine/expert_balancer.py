@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from opgraft.config import ParallelConfig
 from opgraft.distributed import ParallelGroup, get_ep_group
+from opgraft.errors import LayerError
 from opgraft.ops.fused_moe import FusedMoE
 from opgraft.ops.fused_moe.balance import Move, heaviest_rank, moves, nearest, place_by_load
 from opgraft.ops.fused_moe.placement import ExpertPlacement
@@ -26,11 +27,16 @@ class ExpertBalancer:
 
     Attributes:
         layers: those of the model.
+
+    Raises:
+        LayerError: a weight method does not say what it keeps of each expert.
     """
 
     def __init__(self, model: nn.Module, every: int, most: int) -> None:
         found = (layer for layer in model.modules() if isinstance(layer, FusedMoE) and layer.records)
         self.layers = [(layer, layer.placement) for layer in found if layer.placement is not None]
+        for layer, placement in self.layers:
+            _expect_movable(layer, placement)
         self.every, self.most = every, most
         self._steps = 0
         self._waiting: deque[tuple[int, list[Move]]] = deque()
@@ -85,28 +91,45 @@ class ExpertBalancer:
         return made
 
 
+def _expect_movable(layer: FusedMoE, placement: ExpertPlacement) -> None:
+    shapes = [tuple(tensor.shape) for tensor in layer.quant_method.expert_tensors(layer)]
+    if not shapes or any(shape[:1] != (placement.per_rank,) for shape in shapes):
+        raise LayerError(
+            f"{layer.name}: its experts are to move between ranks, and {type(layer.quant_method).__name__} keeps of "
+            f"them tensors of the shapes {shapes}, expected some, each of {placement.per_rank} experts: have its "
+            "expert_tensors return what it keeps, or turn off parallel.expert_balance_steps"
+        )
+
+
 def _carry_out(layer: FusedMoE, placement: ExpertPlacement, together: Sequence[Move]) -> None:
     """Bring weights to their new places, and note them."""
     experts = list(placement.experts)
     sources = [experts.index(expert) for _, expert in together]
     if len(together) == 2:
         sources = [together[1][0], together[0][0]]
-    weights = [p for name, p in layer.named_parameters(recurse=False) if name.startswith(("w13_", "w2_"))]
+    weights = layer.quant_method.expert_tensors(layer)
     first = placement.rank * placement.per_rank
     own = range(first, first + placement.per_rank)
-    kept = {source: [weight[source - first].clone() for weight in weights] for source in sources if source in own}
+    kept = {source: [_at(weight, source - first).clone() for weight in weights] for source in sources if source in own}
     group = get_ep_group()
     for (place, expert), source in zip(together, sources, strict=True):
         experts[place] = expert
         ranks = source // placement.per_rank, place // placement.per_rank
         if source in own and place not in own:
             for tensor in kept[source]:
-                group.send(tensor.view(torch.uint8), ranks[1])
+                group.send(tensor.contiguous().view(torch.uint8), ranks[1])
         elif place in own:
-            arrived = kept[source] if source in own else [_received(group, weight[0], ranks[0]) for weight in weights]
+            arrived = (
+                kept[source] if source in own else [_received(group, _at(weight, 0), ranks[0]) for weight in weights]
+            )
             for weight, tensor in zip(weights, arrived, strict=True):
-                weight[place - first].copy_(tensor)
-    placement.place(experts)
+                _at(weight, place - first).copy_(tensor)
+    layer.place_experts(experts)
+
+
+def _at(weight: Tensor, place: int) -> Tensor:
+    """Return the part of one place, which has a dimension also where an expert has one number."""
+    return weight[place : place + 1]
 
 
 def _received(group: ParallelGroup, like: Tensor, rank: int) -> Tensor:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from opgraft.binding.pluggable_class import PluggableClass
-from opgraft.config import OpgraftConfig
+from opgraft.config import OpgraftConfig, ParallelConfig
+from opgraft.distributed import get_tensor_model_parallel_world_size
 from opgraft.engine.cache_layout import CacheLayout, cache_dtype
 from opgraft.engine.compiled_model import CompiledModel, compiled_as_set
 from opgraft.engine.expert_balancer import ExpertBalancer
@@ -20,7 +21,7 @@ from opgraft.engine.largest_step import largest_step
 from opgraft.engine.sampling import Sampler, SamplingBatch, TokenLogprobs, prompt_logprobs
 from opgraft.engine.sampling.logprobs import ROWS_AT_ONCE
 from opgraft.engine.step import NewSequence, Scheduled, Step, StepResult
-from opgraft.errors import RequestError
+from opgraft.errors import ConfigError, RequestError
 from opgraft.models import TransformersModel, load_model
 from opgraft.ops.attention.batch import AttentionBatch, attending
 from opgraft.ops.attention.decoder import attention_layers
@@ -46,7 +47,12 @@ class ModelRunner(PluggableClass):
         self._prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = {}
 
     def load_model(self) -> None:
-        """Make the model and read its weights."""
+        """Make the model and read its weights.
+
+        Raises:
+            ConfigError: data replicas are to share experts.
+        """
+        _expect_own_steps(self.opgraft_config.parallel)
         self.model: Any = load_model(self.opgraft_config)
         self.balancer = ExpertBalancer.of(self.model, self.opgraft_config.parallel)
         cache = self.opgraft_config.cache
@@ -234,3 +240,15 @@ class ModelRunner(PluggableClass):
                     rows = slice(first + done, first + min(done + ROWS_AT_ONCE, each.count))
                     known += prompt_logprobs(self.model.compute_logits(hidden[rows]), prompt, each.start + done, count)
             first += each.count
+
+
+def _expect_own_steps(parallel: ParallelConfig) -> None:
+    """Raise ``ConfigError`` where steps need those of other data replicas, which step when they have work."""
+    ranks = get_tensor_model_parallel_world_size()
+    if parallel.expert > ranks:
+        raise ConfigError(
+            f"parallel.expert is {parallel.expert}, and the engine's tensor group has {ranks} "
+            f"rank{'s' * (ranks > 1)}: an engine steps when it has work, and would wait for data replicas that have "
+            f"none. Set parallel.expert to 1{f' or {ranks}' * (ranks > 1)}, or run the model in a loop of your own, in "
+            "which all replicas make the same steps"
+        )

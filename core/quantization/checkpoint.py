@@ -18,7 +18,7 @@ from opgraft.ops.quantized_linear import functional
 from opgraft.ops.quantized_moe.methods import ExpertWeights, QuantizedFusedMoEMethod
 from opgraft.ops.weights import set_weight_attrs
 from opgraft.quantization.codes import Codes
-from opgraft.quantization.experts import CheckpointExperts
+from opgraft.quantization.experts import CheckpointExperts, expert_path
 from opgraft.quantization.online import put
 from opgraft.quantization.patterns import Patterns
 from torch import Tensor, nn
@@ -43,8 +43,21 @@ class CheckpointConfig(QuantizationConfig):
         return [torch.float32, torch.bfloat16, torch.float16]
 
     def expert_weights(self, layer: FusedMoE) -> ExpertWeights | None:
-        """Return the format of a layer of experts, or ``None`` where it is plain: that of linear layers."""
-        return CheckpointExperts(self) if self._of_linear(f"{layer.prefix}.0.gate_up_proj") else None
+        """Return the format of a layer of experts, or ``None`` where it is plain: that of linear layers.
+
+        Raises:
+            QuantizationError: the checkpoint has some of its experts plain, and others not.
+        """
+        experts = [expert_path(layer, expert) for expert in range(layer.num_experts)]
+        names = [f"{path}.{which}" for path in experts for which in ("gate_up_proj", "down_proj")]
+        quantized = [self._of_linear(name) is not None for name in names]
+        if any(quantized) and not all(quantized):
+            raise QuantizationError(
+                f"{names[quantized.index(False)]} is plain in the checkpoint, and {names[quantized.index(True)]} is "
+                "quantized, but the experts of a layer are kept as one: take a checkpoint that has all or none of a "
+                "layer's experts among those that it does not quantize"
+            )
+        return CheckpointExperts(self) if all(quantized) else None
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | FusedMoEMethodBase | None:
         if isinstance(layer, FusedMoE):

@@ -101,6 +101,12 @@ class CheckpointExperts(ExpertWeights):
         self.config = config
 
     def create(self, layer: Any, sizes: tuple[int, int, int], params_dtype: torch.dtype) -> None:
+        if layer.loader.interleaved:
+            raise QuantizationError(
+                f"{layer.prefix}: its activation {layer.moe_config.activation} takes rows of gate and up in turn, and "
+                f"{self.config.get_name()} is read for experts that have all of the gate first: take a checkpoint in "
+                "another quantization"
+            )
         if layer.moe_config.has_bias:
             raise QuantizationError(
                 f"{layer.prefix}: its experts have biases, and {self.config.get_name()} is read for experts without: "
@@ -115,7 +121,7 @@ class CheckpointExperts(ExpertWeights):
             "disable_tp": layer.tp_size == 1,
         }
         for expert in sorted(set(layer.local_experts)):
-            path = ".".join(filter(None, (layer.prefix, str(expert))))
+            path = expert_path(layer, expert)
             holder = nn.Module()
             holder.gate_up_proj = MergedColumnParallelLinear(
                 hidden, [whole, whole], prefix=f"{path}.gate_up_proj", **settings
@@ -131,6 +137,11 @@ class CheckpointExperts(ExpertWeights):
             put(layer, stacked(name, [codes[expert] for expert in layer.local_experts]))
         for expert in set(layer.local_experts):
             del layer._modules[str(expert)]
+
+
+def expert_path(layer: Any, expert: int) -> str:
+    """Return the name of an expert in the checkpoint."""
+    return f"{layer.prefix}.{expert}" if layer.prefix else str(expert)
 
 
 def codes_of(layer: Any) -> Codes:

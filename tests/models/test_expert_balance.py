@@ -13,9 +13,13 @@ import torch
 from opgraft.config import LoadConfig, ModelConfig, OpgraftConfig, ParallelConfig, QuantizationSettings
 from opgraft.distributed import get_dp_group, get_ep_group, get_tp_group
 from opgraft.engine.expert_balancer import ExpertBalancer
+from opgraft.errors import LayerError
+from opgraft.functional import fused_experts
 from opgraft.models import load_model
-from opgraft.ops import FusedMoE
+from opgraft.models.load import load_weights
+from opgraft.ops import FusedMoE, UnquantizedFusedMoEMethod
 from opgraft.ops.fused_moe.balance import heaviest_rank, moves, nearest, place_by_load
+from opgraft.ops.linear.quantization_config import QuantizationConfig
 from random_decoders import written
 from ranks import Ranks
 
@@ -167,6 +171,137 @@ def test_balancing(redundant: int, method: str | None, two: Ranks, folder: Path)
             first = [place % EXPERTS for place in range(EXPERTS + redundant)]
             assert max(busy) < heaviest_rank(loads, first, 2) / 3, "of one step, not of three"
     assert results[0]["experts"] == results[1]["experts"]
+
+
+class PackedMethod(UnquantizedFusedMoEMethod):
+    """Keeps the weights of each expert in one tensor of its own name, and a factor of each."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self.sizes = layer.w13_weight.shape[1:], layer.w2_weight.shape[1:]
+        both = torch.cat((layer.w13_weight.flatten(1), layer.w2_weight.flatten(1)), 1)
+        del layer.w13_weight, layer.w2_weight
+        layer.register_buffer("factors", both.abs().amax(1))
+        layer.register_buffer("packed", both / layer.factors.unsqueeze(1))
+
+    def expert_tensors(self, layer: Any) -> list[torch.Tensor]:
+        return [layer.packed, layer.factors]
+
+    def apply(self, layer: Any, x: Any = None, weights: Any = None, ids: Any = None, *shared: Any) -> Any:
+        w13, w2 = (layer.packed * layer.factors.unsqueeze(1)).split([each.numel() for each in self.sizes], 1)
+        shaped = (part.reshape(-1, *size) for part, size in zip((w13, w2), self.sizes, strict=True))
+        return fused_experts(x, *shaped, weights, ids)
+
+
+class SilentMethod(PackedMethod):
+    """Does not say what it keeps."""
+
+    def expert_tensors(self, layer: Any) -> Any:
+        return UnquantizedFusedMoEMethod.expert_tensors(self, layer)
+
+
+class By(QuantizationConfig):
+    """Gives layers of experts one method."""
+
+    def __init__(self, method: type[UnquantizedFusedMoEMethod]) -> None:
+        super().__init__()
+        self.method = method
+
+    def get_name(self) -> str:
+        return "packed"
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.float32]
+
+    @classmethod
+    def from_config(cls, config: Any) -> By:
+        raise NotImplementedError
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        return self.method(layer.moe_config)
+
+
+SHAPES = {"gate_up_proj": (EXPERTS, 12, 8), "down_proj": (EXPERTS, 8, 6)}
+
+
+def weights_of(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def layer_of(config: QuantizationConfig | None, ep_size: int, seed: int = 0) -> Any:
+    made = FusedMoE(
+        EXPERTS, TOPK, 8, 6, quant_config=config, tp_size=1, ep_size=ep_size, enable_eplb=True, reduce_results=True
+    )
+    load_weights(made, weights_of(seed))
+    return made
+
+
+def routed(layer: Any) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(5)
+    output: torch.Tensor = layer(torch.randn(9, 8, generator=generator), torch.randn(9, EXPERTS, generator=generator))
+    return output
+
+
+def packed_and_moved(wait: int) -> tuple[list[torch.Tensor], int]:
+    """What a layer with a method of its own gives while its experts move, and how many did."""
+    layer = layer_of(By(PackedMethod), get_ep_group().world_size)
+    layer.custom_routing_function = skewed
+    balancer = ExpertBalancer(layer, every=1, most=2)
+    results, moved = [], 0
+    for _ in range(wait):
+        results.append(routed(layer))
+        moved += balancer.after_step()
+    return results, moved
+
+
+def test_a_method_that_keeps_weights_otherwise(two: Ranks) -> None:
+    """Experts move whose weight method has them under names of its own: it says which."""
+    alone = layer_of(None, 1)
+    alone.custom_routing_function = skewed
+    expected = routed(alone)
+    for results, moved in two.run(packed_and_moved, 8):
+        assert moved >= 2
+        for result in results:
+            torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+
+def silent() -> str:
+    with pytest.raises(LayerError) as caught:
+        ExpertBalancer(layer_of(By(SilentMethod), get_ep_group().world_size), every=1, most=2)
+    return str(caught.value)
+
+
+def test_a_method_that_does_not_say_what_it_keeps(two: Ranks) -> None:
+    """The balancer refuses it at start, where it moved nothing and noted that it had."""
+    for said in two.run(silent):
+        assert "SilentMethod keeps of them tensors of the shapes [], expected some, each of 4 experts" in said
+
+
+def loaded_again(names: str) -> torch.Tensor:
+    layer = layer_of(None, get_ep_group().world_size)
+    layer.place_experts([7, 1, 2, 6, 4, 5, 3, 0])
+    load_weights(layer, weights_of(1) if names == "in one" else by_expert(weights_of(1)))
+    return routed(layer)
+
+
+def by_expert(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    gate, up = weights["gate_up_proj"].chunk(2, 1)
+    by_name = {"gate_proj": gate, "up_proj": up, "down_proj": weights["down_proj"]}
+    return {f"{e}.{name}.weight": weight[e] for name, weight in by_name.items() for e in range(EXPERTS)}
+
+
+@pytest.mark.parametrize("names", ["in one", "by expert"])
+def test_weights_that_are_loaded_after_experts_have_moved(names: str, two: Ranks) -> None:
+    """A checkpoint that is loaded again fills the places as they are by then."""
+    expected = routed(layer_of(None, 1, seed=1))
+    for result in two.run(loaded_again, names):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_places_where_nothing_is_shared() -> None:
+    """A layer of which each rank has a part of every expert has no places, and says so."""
+    with pytest.raises(LayerError, match="its experts are placed, and each rank has a part of all: set ep_size"):
+        layer_of(None, 1).place_experts(range(EXPERTS))
 
 
 def test_off_by_default(folder: Path) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Site
 from opgraft.config import LoadConfig, ModelConfig, OpgraftConfig, ParallelConfig
 from opgraft.distributed import get_dp_group, get_ep_group
 from opgraft.errors import LayerError
 from opgraft.models import load_model
-from opgraft.ops import FusedMoE
+from opgraft.ops import FusedMoE, TransformersFusedMoE
 from random_decoders import DEEPSEEK_EXPERTS, LATENT, ROUTED, written
 from ranks import Ranks
 
@@ -101,6 +102,99 @@ def test_logits(
         assert size * 8 * world == whole * (8 + redundant)
         for step, logits in zip(steps, results, strict=True):
             count = step[rank * replicas // world]
+            with torch.no_grad():
+                expected = reference(ids(count)[None]).logits[0] if count else torch.empty(0, 99)
+            torch.testing.assert_close(logits, expected, **TOLERANCE)
+
+
+def chosen_by_caller(tokens: torch.Tensor, chosen: torch.Tensor, ep_size: int, redundant: int = 0) -> torch.Tensor:
+    """What four experts of the same weights on every rank make of tokens."""
+    layer = TransformersFusedMoE(
+        4, 2, 8, 6, tp_size=1, ep_size=ep_size, num_redundant_experts=redundant, reduce_results=True
+    )
+    generator = torch.Generator().manual_seed(1)
+    for parameter, shape in ((layer.w13_weight, (4, 12, 8)), (layer.w2_weight, (4, 8, 6))):
+        layer.weight_loader(parameter, torch.randn(shape, generator=generator))
+    output: torch.Tensor = layer(tokens, chosen, torch.linspace(0.2, 1.1, chosen.numel()).reshape(chosen.shape))
+    return output
+
+
+def chosen_on_rank(tokens: torch.Tensor, chosen: torch.Tensor, redundant: int) -> torch.Tensor:
+    return chosen_by_caller(tokens, chosen, get_ep_group().world_size, redundant)
+
+
+def refused_choice(tokens: torch.Tensor, chosen: torch.Tensor) -> str:
+    with pytest.raises(ValueError, match="topk_ids") as caught:
+        chosen_on_rank(tokens, chosen, 0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("redundant", [0, 4])
+def test_a_choice_of_no_expert(redundant: int, ranks: tuple[Ranks, int]) -> None:
+    """An id of -1 adds nothing where ranks share experts, as on one rank."""
+    tokens = torch.randn(4, 8, generator=torch.Generator().manual_seed(2))
+    chosen = torch.tensor([[0, -1], [-1, -1], [3, 2], [-1, 1]])
+    expected = chosen_by_caller(tokens, chosen, 1)
+    for found in ranks[0].run(chosen_on_rank, tokens, chosen, redundant):
+        torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+def test_a_choice_of_an_expert_that_is_not_there(ranks: tuple[Ranks, int]) -> None:
+    """Ids beyond the experts are refused where ranks share them, as on one rank."""
+    for said in ranks[0].run(refused_choice, torch.zeros(1, 8), torch.tensor([[0, 4]])):
+        assert said.startswith("TransformersFusedMoE '': topk_ids reach from 0 to 4, expected those of 4 experts")
+
+
+PLUGIN = """
+import torch
+from opgraft import PluggableClass
+from opgraft.ops.fused_moe.exchange import ExpertExchange
+
+platforms = "any"
+CALLS = []
+
+@PluggableClass.register_oot("expert_exchange")
+class VendorExchange(ExpertExchange):
+    def __call__(self, x, topk_weights, owners, ids, experts):
+        CALLS.append((len(x), sorted(set(owners.flatten().tolist()))))
+        size, rank = self.group.world_size, self.group.rank_in_group
+        counts = self.group.all_gather(torch.tensor([len(x)]), 0).tolist()
+        start = sum(counts[:rank])
+        every = [self._of_all(each, counts, start) for each in (x, topk_weights, owners + 1, ids)]
+        tokens, weights, owners, ids = every
+        made = experts(tokens, weights, torch.where(owners == rank + 1, ids, -1).to(torch.int32))
+        return self.group.all_reduce(made)[start : start + len(x)]
+
+    def _of_all(self, own, counts, start):
+        whole = own.new_zeros(sum(counts), own.shape[1])
+        whole[start : start + len(own)] = own
+        return self.group.all_reduce(whole)
+"""
+
+
+def by_vendor(folder: str, steps: Sequence[Sequence[int]]) -> tuple[list[torch.Tensor], list[Any], list[str]]:
+    """The logits of steps, calls of the plugin's exchange, and the class of each layer's exchange."""
+    import vendor_exchange
+
+    model = loaded(folder, expert=get_ep_group().world_size)
+    replica = get_dp_group().rank_in_group
+    results = [logits_of(model, step[replica]) for step in steps]
+    return results, vendor_exchange.CALLS, [type(layer.exchange).__name__ for layer in experts_of(model)]
+
+
+def test_an_exchange_of_a_plugin(site: Site, checkpoints: dict[str, tuple[Path, Any]]) -> None:
+    """A plugin's way of tokens to experts is called in place of ours, by replicas without tokens too."""
+    site.plugin("vendor-exchange", PLUGIN)
+    folder, reference = checkpoints["mixtral"]
+    steps = [(17, 3), (5, 0), (0, 11)]
+    with Ranks(2, path=[str(site.folder)], plugins="vendor_exchange", data=2) as job:
+        answers = job.run(by_vendor, str(folder), steps)
+    for replica, (results, calls, classes) in enumerate(answers):
+        assert set(classes) == {"VendorExchange"}
+        assert [count for count, _ in calls] == [step[replica] for step in steps for _ in classes]
+        assert {owner for _, owners in calls for owner in owners} == {0, 1}
+        for step, logits in zip(steps, results, strict=True):
+            count = step[replica]
             with torch.no_grad():
                 expected = reference(ids(count)[None]).logits[0] if count else torch.empty(0, 99)
             torch.testing.assert_close(logits, expected, **TOLERANCE)

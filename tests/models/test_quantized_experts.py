@@ -182,6 +182,34 @@ def test_inputs_by_activation(plain: dict[str, Path], tmp_path: Path) -> None:
         loaded(tmp_path / "quantized")
 
 
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+@pytest.mark.parametrize("skipped", ["0", "2", "2.down"])
+def test_a_checkpoint_with_some_plain_experts(
+    family: str, skipped: str, plain: dict[str, Path], tmp_path: Path
+) -> None:
+    """Experts of a layer are all quantized or none, and the error names one of each, wherever the plain one stands."""
+    folder = tmp_path / "quantized"
+    write(folder, plain[family], "fp8 blocks")
+    values = json.loads((folder / "config.json").read_text("utf-8"))
+    pattern = {"2.down": "2.(w2|down_proj)"}.get(skipped, f"{skipped}.")
+    values["quantization_config"]["modules_to_not_convert"].append(f"re:.*layers.1.*experts.{pattern}.*")
+    (folder / "config.json").write_text(json.dumps(values), "utf-8")
+    number, _, which = skipped.partition(".")
+    with pytest.raises(QuantizationError) as caught:
+        loaded(folder)
+    assert f"model.layers.1.mlp.experts.{number}.{which or 'gate_up'}_proj is plain" in str(caught.value)
+    assert f"{'1' if number == '0' else '0'}.gate_up_proj is quantized" in str(caught.value)
+
+
+def test_gates_and_ups_in_turn() -> None:
+    """An activation that takes rows of gate and up in turn is refused: formats of linear layers stack them."""
+    from opgraft.quantization import AWQConfig
+
+    config = AWQConfig.from_config({"bits": 4, "group_size": 8, "zero_point": True})
+    with pytest.raises(QuantizationError, match=r"mlp.experts: its activation swigluoai takes rows of gate and up in"):
+        FusedMoE(4, 2, 16, 16, quant_config=config, prefix="mlp.experts", activation="swigluoai")
+
+
 def on_rank(folder: str, shared: bool, quantization: dict[str, Any]) -> tuple[Tensor, tuple[int, ...]]:
     model = loaded(folder, expert=get_ep_group().world_size if shared else 1, **quantization)
     return logits_of(model), tuple(experts_of(model)[0].w13_weight.shape)

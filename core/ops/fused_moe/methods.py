@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +106,14 @@ class FusedMoEMethodBase(WeightMethod, CustomOp, ABC):
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Bring the weights into the layout that ``apply`` prefers, once they are loaded. Called once."""
+
+    def expert_tensors(self, layer: nn.Module) -> Sequence[Tensor]:
+        """Return all that ``layer`` has of its experts when they are loaded, each tensor ``[experts, …]``.
+
+        Experts that move between ranks are written to these tensors. They are the parameters ``w13_…`` and ``w2_…``; a
+        method that keeps weights otherwise returns its own.
+        """
+        return [weight for name, weight in layer.named_parameters(recurse=False) if name.startswith(("w13_", "w2_"))]
 
 
 @CustomOp.register("unquantized_fused_moe")

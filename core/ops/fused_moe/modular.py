@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,6 +118,9 @@ class FusedMoEModularMethod(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         self.old_quant_method.process_weights_after_loading(layer)
+
+    def expert_tensors(self, layer: nn.Module) -> Sequence[Tensor]:
+        return self.old_quant_method.expert_tensors(layer)
 
     def forward_native(
         self,

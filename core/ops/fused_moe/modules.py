@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -17,7 +18,7 @@ from opgraft.distributed import (
 from opgraft.errors import LayerError
 from opgraft.ops.checks import expect_last_dim, values_are_known
 from opgraft.ops.fused_moe.exchange import ExpertExchange
-from opgraft.ops.fused_moe.functional import ACTIVATIONS
+from opgraft.ops.fused_moe.functional import ACTIVATIONS, expect_ids
 from opgraft.ops.fused_moe.loading import ExpertLoader, Part, checkpoint_parts
 from opgraft.ops.fused_moe.methods import (
     FusedMoEConfig,
@@ -30,7 +31,7 @@ from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.linear.sharding import divide
 from opgraft.ops.prefixes import claim_prefix
 from opgraft.ops.routing import GroupedTopk
-from opgraft.ops.weights import LoadedTensor
+from opgraft.ops.weights import LoadedTensor, set_weight_attrs
 from opgraft.state import host_state
 from torch import Tensor, nn
 
@@ -145,6 +146,7 @@ class FusedMoE(PluggableLayer):
         self.moe_config = FusedMoEConfig(num_experts, top_k, hidden_size, part, activation, has_bias, params_dtype)
         sizes = (self.local_experts, num_experts, part, self.tp_rank, self.tp_size)
         self.loader = ExpertLoader(*sizes, activation == "swigluoai", transposed_checkpoint, self.name)
+        self._by_expert: set[str] = set()
         self._create_weights(quant_config)
 
     def _placed(self, num_experts: int, redundant: int) -> ExpertPlacement | None:
@@ -179,7 +181,33 @@ class FusedMoE(PluggableLayer):
         self.quant_method.create_weights(self, *sizes, dtype, weight_loader=self.weight_loader)
         for name, parameter in self.named_parameters(recurse=False):
             if name.startswith(("w13_", "w2_")) and not hasattr(parameter, "checkpoint_parts"):
-                setattr(parameter, "checkpoint_parts", checkpoint_parts(name, self.local_experts))  # noqa: B010
+                set_weight_attrs(parameter, {"checkpoint_parts": {}})
+                self._by_expert.add(name)
+        self._name_parts()
+
+    def _name_parts(self) -> None:
+        """Say under which names a checkpoint has the parameters that are still in its form."""
+        for name in self._by_expert:
+            parameter: Any = self._parameters.get(name)
+            if hasattr(parameter, "checkpoint_parts"):
+                parameter.checkpoint_parts = checkpoint_parts(name, self.local_experts)
+
+    def place_experts(self, experts: Sequence[int]) -> None:
+        """Have tokens, and weights that are loaded, find an expert in each place of all ranks from now on.
+
+        It moves no weights.
+
+        Args:
+            experts: the expert in each place, one rank's after the other's; every expert stands in one at least.
+
+        Raises:
+            LayerError: ranks do not share the experts.
+        """
+        if self.placement is None:
+            raise LayerError(f"{self.name}: its experts are placed, and each rank has a part of all: set ep_size")
+        self.placement.place(experts)
+        self.loader = dataclasses.replace(self.loader, experts=self.local_experts)
+        self._name_parts()
 
     def _expect_choices(
         self, num_experts: int, top_k: int, groups: int, kept: int, activation: str, on_input: bool
@@ -268,11 +296,16 @@ class FusedMoE(PluggableLayer):
         return output.reshape(hidden_states.shape)
 
     def _by_placed_experts(self, placement: ExpertPlacement, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """Return what the experts of this tensor rank, here and in other data replicas, make of each token."""
+        """Return what the experts of this tensor rank, here and in other data replicas, make of each token.
+
+        Raises:
+            ValueError: an id names no expert.
+        """
+        expect_ids(self.name, ids, placement.num_experts)
         places = placement.choose(ids)
         owners, local = places // placement.per_rank, places % placement.per_rank
         replicas, column = owners // self._columns, owners % self._columns
-        mine = column == placement.rank % self._columns
+        mine = (places >= 0) & (column == placement.rank % self._columns)
         if self.exchange is None:
             return self._by_local_experts(x, weights, torch.where(mine, local, -1).to(torch.int32))
         return self.exchange(x, weights, torch.where(mine, replicas, -1), local, self._by_local_experts)

@@ -89,13 +89,13 @@ class ExpertPlacement(nn.Module):
     def choose(self, topk_ids: Tensor) -> Tensor:
         """Return a place for each expert that a token chose; neighbouring tokens take its replicas in turn.
 
-        ``[tokens, topk]`` to the same shape, in int64.
+        ``[tokens, topk]`` to the same shape, in int64; an id of -1, which is no expert's, stays -1.
         """
-        ids = topk_ids.long()
-        if not self.redundant:
-            return self.places[ids, 0]
-        turn = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1)
-        return self.places[ids, turn % self.replicas[ids]]
+        ids = topk_ids.long().clamp(min=0)
+        turn: Tensor | int = 0
+        if self.redundant:
+            turn = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1) % self.replicas[ids]
+        return self.places[ids, turn].where(topk_ids >= 0, -1)
 
     def record(self, local: Tensor) -> None:
         """Count tokens by the places of this rank, ``[rows, topk]``; -1 for those of others."""
