@@ -251,36 +251,6 @@ def kept_state_update(
     return plamo_state_update(state.clone(), hidden_states, dt, A, B, C, D, dt_bias, dt_softplus)
 
 
-def plain_state_update(
-    state: Tensor, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Any = None,  # noqa: N803
-    dt_bias: Any = None, dt_softplus: bool = False, z: Any = None,
-) -> Tensor:  # fmt: skip
-    """A step of channels that says something else where it has no gate."""
-    args = (state, hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, z)
-    out: Tensor = modeling_mamba.mamba_selective_state_update.__wrapped__(*args)
-    return out if z is not None else F.silu(out)
-
-
-def limited_chunk_scan(
-    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Any = None,  # noqa: N803
-    dt_bias: Any = None, initial_states: Any = None, dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, 0.1), return_final_states: bool = False,
-) -> Any:  # fmt: skip
-    """A scan that has limits where it is given none."""
-    args = (hidden_states, dt, A, B, C, chunk_size, D, dt_bias, initial_states, dt_softplus, dt_limit)
-    return modeling_bamba.mamba2_chunk_scan.__wrapped__(*args, return_final_states)
-
-
-def exchanged_state_update(
-    state: Tensor, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Any = None,  # noqa: N803
-    dt_softplus: bool = False, dt_bias: Any = None, z: Any = None,
-) -> Tensor:  # fmt: skip
-    """A step with its arguments in another order."""
-    args = (state, hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, z)
-    out: Tensor = modeling_mamba.mamba_selective_state_update.__wrapped__(*args)
-    return out
-
-
 def reading_conv1d_fn(hidden_states: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **kwargs: Any):
     """A convolution that looks at what else it is given."""
     out = modeling_mamba.causal_conv1d_fn.__wrapped__(hidden_states, weight, bias, activation)
@@ -329,21 +299,6 @@ class Kept(nn.Module):
         return kept_state_update(*args)
 
 
-class Plain(nn.Module):
-    def forward(self, *args: Any) -> Tensor:
-        return plain_state_update(*args)
-
-
-class Limited(nn.Module):
-    def forward(self, *args: Any) -> Any:
-        return limited_chunk_scan(*args)
-
-
-class Exchanged(nn.Module):
-    def forward(self, *args: Any) -> Tensor:
-        return exchanged_state_update(*args)
-
-
 class Reading(nn.Module):
     def forward(self, *args: Any) -> Tensor:
         return reading_conv1d_fn(*args)
@@ -382,9 +337,6 @@ OTHER = "computes something else than"
 LEFT = {
     "another result": (Ungated, OTHER),
     "another state": (Kept, OTHER),
-    "another result without a gate": (Plain, OTHER),
-    "another default": (Limited, OTHER),
-    "another order": (Exchanged, OTHER),
     "arguments without names": (Reading, OTHER),
     "arguments more": (Scaled, OTHER),
     "another function": (Chosen, "test_scans.fast_conv1d_fn"),
