@@ -10,7 +10,6 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Iterator
 from itertools import product
 from types import FunctionType
@@ -21,6 +20,7 @@ from opgraft.adapter import LeaveAlone
 from opgraft.binding.custom_op import CustomOp
 from opgraft.grafting.forwards import Substitution, check_forward, plain_forward
 from opgraft.grafting.scan_calls import FORMS, IMPLEMENTATIONS, Form, Options
+from opgraft.grafting.traced import once_per_function
 from torch import Tensor, nn
 
 ADAPTER = "function of a state space"
@@ -91,15 +91,14 @@ def _other_implementation(function: FunctionType) -> str:
     return f"{others[0].__module__}.{others[0].__name__}" if others else ""
 
 
-_FOUND: weakref.WeakKeyDictionary[_Function, Form | None] = weakref.WeakKeyDictionary()
-
-
 def form_of(function: _Function) -> Form | None:
     """Find what a function computes, ``None`` if it is nothing that is known here."""
-    plain = inspect.unwrap(function)
-    if plain not in _FOUND:
-        _FOUND[plain] = next((form for form in _forms(plain.__name__) if _computes(plain, form)), None)
-    return _FOUND[plain]
+    return _found(inspect.unwrap(function))
+
+
+@once_per_function
+def _found(plain: _Function) -> Form | None:
+    return next((form for form in _forms(plain.__name__) if _computes(plain, form)), None)
 
 
 _TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.02}
