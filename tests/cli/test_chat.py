@@ -18,6 +18,13 @@ from small_words import WORDS, word_llama
 
 SETTINGS = ("--cache.num_blocks", "200", "--load.progress", "false")
 
+CHAT = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who started the tests may ignore it
+from opgraft.cli import main
+main()
+"""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -31,7 +38,7 @@ def chat(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     started: list[subprocess.Popen[bytes]] = []
 
     def start(*arguments: str, **files: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "opgraft", "chat", *arguments, *SETTINGS]
+        command = [sys.executable, "-c", CHAT, "chat", *arguments, *SETTINGS]
         process = subprocess.Popen(command, cwd=tmp_path, **{"stderr": subprocess.PIPE, **files})  # type: ignore[call-overload]
         started.append(process)
         return process

@@ -142,6 +142,7 @@ def test_forms_without_gradients_require_none() -> None:
         "quant_fp8_dynamic",
         "int8_dynamic_linear",
         "fp8_linear",
+        "quantized_experts",
     }
 
 

@@ -8,6 +8,7 @@ import torch
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.distributed import ParallelGroup
 from opgraft.ops.precision import compute_dtype
+from opgraft.registry.signatures import called_with
 from torch import Tensor
 
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -27,6 +28,7 @@ class ExpertExchange(PluggableClass):
     def __init__(self, group: ParallelGroup) -> None:
         self.group = group
 
+    @called_with(by_position=("x", "topk_weights", "owners", "ids", "experts"))
     def __call__(self, x: Tensor, topk_weights: Tensor, owners: Tensor, ids: Tensor, experts: Experts) -> Tensor:
         """Return ``[tokens, hidden_size]``, what the experts of all ranks of the group make of this rank's tokens.
 

@@ -10,6 +10,7 @@ from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.ops.fused_moe import functional
 from opgraft.ops.fused_moe.methods import FusedMoEMethodBase, SharedExperts, with_shared_experts
+from opgraft.registry.signatures import called_with
 from torch import Tensor, nn
 
 
@@ -32,6 +33,7 @@ class PreparedTokens:
 class MoEPrepare(PluggableClass):
     """Brings tokens to experts: sorts them here. Another quantizes them, or sends them to the ranks of the experts."""
 
+    @called_with(by_position=("x", "topk_ids", "num_experts"))
     def __call__(self, x: Tensor, topk_ids: Tensor, num_experts: int) -> PreparedTokens:
         """Prepare tokens ``[tokens, hidden_size]`` for the experts ``topk_ids`` ``[tokens, topk]``, of so many."""
         rows, order, bounds = functional.sorted_by_expert(x, topk_ids, num_experts)
@@ -42,6 +44,7 @@ class MoEPrepare(PluggableClass):
 class MoEExperts(PluggableClass):
     """Lets experts compute the tokens that are prepared for them: a product each for gate and up, and one for down."""
 
+    @called_with(by_position=("layer", "prepared", "activation"))
     def __call__(self, layer: Any, prepared: PreparedTokens, activation: str) -> Tensor:
         """Return what the experts of ``layer`` make of each prepared row, ``[rows, hidden_size]``."""
         biases = getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None)
@@ -54,6 +57,7 @@ class MoEExperts(PluggableClass):
 class MoEFinalize(PluggableClass):
     """Brings what experts made back to its tokens, and sums it by their weights."""
 
+    @called_with(by_position=("outputs", "prepared", "topk_weights"))
     def __call__(self, outputs: Tensor, prepared: PreparedTokens, topk_weights: Tensor) -> Tensor:
         """Return ``[tokens, hidden_size]`` for outputs of prepared rows and weights ``[tokens, topk]``."""
         return functional.combined(outputs, prepared.order, topk_weights)
