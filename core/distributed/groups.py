@@ -173,7 +173,7 @@ def get_pp_group() -> ParallelGroup:
 
 
 def get_dp_group() -> ParallelGroup:
-    """Return the ranks with the same weights."""
+    """Return the ranks that have other requests and the same weights, but for experts that an expert group shares."""
     return parallelism().groups["data"]
 
 

@@ -35,7 +35,7 @@ class ParallelLayout:
     Attributes:
         tensor: ranks that share each layer.
         pipeline: ranks that have different layers.
-        data: ranks that have the same weights and other requests.
+        data: ranks that have other requests and the same weights, but for experts that an expert group shares.
 
     Raises:
         DistributedError: a size is no positive integer.

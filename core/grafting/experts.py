@@ -136,22 +136,32 @@ def _check_method() -> None:
         raise LeaveAlone(f"{method.__qualname__} defines {own[0]}, and may keep weights in a form of its own")
 
 
+class _Trial(NamedTuple):
+    """Random tokens: how many, experts of each, and the size of elements, large enough for limits to be reached."""
+
+    dtype: torch.dtype
+    tokens: int = 5
+    top_k: int = 2
+    scale: float = 3
+
+
 _TRIALS = (
-    (torch.float32, 5, 2),
-    (torch.float32, 1, 1),
-    (torch.bfloat16, 5, 2),
-    (torch.float16, 5, 2),
-    (torch.float64, 5, 2),
+    _Trial(torch.float32),
+    _Trial(torch.float32, tokens=1, top_k=1),
+    _Trial(torch.float32, tokens=130),
+    _Trial(torch.float32, scale=1e4),
+    _Trial(torch.bfloat16),
+    _Trial(torch.float16),
+    _Trial(torch.float64),
 )
-"""Dtype, tokens and experts of each token."""
 
 
 def _computes(module: nn.Module, layout: _Layout, activation: str) -> bool:
     """Return whether a module computes on random tokens what the functional form does, in training too."""
     generator = torch.Generator().manual_seed(0)
     return all(
-        _agrees(_small(module, layout.sizes, dtype, generator, training), tokens, top_k, layout, activation, generator)
-        for training, (dtype, tokens, top_k) in product((False, True), _TRIALS)
+        _agrees(_small(module, layout.sizes, trial.dtype, generator, training), trial, layout, activation, generator)
+        for training, trial in product((False, True), _TRIALS)
     )
 
 
@@ -174,15 +184,12 @@ def _random(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tens
     return torch.randn(*shape, device="cpu", dtype=torch.float32, generator=generator).to(dtype)
 
 
-def _agrees(
-    module: nn.Module, tokens: int, top_k: int, layout: _Layout, activation: str, generator: torch.Generator
-) -> bool:
-    """Compare on tokens large enough for limits to cut what they make."""
+def _agrees(module: nn.Module, trial: _Trial, layout: _Layout, activation: str, generator: torch.Generator) -> bool:
     weights = [module._parameters[name] for name in _WEIGHTS]
     w13, w2 = (weight.mT if layout.transposed else weight for weight in weights if weight is not None)
     biases = [module._parameters.get(name) for name in _BIASES]
-    x = _random(generator, w13.dtype, tokens, w13.shape[2]) * 3
-    shares, ids = torch.rand(tokens, len(w13), generator=generator).topk(top_k)
+    x = _random(generator, w13.dtype, trial.tokens, w13.shape[2]) * trial.scale
+    shares, ids = torch.rand(trial.tokens, len(w13), generator=generator).topk(trial.top_k)
     before = detached(module)
     try:
         with torch.no_grad():

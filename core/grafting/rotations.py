@@ -7,7 +7,6 @@ sequence, head_size]``, and cosines and sines ``[batch or 1, sequence, rotary_di
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 from opgraft.grafting.questions import NoQuestions
+from opgraft.grafting.traced import once_per_function
 from opgraft.ops import ApplyRotaryEmb
 from torch import Tensor, nn
 
@@ -81,17 +81,9 @@ _FULL = [
 ]
 
 
-_FOUND: weakref.WeakKeyDictionary[Function, Rotation | None] = weakref.WeakKeyDictionary()
-
-
+@once_per_function
 def rotation_of(function: Function) -> Rotation | None:
     """Find the way in which a function rotates heads, ``None`` if it is none of those known."""
-    if function not in _FOUND:
-        _FOUND[function] = _found(function)
-    return _FOUND[function]
-
-
-def _found(function: Function) -> Rotation | None:
     for rotation in _FULL:
         if _computes(function, rotation, 8):
             partial = Rotation(rotation.interleaved, rotation.to_halves, rotation.table_in_pairs, True)

@@ -7,6 +7,7 @@ follow. A function here returns ``None`` for a call that its op was not made for
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -191,48 +192,53 @@ Arguments: TypeAlias = tuple[list[Any], dict[str, Any]]
 
 def _for_convolution(random: Random, options: Options, batch: int, tokens: int) -> Arguments:
     x = random.tokens(batch, tokens, 6).mT
-    bias = random.tokens(6) if options["bias"] else None
-    return [x, random.tokens(6, 4), bias], {"activation": options["activation"]}
+    return [x, random.tokens(6, 4)], {"bias": random.tokens(6), "activation": options["activation"]}
 
 
 def _for_step_of_convolution(random: Random, options: Options, batch: int, tokens: int) -> Arguments:
-    (_, weight, bias), kwargs = _for_convolution(random, options, batch, 1)
-    return [random.tokens(batch, 6, 1), random.tokens(batch, 6, options["state"]), weight, bias], kwargs
+    (_, weight), kwargs = _for_convolution(random, options, batch, 1)
+    return [random.tokens(batch, 6, 1), random.tokens(batch, 6, options["state"]), weight], kwargs
 
 
 def _for_scan(random: Random, options: Options, batch: int, tokens: int) -> Arguments:
     x, dt, z = (random.tokens(batch, tokens, 6).mT for _ in range(3))
     b, c = (random.tokens(batch, tokens, 3).mT for _ in range(2))
-    settings = {"z": z, "delta_bias": random.weights(6), "delta_softplus": True, "return_last_state": options["last"]}
+    settings = {"z": z, "delta_bias": random.weights(6), "delta_softplus": True, "return_last_state": True}
     return [x, dt, -random.weights(6, 3).exp(), b, c], {"D": random.weights(6), **settings}
 
 
 def _for_step(random: Random, options: Options, batch: int, tokens: int) -> Arguments:
     x, dt, z = (random.tokens(batch, 6) for _ in range(3))
     b, c = (random.tokens(batch, 3) for _ in range(2))
-    args = [random.weights(batch, 6, 3), x, dt, -random.weights(6, 3).exp(), b, c, random.weights(6)]
-    return args, {"z": z, "dt_bias": random.weights(6), "dt_softplus": True}
+    args = [random.weights(batch, 6, 3), x, dt, -random.weights(6, 3).exp(), b, c]
+    return args, {"D": random.weights(6), "z": z, "dt_bias": random.weights(6), "dt_softplus": True}
 
 
 def _for_step_of_heads(random: Random, options: Options, batch: int, tokens: int) -> Arguments:
     """Draw ``dt``, ``A``, ``D`` and the bias as one number of each head."""
     heads, groups, size, n = 4, 2, 5, 3
-    x, dt = random.tokens(batch, heads, size), random.tokens(batch, heads, 1).expand(-1, -1, size)
+    x, z = (random.tokens(batch, heads, size) for _ in range(2))
+    dt = random.tokens(batch, heads, 1).expand(-1, -1, size)
     b, c = (random.tokens(batch, groups, n) for _ in range(2))
     d, bias = (random.weights(heads, 1).expand(-1, size) for _ in range(2))
     decay = -random.weights(heads, 1, 1).exp().expand(-1, size, n)
-    return [random.weights(batch, heads, size, n), x, dt, decay, b, c, d], {"dt_bias": bias, "dt_softplus": True}
+    settings = {"D": d, "dt_bias": bias, "dt_softplus": True, "z": z}
+    return [random.weights(batch, heads, size, n), x, dt, decay, b, c], settings
 
 
 def _for_scan_of_chunks(random: Random, options: Options, batch: int, tokens: int) -> Arguments:
     heads, groups, size, n = 4, 2, 5, 3
     x, dt = random.tokens(batch, tokens, heads, size), random.tokens(batch, tokens, heads)
     b, c = (random.tokens(batch, tokens, groups, n) for _ in range(2))
-    states = random.weights(batch, heads, size, n) if options["initial"] else None
     args = [x, dt, -random.weights(heads).exp(), b, c]
-    settings = {"D": random.weights(heads), "dt_bias": random.weights(heads), "dt_softplus": True}
-    chosen = {"initial_states": states, "dt_limit": options["limit"], "return_final_states": options["last"]}
-    return args, {"chunk_size": 16, **settings, **chosen}
+    weights = {
+        "D": random.weights(heads),
+        "dt_bias": random.weights(heads),
+        "dt_softplus": True,
+        "dt_limit": (0.1, 0.7),
+    }
+    states = random.weights(batch, heads, size, n)
+    return args, {"chunk_size": 16, **weights, "initial_states": states, "return_final_states": True}
 
 
 @dataclass(frozen=True)
@@ -247,6 +253,7 @@ class Form:
         call: calls the op as the function is called.
         arguments: draws the arguments of a call.
         options: the options that are tried.
+        optional: the arguments that calls may leave out.
         native_gains: the native definition too is faster than the functions of models.
     """
 
@@ -257,15 +264,30 @@ class Form:
     call: Callable[..., Any]
     arguments: Callable[[Random, Options, int, int], Arguments]
     options: Mapping[str, tuple[Any, ...]]
+    optional: tuple[str, ...]
     native_gains: bool = False
 
     def make(self, module: nn.Module) -> CustomOp:
         """Construct the op for a mixer."""
         return self.op(**self.settings(vars(module)))
 
-    def trials(self) -> list[Options]:
-        """Return every combination of options."""
-        return [dict(zip(self.options, values, strict=True)) for values in product(*self.options.values())]
+    def trials(self, function: Callable[..., Any]) -> list[Options]:
+        """Return every combination of options, and under the name of each optional argument whether it is given.
+
+        It is if ``function`` requires it, not if it has no such argument, and otherwise both.
+        """
+        parameters = inspect.signature(function).parameters
+        choices = dict(self.options)
+        for name in self.optional:
+            parameter = parameters.get(name)
+            optional = parameter is not None and parameter.default is not parameter.empty
+            choices[name] = (False, True) if optional else (parameter is not None,)
+        return [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
+
+    def draw(self, dtype: torch.dtype, options: Options, batch: int, tokens: int) -> Arguments:
+        """Draw the arguments of a call with such options, always the same ones."""
+        args, kwargs = self.arguments(Random(dtype), options, batch, tokens)
+        return args, {name: value for name, value in kwargs.items() if options.get(name) is not False}
 
     def native(self, options: Options) -> Any:
         """Return the native definition with such options, whatever kernels are bound here."""
@@ -288,10 +310,12 @@ def _activation(options: Options) -> dict[str, Any]:
     return {"activation": activation if activation in ACTIVATIONS else None}
 
 
-_CONVOLUTION = {"activation": (None, "silu"), "bias": (False, True)}
+_CONVOLUTION = {"activation": (None, "silu")}
 
 FORMS = (
-    Form("causal_conv1d", "conv1d_fn", CausalConv1d, _activation, _convolved, _for_convolution, _CONVOLUTION),
+    Form(
+        "causal_conv1d", "conv1d_fn", CausalConv1d, _activation, _convolved, _for_convolution, _CONVOLUTION, ("bias",)
+    ),
     Form(
         "causal_conv1d_update",
         "conv1d_update",
@@ -300,6 +324,7 @@ FORMS = (
         _convolved_step,
         _for_step_of_convolution,
         {**_CONVOLUTION, "state": (3, 4)},
+        ("bias",),
     ),
     Form(
         "selective_scan",
@@ -308,7 +333,8 @@ FORMS = (
         lambda options: {"dt_softplus": True},
         _scanned,
         _for_scan,
-        {"last": (False, True)},
+        {},
+        ("D", "z", "delta_bias", "return_last_state"),
     ),
     *(
         Form(
@@ -319,6 +345,7 @@ FORMS = (
             _scanned_step,
             arguments,
             {},
+            ("D", "dt_bias", "z"),
         )
         for arguments in (_for_step, _for_step_of_heads)
     ),
@@ -329,7 +356,8 @@ FORMS = (
         lambda options: {"chunk_size": _CHUNK},
         _scanned_chunks,
         _for_scan_of_chunks,
-        {"last": (False, True), "initial": (False, True), "limit": ((0.0, float("inf")), (0.1, 0.7))},
+        {},
+        ("D", "dt_bias", "initial_states", "dt_softplus", "dt_limit", "return_final_states"),
         native_gains=True,
     ),
 )

@@ -1,8 +1,8 @@
 """Convolutions and scans of state spaces, in mixers that call functions of their file for them.
 
-Such a function is recognised by running it on random tokens, in each precision and with each of its options, and
-comparing what it returns, and writes into states, with what the op makes of the same call. Calls that the op was not
-made for, and those that need a gradient, go to the function of the file.
+Such a function is recognised by running it on random tokens, in each precision, with each of its options, with and
+without its optional arguments, and comparing what it returns, and writes into states, with what the op makes of the
+same call. Calls that the op was not made for, and those that need a gradient, go to the function of the file.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Iterator
 from itertools import product
 from types import FunctionType
@@ -19,9 +18,9 @@ from typing import Any
 import torch
 from opgraft.adapter import LeaveAlone
 from opgraft.binding.custom_op import CustomOp
-from opgraft.grafting import scan_calls
 from opgraft.grafting.forwards import Substitution, check_forward, plain_forward
-from opgraft.grafting.scan_calls import FORMS, IMPLEMENTATIONS, Form
+from opgraft.grafting.scan_calls import FORMS, IMPLEMENTATIONS, Form, Options
+from opgraft.grafting.traced import once_per_function
 from torch import Tensor, nn
 
 ADAPTER = "function of a state space"
@@ -92,15 +91,14 @@ def _other_implementation(function: FunctionType) -> str:
     return f"{others[0].__module__}.{others[0].__name__}" if others else ""
 
 
-_FOUND: weakref.WeakKeyDictionary[_Function, Form | None] = weakref.WeakKeyDictionary()
-
-
 def form_of(function: _Function) -> Form | None:
     """Find what a function computes, ``None`` if it is nothing that is known here."""
-    plain = inspect.unwrap(function)
-    if plain not in _FOUND:
-        _FOUND[plain] = next((form for form in _forms(plain.__name__) if _computes(plain, form)), None)
-    return _FOUND[plain]
+    return _found(inspect.unwrap(function))
+
+
+@once_per_function
+def _found(plain: _Function) -> Form | None:
+    return next((form for form in _forms(plain.__name__) if _computes(plain, form)), None)
 
 
 _TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.02}
@@ -110,16 +108,18 @@ _SIZES = ((2, 5), (1, 1), (1, 130))
 
 def _computes(function: _Function, form: Form) -> bool:
     """Return whether a function returns and writes, for every call that a form knows, what its op does."""
-    if _named(function) - _named(form.call) - IMPLEMENTATIONS or _reads_others(function):
+    names = [name for name in _named(function) if name not in IMPLEMENTATIONS]
+    if names != _named(form.call)[1 : len(names) + 1] or _reads_others(function):
         return False
     calls = [*product((torch.float32,), _SIZES), *product(_TOLERANCES, _SIZES[:1])]
-    trials = product(calls, form.trials())
+    trials = product(calls, form.trials(function))
     return all(_agrees(function, form, dtype, options, *sizes) for (dtype, sizes), options in trials)
 
 
-def _named(function: _Function) -> set[str]:
+def _named(function: _Function) -> list[str]:
+    """List the arguments in the order in which callers give those that they do not name."""
     parameters = inspect.signature(function).parameters.values()
-    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
 def _reads_others(function: _Function) -> bool:
@@ -129,13 +129,8 @@ def _reads_others(function: _Function) -> bool:
     return any(instruction.argval in rest for instruction in dis.get_instructions(function))
 
 
-def _agrees(
-    function: _Function, form: Form, dtype: torch.dtype, options: scan_calls.Options, batch: int, tokens: int
-) -> bool:
-    def arguments() -> tuple[list[Any], dict[str, Any]]:
-        return form.arguments(scan_calls.Random(dtype), options, batch, tokens)
-
-    (args, kwargs), (own_args, own_kwargs) = arguments(), arguments()
+def _agrees(function: _Function, form: Form, dtype: torch.dtype, options: Options, batch: int, tokens: int) -> bool:
+    (args, kwargs), (own_args, own_kwargs) = (form.draw(dtype, options, batch, tokens) for _ in range(2))
     wanted = form.call(form.native(options), *own_args, **own_kwargs)
     try:
         with torch.no_grad():

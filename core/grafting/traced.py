@@ -8,6 +8,7 @@ may be is traced with the same. A forward that looks at anything else, such as a
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Hashable, Mapping
 from itertools import product
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 Shape = tuple[int, ...]
 Found = TypeVar("Found")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _SETTING = (int, float, str, type(None))
 _OWN = vars(nn.Module()).keys() - {"training"}
@@ -90,6 +92,22 @@ def once_per_kind(
         if kind not in found:
             found[kind] = recognise(module)
         return found[kind]
+
+    return recognised
+
+
+def once_per_function(recognise: Callable[[Function], Found]) -> Callable[[Function], Found]:
+    """Make a recogniser that is asked once for each function, as long as that lives: what it computes does not change.
+
+    Nothing that is selected or activated has a part in it, so that nothing resets it.
+    """
+    found: weakref.WeakKeyDictionary[Function, Found] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(recognise)
+    def recognised(function: Function) -> Found:
+        if function not in found:
+            found[function] = recognise(function)
+        return found[function]
 
     return recognised
 

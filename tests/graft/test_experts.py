@@ -174,6 +174,19 @@ def clamped(x: Tensor) -> Tensor:
     return F.silu(x.clamp(max=7.0))
 
 
+def far_clamped(x: Tensor) -> Tensor:
+    return F.silu(x.clamp(max=100.0))
+
+
+class Dropping(Other):
+    """Has room for 64 tokens."""
+
+    def forward(self, tokens: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        out = super().forward(tokens, chosen, shares)
+        out[64:] = 0
+        return out
+
+
 class Counting(Other):
     """Notes how often it was called."""
 
@@ -210,6 +223,8 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "another activation": (lambda: Other(4, 12, 20, F.relu), ELSEWHERE),
     "tanh form": (lambda: Other(4, 12, 20, lambda x: F.gelu(x, approximate="tanh")), ELSEWHERE),
     "limits": (lambda: Other(4, 12, 20, clamped), ELSEWHERE),
+    "far limits": (lambda: Other(4, 12, 20, far_clamped), ELSEWHERE),
+    "room": (lambda: Dropping(4, 12, 20, F.silu), ELSEWHERE),
     "remembers": (lambda: Counting(4, 12, 20, F.silu), ELSEWHERE),
     "training": (lambda: InTraining(4, 12, 20, F.silu), ELSEWHERE),
     "weights": (lambda: Unweighted(4, 12, 20, F.silu), ELSEWHERE),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -144,8 +144,22 @@ def test_a_quantized_projection() -> None:
     torch.testing.assert_close(found, expected[8:], **TOLERANCES[torch.float32])
 
 
-def test_a_new_weight() -> None:
-    """What absorbed tokens are computed with is kept until a new weight is processed, and made of that one then."""
+def write(layer: MLAAttention) -> None:
+    with torch.no_grad():
+        layer.kv_b_proj.weight.mul_(2)
+
+
+def replace(layer: MLAAttention) -> None:
+    layer.kv_b_proj.weight = nn.Parameter(layer.kv_b_proj.weight.detach() * 2)
+
+
+def move(layer: MLAAttention) -> None:
+    layer.kv_b_proj.weight.data = layer.kv_b_proj.weight.detach() * 2
+
+
+@pytest.mark.parametrize("change", [write, replace, move])
+def test_a_new_weight(change: Callable[[MLAAttention], None]) -> None:
+    """Absorbed tokens are computed with the weight as it is, as prompts are, whatever way it has changed."""
     layer, (query, kv_c, k_pe) = layer_of(), arguments(1)
 
     def attended() -> Tensor:
@@ -156,11 +170,23 @@ def test_a_new_weight() -> None:
 
     before = attended()
     torch.testing.assert_close(before, reference(layer.kv_b_proj.weight, query, kv_c, k_pe).float())
-    with torch.no_grad():
-        layer.kv_b_proj.weight.mul_(2)
+    kept = layer.get_buffer("_to_key")
     assert torch.equal(attended(), before)
-    layer.process_weights_after_loading()
-    torch.testing.assert_close(attended(), reference(layer.kv_b_proj.weight, query, kv_c, k_pe).float())
+    assert layer.get_buffer("_to_key") is kept
+    change(layer)
+    torch.testing.assert_close(attended(), before * 2)
+
+
+def test_a_weight_made_in_inference_mode() -> None:
+    """Writes to it are not counted: what is kept of it is made anew when a new weight is processed."""
+    with torch.inference_mode():
+        layer, given, cache = layer_of(), arguments(1), torch.zeros(1, BLOCK, RANK + ROPE)
+        with attending(batch_of([1], [0], [[0]], cache)):
+            before = layer(*given)
+            layer.kv_b_proj.weight.mul_(2)
+            assert torch.equal(layer(*given), before)
+            layer.process_weights_after_loading()
+            torch.testing.assert_close(layer(*given), before * 2)
 
 
 def test_gradients() -> None:

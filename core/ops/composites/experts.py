@@ -19,6 +19,9 @@ class Experts(Composite):
     """Experts that the caller has chosen: ``Σ weight · down(act(gate(x)) · up(x))`` over those of a token
     (arXiv:1701.06538), by ``UnquantizedFusedMoEMethod``.
 
+    ``graft`` puts it in the place of experts of transformers' models, with the parameters that they have. A kernel for
+    them replaces ``UnquantizedFusedMoEMethod``: a replacement of ``transformers_fused_moe`` is not used there.
+
     Args:
         num_experts: in all.
         hidden_size: elements of a token.

@@ -326,6 +326,10 @@ class FusedMoE(PluggableLayer):
 class TransformersFusedMoE(FusedMoE):
     """Experts that the caller has chosen, as the blocks of transformers do; constructed as ``FusedMoE``.
 
+    It is for models that construct it, with weights that it loads. ``graft`` puts ``experts`` in the place of experts
+    that a model has, which a replacement of this op does not reach: replace ``UnquantizedFusedMoEMethod``, by which
+    both compute with weights that are not quantized.
+
     Args:
         moe_state: gets the chosen ids as ``topk_ids`` at each call, for callers that read them there.
     """

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from opgraft.binding.custom_op import CustomOp
+from opgraft.compat.packed_linear import version_of
 from opgraft.errors import LayerError
 from opgraft.ops.attention.batch import AttentionBatch, LayerPages, current_batch
 from opgraft.ops.attention.cached import CachedAttention
@@ -33,6 +34,27 @@ class _Chunk(NamedTuple):
     length: int
 
 
+class _Seen(NamedTuple):
+    """A weight as it was when copies were made of it: they are right while nothing of this changes.
+
+    ``version`` counts the writes to it; tensors made in inference mode have none.
+    """
+
+    weight: Tensor | None
+    address: int = 0
+    version: int | None = None
+
+    @classmethod
+    def of(cls, weight: Tensor | None) -> _Seen:
+        if weight is None:
+            return cls(None)
+        return cls(weight, weight.data_ptr(), None if weight.is_inference() else version_of(weight))
+
+    def is_still(self, weight: Tensor | None) -> bool:
+        """Tell whether ``weight`` is that weight, as it was."""
+        return self.weight is weight and self[1:] == self.of(weight)[1:]
+
+
 @CustomOp.register("mla_attention")
 class MLAAttention(CachedAttention):
     """Causal attention whose keys and values are made of latents (DeepSeek-AI, arXiv:2405.04434, section 2.1).
@@ -55,7 +77,9 @@ class MLAAttention(CachedAttention):
         q_lora_rank: of the model's queries; not read.
         kv_lora_rank: elements of a latent.
         kv_b_proj: maps latents ``[tokens, kv_lora_rank]`` to ``[tokens, num_heads · (qk_nope_head_dim + v_head_dim)]``,
-            of each head the key and then the value. What it computes once the first token was absorbed must not change.
+            of each head the key and then the value.
+            After writes to a weight that is quantized or packed, or was made in inference mode, and after those that
+            torch does not count, as through ``.data``, call this layer's ``process_weights_after_loading``.
         cache_config: not read.
         quant_config: not read.
         prefix: the layer's path in its model, under which its pages are found.
@@ -104,6 +128,7 @@ class MLAAttention(CachedAttention):
         claim_prefix(prefix, self)
         self.register_buffer("_to_key", None, persistent=False)
         self.register_buffer("_to_value", None, persistent=False)
+        self._made_of = _Seen(None)
         self.attend = ScaledDotProductAttention()
         self.write = ConcatAndCacheMLA()
         self.attend_pages = MLAPagedAttention(kv_lora_rank, scale)
@@ -210,6 +235,7 @@ class MLAAttention(CachedAttention):
 
         On a device the weight of a plain ``kv_b_proj`` is viewed. Of a quantized or packed one copies are kept, which
         it makes of a unit matrix; and on a CPU of any, as oneDNN takes two to ten times as long for parts of a weight.
+        Copies of a plain weight are made anew when it has changed, as prompts are expanded by the weight itself.
         """
         proj, sizes = self.kv_b_proj, [self.qk_nope_head_dim, self.v_head_dim]
         plain = not isinstance(proj, HasWeightMethod) or isinstance(proj.quant_method, UnquantizedLinearMethod)
@@ -217,7 +243,8 @@ class MLAAttention(CachedAttention):
         if weight is not None and not weight.is_cpu:
             to_key, to_value = weight.view(self.num_heads, -1, self.kv_lora_rank).split(sizes, dim=1)
             return to_key, to_value.transpose(1, 2)
-        if self._to_key is None or self._to_value is None:
+        if self._to_key is None or self._to_value is None or not self._made_of.is_still(weight):
+            self._made_of = _Seen.of(weight)
             with torch.inference_mode(False), torch.no_grad():
                 if weight is None:
                     unit = torch.eye(self.kv_lora_rank, dtype=query.dtype, device=query.device)
@@ -230,6 +257,7 @@ class MLAAttention(CachedAttention):
     def process_weights_after_loading(self) -> None:
         """Forget what was made of an earlier weight."""
         self._to_key = self._to_value = None
+        self._made_of = _Seen(None)
 
     def _expanded(self, query: Tensor, kv_c: Tensor, k_pe: Tensor) -> Tensor:
         """Attend with the last tokens of a sequence over all of its latents, expanded to keys and values."""
