@@ -59,7 +59,7 @@ run: .demo/installed
 	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json $(OPGRAFT) run smollm2 "What is gravity?" --max-tokens 16
 
 test: .venv/opgraft
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m 'not types'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not types'
 
 # Not a part of the tests: it takes a quarter of an hour, and tells of transformers as much as of this.
 test-families: .venv/opgraft
