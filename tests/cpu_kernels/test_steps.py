@@ -58,8 +58,10 @@ def test_a_gated_mlp(called: list[str], activation: str, bias: bool, dtype: torc
     assert called == ["_gated_mlp"] * 4
 
 
-def test_many_rows_go_by_the_layers(called: list[str]) -> None:
+def test_many_rows_of_what_is_frozen_go_by_the_layers(called: list[str]) -> None:
+    """Which have a packed weight for them."""
     mlp, x = gated(), torch.randn(128, 48)
+    freeze(mlp)
     with torch.no_grad():
         assert mlp(x).equal(one_by_one(mlp, x))
     assert called == []
