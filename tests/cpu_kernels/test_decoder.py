@@ -213,12 +213,12 @@ def test_what_the_library_refuses(kernels: Any) -> None:
     maps = [("linear", [weight, None, None, None])] * 4
     given = (weight[0], 1e-6, weight[0], 1e-6)
     with pytest.raises(ValueError, match="a linear layer by sparse with 4 tensors"):
-        decoder.add_layer(*given, [("sparse", maps[0][1])] * 4, [1, 1, 4], 1.0, None, None, None, True)
+        decoder.add_layer(*given, [("sparse", maps[0][1])] * 4, [1, 1, 4], 1.0, None, None, None, True, True)
     with pytest.raises(ValueError, match="a layer has 3 maps and 3 sizes"):
-        decoder.add_layer(*given, maps[:3], [1, 1, 4], 1.0, None, None, None, True)
-    decoder.add_layer(*given, maps, [1, 1, 4], 1.0, None, None, None, True)
+        decoder.add_layer(*given, maps[:3], [1, 1, 4], 1.0, None, None, None, True, True)
+    decoder.add_layer(*given, maps, [1, 1, 4], 1.0, None, None, None, True, True)
     with pytest.raises(ValueError, match="0 layers have caches"):
-        decoder.run(torch.arange(1), weight[:1], [], [], [], [], torch.tensor([0, 1]), torch.tensor([1]))
+        decoder.run(torch.arange(1), weight[:1], [], [], [], [], torch.tensor([0, 1]), torch.tensor([1]), None)
 
 
 @pytest.mark.parametrize("cache", ["int8", "fp8"])

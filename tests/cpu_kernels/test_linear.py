@@ -66,7 +66,7 @@ def distance(got: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [7, 64, 100])
+@pytest.mark.parametrize("width", [7, 64, 100, 1100])
 def test_rows_alone(width: int, dtype: torch.dtype, path: str) -> None:
     """A row is the same bit for bit whatever rows stand beside it, few or many."""
     torch.manual_seed(0)

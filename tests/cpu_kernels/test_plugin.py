@@ -68,7 +68,6 @@ def test_the_rest_of_the_suite_does_not_see_it() -> None:
 
 
 @needs_compiler
-@pytest.mark.slow
 @pytest.mark.parametrize("path", ["avx2", "scalar"])
 def test_a_path_is_forced_by_the_environment(python: Python, installed: Path, path: str) -> None:
     """The variable chooses the path before the first call."""
@@ -78,7 +77,6 @@ def test_a_path_is_forced_by_the_environment(python: Python, installed: Path, pa
 
 
 @needs_compiler
-@pytest.mark.slow
 def test_a_path_that_is_none(python: Python, installed: Path) -> None:
     """A path by a wrong name is an error of the plugin, which is left out, or stops the program in strict mode."""
     text = explained(python, installed, CPU_KERNELS_PATH="avx1024")
@@ -91,7 +89,6 @@ def test_a_path_that_is_none(python: Python, installed: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.slow
 def test_a_path_without_a_linear_kernel(python: Python, installed: Path) -> None:
     """There opgraft's own linear layer is not replaced; norms are."""
     code = "from opgraft.ops import Linear, SiLU; print(*(op.op_class.__module__ for op in (Linear(2, 2), SiLU())))"
@@ -100,7 +97,6 @@ def test_a_path_without_a_linear_kernel(python: Python, installed: Path) -> None
 
 
 @needs_compiler
-@pytest.mark.slow
 def test_a_library_for_another_torch(python: Python, installed: Path, tmp_path: Path) -> None:
     """A library is not loaded into a torch that it was not built for."""
     site = tmp_path / "site"
@@ -110,7 +106,6 @@ def test_a_library_for_another_torch(python: Python, installed: Path, tmp_path: 
     assert f"built for torch 2.8.0, this is {torch.__version__}" in explained(python, site)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compiler", "reason"),
     [
@@ -130,7 +125,6 @@ def test_without_a_compiler(python: Python, tmp_path: Path, compiler: str, reaso
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.slow
 def test_one_wheel_for_each_python(tmp_path: Path) -> None:
     """The wheel is tagged for any Python 3 and one platform, and holds no sources."""
     source = copy_of_sources(tmp_path / "source")

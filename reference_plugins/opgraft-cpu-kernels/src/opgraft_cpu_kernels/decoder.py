@@ -16,6 +16,7 @@ from opgraft import CustomOp, functional
 from opgraft.binding.functional import binding_of
 from opgraft.binding.rebinding import hidden_by
 from opgraft.compat.hooks import hooks_on_every_module
+from opgraft.distributed import get_tp_group
 from opgraft.ops.attention.batch import AttentionBatch, current_batch
 from opgraft.ops.attention.codes import LARGEST_CODES
 from opgraft.ops.decoder_plan import DecoderParts, HasParts
@@ -29,6 +30,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from opgraft_cpu_kernels import attention, kernels, linear, ops, quantized
+from opgraft_cpu_kernels.communicator import SharedMemoryCommunicator
 from opgraft_cpu_kernels.kernels import REFUSED
 from opgraft_cpu_kernels.library import path_or_none
 
@@ -44,6 +46,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 SETTINGS = (
     *("variance_epsilon", "variance_size_override", "head_size", "is_neox_style", "scale", "sliding_window"),
     *("logits_soft_cap", "sinks", "quant_method", "tp_size", "skip_bias_add", "return_bias", "_packed"),
+    *("gather_output", "input_is_parallel", "reduce_results"),
 )
 """The attributes of parts that are read when they are bound."""
 
@@ -135,6 +138,7 @@ class _Bound:
         self.values = [holder[name] for holder, name in self.places]  # which keeps their ids theirs
         self.ids = list(map(id, self.values))
         self.hooked = self._has_hooks()
+        self.shared = any(_is_shared(part) for part in known)
         self.reason = self._obstacle(parts)
         self.decoder: Any = None if self.reason else _decoder(known)
 
@@ -153,6 +157,8 @@ class _Bound:
             for name, check in CHECKS.items():
                 if reason := check(getattr(part, name)):
                     return f"{name} of layers.{number} {reason}"
+            if len({layer.tp_size for layer in _maps(part)}) > 1:
+                return f"ranks share some maps of layers.{number} and not others"
             if part.rotary_emb.head_size != part.attn.head_size:
                 return f"rotary_emb of layers.{number} rotates a part of each head"
         return ""
@@ -170,6 +176,8 @@ class _Bound:
         """Say what keeps a call of these layers from the library, or return ""."""
         if self.reason:
             return self.reason
+        if self.shared and _group() is None:
+            return "ranks share them, and have no memory in common"
         if batch.block_size % attention.GROUP:
             return f"blocks have {batch.block_size} tokens, no multiple of {attention.GROUP}"
         for prefix in self.prefixes:
@@ -190,9 +198,24 @@ class _Bound:
         caches = [each.cache for each in pages]
         slots, tables = [each.slots for each in pages], [each.block_table for each in pages]
         ropes = [buffers["cos_sin_cache"] for buffers in self.ropes]
+        group = _group() if self.shared else None
         return self.decoder.run(  # type: ignore[no-any-return]
-            positions, hidden_states, ropes, caches, slots, tables, batch.query_start_loc, batch.seq_lens
+            positions, hidden_states, ropes, caches, slots, tables, batch.query_start_loc, batch.seq_lens, group
         )
+
+
+def _group() -> Any:
+    """Return the library's group of the tensor-parallel ranks; ``None`` where they have no memory in common."""
+    communicator = get_tp_group().communicator
+    return communicator.shared if isinstance(communicator, SharedMemoryCommunicator) else None
+
+
+def _maps(part: DecoderParts) -> tuple[Any, ...]:
+    return part.qkv_proj, part.o_proj, part.gate_up_proj, part.down_proj
+
+
+def _is_shared(part: DecoderParts) -> bool:
+    return any(getattr(layer, "tp_size", 1) > 1 for layer in _maps(part))
 
 
 def _reached(module: nn.Module, leaves: set[nn.Module]) -> Iterator[nn.Module]:
@@ -216,10 +239,10 @@ def _decoder(parts: Sequence[DecoderParts]) -> Any:
     for part in parts:
         attn = part.attn
         norms = [value for norm in (part.before_attention, part.before_mlp) for value in _norm(norm)]
-        maps = [_map(layer) for layer in (part.qkv_proj, part.o_proj, part.gate_up_proj, part.down_proj)]
+        maps = [_map(layer) for layer in _maps(part)]
         sizes = [attn.num_heads, attn.num_kv_heads, attn.head_size]
         settings = attn.scale, attn.sliding_window, attn.logits_soft_cap, attn.sinks
-        decoder.add_layer(*norms, maps, sizes, *settings, part.rotary_emb.is_neox_style)
+        decoder.add_layer(*norms, maps, sizes, *settings, part.rotary_emb.is_neox_style, _is_shared(part))
     return decoder
 
 
@@ -231,7 +254,8 @@ def _map(layer: Any) -> tuple[str, list[Tensor | None]]:
     """Return the form of a linear layer and its tensors: weight, scales, offsets and bias."""
     form, (weight, *others) = form_called(layer)  # type: ignore[misc]  # as it was checked
     scales, offsets = (*others, None, None)[:2]
-    return form.name, [weight, scales, offsets, layer.bias]
+    bias = None if isinstance(layer, RowParallelLinear) and layer.tp_rank else layer.bias
+    return form.name, [weight, scales, offsets, bias]
 
 
 def _changed(op: Any) -> str:
@@ -274,8 +298,10 @@ def _no_map(layer: Any) -> str:
         return reason
     if layer.op_class not in LINEAR:
         return f"is a {_name(layer)} of {layer.binding.provider}"
-    if layer.tp_size > 1 or layer.skip_bias_add or layer.return_bias:
-        return "is shared by ranks, or returns its bias"
+    if layer.skip_bias_add or layer.return_bias:
+        return "returns its bias"
+    if layer.tp_size > 1 and not _ends_at_rank(layer):
+        return "gathers or cuts what ranks have"
     called = form_called(layer)
     if called is None:
         return "has a packed weight" if layer._packed is not None else f"has a {_name(layer.quant_method)}"
@@ -288,6 +314,13 @@ def _no_map(layer: Any) -> str:
         if not quantized.in_lanes(layer.input_size_per_partition, *given[:2]):
             return "has groups of weights that the kernel does not take"
     return ""
+
+
+def _ends_at_rank(layer: Any) -> bool:
+    """Tell whether ranks have parts of what is between two maps, and add the results of the second."""
+    if isinstance(layer, RowParallelLinear):
+        return layer.input_is_parallel and layer.reduce_results
+    return not layer.gather_output
 
 
 CHECKS: Mapping[str, Callable[[Any], str]] = {

@@ -15,7 +15,17 @@ from opgraft.ops.attention.batch import current_batch
 from opgraft.ops.linear.methods import UnquantizedLinearMethod
 from torch import Tensor
 
-from opgraft_cpu_kernels import attention, dense_attention, experts, kernels, latent_attention, linear, quantized, steps
+from opgraft_cpu_kernels import (
+    attention,
+    dense_attention,
+    experts,
+    kernels,
+    latent_attention,
+    linear,
+    quantized,
+    quantized_experts,
+    steps,
+)
 from opgraft_cpu_kernels.library import missing
 
 
@@ -190,6 +200,12 @@ class UnquantizedFusedMoEMethod(catalogue.UnquantizedFusedMoEMethod):
     )
 
 
+class QuantizedFusedMoEMethod(catalogue.QuantizedFusedMoEMethod):
+    functional_cpu = opgraft.FunctionalKernels(
+        {"quantized_experts": quantized_experts.quantized_experts}, needs=missing, inference_only=True
+    )
+
+
 class ScaledDotProductAttention(catalogue.ScaledDotProductAttention):
     functional_cpu = opgraft.FunctionalKernels(
         {"scaled_dot_product_attention": dense_attention.scaled_dot_product_attention},
@@ -266,6 +282,7 @@ REPLACEMENTS = (
     Linear,
     GatedMLP,
     UnquantizedFusedMoEMethod,
+    QuantizedFusedMoEMethod,
     ScaledDotProductAttention,
     MLAPagedAttention,
     Attention,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import opgraft
 
-from opgraft_cpu_kernels import attention, decoder, library, linear, ops
+from opgraft_cpu_kernels import attention, communicator, decoder, library, linear, ops
 
 platforms = ("cpu",)
 
@@ -24,3 +24,4 @@ def opgraft_register_ops() -> None:
         when = conditions.get(replacement)
         opgraft.CustomOp.register_oot(replacement, name=replacement.__mro__[1], when=when)
     opgraft.PluggableClass.register_oot(decoder.DecoderPlan, name="decoder_plan", when=attention.has_kernel)
+    opgraft.PluggableClass.register_oot(communicator.SharedMemoryCommunicator, name="communicator")

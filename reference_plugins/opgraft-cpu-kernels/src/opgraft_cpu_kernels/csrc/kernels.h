@@ -286,6 +286,7 @@ using LatentMergeKernel = void (*)(const LatentAttention&, const LatentToken&, c
 using StateScanKernel = void (*)(const StateScan&, int64_t begin, int64_t end);
 using ConvolutionKernel = void (*)(const Convolution&, int64_t begin, int64_t end);
 using DenseAttentionKernel = void (*)(const DenseAttention&, int64_t begin, int64_t end);
+using SumKernel = void (*)(const void* const* parts, int64_t count, void* out, int64_t size);
 using PackKernel = bool (*)(const float* weight, int64_t in_features, int64_t out_features, int parts,
                             uint16_t* packed, int64_t begin, int64_t end);
 using PackedLinearKernel = bool (*)(const Linear&, int64_t begin, int64_t end, int64_t first_panel,
@@ -317,6 +318,7 @@ struct Path {
   LatentMergeKernel merge_latent_chunks[DTYPES];
   StateScanKernel scan_states[DTYPES];
   ConvolutionKernel convolve_tokens[DTYPES], convolve_steps[DTYPES];
+  SumKernel sum_vectors[DTYPES];
   // Null without tiles. They return whether bfloat16 can hold what they read.
   PackKernel pack = nullptr;
   PackedLinearKernel packed_linear = nullptr;

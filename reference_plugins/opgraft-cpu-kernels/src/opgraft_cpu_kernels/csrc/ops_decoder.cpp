@@ -5,6 +5,7 @@
 #include <torch/custom_class.h>
 
 #include "ops.h"
+#include "shared_group.h"
 
 namespace opgraft_cpu_kernels {
 namespace {
@@ -50,29 +51,32 @@ struct Layer {
   std::optional<int64_t> window;
   std::optional<double> cap;
   OptionalTensor sinks;
-  bool neox;
+  bool neox, shared;
 };
 
 class Decoder : public torch::CustomClassHolder {
  public:
-  // `maps`: of query, key and value in one; of attention's output; of gate and up in one; down.
+  // `maps`: of query, key and value in one; of attention's output; of gate and up in one; down. `shared`: ranks have
+  // parts of these.
   void add_layer(const Tensor& before_attention, double attention_eps, const Tensor& before_mlp, double mlp_eps,
                  const std::vector<std::tuple<std::string, std::vector<OptionalTensor>>>& maps,
                  const std::vector<int64_t>& sizes, double scale, std::optional<int64_t> window,
-                 std::optional<double> cap, const OptionalTensor& sinks, bool neox) {
+                 std::optional<double> cap, const OptionalTensor& sinks, bool neox, bool shared) {
     TORCH_CHECK_VALUE(maps.size() == 4 && sizes.size() == 3, "decoder: a layer has ", maps.size(), " maps and ",
                       sizes.size(), " sizes, expected 4 and heads, kv_heads and head_size");
     const auto map = [&](size_t i) { return Map(std::get<0>(maps[i]), std::get<1>(maps[i])); };
     layers.push_back({before_attention, before_mlp, attention_eps, mlp_eps, map(0), map(1), map(2), map(3), sizes[0],
-                      sizes[1], sizes[2], scale, window, cap, sinks, neox});
+                      sizes[1], sizes[2], scale, window, cap, sinks, neox, shared});
   }
 
   // The sum of the last layer's output and of the residual stream is left to the norm that follows: both are returned.
-  // For each layer a table of its rope, its cache, its slots and its table of blocks.
+  // For each layer a table of its rope, its cache, its slots and its table of blocks. `group`: of the ranks that share
+  // layers.
   std::tuple<Tensor, Tensor> run(const Tensor& positions, const Tensor& input, const std::vector<Tensor>& ropes,
                                  const std::vector<Tensor>& caches, const std::vector<Tensor>& slots,
                                  const std::vector<Tensor>& tables, const Tensor& query_start_loc,
-                                 const Tensor& seq_lens) {
+                                 const Tensor& seq_lens,
+                                 const std::optional<c10::intrusive_ptr<SharedGroup>>& group) {
     const at::AutoDispatchBelowADInplaceOrView as_it_is;
     TORCH_CHECK_VALUE(input.dim() == 2 && ropes.size() == layers.size() && caches.size() == layers.size() &&
                           slots.size() == layers.size() && tables.size() == layers.size(),
@@ -94,14 +98,23 @@ class Decoder : public torch::CustomClassHolder {
       const Tensor attended =
           attend_pages(query, key, part(heads + kv_heads, kv_heads), caches[i], slots[i], tables[i], query_start_loc,
                        seq_lens, layer.scale, layer.window, layer.cap, layer.sinks);
-      std::tie(x, sum) = added(layer.output(attended.view({tokens, heads * size})), sum, layer.before_mlp,
-                               layer.mlp_eps);
-      x = layer.down(silu_and_mul(layer.gate_up(x)));
+      const Tensor output = reduced(layer, group, layer.output(attended.view({tokens, heads * size})));
+      std::tie(x, sum) = added(output, sum, layer.before_mlp, layer.mlp_eps);
+      x = reduced(layer, group, layer.down(silu_and_mul(layer.gate_up(x))));
     }
     return {x, sum};
   }
 
  private:
+  // What all ranks have, added.
+  static Tensor reduced(const Layer& layer, const std::optional<c10::intrusive_ptr<SharedGroup>>& group, Tensor x) {
+    if (layer.shared) {
+      TORCH_CHECK_VALUE(group, "decoder: ranks share a layer, and no group of them is given");
+      (*group)->all_reduce_(x);
+    }
+    return x;
+  }
+
   static std::tuple<Tensor, Tensor> added(const Tensor& x, const Tensor& sum, const Tensor& weight, double eps) {
     if (!sum.defined()) return {rms_norm(x, weight, eps, {}), x};
     return fused_add_rms_norm(x, sum, weight, eps, {});
@@ -113,6 +126,7 @@ class Decoder : public torch::CustomClassHolder {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(opgraft_cpu_kernels, library) {
+  define_shared_group(library);
   library.class_<Decoder>("Decoder")
       .def(torch::init<>())
       .def("add_layer", &Decoder::add_layer)
