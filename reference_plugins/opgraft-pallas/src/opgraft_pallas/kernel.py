@@ -70,7 +70,7 @@ def _step(query: Any, key: Any, value: Any, out: Any, highest: Any, total: Any, 
         weights = jnp.exp(scores - new_highest)
         fading = jnp.exp(highest[...] - new_highest)
         total[...] = total[...] * fading + weights.sum(axis=1, keepdims=True)
-        weighted[...] = weighted[...] * fading + _dot(weights, value[...])
+        weighted[...] = weighted[...] * fading + dot(weights, value[...])
         highest[...] = new_highest
 
     def finish() -> None:
@@ -85,7 +85,7 @@ def _scores(
     query: jax.Array, key: jax.Array, first_row: Any, first_column: Any, *, scale: float, is_causal: bool, keys: int
 ) -> jax.Array:
     """Scale products; give minus infinity for keys that are padding or come after the query. Key 0 is always seen."""
-    scores = _dot(query, key.T) * scale
+    scores = dot(query, key.T) * scale
     columns = first_column + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
     seen = columns < keys
     if is_causal:
@@ -93,6 +93,6 @@ def _scores(
     return jnp.where(seen, scores, -jnp.inf)
 
 
-def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+def dot(a: jax.Array, b: jax.Array) -> jax.Array:
     """Multiply in float32, which a matrix unit reaches in several passes."""
     return jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)

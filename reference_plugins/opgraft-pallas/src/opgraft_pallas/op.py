@@ -1,15 +1,16 @@
-"""The kernel as a torch op, and the class that puts it in place of the catalogue's attention."""
+"""The kernels as torch ops, and the classes that put them in place of the catalogue's attention."""
 
 from __future__ import annotations
 
 import opgraft
 import torch
 import torch_xla.runtime
-from opgraft.ops import ScaledDotProductAttention
+from opgraft.ops import Attention, ScaledDotProductAttention
+from opgraft.ops.attention.padded import PaddedAttention
 from torch import Tensor
 from torch_xla.core.xla_builder import call_jax
 
-from opgraft_pallas import kernel
+from opgraft_pallas import kernel, paged
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -67,3 +68,46 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
         and key.shape[:-1] == value.shape[:-1]
         and (heads % key_heads == 0 if enable_gqa else heads == key_heads)
     )
+
+
+@torch.library.custom_op("opgraft_pallas::paged_attention", mutates_args=(), device_types="xla")
+def paged_attention(
+    query: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    first: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    sliding_window: int | None,
+    logits_soft_cap: float | None,
+) -> Tensor:
+    """Attend over pages, as ``PaddedAttention.attend_rows`` does."""
+    interpret = torch_xla.runtime.device_type() == "CPU"
+    function = paged.paged_attention(paged.Settings(scale, sliding_window, logits_soft_cap), interpret)
+    attended: Tensor = call_jax(function, (query, cache, block_table, first, seq_lens))
+    return attended
+
+
+@paged_attention.register_fake
+def _(query: Tensor, *others: object) -> Tensor:
+    return torch.empty_like(query)
+
+
+@Attention.register_oot
+class PallasPagedAttention(PaddedAttention):
+    """The kernel for a cache of numbers, without sinks. Elsewhere, and over chips of one process, the native form."""
+
+    def attend_rows(self, query: Tensor, cache: Tensor, block_table: Tensor, first: Tensor, seq_lens: Tensor) -> Tensor:
+        if self.sinks is not None or cache.dtype not in DTYPES or torch_xla.runtime.is_spmd():
+            return super().attend_rows(query, cache, block_table, first, seq_lens)
+        attended: Tensor = paged_attention(
+            query,
+            cache,
+            block_table,
+            first.to(torch.int32),
+            seq_lens,
+            self.scale,
+            self.sliding_window,
+            self.logits_soft_cap,
+        )
+        return attended
