@@ -1,0 +1,1 @@
+"""Plans of how a model may be split over devices: what fits, what is sent, and how long a step takes at best."""
