@@ -46,11 +46,11 @@ class BambaForCausalLM(HybridForCausalLM):
         self.max_position = shape.max_position
         [rope] = [rope_of(shape, parameters) for parameters in shape.ropes.values()]
         layers = []
-        for number, kind in enumerate(kinds):
+        for number in self.stage.layers:
             path = f"{prefix}.{number}"
             mixer: nn.Module = (
                 DecoderAttention(shape, family, number, rope, quant_config, f"{path}.self_attn")
-                if kind == "full_attention"
+                if kinds[number] == "full_attention"
                 else _mixer(config, quant_config, f"{path}.mamba")
             )
             mlp = DecoderMLP(shape, quant_config, f"{path}.feed_forward")

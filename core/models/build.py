@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from opgraft.config import OpgraftConfig, ParallelConfig
-from opgraft.distributed.groups import parallelism
+from opgraft.distributed.groups import get_pp_group, parallelism
 from opgraft.errors import CheckpointError, ConfigError, DistributedError, ModelError
 from opgraft.logger import logger
 from opgraft.models.config import read_config
@@ -36,7 +36,7 @@ def load_model(opgraft_config: OpgraftConfig) -> Model:
         CheckpointError: the checkpoint is damaged, or its weights are not those of its config.
         QuantizationError: its quantization, or the one that is set, cannot be used.
         DistributedError: a size of ``parallel`` is more than 1 and not the number of ranks of this process's group, or
-            there are several pipeline stages, into which no model is cut.
+            there are several pipeline stages, into which the model is not cut.
         ConfigError: ``load.device`` is no device that is here.
     """
     resolved = opgraft_config.resolved()
@@ -44,13 +44,7 @@ def load_model(opgraft_config: OpgraftConfig) -> Model:
     _expect_ranks(resolved.parallel)
     weights = open_weights(name)
     _expect_format(resolved.load.format, weights)
-    cls, config = _class_of(resolved, weights)
-    _expect_embedding(cls, config, weights.tensors)
-    device = _device(resolved.load.device or current_platform().device_type)
-    with _defaults(dtype_of(resolved, config), device):
-        others = {"config": config, "quant_config": quantization_config(resolved, cls)} if is_older(cls) else {}
-        model = construct(cls, opgraft_config=resolved, **others)
-    expect_patterns_used(model)
+    model = _constructed(resolved, weights, _device(resolved.load.device or current_platform().device_type))
     loaded = load_weights(
         model,
         weights.tensors,
@@ -60,6 +54,32 @@ def load_model(opgraft_config: OpgraftConfig) -> Model:
     )
     _tell_of_scales(name, loaded.ignored)
     return model.eval()
+
+
+def describe_model(opgraft_config: OpgraftConfig) -> Model:
+    """Construct this rank's shard of the model as ``load_model`` does, with tensors that have no memory, and load none.
+
+    A folder with a ``config.json`` is enough: weights may be missing.
+
+    Raises:
+        ModelError, CheckpointError, QuantizationError, DistributedError: as ``load_model``.
+    """
+    resolved = opgraft_config.resolved()
+    name = _name(resolved)
+    _expect_ranks(resolved.parallel)
+    with opened_once(config_only=True):
+        return _constructed(resolved, open_weights(name), torch.device("meta")).eval()
+
+
+def _constructed(resolved: OpgraftConfig, weights: Weights, device: torch.device) -> Model:
+    cls, config = _class_of(resolved, weights)
+    _expect_stages(cls)
+    _expect_embedding(cls, config, weights.tensors)
+    with _defaults(dtype_of(resolved, config), device):
+        others = {"config": config, "quant_config": quantization_config(resolved, cls)} if is_older(cls) else {}
+        model = construct(cls, opgraft_config=resolved, **others)
+    expect_patterns_used(model)
+    return model
 
 
 def generates(opgraft_config: OpgraftConfig) -> bool:
@@ -107,19 +127,23 @@ def _class_of(resolved: OpgraftConfig, weights: Weights) -> tuple[type[Model], A
 
 def _expect_ranks(parallel: ParallelConfig) -> None:
     groups = parallelism().groups
-    stages = max(parallel.pipeline, groups["pipeline"].world_size)
-    if stages > 1:
-        raise DistributedError(
-            f"parallel.pipeline, or the pipeline group of this process, is {stages}, and no model is cut into stages: "
-            "every rank would have all layers. Use parallel.tensor"
-        )
-    for kind in ("tensor", "data", "expert"):
+    for kind in ("tensor", "pipeline", "data", "expert"):
         size, ranks = getattr(parallel, kind), groups[kind].world_size
-        if size not in (1, ranks):
+        alone = kind == "data" and parallel.data_rank is not None and ranks == 1  # an engine with its own experts
+        if size not in (1, ranks) and not alone:
             raise DistributedError(
                 f"parallel.{kind} is {size}, and the {kind} group of this process has {ranks}: call "
                 "opgraft.distributed.init_distributed on every rank before a model is made, or take the setting out"
             )
+
+
+def _expect_stages(cls: type[Model]) -> None:
+    stages = get_pp_group().world_size
+    if stages > 1 and not cls.stage_streams:
+        raise DistributedError(
+            f"the pipeline has {stages} stages, and {cls.__name__} is not cut into any: every rank would have all "
+            "layers. Use parallel.tensor"
+        )
 
 
 def _device(name: str) -> torch.device:

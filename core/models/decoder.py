@@ -13,20 +13,21 @@ from opgraft.distributed import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
 )
-from opgraft.errors import ModelError
+from opgraft.errors import LayerError, ModelError
 from opgraft.models.decoder_config import DecoderShape, Family
 from opgraft.models.decoder_experts import expert_sharing
 from opgraft.models.decoder_mlp import DecoderMLP, feed_forward
 from opgraft.models.description import architecture_config, joined, quantization_config
 from opgraft.models.head_norms import HeadNorms
 from opgraft.models.latent_attention import latent_attention
-from opgraft.models.model import Model
 from opgraft.models.names import ShardId
 from opgraft.models.sinks import sinks_of_rank
+from opgraft.models.staged import DecoderStack, StagedForCausalLM
+from opgraft.models.stages import Stage
 from opgraft.ops.attention import Attention
 from opgraft.ops.attention.batch import current_batch
 from opgraft.ops.decoder_plan import DecoderParts, DecoderPlan
-from opgraft.ops.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
+from opgraft.ops.embedding import LogitsProcessor, VocabParallelEmbedding
 from opgraft.ops.layernorm import GemmaRMSNorm, RMSNorm
 from opgraft.ops.linear import QKVParallelLinear, RowParallelLinear
 from opgraft.ops.linear.quantization_config import QuantizationConfig
@@ -75,6 +76,14 @@ class DecoderAttention(nn.Module):
             prefix=f"{prefix}.qkv_proj",
             return_bias=False,
         )
+        shard = self.qkv_proj.uneven_output()
+        if shard is not None and family.qk_norm == "whole":
+            raise LayerError(
+                f"{prefix}: its norm looks at all {shape.num_heads} heads at once, of which "
+                f"{self.qkv_proj.tp_size} tensor-parallel ranks have different numbers: choose a number of ranks that "
+                f"divides its {shape.num_kv_heads} key heads"
+            )
+        own: Any = {} if shard is None else {"shard": shard}
         self.o_proj = RowParallelLinear(
             shape.num_heads * shape.head_size,
             shape.hidden_size,
@@ -82,15 +91,15 @@ class DecoderAttention(nn.Module):
             quant_config=quant_config,
             prefix=f"{prefix}.o_proj",
             return_bias=False,
+            **own,
         )
         heads, kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.sizes = [heads * shape.head_size, kv_heads * shape.head_size, kv_heads * shape.head_size]
         self.head_size = shape.head_size
         self.qk_norm = family.qk_norm
         if family.qk_norm == "each":
-            self.q_norm: nn.Module = HeadNorms(heads, shape.head_size, shape.eps)
-            replicas = self.qkv_proj.num_kv_head_replicas
-            self.k_norm: nn.Module = HeadNorms(kv_heads, shape.head_size, shape.eps, replicas)
+            self.q_norm: nn.Module = HeadNorms(heads, shape.head_size, shape.eps, self.qkv_proj.first_head)
+            self.k_norm: nn.Module = HeadNorms(kv_heads, shape.head_size, shape.eps, self.qkv_proj.first_kv_head)
         elif family.qk_norm:
             norm = GemmaRMSNorm if family.gemma_norm else RMSNorm
             whole = family.qk_norm == "whole"
@@ -104,7 +113,7 @@ class DecoderAttention(nn.Module):
             kv_heads,
             shape.layers[layer].sliding_window,
             shape.attention_soft_cap,
-            sinks_of_rank(heads) if family.sinks else None,
+            sinks_of_rank(self.qkv_proj.first_head, heads) if family.sinks else None,
             prefix=f"{prefix}.attn",
         )
 
@@ -214,51 +223,51 @@ class DecoderLayer(nn.Module):
         return hidden_states if self.residual_scale == 1.0 else hidden_states * self.residual_scale
 
 
-class DecoderModel(nn.Module):
+class DecoderModel(DecoderStack):
     """The stack of a decoder: token ids to hidden states."""
 
     def __init__(
-        self, shape: DecoderShape, family: Family, quant_config: QuantizationConfig | None, prefix: str
+        self, shape: DecoderShape, family: Family, quant_config: QuantizationConfig | None, prefix: str, stage: Stage
     ) -> None:
-        super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(
-            shape.vocab_size, shape.hidden_size, quant_config=quant_config, prefix=f"{prefix}.embed_tokens"
-        )
         ropes = {name: rope_of(shape, parameters) for name, parameters in shape.ropes.items()}
+        sizes, rope = (shape.vocab_size, shape.hidden_size), [ropes[layer.rope] for layer in shape.layers]
+        super().__init__(
+            stage,
+            embedding=lambda: VocabParallelEmbedding(
+                *sizes, quant_config=quant_config, prefix=f"{prefix}.embed_tokens"
+            ),
+            tied=shape.tied,
+            layer=lambda number: DecoderLayer(
+                shape, family, number, rope[number], quant_config, f"{prefix}.layers.{number}"
+            ),
+            norm=lambda: (GemmaRMSNorm if family.gemma_norm else RMSNorm)(shape.hidden_size, shape.eps),
+        )
         self.fitted_ropes = [rope for rope in ropes.values() if isinstance(rope, _FITTED)]
         self.max_position = shape.max_position
-        self.layers = nn.ModuleList(
-            DecoderLayer(shape, family, number, ropes[layer.rope], quant_config, f"{prefix}.layers.{number}")
-            for number, layer in enumerate(shape.layers)
-        )
-        self.norm = (GemmaRMSNorm if family.gemma_norm else RMSNorm)(shape.hidden_size, shape.eps)
         self.plan = DecoderPlan()
         # transformers keeps the scale in the dtype of the weights, and so it was in training
-        self.embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=torch.get_default_dtype()))
+        self.embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=torch.get_default_dtype(), device="cpu"))
 
     def forward(self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
-        """Return the hidden states ``[tokens, hidden_size]`` after the last norm.
+        """Return the hidden states ``[tokens, hidden_size]`` after the last norm, or what the next stage is given.
 
         Args:
             input_ids: ``[tokens]``; not read beside ``inputs_embeds``.
             positions: ``[tokens]``, of each token in its sequence.
-            inputs_embeds: ``[tokens, hidden_size]``, in place of the embeddings of ``input_ids``.
+            inputs_embeds: as of ``DecoderStack.entered``.
         """
-        hidden_states: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if self.embedding_scale != 1.0:
+        hidden_states, residual = self.entered(input_ids, inputs_embeds)
+        if self.embedding_scale != 1.0 and residual is None:
             hidden_states = hidden_states * self.embedding_scale
         if self.fitted_ropes and positions.numel():
             self._fit_ropes(positions)
-        residual: Tensor | None = None
-        planned = self.plan.run(self.layers, positions, hidden_states)
+        planned = self.plan.run(self.layers, positions, hidden_states) if residual is None else None
         if planned is not None:
             hidden_states, residual = planned
         else:
             for layer in self.layers:
                 hidden_states, residual = layer(positions, hidden_states, residual)
-        if residual is None:
-            return self.norm(hidden_states)  # type: ignore[no-any-return]
-        return self.norm(hidden_states, residual)[0]  # type: ignore[no-any-return]
+        return self.left(hidden_states, residual)  # type: ignore[arg-type]  # there is a layer
 
     def _fit_ropes(self, positions: Tensor) -> None:
         """Have ropes that depend on the length of the context rotate for that of this call.
@@ -291,7 +300,7 @@ def rope_of(shape: DecoderShape, parameters: Mapping[str, Any]) -> Any:
     return rope
 
 
-class DecoderForCausalLM(Model):
+class DecoderForCausalLM(StagedForCausalLM):
     """A decoder with its logits; a family is a subclass that sets ``family``.
 
     Args:
@@ -314,25 +323,11 @@ class DecoderForCausalLM(Model):
         shape = DecoderShape.of(config, self.family, opgraft_config.model.max_model_len)
         shape = dataclasses.replace(shape, sharing=expert_sharing(opgraft_config))
         self.max_position = shape.max_position
-        self.model = DecoderModel(shape, self.family, quant_config, joined(prefix, "model"))
+        path, sizes = joined(prefix, "model"), (shape.vocab_size, shape.hidden_size)
+        self.stage = self.stage_of_rank(len(shape.layers), prefix)
+        self.model = DecoderModel(shape, self.family, quant_config, path, self.stage)
         self.fitted_ropes = self.model.fitted_ropes
-        head = ParallelLMHead(
-            shape.vocab_size, shape.hidden_size, quant_config=quant_config, prefix=joined(prefix, "lm_head")
-        )
-        self.lm_head = head.tie_weights(self.model.embed_tokens) if shape.tied else head
+        self.lm_head = self.head(*sizes, quant_config, prefix, tied=shape.tied)
         self.logits_processor = LogitsProcessor(
             shape.vocab_size, scale=shape.logits_scale, soft_cap=shape.logits_soft_cap
         )
-
-    def forward(self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
-        """Return hidden states ``[tokens, hidden_size]``, of which ``compute_logits`` makes logits.
-
-        The tokens are those of the current ``AttentionBatch``, or of one sequence where there is none.
-        """
-        hidden_states: Tensor = self.model(input_ids, positions, inputs_embeds)
-        return hidden_states
-
-    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Return logits ``[rows, vocab_size]`` of hidden states; ``None`` on ranks that do not gather them."""
-        logits: Tensor | None = self.logits_processor(self.lm_head, hidden_states)
-        return logits

@@ -25,7 +25,7 @@ class DeepseekV2ForCausalLM(DecoderForCausalLM):
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
         super().__init__(opgraft_config=opgraft_config, prefix=prefix)
         # Behind the last layer checkpoints have those that predict further tokens in training.
-        count = len(self.model.layers)
+        count = self.stage.num_layers
         further = getattr(self.config, "num_nextn_predict_layers", None) or 0
         self.ignored_weights = [f"model.layers.{number}.*" for number in range(count, count + further)]
 

@@ -19,6 +19,7 @@ from opgraft.ops.embedding import VocabParallelEmbedding
 from opgraft.ops.layernorm import LayerNorm
 from opgraft.ops.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from opgraft.ops.linear.quantization_config import QuantizationConfig
+from opgraft.ops.linear.sharding import InputShard
 from torch import Tensor, nn
 
 ACTIVATIONS: Mapping[str, type[nn.Module]] = {
@@ -79,11 +80,19 @@ class EncoderSelfAttention(nn.Module):
 class EncoderOutput(nn.Module):
     """A projection, added to the residual and normalised."""
 
-    def __init__(self, config: Any, input_size: int, quant_config: QuantizationConfig | None, prefix: str) -> None:
+    def __init__(
+        self,
+        config: Any,
+        input_size: int,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
+        shard: InputShard | None = None,
+    ) -> None:
         super().__init__()
-        self.dense = RowParallelLinear(
-            input_size, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.dense", return_bias=False
-        )
+        others: Any = {"quant_config": quant_config, "prefix": f"{prefix}.dense", "return_bias": False}
+        if shard is not None:
+            others["shard"] = shard
+        self.dense = RowParallelLinear(input_size, config.hidden_size, **others)
         self.LayerNorm = LayerNorm(config.hidden_size, config.layer_norm_eps)
 
     def forward(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
@@ -98,7 +107,9 @@ class EncoderAttention(nn.Module):
     def __init__(self, config: Any, quant_config: QuantizationConfig | None, prefix: str) -> None:
         super().__init__()
         self.self = EncoderSelfAttention(config, quant_config, f"{prefix}.self")
-        self.output = EncoderOutput(config, config.hidden_size, quant_config, f"{prefix}.output")
+        self.output = EncoderOutput(
+            config, config.hidden_size, quant_config, f"{prefix}.output", self.self.qkv.uneven_output()
+        )
 
     def forward(self, hidden_states: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         attended: Tensor = self.output(self.self(hidden_states, cu_seqlens), hidden_states)

@@ -65,6 +65,9 @@ class Weights:
 _OPENED: ContextVar[dict[str, Weights] | None] = ContextVar("opgraft_opened", default=None)
 """Within ``opened_once``: the checkpoints that were opened, by the names that were given."""
 
+_CONFIG_ONLY: ContextVar[bool] = ContextVar("opgraft_config_only", default=False)
+"""Within ``opened_once(config_only=True)``: of a folder with a ``config.json`` weights may be missing."""
+
 
 def find_checkpoint(name: str | Path) -> Path:
     """Return the folder, or the file, that ``name`` stands for.
@@ -97,17 +100,25 @@ def _bundled(name: str) -> Path:
 
 
 @contextmanager
-def opened_once() -> Iterator[None]:
+def opened_once(*, config_only: bool = False) -> Iterator[None]:
     """Have ``open_weights`` open each checkpoint once within the block; a block inside of another shares with it.
 
     What was opened is held until the outer block ends, and is not checked again.
+
+    Args:
+        config_only: of a folder with a ``config.json`` weights may be missing. Nothing is shared with an outer block
+            that needs them.
     """
-    token = _OPENED.set({}) if _OPENED.get() is None else None
+    shares = _OPENED.get() is not None and _CONFIG_ONLY.get() == config_only
+    if shares:
+        yield
+        return
+    opened, only = _OPENED.set({}), _CONFIG_ONLY.set(config_only)
     try:
         yield
     finally:
-        if token is not None:
-            _OPENED.reset(token)
+        _OPENED.reset(opened)
+        _CONFIG_ONLY.reset(only)
 
 
 def open_weights(name: str | Path) -> Weights:
@@ -128,7 +139,12 @@ def open_weights(name: str | Path) -> Weights:
 
 def _opened(name: str | Path) -> Weights:
     path = find_checkpoint(name)
-    listed = weight_files(path)
+    try:
+        listed = weight_files(path)
+    except CheckpointError:
+        if _CONFIG_ONLY.get() and (path / "config.json").is_file():
+            return Weights(path, {})
+        raise
     if listed[0].suffix == ".gguf":
         return _gguf_weights(listed)
     return Weights(path, _merged(listed, open_safetensors, _index_of(path)))

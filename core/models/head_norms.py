@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from opgraft.distributed import get_tensor_model_parallel_rank
 from opgraft.ops.layernorm import RMSNorm
 from opgraft.ops.weights import LoadedTensor, copy_weight, set_weight_attrs
 from torch import Tensor, nn
@@ -16,17 +15,16 @@ class HeadNorms(nn.Module):
         heads: of this rank.
         head_size: elements of a head.
         eps: added to the mean square.
-        replicas: ranks after one another that have the same heads.
+        first: the number of the first of them among those of all ranks.
     """
 
-    def __init__(self, heads: int, head_size: int, eps: float, replicas: int = 1) -> None:
+    def __init__(self, heads: int, head_size: int, eps: float, first: int) -> None:
         super().__init__()
         self.norm = RMSNorm(head_size, eps, has_weight=False)
         self.weight = nn.Parameter(torch.ones(heads, head_size), requires_grad=False)
-        start = get_tensor_model_parallel_rank() // replicas * heads
 
         def load(param: Tensor, loaded: LoadedTensor) -> None:
-            copy_weight(param.data, loaded.narrow(0, start, heads), "the weight of norms of heads")
+            copy_weight(param.data, loaded.narrow(0, first, heads), "the weight of norms of heads")
 
         set_weight_attrs(self.weight, {"weight_loader": load})
 

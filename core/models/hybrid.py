@@ -16,9 +16,9 @@ from opgraft.models.decoder import PACKED_MODULES, DecoderAttention, rope_of
 from opgraft.models.decoder_config import DecoderShape, Family
 from opgraft.models.decoder_mlp import DecoderMLP
 from opgraft.models.description import architecture_config, joined, quantization_config
-from opgraft.models.model import Model
 from opgraft.models.names import ShardId, WeightsMapper
-from opgraft.ops.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
+from opgraft.models.staged import DecoderStack, StagedForCausalLM
+from opgraft.ops.embedding import LogitsProcessor, VocabParallelEmbedding
 from opgraft.ops.layernorm import RMSNorm
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.state_space import MambaMixer, MambaMixer2, ShortConv
@@ -77,50 +77,24 @@ def normalised(norm: nn.Module, hidden_states: Tensor, residual: Tensor | None) 
     return both
 
 
-class HybridModel(nn.Module):
-    """The stack: token ids to hidden states.
-
-    Args:
-        layers: of the stack.
-        vocab_size: rows of the embedding.
-        hidden_size: of the stream.
-        eps: of the last norm.
-        quant_config: the quantization of the embedding.
-        prefix: the stack's path.
-    """
-
-    def __init__(
-        self,
-        layers: list[HybridLayer],
-        vocab_size: int,
-        hidden_size: int,
-        eps: float,
-        quant_config: QuantizationConfig | None,
-        prefix: str,
-    ) -> None:
-        super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(
-            vocab_size, hidden_size, quant_config=quant_config, prefix=f"{prefix}.embed_tokens"
-        )
-        self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(hidden_size, eps)
+class HybridModel(DecoderStack):
+    """The stack: token ids to hidden states."""
 
     def forward(self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
-        """Return the hidden states ``[tokens, hidden_size]`` after the last norm.
+        """Return the hidden states ``[tokens, hidden_size]`` after the last norm, or what the next stage is given.
 
         Args:
             input_ids: ``[tokens]``; not read beside ``inputs_embeds``.
             positions: ``[tokens]``, of each token in its sequence.
-            inputs_embeds: ``[tokens, hidden_size]``, in place of the embeddings of ``input_ids``.
+            inputs_embeds: as of ``DecoderStack.entered``.
         """
-        hidden_states: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        residual: Tensor | None = None
+        hidden_states, residual = self.entered(input_ids, inputs_embeds)
         for layer in self.layers:
             hidden_states, residual = layer(positions, hidden_states, residual)
-        return normalised(self.norm, hidden_states, residual)[0]
+        return self.left(hidden_states, residual)  # type: ignore[arg-type]  # there is a layer
 
 
-class HybridForCausalLM(Model, ABC):
+class HybridForCausalLM(StagedForCausalLM, ABC):
     """A stack with its logits; a family is a subclass that makes the layers.
 
     Args:
@@ -135,38 +109,31 @@ class HybridForCausalLM(Model, ABC):
         super().__init__(opgraft_config=opgraft_config, prefix=prefix)
         quant_config = quantization_config(opgraft_config, self)
         config: Any = self.config or architecture_config(opgraft_config)
-        path = joined(prefix, "model")
+        path, sizes = joined(prefix, "model"), (config.vocab_size, config.hidden_size)
+        self.stage = self.stage_of_rank(config.num_hidden_layers, prefix)
         layers, eps = self.make_layers(config, quant_config, f"{path}.layers")
-        sizes = config.vocab_size, config.hidden_size
-        self.model = HybridModel(layers, *sizes, eps, quant_config, path)
-        head = ParallelLMHead(*sizes, quant_config=quant_config, prefix=joined(prefix, "lm_head"))
-        self.lm_head = head.tie_weights(self.model.embed_tokens) if config.tie_word_embeddings else head
+        made = iter(layers)
+        self.model = HybridModel(
+            self.stage,
+            embedding=lambda: VocabParallelEmbedding(*sizes, quant_config=quant_config, prefix=f"{path}.embed_tokens"),
+            tied=config.tie_word_embeddings,
+            layer=lambda number: next(made),
+            norm=lambda: RMSNorm(config.hidden_size, eps),
+        )
+        self.lm_head = self.head(*sizes, quant_config, prefix, tied=config.tie_word_embeddings)
         self.logits_processor = LogitsProcessor(config.vocab_size)
 
     @abstractmethod
     def make_layers(
         self, config: Any, quant_config: QuantizationConfig | None, prefix: str
     ) -> tuple[list[HybridLayer], float]:
-        """Return the layers and the ``eps`` of the last norm.
+        """Return the layers of ``stage`` and the ``eps`` of the last norm.
 
         Args:
             config: of the architecture.
             quant_config: the quantization of the layers.
             prefix: their path.
         """
-
-    def forward(self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
-        """Return hidden states ``[tokens, hidden_size]``, of which ``compute_logits`` makes logits.
-
-        The tokens are those of the current ``AttentionBatch``, or of one sequence where there is none.
-        """
-        hidden_states: Tensor = self.model(input_ids, positions, inputs_embeds)
-        return hidden_states
-
-    def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
-        """Return logits ``[rows, vocab_size]`` of hidden states; ``None`` on ranks that do not gather them."""
-        logits: Tensor | None = self.logits_processor(self.lm_head, hidden_states)
-        return logits
 
 
 @PluggableClass.register("Lfm2ForCausalLM")
@@ -210,9 +177,9 @@ class Lfm2ForCausalLM(HybridForCausalLM):
         self.max_position = shape.max_position
         ropes = {name: rope_of(shape, parameters) for name, parameters in shape.ropes.items()}
         layers = []
-        for number, kind in enumerate(config.layer_types):
+        for number in self.stage.layers:
             path = f"{prefix}.{number}"
-            if kind == "conv":
+            if config.layer_types[number] == "conv":
                 conv = ShortConv(config, config.hidden_size, number, None, None, quant_config, f"{path}.conv")
                 mixer: nn.Module = conv
             else:
@@ -262,7 +229,7 @@ class MambaForCausalLM(HybridForCausalLM):
     ) -> tuple[list[HybridLayer], float]:
         """Return the layers, each a mixer."""
         layers = []
-        for number in range(config.num_hidden_layers):
+        for number in self.stage.layers:
             mixer = MambaMixer(
                 config.hidden_size,
                 config.state_size,
@@ -292,7 +259,7 @@ class Mamba2ForCausalLM(HybridForCausalLM):
         """Return the layers, each a mixer."""
         expect_unlimited(config)
         layers = []
-        for number in range(config.num_hidden_layers):
+        for number in self.stage.layers:
             mixer = MambaMixer2(
                 config.hidden_size,
                 config.state_size,

@@ -50,6 +50,8 @@ class Model(PluggableClass, nn.Module):
     """The checkpoint's name of the embedding ``[vocab_size, hidden_size]``, which its config is checked against."""
     plain_config: ClassVar[bool] = False
     """Reads no more of its config than a ``PlainConfig`` has, which spares the import of transformers."""
+    stage_streams: ClassVar[int] = 0
+    """Tensors ``[tokens, hidden_size]`` that a stage of a pipeline passes to the next; 0: it is not cut into stages."""
     weights_mapper: WeightsMapper = WeightsMapper()
     """Changes of the names that checkpoints have to those of this model."""
 

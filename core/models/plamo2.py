@@ -98,7 +98,8 @@ class Plamo2ForCausalLM(HybridForCausalLM):
 
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
         super().__init__(opgraft_config=opgraft_config, prefix=prefix)
-        _shift(self.model.norm, 1.0)
+        if self.stage.is_last:
+            _shift(self.model.norm, 1.0)
 
     def make_layers(
         self, config: Any, quant_config: QuantizationConfig | None, prefix: str
@@ -115,7 +116,7 @@ class Plamo2ForCausalLM(HybridForCausalLM):
         [rope] = [rope_of(shape, parameters) for parameters in shape.ropes.values()]
         given = SimpleNamespace(model_config=SimpleNamespace(hf_config=config), quant_config=quant_config)
         layers: list[HybridLayer] = []
-        for number in range(len(shape.layers)):
+        for number in self.stage.layers:
             path = f"{prefix}.{number}"
             if attends(config, number):
                 mixer: nn.Module = DecoderAttention(shape, family, number, rope, quant_config, f"{path}.mixer")

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
-from opgraft.distributed import get_tensor_model_parallel_world_size
-from opgraft.errors import ModelError
+from opgraft.distributed import get_pp_group, get_tensor_model_parallel_world_size
+from opgraft.errors import DistributedError, ModelError
 from opgraft.grafting import graft
 from opgraft.grafting.report import LeftAlone
 from opgraft.models.description import architecture_config, joined, quantization_config
 from opgraft.models.extras import import_extra
 from opgraft.models.model import Model
+from opgraft.models.stages import Stage
 from opgraft.models.transformers_attention import AttentionCall, Recorder, attach_layer
 from opgraft.models.transformers_layers import ParametersOnMeta, Replacer, materialise
 from opgraft.models.transformers_names import TransformersNames
 from opgraft.models.transformers_report import TransformersReport
+from opgraft.models.transformers_stages import Gate, LayerChain, LayerRecorder, leave_out
 from opgraft.ops.attention import current_batch
 from opgraft.ops.embedding import LogitsProcessor, ParallelLMHead, VocabParallelEmbedding
 from opgraft.text import described
@@ -41,6 +43,7 @@ class Examination:
         calls: path of an attention module → how it calls its function.
         uncached: why the model cannot run with a cache, empty if it can.
         names: changes of the names that checkpoints have.
+        chain: its layers, which the stages of a pipeline share.
     """
 
     stack: str
@@ -48,6 +51,7 @@ class Examination:
     calls: Mapping[str, AttentionCall]
     uncached: str
     names: TransformersNames
+    chain: LayerChain
 
 
 def examine(cls: type[nn.Module], config: Any) -> Examination:
@@ -62,9 +66,9 @@ def examine(cls: type[nn.Module], config: Any) -> Examination:
         mask = torch.zeros(1, 1, 2, 2)
         try:
             try:
-                model, recorder, stack = _called(cls, config, mask)
+                model, recorder, chain, stack = _called(cls, config, mask)
             except Exception:  # some models take no mask of that kind: they make their own
-                model, recorder, stack = _called(cls, config, None)
+                model, recorder, chain, stack = _called(cls, config, None)
         except Exception as error:  # whatever the code of the model raises
             version = import_extra("transformers").__version__
             raise ModelError(
@@ -72,20 +76,22 @@ def examine(cls: type[nn.Module], config: Any) -> Examination:
             ) from error
     paths = {module: path for path, module in model.named_modules()}
     calls = {paths[module]: call for module, call in recorder.calls.items()}
-    return Examination(*stack, calls, _uncached(model, calls), TransformersNames.of(model))
+    return Examination(*stack, calls, _uncached(model, calls), TransformersNames.of(model), chain)
 
 
-def _called(cls: type[nn.Module], config: Any, mask: Tensor | None) -> tuple[Any, Recorder, tuple[str, type[Any]]]:
-    """Construct a model and call it; return what its attention modules asked for, and what gives hidden states."""
+def _called(
+    cls: type[nn.Module], config: Any, mask: Tensor | None
+) -> tuple[Any, Recorder, LayerChain, tuple[str, type[Any]]]:
+    """Construct a model and call it; return what its attention asked for, its layers, and what gives hidden states."""
     model: Any = cls(config).eval()
     recorder = Recorder(mask)
     recorder.attach(model)
-    stacks = _called_stacks(model)
+    stacks, layers = _called_stacks(model), LayerRecorder(model, mask)
     ids = torch.zeros(1, 2, dtype=torch.long)
     options = {"position_ids": ids} if _takes_positions(model) else {}
     with torch.no_grad():
         result = model(input_ids=ids, attention_mask=mask, use_cache=False, **options)
-    return model, recorder, stacks[-1] if stacks else ("", type(result))
+    return model, recorder, layers.chain(), stacks[-1] if stacks else ("", type(result))
 
 
 def _called_stacks(model: nn.Module) -> list[tuple[str, type[Any]]]:
@@ -164,6 +170,9 @@ class TransformersModel(Model):
 
     transformers_model: Any
     """The model as transformers has it; not a child, since its weights would be listed twice."""
+    stage: Stage
+    gate: Gate | None = None
+    _elsewhere: Sequence[str] = ()
 
     def __init__(self, *, opgraft_config: OpgraftConfig, prefix: str = "") -> None:
         super().__init__(opgraft_config=opgraft_config, prefix=prefix)
@@ -197,12 +206,13 @@ class TransformersModel(Model):
         whole = {path: "attention has sinks" for path, call in found.calls.items() if call.sinks}
         replacer = Replacer(model, plan, whole, quantization_config(self.opgraft_config, self), self.prefix)
         ranks = {path: self._ranks(replacer, path, call) for path, call in found.calls.items()}
-        replacer.embeddings(model.get_input_embeddings(), model.get_output_embeddings())
+        replacer.embeddings(*self._cut(model))
         replacer.linears()
         undefined = list(materialise(model))
         if undefined:
             raise ModelError(f"{type(model).__name__}: nothing computes the buffers {', '.join(undefined[:5])}")
-        attached = {} if found.uncached else found.calls
+        elsewhere = tuple(f"{path}." for path in self._elsewhere)
+        attached = {} if found.uncached else {p: c for p, c in found.calls.items() if not p.startswith(elsewhere)}
         for path, call in attached.items():
             module = model.get_submodule(path)
             sinks = module._parameters[call.sinks] if call.sinks else None
@@ -214,6 +224,37 @@ class TransformersModel(Model):
             replacer.left.append(LeftAlone("", type(model).__name__, f"it runs without a cache: {found.uncached}"))
         return TransformersReport(tuple(replacer.cuts), tuple(replacer.left), tuple(attached), grafted)
 
+    def _cut(self, model: Any) -> tuple[Any, Any]:
+        """Leave out what other stages have; return the embedding and the head, as far as this one has them.
+
+        Raises:
+            DistributedError: there are several stages, and the model is not cut into any.
+        """
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        if get_pp_group().world_size == 1:
+            return embedding, head
+        chain, paths = self.examination.chain, {module: path for path, module in model.named_modules()}
+        if chain.uncut:
+            raise DistributedError(
+                f"{type(model).__name__} of transformers is not cut into stages: {chain.uncut}. Use parallel.tensor"
+            )
+        layers = model.get_submodule(chain.path)
+        heads = [f"{paths[each]}.weight" for each in (head, embedding) if each in paths]
+        self.stage = stage = Stage.of(self, chain.path, len(layers), heads)
+        self.gate = leave_out(layers, stage, chain.results, embedding.weight.shape[1])
+        looks_up = stage.is_first or (stage.is_last and head is not None and head.weight is embedding.weight)
+        absent = [each for each, has in ((embedding, looks_up), (head, stage.is_last)) if not has and each in paths]
+        for module in absent:
+            parent, _, name = paths[module].rpartition(".")
+            model.get_submodule(parent)._modules[name] = nn.Module()
+        others = [f"{chain.path}.{number}" for number in range(len(layers)) if number not in stage.layers]
+        self._elsewhere = [*others, *map(paths.__getitem__, absent)]
+        return (embedding if looks_up else None), (head if stage.is_last else None)
+
+    def parts_elsewhere(self) -> Collection[str]:
+        """Return the names of the parts that other stages have."""
+        return self._elsewhere
+
     def _ranks(self, replacer: Replacer, path: str, call: AttentionCall) -> int:
         """Return how many ranks share the heads of an attention module; they must divide."""
         ranks = get_tensor_model_parallel_world_size() if replacer.is_cut(path) else 1
@@ -223,7 +264,8 @@ class TransformersModel(Model):
     def forward(self, input_ids: Tensor | None, positions: Tensor, inputs_embeds: Tensor | None = None) -> Tensor:
         """Return hidden states ``[tokens, hidden_size]`` of ids and positions ``[tokens]``.
 
-        The tokens are those of the current ``AttentionBatch``, or of one sequence where there is none.
+        The tokens are those of the current ``AttentionBatch``, or of one sequence where there is none. A stage that is
+        not the last returns what the next one is given as ``inputs_embeds``, ``[1, tokens, hidden_size]``.
 
         Raises:
             ModelError: there is a batch, and the model cannot run with a cache.
@@ -233,6 +275,8 @@ class TransformersModel(Model):
             raise ModelError(
                 f"{type(self.transformers_model).__name__} cannot run with a cache of ours: {found.uncached}"
             )
+        if self.gate is not None:
+            inputs_embeds = self.gate.enter(inputs_embeds)
         given = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
         options: dict[str, Any] = {name: x[None] for name, x in given.items() if x is not None}
         if self.takes_positions:
@@ -240,7 +284,7 @@ class TransformersModel(Model):
         if not found.uncached:
             options["attention_mask"] = positions.new_empty(1, 1, 0, 0)  # with which transformers makes no masks
         output: Tensor = self.stack(**options, use_cache=False)[0]
-        return output[0]
+        return output[0] if self.gate is None else self.gate.leave(output[0])
 
 
 class _HiddenStates(nn.Module):
@@ -275,6 +319,7 @@ class _Logits(nn.Module):
 class TransformersForCausalLM(TransformersModel):
     """A decoder of transformers with its logits; see ``TransformersModel``."""
 
+    stage_streams: ClassVar[int] = 1
     behind_stack: Any
     """A view of it in which the stack gives back what it is given; not a child either."""
 

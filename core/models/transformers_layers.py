@@ -159,6 +159,8 @@ class Replacer:
 
 def materialise(model: nn.Module) -> Iterator[str]:
     """Give memory to the parameters and buffers that have none; yield the names of buffers that nothing fills."""
+    if torch.get_default_device().type == "meta":
+        return  # a model that is described only
     made: dict[Tensor, Tensor] = {}
     for path, module in model.named_modules():
         if isinstance(module, LinearBase):

@@ -170,12 +170,38 @@ def test_a_second_class_for_an_architecture_is_told_how_to_replace() -> None:
         PluggableClass.register("LlamaForCausalLM")(Other)
 
 
-def test_heads_that_ranks_do_not_divide(tmp_path: Path, two: Ranks) -> None:
-    """The error names the layer and both numbers."""
-    written("Llama", tmp_path, num_attention_heads=3, num_key_value_heads=3)
+THREE = {"num_attention_heads": 6, "num_key_value_heads": 3}
+UNEVEN = {
+    "llama": ("Llama", {**THREE, "attention_bias": True}),
+    "phi3": ("Phi3", THREE),
+    "gpt_oss": ("GptOss", {**DECODERS["gpt_oss"][1], **THREE}),
+}
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_key_heads_that_ranks_do_not_divide(name: str, tmp_path: Path, two: Ranks) -> None:
+    """Two ranks with two and one of three key heads give the logits of one."""
+    family, values = UNEVEN[name]
+    written(family, tmp_path, **values)
+    alone, _ = on_rank(str(tmp_path))
+    for logits, _ in two.run(on_rank, str(tmp_path)):
+        torch.testing.assert_close(logits, alone, **TOLERANCE)
+
+
+def test_an_encoder_with_heads_that_ranks_do_not_divide(tmp_path: Path, two: Ranks) -> None:
+    """Two ranks with two and one of three heads give the hidden states of one."""
+    saved(transformers.BertModel(transformers.BertConfig(**{**SIZES, "num_attention_heads": 3})), tmp_path)
+    alone = encoded(str(tmp_path))
+    for states in two.run(encoded, str(tmp_path)):
+        torch.testing.assert_close(states, alone, **TOLERANCE)
+
+
+def test_a_norm_of_all_heads_that_ranks_do_not_divide(tmp_path: Path, two: Ranks) -> None:
+    """It would need the heads of all ranks; the error names the layer and both numbers."""
+    written("Olmo2", tmp_path, **THREE)
     for said in two.run(refused, str(tmp_path)):
-        assert "qkv_proj" in said
-        assert "3" in said
+        assert "layers.0.self_attn: its norm looks at all 6 heads" in said
+        assert "divides its 3 key heads" in said
 
 
 def refused(folder: str) -> str:
@@ -205,13 +231,11 @@ def test_a_config_that_is_not_written_for(tmp_path: Path, value: dict[str, Any],
 def test_settings_that_contradict_what_is_there(checkpoints: dict[str, tuple[Path, Any]]) -> None:
     """Ranks that were not started, and files of another format, are errors that name the setting."""
     name = ModelConfig(name=str(checkpoints["llama"][0]))
-    for kind in ("tensor", "data", "expert"):
+    for kind in ("tensor", "pipeline", "data", "expert"):
         with pytest.raises(
             DistributedError, match=rf"parallel\.{kind} is 2, and the {kind} group of this process has 1"
         ):
             load_model(OpgraftConfig(model=name, parallel=ParallelConfig(**{kind: 2})))
-    with pytest.raises(DistributedError, match=r"parallel\.pipeline.* is 2, and no model is cut into stages"):
-        load_model(OpgraftConfig(model=name, parallel=ParallelConfig(pipeline=2)))
     for device in ("qpu", "cpu:x"):
         with pytest.raises(ConfigError, match=f"load.device is '{device}', which torch cannot use here"):
             load_model(OpgraftConfig(model=name, load=LoadConfig(device=device)))

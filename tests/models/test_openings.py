@@ -13,7 +13,7 @@ from opgraft.config import LoadConfig, ModelConfig, OpgraftConfig
 from opgraft.errors import CheckpointError
 from opgraft.models import Weights, files, load_model, open_weights
 from opgraft.models.files import opened_once
-from opgraft.serving import text_engine
+from opgraft.serving import input_processor
 
 from .conftest import write_gguf
 
@@ -63,7 +63,7 @@ def test_an_answer_opens_the_file_once(llama, tmp_path, monkeypatch, openings) -
         seen.append(weights.path)
         raise CheckpointError("seen")
 
-    monkeypatch.setattr(text_engine, "find_tokenizer", find_tokenizer)
+    monkeypatch.setattr(input_processor, "find_tokenizer", find_tokenizer)
     CliRunner().invoke(run.command, [str(file), "hi"])
     assert seen == [file]
     assert openings == {file.name: 1}

