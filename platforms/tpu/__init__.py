@@ -3,4 +3,9 @@
 from opgraft.platform import PlatformSpec
 from opgraft.platforms.tpu.probe import probe
 
-SPEC = PlatformSpec(probe=probe, platform_class="opgraft.platforms.tpu.platform:TpuPlatform", priority=10)
+SPEC = PlatformSpec(
+    probe=probe,
+    platform_class="opgraft.platforms.tpu.platform:TpuPlatform",
+    priority=10,
+    devices="opgraft.platforms.tpu.figures:DEVICES",
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 
 import torch
+from opgraft.config import OpgraftConfig
 from opgraft.errors import PlatformError
 from opgraft.machine.machine import Machine
 from opgraft.platform import DeviceCapability, DeviceMemory, Platform
@@ -27,7 +28,7 @@ class TpuPlatform(Platform):
             raise PlatformError(f"no package for TPUs fits {choice.torch} ({facts}): {choice.remedy}")
         self.package: RuntimePackage = choice.package
         module, _, name = self.package.runtime.partition(":")
-        self._runtime: Runtime = getattr(importlib.import_module(module), name)()
+        self.runtime: Runtime = getattr(importlib.import_module(module), name)()
 
     @property
     def name(self) -> str:
@@ -42,12 +43,12 @@ class TpuPlatform(Platform):
         return ("tpu",)
 
     def device_count(self) -> int:
-        return self._runtime.device_count()
+        return self.runtime.device_count()
 
     def capability(self, index: int = 0) -> DeviceCapability:
         """Name and generation from the probe; matrix units multiply bfloat16, float32 by several passes."""
         dtypes = (torch.bfloat16, torch.float32)
-        if self._runtime.on_cpu():
+        if self.runtime.on_cpu():
             return DeviceCapability("XLA on the CPU", (*dtypes, torch.float64, torch.float16))
         chips = probe(Machine()).devices
         if not chips:
@@ -56,14 +57,14 @@ class TpuPlatform(Platform):
         return DeviceCapability(chip.name, dtypes, features=(chip.capability,) if chip.capability else ())
 
     def memory(self, index: int = 0) -> DeviceMemory:
-        return self._runtime.memory(index)
+        return self.runtime.memory(index)
 
     def synchronize(self, index: int = 0) -> None:
-        self._runtime.synchronize(index)
+        self.runtime.synchronize(index)
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
-        self._runtime.manual_seed(seed)
+        self.runtime.manual_seed(seed)
 
     def compilations(self) -> int:
         """Count the programs that XLA has compiled in this process; ``opgraft.bucketing.no_recompilation`` reads it.
@@ -71,7 +72,7 @@ class TpuPlatform(Platform):
         Raises:
             PlatformError: the package has no public counter.
         """
-        return self._runtime.compilations()
+        return self.runtime.compilations()
 
     @property
     def distributed_backend(self) -> str:
@@ -80,6 +81,14 @@ class TpuPlatform(Platform):
     @property
     def compile_backend(self) -> str:
         return self.package.compile_backend
+
+    def prepare(self, config: OpgraftConfig) -> None:
+        """Have engines construct the parts of theirs that are made for this platform."""
+        importlib.import_module("opgraft.platforms.tpu.engine").register()
+
+    @property
+    def ray_device_key(self) -> str:
+        return "TPU"
 
     @property
     def visibility_variable(self) -> str:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+from typing import Any
 
+import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as metrics
 import torch_xla.runtime
 from opgraft.platform import DeviceMemory
 from opgraft.platforms.tpu.runtime import Runtime
+from torch import Tensor
 
 
 class Xla(Runtime):
@@ -37,5 +41,31 @@ class Xla(Runtime):
         data = metrics.metric_data("CompileTime")  # (number of samples, their sum, the last of them)
         return int(data[0]) if data else 0
 
+    def donating(self) -> tuple[Any, ...]:
+        return torch.ops.xla.dynamo_set_buffer_donor_.default, True
+
+    def spread(self) -> None:
+        if not torch_xla.runtime.is_spmd():
+            torch_xla.runtime.use_spmd()
+
+    def shard(self, tensor: Tensor, dim: int | None) -> None:
+        _spmd().mark_sharding(tensor, _mesh(), _spec(tensor.dim(), dim))
+
+    def placing(self, dims: int, dim: int | None) -> tuple[Any, ...]:
+        return torch.ops.xla.aot_mark_sharding.default, str(_mesh()), str(_spec(dims, dim))
+
     def on_cpu(self) -> bool:
         return bool(torch_xla.runtime.device_type() == "CPU")
+
+
+def _spmd() -> Any:
+    return importlib.import_module("torch_xla.distributed.spmd")  # slow, and for several devices only
+
+
+def _mesh() -> Any:
+    devices = torch_xla.runtime.global_runtime_device_count()
+    return _spmd().Mesh(list(range(devices)), (devices,), ("tensor",))
+
+
+def _spec(dims: int, dim: int | None) -> tuple[str | None, ...]:
+    return tuple("tensor" if each == dim else None for each in range(dims))

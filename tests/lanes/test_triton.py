@@ -24,7 +24,6 @@ FILES = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
 def test_interpreted(file: str) -> None:
     """Every kernel computes what the specs ask for; none of these tests is skipped where Triton is installed."""

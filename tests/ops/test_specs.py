@@ -1,11 +1,13 @@
 """Every op against its spec: the claims below hold for each form.
 
 Checks that take long are made here of a form's last variant, or of its first and last. 'make evidence' makes every
-check of every variant, and test_evidence.py fails where the code has changed since.
+check of every variant, and test_evidence.py fails where the code has changed since. So what takes seconds to trace is
+traced by 'make test-slow'.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import pytest
@@ -24,6 +26,8 @@ ENDS = [
     for variant in dict.fromkeys([*spec.variants][:: len(spec.variants) - 1 or 1])
 ]
 LAST = [(spec, [*spec.variants][-1]) for spec in SPECS.values()]
+LONG = ("conv3d", "dual_chunk_rotary_embedding", "mamba_chunk_scan", "mrope", "rotary_embedding_", "selective_scan")
+"""Ops that take seconds to trace; each has a relative that does not."""
 PURE = [case for case in ENDS if not case[0].functional.mutates]
 HALF_AND_SINGLE = (torch.bfloat16, torch.float32)
 VALUES = [(*case, dtype) for case in CASES for dtype in case[0].dtypes if case in ENDS or dtype in HALF_AND_SINGLE]
@@ -33,8 +37,12 @@ def named(spec: OpSpec, variant: str) -> str:
     return spec.functional.name + (f"~{variant}" if variant else "")
 
 
-def cases(rows: list[tuple[OpSpec, str]]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(("spec", "variant"), rows, ids=[named(*row) for row in rows])
+def cases(rows: list[tuple[OpSpec, str]], long: Container[str] = ()) -> pytest.MarkDecorator:
+    """A test of variants of ops; those of long ones are for 'make test-slow'."""
+    marked = [
+        pytest.param(*row, id=named(*row), marks=[pytest.mark.slow] * (row[0].functional.name in long)) for row in rows
+    ]
+    return pytest.mark.parametrize(("spec", "variant"), marked)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +71,7 @@ def test_effects(spec: OpSpec, variant: str) -> None:
             checks.check_effects(spec, variant, dtype, call)
 
 
-@cases(LAST)
+@cases(LAST, LONG)
 def test_registration(spec: OpSpec, variant: str) -> None:
     """torch's own checks of registered ops pass."""
     checks.check_registration(spec, variant)
@@ -78,7 +86,7 @@ def test_fake(spec: OpSpec, variant: str) -> None:
         checks.check_refusal(spec, variant, checks.registered(spec))
 
 
-@cases(LAST)
+@cases(LAST, LONG)
 def test_compilation(spec: OpSpec, variant: str) -> None:
     """Form and registered op compile whole and once for all sizes."""
     for call in (spec.functional, checks.registered(spec)):

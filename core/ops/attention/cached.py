@@ -25,6 +25,8 @@ class CachedAttention(PluggableLayer):
     sliding_window: int | None = None
     is_node = False
     """While a compiler traces, the layer becomes one node of the graph, which is to be called within ``nodes_of``."""
+    takes_padding = False
+    """Takes batches that are padded as those of ``PaddedAttention``, and computes them in a graph of fixed shapes."""
 
     @abstractmethod
     def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:

@@ -233,7 +233,7 @@ def _place(tensors: Sequence[nn.Parameter]) -> tuple[Tensor, list[Tensor]] | Non
     parts = torch.split(block, [tensor.shape[0] for tensor in tensors])
     try:
         return block, [from_dlpack(part) for part in parts]  # a storage of its own each, over the block's memory
-    except (BufferError, RuntimeError, TypeError):
+    except (BufferError, RuntimeError, TypeError, ValueError):
         return None
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from opgraft.distributed import (
+    get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
 )
 from opgraft.errors import LayerError, WeightError
 from opgraft.ops.linear.parallel import ColumnParallelLinear
 from opgraft.ops.linear.quantization_config import QuantizationConfig
-from opgraft.ops.linear.sharding import OutputShard, divide
+from opgraft.ops.linear.sharding import InputShard, OutputShard, divide
 from opgraft.ops.weights import LoadedTensor
 from torch import Tensor
 
@@ -97,7 +99,9 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 class QKVParallelLinear(ColumnParallelLinear):
     """The query, key and value projections of attention; a rank has whole heads of each.
 
-    With fewer key heads than ranks, a key head and its value head are on several ranks, next to one another.
+    With fewer key heads than ranks, a key head and its value head are on several ranks, next to one another. Key heads
+    that the ranks do not divide are shared out as evenly as they can be, each with its query heads: the first ranks
+    have one more.
 
     Shapes:
         ``[..., hidden_size]`` to ``[..., num_heads · head_size + num_kv_heads · (head_size + v_head_size)]``.
@@ -119,11 +123,13 @@ class QKVParallelLinear(ColumnParallelLinear):
     Attributes:
         num_heads: query heads of this rank.
         num_kv_heads: key heads of this rank.
+        first_head: the number of its first query head.
+        first_kv_head: the number of its first key head.
         num_kv_head_replicas: ranks that have the same key head.
 
     Raises:
-        LayerError: ranks do not divide the query heads; or neither key heads by ranks, nor ranks by key heads divide;
-            or there are no key heads.
+        LayerError: key heads do not divide the query heads; or there are fewer of them than ranks, which they do not
+            divide; or there are none.
     """
 
     output_sizes: list[int]
@@ -145,14 +151,18 @@ class QKVParallelLinear(ColumnParallelLinear):
         disable_tp: bool = False,
         v_head_size: int | None = None,
     ) -> None:
-        ranks = 1 if disable_tp else get_tensor_model_parallel_world_size()
+        ranks, rank = (
+            (1, 0) if disable_tp else (get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank())
+        )
         self.hidden_size = hidden_size
         self.head_size = head_size
         self.v_head_size = head_size if v_head_size is None else v_head_size
         self.total_num_heads = total_num_heads
         self.total_num_kv_heads = total_num_heads if total_num_kv_heads is None else total_num_kv_heads
-        self.num_heads = divide(total_num_heads, ranks, f"QKVParallelLinear {prefix!r}: the number of heads")
-        self.num_kv_heads, self.num_kv_head_replicas = _key_heads(self.total_num_kv_heads, ranks, prefix)
+        shared = _Heads.of_rank(total_num_heads, self.total_num_kv_heads, rank, ranks, f"QKVParallelLinear {prefix!r}")
+        self.first_head, self.num_heads = shared.first, shared.count
+        self.first_kv_head, self.num_kv_heads = shared.first_key, shared.keys
+        self.num_kv_head_replicas = shared.replicas
         heads = (self.num_heads * head_size, self.num_kv_heads * head_size, self.num_kv_heads * self.v_head_size)
         self.output_sizes = [size * ranks for size in heads]
         super().__init__(
@@ -175,13 +185,20 @@ class QKVParallelLinear(ColumnParallelLinear):
             self.total_num_kv_heads * self.head_size,
             self.total_num_kv_heads * self.v_head_size,
         )
-        kv_rank = self.tp_rank // self.num_kv_head_replicas
+        kv_start = self.first_kv_head
+        starts = (self.first_head * self.head_size, kv_start * self.head_size, kv_start * self.v_head_size)
         shards, offset = [], 0
-        for index, size in enumerate(self.output_partition_sizes):
-            start = (self.tp_rank if index == 0 else kv_rank) * size
-            shards.append(OutputShard(index, offset, start, size, totals[index]))
+        for index, (size, start, total) in enumerate(zip(self.output_partition_sizes, starts, totals, strict=True)):
+            shards.append(OutputShard(index, offset, start, size, total))
             offset += size
         return shards
+
+    def uneven_output(self) -> InputShard | None:
+        """Return which values of all heads this rank computes; ``None`` where all ranks compute equally many."""
+        if self.total_num_heads == self.num_heads * self.tp_size:
+            return None
+        size = self.v_head_size
+        return InputShard(self.first_head * size, self.num_heads * size, self.total_num_heads * size)
 
     def weight_loader(self, param: Any, loaded_weight: LoadedTensor, loaded_shard_id: str | None = None) -> None:
         """Load this rank's rows of one projection, or of all three.
@@ -202,15 +219,36 @@ class QKVParallelLinear(ColumnParallelLinear):
         self._load(param, loaded_weight, shards)
 
 
-def _key_heads(total: int, ranks: int, prefix: str) -> tuple[int, int]:
-    """Return the key heads of a rank, and how many ranks have each."""
-    if total < 1:
-        raise LayerError(f"QKVParallelLinear {prefix!r}: the number of key heads is {total}, expected at least 1")
-    if total >= ranks:
-        return divide(total, ranks, f"QKVParallelLinear {prefix!r}: the number of key heads"), 1
-    if ranks % total:
-        raise LayerError(
-            f"QKVParallelLinear {prefix!r}: {ranks} tensor-parallel ranks cannot share {total} key heads: choose a "
-            "number of ranks that divides them, or that they divide"
-        )
-    return 1, ranks // total
+@dataclass(frozen=True)
+class _Heads:
+    """The heads of a rank: the first, and how many; likewise of keys; and how many ranks have the same keys."""
+
+    first: int
+    count: int
+    first_key: int
+    keys: int
+    replicas: int
+
+    @classmethod
+    def of_rank(cls, total: int, keys: int, rank: int, ranks: int, what: str) -> _Heads:
+        """Share heads out.
+
+        Raises:
+            LayerError: that cannot be.
+        """
+        if keys < 1:
+            raise LayerError(f"{what}: the number of key heads is {keys}, expected at least 1")
+        if keys < ranks and ranks % keys:
+            raise LayerError(
+                f"{what}: {ranks} tensor-parallel ranks cannot share {keys} key heads: choose a number of ranks that "
+                "divides them, or that they divide, or a smaller one"
+            )
+        if keys < ranks or keys % ranks == 0:
+            count, replicas = divide(total, ranks, f"{what}: the number of heads"), max(1, ranks // keys)
+            return cls(rank * count, count, rank * keys // ranks, max(1, keys // ranks), replicas)
+        if total % keys:
+            raise LayerError(f"{what}: the number of heads is {total}, which {keys} key heads do not divide")
+        group = total // keys
+        each, more = divmod(keys, ranks)
+        first, count = rank * each + min(rank, more), each + (rank < more)
+        return cls(first * group, count * group, first, count, 1)

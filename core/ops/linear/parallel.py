@@ -18,7 +18,7 @@ from opgraft.errors import LayerError
 from opgraft.ops.linear.methods import QuantizeMethodBase, UnquantizedLinearMethod, forms_of
 from opgraft.ops.linear.packable import PackableLayer
 from opgraft.ops.linear.quantization_config import QuantizationConfig
-from opgraft.ops.linear.sharding import OutputShard, divide, expect_rows, load_columns, load_rows
+from opgraft.ops.linear.sharding import InputShard, OutputShard, divide, expect_rows, load_columns, load_rows
 from opgraft.ops.prefixes import claim_prefix
 from opgraft.ops.weights import LoadedTensor, set_weight_attrs
 from opgraft.registry.signatures import called_with
@@ -294,11 +294,13 @@ class RowParallelLinear(LinearBase):
         prefix: the layer's name in the checkpoint.
         return_bias: return ``(result, bias or None)``; else the result only.
         disable_tp: keep the layer whole on every rank.
+        shard: the inputs of this rank, where ranks have different numbers of them.
 
     Raises:
         LayerError: the ranks do not divide the input, or a bias would be added to what is not reduced.
     """
 
+    @called_with(never=("shard",))
     def __init__(
         self,
         input_size: int,
@@ -313,6 +315,7 @@ class RowParallelLinear(LinearBase):
         *,
         return_bias: bool = True,
         disable_tp: bool = False,
+        shard: InputShard | None = None,
     ) -> None:
         super().__init__(
             input_size,
@@ -331,11 +334,16 @@ class RowParallelLinear(LinearBase):
             )
         self.input_is_parallel = input_is_parallel
         self.reduce_results = reduce_results
-        self.input_size_per_partition = divide(input_size, self.tp_size, f"{self.name}: the input size")
+        self.shard = self._equal_shard() if shard is None else shard
+        self.input_size_per_partition = self.shard.size
         self.output_size_per_partition = output_size
         self.output_partition_sizes = [output_size]
         self._create_weights(self.input_size_per_partition, [output_size])
         self._create_bias(bias, output_size, cut=False)
+
+    def _equal_shard(self) -> InputShard:
+        size = divide(self.input_size, self.tp_size, f"{self.name}: the input size")
+        return InputShard(self.tp_rank * size, size, self.input_size)
 
     def weight_loader(self, param: Any, loaded_weight: LoadedTensor) -> None:
         """Load this rank's columns of a weight.
@@ -343,12 +351,11 @@ class RowParallelLinear(LinearBase):
         Raises:
             WeightError: it has another shape.
         """
-        columns = self.input_size_per_partition
-        load_columns(param, loaded_weight, columns, self.tp_rank, self.tp_size, self.name)
+        load_columns(param, loaded_weight, self.shard, self.name)
 
     def forward(self, input_: Tensor) -> Output:
         if self.tp_size > 1 and not self.input_is_parallel:
-            input_ = input_.chunk(self.tp_size, dim=-1)[self.tp_rank].contiguous()
+            input_ = input_.narrow(-1, self.shard.start, self.shard.size).contiguous()
         adds_bias = self.tp_rank == 0 and not self.skip_bias_add
         output = self._apply_method(input_, self.bias if adds_bias else None)
         if self.reduce_results and self.tp_size > 1:

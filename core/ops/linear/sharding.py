@@ -36,6 +36,21 @@ class OutputShard:
     total: int
 
 
+@dataclass(frozen=True)
+class InputShard:
+    """The columns of a layer that this rank has.
+
+    Attributes:
+        start: of the first one in the layer's whole weight.
+        size: number of columns.
+        total: number of columns of the layer's whole weight.
+    """
+
+    start: int
+    size: int
+    total: int
+
+
 def divide(number: int, ranks: int, what: str) -> int:
     """Divide evenly.
 
@@ -82,8 +97,8 @@ def expect_rows(param: Tensor, loaded: LoadedTensor, rows: int, what: str) -> No
         raise WeightError.of_shape(what, loaded.shape, f"{expected} in dimension {dim} of {param.dim()}")
 
 
-def load_columns(param: Tensor, loaded: LoadedTensor, columns: int, rank: int, ranks: int, what: str) -> None:
-    """Load this rank's columns, those along the layer's input, of which each rank has so many.
+def load_columns(param: Tensor, loaded: LoadedTensor, shard: InputShard, what: str) -> None:
+    """Load this rank's columns, those along the layer's input.
 
     Raises:
         WeightError: the weight that is loaded has another shape, or its blocks cross the border of the rank's columns.
@@ -91,12 +106,12 @@ def load_columns(param: Tensor, loaded: LoadedTensor, columns: int, rank: int, r
     dim: int | None = getattr(param, "input_dim", None)
     if dim is not None and len(loaded.shape):
         unit = _unit(param, dim, "input_unit")
-        if ranks > 1 and columns % unit:
-            raise _crossing(what, f"columns {rank * columns} to {(rank + 1) * columns - 1}", unit)
-        size = param.shape[dim]
-        if len(loaded.shape) != param.dim() or loaded.shape[dim] != size * ranks:
-            raise WeightError.of_shape(what, loaded.shape, f"{size * ranks} in dimension {dim} of {param.dim()}")
-        loaded = loaded.narrow(dim, rank * size, size)
+        if shard.size < shard.total and (shard.start % unit or shard.size % unit):
+            raise _crossing(what, f"columns {shard.start} to {shard.start + shard.size - 1}", unit)
+        expected = _parts(shard.total, unit)
+        if len(loaded.shape) != param.dim() or loaded.shape[dim] != expected:
+            raise WeightError.of_shape(what, loaded.shape, f"{expected} in dimension {dim} of {param.dim()}")
+        loaded = loaded.narrow(dim, shard.start // unit, _parts(shard.size, unit))
     copy_weight(param.data, loaded, what)
 
 

@@ -1,0 +1,129 @@
+"""The parts of the engine on TPUs: its model runner and its attention, which keep to fixed shapes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.config import OpgraftConfig
+from opgraft.engine.bucketed_runner import BucketedModelRunner
+from opgraft.engine.model_runner import ModelRunner
+from opgraft.engine.step_program import CacheOperators
+from opgraft.engine.worker import Worker
+from opgraft.errors import PlatformError
+from opgraft.ops.attention.decoder import Attention
+from opgraft.ops.attention.padded import PaddedAttention
+from opgraft.ops.embedding import VocabParallelEmbedding
+from opgraft.ops.linear import ColumnParallelLinear, RowParallelLinear
+from opgraft.platform import Platform
+from opgraft.platforms.tpu.chips import one_chip
+from opgraft.platforms.tpu.platform import TpuPlatform
+from opgraft.plugins.selection import current_platform
+from torch import Tensor, nn
+
+HEADS = 2
+"""The dimension of the heads in a cache."""
+PRIORITY = -1
+"""Below that of a plugin that says nothing of it, such as one with a kernel for attention."""
+
+
+class TpuModelRunner(BucketedModelRunner):
+    """Computes steps by programs of XLA, which write to the cache in place."""
+
+    def __init__(self, opgraft_config: OpgraftConfig, device: torch.device) -> None:
+        super().__init__(opgraft_config, device)
+        self.runtime = tpu_platform().runtime
+
+    def operators_of(self, cache: Tensor) -> CacheOperators:
+        place = self.runtime.placing(cache.dim(), self._divided_dim(cache)) if self._devices > 1 else ()
+        return CacheOperators(self.runtime.donating(), place)
+
+    def whole(self, dims: int) -> tuple[Any, ...]:
+        return self.runtime.placing(dims, None) if self._devices > 1 else ()
+
+    @property
+    def _devices(self) -> int:
+        return self.opgraft_config.parallel.devices_per_rank or 1
+
+    def _divided_dim(self, cache: Tensor) -> int | None:
+        return HEADS if cache.shape[HEADS] % self._devices == 0 else None
+
+    def load_model(self) -> None:
+        """Make the model and read its weights; over several devices, divide those that ranks would share."""
+        super().load_model()
+        for tensor, dim in divided_weights(self.model, self._devices) if self._devices > 1 else ():
+            self.runtime.shard(tensor, dim)
+
+    def compilations(self) -> int:
+        """Count what XLA compiled in this process; where the package does not tell, what the runner had compiled."""
+        try:
+            return self.runtime.compilations()
+        except PlatformError:
+            return super().compilations()
+
+    def allocate_cache(self, num_blocks: int, num_states: int = 0) -> None:
+        super().allocate_cache(num_blocks, num_states)
+        for cache in self.tensors if self._devices > 1 else ():
+            self.runtime.shard(cache, self._divided_dim(cache))
+        self.runtime.synchronize(self.device.index or 0)  # what fills it is a program, too, but none of a step
+
+
+class TpuWorker(Worker):
+    """Has one chip, or all that the process sees as one device."""
+
+    def claim_devices(self) -> None:
+        """Set the process up for its chips, which the runtime takes at the first question.
+
+        Raises:
+            PlatformError: the package cannot do so.
+        """
+        runtime = tpu_platform().runtime
+        if self.opgraft_config.parallel.devices_per_rank > 1:
+            runtime.spread()
+        elif self.local_size > 1:
+            os.environ.update(one_chip(self.local_rank, os.environ))
+
+
+def divided_weights(model: nn.Module, parts: int) -> Iterator[tuple[Tensor, int]]:
+    """Return the weights that tensor-parallel ranks would divide, each with the dimension along which.
+
+    Those whose size ``parts`` does not divide are left out: each device has the whole.
+    """
+    for layer in model.modules():
+        if isinstance(layer, RowParallelLinear):
+            name = "input_dim"
+        elif isinstance(layer, (ColumnParallelLinear, VocabParallelEmbedding)):
+            name = "output_dim"
+        else:
+            continue
+        for parameter in layer.parameters(recurse=False):
+            dim = vars(parameter).get(name)
+            if dim is not None and parameter.shape[dim] % parts == 0:
+                yield parameter, dim
+
+
+def tpu_platform() -> TpuPlatform:
+    """Return the platform of this process.
+
+    Raises:
+        PlatformError: it is another.
+    """
+    platform = current_platform()
+    if not isinstance(platform, TpuPlatform):
+        raise PlatformError(f"this is for the platform tpu, and the current one is {platform.name}: set it by name")
+    return platform
+
+
+def _is_tpu(platform: Platform) -> bool:
+    return isinstance(platform, TpuPlatform)
+
+
+def register() -> None:
+    """Declare the replacements; done again, nothing changes."""
+    PluggableClass.register_oot(TpuModelRunner, name=ModelRunner, priority=PRIORITY, when=_is_tpu)
+    PluggableClass.register_oot(TpuWorker, name=Worker, priority=PRIORITY, when=_is_tpu)
+    CustomOp.register_oot(PaddedAttention, name=Attention, priority=PRIORITY, when=_is_tpu)
