@@ -80,3 +80,36 @@ def _log_level(value: str | None) -> str | None:
     if value and value.lower() not in LOG_LEVELS:
         raise ConfigError(f"{LOG}={value!r} is no level: use one of {', '.join(LOG_LEVELS)}")
     return value.lower() if value else None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The place of a process among those that a launcher such as ``torchrun`` has started.
+
+    Attributes:
+        size: the number of processes, on all hosts.
+        local_rank: its number on this host.
+        local_size: the number of processes on this host.
+    """
+
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+
+def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
+    """Read the variables that launchers set, by default from ``os.environ``; without them this process is alone.
+
+    Raises:
+        ConfigError: one of them is no number.
+    """
+    values = os.environ if variables is None else variables
+    size = _number(values, "WORLD_SIZE", 1)
+    return Launch(size, _number(values, "LOCAL_RANK", 0), _number(values, "LOCAL_WORLD_SIZE", size))
+
+
+def _number(values: Mapping[str, str], name: str, otherwise: int) -> int:
+    text = values.get(name) or str(otherwise)
+    if not text.isdecimal():
+        raise ConfigError(f"{name}={text!r:.80} is no number: unset it, or start with a launcher, such as torchrun")
+    return int(text)

@@ -54,6 +54,7 @@ class CompilationConfig(Section):
             Without either, ``none`` holds if ``backend`` is ``inductor`` and ``mode`` is not ``NONE``, else ``all``.
         backend: name of the ``torch.compile`` backend.
         mode: a ``CompilationMode``, its name or its number.
+        fail_on_recompile: on devices whose programs have fixed shapes, all compiled before the first request.
     """
 
     section: ClassVar[str] = "compilation_config"
@@ -65,6 +66,11 @@ class CompilationConfig(Section):
     )
     backend: str | None = setting("the torch.compile backend that models are meant for", default="inductor")
     mode: CompilationMode | None = setting("how models are compiled", default=CompilationMode.NONE)
+    fail_on_recompile: bool = setting(
+        "a program that a device compiles while requests run fails their step, instead of a warning; on devices whose "
+        "programs have fixed shapes",
+        default=False,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

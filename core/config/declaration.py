@@ -258,6 +258,11 @@ def _parse_list(text: str, source: str) -> Any:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
+def _parse_numbers(text: str, source: str) -> Any:
+    parts = _parse_list(text, source)
+    return [_parse_number(int, "an integer", each, source) if isinstance(each, str) else each for each in parts]
+
+
 def _parse_mapping(text: str, source: str) -> Any:
     if text.lstrip().startswith("{"):
         found = _parse_json(text, source)
@@ -289,6 +294,10 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
 
 
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, tuple) and all(map(_is(int), value))
+
+
 def _maps_texts(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(text, str) for pair in value.items() for text in pair)
 
@@ -299,6 +308,7 @@ KINDS: dict[str, Kind] = {
     "int": Kind("INTEGER", "an integer", _is(int), functools.partial(_parse_number, int, "an integer")),
     "float": Kind("NUMBER", "a number", _is(int, float), functools.partial(_parse_number, float, "a number")),
     "Sequence[str]": Kind("LIST", "a list of strings", _are_texts, _parse_list, _as_tuple),
+    "Sequence[int]": Kind("INTEGERS", "a list of integers", _are_numbers, _parse_numbers, _as_tuple),
     "Mapping[str, str]": Kind("MAPPING", "a mapping of strings to strings", _maps_texts, _parse_mapping, _as_dict),
 }
 """By annotation, without ``| None``."""

@@ -103,12 +103,56 @@ class ParallelConfig(Section):
 
     tensor: int = setting("ranks that share each layer", default=1, minimum=1)
     pipeline: int = setting("ranks that share the stack of layers", default=1, minimum=1)
-    data: int = setting("replicas that share the requests", default=1, minimum=1)
-    expert: int = setting("ranks that share the experts of a layer", default=1, minimum=1)
-    worker_process: bool | None = setting(
-        "run the model in a process of its own, so that it does not wait for this one's other work, nor that for it",
-        unset="under opgraft serve alone",
+    stage_layers: Sequence[int] = setting(
+        "layers of each rank of the pipeline, in its order; without it they are spread by the bytes of weights",
+        default=(),
     )
+    data: int = setting("replicas that share the requests", default=1, minimum=1)
+    data_rank: int | None = setting(
+        "the replica that this engine is, of those that data counts", minimum=0, unset="all of them, behind one front"
+    )
+    on_replica_loss: str = setting(
+        "what becomes of the requests of a replica whose workers are lost: they fail, or move to another one, which "
+        "goes on with what they have",
+        default="fail",
+        choices=("fail", "move"),
+    )
+    least_replicas: int = setting(
+        "replicas that must be left, or be starting again; with fewer the engine has stopped", default=1, minimum=1
+    )
+    meeting: str | None = setting(
+        "host:port of the store by which the ranks of replicas meet that share experts", unset="one that is made"
+    )
+    expert: int = setting("ranks that share the experts of a layer", default=1, minimum=1)
+    executor: str | None = setting(
+        "where workers run: in this process, in processes of their own, one for each rank, in processes that a "
+        "launcher such as torchrun has started, of which this is one, or on the hosts of a Ray cluster",
+        choices=("in_process", "processes", "external", "ray"),
+        unset="external under torchrun, processes where tensor, pipeline or data is above 1 or under opgraft serve, "
+        "else in_process",
+    )
+    devices_per_rank: int = setting(
+        "devices that each rank spreads its layers over, on platforms where a process can have several",
+        default=1,
+        minimum=1,
+    )
+    start_seconds: float = setting(
+        "seconds after which workers that do not come to the end of a part of their start, such as loading the model, "
+        "are taken to hang, named and ended",
+        default=1800,
+        above=0,
+    )
+    step_seconds: float = setting(
+        "seconds after which ranks that do not come to the end of a step are taken to hang, named and ended",
+        default=300,
+        above=0,
+    )
+    restart_workers: int = setting(
+        "times that workers which have ended or hang are started again; open requests fail, new ones are served",
+        default=0,
+        minimum=0,
+    )
+    ray_cpus: int = setting("processors that Ray reserves for a worker, and threads of it", default=1, minimum=1)
     redundant_experts: int = setting(
         "places for experts of a layer beyond one for each, on all ranks together", default=0, minimum=0
     )
@@ -116,6 +160,11 @@ class ParallelConfig(Section):
         "steps after which experts are placed anew by the tokens that they computed", minimum=1, unset="never"
     )
     expert_moves: int = setting("experts that change their place between two steps, at most", default=4, minimum=2)
+
+    @property
+    def in_rounds(self) -> bool:
+        """True where replicas make their steps together, as they share experts."""
+        return self.data > 1 and self.expert > self.tensor
 
 
 @dataclass(frozen=True, kw_only=True)

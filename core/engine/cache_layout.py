@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from types import MappingProxyType
 
@@ -35,6 +36,30 @@ def cache_dtype(setting: str, model: torch.dtype) -> torch.dtype:
 
 
 @dataclass(frozen=True)
+class CacheSizes:
+    """A layout in numbers, as it goes from a worker to the engine.
+
+    Attributes:
+        windows: the sliding window of each group.
+        layers: how many layers have each window.
+        block_size: tokens in a block.
+        bytes_per_block: bytes that a block takes; 0 without attention.
+        bytes_per_state: bytes that the state of a sequence takes; 0 where no layer keeps one.
+    """
+
+    windows: Sequence[int | None]
+    layers: Mapping[int | None, int]
+    block_size: int
+    bytes_per_block: int
+    bytes_per_state: int
+
+    @property
+    def kinds(self) -> list[LayerKind]:
+        """Return the kind of each group."""
+        return list(map(LayerKind, self.windows))
+
+
+@dataclass(frozen=True)
 class CacheLayout:
     """Groups of attention layers, each with a table of blocks of its own.
 
@@ -44,7 +69,8 @@ class CacheLayout:
 
     Attributes:
         layers: prefix → layer.
-        groups: prefixes of the layers of each group.
+        groups: prefixes of the layers of each group. A stage of a pipeline may have no layer of one that others have.
+        windows: the sliding window of each group.
         block_size: tokens in a block.
         dtype: of the cache.
         states: prefix → layer that keeps a state of each sequence, in slots beside the blocks.
@@ -52,6 +78,7 @@ class CacheLayout:
 
     layers: Mapping[str, CachedAttention]
     groups: Sequence[Sequence[str]]
+    windows: Sequence[int | None]
     block_size: int
     dtype: torch.dtype
     states: Mapping[str, StateLayer] = field(default_factory=dict)
@@ -71,22 +98,46 @@ class CacheLayout:
         """
         if dtype in CODES.values():
             _expect_codes(layers)
-        by_window: dict[int | None, list[str]] = {}
-        for name, layer in layers.items():
-            by_window.setdefault(layer.sliding_window, []).append(name)
+        by_window = _by_window(layers)
         size = min(map(len, by_window.values()), default=1)
-        groups = [names[i : i + size] for names in by_window.values() for i in range(0, len(names), size)]
-        return cls(layers, groups, block_size, dtype, states or {})
+        groups = [
+            (window, names[i : i + size]) for window, names in by_window.items() for i in range(0, len(names), size)
+        ]
+        windows = [window for window, _ in groups]
+        return cls(layers, [names for _, names in groups], windows, block_size, dtype, states or {})
+
+    def grouped(self, windows: Sequence[int | None]) -> CacheLayout:
+        """Return the layout with its layers in groups of these windows, about as many in each of a window."""
+        groups: list[list[str]] = [[] for _ in windows]
+        for window, names in _by_window(self.layers).items():
+            places = [place for place, each in enumerate(windows) if each == window]
+            for number, name in enumerate(names):
+                groups[places[number * len(places) // len(names)]].append(name)
+        return replace(self, groups=groups, windows=windows)
 
     @property
     def kinds(self) -> list[LayerKind]:
         """Return the kind of each group."""
-        return [LayerKind(self.layers[group[0]].sliding_window) for group in self.groups]
+        return list(map(LayerKind, self.windows))
+
+    def sizes(self) -> CacheSizes:
+        """Return the layout in numbers."""
+        counts = Counter(layer.sliding_window for layer in self.layers.values())
+        return CacheSizes(self.windows, counts, self.block_size, self.bytes_per_block, self.bytes_per_state)
 
     @property
     def bytes_per_block(self) -> int:
         """Return the bytes that one block of the pool takes in all tensors."""
         return sum(prod(shape) * self.dtype.itemsize for _, shape in set(self._homes(1).values()))
+
+    def tokens(self, num_blocks: int) -> int:
+        """Return how many tokens of long sequences so many blocks hold."""
+        full = sum(kind.sliding_window is None for kind in self.kinds) or len(self.kinds) or 1
+        return num_blocks // full * self.block_size
+
+    def blocks(self, num_tokens: int) -> int:
+        """Return how many blocks a sequence of ``num_tokens`` takes while it is generated."""
+        return sum(kind.most_blocks(num_tokens, 1, self.block_size) for kind in self.kinds)
 
     def allocate(self, num_blocks: int, device: torch.device) -> dict[str, Tensor]:
         """Return the cache of each layer. The memory is not written to until tokens are."""
@@ -131,6 +182,22 @@ class CacheLayout:
             for group in self.groups
             for place, name in enumerate(group)
         }
+
+
+def windows_of_all(ranks: Sequence[CacheSizes]) -> Sequence[int | None]:
+    """Return the windows of groups that the layers of all stages of a pipeline go into, whose blocks have one table."""
+    if all(each.windows == ranks[0].windows for each in ranks):
+        return ranks[0].windows
+    counts = sum((Counter(each.layers) for each in ranks), Counter[int | None]())
+    size = min(counts.values())
+    return [window for window, count in counts.items() for _ in range(-(-count // size))]
+
+
+def _by_window(layers: Mapping[str, CachedAttention]) -> dict[int | None, list[str]]:
+    found: dict[int | None, list[str]] = {}
+    for name, layer in layers.items():
+        found.setdefault(layer.sliding_window, []).append(name)
+    return found
 
 
 def _expect_codes(layers: Mapping[str, CachedAttention]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,16 +39,20 @@ class CompiledModel:
         with self._explained():
             self._graph: Any = torch.compile(model, backend=self.backend, dynamic=True, fullgraph=True)
 
-    def __call__(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Return the hidden states ``[tokens, hidden_size]``; both arguments are ``[tokens]``, int64."""
+    def __call__(self, input_ids: Tensor, positions: Tensor, *inputs_embeds: Tensor) -> Tensor:
+        """Return what the model does, as a rule hidden states; the first two arguments are ``[tokens]``, int64."""
         with nodes_of(self.layers):
             # A step's are parts of one tensor, and a graph would be for the place of each in it.
-            hidden: Tensor = self._graph(input_ids.clone(), positions.clone())
+            hidden: Tensor = self._graph(*(each.clone() for each in (input_ids, positions, *inputs_embeds)))
         return hidden
 
     @torch.inference_mode()
-    def warm_up(self, device: torch.device) -> None:
+    def warm_up(self, device: torch.device, empty: Callable[[int], Sequence[Tensor]] = lambda size: ()) -> None:
         """Compile.
+
+        Args:
+            device: of the model.
+            empty: returns what the model is called with besides ids and positions of so many tokens.
 
         Raises:
             ConfigError: the model cannot be traced, or the backend does not compile here.
@@ -56,7 +60,7 @@ class CompiledModel:
         for size in SIZES:
             tokens = torch.arange(size, device=device)
             with self._explained():
-                self(tokens, tokens)
+                self(tokens, tokens, *empty(size))
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

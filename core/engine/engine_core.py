@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
-from opgraft.engine.cache_layout import CacheLayout
-from opgraft.engine.cache_room import room_for
+from opgraft.engine.cache_layout import CacheSizes, windows_of_all
+from opgraft.engine.cache_room import smallest_room
 from opgraft.engine.compiled_model import expect_compilable
+from opgraft.engine.executors import executor_of
 from opgraft.engine.kv_cache import KVCacheManager
-from opgraft.engine.process_executor import executor_of
 from opgraft.engine.request import FinishReason, Request
 from opgraft.engine.scheduler import Scheduler
 from opgraft.engine.stats import EngineStats, copied
@@ -44,11 +44,21 @@ class EngineOutput(NamedTuple):
     refused: bool = False
 
 
+class _Failure(NamedTuple):
+    """An error of a step that was not computed to its end."""
+
+    step: Step
+    error: Exception
+
+
 class EngineCore:
     """A scheduler and the executor that computes its steps.
 
     Args:
         opgraft_config: the process's where not given; every section is read from it.
+
+    Attributes:
+        hands_over: whether requests stay when the workers are lost, for ``surrender``, instead of failing.
 
     Raises:
         ModelError: no model is named, or it has no attention layers and so is no decoder.
@@ -66,29 +76,37 @@ class EngineCore:
             self.executor.start()
             self._prepare()
             undo.pop_all()  # nothing raised: the worker stays
+        self.hands_over = False
         self._stopped: Exception | None = None
         self._shut_down = False
         logger.info(self.capacity())
 
     def _prepare(self) -> None:
-        layout: CacheLayout = self.executor.call("load_model")
-        if not layout.layers and not layout.states:
+        ranks = self._cache_sizes()
+        self.max_model_len = self._context()
+        room = smallest_room(ranks, self.opgraft_config, lambda: self.executor.call_all("cache_bytes"))
+        self.executor.call_all("expect_memory", *room)
+        reuse, kinds = self.opgraft_config.cache.prefix_reuse, ranks[0].kinds
+        self.cache = KVCacheManager(kinds, room.num_blocks, ranks[0].block_size, reuse, room.num_states)
+        self._expect_room(max(sizes.bytes_per_block for sizes in ranks))
+        self.executor.call_all("allocate_cache", *room)
+        fits, depth = self.executor.call("context_fits"), self.executor.depth
+        self.scheduler = Scheduler(self.opgraft_config.scheduler, self.cache, self.max_model_len, fits, depth)
+        self.counters = self.scheduler.counters
+
+    def _cache_sizes(self) -> list[CacheSizes]:
+        """Have the model loaded; return which cache each rank needs, with groups of layers that are the same on all."""
+        ranks: list[CacheSizes] = self.executor.call_all("load_model")
+        if not any(sizes.bytes_per_block or sizes.bytes_per_state for sizes in ranks):
             reason = self.executor.call("why_uncached") or (
                 "it cannot generate. If it is an encoder, LLM.embed gives the vectors of texts"
             )
             name = self.opgraft_config.model.name
             raise ModelError(f"the model {name} has no attention layers with a cache: {reason}")
-        self.max_model_len = self._context()
-        cache = self.opgraft_config.cache
-        room = room_for(layout, self.opgraft_config, lambda: self.executor.call("cache_bytes"))
-        self.executor.call("expect_memory", *room)
-        sizes = room.num_blocks, layout.block_size, cache.prefix_reuse, room.num_states
-        self.cache = KVCacheManager(layout.kinds, *sizes)
-        self._expect_room(layout)
-        self.executor.call("allocate_cache", *room)
-        fits = self.executor.call("context_fits")
-        self.scheduler = Scheduler(self.opgraft_config.scheduler, self.cache, self.max_model_len, fits)
-        self.counters = self.scheduler.counters
+        windows = windows_of_all(ranks)
+        if any(sizes.windows != windows for sizes in ranks):
+            ranks = self.executor.call_all("group_cache", windows)
+        return ranks
 
     def _context(self) -> int:
         asked, trained = self.opgraft_config.model.max_model_len, self.executor.call("trained_context")
@@ -102,14 +120,14 @@ class EngineCore:
             raise ConfigError("the checkpoint does not say how long a context may be: set model.max_model_len")
         return int(longest)
 
-    def _expect_room(self, layout: CacheLayout) -> None:
+    def _expect_room(self, bytes_per_block: int) -> None:
         needed = self.cache.most_blocks(self.max_model_len, self.opgraft_config.scheduler.max_num_batched_tokens)
         there = self.cache.pool.num_blocks
         if needed > there:
             raise ConfigError(
-                f"the cache has room for {there} blocks of {layout.bytes_per_block} bytes, and one request of "
+                f"the cache has room for {there} blocks of {bytes_per_block} bytes, and one request of "
                 f"{self.max_model_len} tokens takes {needed}: raise cache.memory_bytes to "
-                f"{needed * layout.bytes_per_block}, cache.memory_share or cache.num_blocks, or lower "
+                f"{needed * bytes_per_block}, cache.memory_share or cache.num_blocks, or lower "
                 "model.max_model_len"
             )
 
@@ -129,8 +147,8 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Tell whether a request runs or waits."""
-        return self.scheduler.has_work
+        """Tell whether a request runs or waits, or a step of one that has ended is still computed."""
+        return self.scheduler.has_work or len(self.scheduler.steps) > 0
 
     def add(self, requests: Iterable[Request]) -> None:
         """Have requests wait for their turn: all of them, or none if one cannot be served.
@@ -139,6 +157,7 @@ class EngineCore:
             RequestError: an id is in use, or a request can never be served.
             EngineError: the engine has stopped, or its worker is lost.
         """
+        self.restart()
         self.check_health()
         given = list(requests)
         try:
@@ -149,9 +168,33 @@ class EngineCore:
             self.withdraw(given)
             raise
 
+    def restart(self) -> None:
+        """Start workers that are lost again, as often as that is allowed, with an empty cache; not while requests run.
+
+        Raises:
+            OpgraftError: they cannot be started.
+        """
+        while self.executor.can_restart and not self.has_work:
+            counters = self.counters
+            try:
+                self.executor.restart()
+                self._prepare()
+            except EngineError as error:  # lost again
+                logger.error("the workers could not be started again: %s", described(error))
+            except BaseException:
+                self.executor.shutdown()
+                raise
+            finally:
+                self.counters = self.scheduler.counters = counters
+
     def withdraw(self, requests: Iterable[Request]) -> None:
         """Forget requests that were added since the last step, as if they had not been; others are left alone."""
         self.scheduler.withdraw(requests)
+
+    def surrender(self) -> None:
+        """Forget all requests, none of which is counted as ended, so that another engine can go on with them."""
+        self._recover(None)
+        self.scheduler.withdraw(self.scheduler.requests)
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
         """End a request now.
@@ -164,31 +207,57 @@ class EngineCore:
         except RequestError:
             raise
         except BaseException:
-            self.scheduler.recover(None)
+            self._recover(None)
             raise
 
     def step(self) -> list[EngineOutput]:
-        """Compute a step and return the news of its requests.
+        """Compute a step and return the news of its requests; steps behind it may be computed beside it.
 
-        If an error is raised in the middle of it, its requests end with that error and the others go on; under
-        ``scheduler.on_step_error=stop`` all requests end, and the engine stops. After an interrupt the requests of the
-        step are computed anew.
+        If an error is raised in the middle of it, its requests end with that error and the others go on, those of steps
+        behind it anew; under ``scheduler.on_step_error=stop`` all requests end, and the engine stops. After an
+        interrupt requests are computed anew.
 
         Raises:
             EngineError: the engine has stopped.
         """
         self._expect_going()
-        step: Step | None = None
+        taken: Step | None = None
         try:
-            self.counters.steps += 1
-            with self.counters.timed("schedule"):
-                step = self.scheduler.schedule()
-            return self._computed(step)
+            found = self._compute()
+            if isinstance(found, _Failure):
+                self.executor.drop()
+                return self._step_failed(self.scheduler.undo(found.step), found.error)
+            taken = self.scheduler.steps.first.step
+            return self._taken(taken, found)
         except BaseException as error:  # with queues and tables half changed
-            batch = self.scheduler.recover(step)
-            if step is None or not isinstance(error, Exception):
+            batch = self._recover(taken)
+            if taken is None or not isinstance(error, Exception):
                 raise
             return self._step_failed(batch, error)
+
+    def _compute(self) -> StepResult | _Failure:
+        """Have steps computed, as many as are useful at once, and return the result of the first.
+
+        Where that fails, nothing has changed but the runner, and the cache keeps its contents.
+        """
+        while len(self.scheduler.steps) < self.executor.depth:
+            with self.counters.timed("schedule"):
+                step = self.scheduler.schedule()
+            if step is None:
+                break
+            self.counters.steps += 1
+            try:
+                self.executor.submit(step)
+            except Exception as error:
+                return _Failure(step, error)
+        try:
+            return self.executor.result()
+        except Exception as error:
+            return _Failure(self.scheduler.steps.first.step, error)
+
+    def _recover(self, step: Step | None) -> list[Request]:
+        self.executor.drop()
+        return self.scheduler.recover(step)
 
     def stats(self) -> EngineStats:
         """Return a snapshot of what runs and of the counters, from any thread."""
@@ -198,6 +267,7 @@ class EngineCore:
             blocks_used=self.cache.pool.num_blocks - self.cache.pool.num_free,
             num_blocks=self.cache.pool.num_blocks,
             counters=copied(self.counters),
+            replica=self.opgraft_config.parallel.data_rank or 0,
         )
 
     def explain(self) -> Explanation:
@@ -230,49 +300,50 @@ class EngineCore:
             self._stopped = error
             message += "; the engine stops"
             batch = self.scheduler.requests
+        elif self.executor.is_lost:
+            batch = self.scheduler.requests
         logger.error("%s", message)
-        return self._failed(dict.fromkeys((request.request_id for request in batch), message))
-
-    def _failed(self, errors: Mapping[str, str], refused: Set[str] = frozenset()) -> list[EngineOutput]:
+        if self.hands_over and self.executor.is_lost:
+            return []
+        errors = dict.fromkeys((request.request_id for request in batch), message)
         for request_id in errors:
             self.scheduler.abort(request_id, "error")
-        return [
-            EngineOutput(request_id, None, "error", message, refused=request_id in refused)
-            for request_id, message in errors.items()
-        ]
-
-    def _computed(self, step: Step) -> list[EngineOutput]:
-        """Compute a step; where that fails, nothing has changed but the runner, and the cache keeps its contents."""
-        try:
-            result: StepResult = self.executor.call("execute", step)
-        except Exception as error:
-            return self._step_failed(self.scheduler.undo(), error)
-        return self._taken(step, result)
+        return _failed(errors)
 
     def _taken(self, step: Step, result: StepResult) -> list[EngineOutput]:
-        """Take in the result of a step, and return the news that it makes.
+        """Take in the result of a step, and return the news that it makes of those that have not left it.
 
         Raises:
             EngineError: it is none of this step.
         """
         _expect_result_of(step, result)
         with self.counters.timed("schedule"):
-            failed = self._failed(result.errors, result.refused)
-            finished = {each.request_id: each.finish_reason for each in self.scheduler.update(step, result.tokens)}
+            left, errors = self.scheduler.steps.first.left, result.errors
+            if left:
+                errors = {name: error for name, error in errors.items() if name not in left}
+            ended = self.scheduler.update(step, result.tokens, errors)
+            finished = {each.request_id: each.finish_reason for each in ended}
             logprobs, prompt_logprobs = result.logprobs, result.prompt_logprobs
             news = [
                 EngineOutput(name, token, finished.get(name), None, logprobs.get(name), prompt_logprobs.get(name))
                 for name, token in result.tokens.items()
-                if name not in result.errors
+                if name not in errors and name not in left
             ]
         self.counters.add_seconds(result.seconds)
         self.counters.sampled_tokens += len(result.tokens)
-        return failed + news
+        return _failed(errors, result.refused) + news
 
     def shutdown(self) -> None:
         """Let go of the workers; requests that are added afterwards are refused."""
         self._shut_down = True
         self.executor.shutdown()
+
+
+def _failed(errors: Mapping[str, str], refused: Set[str] = frozenset()) -> list[EngineOutput]:
+    return [
+        EngineOutput(request_id, None, "error", message, refused=request_id in refused)
+        for request_id, message in errors.items()
+    ]
 
 
 def _expect_result_of(step: Step, result: StepResult) -> None:

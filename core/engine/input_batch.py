@@ -102,6 +102,8 @@ class InputBatch:
         for new in step.added:
             self._add(new)
         for scheduled in step.sequences:
+            if scheduled.token is not None:
+                self._sequences[scheduled.request_id].tokens.append(scheduled.token)
             if any(scheduled.new_blocks):
                 self._extend(self._sequences[scheduled.request_id], scheduled.new_blocks)
 
@@ -121,13 +123,9 @@ class InputBatch:
                 sequence.widths[group] = width + len(blocks)
                 self._tables[group][sequence.row, width : width + len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
 
-    def append(self, request_id: str, token: int) -> None:
-        """Add a sampled token to a sequence."""
-        self._sequences[request_id].tokens.append(token)
-
     def inputs(self, scheduled: Sequence[Scheduled], *, continues: bool = False) -> Inputs:
         """Return the tensors of a step; ``continues`` as of ``AttentionBatch``."""
-        names, starts, counts, _, samples = zip(*scheduled, strict=True)
+        names, starts, counts, _, samples, _ = zip(*scheduled, strict=True)
         sequences = [self._sequences[name] for name in names]
         ends, lengths = list(accumulate(counts)), list(map(add, starts, counts))
         sampled = [end - 1 for end in compress(ends, samples)]

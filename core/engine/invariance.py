@@ -7,6 +7,7 @@ from opgraft.ops.attention.cached import CachedAttention
 from opgraft.ops.embedding import VocabParallelEmbedding
 from opgraft.ops.linear.invariant import compute_rows_alike
 from opgraft.ops.linear.methods import HasWeightMethod
+from opgraft.plugins.selection import current_platform
 from torch import nn
 
 
@@ -24,9 +25,15 @@ def make_batch_invariant(model: nn.Module, block_size: int) -> None:
         more = f" and {len(problems) - MOST_LISTED} more" if len(problems) > MOST_LISTED else ""
         raise ConfigError(
             f"model.batch_invariant is set, and layers have kernels that compute a token in other ways beside other "
-            f"tokens: {listed}{more}. Turn it off, or install a plugin whose kernels do not, such as "
-            "opgraft-cpu-kernels, and leave the weights float32 or bfloat16"
+            f"tokens: {listed}{more}. Turn it off, or install a plugin whose kernels do not"
+            f"{_packages()}, and leave the weights float32 or bfloat16"
         )
+
+
+def _packages() -> str:
+    """Name packages with kernels for this platform, if there are any."""
+    packages = " or ".join(current_platform().kernel_packages)
+    return f", such as {packages}" if packages else ""
 
 
 def _obstacle(layer: nn.Module, block_size: int) -> str | None:

@@ -6,20 +6,21 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from itertools import chain
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig, ParallelConfig
-from opgraft.distributed import get_tensor_model_parallel_world_size
+from opgraft.distributed import get_dp_group, get_tensor_model_parallel_world_size
 from opgraft.engine.cache_layout import CacheLayout, cache_dtype
 from opgraft.engine.compiled_model import CompiledModel, compiled_as_set
 from opgraft.engine.expert_balancer import ExpertBalancer
 from opgraft.engine.input_batch import InputBatch, Inputs
 from opgraft.engine.invariance import make_batch_invariant
 from opgraft.engine.largest_step import largest_step
-from opgraft.engine.sampling import Sampler, SamplingBatch, TokenLogprobs, prompt_logprobs
+from opgraft.engine.sampling import Sampled, Sampler, SamplingBatch, TokenLogprobs, prompt_logprobs
 from opgraft.engine.sampling.logprobs import ROWS_AT_ONCE
+from opgraft.engine.stage_link import StageLink
 from opgraft.engine.step import NewSequence, Scheduled, Step, StepResult
 from opgraft.errors import ConfigError, RequestError
 from opgraft.models import TransformersModel, load_model
@@ -38,19 +39,23 @@ class ModelRunner(PluggableClass):
         device: where the model is.
     """
 
+    samples_on_first_rank: ClassVar[bool] = True
+    """Of the workers of an engine that share layers, the first has logits and samples: its tokens come with steps."""
+
     def __init__(self, opgraft_config: OpgraftConfig, device: torch.device) -> None:
         self.opgraft_config = opgraft_config
         self.device = device
         self.sampler = Sampler()
         self.sampling = SamplingBatch(opgraft_config.model.seed)
         self.compiled: CompiledModel | None = None
+        self.link: StageLink | None = None
         self._prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = {}
 
     def load_model(self) -> None:
         """Make the model and read its weights.
 
         Raises:
-            ConfigError: data replicas are to share experts.
+            ConfigError: data replicas are to share experts, and make no rounds.
         """
         _expect_own_steps(self.opgraft_config.parallel)
         self.model: Any = load_model(self.opgraft_config)
@@ -61,6 +66,7 @@ class ModelRunner(PluggableClass):
         dtype = cache_dtype(cache.dtype, self.model.dtype)
         layers, states = attention_layers(self.model), state_layers(self.model)
         self.layout = CacheLayout.of(layers, cache.block_size, dtype, states)
+        self.link = StageLink.of(self.model, self.device)
 
     def compile_model(self) -> None:
         """Compile the model for ``execute``, if ``compilation_config`` says so. ``encode`` calls it as it is.
@@ -70,7 +76,7 @@ class ModelRunner(PluggableClass):
         """
         self.compiled = compiled_as_set(self.model, self.layout, self.opgraft_config)
         if self.compiled is not None:
-            self.compiled.warm_up(self.device)
+            self.compiled.warm_up(self.device, *(() if self.link is None else (self.link.empty,)))
 
     def remark(self, owner: object) -> str:
         return f"the model is compiled by {self.compiled.backend}" if self.compiled else ""
@@ -79,13 +85,16 @@ class ModelRunner(PluggableClass):
         """Make the cache, and slots for states; sequences that were known are forgotten."""
         self.caches = self.layout.allocate(num_blocks, self.device)
         self.states = self.layout.allocate_states(num_states, self.device)
-        self.batch = InputBatch(
+        self.batch = self._input_batch(self.device)
+
+    def _input_batch(self, device: torch.device) -> InputBatch:
+        return InputBatch(
             [{name: self.caches[name] for name in group} for group in self.layout.groups],
             self.opgraft_config.scheduler.max_num_seqs,
             self.opgraft_config.scheduler.max_num_batched_tokens,
             -(-self.model.max_position // self.layout.block_size),
             self.layout.block_size,
-            self.device,
+            device,
             fits_context=bool(self.model.fitted_ropes),
             states=self.layout.states_of_layers(self.states),
         )
@@ -109,25 +118,66 @@ class ModelRunner(PluggableClass):
 
         If it raises, each sequence of the step is to be removed by the next one.
         """
+        if self.link is not None:
+            self.link.begin(sum(each.count for each in step.sequences))
+        try:
+            return self._result(step)
+        except Exception as error:
+            if self.link is not None and step.sequences:
+                self.link.fail(error)
+            raise
+
+    def _result(self, step: Step) -> StepResult:
         started = perf_counter()
         errors = self._apply(step)
-        sequences = [each for each in step.sequences if each.request_id not in errors] if errors else step.sequences
+        sequences: Sequence[Scheduled] = step.sequences
         if not sequences:
-            return StepResult({}, errors=errors, refused=errors.keys())
-        inputs = self.batch.inputs(sequences, continues=not step.added)
-        prepared = perf_counter()
-        with attending(inputs.batch):
-            hidden = (self.compiled or self.model)(inputs.input_ids, inputs.positions)
-        if self._prompt_logprobs:
-            self._take_prompt_logprobs(hidden, sequences)
-        logits = self._logits(hidden, inputs) if inputs.sampled else None
-        computed = perf_counter()
-        result = StepResult({}) if logits is None else self._sample(logits, inputs)
-        seconds = {"inputs": prepared - started, "model": computed - prepared, "sample": perf_counter() - computed}
+            if self.opgraft_config.parallel.in_rounds:
+                self._take_part()
+            return StepResult({})
+        if errors:  # of the last stage, which nevertheless computes what the others do
+            sequences = [each._replace(samples=each.samples and each.request_id not in errors) for each in sequences]
+        result = self._compute(sequences, started, continues=not step.added)
         if self.balancer is not None:
             self.balancer.after_step()
         errors, refused = {**errors, **result.errors}, errors.keys() | result.refused
-        return dataclasses.replace(result, errors=errors, refused=refused, seconds=seconds)
+        return dataclasses.replace(result, errors=errors, refused=refused)
+
+    def _take_part(self) -> None:
+        """Run the model on no tokens, as replicas that share its experts run it now."""
+        none = torch.zeros(0, dtype=torch.long, device=self.device)
+        self.model(none, none)
+        if self.balancer is not None:
+            self.balancer.after_step()
+
+    def _compute(self, sequences: Sequence[Scheduled], started: float, *, continues: bool) -> StepResult:
+        """Run the model on the sequences of a step and, on the last stage, sample; a subclass may do so in another way.
+
+        Args:
+            sequences: all are known to ``self.batch`` and, where they are sampled here, to ``self.sampling``.
+            started: when the step did, which the first of ``StepResult.seconds`` counts from.
+            continues: as of ``AttentionBatch``.
+        """
+        inputs = self.batch.inputs(sequences, continues=continues)
+        prepared = perf_counter()
+        received = self.link.receive() if self.link is not None else None
+        arrived = perf_counter()
+        with attending(inputs.batch):
+            hidden = (self.compiled or self.model)(
+                inputs.input_ids, inputs.positions, *(() if received is None else (received,))
+            )
+        if self.link is not None:
+            self.link.pass_on(hidden)
+        logits = self._logits_of(hidden, inputs, sequences) if self._samples else None
+        computed = perf_counter()
+        result = self._sample(logits, inputs.sampled)
+        seconds = {"inputs": prepared - started, "model": computed - arrived, "sample": perf_counter() - computed}
+        return dataclasses.replace(result, seconds=seconds)
+
+    def _logits_of(self, hidden: Tensor, inputs: Inputs, sequences: Sequence[Scheduled]) -> Tensor | None:
+        if self._prompt_logprobs:
+            self._take_prompt_logprobs(hidden, sequences)
+        return self._logits(hidden, inputs) if inputs.sampled else None
 
     def peak_of_largest_step(self, free: Callable[[], int]) -> int:
         """Return the bytes by which the free memory shrinks at most while the largest step is computed.
@@ -157,18 +207,26 @@ class ModelRunner(PluggableClass):
         for request_id in step.removed:  # before anything that may raise
             self._forget(request_id)
         errors: dict[str, str] = {}
-        for new in step.added:
+        for new in step.added if self._samples else ():
             try:
                 self._add(new)
             except RequestError as error:
                 errors[new.request_id] = str(error)
         self.batch.apply(step)
         if step.copies:
-            sources, targets = torch.tensor(step.copies, device=self.device).unbind(1)
-            for cache in {id(cache): cache for cache in self.caches.values()}.values():
-                cache[targets] = cache[sources]
+            self._copy_blocks(step.copies)
         self._move_states(step)
         return errors
+
+    @property
+    def _samples(self) -> bool:
+        """True on the last stage of a pipeline, and where there are no stages."""
+        return self.link is None or self.link.group.is_last_rank
+
+    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        sources, targets = torch.tensor(copies, device=self.device).unbind(1)
+        for cache in {id(cache): cache for cache in self.caches.values()}.values():
+            cache[targets] = cache[sources]
 
     def _move_states(self, step: Step) -> None:
         """Copy and zero states one after another, as a slot may have been given away behind a copy of it."""
@@ -201,19 +259,26 @@ class ModelRunner(PluggableClass):
             self.batch.remove(request_id)
         self._prompt_logprobs.pop(request_id, None)
 
-    def _logits(self, hidden: Tensor, inputs: Inputs) -> Tensor:
+    def _logits(self, hidden: Tensor, inputs: Inputs) -> Tensor | None:
         if len(inputs.sampled) < len(hidden):
             hidden = hidden[inputs.sampled_rows]
-        logits: Tensor = self.model.compute_logits(hidden)
+        logits: Tensor | None = self.model.compute_logits(hidden)
         return logits
 
-    def _sample(self, logits: Tensor, inputs: Inputs) -> StepResult:
-        self.sampling.select(inputs.sampled)
-        sampled = self.sampler(logits, self.sampling)
+    def _sample(self, logits: Tensor | None, names: tuple[str, ...]) -> StepResult:
+        """Sample, where this rank has logits: of the ranks that share a layer, the first may have them alone."""
+        if logits is None:
+            self._ended_prompts(names)
+            return StepResult({})
+        self.sampling.select(names)
+        return self._take(self.sampler(logits, self.sampling), names)
+
+    def _take(self, sampled: Sampled, names: tuple[str, ...]) -> StepResult:
+        """Add what was sampled for requests to what is known of them."""
         errors = {str(request_id): error for request_id, error in sampled.errors.items()}
         refused = {str(request_id) for request_id in sampled.refused}
         tokens = {}
-        for request_id, token in zip(inputs.sampled, sampled.tokens.tolist(), strict=True):
+        for request_id, token in zip(names, sampled.tokens.tolist(), strict=True):
             if request_id in errors:
                 continue
             try:
@@ -222,11 +287,14 @@ class ModelRunner(PluggableClass):
                 errors[request_id] = str(error)
                 refused.add(request_id)
             else:
-                self.batch.append(request_id, token)
                 tokens[request_id] = token
-        ended = [name for name in inputs.sampled if name in self._prompt_logprobs]
-        prompts = {name: self._prompt_logprobs.pop(name)[1] for name in ended}
-        return StepResult(tokens, sampled.logprobs, errors, prompts, refused=refused)
+        logprobs = {str(request_id): found for request_id, found in sampled.logprobs.items()}
+        return StepResult(tokens, logprobs, errors, self._ended_prompts(names), refused=refused)
+
+    def _ended_prompts(self, names: tuple[str, ...]) -> dict[str, list[TokenLogprobs]]:
+        """Return the log-probabilities of the prompts that end with this step, and forget them."""
+        ended = [name for name in names if name in self._prompt_logprobs]
+        return {name: self._prompt_logprobs.pop(name)[1] for name in ended}
 
     def _take_prompt_logprobs(self, hidden: Tensor, sequences: Sequence[Scheduled]) -> None:
         """Compute the log-probabilities of a chunk of a prompt for who asks for them, a few rows at a time."""
@@ -238,14 +306,17 @@ class ModelRunner(PluggableClass):
                 prompt = self.batch.tokens(each.request_id)
                 for done in range(0, each.count, ROWS_AT_ONCE):
                     rows = slice(first + done, first + min(done + ROWS_AT_ONCE, each.count))
-                    known += prompt_logprobs(self.model.compute_logits(hidden[rows]), prompt, each.start + done, count)
+                    logits = self.model.compute_logits(hidden[rows])
+                    if logits is not None:
+                        known += prompt_logprobs(logits, prompt, each.start + done, count)
             first += each.count
 
 
 def _expect_own_steps(parallel: ParallelConfig) -> None:
     """Raise ``ConfigError`` where steps need those of other data replicas, which step when they have work."""
     ranks = get_tensor_model_parallel_world_size()
-    if parallel.expert > ranks:
+    together = parallel.data_rank is not None and get_dp_group().world_size == parallel.data > 1
+    if parallel.expert > ranks and not together:
         raise ConfigError(
             f"parallel.expert is {parallel.expert}, and the engine's tensor group has {ranks} "
             f"rank{'s' * (ranks > 1)}: an engine steps when it has work, and would wait for data replicas that have "

@@ -1,224 +1,177 @@
-"""``ProcessExecutor``: a worker in a process of its own, so that steps and other threads do not wait for each other."""
+"""``ProcessExecutor``: workers in processes of their own on this host, one for each rank."""
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
+import os
+import signal
 import socket
 import subprocess
 import sys
-import threading
+import time
 import weakref
-from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
-from opgraft.binding.pluggable_class import choose_class
-from opgraft.config import OpgraftConfig
-from opgraft.distributed.groups import parallelism
-from opgraft.engine.executor import Executor
-from opgraft.engine.request import Request
-from opgraft.engine.sampling import Grammar
-from opgraft.errors import DistributedError, EngineError, RequestError
-from opgraft.logger import writes_json
+import torch
+from opgraft.engine.remote_executor import RemoteExecutor
+from opgraft.engine.worker_link import WorkerLink
+from opgraft.engine.worker_progress import Progress, ProgressRecord
+from opgraft.logger import logger
+from opgraft.machine.broadcast import BY_CHANNEL, SharedSlots, anonymous_file
 from opgraft.machine.channel import Channel
-from opgraft.registry.op_classes import qualified
-from opgraft.state import host_state
-from opgraft.text import described
+from torch import distributed as dist
 
-_END_SECONDS = 5
-"""Seconds that the process has to end once its channels are closed."""
+_HERE = "127.0.0.1"
+
+_STACK_SECONDS = 0.2
+"""Seconds in which a process writes its stack."""
+
+_SIGNALLED = {
+    -signal.SIGKILL: " (SIGKILL, which the system sends where memory is out)",
+    -signal.SIGSEGV: " (SIGSEGV)",
+    -signal.SIGABRT: " (SIGABRT)",
+}
 
 _MAIN = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from opgraft.engine.worker_process import main
-main(int(sys.argv[2]), int(sys.argv[3]))
+main(*map(int, sys.argv[2:]))
 """
 
 
-def executor_of(opgraft_config: OpgraftConfig) -> Executor:
-    """Return the executor that ``parallel.worker_process`` asks for; a plugin's own stands in the place of both.
+class ProcessExecutor(RemoteExecutor):
+    """Workers in processes of their own, which have the settings of this one and the same plugins.
 
-    Raises:
-        DistributedError: it asks for a process of its own, which would not be in the groups of this one.
-    """
-    if not opgraft_config.parallel.worker_process or choose_class(Executor).cls is not Executor:
-        return Executor(opgraft_config)
-    ranks = parallelism().layout.world
-    if ranks > 1:
-        raise DistributedError(
-            f"parallel.worker_process is true, and this process is one of {ranks} ranks, to whose groups the process "
-            "of the worker would not belong: set it to false"
-        )
-    return ProcessExecutor(opgraft_config)
-
-
-class ProcessExecutor(Executor):
-    """One worker in a process of its own, which has the settings of this one and the same plugins.
-
-    It refuses to start where this one has replacements besides, such as a script registers.
-
-    It is asked by one thread. Grammars cross by a second channel, from any thread: the worker compiles them beside its
-    steps, which name them.
+    They are started at once. It refuses to start where they compute ops otherwise than this process would, as where a
+    script has registered replacements.
 
     Args:
         opgraft_config: resolved.
     """
 
-    def __init__(self, opgraft_config: OpgraftConfig) -> None:
-        super().__init__(opgraft_config)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._ended = ""
-        self._sharing = threading.Lock()
-        self._shared: weakref.WeakSet[Grammar] = weakref.WeakSet()
-        self._forgotten: deque[int] = deque()
-        self._has_tokens = False
+    _store: Any = None
+    """By which ranks meet, as long as they live."""
 
-    def start(self) -> None:
-        """Start the process, its worker, and the device of that.
+    _slots: SharedSlots | None = None
 
-        Raises:
-            EngineError: the process would compute without a replacement that is active here.
-        """
+    def _start_workers(self) -> list[WorkerLink]:
+        size = self.layout.world
+        environ = {**os.environ, **_variables(self._local_ranks()[0][1])}
+        with ExitStack() as undo:
+            workers: list[WorkerLink] = []
+            self._slots = SharedSlots(lambda: min(worker.progress().finished for worker in workers))
+            undo.callback(self._slots.close)
+            for rank in range(size):
+                workers.append(LocalProcess(rank, environ, self._slots.file))
+                undo.callback(workers[-1].kill)
+                undo.callback(workers[-1].close)
+            meeting = self.opgraft_config.parallel.meeting if self.in_rounds else None
+            if size > 1 and meeting is None:
+                self._store, port = listening_store(_HERE)
+                self._meeting = _HERE, port
+            if meeting is not None:
+                host, _, at = meeting.rpartition(":")
+                self._meeting = host, int(at)
+            undo.pop_all()
+        return workers
+
+    def _finish(self, reason: str, *, at_once: bool = False) -> None:
+        super()._finish(reason, at_once=at_once)
+        self._store = None  # whose port is closed then
+        if self._slots is not None:
+            self._slots.close()
+            self._slots = None
+
+    def _shared_by_all(self, number: int, data: memoryview) -> bytes:
+        return BY_CHANNEL if self._slots is None else self._slots.write(number, data)
+
+    def _local_ranks(self) -> list[tuple[int, int]]:
+        size, parallel = self.layout.world, self.opgraft_config.parallel
+        first, replicas = (0, 1) if parallel.data_rank is None else (parallel.data_rank * size, parallel.data)
+        return [(first + rank, replicas * size) for rank in range(size)]
+
+
+class LocalProcess(WorkerLink):
+    """The process of a worker on this host, which ends with this one.
+
+    Args:
+        rank: of the worker.
+        environ: its variables.
+        slots: descriptor of the memory that it shares with the other workers.
+    """
+
+    def __init__(self, rank: int, environ: Mapping[str, str], slots: int) -> None:
         calls, calls_there = socket.socketpair()
         beside, beside_there = socket.socketpair()
-        files = calls_there.fileno(), beside_there.fileno()
+        self._record = anonymous_file(0)
+        tokens_there, self._tokens = os.pipe()
+        self._close_files = weakref.finalize(self, _close, self._record, self._tokens)
+        files = calls_there.fileno(), beside_there.fileno(), self._record, slots, tokens_there
         path = json.dumps([str(entry) for entry in sys.path])
         # Isolated: neither variables nor the working folder decide what is imported before the path is set.
         command = [sys.executable, "-I", "-c", _MAIN, path, *map(str, files)]
         with calls_there, beside_there:
-            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter
-                command, pass_fds=files, stdin=subprocess.DEVNULL, stdout=2
+            self.process = subprocess.Popen(  # noqa: S603 - our own interpreter
+                command, pass_fds=files, stdin=subprocess.DEVNULL, stdout=2, env=environ
             )
-        self._calls, self._beside = Channel(calls), Channel(beside)
-        # Nothing that it holds may hold this executor, which would then live as long as the interpreter.
-        self._end = weakref.finalize(self, _end, self._process, self._calls, self._beside)
-        self._calls.send((self.opgraft_config, writes_json(), [qualified(each.cls) for each in host_state().active]))
-        self.call("init_device")
+        os.close(tokens_there)
+        super().__init__(rank, Channel(calls), Channel(beside))
 
-    def call(self, method: str, *args: Any) -> Any:
-        """Return what a method of the worker returns, or raise what it raises.
+    def post(self, data: memoryview, token: bytes = BY_CHANNEL) -> None:
+        os.write(self._tokens, token)
+        if token == BY_CHANNEL:
+            self.calls.send_encoded(data)
 
-        Raises:
-            EngineError: there is no worker: before the start, after the shutdown, or when its process has ended.
-        """
-        if self._process is None:
-            return super().call(method, *args)
-        return self._asked(self._calls, (method, args), self._name_of)
-
-    def expect_servable(self, request: Request) -> None:
-        """Refuse a request with logits processors, which are functions of this process, or what else cannot leave it.
-
-        Raises:
-            RequestError: it has some.
-        """
-        if request.params.logits_processors:
-            raise RequestError(
-                f"request {request.request_id!r} has logits processors, and the model runs in a process of its own: "
-                "leave them out, or set parallel.worker_process to false",
-                "logits_processors",
-            )
+    def ended(self, patience: float = 0.0) -> str | None:
         try:
-            _Elsewhere(io.BytesIO(pickle.dumps((request.request_id, request.params, request.bad_words)))).load()
-        except Exception as error:  # whatever its classes raise
-            raise RequestError(
-                f"request {request.request_id!r} cannot be sent to the process of the model ({described(error)}): use "
-                "plain texts and numbers, or set parallel.worker_process to false"
-            ) from error
-
-    def share(self, grammar: Grammar) -> None:
-        """Have the worker compile a grammar, unless it has; from any thread.
-
-        Raises:
-            InputError: it cannot be compiled there.
-            EngineError: the process has ended.
-        """
-        if grammar in self._shared:  # asked without the lock, as a step must not wait for a grammar of others
-            return
-        with self._sharing:
-            if grammar in self._shared or self._process is None:
-                return
-            forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
-            tokens = None if self._has_tokens else grammar.tokens.made_of
-            self._asked(self._beside, (id(grammar), grammar.spec, tokens, forgotten))
-            self._has_tokens = True
-            self._shared.add(grammar)
-            weakref.finalize(grammar, self._forgotten.append, id(grammar)).atexit = False
-
-    def _name_of(self, found: Any) -> int | None:
-        """Return the name of a grammar, which the worker knows from then on; of all else there is none."""
-        if not isinstance(found, Grammar):
+            status = self.process.wait(patience)
+        except subprocess.TimeoutExpired:
             return None
-        self.share(found)
-        return id(found)
-
-    def _asked(self, channel: Channel, message: Any, name_of: Callable[[Any], Any] = lambda found: None) -> Any:
-        if self._ended:
-            raise self._lost()
-        try:
-            channel.send(message, name_of)
-            done, answer = channel.receive()
-        except (EOFError, OSError) as error:
-            raise self._lost() from error
-        except Exception:  # of pickling, before anything was sent, or of unpickling all that was
-            raise
-        except BaseException:  # an interrupt, after which nobody knows how much of a message has come
-            self._finish("an interrupt came while the process of the worker was asked, which was ended")
-            raise
-        if not done:
-            raise answer
-        return answer
-
-    def check_health(self) -> None:
-        """Raise where the process has ended; from any thread.
-
-        Raises:
-            EngineError: it has.
-        """
-        if self._ended or (self._process is not None and self._process.poll() is not None):
-            raise self._lost()
-
-    def _lost(self) -> EngineError:
-        """Return the error that says why there is no worker any more, which is the first reason that there was."""
-        if not self._ended and self._process is not None:
-            status: int | str = "unknown"
-            with suppress(subprocess.TimeoutExpired):
-                status = self._process.wait(_END_SECONDS)
-            self._finish(f"the process of the worker has ended, with the status {status}: stderr may say why")
-        return EngineError(f"{self._ended}; make a new engine")
+        return f"with the status {status}{_SIGNALLED.get(status, '')}"
 
     def kill(self) -> None:
-        """End the process at once, whatever it does; from any thread."""
-        if self._process is not None:
-            self._process.kill()
+        self.process.kill()
 
-    def shutdown(self) -> None:
-        """End the process, and with it its worker. Further calls do nothing."""
-        if self._process is not None:
-            self._finish("the engine was shut down")
+    def close(self) -> None:
+        super().close()
+        self._close_files()
 
-    def _finish(self, reason: str) -> None:
-        self._ended = self._ended or reason
-        self._end()
+    def progress(self) -> Progress:
+        return ProgressRecord(self._record).read()
 
-
-class _Elsewhere(pickle.Unpickler):
-    """Unpickles as another process does, which has another ``__main__``."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "__main__":
-            raise pickle.UnpicklingError(f"{name} is a class of the script, which that process does not have")
-        return super().find_class(module, name)
+    def stack(self) -> str:
+        if self.progress() == Progress(0, "starting"):  # it may not know the signal yet, and would end
+            return ""
+        self.process.send_signal(signal.SIGUSR1)
+        time.sleep(_STACK_SECONDS)
+        return ProgressRecord(self._record).stack()
 
 
-def _end(process: subprocess.Popen[bytes], *channels: Channel) -> None:
-    for channel in channels:
-        channel.close()
-    try:
-        process.wait(_END_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+def _close(*files: int) -> None:
+    for file in files:
+        os.close(file)
+
+
+def _variables(size: int) -> dict[str, str]:
+    """Return the variables by which ranks of one host share it, as far as nobody has set them."""
+    if size == 1:
+        return {}
+    share = max(1, torch.get_num_threads() // size)
+    wanted = {"OMP_NUM_THREADS": str(share)}
+    if sys.platform == "linux":
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"  # where others would be asked for the address of this host's name
+    threads = os.environ.get("OMP_NUM_THREADS", f"{share}, as {size} ranks share {torch.get_num_threads()}")
+    logger.info("%d ranks on this host start; threads of each: %s", size, threads)
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def listening_store(address: str) -> tuple[Any, int]:
+    """Return a store by which ranks meet, and its port at an address of this host, at which alone it is reached."""
+    listening = socket.create_server((address, 0), backlog=128)
+    port: int = listening.getsockname()[1]
+    store = partial(dist.TCPStore, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    return store(address, port, master_listen_fd=listening.detach()), port

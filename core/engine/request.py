@@ -29,7 +29,8 @@ class Request:
         context: length of the context that its first tokens are rotated for, by ropes that depend on it: its prompt's,
             or the length that it had when it was rotated anew; see ``Scheduler``.
         rotation: names the ways in which ropes rotate its keys; sequences share blocks only where these are the same.
-        arrival: its number in the order of arrival, which the scheduler gives.
+        arrival: its number in the order of arrival; the scheduler gives one where it is below zero, and to replicas
+            of an engine requests come with one.
         rank: its place in the scheduler's order.
         admitted: when it was scheduled first, in seconds of ``time.monotonic()``; ``None`` before.
         num_tokens: tokens of prompt and output.
@@ -37,6 +38,7 @@ class Request:
         num_computed: tokens whose keys and values are in the cache.
         num_cached: tokens that were found there when it was last admitted.
         num_preemptions: how often it gave its blocks to others.
+        computing: the step that computes some of its tokens now, as the scheduler keeps it; ``None`` if none does.
         block_hashes: those of its full blocks so far, which the cache manager keeps.
 
     Raises:
@@ -49,6 +51,7 @@ class Request:
         "bad_words",
         "block_hashes",
         "cache_salt",
+        "computing",
         "context",
         "eos",
         "finish_reason",
@@ -99,7 +102,7 @@ class Request:
         self.parent = parent
         self.context = len(self.prompt)
         self.rotation: tuple[int, ...] = ()
-        self.arrival = 0
+        self.arrival = -1
         self.rank = (0, 0)
         self.admitted: float | None = None
         self.status: Status = "waiting"
@@ -109,6 +112,7 @@ class Request:
         self.num_computed = 0
         self.num_cached = 0
         self.num_preemptions = 0
+        self.computing: Any = None
         self.block_hashes: list[bytes] = []
 
     def tokens(self, start: int = 0, stop: int | None = None) -> list[int]:
@@ -149,7 +153,7 @@ class Request:
 
     def start_anew(self) -> None:
         """Wait with the tokens that there are, nothing of them computed, whatever was being done with it."""
-        self.status, self.finish_reason = "waiting", None
+        self.status, self.finish_reason, self.computing = "waiting", None, None
         self.num_tokens, self.num_computed = len(self.prompt) + len(self.output), 0
         self.block_hashes = []
 

@@ -7,7 +7,7 @@ after it gave its blocks away differ in nothing but the number of tokens that ar
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
 from math import inf
 from operator import attrgetter
@@ -16,12 +16,12 @@ from time import monotonic
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import SchedulerConfig
 from opgraft.engine.context_fit import ContextFit
-from opgraft.engine.draft import Draft
+from opgraft.engine.draft import Draft, Drafts, token_of
 from opgraft.engine.kv_cache import KVCacheManager, Prefix
 from opgraft.engine.request import FinishReason, Request
 from opgraft.engine.servable import expect_servable
 from opgraft.engine.stats import Counters
-from opgraft.engine.step import NewSequence, Step
+from opgraft.engine.step import Step
 from opgraft.errors import RequestError
 
 _rank = attrgetter("rank")
@@ -43,22 +43,30 @@ class Scheduler(PluggableClass):
         fits: the model's ropes that depend on the length of the context. They rotate tokens for the length of their own
             sequence: those of a prompt for that of the prompt, later ones for the length that the sequence has with
             them. A sequence that comes to where all its keys should have been rotated in another way is computed anew.
+        depth: steps that are computed at the same time, one behind the other, as by the stages of a pipeline. Each has
+            its part of the requests, and no request is in two. A step reads what those before it have written, so
+            blocks that are given away while one is computed may be in the next.
     """
 
     def __init__(
-        self, config: SchedulerConfig, cache: KVCacheManager, max_model_len: int, fits: Sequence[ContextFit] = ()
+        self,
+        config: SchedulerConfig,
+        cache: KVCacheManager,
+        max_model_len: int,
+        fits: Sequence[ContextFit] = (),
+        depth: int = 1,
     ) -> None:
         self.config = config
         self.cache = cache
         self.max_model_len = max_model_len
         self.fits = fits
+        self.depth = depth
         self.counters = Counters()
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self._requests: dict[str, Request] = {}
         self._parked: dict[str | None, list[Request]] = {}
-        self._batch: list[Request] = []
-        self._removed: list[str] = []
+        self.steps = Drafts()
         self._arrivals = count()
 
     @property
@@ -83,7 +91,8 @@ class Scheduler(PluggableClass):
             RequestError: its id is in use, or it could never be served: prompt, cache and limits do not fit.
         """
         expect_servable(request, self._requests, self.config, self.cache, self.max_model_len)
-        request.arrival = next(self._arrivals)
+        if request.arrival < 0:
+            request.arrival = next(self._arrivals)
         request.rank = (request.priority if self.config.policy == "priority" else 0, request.arrival)
         request.rotation = self._rotation(request)
         self._requests[request.request_id] = request
@@ -112,74 +121,91 @@ class Scheduler(PluggableClass):
                 del self._requests[request.request_id]
         self.waiting = [each for each in self.waiting if self._requests.get(each.request_id) is each]
 
-    def schedule(self) -> Step:
-        """Choose the tokens of the next step: of those that run, then of those that wait."""
-        draft = Draft(self.config.max_num_batched_tokens)
+    def schedule(self) -> Step | None:
+        """Choose the tokens of the next step: of those that run, then of those that wait.
+
+        ``None`` where others are being computed, and there is none for a further step.
+        """
+        draft = Draft(self.config.max_num_batched_tokens, self._part_of(len(self.running)))
         if self.fits:
-            for request in [each for each in self.running if self._is_outgrown(each)]:
+            for request in [each for each in self.running if not each.computing and self._is_outgrown(each)]:
                 self._rotate_anew(request)
         made_way = self._make_way(draft)
         if self._schedule_running(draft):
-            self._admit(draft, 1 if made_way else self.config.max_num_seqs)
-        self._batch = draft.batch
+            most = self._part_of(len(self._requests)) - len(draft.batch)
+            self._admit(draft, min(most, 1) if made_way else most)
+        if self.steps and not draft.batch:
+            return None
         self.counters.prompt_tokens += draft.prompt_tokens
         self.counters.decode_tokens += self.config.max_num_batched_tokens - draft.budget - draft.prompt_tokens
         moves = self.cache.states.take_moves() if self.cache.states else ()
-        return Step(tuple(self._removed), tuple(draft.added), tuple(draft.copies), tuple(draft.sequences), moves)
+        return self.steps.make(draft, moves)
 
-    def update(self, step: Step, tokens: Mapping[str, int]) -> list[Request]:
-        """Take the tokens that the last step sampled, and return the requests that they finish.
+    def update(self, step: Step, tokens: Mapping[str, int], failed: Collection[str] = ()) -> list[Request]:
+        """Take the tokens that a step has sampled, the first of those that are computed; return who finishes by them.
+
+        Args:
+            step: that was computed.
+            tokens: by request.
+            failed: requests that end by an error of their own, and have no token.
 
         Raises:
-            RequestError: a sequence that samples, and was not aborted since, has no token. ``recover`` is due then.
+            RequestError: a sequence that samples, and has not left, has no token. ``recover`` is due then.
         """
-        del self._removed[: len(step.removed)]  # not before: a step that is not computed removes nobody
+        draft = self.steps.take_first()
         finished = []
-        for request, scheduled in zip(self._batch, step.sequences, strict=True):
-            if request.status != "running":
+        for request, scheduled in zip(draft.batch, step.sequences, strict=True):
+            if request is None:
+                continue
+            request.computing = None
+            if failed and request.request_id in failed:
+                request.finish_reason = "error"
+                self._finish(request)
                 continue
             request.num_computed += scheduled.count
             self.cache.computed(request, scheduled.start)
             if self._parked and request.num_computed >= len(request.prompt):
                 self._release(request)
-            if scheduled.samples and request.append(_token_of(request, tokens), self.max_model_len):
+            if scheduled.samples and request.append(token_of(request, tokens), self.max_model_len):
                 self._finish(request)
                 finished.append(request)
         return finished
 
-    def undo(self) -> list[Request]:
-        """Have the last step, which was not computed to its end, forgotten; return the requests that it was for.
+    def undo(self, step: Step | None = None) -> list[Request]:
+        """Have all steps that are computed forgotten, as one was not computed to its end: that given, or the first.
 
-        They wait and are computed anew, unless they are aborted now. What the step was to remove is removed by the
-        next one, together with what it was to compute.
+        Returns its requests. Those of all steps wait and are computed anew, unless they are aborted now. What the steps
+        were to remove is removed by the next one, together with what they were to compute.
         """
-        batch = [request for request in self._batch if request.status == "running"]
-        for request in batch:
+        draft = self.steps.of(step) if step or not self.steps else self.steps.first
+        failed = draft.requests() if draft else []
+        self.steps.forget()
+        for request in [each for each in self.running if each.computing]:
             self._requeue(request)
         if self.cache.states:
             self.cache.states.forget()
-        return batch
+        return failed
 
     def recover(self, step: Step | None) -> list[Request]:
         """Have all requests wait, to be computed anew, after something was raised while queues or tables changed.
 
-        Nothing is presumed of these, so all that the cache holds is given up.
+        Nothing is presumed of these, so all that the cache holds is given up, and all steps that are computed.
 
         Args:
-            step: the last one, if nobody has been told of its tokens: they are dropped, and who ended by them goes on.
-                ``None`` where it was not made to its end.
+            step: the one that was updated last, or is to be, if nobody has been told of its tokens: they are dropped,
+                and who ended by them goes on. ``None`` where there is none.
 
         Returns:
             The requests of the step.
         """
-        batch = self._batch if step else []
-        for request, scheduled in zip(batch, step.sequences if step else (), strict=True):
+        draft = self.steps.of(step)
+        batch = draft.drop_tokens() if draft else []
+        for request in batch:
             if request.finish_reason is not None and request.status == "finished":
                 self.counters.finished[request.finish_reason] -= 1
-            if scheduled.samples:
-                request.drop_output(scheduled.start + scheduled.count)
             self._requests[request.request_id] = request
-        self._removed += self._requests
+        self.steps.forget()
+        self.steps.removed += self._requests
         self.cache.clear()
         self.running, self._parked = [], {}
         for request in self._requests.values():
@@ -188,6 +214,11 @@ class Scheduler(PluggableClass):
         self.waiting = sorted(self._requests.values(), key=_rank)
         return batch
 
+    def _part_of(self, number: int) -> int:
+        """Return how many of so many requests a step may have, so that each of ``depth`` steps has its part."""
+        most = min(number, self.config.max_num_seqs)
+        return most if self.depth == 1 else -(-most // self.depth)
+
     def _schedule_running(self, draft: Draft) -> bool:
         """Schedule those that run, and tell whether there were blocks for all of them.
 
@@ -195,6 +226,8 @@ class Scheduler(PluggableClass):
         """
         had_blocks = True
         for request in self.running:  # which gets shorter at its end only
+            if self.depth > 1 and (request.computing or len(draft.batch) == draft.places):
+                continue
             budget = draft.budget_of(request) if draft.kept else draft.budget
             missing = request.num_tokens - request.num_computed
             count = 1 if missing == 1 and budget else self._count(request, request.num_computed, missing, budget)
@@ -276,22 +309,8 @@ class Scheduler(PluggableClass):
         self.counters.prefix_hits += prefix.num_tokens
         draft.copies += self.cache.open(request, prefix)
         self.cache.extend(request, count)
-        draft.take(request, count, self.cache.no_blocks)
-        draft.added.append(
-            NewSequence(
-                request.request_id,
-                tokens=tuple(request.tokens()),
-                prompt_length=len(request.prompt),
-                context=request.context,
-                params=request.params,
-                blocks=self.cache.blocks(request),
-                arrival=request.arrival,
-                eos=request.eos,
-                bad_words=request.bad_words,
-                grammar=request.grammar,
-                state=self.cache.states.slot(request.request_id) if self.cache.states else 0,
-            )
-        )
+        state = self.cache.states.slot(request.request_id) if self.cache.states else 0
+        draft.admit(request, count, self.cache.blocks(request), state)
 
     def _count(self, request: Request, start: int, missing: int, budget: int) -> int:
         """Return how many of the tokens that are missing from ``start`` on a step takes that has ``budget`` left.
@@ -340,7 +359,8 @@ class Scheduler(PluggableClass):
         self._requeue(request)
 
     def _preempt(self, request: Request) -> None:
-        self.cache.leave(request)
+        if request.computing is None:  # else its state may have gone on
+            self.cache.leave(request)
         self._requeue(request)
         request.num_preemptions += 1
         self.counters.preemptions += 1
@@ -363,10 +383,12 @@ class Scheduler(PluggableClass):
         del self._requests[request.request_id]
 
     def _stop(self, request: Request) -> None:
+        if request.computing is not None:
+            request.computing.leave(request)
         self._release(request)
         _take_out(self.running, request)
         self.cache.close(request)
-        self._removed.append(request.request_id)
+        self.steps.removed.append(request.request_id)
 
     def _release(self, parent: Request) -> None:
         """Have those wait in the queue that were put aside until the prompt of ``parent`` is computed."""
@@ -376,12 +398,3 @@ class Scheduler(PluggableClass):
 
 def _take_out(queue: list[Request], request: Request) -> None:
     del queue[bisect_left(queue, request.rank, key=_rank)]
-
-
-def _token_of(request: Request, tokens: Mapping[str, int]) -> int:
-    if request.request_id not in tokens:
-        raise RequestError(
-            f"the step gave no token for request {request.request_id!r}, which samples: give one for each sequence "
-            "that samples, and abort those that failed before"
-        )
-    return tokens[request.request_id]

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterable
 
 import torch
+from opgraft.platform import HOST
 from torch import Tensor
 
 _CODES = {torch.int32: "i", torch.int64: "q"}
@@ -43,7 +44,7 @@ class Sender:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stays = device.type == "cpu"
+        self._stays = device.type == HOST
         self._pins = not self._stays and _has_pinned_memory()
 
     def send(self, tensor: Tensor) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from time import perf_counter
 from typing import TypeVar, get_args
 
@@ -82,6 +83,7 @@ class EngineStats:
         blocks_used: blocks of the cache that a request holds.
         num_blocks: blocks of the cache.
         counters: totals, or changes.
+        replica: the number of the engine among replicas; 0 for one that is alone, and for the sum of several.
     """
 
     running: int
@@ -89,6 +91,7 @@ class EngineStats:
     blocks_used: int
     num_blocks: int
     counters: Counters
+    replica: int = 0
 
     @property
     def cache_usage(self) -> float:
@@ -103,7 +106,23 @@ class EngineStats:
             blocks_used=self.blocks_used,
             num_blocks=self.num_blocks,
             counters=_difference(self.counters, earlier.counters),
+            replica=self.replica,
         )
+
+
+def summed(stats: Sequence[EngineStats]) -> EngineStats:
+    """Return what several engines do and have done together."""
+    return EngineStats(
+        running=sum(each.running for each in stats),
+        waiting=sum(each.waiting for each in stats),
+        blocks_used=sum(each.blocks_used for each in stats),
+        num_blocks=sum(each.num_blocks for each in stats),
+        counters=reduce(_sum, (each.counters for each in stats)),
+    )
+
+
+def _sum(first: Counters, second: Counters) -> Counters:
+    return _difference(first, _difference(_ZERO, second))
 
 
 def copied(counters: Counters) -> Counters:

@@ -53,6 +53,7 @@ class Scheduled(NamedTuple):
         count: tokens that the step computes.
         new_blocks: appended to the tables since the last step; empty where the sequence is among the added.
         samples: the logits of the last token are sampled. Otherwise it is a chunk after which known tokens follow.
+        token: the one that the step computes, where it was sampled after the sequence was added.
     """
 
     request_id: str
@@ -60,6 +61,7 @@ class Scheduled(NamedTuple):
     count: int  # type: ignore[assignment]  # instead of tuple.count, which nobody calls
     new_blocks: Blocks
     samples: bool
+    token: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,16 @@ class Step:
     copies: tuple[tuple[int, int], ...]
     sequences: tuple[Scheduled, ...]
     states: tuple[StateMove, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the batch as plain tuples, which takes a third of the time."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return _step, ({**values, "sequences": tuple(map(tuple, self.sequences))},)
+
+
+def _step(values: dict[str, Any]) -> Step:
+    values["sequences"] = tuple(map(Scheduled._make, values["sequences"]))
+    return Step(**values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from opgraft.binding.explaining import Explanation, explain
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
-from opgraft.engine.cache_layout import CacheLayout
+from opgraft.distributed import get_tp_group
+from opgraft.engine.cache_layout import CacheSizes
 from opgraft.engine.context_fit import ContextFit
 from opgraft.engine.model_runner import ModelRunner
 from opgraft.engine.step import Step, StepResult
@@ -20,6 +22,7 @@ from opgraft.machine.host_memory import host_memory
 from opgraft.models import TransformersModel
 from opgraft.models.context import trained_context
 from opgraft.ops.attention.batch import AttentionBatch, attending
+from opgraft.platform import HOST
 from opgraft.plugins.selection import current_platform
 from opgraft.pooling import pooled
 from opgraft.text import described
@@ -36,26 +39,73 @@ class Worker(PluggableClass):
 
     Args:
         opgraft_config: resolved.
-        local_rank: index of the device.
+        local_rank: place among the workers of this host, which chooses the device where there are several.
+        local_size: the number of workers of this host.
     """
 
-    def __init__(self, opgraft_config: OpgraftConfig, local_rank: int = 0) -> None:
+    def __init__(self, opgraft_config: OpgraftConfig, local_rank: int = 0, local_size: int = 1) -> None:
         self.opgraft_config = opgraft_config
         self.local_rank = local_rank
+        self.local_size = local_size
         self._paged = False
 
+    def claim_devices(self) -> None:
+        """Set the process up for the devices that it is to have, before anything asks for one.
+
+        Raises:
+            ConfigError: it is to have several, which a subclass is for.
+        """
+        count = self.opgraft_config.parallel.devices_per_rank
+        if count > 1:
+            raise ConfigError(
+                f"parallel.devices_per_rank is {count}, and on the platform {current_platform().name} a process "
+                "computes on one device: set parallel.tensor to share each layer among processes"
+            )
+
     def init_device(self) -> None:
-        """Choose the device, and seed its random numbers."""
-        platform = current_platform()
-        index = f":{self.local_rank}" if platform.device_count() > 1 else ""
-        self.device = torch.device(self.opgraft_config.load.device or f"{platform.device_type}{index}")
+        """Choose the device, and seed its random numbers.
+
+        Raises:
+            ConfigError: there is no device for this worker, or one is set for several.
+        """
+        self.claim_devices()
+        platform, load = current_platform(), self.opgraft_config.load
+        self.device = torch.device(load.device or self._own_device())
+        if self.device.index is not None and self.local_size > 1 and load.device:
+            raise ConfigError(
+                f"load.device is {load.device!r:.80}, one device for {self.local_size} ranks of this host: leave its "
+                "number out, so that each rank has its own"
+            )
         platform.manual_seed(self.opgraft_config.model.seed)
+        if self.device.index is not None:
+            self.opgraft_config = replace(self.opgraft_config, load=replace(load, device=str(self.device)))
         self.runner = ModelRunner(self.opgraft_config, self.device)
 
-    def load_model(self) -> CacheLayout:
-        """Load the model; its attention layers say which cache they need."""
+    def _own_device(self) -> str:
+        platform = current_platform()
+        devices = platform.device_count()
+        if devices < 2:
+            return platform.device_type
+        if self.local_rank >= devices:
+            raise ConfigError(
+                f"this host has {self.local_size} ranks and {devices} devices of {platform.name}: lower "
+                "parallel.tensor or parallel.pipeline"
+            )
+        return f"{platform.device_type}:{self.local_rank}"
+
+    def synchronize(self) -> None:
+        """Wait until the device has computed what it was given."""
+        current_platform().synchronize(self.device.index or 0)
+
+    def load_model(self) -> CacheSizes:
+        """Load the model; its layers say which cache they need."""
         self.runner.load_model()
-        return self.runner.layout
+        return self.runner.layout.sizes()
+
+    def group_cache(self, windows: Sequence[int | None]) -> CacheSizes:
+        """Put the layers into groups of these windows, which the stages of a pipeline share."""
+        self.runner.layout = self.runner.layout.grouped(windows)
+        return self.runner.layout.sizes()
 
     def max_context(self) -> int | None:
         """Return the tokens of the longest context; ``None`` where neither settings nor checkpoint say."""
@@ -90,12 +140,16 @@ class Worker(PluggableClass):
             return cache.memory_bytes
         free = self._free_memory()
         if self._on_host():
-            return int(free * (cache.memory_share or HOST_SHARE))
-        return max(0, int(free * (cache.memory_share or DEVICE_SHARE)) - self._peak())
+            return int(free * (cache.memory_share or HOST_SHARE)) // self.local_size
+        return max(0, int(free * (cache.memory_share or DEVICE_SHARE)) // self._sharing() - self._peak())
+
+    def _sharing(self) -> int:
+        """Return the number of workers of this host that share the memory of this one's device."""
+        return self.local_size if self._on_host() or current_platform().device_count() < 2 else 1
 
     def _on_host(self) -> bool:
         platform = current_platform()
-        return self.device.type == "cpu" and (platform.device_type != "cpu" or "cpu" in platform.dispatch_chain)
+        return self.device.type == HOST and (platform.device_type != HOST or HOST in platform.dispatch_chain)
 
     def _free_memory(self) -> int:
         """Return the bytes that are free on the device, which may be another than the platform's."""
@@ -122,11 +176,12 @@ class Worker(PluggableClass):
         """
         layout, free = self.runner.layout, self._known_free_memory()
         needed = num_blocks * layout.bytes_per_block + num_states * layout.bytes_per_state
-        if free is not None and needed > free:
+        if free is not None and needed * self._sharing() > free:
+            ranks = f" on each of {self._sharing()} ranks" if self._sharing() > 1 else ""
             raise ConfigError(
-                f"the cache of {num_blocks:,} blocks and {num_states:,} states takes {needed:,} bytes, and {free:,} "
-                f"are free on {self.device}: lower cache.num_blocks, cache.memory_bytes or cache.num_states, or leave "
-                "them out, so that it takes the share cache.memory_share of what is free"
+                f"the cache of {num_blocks:,} blocks and {num_states:,} states takes {needed:,} bytes{ranks}, and "
+                f"{free:,} are free on {self.device}: lower cache.num_blocks, cache.memory_bytes or cache.num_states, "
+                "or leave them out, so that it takes the share cache.memory_share of what is free"
             )
 
     def _peak(self) -> int:
@@ -172,7 +227,9 @@ class Worker(PluggableClass):
         batch = AttentionBatch.of_sequences([], block_size=self.runner.layout.block_size)
         with attending(batch) if self._paged else nullcontext():
             explained = explain(self.runner.model)
-        return explained.within(worker=self, model_runner=self.runner, sampler=self.runner.sampler)
+        communicator = get_tp_group().communicator
+        others = {} if communicator is None else {"communicator": communicator}
+        return explained.within(worker=self, model_runner=self.runner, sampler=self.runner.sampler, **others)
 
     def execute(self, step: Step) -> StepResult:
         """Compute a step."""

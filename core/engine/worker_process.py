@@ -1,4 +1,4 @@
-"""The process of a worker: it makes the calls that ``ProcessExecutor`` asks for, until nobody is there to ask."""
+"""The process of a worker: it makes the calls that ``RemoteExecutor`` asks for, until nobody is there to ask."""
 
 from __future__ import annotations
 
@@ -8,18 +8,37 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import count
 from typing import Any
 
-from opgraft.config import OpgraftConfig, set_config
+from opgraft.binding.pluggable_class import choose_class
+from opgraft.config import set_config
+from opgraft.distributed import get_tp_group, init_distributed
+from opgraft.engine.engine_digest import engine_digest, expect_same_digest
+from opgraft.engine.model_runner import ModelRunner
 from opgraft.engine.sampling import Grammar, GrammarTokens
 from opgraft.engine.worker import Worker
+from opgraft.engine.worker_link import WorkerJob, output_rank
+from opgraft.engine.worker_progress import Progress, ProgressRecord
 from opgraft.errors import EngineError
 from opgraft.logger import logger, write_json
+from opgraft.machine.broadcast import SharedChannel
 from opgraft.machine.channel import Channel
 from opgraft.plugins.host import load_plugins
-from opgraft.registry.op_classes import qualified
-from opgraft.state import host_state
 from opgraft.text import described
+from torch import distributed as dist
+
+UNANSWERED = object()
+"""The result of a call that nobody waits for."""
+
+_STAGES = {
+    "init_device": "preparing the device",
+    "load_model": "loading the model",
+    "cache_bytes": "measuring memory",
+    "allocate_cache": "making the cache",
+}
+"""Method of a worker → the stage that it is at."""
 
 
 class SharedGrammars:
@@ -52,50 +71,103 @@ class SharedGrammars:
         self._known[name] = Grammar(spec, self._tokens)  # type: ignore[arg-type]  # tokens come with the first
 
 
-def main(calls_file: int, beside_file: int) -> None:
-    """Make a worker and its calls, until the other end of both sockets is closed.
+def main(calls_file: int, beside_file: int, record_file: int, slots_file: int, tokens_file: int) -> None:
+    """Be the process of a worker until the other end of both sockets is closed; end then, even in a step that hangs.
 
     Signals are for the process that asks, which finishes its requests first.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    record = ProgressRecord(record_file)
+    record.answer_signals()
+    serve_calls(calls_file, beside_file, record.write, shared=(slots_file, tokens_file))
+
+
+def serve_calls(
+    calls_file: int,
+    beside_file: int,
+    note: Callable[[Progress], None],
+    *,
+    ends_process: bool = True,
+    shared: tuple[int, int] | None = None,
+) -> None:
+    """Make a worker and its calls, until the other end of both sockets is closed.
+
+    Args:
+        calls_file: socket by which calls come.
+        beside_file: socket by which grammars come.
+        note: is told what the worker does.
+        ends_process: end the process when the second is closed; else whoever has started it does.
+        shared: memory that calls are written to, and the pipe that tells of them; without it they come by the socket.
+    """
     grammars = SharedGrammars()
     beside = Channel(socket.socket(fileno=beside_file))
-    threading.Thread(target=_take_grammars, args=(beside, grammars), daemon=True).start()
-    calls = Channel(socket.socket(fileno=calls_file), named=grammars.named)
-    opgraft_config, writes_json, replacements = calls.receive()
-    if writes_json:
+    threading.Thread(target=_take_grammars, args=(beside, grammars, ends_process), daemon=True).start()
+    connection = socket.socket(fileno=calls_file)
+    calls = SharedChannel(connection, grammars.named, *shared) if shared else Channel(connection, grammars.named)
+    job: WorkerJob = calls.receive()
+    if job.writes_json:
         write_json()
-    with set_config(opgraft_config, origin="the process of the engine"):
-        _make_calls(calls, opgraft_config, replacements)
+    with set_config(job.opgraft_config, origin="the process of the engine"):
+        made = WorkerCalls(job, note)
+        _answer(calls, made, made.note_end)
 
 
-def _make_calls(calls: Channel, opgraft_config: OpgraftConfig, replacements: Sequence[str]) -> None:
-    worker: Worker | None = None
+class WorkerCalls:
+    """Makes the calls of the engine, of a worker that the first one makes, and notes the stage that it is at.
 
-    def call(method: str, arguments: Sequence[Any]) -> Any:
-        nonlocal worker
-        if worker is None:
-            load_plugins()
-            _expect_active(replacements)
-            worker = Worker(opgraft_config)
-        return getattr(worker, method)(*arguments)
+    Args:
+        job: what the worker is to be.
+        note: is told the stage.
+    """
 
-    _answer(calls, call)
+    def __init__(self, job: WorkerJob, note: Callable[[Progress], None]) -> None:
+        self._job = job
+        self._tell = note
+        self._worker: Worker | None = None
+        self._answers = job.rank % (job.layout.pipeline * job.layout.tensor) == output_rank(job.layout)
+        self._finished = self._steps = 0
+        self._note("starting")
+
+    def __call__(self, method: str, arguments: Sequence[Any], everyone: bool) -> Any:
+        """Call a method, and return its result, or ``UNANSWERED`` where only the output rank is to answer."""
+        if self._worker is None:
+            self._worker = self._made()
+        self._steps += method == "execute"
+        self._note(f"step {self._steps}" if method == "execute" else _STAGES.get(method, method))
+        result = getattr(self._worker, method)(*arguments)
+        return result if everyone or self._answers else UNANSWERED
+
+    def note_end(self, number: int) -> None:
+        """Note that the call of a number has come to its end, or could not be read."""
+        self._finished = number + 1
+        self._note(f"after {self._stage}")
+
+    def _note(self, stage: str) -> None:
+        self._stage = stage.removeprefix("after ")
+        self._tell(Progress(self._finished, stage))
+
+    def _made(self) -> Worker:
+        """Make the worker, once plugins are loaded and the ranks have joined."""
+        job, parallel = self._job, self._job.opgraft_config.parallel
+        load_plugins()
+        expect_same_digest(job.digest, engine_digest(), job.rank)
+        if job.meeting is not None:
+            self._note("joining ranks")
+            # Longer than the executor waits, which knows who hangs.
+            limit = parallel.start_seconds + parallel.step_seconds
+            patience = timedelta(seconds=limit)
+            store = dist.TCPStore(*job.meeting, is_master=False, timeout=patience)  # type: ignore[attr-defined]
+            sizes = job.layout.tensor, job.layout.pipeline, job.layout.data
+            init_distributed(*sizes, rank=job.rank, store=store, timeout=limit)
+            communicator = get_tp_group().communicator
+            runner: type[ModelRunner] = choose_class(ModelRunner).cls
+            if communicator is not None and runner.samples_on_first_rank:
+                communicator.use_all_gather = False  # type: ignore[misc]  # of this group only
+        return Worker(job.opgraft_config, job.local_rank, job.local_size)
 
 
-def _expect_active(replacements: Sequence[str]) -> None:
-    known = {qualified(each.cls) for each in host_state().active}
-    missing = [name for name in replacements if name not in known]
-    if missing:
-        raise EngineError(
-            f"the process of the worker has no {', '.join(missing)}, which the engine's process registered outside of "
-            "plugins: let a plugin register it, by an entry point of the group opgraft.plugins, or set "
-            "parallel.worker_process to false"
-        )
-
-
-def _take_grammars(beside: Channel, grammars: SharedGrammars) -> None:
+def _take_grammars(beside: Channel, grammars: SharedGrammars, exits: bool) -> None:
     """Take grammars in until the other process has ended, and end this one then, even in a step that hangs.
 
     It ends too if this thread fails, as the other process would wait for ever.
@@ -105,23 +177,37 @@ def _take_grammars(beside: Channel, grammars: SharedGrammars) -> None:
     except BaseException as error:
         logger.critical("the thread that compiles grammars has ended: %s", described(error))
         os._exit(EngineError.exit_code)
-    os._exit(0)
+    if exits:
+        os._exit(0)
 
 
-def _answer(channel: Channel, function: Callable[..., Any]) -> None:
-    """Call a function with each message that comes, and send its outcome, until the other end is closed."""
-    while True:
+def _answer(
+    channel: Channel, function: Callable[..., Any], note_end: Callable[[int], None] = lambda number: None
+) -> None:
+    """Call a function with each message that comes, and send its number and outcome, until the other end is closed.
+
+    A result that is ``UNANSWERED`` is not sent.
+
+    Args:
+        channel: whose messages are arguments of the function.
+        function: whose result, or what it raises, is the outcome.
+        note_end: called with the number of each message, before its outcome is sent.
+    """
+    for number in count():
         try:
             pickled = channel.receive_pickled()
         except (EOFError, OSError):
             return
-        outcome = _outcome(channel, pickled, function)
+        done, answer = _outcome(channel, pickled, function)
+        note_end(number)
+        if answer is UNANSWERED:
+            continue
         try:
-            channel.send(outcome)
+            channel.send((number, done, answer))
         except OSError:
             return
         except Exception as error:  # the result cannot be pickled, and nothing of it was sent
-            channel.send((False, portable(error)))
+            channel.send((number, False, portable(error)))
 
 
 def _outcome(channel: Channel, pickled: bytes, function: Callable[..., Any]) -> tuple[bool, Any]:

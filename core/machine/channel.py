@@ -9,7 +9,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-_LENGTH_BYTES = 8
+LENGTH_BYTES = 8
+"""Bytes before a message, which say how long it is."""
+
 _PIECE = 1 << 16
 
 
@@ -28,7 +30,7 @@ class Channel:
         self._named = named
         self._came = bytearray()
 
-    def send(self, message: Any, name_of: Callable[[Any], Any] = lambda found: None) -> None:
+    def send(self, message: Any, name_of: Callable[[Any], Any] | None = None) -> None:
         """Send an object.
 
         Args:
@@ -39,13 +41,14 @@ class Channel:
             OSError: the other end is closed.
             Exception: what pickling it raises, before anything is sent.
         """
-        written = io.BytesIO()
-        written.write(bytes(_LENGTH_BYTES))
-        pickler = pickle.Pickler(written, pickle.HIGHEST_PROTOCOL)
-        pickler.persistent_id = name_of  # type: ignore[method-assign]
-        pickler.dump(message)
-        data = written.getbuffer()
-        data[:_LENGTH_BYTES] = (len(data) - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little")
+        self.send_encoded(encoded(message, name_of))
+
+    def send_encoded(self, data: memoryview) -> None:
+        """Send an object that ``encoded`` has made ready, as to several processes.
+
+        Raises:
+            OSError: the other end is closed.
+        """
         self._connection.sendall(data)
 
     def receive(self) -> Any:
@@ -63,10 +66,10 @@ class Channel:
         Raises:
             EOFError: the other end is closed.
         """
-        self._expect(_LENGTH_BYTES)
-        end = _LENGTH_BYTES + int.from_bytes(self._came[:_LENGTH_BYTES], "little")
+        self._expect(LENGTH_BYTES)
+        end = self._end()
         self._expect(end)
-        pickled = bytes(self._came[_LENGTH_BYTES:end])
+        pickled = bytes(self._came[LENGTH_BYTES:end])
         del self._came[:end]
         return pickled
 
@@ -80,6 +83,18 @@ class Channel:
         unpickler.persistent_load = self._named  # type: ignore[method-assign]
         return unpickler.load()
 
+    def fileno(self) -> int:
+        """Return the number of the file to wait at, where ``holds_message`` is false."""
+        return self._connection.fileno()
+
+    @property
+    def holds_message(self) -> bool:
+        """Tell whether a whole object has come already, behind the last one."""
+        return len(self._came) >= LENGTH_BYTES and len(self._came) >= self._end()
+
+    def _end(self) -> int:
+        return LENGTH_BYTES + int.from_bytes(self._came[:LENGTH_BYTES], "little")
+
     def _expect(self, size: int) -> None:
         while len(self._came) < size:
             piece = self._connection.recv(max(_PIECE, size - len(self._came)))
@@ -92,3 +107,24 @@ class Channel:
         with suppress(OSError):  # the other end has closed it
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
+
+
+def encoded(message: Any, name_of: Callable[[Any], Any] | None = None) -> memoryview:
+    """Return an object as channels send it.
+
+    Args:
+        message: the object.
+        name_of: see ``Channel.send``; it is asked about every part of the object, which takes time.
+
+    Raises:
+        Exception: what pickling it raises.
+    """
+    written = io.BytesIO()
+    written.write(bytes(LENGTH_BYTES))
+    pickler = pickle.Pickler(written, pickle.HIGHEST_PROTOCOL)
+    if name_of is not None:
+        pickler.persistent_id = name_of  # type: ignore[method-assign]
+    pickler.dump(message)
+    data = written.getbuffer()
+    data[:LENGTH_BYTES] = (len(data) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
+    return data

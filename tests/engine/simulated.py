@@ -7,7 +7,7 @@ In the place of keys and values it keeps, in every cell of the cache, a digest o
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -54,13 +54,13 @@ class Runner:
 
     kinds: Sequence[LayerKind]
     block_size: int
-    salts: Mapping[str, str | None]
+    salts: Mapping[int, str | None]
     cells: dict[tuple[int, int, int], int] = field(default_factory=dict)
     sequences: dict[str, Known] = field(default_factory=dict)
 
     def execute(self, step: Step) -> dict[str, int]:
         for request_id in step.removed:
-            del self.sequences[request_id]
+            self.sequences.pop(request_id, None)  # which a step that failed may not have added
         for new in step.added:
             self._add(new)
         copied = [
@@ -78,7 +78,7 @@ class Runner:
 
     def _add(self, new: NewSequence) -> None:
         assert new.request_id not in self.sequences, "added twice"
-        states = [first_state(self.salts[new.request_id])]
+        states = [first_state(self.salts.get(new.arrival))]
         for token in new.tokens:
             states.append(digest(states[-1], token))
         tables = [list(blocks) for blocks in new.blocks]
@@ -89,6 +89,7 @@ class Runner:
         assert sequence.computed in (-1, scheduled.start)
         sequence.computed = scheduled.start + scheduled.count
         assert scheduled.samples == (sequence.computed == len(sequence.tokens))
+        assert scheduled.token in (None, *sequence.tokens[scheduled.start : sequence.computed])
         for kind, (table, new) in enumerate(zip(sequence.tables, scheduled.new_blocks, strict=True)):
             table += new
             assert len(table) == -(-sequence.computed // self.block_size)
@@ -127,12 +128,19 @@ def expected_output(request: Request, max_model_len: int) -> list[int]:
     return output
 
 
-def check_invariants(scheduler: Scheduler, step: Step) -> None:
+def _sequences(request: Request) -> Sequence[Scheduled]:
+    return request.computing.sequences if request.computing else ()
+
+
+def check_invariants(scheduler: Scheduler, step: Step, faults: bool = False) -> None:
     """Check a schedule just made against its limits, and every block against the tables that it stands in."""
     config, cache = scheduler.config, scheduler.cache
     assert sum(s.count for s in step.sequences) <= config.max_num_batched_tokens
     assert len(scheduler.running) <= config.max_num_seqs
-    assert bool(step.sequences) == scheduler.has_work, "a step without progress"
+    assert len(scheduler.steps) > 1 or bool(step.sequences) == scheduler.has_work, "a step without progress"
+    computed = [request for draft in scheduler.steps._drafts for request in draft.requests()]
+    assert len(set(computed)) == len(computed), "computed by two steps"
+    assert all(request.computing in scheduler.steps._drafts for request in computed)
     assert all(s.count > 0 for s in step.sequences)
     for queue in (scheduler.running, scheduler.waiting):
         assert queue == sorted(queue, key=lambda r: r.rank)
@@ -141,9 +149,9 @@ def check_invariants(scheduler: Scheduler, step: Step) -> None:
     used = Counter(block for rows in tables.values() for table in rows for block in table.held())
     assert all(cache.pool.references(block) == used[block] for block in range(cache.pool.num_blocks))
     assert cache.pool.num_free + len(used) == cache.pool.num_blocks
-    counts = {s.request_id: s.count for s in step.sequences}
     for request in scheduler.running:
-        covered = -(-(request.num_computed + counts.get(request.request_id, 0)) // cache.block_size)
+        counted = [s.count for s in _sequences(request) if s.request_id == request.request_id]
+        covered = -(-(request.num_computed + sum(counted)) // cache.block_size)
         assert all(len(table.blocks) == covered for table in tables[request.request_id])
     if step.added:
         last = max(r.rank for r in scheduler.running if r.request_id in {new.request_id for new in step.added})
@@ -151,7 +159,7 @@ def check_invariants(scheduler: Scheduler, step: Step) -> None:
             "somebody was overtaken"
         )
     preempted_now = [r for r in scheduler.waiting if r.num_preemptions and r.request_id in step.removed]
-    if preempted_now and step.added:
+    if preempted_now and step.added and not faults:  # by which others are removed, too
         (new,) = step.added  # for whom way was made
         better = scheduler._requests[new.request_id].rank[0]
         assert all(better < r.rank[0] for r in preempted_now), "admitted in a step that preempted"
@@ -164,8 +172,11 @@ class Traffic:
     scheduler: Scheduler
     random: random.Random
     checked: bool = True
+    faults: float = 0.0
+    steps: list[Step] = field(default_factory=list)
     answers: list[Request] = field(default_factory=list)
-    salts: dict[str, str | None] = field(default_factory=dict)
+    salts: dict[int, str | None] = field(default_factory=dict)
+    answered: deque[int] = field(default_factory=deque)
     live: dict[str, Request] = field(default_factory=dict)
     number: int = 0
 
@@ -174,26 +185,51 @@ class Traffic:
         self.runner = Runner(cache.kinds, cache.block_size, self.salts)
 
     def run(self, num_requests: int, rate: float = 0.5, aborts: float = 0.02) -> None:
-        while self.number < num_requests or self.scheduler.has_work:
+        while self.number < num_requests or self.scheduler.has_work or self.steps:
             while self.number < num_requests and len(self.live) < 40 and self.random.random() < rate:
                 self._add()
             self._abort(aborts)
-            step = self.scheduler.schedule()
-            if self.checked:
-                check_invariants(self.scheduler, step)
-            tokens = self.runner.execute(step)
+            self._schedule()
             self._abort(aborts)
-            for request in self.scheduler.update(step, tokens):
-                self._answer(request)
-        last = self.scheduler.schedule()
-        self.scheduler.update(last, self.runner.execute(last))
+            if self.random.random() < self.faults:
+                self._fail()
+            elif self.steps:
+                self._update()
+        self._schedule()
+        self._update()
         self.check_end()
+
+    def _schedule(self) -> None:
+        """Have as many steps computed as the scheduler has at once."""
+        while len(self.steps) < self.scheduler.depth:
+            step = self.scheduler.schedule()
+            if step is None:
+                return
+            if self.checked:
+                check_invariants(self.scheduler, step, self.faults > 0)
+            self.steps.append(step)
+
+    def _update(self) -> None:
+        """Execute the first step, and have its tokens taken in."""
+        step = self.steps.pop(0)
+        for request in self.scheduler.update(step, self.runner.execute(step)):
+            self._answer(request)
+
+    def _fail(self) -> None:
+        """Have one of the steps fail, behind others that are executed in vain; its requests end by that."""
+        failing = self.random.choice(self.steps)
+        for step in self.steps[: self.random.randrange(len(self.steps) + 1)]:
+            self.runner.execute(step)
+        self.steps.clear()
+        for request in self.scheduler.undo(failing):
+            self.scheduler.abort(request.request_id, "error")
+            self._answer(request)
 
     def check_end(self) -> None:
         scheduler, pool = self.scheduler, self.scheduler.cache.pool
         queues = (scheduler.running, scheduler.waiting, scheduler._parked)
         left = (self.live, self.runner.sequences, *queues, scheduler.cache._tables)
-        assert not any((*left, scheduler._requests, scheduler._removed, scheduler._batch))
+        assert not any((*left, scheduler._requests, scheduler.steps.removed, scheduler.steps))
         assert pool.num_free == pool.num_blocks
         assert not any(pool.references(block) for block in range(pool.num_blocks))
 
@@ -215,7 +251,7 @@ class Traffic:
         for sample in request.split():
             self.scheduler.add(sample)
             self.live[sample.request_id] = sample
-            self.salts[sample.request_id] = salt
+            self.salts[sample.arrival] = salt
             self.number += 1
 
     def _abort(self, share: float) -> None:
@@ -227,13 +263,15 @@ class Traffic:
     def _answer(self, request: Request) -> None:
         assert self.live.pop(request.request_id, None) is request, "answered twice"
         expected = expected_output(request, self.scheduler.max_model_len)
-        if request.finish_reason == "abort":
+        if request.finish_reason in ("abort", "error"):
             assert request.output == expected[: len(request.output)]
         else:
             assert request.output == expected
         if self.checked:
             self.answers.append(request)
-        del self.salts[request.request_id]
+        self.answered.append(request.arrival)
+        if len(self.answered) > 100:  # by then no step computes it
+            del self.salts[self.answered.popleft()]
 
 
 def make_scheduler(
@@ -247,8 +285,9 @@ def make_scheduler(
     budget: int = 32,
     chunked: bool = True,
     policy: str = "fcfs",
+    depth: int = 1,
 ) -> Scheduler:
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, chunked_prefill=chunked, policy=policy
     )
-    return Scheduler(config, KVCacheManager(kinds, num_blocks, block_size, prefix_reuse), max_model_len)
+    return Scheduler(config, KVCacheManager(kinds, num_blocks, block_size, prefix_reuse), max_model_len, depth=depth)

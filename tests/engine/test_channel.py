@@ -2,11 +2,54 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 
 import pytest
-from opgraft.machine.channel import Channel
+from opgraft.engine.step import Scheduled, Step
+from opgraft.machine.broadcast import BY_CHANNEL, SLOT_BYTES, SLOTS, SharedChannel, SharedSlots
+from opgraft.machine.channel import Channel, encoded
+
+
+def test_a_step_comes_as_it_was_sent() -> None:
+    """Its batch, which is sent as plain tuples, is one of ``Scheduled`` again."""
+    step = Step(("a",), (), ((1, 2),), (Scheduled("b", 3, 1, ((4,), ()), True),), ((None, 1),))
+    ours, theirs = map(Channel, socket.socketpair())
+    ours.send(step)
+    came = theirs.receive()
+    assert came == step
+    assert came.sequences[0].new_blocks == ((4,), ())
+    ours.close()
+    theirs.close()
+
+
+def test_shared_memory_has_what_fits_and_is_free() -> None:
+    """Every reader has each message in its turn; those that are long, or come before a slot is free, go by channels."""
+    finished = 0
+    slots = SharedSlots(lambda: finished)
+    ours, theirs = socket.socketpair()
+    (mine, tokens), sending = os.pipe()[::-1], Channel(ours)
+    reading = SharedChannel(theirs, lambda name: name, slots.file, tokens)
+    ways = []
+    for number in range(3 * SLOTS):
+        message = (number, b"x" * (SLOT_BYTES if number == 5 else 100))
+        data = encoded(message)
+        token = slots.write(number, data)
+        os.write(mine, token)
+        ways.append(token == BY_CHANNEL)
+        if ways[-1]:
+            sending.send_encoded(data)
+        assert reading.receive() == message
+        finished = number if number < 2 * SLOTS else finished
+    assert [number for number, by_channel in enumerate(ways) if by_channel] == [5, 3 * SLOTS - 1]
+    os.close(mine)
+    with pytest.raises(EOFError):
+        reading.receive()
+    for end in (sending, reading):
+        end.close()
+    os.close(tokens)
+    slots.close()
 
 
 def test_a_channel_takes_messages_of_any_size_and_tells_its_end() -> None:

@@ -12,7 +12,7 @@ from opgraft.engine import staging
 from opgraft.engine.input_batch import InputBatch, Inputs
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.engine.staging import Sender, Staging
-from opgraft.engine.step import NewSequence, Scheduled
+from opgraft.engine.step import NewSequence, Scheduled, Step
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SIZE, ROWS, TOKENS, BLOCKS = 4, 8, 64, 40
@@ -86,8 +86,10 @@ def test_decodes_and_chunks() -> None:
 def test_contexts_that_tokens_are_rotated_for() -> None:
     """Tokens of a prompt are rotated for its length, later ones for the length that the sequence has with them."""
     batch = batch_of([6, 3], fits_context=True)
-    batch.append("1", 7)
-    inputs = batch.inputs([Scheduled("0", 1, 3, ((), ()), False), Scheduled("1", 3, 1, ((), ()), True)])
+    scheduled = Scheduled("0", 1, 3, ((), ()), False), Scheduled("1", 3, 1, ((), ()), True, 7)
+    batch.apply(Step((), (), (), scheduled))
+    inputs = batch.inputs(scheduled)
+    assert inputs.input_ids[-1] == 7
     assert inputs.batch.context_lens.tolist() == [6, 6, 6, 4]  # type: ignore[union-attr]
     assert batch_of([6]).inputs([Scheduled("0", 0, 1, ((), ()), True)]).batch.context_lens is None
 

@@ -14,15 +14,18 @@ from opgraft.engine.kv_cache import LayerKind
 from opgraft.engine.request import Request
 from opgraft.engine.step import Step, StepResult
 
-WATCHED = ("engine_core.py", "scheduler.py", "kv_cache.py", "blocks.py", "request.py")
+WATCHED = ("engine_core.py", "scheduler.py", "draft.py", "kv_cache.py", "blocks.py", "request.py")
 """Files in which interrupts come."""
 
 
 class SimulatedExecutor:
     """Runs steps without a model; like a real runner it forgets whom it does not know."""
 
-    def __init__(self, runner: Runner) -> None:
-        self.runner = runner
+    can_restart = False
+
+    def __init__(self, runner: Runner, depth: int) -> None:
+        self.runner, self.depth = runner, depth
+        self.submitted: list[Step] = []
 
     def expect_servable(self, request: Request) -> None:
         pass
@@ -30,14 +33,21 @@ class SimulatedExecutor:
     def check_health(self) -> None:
         pass
 
-    def call(self, method: str, step: Step) -> StepResult:
-        assert method == "execute"
+    def submit(self, step: Step) -> None:
+        self.submitted.append(step)
+
+    def drop(self) -> None:
+        while self.submitted:
+            self.result()
+
+    def result(self) -> StepResult:
+        step = self.submitted.pop(0)
         for name in step.removed:
             self.runner.sequences.pop(name, None)
         return StepResult(self.runner.execute(Step((), step.added, step.copies, step.sequences)))
 
 
-def simulated_core(policy: str = "fcfs") -> tuple[EngineCore, dict[str, str | None]]:
+def simulated_core(policy: str = "fcfs", depth: int = 1) -> EngineCore:
     """An engine over a cache that is too small for all, with a window, and nothing of a model."""
     core = EngineCore.__new__(EngineCore)
     kinds = [LayerKind(), LayerKind(6)]
@@ -45,9 +55,9 @@ def simulated_core(policy: str = "fcfs") -> tuple[EngineCore, dict[str, str | No
     core.scheduler._reserve = lambda: 0  # type: ignore[method-assign]
     core.cache, core.counters = core.scheduler.cache, core.scheduler.counters
     core._stopped, core._shut_down = None, False
-    salts: dict[str, str | None] = {}
-    core.executor = SimulatedExecutor(Runner(kinds, core.cache.block_size, salts))  # type: ignore[assignment]
-    return core, salts
+    core.scheduler.depth = depth
+    core.executor = SimulatedExecutor(Runner(kinds, core.cache.block_size, {}), depth)  # type: ignore[assignment]
+    return core
 
 
 def requests() -> list[Request]:
@@ -73,22 +83,24 @@ def expect_all_told(core: EngineCore, given: list[Request], told: dict[str, list
     assert told == {each.request_id: expected_output(each, 32) for each in given}
     assert core.step() == []
     scheduler = core.scheduler
-    assert not any((scheduler.running, scheduler.waiting, scheduler._requests, scheduler._removed, scheduler._parked))
+    assert not any(
+        (scheduler.running, scheduler.waiting, scheduler._requests, scheduler.steps.removed, scheduler._parked)
+    )
     assert core.cache.pool.num_free == core.cache.pool.num_blocks
     assert not core.cache._tables
     assert not core.executor.runner.sequences  # type: ignore[attr-defined]
     assert sum(scheduler.counters.finished.values()) == len(given)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("steps_before", [0, 2, 6])
-def test_an_interrupt_at_any_line_of_a_step_loses_nothing(policy: str, steps_before: int) -> None:
+def test_an_interrupt_at_any_line_of_a_step_loses_nothing(policy: str, steps_before: int, depth: int) -> None:
     """Wherever in choosing a step or taking its tokens in: all answers are whole, and each token is told once."""
     number, interrupted = 1, True
     while interrupted:
-        core, salts = simulated_core(policy)
+        core = simulated_core(policy, depth)
         given = requests()
-        salts.update(dict.fromkeys(each.request_id for each in given))
         told: dict[str, list[int]] = {each.request_id: [] for each in given}
         core.add(given)
         going = served(core, given, told)
@@ -114,9 +126,8 @@ def test_an_interrupt_at_any_line_of_adding_adds_all_or_none() -> None:
     """Who is interrupted while requests are added may add them again."""
     number, interrupted = 1, True
     while interrupted:
-        core, salts = simulated_core()
+        core = simulated_core()
         given = requests()
-        salts.update(dict.fromkeys(each.request_id for each in given))
         told: dict[str, list[int]] = {each.request_id: [] for each in given}
         interrupted = False
         try:
@@ -138,9 +149,8 @@ def test_an_interrupt_at_any_line_of_an_abort_aborts_or_does_not(chosen: int) ->
     """A request whose abort is interrupted has ended or goes on; the others have their tokens, and no block is lost."""
     number, interrupted = 1, True
     while interrupted:
-        core, salts = simulated_core()
+        core = simulated_core()
         given = requests()
-        salts.update(dict.fromkeys(each.request_id for each in given))
         told: dict[str, list[int]] = {each.request_id: [] for each in given}
         core.add(given)
         going = served(core, given, told)

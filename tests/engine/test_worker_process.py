@@ -19,19 +19,20 @@ import pytest
 from engine.engines import prompts, replaced, settings
 from opgraft import LLM, SamplingParams
 from opgraft.engine.engine_core import EngineCore
-from opgraft.engine.process_executor import ProcessExecutor, executor_of
+from opgraft.engine.executors import executor_of
+from opgraft.engine.process_executor import LocalProcess, ProcessExecutor
 from opgraft.engine.request import Request
 from opgraft.engine.sampling import Grammar
 from opgraft.engine.worker_process import _answer, portable
 from opgraft.errors import CheckpointError, DistributedError, EngineError, InputError, OpgraftError, RequestError
-from opgraft.machine.channel import Channel
+from opgraft.machine.channel import Channel, encoded
 from opgraft.ops import RMSNorm
 from random_decoders import written
 from ranks import Ranks
 from small_tokenizers import trained_tokenizer
 
 IN_ITS_PROCESS: dict[str, Any] = {
-    "parallel.worker_process": True,
+    "parallel.executor": "processes",
     "model.dtype": "float32",
     "model.max_model_len": 64,
     "cache.num_blocks": 64,
@@ -60,9 +61,14 @@ def executor(llm: LLM) -> ProcessExecutor:
     return found
 
 
-def pid(process: ProcessExecutor) -> int:
-    assert process._process is not None
-    return process._process.pid
+def process_of(executor: ProcessExecutor, rank: int = 0) -> subprocess.Popen[bytes]:
+    worker = executor._workers[rank]
+    assert isinstance(worker, LocalProcess)
+    return worker.process
+
+
+def pid(executor: ProcessExecutor) -> int:
+    return process_of(executor).pid
 
 
 def test_answers_are_those_of_a_worker_in_this_process(folder: Path, llm: LLM) -> None:
@@ -75,7 +81,7 @@ def test_answers_are_those_of_a_worker_in_this_process(folder: Path, llm: LLM) -
         ),
     ]
     asked = ["the cat", "a dog", "number"]
-    inside = LLM(str(folder), **IN_ITS_PROCESS | {"parallel.worker_process": False})
+    inside = LLM(str(folder), **IN_ITS_PROCESS | {"parallel.executor": "in_process"})
     expected = inside.generate(asked, params)
     inside.shutdown()
     found = llm.generate(asked, params)
@@ -90,16 +96,16 @@ def test_grammars_are_compiled_there_once_and_forgotten(llm: LLM) -> None:
     first, second = llm.generate(["a", "b"], params)
     assert {first.outputs[0].text, second.outputs[0].text} <= {"yes", "no"}
     process = executor(llm)
-    shared = len(process._shared)
+    shared = len(process._grammars.shared)
     llm.generate("c", params)
-    assert len(process._shared) == shared
+    assert len(process._grammars.shared) == shared
     llm.engine.grammars._kept.clear()
     llm.generate("d")  # whose step takes the place of the last one, which has a grammar
     gc.collect()
-    assert len(process._shared) == 0
-    assert len(process._forgotten) == shared
+    assert len(process._grammars.shared) == 0
+    assert len(process._grammars.forgotten) == shared
     llm.generate("c", params)
-    assert not process._forgotten
+    assert not process._grammars.forgotten
 
 
 def test_a_step_does_not_wait_for_a_grammar_that_it_has_not(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,14 +115,14 @@ def test_a_step_does_not_wait_for_a_grammar_that_it_has_not(llm: LLM, monkeypatc
     slow = Grammar({"choice": ["slow"]}, llm.engine.grammars._tokens)
     ours, theirs = map(Channel, socket.socketpair())
     with monkeypatch.context() as patched, ThreadPoolExecutor(2) as threads:
-        patched.setattr(executor(llm), "_beside", ours)
+        patched.setattr(executor(llm)._workers[0], "beside", ours)
         sharing = threads.submit(executor(llm).share, slow)
         name, *_ = theirs.receive()
         try:
             assert threads.submit(llm.generate, "a", known).result(30)[0].outputs == expected
             assert not sharing.done()
         finally:
-            theirs.send((True, None))
+            theirs.send((0, True, None))
         sharing.result(30)
     assert name == id(slow)
     ours.close()
@@ -133,7 +139,7 @@ def test_grammars_are_compiled_while_steps_run(llm: LLM) -> None:
         for _ in range(5):
             assert llm.generate("a", plain)[0].outputs == expected
         sharing.result(60)
-    assert all(grammar in executor(llm)._shared for grammar in grammars)
+    assert all(grammar in executor(llm)._grammars.shared for grammar in grammars)
     impossible = Grammar({"choice": ["x"]}, llm.engine.grammars._tokens)
     impossible.spec = {"json": {"type": "integer", "minimum": 5, "maximum": 3}}
     with pytest.raises(InputError, match="Unsatisfiable schema"):
@@ -148,8 +154,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
 
     def noting(self: ProcessExecutor) -> None:
         start(self)
-        assert self._process is not None
-        found.append(self._process)
+        found.append(process_of(self))
 
     monkeypatch.setattr(ProcessExecutor, "start", noting)
     return found
@@ -162,7 +167,7 @@ def test_what_the_worker_raises_is_raised_here(
     with pytest.raises(AttributeError, match="no_such_method"):
         executor(llm).call("no_such_method")
     with pytest.raises(CheckpointError, match="nowhere"):
-        EngineCore(replaced(settings(tmp_path / "nowhere"), parallel={"worker_process": True}))
+        EngineCore(replaced(settings(tmp_path / "nowhere"), parallel={"executor": "processes"}))
     assert [process.returncode for process in started] == [0]
 
 
@@ -199,7 +204,7 @@ def test_an_engine_that_nobody_has_any_more_leaves_no_process(
     folder: Path, started: list[subprocess.Popen[bytes]]
 ) -> None:
     """An engine that is dropped without a shutdown ends its worker, also if it has served a request."""
-    core = EngineCore(replaced(settings(folder), parallel={"worker_process": True}))
+    core = EngineCore(replaced(settings(folder), parallel={"executor": "processes"}))
     core.add([Request("a", prompts(5)[0], SamplingParams(max_tokens=1))])
     core.step()
     del core
@@ -225,7 +230,7 @@ def test_an_error_that_cannot_be_pickled_is_told_in_words() -> None:
 
 def test_logits_processors_are_refused_alone(llm: LLM) -> None:
     """A function of this process cannot run there: the request that has one is refused, and others go on."""
-    with pytest.raises(RequestError, match=r"logits processors.*set parallel.worker_process to false"):
+    with pytest.raises(RequestError, match=r"logits processors.*set parallel.executor to in_process"):
         llm.generate("a", SamplingParams(logits_processors=(lambda output, logits: logits,)))
     assert llm.generate("a", SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].finish_reason == "length"
 
@@ -264,10 +269,10 @@ def test_a_result_that_cannot_be_sent_is_told() -> None:
     answering = threading.Thread(target=_answer, args=(theirs, lambda good: "fine" if good else threading.Lock()))
     answering.start()
     ours.send((False,))
-    done, error = ours.receive()
-    assert (done, type(error)) == (False, TypeError)
+    number, done, error = ours.receive()
+    assert (number, done, type(error)) == (0, False, TypeError)
     ours.send((True,))
-    assert ours.receive() == (True, "fine")
+    assert ours.receive() == (1, True, "fine")
     ours.close()
     answering.join(30)
     assert not answering.is_alive()
@@ -279,7 +284,7 @@ def test_a_message_that_cannot_be_read_is_told(llm: LLM) -> None:
     process = executor(llm)
     for call in (
         lambda: process.call("max_context", Unreadable()),
-        lambda: process._asked(process._beside, (1, Unreadable(), None, ())),
+        lambda: process._ask_beside(encoded((1, Unreadable(), None, ()))),
     ):
         with pytest.raises(ValueError, match="no number"):
             call()
@@ -290,7 +295,7 @@ def test_a_message_that_cannot_be_read_is_told(llm: LLM) -> None:
 
 def test_a_killed_process_is_told_and_nothing_hangs(folder: Path) -> None:
     """Its requests fail with the status that it ended with, and the engine is not healthy any more."""
-    core = EngineCore(replaced(settings(folder), parallel={"worker_process": True}))
+    core = EngineCore(replaced(settings(folder), parallel={"executor": "processes"}))
     core.check_health()
     core.add([Request("a", prompts(5)[0], SamplingParams(max_tokens=9))])
     assert isinstance(core.executor, ProcessExecutor)
@@ -307,7 +312,7 @@ def test_a_killed_process_is_told_and_nothing_hangs(folder: Path) -> None:
 
 def refused(folder: str) -> str:
     with pytest.raises(DistributedError) as caught:
-        EngineCore(replaced(settings(Path(folder)), parallel={"worker_process": True}))
+        EngineCore(replaced(settings(Path(folder)), parallel={"executor": "processes"}))
     return str(caught.value)
 
 
@@ -316,7 +321,7 @@ def test_ranks_have_their_workers_in_themselves(folder: Path) -> None:
     with Ranks(2) as two:
         for told in two.run(refused, str(folder)):
             assert "this process is one of 2 ranks" in told
-            assert "set it to false" in told
+            assert "set it to external" in told
 
 
 def test_a_replacement_that_the_worker_would_not_have_is_refused(folder: Path) -> None:
@@ -328,7 +333,9 @@ def test_a_replacement_that_the_worker_would_not_have_is_refused(folder: Path) -
 
     RMSNorm.register_oot(OwnNorm)
     try:
-        with pytest.raises(EngineError, match=r"has no .*OwnNorm.*set parallel.worker_process to false"):
+        with pytest.raises(
+            EngineError, match=r"replacement .*OwnNorm: active there, none here.*set parallel.executor to in_process"
+        ):
             LLM(str(folder), **IN_ITS_PROCESS)
     finally:
         RMSNorm.unregister_oot(OwnNorm)
@@ -338,7 +345,7 @@ def test_a_lost_worker_takes_no_more_prompts(folder: Path) -> None:
     """Those that it had end with the error; those that come then are refused, with no answer, and nothing is left."""
     llm = LLM(str(folder), **IN_ITS_PROCESS)
     os.kill(pid(executor(llm)), signal.SIGKILL)
-    executor(llm)._process.wait()  # type: ignore[union-attr]
+    process_of(executor(llm)).wait()
     for _ in range(2):
         with pytest.raises(EngineError, match="the process of the worker has ended, with the status -9"):
             llm.generate(["a", "b"], SamplingParams(max_tokens=2))
@@ -370,7 +377,7 @@ def test_a_second_interrupt_is_told_to_later_prompts(folder: Path) -> None:
 def test_an_interrupt_in_the_middle_of_a_call_ends_the_process(folder: Path, llm: LLM, interrupted: str) -> None:
     """How much of a message has come is not known then, so nothing goes on with the rest of it."""
     grammar = Grammar({"choice": ["yes", "no"]}, llm.engine.grammars._tokens)
-    process = executor_of(replaced(settings(folder), parallel={"worker_process": True}).resolved())
+    process = executor_of(replaced(settings(folder), parallel={"executor": "processes"}).resolved())
     process.start()
     assert isinstance(process, ProcessExecutor)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -384,5 +391,4 @@ def test_an_interrupt_in_the_middle_of_a_call_ends_the_process(folder: Path, llm
     for use in (lambda: process.call("max_context"), lambda: process.share(grammar), process.check_health):
         with pytest.raises(EngineError, match="an interrupt came while the process of the worker was asked"):
             use()
-    assert process._process is not None
-    assert process._process.returncode is not None
+    assert process_of(process).returncode is not None

@@ -14,6 +14,7 @@ from opgraft.engine.sampling.drawing import draw, draw_filtered
 from opgraft.engine.sampling.greatest_values import row_maximum
 from opgraft.engine.sampling.logprobs import TokenLogprobs, token_logprobs
 from opgraft.errors import RequestError
+from opgraft.platform import HOST
 from opgraft.registry.signatures import called_with
 from torch import Tensor
 
@@ -91,7 +92,7 @@ class Sampler(PluggableClass):
 def _draw(logits: Tensor, maximum: Tensor, plan: Plan, batch: SamplingBatch) -> Tensor:
     """Draw tokens for the rows that are not greedy, in the order of the plan, a few rows at a time."""
     keys = torch.tensor(batch.noise_keys(plan.drawn), dtype=torch.int64, device=logits.device).unsqueeze(1)
-    few = max(1, IN_CACHE // logits.shape[1]) if logits.device.type == "cpu" else len(plan.drawn)
+    few = max(1, IN_CACHE // logits.shape[1]) if logits.device.type == HOST else len(plan.drawn)
     tokens = []
     for begin, end in (*_parts(0, plan.free, few), *_parts(plan.free, len(plan.drawn), few)):
         rows: slice | Tensor = slice(begin, end) if plan.rows is None else plan.rows[begin:end]

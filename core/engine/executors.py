@@ -1,0 +1,63 @@
+"""The executor that settings ask for."""
+
+from __future__ import annotations
+
+from opgraft.binding.pluggable_class import choose_class
+from opgraft.config import OpgraftConfig, ParallelConfig
+from opgraft.distributed.groups import parallelism
+from opgraft.distributed.setup import init_distributed
+from opgraft.engine.executor import Executor
+from opgraft.engine.process_executor import ProcessExecutor
+from opgraft.engine.ray_executor import RayExecutor
+from opgraft.engine.remote_executor import RemoteExecutor
+from opgraft.environment import read_launch
+from opgraft.errors import DistributedError
+
+_REMOTE: dict[str, type[RemoteExecutor]] = {"processes": ProcessExecutor, "ray": RayExecutor}
+
+
+def executor_of(opgraft_config: OpgraftConfig) -> Executor:
+    """Return the executor that ``parallel.executor`` asks for; a plugin's own stands in the place of all.
+
+    Args:
+        opgraft_config: resolved.
+
+    Raises:
+        DistributedError: it asks for processes of their own, which would not be in the groups of this one, or for those
+            of a launcher, which has started none, or another number.
+    """
+    parallel = opgraft_config.parallel
+    name = parallel.executor or _fitting(parallel)
+    if name == "external" and parallelism().layout.world == 1:
+        _join(parallel)
+    if name not in _REMOTE or choose_class(Executor).cls is not Executor:
+        return Executor(opgraft_config)
+    ranks = parallelism().layout.world
+    if ranks > 1:
+        raise DistributedError(
+            f"parallel.executor is {name}, and this process is one of {ranks} ranks, to whose groups the processes "
+            "of the workers would not belong: set it to external"
+        )
+    return _REMOTE[name](opgraft_config)
+
+
+def _fitting(parallel: ParallelConfig) -> str:
+    """Return where workers run unless that is set."""
+    ranks = parallel.tensor * parallel.pipeline * parallel.data
+    if parallelism().layout.world > 1 or (ranks > 1 and read_launch().size > 1):
+        return "external"
+    return "processes" if ranks > 1 else "in_process"
+
+
+def _join(parallel: ParallelConfig) -> None:
+    """Join the other processes that a launcher has started.
+
+    Raises:
+        DistributedError: none has, or another number of them.
+    """
+    if read_launch().size == 1:
+        raise DistributedError(
+            "parallel.executor is external, and no launcher has started this process beside others: start it by "
+            "torchrun --nproc-per-node N, or leave the setting out"
+        )
+    init_distributed(parallel.tensor, parallel.pipeline, parallel.data)

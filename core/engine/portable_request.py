@@ -1,0 +1,41 @@
+"""The refusal of requests that cannot be sent to another process."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+from opgraft.engine.request import Request
+from opgraft.errors import RequestError
+from opgraft.text import described
+
+
+def expect_portable(request: Request) -> None:
+    """Refuse a request with logits processors, which are functions of this process, or what else cannot leave it.
+
+    Raises:
+        RequestError: it has some.
+    """
+    if request.params.logits_processors:
+        raise RequestError(
+            f"request {request.request_id!r} has logits processors, and the model runs in a process of its own: "
+            "leave them out, or set parallel.executor to in_process",
+            "logits_processors",
+        )
+    try:
+        _Elsewhere(io.BytesIO(pickle.dumps((request.request_id, request.params, request.bad_words)))).load()
+    except Exception as error:  # whatever its classes raise
+        raise RequestError(
+            f"request {request.request_id!r} cannot be sent to the process of the model ({described(error)}): use "
+            "plain texts and numbers, or set parallel.executor to in_process"
+        ) from error
+
+
+class _Elsewhere(pickle.Unpickler):
+    """Unpickles as another process does, which has another ``__main__``."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "__main__":
+            raise pickle.UnpicklingError(f"{name} is a class of the script, which that process does not have")
+        return super().find_class(module, name)

@@ -1,0 +1,130 @@
+"""The actor that Ray starts for a worker: it tells where it is, and becomes the worker's process."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from opgraft.engine.worker_process import serve_calls
+from opgraft.engine.worker_progress import Progress
+from opgraft.machine.channel import Channel
+from opgraft.machine.interfaces import interface_of
+
+CHANNELS = ("calls", "beside", "progress")
+"""The connections of a worker, in the order in which it makes them."""
+
+PROGRESS, STACK = "progress", "stack"
+"""The questions that the last of them brings."""
+
+_RECEIVED_BYTES = 4 << 20
+"""Bytes that wait for a worker that computes, as far as the system allows."""
+
+
+class Where(NamedTuple):
+    """The place that Ray has given to an actor.
+
+    Attributes:
+        node: Ray's id of the host.
+        address: of the host.
+        process: id of the actor's process there.
+        devices: ids of the devices that Ray reserves for the actor, by Ray's name for their kind.
+    """
+
+    node: str
+    address: str
+    process: int
+    devices: Mapping[str, Sequence[str]]
+
+
+class RayWorker:
+    """An actor with one device."""
+
+    def where(self) -> Where:
+        """Return where the actor is."""
+        ray: Any = importlib.import_module("ray")
+        context = ray.get_runtime_context()
+        found = {kind: tuple(ids) for kind, ids in context.get_accelerator_ids().items() if ids}
+        return Where(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), found)
+
+    def run(self, rank: int, engine: tuple[str, int], token: bytes, address: str) -> None:
+        """Connect to the engine, and be the process of a worker until the engine closes the connections.
+
+        Args:
+            rank: of the worker.
+            engine: host and port where it listens.
+            token: by which the engine knows its own workers.
+            address: of this host.
+        """
+        interface = interface_of(address)
+        if interface:  # gloo would take the address of the host's name, which others need not reach
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        connections = [connected(engine) for _ in CHANNELS]
+        for number, connection in enumerate(connections):
+            connection.sendall(token + bytes((number,)) + rank.to_bytes(4, "little"))
+        calls, beside, asking = connections
+        teller = Teller(Channel(asking))
+        # Ray ends an actor that nobody wants any more.
+        serve_calls(calls.detach(), beside.detach(), teller.note, ends_process=False)
+        teller.join()
+
+
+class Teller:
+    """Answers what the worker does, beside what that is.
+
+    Args:
+        channel: by which questions come.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._known = Progress(0, "starting")
+        self._thread = threading.main_thread()
+        self._answering = threading.Thread(target=self._answer, daemon=True)
+        self._answering.start()
+
+    def join(self) -> None:
+        """Wait until the engine asks no more."""
+        self._answering.join()
+
+    def note(self, progress: Progress) -> None:
+        """Note what the worker does now."""
+        self._known = progress
+
+    def _answer(self) -> None:
+        with suppress(EOFError, OSError):  # the engine has closed it
+            while True:
+                self._channel.send(self._known if self._channel.receive() == PROGRESS else self._stack())
+        self._channel.close()
+
+    def _stack(self) -> str:
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame))
+
+
+def connected(engine: tuple[str, int]) -> socket.socket:
+    """Connect to the engine, with room for steps that come while one is computed: a full buffer looks like a lost host.
+
+    Args:
+        engine: host and port where it listens.
+    """
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVED_BYTES)  # before it is connected, to count
+    connection.connect(engine)
+    watch(connection)
+    return connection
+
+
+def watch(connection: socket.socket) -> None:
+    """Have a connection send at once, and fail within seconds where the other host is gone without a word."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 4000)):
+        if hasattr(socket, name):  # systems differ
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

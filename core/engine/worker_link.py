@@ -1,0 +1,132 @@
+"""``WorkerLink``: how an executor reaches a worker in another process, whoever has started that."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from opgraft.config import OpgraftConfig
+from opgraft.distributed.layout import ParallelLayout
+from opgraft.engine.worker_progress import Progress, waits_for_others
+from opgraft.machine.broadcast import BY_CHANNEL
+from opgraft.machine.channel import Channel
+from opgraft.text import printable
+
+END_SECONDS = 2.0
+"""Seconds that processes have to end once their channels are closed."""
+
+
+@dataclass(frozen=True)
+class WorkerJob:
+    """Everything that the process of a worker is told at its start.
+
+    Attributes:
+        opgraft_config: resolved.
+        layout: of the ranks that are one job.
+        rank: of the worker.
+        local_rank: its place among the workers of its host, which chooses the device.
+        local_size: the number of workers of its host.
+        meeting: host and port of the store by which ranks find each other; ``None`` for one that is alone.
+        writes_json: whether its log is JSON.
+        digest: of what decides in the engine's process how ops are computed, see ``engine_digest``.
+    """
+
+    opgraft_config: OpgraftConfig
+    layout: ParallelLayout
+    rank: int
+    local_rank: int
+    local_size: int
+    meeting: tuple[str, int] | None
+    writes_json: bool
+    digest: Mapping[str, str]
+
+
+class WorkerLink(ABC):
+    """The channels to the process of one worker, and the means to watch it.
+
+    Args:
+        rank: of the worker.
+        calls: takes calls of its methods, one after the other.
+        beside: takes grammars, at any time.
+    """
+
+    def __init__(self, rank: int, calls: Channel, beside: Channel) -> None:
+        self.rank = rank
+        self.calls = calls
+        self.beside = beside
+
+    def post(self, data: memoryview, token: bytes = BY_CHANNEL) -> None:
+        """Send a call, which ``encoded`` has made ready.
+
+        Args:
+            data: the call.
+            token: of the memory that it is in already, where the worker shares some.
+
+        Raises:
+            OSError: the process has ended.
+        """
+        self.calls.send_encoded(data)
+
+    @abstractmethod
+    def ended(self, patience: float = 0.0) -> str | None:
+        """Return how the process has ended, in words; ``None`` while it runs.
+
+        Args:
+            patience: seconds to wait for its end.
+        """
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the process at once, whatever it does."""
+
+    def progress(self) -> Progress:
+        """Return what the worker does, as far as that is known here."""
+        return Progress(0, "unknown")
+
+    def stack(self) -> str:
+        """Return the stack of the worker as it is now, as far as that can be asked for."""
+        return ""
+
+    def close(self) -> None:
+        """Close the channels, on which the process ends."""
+        self.calls.close()
+        self.beside.close()
+
+
+def output_rank(layout: ParallelLayout) -> int:
+    """Return the rank that steps have their results from: the first of the last stage."""
+    return (layout.pipeline - 1) * layout.tensor
+
+
+def hanging(workers: Sequence[WorkerLink], number: int, seconds: float) -> str:
+    """Say which ranks hang in a call, and where, and which only wait for them.
+
+    Args:
+        workers: of all ranks.
+        number: of the call.
+        seconds: for which it has been waited.
+    """
+    progress = {worker: worker.progress() for worker in workers}  # before the signal for the stack, which may wake it
+    behind = [worker for worker in workers if progress[worker].finished <= number]
+    waiting = [worker for worker in behind if waits_for_others(worker.stack())]
+    stuck = [worker for worker in behind if worker not in waiting] or behind or workers
+    names = ", ".join(f"rank {worker.rank} ({printable(progress[worker].stage)})" for worker in stuck)
+    others = ", ".join(f"rank {worker.rank}" for worker in waiting if worker not in stuck)
+    return (
+        f"{names} did not come to the end of a call within {seconds:g} seconds{f', and {others} wait' * bool(others)}: "
+        "all were ended. Raise parallel.step_seconds, or parallel.start_seconds, where this was no hang"
+    )
+
+
+def end_workers(workers: Sequence[WorkerLink], release: Callable[[], None]) -> None:
+    """Close the channels of workers, and end their processes where they do not end on that; then call the last."""
+    for worker in workers:
+        worker.close()
+    deadline = time.monotonic() + END_SECONDS
+    for worker in workers:
+        if worker.ended(max(0.0, deadline - time.monotonic())) is None:
+            worker.kill()
+            worker.ended(END_SECONDS)
+    release()

@@ -1,0 +1,128 @@
+"""Scenes on a Ray cluster of two hosts, simulated by its own utility: prints what was seen in each, as JSON.
+
+A process of its own, as Ray leaves threads and variables behind: ``python ray_scenes.py FOLDER``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from opgraft import LLM, SamplingParams
+from opgraft.errors import OpgraftError
+from ray.cluster_utils import Cluster
+
+SETTINGS: dict[str, Any] = {
+    "model.dtype": "float32",
+    "model.max_model_len": 64,
+    "cache.num_blocks": 64,
+    "load.progress": False,
+}
+TWO = {"parallel.tensor": 2, "parallel.executor": "ray"}
+PROMPTS = ["the cat", "a dog and a bird", "number"]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=12),
+    SamplingParams(seed=5, max_tokens=12),
+    SamplingParams(temperature=0, max_tokens=20, structured_output={"json": {"type": "integer", "maximum": 99}}),
+]
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    return [list(each.outputs[0].token_ids) for each in llm.generate(PROMPTS, PARAMS)]
+
+
+def actors() -> list[int]:
+    """Process ids of Ray's actors on this machine that are ours."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if b"ray::RayWorker" in each.read_bytes():
+                found.append(int(each.parent.name))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def error_of(llm: LLM) -> str:
+    try:
+        llm.generate(PROMPTS[0], SamplingParams(max_tokens=2))
+    except OpgraftError as error:
+        return str(error)
+    return ""
+
+
+def lost(llm: LLM, cluster: Cluster, node: Any) -> dict[str, Any]:
+    """Kill a host in the middle of an answer."""
+    seen: dict[str, Any] = {}
+
+    def ask() -> None:
+        found = llm.generate(PROMPTS * 8, SamplingParams(temperature=0, max_tokens=48, ignore_eos=True))
+        seen["errors"] = [answer.error for each in found for answer in each.outputs if answer.error]
+        seen["ended"] = time.monotonic()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    time.sleep(0.1)
+    start = time.monotonic()
+    cluster.remove_node(node, allow_graceful=False)
+    asking.join(60)
+    return {"errors": seen["errors"], "asked": len(PROMPTS) * 8, "seconds": seen["ended"] - start}
+
+
+def stopped(folder: str) -> list[str]:
+    """Stop the process of the second rank, which then does not answer anybody."""
+    llm = LLM(folder, **SETTINGS, **TWO, **{"parallel.step_seconds": 3})
+    second = llm.engine.core.executor._placement.ranks[1].where.process
+    os.kill(second, signal.SIGSTOP)
+    found = llm.generate(PROMPTS[:2], PARAMS[:2])
+    llm.shutdown()
+    return [answer.error or "" for each in found for answer in each.outputs]
+
+
+def main(folder: str) -> None:
+    out: dict[str, Any] = {}
+    alone = LLM(folder, **SETTINGS)
+    out["alone"] = answers(alone)
+    alone.shutdown()
+    os.environ |= {"RAY_worker_niceness": "0"}  # 15 else, behind all other tests
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    other = cluster.add_node(num_cpus=1)
+    os.environ["RAY_ADDRESS"] = cluster.address
+    llm = LLM(folder, **SETTINGS, **TWO)
+    out["two"] = answers(llm)
+    out["nodes"] = [each.where.node for each in llm.engine.core.executor._placement.ranks]
+    out["own_node"] = ray.get_runtime_context().get_node_id()
+    out["actors"] = len(actors())
+    llm.shutdown()
+    time.sleep(1)
+    out["actors_after_shutdown"] = len(actors())
+    out["still_joined"] = ray.is_initialized()
+    out["stopped"] = stopped(folder)
+    llm = LLM(folder, **SETTINGS, **{"parallel.data": 2, "parallel.executor": "ray"})
+    out["replicas"] = answers(llm)
+    out["actors_of_replicas"] = len(actors())
+    llm.shutdown()
+    out["joined_after_replicas"] = ray.is_initialized()
+    llm = LLM(folder, **SETTINGS, **TWO)
+    out["lost"] = lost(llm, cluster, other)
+    out["afterwards"] = error_of(llm)
+    llm.shutdown()
+    try:
+        LLM(folder, **SETTINGS, **TWO, **{"parallel.start_seconds": 2})
+    except OpgraftError as error:
+        out["no_room"] = str(error)
+    time.sleep(1)
+    out["actors_in_the_end"] = len(actors())
+    cluster.shutdown()
+    sys.stdout.write(json.dumps(out) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

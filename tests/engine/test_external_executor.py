@@ -1,0 +1,56 @@
+"""Processes that a launcher has started are the ranks of one engine, which each of them drives."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engine.engines import replaced, settings
+from engine.test_worker_process import IN_ITS_PROCESS, folder
+from opgraft import LLM, SamplingParams
+from opgraft.engine.engine_core import EngineCore
+from opgraft.environment import Launch, read_launch
+from opgraft.errors import ConfigError, DistributedError
+
+__all__ = ["folder"]
+
+SCRIPT = """
+import sys
+from opgraft import LLM, SamplingParams
+from opgraft.distributed import get_world_group
+
+settings = {"cache.num_blocks": 64, "load.progress": False}
+llm = LLM(sys.argv[1], tensor_parallel_size=2, max_model_len=64, dtype="float32", **settings)
+outputs = llm.generate(["the cat", "a dog"], SamplingParams(temperature=0, max_tokens=7))
+if get_world_group().is_first_rank:
+    print([output.outputs[0].token_ids for output in outputs])
+llm.shutdown()
+"""
+
+
+def test_torchrun_starts_the_ranks(folder: Path, tmp_path: Path) -> None:
+    """The same script runs on each of two ranks; the first one prints the tokens of one process."""
+    with LLM(str(folder), **IN_ITS_PROCESS | {"parallel.executor": "in_process"}) as one:
+        outputs = one.generate(["the cat", "a dog"], SamplingParams(temperature=0, max_tokens=7))
+    (tmp_path / "answer.py").write_text(SCRIPT)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, str(tmp_path / "answer.py"), str(folder)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert ended.stdout.splitlines() == [str([output.outputs[0].token_ids for output in outputs])]
+
+
+def test_external_without_a_launcher_is_refused(folder: Path) -> None:
+    """The error says how to start such a job."""
+    with pytest.raises(DistributedError, match=r"no launcher has started this process.*torchrun --nproc-per-node"):
+        EngineCore(replaced(settings(folder), parallel={"executor": "external", "tensor": 2}))
+
+
+def test_a_launcher_says_the_place_of_a_process() -> None:
+    """Without its variables the process is alone; what is no number is refused by name."""
+    assert read_launch({}) == Launch(1, 0, 1)
+    assert read_launch({"WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}) == Launch(4, 1, 2)
+    with pytest.raises(ConfigError, match="LOCAL_RANK='x' is no number"):
+        read_launch({"LOCAL_RANK": "x"})
