@@ -13,6 +13,7 @@ from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
 from opgraft.engine.executor import Executor
 from opgraft.errors import CheckpointError
+from opgraft.serving.arguments import placed
 from opgraft.serving.embedder import Embedder
 from opgraft.serving.outputs import EmbeddingOutput
 from opgraft.serving.pools import called_in
@@ -27,6 +28,7 @@ _T = TypeVar("_T")
 class _Waiting:
     """A text of which somebody waits for the vector, unless the future is done."""
 
+    name: str
     ids: list[int]
     vector: asyncio.Future[list[float]]
 
@@ -95,7 +97,9 @@ class AsyncEmbedder:
         Raises:
             RequestError: a text cannot be taken.
         """
-        return await self.prepare(lambda: [self.embedder.encode(text, index) for index, text in enumerate(texts)])
+        return await self.prepare(
+            lambda: [self.embedder.encode(text, placed("text", i, len(texts))) for i, text in enumerate(texts)]
+        )
 
     async def embed(self, texts: Sequence[list[int]]) -> list[EmbeddingOutput]:
         """Return the vectors of texts that ``encode`` has made token ids of, in their order.
@@ -106,7 +110,8 @@ class AsyncEmbedder:
             CheckpointError: a vector has numbers that are none.
         """
         loop = asyncio.get_running_loop()
-        waiting = [_Waiting(ids, loop.create_future()) for ids in texts]
+        names = (placed("text", i, len(texts)) for i in range(len(texts)))
+        waiting = [_Waiting(name, ids, loop.create_future()) for name, ids in zip(names, texts, strict=True)]
         self._waiting += waiting
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
@@ -146,7 +151,7 @@ class AsyncEmbedder:
             self._busy_since = None
         for text, vector in zip(batch, vectors, strict=True):
             try:
-                self.embedder.expect_numbers(vector, "a text")
+                self.embedder.expect_numbers(vector, text.name)
             except CheckpointError as error:
                 _settle(text, error)
             else:
@@ -157,6 +162,13 @@ class AsyncEmbedder:
         """The seconds that the batch of this moment has taken: of one that hangs they grow."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
+
+    def end_hanging(self, seconds: float) -> None:
+        """Do nothing: there is no other engine that would go on."""
+
+    def kill(self) -> None:
+        """End workers that do not answer, where they have processes of their own."""
+        self.executor.kill()
 
     async def explain(self) -> Explanation:
         """Tell which kernel of which provider runs each op of the model, and which classes are in use, and why."""

@@ -19,13 +19,16 @@ from opgraft.engine.sampling_params import SamplingParams
 from opgraft.engine.stats import EngineStats
 from opgraft.errors import EngineError
 from opgraft.serving.arguments import expect_params, renamed_params, text_messages
-from opgraft.serving.engine_thread import EngineThread, Mailbox, Stream
+from opgraft.serving.engine_thread import Mailbox, Stream
 from opgraft.serving.llm import Message, engine_config
+from opgraft.serving.open_request import OpenRequest
 from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.pools import called_in
 from opgraft.serving.prompts import Prompt
+from opgraft.serving.replica import Replica
+from opgraft.serving.replicas import Replicas
 from opgraft.serving.step_reports import OnStep
-from opgraft.serving.text_engine import OpenRequest, TextEngine
+from opgraft.serving.text_engine import TextEngine
 from opgraft.serving.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
@@ -58,22 +61,27 @@ class AsyncLLM:
         **settings: Any,
     ) -> None:
         config = engine_config(model, opgraft_config, settings)
-        self._thread = EngineThread(lambda: TextEngine(config, on_step))
-        self._engine = self._thread.engine
+        self._replicas = Replicas(config, on_step)
+        self._engine = self._replicas.first
         self._preparing = ThreadPoolExecutor(_PREPARING, thread_name_prefix="opgraft-prepare")
         self._compiling = ThreadPoolExecutor(1, thread_name_prefix="opgraft-compile")
         self._mailbox: Mailbox | None = None
-        self._finalizer = weakref.finalize(self, _shutdown, self._thread, self._preparing, self._compiling)
+        self._finalizer = weakref.finalize(self, _shutdown, self._replicas, self._preparing, self._compiling)
 
     @property
     def engine(self) -> TextEngine:
-        """The engine, of which other threads than its own may call what changes nothing."""
+        """The engine, or the first of several, of which other threads than its own may call what changes nothing."""
         return self._engine
 
     @property
     def executor(self) -> Executor:
-        """The way to the workers."""
+        """The way to the workers, or to those of the first of several engines."""
         return self._engine.core.executor
+
+    @property
+    def replicas(self) -> Replicas:
+        """The engines that share the requests: one, or as many as ``parallel.data`` says."""
+        return self._replicas
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -96,19 +104,22 @@ class AsyncLLM:
 
     def capacity(self) -> str:
         """Say in words what the cache can hold."""
-        return self._engine.core.capacity()
+        return self._replicas.capacity()
 
     async def warm_up(self) -> None:
-        """Generate a token.
+        """Generate a token in each engine.
 
         Raises:
-            EngineError: it could not.
+            EngineError: one could not.
         """
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-        async for output in self.generate([0], params):
-            failed = output.outputs[0].error
-        if failed is not None:
-            raise EngineError(f"the first token could not be generated: {failed}")
+        for replica in self._replicas.each:
+            name = uuid4().hex
+            prepare = partial(self._engine.prepare, name, [0], params)
+            async for output in self._answer(name, params, prepare, replica):
+                failed = output.outputs[0].error
+            if failed is not None:
+                raise EngineError(f"the first token could not be generated: {failed}")
 
     async def prepare(self, function: Callable[..., _T], *args: object) -> _T:
         """Call a function in a thread that prepares requests, such as one that tokenizes a text.
@@ -213,16 +224,20 @@ class AsyncLLM:
         return self._answer(name, wanted, prepare)
 
     async def _answer(
-        self, request_id: str, params: SamplingParams, prepare: Callable[[], OpenRequest]
+        self,
+        request_id: str,
+        params: SamplingParams,
+        prepare: Callable[[], OpenRequest],
+        only: Replica | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        self._thread.check()
+        self._replicas.check()
         expect_params(params)
         await self.compile(params)
         prepared = await self.prepare(prepare)
         stream = Stream(request_id, self._mailbox_of(asyncio.get_running_loop()))
         finished = False
         try:
-            await asyncio.wrap_future(self._thread.call(self._thread.open, stream, prepared))
+            await self._open(stream, prepared, only)
             while not finished:
                 output = await stream.next()
                 finished = output.finished
@@ -230,7 +245,18 @@ class AsyncLLM:
         finally:
             if not finished:
                 with suppress(EngineError):  # then it has ended already
-                    self._thread.call(self._thread.close, stream)
+                    self._replicas.close(stream)
+
+    async def _open(self, stream: Stream, prepared: OpenRequest, only: Replica | None) -> None:
+        """Have a replica begin with a request: another one, where the first turns out to be lost."""
+        for replica in self._replicas.choices(prepared, only):
+            try:
+                await asyncio.wrap_future(replica.open(stream, prepared))
+            except EngineError:
+                if len(self._replicas.each) == 1:
+                    raise
+            else:
+                return
 
     def _mailbox_of(self, loop: asyncio.AbstractEventLoop) -> Mailbox:
         if self._mailbox is None or self._mailbox.loop is not loop:
@@ -244,21 +270,31 @@ class AsyncLLM:
             RequestError: none of that id runs or waits.
             EngineError: the engine has ended.
         """
-        await asyncio.wrap_future(self._thread.call(self._thread.abort, request_id))
+        await asyncio.wrap_future(self._replicas.abort(request_id))
 
     async def check_health(self) -> None:
-        """Raise where the engine cannot go on.
+        """Raise where the engine cannot go on, or too few of several can; see to those whose workers are lost.
 
         Raises:
-            EngineError: its thread has ended, or it has stopped after an error.
+            EngineError: a thread has ended, or an engine has stopped after an error.
         """
-        self._thread.check()
-        self._engine.core.check_health()
+        self._replicas.check_health()
 
     @property
     def busy_seconds(self) -> float:
-        """The seconds that the step of this moment has taken: of one that hangs they grow."""
-        return self._thread.busy_seconds
+        """The seconds that the step of this moment has taken: of one that hangs they grow.
+
+        Of several engines, of that which has begun with a step last: where one hangs, the others go on.
+        """
+        return self._replicas.busy_seconds
+
+    def end_hanging(self, seconds: float) -> None:
+        """End the workers of an engine whose step takes longer than so many seconds, where there are other engines."""
+        self._replicas.end_hanging(seconds)
+
+    def kill(self) -> None:
+        """End workers that do not answer, where they have processes of their own."""
+        self._replicas.kill()
 
     async def explain(self) -> Explanation:
         """Tell which kernel of which provider runs each op of the model, and which classes are in use, and why.
@@ -266,11 +302,11 @@ class AsyncLLM:
         Raises:
             EngineError: the engine has ended.
         """
-        return await asyncio.wrap_future(self._thread.call(self._engine.core.explain))
+        return await asyncio.wrap_future(self._replicas.explain())
 
     def stats(self) -> EngineStats:
         """Return what runs, and totals since the model was loaded."""
-        return self._engine.core.stats()
+        return self._replicas.stats()
 
     def shutdown(self) -> None:
         """Abort what runs and let go of the model, after the current step. Open iterators end with what they have."""
@@ -283,7 +319,7 @@ class AsyncLLM:
         await asyncio.to_thread(self.shutdown)
 
 
-def _shutdown(thread: EngineThread, *pools: ThreadPoolExecutor) -> None:
+def _shutdown(replicas: Replicas, *pools: ThreadPoolExecutor) -> None:
     for pool in pools:
         pool.shutdown(wait=False)
-    thread.shutdown()
+    replicas.shutdown()

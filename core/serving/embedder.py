@@ -8,14 +8,16 @@ from contextlib import ExitStack
 
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
-from opgraft.engine.process_executor import executor_of
+from opgraft.engine.executors import executor_of
 from opgraft.engine.stats import Counters, EngineStats, copied
 from opgraft.errors import CheckpointError, ConfigError, EngineError
 from opgraft.models.config import read_config
 from opgraft.models.files import open_weights, opened_once
 from opgraft.models.sentences import SentenceSettings
+from opgraft.serving.arguments import placed
 from opgraft.serving.outputs import EmbeddingOutput
 from opgraft.serving.prompts import Prompt, tokenized, unsalted
+from opgraft.serving.replicas import is_replicated
 from opgraft.serving.step_reports import OnStep, StepReports
 from opgraft.serving.tokenizer import Tokenizer, open_tokenizer
 
@@ -35,12 +37,13 @@ class Embedder:
 
     Raises:
         ModelError: no model is named, or it cannot be made.
-        ConfigError: ``model.max_model_len`` is more than the encoder has positions for.
+        ConfigError: ``parallel.data`` is above 1, or ``model.max_model_len`` is more than there are positions.
         CheckpointError: the checkpoint cannot be read.
     """
 
     def __init__(self, opgraft_config: OpgraftConfig, on_step: OnStep | None = None) -> None:
         self.opgraft_config = opgraft_config.resolved()
+        _expect_one(self.opgraft_config)
         with opened_once(), ExitStack() as undo:
             self.executor = executor_of(self.opgraft_config)
             undo.callback(self.executor.shutdown)
@@ -95,7 +98,8 @@ class Embedder:
             CheckpointError: the vector of a text has numbers that are none.
         """
         with self.counters.timed("text"):
-            given = [self._tokenized(text, index, truncate) for index, text in enumerate(texts)]
+            names = [placed("text", index, len(texts)) for index in range(len(texts))]
+            given = [self._tokenized(*named, truncate) for named in zip(texts, names, strict=True)]
         found: dict[int, list[float]] = {}
         left = len(given)
         try:
@@ -107,16 +111,16 @@ class Embedder:
         finally:
             self.waiting = 0
         for index, vector in sorted(found.items()):
-            self.expect_numbers(vector, f"text {index}")
+            self.expect_numbers(vector, names[index])
         return [EmbeddingOutput(str(i), text, ids, found[i]) for i, (text, ids) in enumerate(given)]
 
-    def encode(self, text: Prompt, index: int) -> list[int]:
-        """Return the token ids of a text, from any thread; ``index`` names it in errors.
+    def encode(self, text: Prompt, name: str) -> list[int]:
+        """Return the token ids of a text, from any thread; ``name`` is what errors call it.
 
         Raises:
             RequestError: it cannot be taken.
         """
-        return self._tokenized(text, index, truncate=False)[1]
+        return self._tokenized(text, name, truncate=False)[1]
 
     def vectors(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Compute the vectors of a batch of token ids, and count it.
@@ -126,6 +130,9 @@ class Embedder:
         """
         if self._shut_down:
             raise EngineError("the encoder was shut down: make a new one")
+        if self.executor.can_restart:
+            self.executor.restart()
+            self.executor.call("load_model")
         self.counters.steps += 1
         self._running, reason = len(sequences), "error"
         try:
@@ -142,8 +149,8 @@ class Embedder:
             self._reports.send()
         return vectors
 
-    def _tokenized(self, text: Prompt, index: int, truncate: bool) -> tuple[str | None, list[int]]:
-        name, limit = f"text {index}", self.max_tokens
+    def _tokenized(self, text: Prompt, name: str, truncate: bool) -> tuple[str | None, list[int]]:
+        limit = self.max_tokens
         text, _ = unsalted(text, name)
         if truncate and isinstance(text, str):
             return text, self.tokenizer.encode_truncated(text, limit)
@@ -189,3 +196,12 @@ class Embedder:
                 f"{model.name} computes numbers that are no embedding (NaN or infinity) for {name}: its weights are "
                 f"damaged, or {model.dtype} is too narrow for them. Try the dtype float32."
             )
+
+
+def _expect_one(opgraft_config: OpgraftConfig) -> None:
+    replicas, name = opgraft_config.parallel.data, opgraft_config.model.name
+    if is_replicated(opgraft_config.parallel):
+        raise ConfigError(
+            f"parallel.data is {replicas}, and {name} is an encoder, which runs as one engine: leave it out, and start "
+            "a server for each device"
+        )

@@ -6,19 +6,25 @@ import asyncio
 import contextvars
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from opgraft.engine.rounds import Rounds
 from opgraft.errors import EngineError
 from opgraft.logger import logger
+from opgraft.serving.open_request import OpenRequest
 from opgraft.serving.outputs import RequestOutput
-from opgraft.serving.text_engine import OpenRequest, TextEngine
+from opgraft.serving.text_engine import TextEngine
 from opgraft.text import described
 
 _T = TypeVar("_T")
-_News: TypeAlias = "Callable[[], RequestOutput] | BaseException"
+OnSurrender: TypeAlias = "Callable[[Reader, OpenRequest, str], bool]"
+"""Called with a request whose engine is lost, with who reads it, and with the reason; tells whether it goes on."""
+
+News: TypeAlias = "Callable[[], RequestOutput] | BaseException"
 
 
 class Mailbox:
@@ -31,9 +37,9 @@ class Mailbox:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._lock = threading.Lock()
-        self._news: dict[Stream, _News] = {}
+        self._news: dict[Stream, News] = {}
 
-    def put(self, stream: Stream, news: _News) -> bool:
+    def put(self, stream: Stream, news: News) -> bool:
         """Leave news, from the engine's thread, and tell whether the loop is still open."""
         with self._lock:
             if self.loop.is_closed():
@@ -53,19 +59,40 @@ class Mailbox:
             stream.take(news)
 
 
-class Stream:
+class Reader(ABC):
+    """A reader of the news of one request.
+
+    Attributes:
+        request_id: of the request.
+        left: whether nobody reads any more.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.left = False
+
+    @abstractmethod
+    def put(self, news: News) -> bool:
+        """Leave news, from the engine's thread, and tell whether somebody may read them."""
+
+
+class Stream(Reader):
     """The news of one request, in the event loop that reads it."""
 
     def __init__(self, request_id: str, mailbox: Mailbox) -> None:
-        self.request_id = request_id
+        super().__init__(request_id)
         self.mailbox = mailbox
-        self._news: _News | None = None
+        self._news: News | None = None
         self._arrived = asyncio.Event()
 
-    def take(self, news: _News) -> None:
+    def take(self, news: News) -> None:
         """Put news in the place of what has not been read."""
         self._news = news
         self._arrived.set()
+
+    def put(self, news: News) -> bool:
+        """Leave news, from the engine's thread, and tell whether the loop is still open."""
+        return self.mailbox.put(self, news)
 
     async def next(self) -> RequestOutput:
         """Wait for news, and return the newest, or raise the error that it is."""
@@ -109,25 +136,43 @@ class EngineThread:
     Nothing else touches the engine: what others want of it is a call that the thread makes between two steps.
 
     Args:
-        make: makes the engine, in the thread and in a copy of the caller's context. What it raises, is raised here.
+        make: makes the engine, in the thread and in a copy of the caller's context.
+        rounds: in which the engine steps together with others.
+        on_surrender: called in the thread with each open request when the engine is lost; without it they fail.
+        on_loss: called in the thread when the engine is lost, before that.
+
+    Attributes:
+        engine: once it is made.
     """
 
-    def __init__(self, make: Callable[[], TextEngine]) -> None:
+    def __init__(
+        self,
+        make: Callable[[], TextEngine],
+        on_surrender: OnSurrender | None = None,
+        on_loss: Callable[[], None] | None = None,
+        rounds: Rounds | None = None,
+    ) -> None:
         self._wake = threading.Condition()
         self._calls: list[_Call[Any]] = []
-        self._streams: dict[str, Stream] = {}
-        self._stopping = False
+        self._streams: dict[str, Reader] = {}
+        self._on_surrender, self._on_loss = on_surrender, on_loss
+        self._place = None if rounds is None else rounds.place(self.look)
+        self._stopping = self._looks = False
         self._ended: EngineError | None = None
         self._busy_since: float | None = None
-        making = _Call(make)
-        run = partial(contextvars.copy_context().run, self._run, making)
+        self._making = _Call(make)
+        run = partial(contextvars.copy_context().run, self._run)
         self._thread = threading.Thread(target=run, name="opgraft-engine", daemon=True)
         self._thread.start()
+
+    def wait(self) -> TextEngine:
+        """Wait until the engine is made, and return it, or raise what was raised."""
         try:
-            self.engine = making.future.result()
+            self.engine = self._making.future.result()  # which the thread does as well, perhaps later
         except BaseException:
             self._stopping = True
             raise
+        return self.engine
 
     def call(self, function: Callable[..., _T], *args: object) -> Future[_T]:
         """Call a function in the thread, before the next step.
@@ -157,62 +202,132 @@ class EngineThread:
         if self._ended is not None:
             raise _again(self._ended)
 
-    def open(self, stream: Stream, prepared: OpenRequest) -> None:
-        """Add a request, whose news go to a stream from now on; to be called in the thread."""
+    def open(self, stream: Reader, prepared: OpenRequest) -> bool:
+        """Add a request, whose news go to a stream from now on; to be called in the thread.
+
+        Returns whether it was added, which it is not where nobody reads the stream any more.
+        """
+        if stream.left:
+            return False
         self.engine.submit(prepared)
         self._streams[stream.request_id] = stream
+        return True
 
-    def close(self, stream: Stream) -> None:
+    def close(self, stream: Reader) -> None:
         """Abort the request of a stream that nobody reads any more, if it still runs; to be called in the thread."""
         if self._streams.get(stream.request_id) is stream:
             del self._streams[stream.request_id]
             self.engine.abort(stream.request_id)
 
-    def abort(self, request_id: str) -> None:
-        """Abort a request, whose stream gets what it has so far; to be called in the thread."""
-        self._send([self.engine.abort(request_id)])
+    def abort(self, request_id: str) -> RequestOutput:
+        """Abort a request, whose stream gets what it has so far, and return that; to be called in the thread."""
+        output = self.engine.abort(request_id)
+        self._send([output])
+        return output
 
-    def shutdown(self) -> None:
-        """Abort what runs, let go of the engine, and wait until the thread has ended. Further calls do nothing."""
+    def stop(self) -> None:
+        """Have the thread end after the current step: what runs is aborted."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
+
+    def shutdown(self) -> None:
+        """Abort what runs, let go of the engine, and wait until the thread has ended. Further calls do nothing."""
+        self.stop()
         self._thread.join()
 
-    def _run(self, making: _Call[TextEngine]) -> None:
-        making.make()
-        if making.future.exception() is not None:
+    def kill(self) -> None:
+        """End the workers of the engine, if it is made."""
+        if self._making.future.done() and self._making.future.exception() is None:
+            self._making.future.result().core.executor.kill()
+
+    def look(self) -> None:
+        """Have the thread see whether the engine has lost its workers, also while there is nothing to do."""
+        with self._wake:
+            self._looks = True
+            self._wake.notify()
+
+    def _run(self) -> None:
+        self._making.make()
+        if self._making.future.exception() is not None:
             return
-        self.engine = making.future.result()
+        self.engine = self._making.future.result()
+        if self._place is not None:
+            self.engine.core.executor.before_submit = self._place.enter
+        cause: BaseException | None = None
+        why = "the engine was shut down"
         try:
-            while self._wait():
-                if self.engine.has_work:
-                    self._send(self.engine.step())
+            self._serve()
         except BaseException as error:
+            cause, why = error, f"the thread of the engine has ended by an error ({described(error)})"
             logger.error("the thread of the engine has ended: %s", described(error))
-            self._end(f"the thread of the engine has ended by an error ({described(error)}): make a new one", error)
-        else:
+        try:
+            self._leave(cause)
+        except BaseException as error:
+            logger.error("the requests of an engine that ends are lost with it: %s", described(error))
+        finally:
+            self._end(f"{why}: make a new one", cause)
+            self.engine.shutdown()
+
+    def _serve(self) -> None:
+        while self._wait():
+            if self.engine.is_lost:
+                self._surrender("its workers have ended")
+                self._busy_since = None
+                self.engine.restart()
+            elif self.engine.has_work:
+                self._send(self.engine.step())
+            elif self._is_behind():
+                self.engine.take_part()
+
+    def _leave(self, cause: BaseException | None) -> None:
+        """Abort the requests that are open, or surrender them where an error ends the thread."""
+        if cause is None:
             self._send([self.engine.abort(request_id) for request_id in list(self._streams)])
-            self._end("the engine was shut down: make a new one", None)
-        self.engine.shutdown()
+        else:
+            self._surrender(f"its thread has ended by an error ({described(cause)})")
+
+    def _is_behind(self) -> bool:
+        return self._place is not None and self._place.is_behind
+
+    def _has_work(self) -> bool:
+        return self.engine.has_work or self._is_behind()
 
     def _wait(self) -> bool:
         """Sleep until there is something to do, make the calls, and tell whether to go on."""
         self._busy_since = None
         with self._wake:
-            self._wake.wait_for(lambda: self._calls or self._stopping or self.engine.has_work)
+            self._wake.wait_for(lambda: self._calls or self._stopping or self._looks or self._has_work())
             calls, self._calls = self._calls, []
+            self._looks = False
         self._busy_since = time.monotonic()
         for call in calls:
             call.make()
         return not self._stopping
+
+    def _surrender(self, reason: str) -> None:
+        if self._on_surrender is None:
+            return
+        if self._on_loss is not None:
+            self._on_loss()
+        for reader in list(self._streams.values()):
+            if reader.left:
+                self.close(reader)
+        failed, answers = [], 0
+        for opened in self.engine.surrender():
+            growing = len(opened.growing)
+            if not self._on_surrender(self._streams[opened.output.request_id], opened, reason):
+                failed.append(opened.output)
+                answers += growing
+            del self._streams[opened.output.request_id]
+        self.engine.report_failed(failed, answers)
 
     def _send(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:
                 continue
-            there = stream.mailbox.put(stream, output.deferred_snapshot())
+            there = stream.put(output.deferred_snapshot())
             if output.finished:
                 del self._streams[output.request_id]
             elif not there:
@@ -226,7 +341,7 @@ class EngineThread:
             self._ended = error
             calls, self._calls = self._calls, []
         for stream in self._streams.values():
-            stream.mailbox.put(stream, _again(error))
+            stream.put(_again(error))
         self._streams.clear()
         for call in calls:
             call.refuse(_again(error))

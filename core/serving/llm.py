@@ -31,6 +31,8 @@ from opgraft.serving.interrupts import interrupts_noted
 from opgraft.serving.outputs import EmbeddingOutput, RequestOutput
 from opgraft.serving.progress import progress_bar
 from opgraft.serving.prompts import Prompt
+from opgraft.serving.replicas import is_replicated
+from opgraft.serving.replicated_engine import ReplicatedEngine
 from opgraft.serving.step_reports import OnStep
 from opgraft.serving.text_engine import TextEngine
 from opgraft.state import host_state
@@ -43,6 +45,7 @@ SHORT_NAMES: Mapping[str, str] = {
     "seed": "model.seed",
     "quantization": "quantization.method",
     "tensor_parallel_size": "parallel.tensor",
+    "data_parallel_size": "parallel.data",
     "block_size": "cache.block_size",
     "kv_cache_dtype": "cache.dtype",
     "enable_prefix_caching": "cache.prefix_reuse",
@@ -96,19 +99,20 @@ class LLM:
         **settings: Any,
     ) -> None:
         self.opgraft_config = engine_config(model, opgraft_config, settings).resolved()
-        self._engine: TextEngine | None = None
+        self._engine: TextEngine | ReplicatedEngine | None = None
         self._embedder: Embedder | None = None
         with opened_once():
             if generates(self.opgraft_config):
-                self._engine = TextEngine(self.opgraft_config, on_step)
+                several = is_replicated(self.opgraft_config.parallel)
+                self._engine = (ReplicatedEngine if several else TextEngine)(self.opgraft_config, on_step)
             else:
                 self._embedder = Embedder(self.opgraft_config, on_step)
         self._numbers = count()
         self._answering = RLock()
 
     @property
-    def engine(self) -> TextEngine:
-        """The engine of a model that generates.
+    def engine(self) -> TextEngine | ReplicatedEngine:
+        """The engine of a model that generates; where ``parallel.data`` is above 1, all of them.
 
         Raises:
             ModelError: the model is an encoder.
@@ -218,14 +222,14 @@ class LLM:
 
         What some of them say of what they did is as of now: after requests were answered it tells more.
         """
-        return self._embedder.explain() if self._embedder is not None else self.engine.core.explain()
+        return self._embedder.explain() if self._embedder is not None else self.engine.explain()
 
     def stats(self) -> EngineStats:
         """Return what runs, and totals since the model was loaded; also from another thread, while prompts run.
 
         Of an encoder they count batches and texts; see ``EngineStats``.
         """
-        return self._embedder.stats() if self._embedder is not None else self.engine.core.stats()
+        return self._embedder.stats() if self._embedder is not None else self.engine.stats()
 
     def shutdown(self) -> None:
         """Let go of the model and its cache; what is asked for afterwards is refused. A ``with`` block ends with it."""

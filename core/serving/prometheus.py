@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opgraft.binding.explaining import Explanation
@@ -36,14 +36,17 @@ HISTOGRAMS = {
     "iteration_tokens_total": "Tokens of a step.",
 }
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+_ENDED = "Ended sequences, by reason."
+_SECONDS = "Time of steps, by part."
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class PrometheusExporter:
     """Metrics in a registry of ``prometheus_client``, to be passed as ``on_step``.
 
-    Names and labels are vLLM's with another prefix, ``opgraft:``; there are fewer of them, and none has the label
-    ``engine``. The extra ``metrics`` brings the library.
+    Names and labels are vLLM's with another prefix, ``opgraft:``; there are fewer of them. The label ``engine`` is the
+    number of a replica, 0 where there is one engine; ``kernel_info``, which is of all, has none. The extra ``metrics``
+    brings the library.
 
     Args:
         model_name: value of the label ``model_name``, which every metric has.
@@ -57,50 +60,58 @@ class PrometheusExporter:
         self._client = import_extra("prometheus_client", "metrics")
         self._registry = self._client.REGISTRY if registry is None else registry
         self._model_name = model_name
-        self._counters = {name: self._metric("Counter", name, text) for name, text in COUNTERS.items()}
-        self._gauges = {name: self._metric("Gauge", name, text) for name, text in GAUGES.items()}
-        self._histograms = {
-            name: self._metric("Histogram", name, text, buckets=SECONDS if name.endswith("seconds") else TOKENS)
-            for name, text in HISTOGRAMS.items()
+        self._families = {
+            **{name: self._family("Counter", name, text) for name, text in COUNTERS.items()},
+            **{name: self._family("Gauge", name, text) for name, text in GAUGES.items()},
+            **{name: self._histogram(name, text) for name, text in HISTOGRAMS.items()},
+            "request_success": self._family("Counter", "request_success", _ENDED, "engine", "finished_reason"),
+            "engine_step_seconds": self._family("Counter", "engine_step_seconds", _SECONDS, "engine", "part"),
         }
-        finished = self._family("Counter", "request_success", "Ended sequences, by reason.", "finished_reason")
-        self._finished = {reason: finished.labels(model_name, reason) for reason in FINISH_REASONS}
-        seconds = self._family("Counter", "engine_step_seconds", "Time of steps, by part.", "part")
-        self._seconds = {part: seconds.labels(model_name, part) for part in PARTS}
         self._kernels = self._family("Gauge", "kernel_info", "Kernels that run, 1 each.", "op", "kernel", "provider")
+        self._engines: dict[int, dict[str, Any]] = {}
         self._begun: set[str] = set()
+        self._of_engine(0)
 
-    def _metric(self, kind: str, name: str, text: str, **options: Any) -> Any:
-        return self._family(kind, name, text, **options).labels(self._model_name)
+    def _histogram(self, name: str, text: str) -> Any:
+        buckets = SECONDS if name.endswith("seconds") else TOKENS
+        return self._family("Histogram", name, text, buckets=buckets)
 
     def _family(self, kind: str, name: str, text: str, *labels: str, **options: Any) -> Any:
-        make = getattr(self._client, kind)
-        return make(f"opgraft:{name}", text, ("model_name", *labels), registry=self._registry, **options)
+        labelled = ("model_name", *(labels or ("engine",)))
+        return getattr(self._client, kind)(f"opgraft:{name}", text, labelled, registry=self._registry, **options)
+
+    def _of_engine(self, number: int) -> dict[str, Any]:
+        """Return the metrics of an engine, which are shown from now on."""
+        if number not in self._engines:
+            of = self._model_name, str(number)
+            made = {name: self._families[name].labels(*of) for name in (*COUNTERS, *GAUGES, *HISTOGRAMS)}
+            for name, values in (("request_success", FINISH_REASONS), ("engine_step_seconds", PARTS)):
+                made |= {value: self._families[name].labels(*of, value) for value in values}
+            self._engines[number] = made
+        return self._engines[number]
 
     def __call__(self, stats: EngineStats, outputs: Sequence[RequestOutput]) -> None:
         """Take what has changed since the last call, and the requests that have news."""
-        counted, add = stats.counters, self._counters
-        add["prompt_tokens"].inc(counted.prompt_tokens)
-        add["generation_tokens"].inc(counted.sampled_tokens)
-        add["prefix_cache_queries"].inc(counted.prefix_queries)
-        add["prefix_cache_hits"].inc(counted.prefix_hits)
-        add["num_preemptions"].inc(counted.preemptions)
-        add["engine_steps"].inc(counted.steps)
-        add["engine_step_errors"].inc(counted.failed_steps)
-        self._gauges["num_requests_running"].set(stats.running)
-        self._gauges["num_requests_waiting"].set(stats.waiting)
-        self._gauges["kv_cache_usage_perc"].set(stats.cache_usage)
-        for part, seconds in counted.seconds.items():
-            self._seconds[part].inc(seconds)
-        for reason, number in counted.finished.items():
-            self._finished[reason].inc(number)
+        counted, of = stats.counters, self._of_engine(stats.replica)
+        of["prompt_tokens"].inc(counted.prompt_tokens)
+        of["generation_tokens"].inc(counted.sampled_tokens)
+        of["prefix_cache_queries"].inc(counted.prefix_queries)
+        of["prefix_cache_hits"].inc(counted.prefix_hits)
+        of["num_preemptions"].inc(counted.preemptions)
+        of["engine_steps"].inc(counted.steps)
+        of["engine_step_errors"].inc(counted.failed_steps)
+        of["num_requests_running"].set(stats.running)
+        of["num_requests_waiting"].set(stats.waiting)
+        of["kv_cache_usage_perc"].set(stats.cache_usage)
+        for value, number in (*counted.seconds.items(), *counted.finished.items()):
+            of[value].inc(number)
         if counted.steps:
-            self._histograms["iteration_tokens_total"].observe(counted.prompt_tokens + counted.decode_tokens)
+            of["iteration_tokens_total"].observe(counted.prompt_tokens + counted.decode_tokens)
         for output in outputs:
             if output.metrics is not None:
-                self._observe(output, output.metrics)
+                self._observe(of, output, output.metrics)
 
-    def _observe(self, output: RequestOutput, metrics: RequestMetrics) -> None:
+    def _observe(self, of: Mapping[str, Any], output: RequestOutput, metrics: RequestMetrics) -> None:
         observed: dict[str, float | None] = {}
         if metrics.first_token is not None and output.request_id not in self._begun:
             self._begun.add(output.request_id)
@@ -120,7 +131,7 @@ class PrometheusExporter:
                 observed["request_time_per_output_token_seconds"] = decode / (tokens - 1)
         for name, value in observed.items():
             if value is not None:
-                self._histograms[name].observe(value)
+                of[name].observe(value)
 
     def show_kernels(self, explanation: Explanation) -> None:
         """Show which kernel of which provider runs each op, as ``LLM.explain`` tells."""

@@ -14,14 +14,15 @@ Prompt: TypeAlias = str | Sequence[int] | Mapping[str, str | Sequence[int]]
 _TEXT, _IDS, _SALT = "prompt", "prompt_token_ids", "cache_salt"
 
 
-def unsalted(prompt: Prompt, name: str = "the prompt") -> tuple[Prompt, str | None]:
-    """Return a prompt as text or token ids, and the salt that it brings for the cache, if any.
+def unsalted(prompt: Prompt, name: str = "the prompt", cache_salt: str | None = None) -> tuple[Prompt, str | None]:
+    """Return a prompt as text or token ids, and the salt for the cache that it brings or that is given beside it.
 
     Raises:
-        RequestError: it is a mapping with other keys, or with text and token ids both.
+        RequestError: it is a mapping with other keys, or with text and token ids both, or brings another salt than the
+            one that is given.
     """
     if not isinstance(prompt, Mapping):
-        return prompt, None
+        return prompt, cache_salt
     if len({_TEXT, _IDS} & prompt.keys()) != 1 or prompt.keys() - {_TEXT, _IDS, _SALT}:
         keys = ", ".join(repr(key)[:40] for key in prompt) or "none"
         raise RequestError(f"{name} has the keys {keys}: give either {_TEXT!r} or {_IDS!r}, and {_SALT!r} if you like")
@@ -30,7 +31,12 @@ def unsalted(prompt: Prompt, name: str = "the prompt") -> tuple[Prompt, str | No
     if isinstance(given, str) != (key == _TEXT):
         expected = "text" if key == _TEXT else "a list of token ids"
         raise RequestError(f"{name} has {key!r} of the type {type(given).__name__}: give {expected}")
-    return given, salt  # type: ignore[return-value]
+    if None not in (salt, cache_salt) and salt != cache_salt:
+        raise RequestError(
+            f"{name} has the {_SALT} {salt!r:.40}, and the argument of that name is {cache_salt!r:.40}: leave one out",
+            _SALT,
+        )
+    return given, cache_salt if salt is None else salt  # type: ignore[return-value]
 
 
 def tokenized(

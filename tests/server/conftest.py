@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from server.processes import Server, serving, write_model
+from server.processes import PYTHON, Server, serving, write_model
 from small_tokenizers import trained_tokenizer
 
 pytest.importorskip("fastapi")
 pytest.importorskip("openai")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_servers(warm_python: str) -> Iterator[None]:
+    """Servers start with what they import first."""
+    PYTHON[:] = [warm_python]
+    yield
+    PYTHON[:] = [sys.executable]
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,9 +20,12 @@ from typing import Any
 import httpx
 import openai
 from random_decoders import written
+from warm.interpreter import process_of
 
 START_SECONDS = 120
 FAULTY = str(Path(__file__).with_name("faulty.py"))
+PYTHON = [sys.executable]
+"""The interpreter of the servers."""
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
 )
@@ -55,6 +58,11 @@ class Server:
     log: list[str] = field(default_factory=list)
     key: str = "none"
     asking: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8))
+
+    @property
+    def pid(self) -> int:
+        """The number of the process that serves."""
+        return process_of(self.process.pid)
 
     @property
     def url(self) -> str:
@@ -121,7 +129,9 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path | str, *options: str, step_seconds: float | None = None) -> Iterator[Server]:
+def serving(
+    model: Path | str, *options: str, step_seconds: float | None = None, variables: Mapping[str, str] | None = None
+) -> Iterator[Server]:
     """Start a server on a free port, and kill it at the end if it still runs.
 
     With ``step_seconds`` each step is slowed by as much, and signals break the engine as ``faulty.py`` says.
@@ -129,14 +139,9 @@ def serving(model: Path | str, *options: str, step_seconds: float | None = None)
     settings = {} if isinstance(model, str) else SETTINGS
     given = [part for name, value in settings.items() for part in (f"--{name}", value)]
     program = ["-m", "opgraft"] if step_seconds is None else [FAULTY]
-    given += [] if step_seconds is None else ["--parallel.worker_process", "false"]  # where the faults are
-    command = [sys.executable, *program, "serve", str(model), "--port", "0", *given, *options]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONUNBUFFERED": "1",
-        "STEP_SECONDS": str(step_seconds or 0),
-    }
+    given += [] if step_seconds is None else ["--parallel.executor", "in_process"]  # where the faults are
+    command = [*PYTHON, *program, "serve", str(model), "--port", "0", *given, *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "STEP_SECONDS": str(step_seconds or 0), **(variables or {})}
     process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
     server = Server(process, Path(model).name)
     ready = threading.Event()
@@ -172,9 +177,21 @@ def _read(pipe: Any, lines: list[str], ready: threading.Event | None) -> None:
 
 def worked(server: Server) -> float:
     """The seconds of processor time that the server has had so far."""
-    with open(f"/proc/{server.process.pid}/stat") as stat:
+    with open(f"/proc/{server.pid}/stat") as stat:
         user, system = stat.read().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def process_of_model(server: Server) -> int:
+    """The process of the model."""
+    (found,) = processes_of_model(server)
+    return found
+
+
+def processes_of_model(server: Server) -> list[int]:
+    """The processes of the model, of which several engines have one each."""
+    found = [path.read_text().split() for path in Path(f"/proc/{server.pid}/task").glob("*/children")]
+    return [process_of(int(child)) for children in found for child in children]
 
 
 def until(condition: Callable[[], bool], seconds: float = 60) -> None:

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from opgraft.errors import ConfigError
 from opgraft.server.keys import read_keys
-from server.processes import Server, error_of, expect_idle, serving, until
+from server.processes import Server, error_of, expect_idle, process_of_model, serving, until
 
 STEP = 0.05
 LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "stream": True}
@@ -335,13 +335,6 @@ def test_names_that_are_not_its_own(server: Server) -> None:
         assert server.get("/v1/models", headers={"host": host}).status_code == status
 
 
-def worker_of(server: Server) -> int:
-    """The process of the model."""
-    found = [path.read_text().split() for path in Path(f"/proc/{server.process.pid}/task").glob("*/children")]
-    (child,) = (int(child) for children in found for child in children)
-    return child
-
-
 def ended(pid: int) -> bool:
     """Tell whether a process has ended, or waits for nothing but to be forgotten."""
     try:
@@ -355,7 +348,7 @@ def test_a_worker_that_is_killed_ends_the_server(checkpoint: Path) -> None:
     with serving(checkpoint) as server:
         asked = server.later(lambda: server.complete(max_tokens=500, ignore_eos=True))
         until(lambda: server.metric("num_requests_running") == 1)
-        os.kill(worker_of(server), signal.SIGKILL)
+        os.kill(process_of_model(server), signal.SIGKILL)
         assert asked.result().status_code in (500, 503)
         assert server.process.wait(60) == 5
         assert "the process of the worker has ended, with the status -9" in "".join(server.log)
@@ -364,7 +357,7 @@ def test_a_worker_that_is_killed_ends_the_server(checkpoint: Path) -> None:
 def test_a_worker_that_hangs_ends_the_server(checkpoint: Path) -> None:
     """A step in the process of the model never ends: who waits gets an error, and server and worker end."""
     with serving(checkpoint, "--server.step_seconds", "1") as server:
-        worker = worker_of(server)
+        worker = process_of_model(server)
         asked = server.later(lambda: server.complete(max_tokens=500, ignore_eos=True))
         until(lambda: server.metric("num_requests_running") == 1)
         os.kill(worker, signal.SIGSTOP)
@@ -377,7 +370,7 @@ def test_a_worker_that_hangs_ends_the_server(checkpoint: Path) -> None:
 def test_signals_are_for_the_server(checkpoint: Path) -> None:
     """Signals to the whole group let what runs finish; the worker ends with the server, also where that is killed."""
     with serving(checkpoint) as server:
-        worker = worker_of(server)
+        worker = process_of_model(server)
         asked = server.later(lambda: server.complete(max_tokens=300, ignore_eos=True))
         until(lambda: server.metric("num_requests_running") == 1)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -387,6 +380,6 @@ def test_signals_are_for_the_server(checkpoint: Path) -> None:
         assert server.process.wait(60) == 0
         assert ended(worker)
     with serving(checkpoint) as server:
-        worker = worker_of(server)
+        worker = process_of_model(server)
         server.process.kill()
         until(lambda: ended(worker))

@@ -28,7 +28,7 @@ USER = {"role": "user", "content": "the cat"}
         ({"parallel_tool_calls": False}, "parallel_tool_calls", "needs tools"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream: true"),
-        ({"priority": 1}, "priority", "--scheduler.policy priority"),
+        ({"priority": 1}, "priority", "set scheduler.policy to priority"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "expected text"),
         ({"messages": [{"role": "assistant"}]}, "messages[0].content", "is missing"),

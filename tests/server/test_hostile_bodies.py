@@ -91,7 +91,7 @@ def others(server: Server) -> Iterator[list[float]]:
 
 def memory(server: Server) -> int:
     """The most bytes that the server has had so far."""
-    with open(f"/proc/{server.process.pid}/status") as status:
+    with open(f"/proc/{server.pid}/status") as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
 
 

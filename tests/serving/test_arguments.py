@@ -160,6 +160,19 @@ def test_prompts_with_a_salt_share_nothing(llm: LLM) -> None:
     assert llm.generate({"prompt": "a cat"}, GREEDY)[0].prompt == "a cat"
 
 
+def test_two_salts(llm: LLM) -> None:
+    """The argument's salt is as good as the prompt's; where both are given and differ, neither wins."""
+    prompt = {"prompt": "a cat", "cache_salt": "a"}
+    both = llm.engine.prepare("x", prompt, GREEDY, cache_salt="a")
+    alone = [llm.engine.prepare("x", "a cat", GREEDY, cache_salt="a"), llm.engine.prepare("x", prompt, GREEDY)]
+    assert {each.growing["x"].request.cache_salt for each in (both, *alone)} == {"a"}
+    with pytest.raises(
+        RequestError, match=r"has the cache_salt 'a', and the argument of that name is 'b': leave one out"
+    ) as raised:
+        llm.engine.prepare("x", prompt, GREEDY, cache_salt="b")
+    assert raised.value.field == "cache_salt"
+
+
 BAD: dict[str, Any] = {"priority": "high", "cache_salt": 5, "request_id": 5, "arrival": "now"}
 
 

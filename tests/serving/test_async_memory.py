@@ -1,4 +1,4 @@
-"""Ten thousand requests of an event loop, many of them cancelled, leave nothing behind."""
+"""Thousands of requests of an event loop, many of them cancelled, leave nothing behind."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Readers:
         await asyncio.gather(*(self._reader(left) for _ in range(READERS)))
         while self.llm.engine.has_work:
             await asyncio.sleep(0.001)
-        await asyncio.wrap_future(self.llm._thread.call(expect_empty, self.llm.engine.core))
-        assert not any((self.llm._thread._streams, self.llm.engine._open, self.llm.engine._owner))
+        await asyncio.wrap_future(self.llm.replicas.each[0].thread.call(expect_empty, self.llm.engine.core))
+        assert not any((self.llm.replicas.each[0].thread._streams, self.llm.engine._open, self.llm.engine._owner))
 
     async def _reader(self, left: Iterator[int]) -> None:
         for _ in left:
@@ -118,22 +118,23 @@ def held() -> tuple[int, int]:
     return len(gc.get_objects()), sys.getallocatedblocks()
 
 
-@pytest.mark.slow
-def test_ten_thousand_requests_leave_nothing(checkpoint: Path) -> None:
+@pytest.mark.parametrize(("requests", "few"), [(2_000, 1_000), pytest.param(10_000, 2_000, marks=pytest.mark.slow)])
+def test_many_requests_leave_nothing(checkpoint: Path, requests: int, few: int) -> None:
     """Neither blocks nor rows nor streams nor objects nor memory of requests remain, however their readers left."""
 
     async def main() -> None:
         async with AsyncLLM(str(checkpoint), **SETTINGS) as llm:
             readers = Readers(llm)
-            await readers.read(2_000)  # until what is kept on purpose is there: blocks, grammars, pools of memory
+            await readers.read(few)  # until what is kept on purpose is there: blocks, grammars, pools of memory
             before, resident = held(), resident_bytes()
-            await readers.read(10_000)
+            await readers.read(requests)
             grown = [now - then for now, then in zip(held(), before, strict=True)]
-            assert max(grown) < 2_000, f"{grown} more objects and pieces of memory"
+            assert max(grown) < few, f"{grown} more objects and pieces of memory"
             assert resident_bytes() - resident < 8 << 20
-            assert min(readers.ways[way] for way in ("end", "leave", "cancel", "abort", "refused")) > 400, readers.ways
+            assert len(readers.ways) == 5
+            assert min(readers.ways.values()) > requests // 25, readers.ways
             counted = llm.stats().counters.finished
-            assert min(counted["abort"], counted["stop"], counted["length"]) > 500, counted
+            assert min(counted["abort"], counted["stop"], counted["length"]) > requests // 20, counted
             assert counted["error"] == 0
 
     others = set(threading.enumerate())  # tests before this one may still be ending theirs

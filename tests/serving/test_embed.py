@@ -64,7 +64,7 @@ def test_what_cannot_be_embedded(tmp_path: Path) -> None:
     """Long texts are refused or cut, a decoder has no embeddings, and an encoder no answers."""
     llm = LLM("minilm", **QUIET)
     long = "cat " * 300
-    with pytest.raises(RequestError, match="text 1 has 302 tokens, and the model takes 256"):
+    with pytest.raises(RequestError, match="text 2 of 2 has 302 tokens, and the model takes 256"):
         llm.embed(["a", long])
     (cut,) = llm.embed(long, truncate=True)
     assert len(cut.prompt_token_ids) == 256
@@ -82,7 +82,7 @@ def test_numbers_that_are_none_are_an_error() -> None:
     llm = LLM("minilm", **QUIET)
     assert llm._embedder is not None
     next(llm._embedder.executor.worker.runner.model.parameters()).data.fill_(torch.nan)
-    with pytest.raises(CheckpointError, match=r"no embedding \(NaN or infinity\) for text 0"):
+    with pytest.raises(CheckpointError, match=r"no embedding \(NaN or infinity\) for the text"):
         llm.embed("A cat.")
 
 
@@ -112,6 +112,16 @@ def test_a_batch_that_fails_is_counted() -> None:
     assert (stats.counters.failed_steps, stats.counters.finished["error"], stats.waiting) == (1, 2, 0)
 
 
+def test_lost_workers_are_started_again_before_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is loaded in them, and the texts get the vectors that they had."""
+    llm = LLM("minilm", **QUIET)
+    executor, expected = llm._embedder.executor, llm.embed(TEXTS)
+    monkeypatch.setattr(type(executor), "can_restart", property(lambda self: self.worker is None))
+    monkeypatch.setattr(type(executor), "restart", type(executor).start)
+    executor.worker = None
+    assert [output.embedding for output in llm.embed(TEXTS)] == [output.embedding for output in expected]
+
+
 def test_the_longest_text_is_as_set_up_to_the_positions_of_the_model() -> None:
     """``max_model_len`` goes before what the checkpoint says of its sentences, and cannot exceed its positions."""
     words = [101, *[3899] * 400, 102]
@@ -123,3 +133,9 @@ def test_the_longest_text_is_as_set_up_to_the_positions_of_the_model() -> None:
         LLM("minilm", max_model_len=8, **QUIET).embed([words])
     with pytest.raises(ConfigError, match=r"max_model_len is 513, and the encoder .* set it to at most 512"):
         LLM("minilm", max_model_len=513, **QUIET)
+
+
+def test_replicas_of_an_encoder_are_refused() -> None:
+    """An encoder runs as one engine, whatever is set."""
+    with pytest.raises(ConfigError, match="is an encoder, which runs as one engine"):
+        LLM("minilm", **QUIET, data_parallel_size=2)

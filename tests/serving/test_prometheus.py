@@ -41,7 +41,7 @@ def served(tmp_path: Path) -> tuple[LLM, Any]:
 
 
 def value(registry: Any, name: str, **labels: str) -> float:
-    found = registry.get_sample_value(f"opgraft:{name}", {"model_name": "small", **labels})
+    found = registry.get_sample_value(f"opgraft:{name}", {"model_name": "small", "engine": "0", **labels})
     assert found is not None, name
     return float(found)
 

@@ -1,0 +1,204 @@
+"""``InputProcessor``: prompts and settings of sampling, made requests of the engine."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import weakref
+from contextlib import suppress
+from functools import cached_property
+
+from opgraft.config import OpgraftConfig
+from opgraft.engine.executor import Executor
+from opgraft.engine.request import Request
+from opgraft.engine.sampling import Grammar, bad_word_tokens
+from opgraft.engine.sampling_params import SamplingParams
+from opgraft.errors import EngineError, InputError, RequestError
+from opgraft.models.config import read_config
+from opgraft.models.files import open_weights
+from opgraft.serving.arguments import expect_params
+from opgraft.serving.chat_template import ChatTemplate
+from opgraft.serving.detokenizer import Detokenizer
+from opgraft.serving.grammars import Grammars
+from opgraft.serving.open_request import Answer, OpenRequest
+from opgraft.serving.outputs import RequestMetrics, RequestOutput
+from opgraft.serving.prompts import Prompt, tokenized, unsalted
+from opgraft.serving.stop_tokens import stop_tokens
+from opgraft.serving.tokenizer import Tokenizer, find_tokenizer
+
+
+class InputProcessor:
+    """The tokenizer of a model, its chat template and its grammars; from any thread.
+
+    Args:
+        opgraft_config: resolved.
+        max_model_len: tokens of prompt and output together, at most.
+
+    Attributes:
+        eos: tokens that end an output.
+        tokenizer: ``None`` where the model has none.
+        vocab_size: tokens that the model gives logits for.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+    """
+
+    def __init__(self, opgraft_config: OpgraftConfig, max_model_len: int) -> None:
+        self.opgraft_config, self.max_model_len = opgraft_config, max_model_len
+        weights = open_weights(str(opgraft_config.model.name))
+        self.tokenizer = find_tokenizer(weights)
+        config = read_config(weights, plain=True)
+        self.eos = stop_tokens(self.tokenizer, config, weights)
+        self.vocab_size = int(config.get_text_config().vocab_size)
+        self._lock = threading.Lock()
+        self._executors: weakref.WeakSet[Executor] = weakref.WeakSet()
+
+    def share_with(self, executor: Executor) -> None:
+        """Have the workers of an executor know the grammars that are compiled from now on."""
+        with self._lock:
+            self._executors.add(executor)
+
+    def _share(self, grammar: Grammar) -> None:
+        with self._lock:
+            executors = list(self._executors)
+        for executor in executors:
+            with suppress(EngineError):  # of lost workers, of whom the engine tells
+                executor.share(grammar)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The chat template of the model."""
+        return ChatTemplate(self.expect_tokenizer())
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """The grammars of structured outputs."""
+        return Grammars(self.expect_tokenizer(), self.vocab_size, self.eos, self._share)
+
+    def expect_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer.
+
+        Raises:
+            InputError: the model has none.
+        """
+        if self.tokenizer is None:
+            raise InputError(
+                "the model has no tokenizer: give prompts as token ids, or put tokenizer.json beside its weights"
+            )
+        return self.tokenizer
+
+    def encode(
+        self, prompt: Prompt, *, add_special_tokens: bool = True, name: str = "the prompt"
+    ) -> tuple[str | None, list[int]]:
+        """Return the text of a prompt, None where it is given as token ids, and its token ids.
+
+        Raises:
+            RequestError: the prompt cannot be taken.
+            InputError: it is text, and the model has no tokenizer.
+        """
+        return tokenized(
+            prompt,
+            self.expect_tokenizer() if isinstance(prompt, str) else self.tokenizer,  # type: ignore[arg-type]
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            add_special_tokens=add_special_tokens,
+            name=name,
+        )
+
+    def prepare(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        add_special_tokens: bool = True,
+        arrival: float | None = None,
+        name: str = "",
+    ) -> OpenRequest:
+        """Check a request and make it ready for ``submit``.
+
+        Args:
+            request_id: unique among those that have not ended.
+            prompt: text or token ids.
+            params: of sampling.
+            priority: lower ones come first, under the policy "priority".
+            cache_salt: requests of different salts share nothing in the cache.
+            add_special_tokens: begin and end the text as the tokenizer does; not for the text of a chat.
+            arrival: when it came, in seconds of ``time.monotonic``; now if not given.
+            name: of the prompt, for errors; by its request if not given.
+
+        Raises:
+            RequestError: the prompt cannot be taken, an argument is of the wrong type or contradicts the prompt, or a
+                setting is for a token beyond the vocabulary.
+            InputError: text, stop strings or bad words are given and the model has no tokenizer, or the structured
+                output that is asked for cannot be had.
+        """
+        expect_params(params)
+        self._expect_in_vocabulary(params)
+        self.expect_priority(priority)
+        metrics = RequestMetrics(_arrival(arrival))
+        name = name or f"the prompt of request {request_id!r}"
+        prompt, salt = unsalted(prompt, name, cache_salt)
+        text, ids = self.encode(prompt, add_special_tokens=add_special_tokens, name=name)
+        requests = Request(
+            request_id,
+            ids,
+            params,
+            eos=self.eos,
+            priority=priority,
+            cache_salt=salt,
+            bad_words=bad_word_tokens(params.bad_words, self.expect_tokenizer()) if params.bad_words else (),
+            grammar=None if params.structured_output is None else self.grammars.of(params),
+        ).split()
+        answers = [Answer.of(i, each, self._detokenizer(each)) for i, each in enumerate(requests)]
+        output = RequestOutput(request_id, text, ids, [answer.output for answer in answers], metrics=metrics)
+        return OpenRequest(output, {answer.request.request_id: answer for answer in answers})
+
+    def _expect_in_vocabulary(self, params: SamplingParams) -> None:
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            highest = max(getattr(params, name) or (), default=0)
+            if highest >= self.vocab_size:
+                raise RequestError(
+                    f"{name} has the token id {highest!s:.20}, and the vocabulary has {self.vocab_size}: use 0 to "
+                    f"{self.vocab_size - 1}",
+                    name,
+                )
+
+    def expect_priority(self, priority: int) -> None:
+        """Refuse a priority where the order is that of arrival.
+
+        Raises:
+            RequestError: there is one.
+        """
+        policy = self.opgraft_config.scheduler.policy
+        if policy != "priority" and priority != 0:
+            raise RequestError(
+                f"priority is {priority!r:.40}, and scheduler.policy is {policy}, by which it has no effect: leave it "
+                "out, or set scheduler.policy to priority",
+                "priority",
+                code="unsupported_value",
+            )
+
+    def _detokenizer(self, request: Request) -> Detokenizer | None:
+        params = request.params
+        if self.tokenizer is None and not params.stop:
+            return None
+        return Detokenizer(
+            self.expect_tokenizer(),
+            request.prompt,
+            skip_special_tokens=params.skip_special_tokens,
+            stop=params.stop,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
+        )
+
+
+def _arrival(given: float | None) -> float:
+    if given is None:
+        return time.monotonic()
+    if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given):
+        raise RequestError(f"arrival is {given!r:.80}: give seconds of time.monotonic(), or None for now", "arrival")
+    return given

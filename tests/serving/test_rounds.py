@@ -1,0 +1,116 @@
+"""Replicas that share the experts of a model: the tokens of one engine, whoever has work, and none waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opgraft import SamplingParams
+from opgraft.config import ParallelConfig
+from opgraft.engine.rounds import Rounds
+from opgraft.errors import ConfigError, EngineError
+from opgraft.serving.async_llm import AsyncLLM
+from opgraft.serving.llm import LLM
+from opgraft.serving.replicas import expect_rounds
+from random_decoders import written
+from serving.test_replicas import ended, holder, kill, last, prompts
+
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 64,
+    "block_size": 4,
+    "cache.num_blocks": 64,
+    "load.progress": False,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 24,
+}
+TOGETHER = {**SETTINGS, "parallel.data": 2, "parallel.expert": 2}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rounds") / "mixtral"
+    written("Mixtral", folder, num_local_experts=8, num_experts_per_tok=2, num_hidden_layers=2)
+    return folder
+
+
+def worked(pids: list[int]) -> float:
+    """The processor time of processes, in ticks."""
+    stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return sum(int(stat[11]) + int(stat[12]) for stat in stats)
+
+
+def test_replicas_share_experts(checkpoint: Path) -> None:
+    """Even and uneven loads, one replica idle, aborts and idleness; a lost one ends all, as its experts are gone."""
+    given = [[token % 90 + 5 for token in prompt] for prompt in prompts(5)]
+    params = [SamplingParams(temperature=0, max_tokens=4 + 8 * number, ignore_eos=True) for number in range(5)]
+    with LLM(str(checkpoint), **SETTINGS) as alone:
+        expected = [output.outputs[0].token_ids for output in alone.generate(given, params)]
+
+    async def body(llm: AsyncLLM) -> None:
+        await llm.warm_up()
+        asked = list(zip(given, params, strict=True))
+        found = await asyncio.gather(*(last(llm, *each) for each in asked))
+        assert [output.outputs[0].token_ids for output in found] == expected
+        rounds = [each.thread._place.made for each in llm.replicas.each if each.thread._place is not None]
+        assert rounds[0] == rounds[1] > 30
+        found = [await last(llm, *each) for each in asked]  # one at a time: the other replica has none
+        assert [output.outputs[0].token_ids for output in found] == expected
+        async with aclosing(llm.generate(*asked[4])) as left:
+            await anext(left)
+            await last(llm, *asked[3])
+        assert (await last(llm, *asked[2])).outputs[0].token_ids == expected[2]
+        workers = [worker.process.pid for each in llm.replicas.each for worker in each.engine.core.executor._workers]
+        await asyncio.sleep(0.2)
+        before = worked(workers)
+        await asyncio.sleep(1)
+        assert worked(workers) - before <= 2
+        streams = [llm.generate(*each, request_id=str(number)) for number, each in enumerate(asked[3:])]
+        for stream in streams:
+            await anext(stream)
+        started = time.monotonic()
+        kill(holder(llm, "0"))
+        assert [(await ended(stream)).outputs[0].finish_reason for stream in streams] == ["error", "error"]
+        assert time.monotonic() - started < 5
+        with pytest.raises(EngineError, match="2 of 2 replicas are lost"):
+            await llm.check_health()
+
+    async def main() -> None:
+        async with AsyncLLM(str(checkpoint), **TOGETHER) as llm:
+            await asyncio.wait_for(body(llm), 60)
+
+    asyncio.run(main())
+
+
+def test_everyone_makes_each_round_once() -> None:
+    """Who has work opens rounds, the others are woken for each that they have not made, and then nobody is behind."""
+    woken: list[str] = []
+    rounds = Rounds()
+    first, second, third = (rounds.place(lambda name=name: woken.append(name)) for name in "abc")
+    first.enter()
+    first.enter()
+    assert woken == ["b", "c"] * 2
+    assert not first.is_behind
+    for place in (second, third):
+        place.enter()
+        assert place.is_behind
+        place.enter()
+        assert not place.is_behind
+    assert len(woken) == 4
+    third.enter()
+    assert woken[4:] == ["a", "b"]
+    assert first.is_behind
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [({"executor": "in_process"}, "processes"), ({"pipeline": 2}, "stages"), ({"restart_workers": 1}, "new server")],
+)
+def test_what_rounds_cannot_be_made_of_is_refused(values: dict[str, Any], match: str) -> None:
+    """Replicas in one process, or of several stages, do not share experts."""
+    with pytest.raises(ConfigError, match=match):
+        expect_rounds(ParallelConfig(data=2, expert=2, **values))
