@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import expert_balancing
 import latent_attention
 import opgraft
 import state_space
@@ -263,6 +264,7 @@ def main() -> None:
             rows += latent_attention.rows()
         if not names or "experts" in names:
             rows += experts()
+            rows += expert_balancing.rows()
         if not names or "state_space" in names:
             rows += state_space.rows()
     arguments.output.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,205 @@
+"""What it takes to have workers in processes of their own: the way of a step to them, its cost, and their start."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from engine_rows import Finding, print_findings
+from opgraft import LLM, SamplingParams
+from opgraft.engine.step import NewSequence, Scheduled, Step
+from opgraft.machine.broadcast import SharedChannel, SharedSlots
+from opgraft.machine.channel import Channel, encoded
+from timing import machine
+
+WORKERS = 4
+STEPS = 100
+LENGTH_BYTES = 8
+
+
+def decoding(requests: int) -> Step:
+    """Return a step in which each of some requests computes a token, and one in 32 has a new block."""
+    blocks = [((number,),) if number % 32 == 0 else ((),) for number in range(requests)]
+    return Step((), (), (), tuple(Scheduled(f"request-{i}", 100, 1, blocks[i], True) for i in range(requests)))
+
+
+def prompted(tokens: int) -> Step:
+    """Return a step that begins a prompt."""
+    new = NewSequence(
+        "new", tuple(range(tokens)), tokens, tokens, SamplingParams(), (tuple(range(tokens // 32 + 1)),), 0
+    )
+    return Step((), (new,), (), (Scheduled("new", 0, tokens, ((),), True),))
+
+
+STEPS_OF = {"batch 8": decoding(8), "batch 64": decoding(64), "a prompt of 2,048": prompted(2048)}
+
+
+class Sockets:
+    """A message is written to a socket of each worker."""
+
+    def __init__(self) -> None:
+        pairs = [socket.socketpair() for _ in range(WORKERS)]
+        self.ours = [Channel(ours) for ours, _ in pairs]
+        self.theirs = [Channel(theirs) for _, theirs in pairs]
+
+    def send(self, number: int, step: Step | None) -> None:
+        data = encoded(("execute", (step,), False))
+        for channel in self.ours:
+            channel.send_encoded(data)
+
+
+class SharedMemory:
+    """A message is written once, to memory that all have, and each worker woken by a token: as the executor does."""
+
+    def __init__(self) -> None:
+        self.slots = SharedSlots(lambda: self.number)
+        pipes = [os.pipe() for _ in range(WORKERS)]
+        self.tokens = [token for _, token in pipes]
+        sockets = [socket.socketpair()[0] for _ in range(WORKERS)]  # which nothing comes by
+        channels = zip(sockets, pipes, strict=True)
+        self.theirs = [SharedChannel(each, lambda name: name, self.slots.file, pipe[0]) for each, pipe in channels]
+
+    def send(self, number: int, step: Step | None) -> None:
+        self.number = number
+        token = self.slots.write(number, encoded(("execute", (step,), False)))
+        for each in self.tokens:
+            os.write(each, token)
+
+
+class Woken:
+    """A worker that is told to go on, and nothing else."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def receive(self) -> Any:
+        return "execute", (os.read(self.tokens, 1) == b"g" or None,)
+
+
+class Wakes:
+    """Nothing but a byte goes to each worker: the least that waking them takes."""
+
+    def __init__(self) -> None:
+        pipes = [os.pipe() for _ in range(WORKERS)]
+        self.tokens = [token for _, token in pipes]
+        self.theirs = [Woken(tokens) for tokens, _ in pipes]
+
+    def send(self, number: int, step: Step | None) -> None:
+        for each in self.tokens:
+            os.write(each, b"g" if step else b"e")
+
+
+def _worker(way: Sockets | SharedMemory | Wakes, worker: int, told: socket.socket) -> None:
+    while True:
+        if way.theirs[worker].receive()[1][0] is None:
+            os._exit(0)
+        told.sendall(time.perf_counter_ns().to_bytes(LENGTH_BYTES, "little"))
+
+
+def _measured(way: Sockets | SharedMemory | Wakes, steps: Sequence[Step]) -> list[tuple[float, float]]:
+    """Return, for each step, the microseconds until it was sent, and until the last worker had it."""
+    tellers = [socket.socketpair() for _ in range(WORKERS)]
+    for worker, (_, told) in enumerate(tellers):
+        if os.fork() == 0:
+            _worker(way, worker, told)
+    found = []
+    for number, step in enumerate(steps):
+        started = time.perf_counter_ns()
+        way.send(number, step)
+        sent = time.perf_counter_ns()
+        had = max(int.from_bytes(ours.recv(LENGTH_BYTES), "little") for ours, _ in tellers)
+        found.append(((sent - started) / 1e3, (had - started) / 1e3))
+        time.sleep(0.002)  # as a step is computed meanwhile, and workers sleep when the next one comes
+    way.send(len(steps), None)
+    for _ in tellers:
+        os.wait()
+    return found
+
+
+def broadcast(arguments: argparse.Namespace) -> Iterator[Finding]:
+    """Compare two ways of a step to four workers. The bound is what it takes to wake them."""
+    for name, step in STEPS_OF.items():
+        found: dict[type, list[tuple[float, float]]] = {SharedMemory: [], Sockets: [], Wakes: []}
+        for _ in range(arguments.rounds):
+            for way, rows in found.items():
+                rows += _measured(way(), [step] * STEPS)
+        medians = {way: [statistics.median(side) for side in zip(*rows, strict=True)] for way, rows in found.items()}
+        bound = medians[Wakes][0]
+        for way in (SharedMemory, Sockets):
+            sent, had = medians[way]
+            detail = f"{had:,.0f} us until the last of {WORKERS} has it, all on {os.cpu_count()} processors"
+            most = 150 if way is SharedMemory and name == "batch 8" else None
+            yield Finding(f"us to send a step, {name}, {way.__name__}", sent, detail, most=most, bound=bound)
+
+
+def overhead(arguments: argparse.Namespace) -> Iterator[Finding]:
+    """Compare the time of steps in a process of their own with that of steps in this one."""
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    prompts = [{"prompt_token_ids": list(range(3, 19))}] * 8
+    engines = {name: _opened(arguments, **{"parallel.executor": name}) for name in ("processes", "in_process")}
+    pairs = []
+    for _ in range(arguments.rounds + 1):
+        pairs.append([_seconds(partial(llm.generate, prompts, params)) for llm in engines.values()])
+    for llm in engines.values():
+        llm.shutdown()
+    ours, theirs = (statistics.median(side) / 32 * 1e3 for side in zip(*pairs[1:], strict=True))
+    value = statistics.median(a / b for a, b in pairs[1:])
+    yield Finding(
+        "a process of its own over none, batch 8", value, f"{ours:.2f} over {theirs:.2f} ms a step", most=1.05
+    )
+
+
+def _opened_and_shut(arguments: argparse.Namespace, ranks: int) -> None:
+    _opened(arguments, **_sizes(ranks)).shutdown()
+
+
+def start(arguments: argparse.Namespace) -> Iterator[Finding]:
+    """Compare the start of two workers with that of one."""
+    pairs = []
+    for _ in range(arguments.rounds):
+        pairs.append([_seconds(partial(_opened_and_shut, arguments, ranks)) for ranks in (2, 1)])
+    two, one = (statistics.median(side) for side in zip(*pairs, strict=True))
+    value = statistics.median(a / b for a, b in pairs)
+    yield Finding("start of two workers over one", value, f"{two:.1f} over {one:.1f} s", most=1.25)
+
+
+def _sizes(ranks: int) -> dict[str, Any]:
+    return {"parallel.tensor": ranks, "parallel.executor": "processes"}
+
+
+def _opened(arguments: argparse.Namespace, **settings: Any) -> LLM:
+    return LLM(arguments.model, **{"load.progress": False, "cache.num_blocks": 300, **settings})
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Finding]]] = {
+    "broadcast": broadcast,
+    "overhead": overhead,
+    "start": start,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", nargs="*", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    findings = [finding for part in arguments.rows for finding in PARTS[part](arguments)]
+    print(", ".join(f"{name} {value}" for name, value in machine().items()))
+    print_findings(findings)
+
+
+if __name__ == "__main__":
+    main()
