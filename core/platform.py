@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 DISPATCH_KEYS = ("oot", "cpu", "cuda", "hip", "xpu", "tpu", "native")
 """Every dispatch key; the kernel for ``key`` is the method ``forward_<key>`` of an op class."""
 
+HOST = "cpu"
+"""The ``torch.device`` type of tensors in the memory of the host; of the dispatch keys, that of its processors."""
+
 
 @dataclass(frozen=True)
 class PlatformSpec:
@@ -28,12 +31,15 @@ class PlatformSpec:
         platform_class: dotted path ``package.module:Class`` of the ``Platform``, imported once it is selected.
         priority: among built-in platforms the highest available one wins.
         sightings: of a built-in platform, recognises hardware that is another platform's and may have no plugin here.
+        devices: dotted path ``package.module:NAME`` of a sequence of ``DeviceFigures``, by which ``opgraft plan`` knows
+            devices of the platform.
     """
 
     probe: Callable[[Machine], Evidence]
     platform_class: str
     priority: int = 0
     sightings: Callable[[Machine], Iterable[Sighting]] | None = None
+    devices: str | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,11 @@ class Platform(ABC):
     @property
     def visibility_variable(self) -> str | None:
         """The environment variable that hides devices from a process, or ``None``."""
+        return None
+
+    @property
+    def ray_device_key(self) -> str | None:
+        """The name that Ray counts such devices under, as ``"GPU"``; ``None`` where it counts processors only."""
         return None
 
     @property

@@ -45,5 +45,9 @@ class TorchCudaPlatform(Platform):
     def visibility_variable(self) -> str: ...
 
     @property
+    def ray_device_key(self) -> str:
+        return "GPU"
+
+    @property
     def graph_class(self) -> type[Any]:
         return torch.cuda.CUDAGraph

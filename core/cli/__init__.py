@@ -20,6 +20,7 @@ _COMMANDS = {
     "detect": ("opgraft.cli.detect", "Show which platform this machine gets, and why."),
     "env": ("opgraft.cli.env", "Print versions, hardware, plugins and settings for a bug report."),
     "ops": ("opgraft.cli.ops", "Show the op catalogue, and which kernel an op gets."),
+    "plan": ("opgraft.cli.plan", "Say how MODEL may be split over devices, and how fast it is at best."),
     "plugins": ("opgraft.cli.plugins", "Show installed plugins, and check that they work."),
     "run": ("opgraft.cli.run", "Answer every PROMPT with MODEL, or embed it where MODEL is an encoder."),
     "serve": ("opgraft.cli.serve", "Serve MODEL over HTTP, with OpenAI's interface."),

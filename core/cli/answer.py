@@ -29,7 +29,7 @@ def open_llm(model: str) -> LLM:
     """Load a model, and tell on stderr what its cache holds, if it has one."""
     llm = LLM(model)
     if not llm.embeds:
-        click.echo(llm.engine.core.capacity(), err=True)
+        click.echo(llm.engine.capacity(), err=True)
     return llm
 
 
@@ -205,7 +205,7 @@ def _print_as_json(
             "model": model,
             "platform": current_platform().name,
             "decision": selected_platform().decision.to_dict(),
-            "cache_tokens": llm.engine.core.cache_tokens,
+            "cache_tokens": llm.engine.cache_tokens,
             "answers": answers,
             "seconds": seconds,
             "tokens_per_second": _tokens(outputs) / seconds,

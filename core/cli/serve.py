@@ -33,6 +33,7 @@ _SHORT = {
     "model.dtype": "--dtype",
     "model.max_model_len": "--max-model-len",
     "scheduler.max_num_seqs": "--max-num-seqs",
+    "parallel.restart_workers": "--restart-workers",
 }
 
 _SHAPES_KEPT = "64"
@@ -74,10 +75,10 @@ def _memory_of_a_server() -> Iterator[None]:
         yield
 
 
-def _own_process() -> dict[str, bool]:
-    """Return that the model has a process of its own, unless the operator has set whether it has."""
-    chosen = host_state().settings().origins["parallel.worker_process"] != "default"
-    return {} if chosen else {"parallel.worker_process": True}
+def _own_process() -> dict[str, str]:
+    """Return that the model has processes of its own, unless the operator has set where it runs."""
+    chosen = host_state().settings().origins["parallel.executor"] != "default"
+    return {} if chosen else {"parallel.executor": "processes"}
 
 
 def _server() -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from opgraft.binding.pluggable_class import PluggableClass
@@ -100,6 +100,18 @@ class Communicator(PluggableClass):
         out = torch.empty(tuple(size), dtype=dtype, device=device)
         dist.recv(out, self.ranks[src], group=self.process_group)
         return out
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        """Return the ``value`` of rank ``src`` of the group, which can be pickled."""
+        values = [value]
+        dist.broadcast_object_list(values, src=self.ranks[src], group=self.process_group)
+        return values[0]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return the ``value`` of each rank, which can be pickled, in their order."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.process_group)
+        return values
 
     def destroy(self) -> None:
         """Give back what the communicator holds beside the process group."""

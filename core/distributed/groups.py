@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from opgraft.distributed.communicator import Communicator
@@ -123,6 +124,14 @@ class ParallelGroup:
             return x
         _refuse_gradient("broadcast", x)
         return self.communicator.broadcast(x, src)
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        """Return the ``value`` of rank ``src`` of the group, which can be pickled."""
+        return value if self.communicator is None else self.communicator.broadcast_object(value, src)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return the ``value`` of each rank, which can be pickled, in their order."""
+        return [value] if self.communicator is None else self.communicator.all_gather_object(value)
 
 
 def _refuse_gradient(name: str, x: Tensor) -> None:

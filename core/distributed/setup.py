@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 from opgraft.distributed.communicator import Communicator
 from opgraft.distributed.groups import ParallelGroup, Parallelism, parallelism
@@ -20,6 +21,7 @@ def init_distributed(
     *,
     rank: int | None = None,
     init_method: str | None = None,
+    store: Any = None,
     backend: str | None = None,
     timeout: float = 1800.0,
 ) -> Parallelism:
@@ -33,6 +35,7 @@ def init_distributed(
         data: ranks that have the same weights.
         rank: of this process; without it, the launcher has put it in the environment, as ``torchrun`` does.
         init_method: where ranks meet, such as ``tcp://host:port``; without it, the environment says that, too.
+        store: of ``torch.distributed``, by which ranks meet instead; it takes the rank.
         backend: of ``torch.distributed``; without it, that of the platform.
         timeout: seconds after which a collective that not every rank has joined fails.
 
@@ -51,21 +54,26 @@ def init_distributed(
         dist.init_process_group(
             backend or current_platform().distributed_backend,
             init_method=init_method,
+            store=store,
             rank=-1 if rank is None else rank,
             world_size=-1 if rank is None and init_method is None else layout.world,
             timeout=timedelta(seconds=timeout),
         )
-    found = dist.get_world_size() if dist.is_initialized() else 1
-    if found != layout.world:
-        raise DistributedError(
-            f"the job has {found} ranks, but tensor {tensor}, pipeline {pipeline} and data {data} make {layout.world}: "
-            "start as many, or change the sizes"
-        )
-    state.parallelism = Parallelism(layout, _groups(layout), joins)
+    _expect_ranks(layout)
+    state.parallelism = Parallelism(layout, _groups(layout, timedelta(seconds=timeout)), joins)
     return parallelism()
 
 
-def _groups(layout: ParallelLayout) -> dict[str, ParallelGroup]:
+def _expect_ranks(layout: ParallelLayout) -> None:
+    found = dist.get_world_size() if dist.is_initialized() else 1
+    if found != layout.world:
+        raise DistributedError(
+            f"the job has {found} ranks, but tensor {layout.tensor}, pipeline {layout.pipeline} and data {layout.data} "
+            f"make {layout.world}: start as many, or change the sizes"
+        )
+
+
+def _groups(layout: ParallelLayout, timeout: timedelta) -> dict[str, ParallelGroup]:
     """Make the process groups of all ranks, in the same order on each; return those that this rank is in."""
     if layout.world == 1:
         return {kind: ParallelGroup(kind) for kind in KINDS}
@@ -73,7 +81,7 @@ def _groups(layout: ParallelLayout) -> dict[str, ParallelGroup]:
     for kind in KINDS:
         for ranks in layout.groups(kind):
             if len(ranks) > 1 and ranks not in made:
-                made[ranks] = dist.new_group(list(ranks), group_desc=kind)
+                made[ranks] = dist.new_group(list(ranks), timeout=timeout, group_desc=kind)
             if own in ranks:
                 process_group, place = made.get(ranks), ranks.index(own)
                 communicator = Communicator(process_group, ranks, place, kind) if process_group is not None else None

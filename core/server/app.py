@@ -119,10 +119,11 @@ async def show_model(name: str, request: Request) -> dict[str, Any]:
 
 
 @router.get("/health")
-async def health(request: Request) -> dict[str, str]:
-    """Tell whether requests can be served: the model has generated a token, and the engine runs."""
-    await _service(request).check()
-    return {"status": "ready"}
+async def health(request: Request) -> dict[str, Any]:
+    """Tell whether requests can be served: the model has generated a token, and the engine runs, or one of several."""
+    service = _service(request)
+    await service.check()
+    return service.health()
 
 
 @router.get("/version")

@@ -52,21 +52,6 @@ def scores_only(body: Generation) -> bool:
     return isinstance(body, CompletionRequest) and body.max_tokens == 0 and bool(body.echo)
 
 
-def expect_priority(body: Generation, service: Service) -> None:
-    """Refuse a priority where the order is that of arrival.
-
-    Raises:
-        HTTPError: there is one.
-    """
-    if body.priority and service.llm.engine.core.opgraft_config.scheduler.policy != "priority":
-        raise HTTPError(
-            400,
-            "priority has no effect in this server: leave it out, or start the server with --scheduler.policy priority",
-            field="priority",
-            code="unsupported_value",
-        )
-
-
 def params_of(
     body: Generation, prompts: Sequence[Sequence[int]], service: Service, settled: Mapping[str, Any]
 ) -> SamplingParams:

@@ -186,7 +186,7 @@ class Service:
 
     def kill(self) -> None:
         """End a worker that hangs, where it has a process of its own."""
-        self._model.executor.kill()
+        self._model.kill()
 
     def card(self) -> dict[str, Any]:
         """Return the model as OpenAI lists models."""
@@ -203,7 +203,9 @@ class Service:
         """Return which platform was chosen, which kernel of which provider runs each op, and why."""
         explanation = await self._model.explain()
         decision = selected_platform().decision.to_dict()
-        return {"model": self.name, "platform": current_platform().name, "decision": decision, **explanation.to_dict()}
+        health = self.health()
+        told = {"model": self.name, "platform": current_platform().name, "decision": decision, **explanation.to_dict()}
+        return told if "engines" not in health else {**told, "engines": health["engines"]}
 
     async def check_health(self) -> None:
         """Raise where the engine cannot go on.
@@ -211,6 +213,7 @@ class Service:
         Raises:
             EngineError: it has stopped, or hangs.
         """
+        self._model.end_hanging(self.settings.step_seconds)
         await self._model.check_health()
         if self.hangs:
             raise EngineError(
@@ -233,8 +236,19 @@ class Service:
         await self.check_health()
         if self.draining:
             raise HTTPError(503, "the server is shutting down: ask another one", code="draining")
-        if not self._warm:
+        if not self._warm or "ready" not in self._states():
             raise HTTPError(503, "the model is not ready yet: try again", code="starting", headers={"retry-after": "1"})
+
+    def health(self) -> dict[str, Any]:
+        """Return whether all engines are ready, and where there are several, the state of each."""
+        states = self._states()
+        if len(states) == 1:
+            return {"status": "ready"}
+        engines = [{"engine": number, "status": state} for number, state in enumerate(states)]
+        return {"status": "ready" if set(states) == {"ready"} else "degraded", "engines": engines}
+
+    def _states(self) -> list[str]:
+        return self._model.replicas.states() if isinstance(self._model, AsyncLLM) else ["ready"]
 
     def expect_model(self, name: str) -> None:
         """Refuse a request for another model.

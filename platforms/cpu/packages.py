@@ -27,6 +27,7 @@ KERNEL_PACKAGES: Mapping[str, Collection[str]] = {
             "mla_paged_attention",
             "mul_and_silu",
             "quant_fp8",
+            "quantized_fused_moe",
             "quantized_linear",
             "quick_gelu",
             "relu2",

@@ -51,6 +51,10 @@ class XpuPlatform(Platform):
         return "xccl"
 
     @property
+    def ray_device_key(self) -> str:
+        return "GPU"
+
+    @property
     def visibility_variable(self) -> str:
         return MASK
 

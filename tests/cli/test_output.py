@@ -150,7 +150,7 @@ def complete(site, words: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("opgraft pl", ["plugins"]),
+        ("opgraft plu", ["plugins"]),
         ("opgraft plugins ", ["list", "show", "doctor"]),
         ("opgraft plugins show ac", ["acme"]),
         ("opgraft detect --platform cu", ["cuda"]),

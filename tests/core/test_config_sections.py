@@ -39,6 +39,7 @@ SAMPLES = {
     "LIST": '["a"]',
     "MAPPING": '{"a": "b"}',
     "MODE": "FULL",
+    "INTEGERS": "[3, 4]",
 }
 
 
@@ -299,11 +300,13 @@ def test_a_file_stands_between_environment_and_plugins(tmp_path: Path, monkeypat
     host_state().adjustments.append(("plugin acme", OpgraftConfig(parallel=ParallelConfig(pipeline=16, expert=2))))
     with set_config(OpgraftConfig(parallel=ParallelConfig(tensor=3))):
         settings = host_state().settings()
-    assert dataclasses.astuple(settings.config.parallel)[:4] == (3, 2, 4, 2)
+    parallel = settings.config.parallel
+    assert (parallel.tensor, parallel.pipeline, parallel.data, parallel.expert) == (3, 2, 4, 2)
     assert settings.origins["parallel.pipeline"] == f"{tmp_path / 'c.toml'}, line 5"
     with set_config(OpgraftConfig(), file=read_file(str(tmp_path / "other.json"))), set_config(OpgraftConfig()):
         settings = host_state().settings()
-    assert dataclasses.astuple(settings.config.parallel)[:4] == (1, 8, 4, 2)
+    parallel = settings.config.parallel
+    assert (parallel.tensor, parallel.pipeline, parallel.data, parallel.expert) == (1, 8, 4, 2)
     assert settings.config.strict is False
 
 

@@ -9,6 +9,7 @@ import opgraft
 import pytest
 import torch
 from opgraft import distributed
+from opgraft.compat.collectives import time_limit
 from opgraft.distributed.groups import parallelism
 from opgraft.errors import DistributedError
 from ranks import Ranks
@@ -23,7 +24,7 @@ def two() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Ranks]:
-    with Ranks(4, tensor=2, pipeline=2) as ranks:
+    with Ranks(4, tensor=2, pipeline=2, timeout=77) as ranks:
         yield ranks
 
 
@@ -130,6 +131,16 @@ def test_groups_of_four_ranks(four: Ranks) -> None:
     assert [row["pipeline"][0] for row in found] == [(0, 2), (1, 3), (0, 2), (1, 3)]
     for row in found:
         assert all(list(ranks) == gathered for ranks, _, gathered in row.values())
+
+
+def time_limits() -> set[float]:
+    groups = [group.communicator for group in parallelism().groups.values()]
+    return {time_limit(each.process_group) for each in groups if each is not None}
+
+
+def test_the_time_limit_holds_for_every_group(four: Ranks) -> None:
+    """Groups of some ranks have the limit that was given, not torch's half an hour."""
+    assert four.run(time_limits) == [{77.0}] * 4
 
 
 def passes_on() -> Any:

@@ -49,15 +49,32 @@ SERVED = "127.0.0.1:8000"
 """The address of the pages' server, which gets a free port here, as pages are read at the same time."""
 
 
-IN_ENVIRONMENT = """import site, sys
+IN_ENVIRONMENT = """import os, runpy, site, sys
 sys.prefix = sys.exec_prefix = {folder!r}
 outer, sys.path[:] = sys.path[1:], sys.path[:1]
 site.addsitedir({packages!r})
 sys.path += outer
-from opgraft.cli import main
+"""
+"""The start of a script in a virtual environment, for an interpreter that was started outside of it."""
+
+COMMAND_LINE = """from opgraft.cli import main
 main()
 """
-"""The command line in a virtual environment, for an interpreter that was started outside of it."""
+
+INTERPRETER = """sys.executable, *sys.argv = sys.argv
+if sys.argv[0] == "-u":
+    del sys.argv[0]
+    sys.stdout.reconfigure(write_through=True)
+if sys.argv[0] == "-m":
+    del sys.argv[0]
+    sys.path[0] = os.getcwd()
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+elif sys.argv[0].startswith("-"):
+    os.execv({python!r}, [{python!r}, *sys.argv])
+else:
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 @dataclass(frozen=True)
@@ -175,7 +192,7 @@ class Reader:
 
     def _serve(self, line: str) -> str:
         """Start a server, which runs until the page is read, and return what it prints until it is ready."""
-        command = f"exec python -m {line} --port 0"  # a process of its own, which can be ended
+        command = f"exec {line} --port 0"  # a process of its own, which can be ended
         self.server = subprocess.Popen(["bash", "-c", command], env=self.variables, stdout=subprocess.PIPE, text=True)
         assert self.server.stdout is not None
         printed = ""
@@ -261,14 +278,18 @@ def make_environment(folder: Path, warm_python: str) -> Path:
     (packages,) = folder.glob("lib/python*/site-packages")
     outer = [f"import site; site.addsitedir({entry!r})" for entry in sys.path if "site-packages" in entry]
     (packages / "outer.pth").write_text("\n".join(outer))
-    python, options = folder / "bin" / "python", "--quiet --disable-pip-version-check"
+    python, options = folder / "bin" / "cold-python", "--quiet --disable-pip-version-check"
+    python.symlink_to(os.path.realpath(sys.executable))
+    start = f"#!{warm_python}\n{IN_ENVIRONMENT.format(folder=str(folder), packages=str(packages))}"
     scripts = {
-        "opgraft": f"#!{warm_python}\n{IN_ENVIRONMENT.format(folder=str(folder), packages=str(packages))}",
+        "opgraft": start + COMMAND_LINE,
+        "python": start + INTERPRETER.format(python=str(python)),
         "pip": "#!/bin/sh\n"
         'if [ "$1" = install ]; then shift; set -- install --no-deps --no-build-isolation "$@"; fi\n'
         f'exec {sys.executable} -m pip {options} --python {python} "$@"\n',
     }
     for name, text in scripts.items():
+        (folder / "bin" / name).unlink(missing_ok=True)
         (folder / "bin" / name).write_text(text)
         (folder / "bin" / name).chmod(0o755)
     return packages

@@ -23,7 +23,6 @@ def test_files_of_the_repository_are_shown_as_they_are(blocks_of) -> None:
     assert not markers
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own, where inductor starts
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_a_page_does_what_it_says(page: Path, reader) -> None:
@@ -36,7 +35,6 @@ def sections() -> list[str]:
     return re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", README.read_text("utf-8"), flags=re.M | re.S), re.M)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("section", sections())
 def test_a_claim_of_the_readme_holds(section: str, reader) -> None:
     """Each section holds for who starts with it: commands succeed, examples run, and the output shown is what comes."""

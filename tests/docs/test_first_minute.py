@@ -99,7 +99,6 @@ def test_the_figures_ask_nobody_for_anything() -> None:
     assert set(outside) <= {"http://www.w3.org/2000/svg"}
 
 
-@pytest.mark.slow
 def test_the_toy_plugin_is_copied_without_its_build_folder(reader) -> None:
     """The commands of the guide leave behind what pip built in the original, and install the copy's modules only."""
     toy = reader.folder / "reference_plugins/opgraft-toy-npu"

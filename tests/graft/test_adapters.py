@@ -279,7 +279,6 @@ def test_a_plugin_brings_adapters_through_its_hook(site) -> None:
     assert row.reason == "acme will do this one later"
 
 
-@pytest.mark.slow
 def test_the_reference_plugin_serves_a_grafted_model(toy_npu, mlp, x) -> None:
     """On a machine with the plugin's device its kernels run, and the report names them and their distribution."""
     model = mlp()

@@ -321,7 +321,6 @@ def test_refusals(case: str) -> None:
     assert messages[0] == messages[1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("dtype", ["auto", "int8"])
 def test_an_engine(family: str, dtype: str, tmp_path: Path, launched: list[str]) -> None:

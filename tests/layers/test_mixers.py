@@ -63,7 +63,7 @@ def test_parts_are_the_whole(name: str) -> None:
     """In parts of any size, single tokens too, beside another sequence in slots of a pool, tokens are as at once."""
     mixer, x, other = made(name), drawn(19, HIDDEN), drawn(7, HIDDEN)
     expected, beside = mixed(mixer, x), mixed(mixer, other)
-    layout = CacheLayout({}, [], 4, torch.float32, {"m": mixer})
+    layout = CacheLayout({}, [], [], 4, torch.float32, {"m": mixer})
     pool = layout.allocate_states(5, torch.device("cpu"))
     for slots in pool.values():
         slots[[0, 2, 3]] = torch.nan

@@ -168,6 +168,36 @@ def test_qkv_parallel(four: Ranks, kv_heads: int, at_once: bool) -> None:
         torch.testing.assert_close(out, torch.cat((q, k, v), -1))
 
 
+def uneven(heads: int, kv_heads: int, at_once: bool) -> Any:
+    layer = ops.QKVParallelLinear(12, 3, heads, kv_heads, bias=True, v_head_size=2)
+    down = ops.RowParallelLinear(heads * 2, 12, return_bias=False, shard=layer.uneven_output())
+    load(down, "weight", drawn(12, heads * 2, seed=9))
+    whole = ops.RowParallelLinear(
+        heads * 2, 12, input_is_parallel=False, return_bias=False, shard=layer.uneven_output()
+    )
+    load(whole, "weight", drawn(12, heads * 2, seed=9))
+    first, count = layer.first_head * 2, layer.num_heads * 2
+    values = drawn(5, heads * 2, seed=8)
+    return qkv(heads, kv_heads, 2, at_once), down(values[:, first : first + count]), whole(values)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 9), (15, 5), (12, 6)])
+def test_key_heads_that_ranks_do_not_divide(four: Ranks, heads: int, kv_heads: int, at_once: bool) -> None:
+    """The first ranks have a key head more, with its query heads, and the layer behind has as many columns."""
+    expected = F.linear(drawn(5, heads * 2, seed=8), drawn(12, heads * 2, seed=9))
+    group, counted = heads // kv_heads, [kv_heads // 4 + (rank < kv_heads % 4) for rank in range(4)]
+    firsts = torch.tensor([0, *counted]).cumsum(0)
+    for rank, ((out, counts, weights, biases), *mapped) in enumerate(four.run(uneven, heads, kv_heads, at_once)):
+        first, last = int(firsts[rank]), int(firsts[rank + 1])
+        assert counts == ((last - first) * group, last - first, 1)
+        q, k, v = (F.linear(X, w, b) for w, b in zip(weights, biases, strict=True))
+        parts = q[:, first * group * 3 : last * group * 3], k[:, first * 3 : last * 3], v[:, first * 2 : last * 2]
+        torch.testing.assert_close(out, torch.cat(parts, -1))
+        for each in mapped:
+            torch.testing.assert_close(each, expected)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -223,8 +253,8 @@ def refusals() -> list[str]:
         lambda: ops.ColumnParallelLinear(12, 7, prefix="a.up"),
         lambda: ops.RowParallelLinear(7, 12, prefix="a.down"),
         lambda: ops.MergedColumnParallelLinear(12, [6, 3], prefix="a.gate_up"),
-        lambda: ops.QKVParallelLinear(12, 4, 3, prefix="a.qkv"),
-        lambda: ops.QKVParallelLinear(12, 4, 6, 3, prefix="a.qkv"),
+        lambda: ops.QKVParallelLinear(12, 4, 3, 1, prefix="a.qkv"),
+        lambda: ops.QKVParallelLinear(12, 4, 7, 3, prefix="a.qkv"),
     )
     messages = []
     for make in makers:
@@ -236,12 +266,12 @@ def refusals() -> list[str]:
 
 def test_sizes_that_ranks_do_not_divide(two: Ranks) -> None:
     """The error names the layer, the size and the number of ranks."""
-    up, down, gate_up, heads, key_heads = two.run(refusals)[0]
+    up, down, gate_up, heads, groups = two.run(refusals)[0]
     assert "ColumnParallelLinear 'a.up': the output size is 7, which 2 tensor-parallel ranks do not divide" in up
     assert "RowParallelLinear 'a.down': the input size is 7" in down
     assert "'a.gate_up': the output size is 3" in gate_up
-    assert "'a.qkv': the number of heads is 3" in heads
-    assert "'a.qkv': the number of key heads is 3" in key_heads
+    assert "'a.qkv': the number of heads is 3, which 2 tensor-parallel ranks do not divide" in heads
+    assert "'a.qkv': the number of heads is 7, which 3 key heads do not divide" in groups
 
 
 def odd_key_heads() -> str:

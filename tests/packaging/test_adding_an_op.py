@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 REPOSITORY = Path(__file__).parents[2]
 FOLDERS = {"core": "opgraft", "platforms": "opgraft/platforms", "plugins": "opgraft/plugins"}
 FAMILY = "opgraft/ops/activation"
@@ -88,7 +86,6 @@ def run(package: Path, *command: str) -> str:
     return child.stdout
 
 
-@pytest.mark.slow
 def test_an_op_is_added_in_the_folder_of_its_family(tmp_path: Path, warm_python: str) -> None:
     """What is written in one folder is known to functions, modules, proof, commands, pages and the tests of these."""
     for folder, place in FOLDERS.items():

@@ -17,8 +17,6 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 FOLDERS = {"core": "opgraft", "platforms": "opgraft/platforms", "plugins": "opgraft/plugins"}
 
-pytestmark = pytest.mark.slow
-
 
 def run(*command: str | Path, folder: Path) -> str:
     child = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)

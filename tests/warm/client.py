@@ -11,12 +11,15 @@ with open(os.path.join(os.path.dirname(sys.argv[0]), "settings.json")) as file: 
     SETTINGS = json.load(file)
 
 
+HANDED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
 def is_served(arguments: list[str], environ: dict[str, str]) -> bool:
     """Tell whether the server does what an interpreter would: code, a module or a file, and no other start."""
     at_start = {
         name: value
         for name, value in environ.items()
-        if name.startswith(tuple(SETTINGS["at_start"])) and name not in ("PYTHONPATH", "PYTHONIOENCODING")
+        if name.startswith(tuple(SETTINGS["at_start"])) and name not in SETTINGS["later"]
     }
     known = arguments[:1] == ["-I"] or arguments[:1] in (["-c"], ["-m"]) or not (arguments or ["-"])[0].startswith("-")
     return known and at_start == SETTINGS["environ"]
@@ -34,6 +37,15 @@ def inherited_files() -> list[int]:
     return found
 
 
+def stand_for(pid: int) -> None:
+    """Hand signals on to the process that the server forked, and show its number as this one's name."""
+    with open("/proc/self/comm", "w") as name:  # pathlib takes long
+        name.write(str(pid))
+    for number in HANDED_ON:
+        signal.signal(number, lambda number, frame: os.kill(pid, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDED_ON)
+
+
 def served(arguments: list[str], environ: dict[str, str]) -> int:
     """Have the server run it; returns the exit code, negative for a signal."""
     files = inherited_files()
@@ -43,7 +55,9 @@ def served(arguments: list[str], environ: dict[str, str]) -> int:
         server.connect(SETTINGS["address"])
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))
         server.sendmsg([len(data).to_bytes(8, "little")], [rights])
+        signal.pthread_sigmask(signal.SIG_BLOCK, HANDED_ON)
         server.sendall(data)
+        stand_for(int.from_bytes(server.recv(8), "little"))
         return int(server.recv(16))
 
 

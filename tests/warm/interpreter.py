@@ -4,6 +4,8 @@ A server imports what most processes of these tests import first. The interprete
 which hands over its arguments, environment, folder and open files. The server forks a process that goes on with them,
 and the program ends as that process ends.
 
+A signal to the program is one to the process. ``process_of`` tells which that is.
+
 What an interpreter or torch decides at its start is decided once, in the server. An interpreter that is given other
 variables for that is therefore a real one, and a test of how something starts takes ``sys.executable``.
 """
@@ -21,6 +23,15 @@ from pathlib import Path
 AT_START = ("LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTHON", "TORCH_")
 """How the names of variables begin that are read before the first line of a program runs."""
 
+LATER = ("PYTHONPATH", "PYTHONIOENCODING", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+"""Those of such names that the server minds in each process, or that are for GPUs only."""
+
+
+def process_of(pid: int) -> int:
+    """Return the process that runs what an interpreter was started for, which of an ordinary one is itself."""
+    name = Path(f"/proc/{pid}/comm").read_text().strip()
+    return int(name) if name.isdigit() else pid
+
 
 @contextmanager
 def warm_interpreter(folder: Path) -> Iterator[Path]:
@@ -29,11 +40,12 @@ def warm_interpreter(folder: Path) -> Iterator[Path]:
         yield Path(sys.executable)
         return
     here, address, interpreter = Path(__file__).parent, folder / "socket", folder / "python"
-    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONIOENCODING")}
+    environ = {name: value for name, value in os.environ.items() if name not in LATER}
     settings = {
         "address": str(address),
         "python": sys.executable,
         "at_start": AT_START,
+        "later": LATER,
         "environ": {name: value for name, value in environ.items() if name.startswith(AT_START)},
     }
     (folder / "settings.json").write_text(json.dumps(settings))

@@ -22,6 +22,10 @@ PRELOADED = (
     *("torch", "torch._dynamo", "torch.distributed.tensor", "numpy"),
     *("importlib_metadata", "pluggy", "click", "rich.console", "rich.table"),
 )
+IF_INSTALLED = (
+    *("transformers", "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"),
+    *("safetensors.torch", "tokenizers", "fastapi", "uvicorn.protocols.http.httptools_impl", "llguidance"),
+)
 
 STREAMS = (("stdin", "r", "strict"), ("stdout", "w", "strict"), ("stderr", "w", "backslashreplace"))
 KEPT: list[Any] = []
@@ -68,6 +72,7 @@ def attended(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     for file in files:
         os.close(file)
     ended = os.pidfd_open(child)
+    connection.sendall(child.to_bytes(8, "little"))
     ready, _, _ = select.select([ended, connection], [], [])
     if ended not in ready:
         os.kill(child, signal.SIGKILL)
@@ -139,15 +144,18 @@ def end(code: object) -> None:
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    with suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # the second where somebody has closed it
+            stream.flush()
     os._exit(code or 0)
 
 
 if __name__ == "__main__":
     for name in PRELOADED:
         importlib.import_module(name)
+    for name in IF_INSTALLED:
+        with suppress(ImportError):
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, reap)
