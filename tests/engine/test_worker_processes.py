@@ -12,9 +12,11 @@ from opgraft.engine.step import NewSequence, Scheduled, Step
 
 __all__ = ["folder"]
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
 
 @pytest.fixture(scope="module")
-def two(folder: Path) -> Iterator[LLM]:
+def two(folder: Path, warm_workers: None) -> Iterator[LLM]:
     """An engine of two ranks, in processes that it chose by itself."""
     settings = {name: value for name, value in IN_ITS_PROCESS.items() if name != "parallel.executor"}
     llm = LLM(str(folder), **settings, tensor_parallel_size=2)
