@@ -74,25 +74,6 @@ def pid(executor: ProcessExecutor) -> int:
     return process_of(executor).pid
 
 
-def test_answers_are_those_of_a_worker_in_this_process(folder: Path, llm: LLM) -> None:
-    """Greedy and sampled answers, several of one prompt, log-probabilities and grammars are the same."""
-    params = [
-        SamplingParams(temperature=0, max_tokens=9, logprobs=2, prompt_logprobs=1),
-        SamplingParams(seed=3, n=3, max_tokens=9, bad_words=["the"]),
-        SamplingParams(
-            temperature=0, max_tokens=30, structured_output={"json": {"type": "integer", "minimum": 0, "maximum": 99}}
-        ),
-    ]
-    asked = ["the cat", "a dog", "number"]
-    inside = LLM(str(folder), **IN_ITS_PROCESS | {"parallel.executor": "in_process"})
-    expected = inside.generate(asked, params)
-    inside.shutdown()
-    found = llm.generate(asked, params)
-    assert [output.outputs for output in found] == [output.outputs for output in expected]
-    assert found[0].prompt_logprobs == expected[0].prompt_logprobs
-    assert found[2].outputs[0].text.strip().isdigit()
-
-
 def test_grammars_are_compiled_there_once_and_forgotten(llm: LLM) -> None:
     """A step names a grammar that the process knows already; it forgets those that are in use no more."""
     params = SamplingParams(temperature=0, max_tokens=4, structured_output={"choice": ["yes", "no"]})
