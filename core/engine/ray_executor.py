@@ -50,7 +50,9 @@ class RayExecutor(RemoteExecutor):
         parallel = self.opgraft_config.parallel
         device = current_platform().ray_device_key
         needs = {"CPU": float(parallel.ray_cpus)} | ({device: 1.0} if device else {})
-        placement = Placement(ray, self.layout.world, needs, _variables(parallel.ray_cpus), parallel.start_seconds)
+        environ = _variables(parallel.ray_cpus)
+        size, seconds, replicas = self.layout.world, parallel.start_seconds, parallel.data
+        placement = Placement(ray, size, needs, environ, seconds, replicas)
         with ExitStack() as undo:
             undo.callback(placement.end)
             links = self._linked(ray, placement.ranks)
