@@ -49,7 +49,8 @@ class RayExecutor(RemoteExecutor):
         device = current_platform().ray_device_key
         needs = {"CPU": float(parallel.ray_cpus)} | ({device: 1.0} if device else {})
         environ = _variables(parallel.ray_cpus)
-        self._placement = Placement(ray, self.layout.world, needs, environ, parallel.start_seconds)
+        size, seconds, replicas = self.layout.world, parallel.start_seconds, parallel.data
+        self._placement = Placement(ray, size, needs, environ, seconds, replicas)
         with ExitStack() as undo:
             undo.callback(self._placement.end)
             links = self._linked(ray, self._placement.ranks)
