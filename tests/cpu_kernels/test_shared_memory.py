@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import opgraft
 import pytest
 import torch
-from conftest import Site
 from engine.engines import prompts, recorded, replaced, serve, settings
-from opgraft import SamplingParams, distributed
+from opgraft import distributed
 from opgraft.distributed.communicator import Communicator
 from opgraft.engine.engine_core import EngineCore
-from opgraft.engine.request import Request
 from opgraft.testing.contracts import check_attention_layout, check_communicator
 from random_decoders import written
 from ranks import Ranks
@@ -351,41 +347,3 @@ def test_a_rank_that_is_not_there(installed: Path, absence: Any, told: str, limi
         assert good, answer
         assert told in answer[0]
         assert answer[1] < limit
-
-
-HANGING = """
-import time
-import opgraft
-from opgraft.distributed import get_world_group
-from opgraft.engine.worker import Worker
-
-platforms = "any"
-
-
-class Hanging(Worker):
-    def hang(self, rank):
-        from opgraft_cpu_kernels import decoder
-
-        if get_world_group().rank == rank:
-            decoder._Bound.run = lambda *_: time.sleep(1000)
-
-
-@opgraft.hookimpl
-def opgraft_register_ops(platform):
-    Worker.register_oot(Hanging)
-"""
-
-
-def test_a_rank_that_hangs_among_fused_layers_is_named(plugin: Path, site: Site, tmp_path: Path) -> None:
-    """The other one waits for it in native code, of which no stack tells: it is not the one that hangs."""
-    site.plugin("hanging-worker", HANGING)
-    opgraft.reset()
-    written("Llama", tmp_path / "model")
-    given = {"executor": "processes", "tensor": 2, "step_seconds": 5.0}
-    core = EngineCore(replaced(settings(tmp_path / "model"), parallel=given))
-    core.executor.call_all("hang", 1)
-    core.add([Request("a", prompts(3)[0], SamplingParams(max_tokens=2))])
-    (news,) = core.step()
-    core.shutdown()
-    assert re.search(r"failed: .*rank 1 \(step 1\) did not come .*, and rank 0 wait", str(news.error))
-    assert "rank 0 (" not in str(news.error)

@@ -11,7 +11,6 @@
 
 #if defined(__linux__)
 #include <linux/futex.h>
-#include <sys/prctl.h>
 #include <sys/syscall.h>
 #endif
 
@@ -38,7 +37,6 @@ void wake(std::atomic<uint32_t>& word) {
 #else
 void sleep_on(std::atomic<uint32_t>&, uint32_t) { std::this_thread::sleep_for(SPINNING); }
 void wake(std::atomic<uint32_t>&) {}
-struct Waiting {};
 #endif
 
 inline void pause() {
@@ -204,14 +202,13 @@ bool SharedGroup::spin_for(const Seat& seat, uint32_t step, Clock::time_point st
 
 void SharedGroup::sleep_for(int64_t rank, uint32_t step, Clock::time_point start) {
   Seat& seat = seats_[rank];
-  for (std::optional<Waiting> waiting;;) {
+  for (;;) {
     // Either this rank sees that the other has arrived, or the other sees that this one sleeps.
     seat.sleepers.fetch_add(1);
     const uint32_t seen = seat.arrived.load();
     if (!reached(seen, step)) sleep_on(seat.arrived, seen);
     seat.sleepers.fetch_sub(1);
     if (reached(seat.arrived.load(), step)) return;
-    if (!waiting && Clock::now() - start > std::chrono::nanoseconds(NAP)) waiting.emplace();
     const bool left = seat.left.load(), ended = has_ended(processes_[rank]);
     if (reached(seat.arrived.load(), step)) return;
     if (ended) fail("the process of rank " + std::to_string(rank) + " has ended");
@@ -393,7 +390,8 @@ void define_shared_group(torch::Library& library) {
       .def("all_reduce", &SharedGroup::all_reduce)
       .def("all_gather", &SharedGroup::all_gather)
       .def("gather", &SharedGroup::gather).def("reduce_scatter", &SharedGroup::reduce_scatter)
-      .def("broadcast", &SharedGroup::broadcast).def("all_to_all", &SharedGroup::all_to_all)
+      .def("broadcast", &SharedGroup::broadcast)
+      .def("all_to_all", &SharedGroup::all_to_all)
       .def("leave", &SharedGroup::leave).def("spins", &SharedGroup::spins).def("used", &SharedGroup::used);
 }
 
