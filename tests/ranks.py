@@ -1,6 +1,6 @@
 """Ranks of a job, each a process of its own that calls functions of test modules.
 
-They are forked by a server that has imported what takes seconds, opgraft too, whose host each resets.
+They are forked by a server that has imported what takes seconds; nothing of opgraft is in it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ from typing import Any
 PATIENCE = 120.0
 """Seconds that a rank has for an answer."""
 
-IMPORTED = (
-    *("torch", "pytest", "transformers", "transformers.models.llama.modeling_llama"),
-    *("opgraft.serving.llm", "opgraft.engine.worker_process", "opgraft.platforms.cpu.platform"),
-)
+IMPORTED = ("torch", "pytest", "transformers", "transformers.models.llama.modeling_llama")
 """What the server imports, where it is installed."""
 
 
@@ -88,10 +85,8 @@ def _serve(
     os.environ.clear()  # which is that of the server's start
     os.environ.update(environ)
     sys.path[:0] = path
-    import opgraft
     import torch
 
-    opgraft.reset()
     torch.set_num_threads(1)
     from opgraft.distributed import destroy_distributed, init_distributed
 
