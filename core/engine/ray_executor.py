@@ -29,8 +29,6 @@ from opgraft.text import described, printable
 
 _TOKEN_BYTES = 32
 _GREETING_BYTES = _TOKEN_BYTES + 1 + 4
-_TELLING_SECONDS = 4.0
-"""Seconds that Ray may take to tell that a host is lost."""
 _ANSWER_SECONDS = 2.0
 """Seconds that a worker may take to tell what it does."""
 
@@ -90,6 +88,8 @@ class RayLink(WorkerLink):
         running: what Ray gives back when the process has ended.
     """
 
+    telling_seconds = 4.0  # Ray has to notice that a host is lost
+
     def __init__(self, rank: int, connections: Sequence[socket.socket], ray: Any, placed: Placed, running: Any) -> None:
         calls, beside, asking = map(Channel, connections)
         super().__init__(rank, calls, beside)
@@ -101,7 +101,7 @@ class RayLink(WorkerLink):
     def ended(self, patience: float = 0.0) -> str | None:
         if not self._ray.is_initialized():  # asking would start a cluster
             return "with Ray, which was shut down"
-        ended, _ = self._ray.wait([self._running], timeout=max(patience, _TELLING_SECONDS) if patience else 0)
+        ended, _ = self._ray.wait([self._running], timeout=patience)
         if not ended:
             return None
         try:

@@ -113,7 +113,7 @@ class RemoteWorkers:
     def _note_end(self, link: WorkerLink) -> None:
         """Note that the process of a worker has ended, or that of another one whose end it has told."""
         dead = next((each for each in self.links if each.ended()), link)
-        how = dead.ended(END_SECONDS) or "as far as its channels tell"
+        how = dead.ended(dead.telling_seconds) or "as far as its channels tell"
         whose = f"rank {dead.rank}" if len(self.links) > 1 else "the worker"
         stage = printable(dead.progress().stage)
         self.note(f"the process of {whose} has ended, {how}; last stage: {stage}. stderr may say why")
@@ -181,7 +181,7 @@ class RemoteWorkers:
     def _ended_by(self, link: WorkerLink) -> EngineError:
         if not self.reason:
             self._note_end(link)
-        return self.ended(self.reason)
+        return self.ended(self.reason, at_once=True)  # whose requests wait to be told
 
     def ask_beside(self, data: memoryview) -> None:
         """Send a message by the second channel of each, and raise what one of them raises; from any thread.

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import ClassVar
 
 from opgraft.config import OpgraftConfig
 from opgraft.distributed.layout import ParallelLayout
@@ -53,6 +54,9 @@ class WorkerLink(ABC):
         calls: takes calls of its methods, one after the other.
         beside: takes grammars, at any time.
     """
+
+    telling_seconds: ClassVar[float] = END_SECONDS
+    """Seconds until it is known how a process has ended whose channels have come to their end."""
 
     def __init__(self, rank: int, calls: Channel, beside: Channel) -> None:
         self.rank = rank

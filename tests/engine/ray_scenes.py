@@ -11,11 +11,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import ray
 from opgraft import LLM, SamplingParams
+from opgraft.engine.ray_executor import RayLink
 from opgraft.errors import OpgraftError
 from ray.cluster_utils import Cluster
 
@@ -83,6 +85,22 @@ def stopped(llm: LLM) -> list[str]:
     return [answer.error or "" for each in found for answer in each.outputs]
 
 
+def killed_by(end: Callable[[], None]) -> list[int]:
+    """Ranks whose processes did not end by themselves."""
+    killed, kill = [], RayLink.kill
+
+    def noting(self: RayLink) -> None:
+        killed.append(self.rank)
+        kill(self)
+
+    RayLink.kill = noting  # type: ignore[method-assign]
+    try:
+        end()
+    finally:
+        RayLink.kill = kill  # type: ignore[method-assign]
+    return killed
+
+
 def left(wanted: int) -> int:
     """The number of actors, once it is the one that is wanted, or after a while."""
     deadline = time.monotonic() + 10
@@ -103,7 +121,7 @@ def main(folder: str) -> None:
     llm = LLM(folder, **SETTINGS, **{"parallel.data": 2, "parallel.executor": "ray"})
     out["replicas"] = answers(llm)
     out["actors_of_replicas"] = len(actors())
-    llm.shutdown()
+    out["killed_at_shutdown"] = killed_by(llm.shutdown)
     out["actors_after_shutdown"] = left(0)
     out["still_joined"] = ray.is_initialized()
     llm = LLM(folder, **SETTINGS, **TWO, **{"parallel.step_seconds": 3, "parallel.restart_workers": 1})

@@ -49,6 +49,11 @@ def test_nothing_is_left_behind(seen: Any) -> None:
     assert (seen["actors_after_shutdown"], seen["actors_in_the_end"]) == (0, 0)
 
 
+def test_workers_end_by_themselves_when_they_are_told_to(seen: Any) -> None:
+    """An orderly shutdown waits for no limit: it has nobody to kill."""
+    assert seen["killed_at_shutdown"] == []
+
+
 def test_replicas_share_the_cluster(seen: Any) -> None:
     """Both join it at once, and it is left with the last."""
     assert seen["replicas"] == seen["alone"]
