@@ -95,6 +95,7 @@ def destroy_distributed() -> None:
     for group in known.groups.values():
         if group.communicator is not None:
             group.communicator.destroy()
+            del group.communicator.process_group  # with the last one that has it, others see that this rank has left
     host_state().parallelism = None
     if known.joined and dist.is_initialized():
         dist.destroy_process_group()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
-from opgraft.distributed import get_pp_group, get_tp_group
+from opgraft.distributed import destroy_distributed, get_pp_group, get_tp_group, get_world_group
+from opgraft.distributed.groups import parallelism
 from opgraft.engine.request import Request
 from opgraft.engine.sampling import Grammar
 from opgraft.engine.stage_link import of_last_stage
@@ -17,6 +19,7 @@ from opgraft.engine.step import Step, StepResult
 from opgraft.engine.worker import Worker
 from opgraft.environment import read_launch
 from opgraft.errors import EngineError
+from opgraft.text import described
 
 
 @PluggableClass.register("executor")
@@ -38,6 +41,7 @@ class Executor(PluggableClass):
         self.worker: Worker | None = None
         self.before_submit: Callable[[], None] = _nothing
         self._submitted: deque[Step] = deque()
+        self._lost = ""
 
     def start(self) -> None:
         """Start the worker and prepare its device."""
@@ -52,7 +56,8 @@ class Executor(PluggableClass):
             EngineError: there is no worker, before the start or after the shutdown.
         """
         if self.worker is None:
-            raise EngineError("the engine was shut down, or not started, and has no worker: make a new one")
+            shut_down = "the engine was shut down, or not started, and has no worker: make a new one"
+            raise EngineError(self._lost or shut_down)
         return getattr(self.worker, method)(*args)
 
     def call_all(self, method: str, *args: Any) -> list[Any]:
@@ -61,8 +66,9 @@ class Executor(PluggableClass):
         Raises:
             EngineError: there is no worker.
         """
-        tensors = get_tp_group().all_gather_object(self.call(method, *args))
-        return [found for stage in get_pp_group().all_gather_object(tensors) for found in stage]
+        with self._or_lost():
+            tensors = get_tp_group().all_gather_object(self.call(method, *args))
+            return [found for stage in get_pp_group().all_gather_object(tensors) for found in stage]
 
     @property
     def depth(self) -> int:
@@ -88,7 +94,28 @@ class Executor(PluggableClass):
             EngineError: there is no worker.
         """
         step = self._submitted.popleft()
-        return of_last_stage(lambda: self.call("execute", step))
+        with self._or_lost(get_pp_group().world_size):  # whose ranks tell each other what fails
+            return of_last_stage(lambda: self.call("execute", step))
+
+    @contextmanager
+    def _or_lost(self, agreeing: int = 1) -> Iterator[None]:
+        """Leave the groups where this rank fails: others would wait for it, or add up what is of different steps.
+
+        Args:
+            agreeing: the number of ranks that fail alike.
+        """
+        try:
+            yield
+        except Exception as error:
+            layout = parallelism().layout
+            if self.worker is not None and layout.world > agreeing:
+                self._lost = (
+                    f"rank {get_world_group().rank} of {layout.world} has failed ({described(error)}), and has left "
+                    "the others, which would have waited for it: start all processes anew"
+                )
+                self.worker = None
+                destroy_distributed()
+            raise
 
     def drop(self) -> None:
         """Forget the steps whose results were not asked for; where workers compute them already, wait for that."""
@@ -110,8 +137,8 @@ class Executor(PluggableClass):
 
     @property
     def is_lost(self) -> bool:
-        """Tell whether a worker has ended, or was ended because it hung; one in this process does not."""
-        return False
+        """Tell whether a worker has ended, or was ended because it hung; in this process, whether it has left others."""
+        return self._lost != ""
 
     @property
     def can_restart(self) -> bool:
@@ -137,7 +164,13 @@ class Executor(PluggableClass):
         return self.ready_since == math.inf
 
     def check_health(self) -> None:
-        """Raise where a worker is lost; one in this process is not."""
+        """Raise where a worker is lost.
+
+        Raises:
+            EngineError: one is.
+        """
+        if self._lost:
+            raise EngineError(self._lost)
 
     def kill(self) -> None:
         """End workers that do not answer, as far as they do not end with this process."""

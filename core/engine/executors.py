@@ -60,4 +60,4 @@ def _join(parallel: ParallelConfig) -> None:
             "parallel.executor is external, and no launcher has started this process beside others: start it by "
             "torchrun --nproc-per-node N, or leave the setting out"
         )
-    init_distributed(parallel.tensor, parallel.pipeline, parallel.data)
+    init_distributed(parallel.tensor, parallel.pipeline, parallel.data, timeout=parallel.step_seconds)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
-from engine.engines import replaced, settings
+from engine.engines import news, prompts, replaced, settings
 from engine.test_worker_process import IN_ITS_PROCESS, folder
 from opgraft import LLM, SamplingParams
+from opgraft.distributed import get_world_group
 from opgraft.engine.engine_core import EngineCore
+from opgraft.engine.request import Request
 from opgraft.environment import Launch, read_launch
-from opgraft.errors import ConfigError, DistributedError
+from opgraft.errors import ConfigError, DistributedError, EngineError
+from ranks import Ranks
 
 __all__ = ["folder"]
 
@@ -40,6 +45,37 @@ def test_torchrun_starts_the_ranks(folder: Path, tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert ended.stdout.splitlines() == [str([output.outputs[0].token_ids for output in outputs])]
+
+
+def failing_alone(folder: str) -> tuple[list[str], str]:
+    """Serve requests while the second rank fails in the middle of a step; return their errors and that of the next."""
+    core = EngineCore(settings(Path(folder)))
+    assert core.executor.worker is not None
+    layer = list(core.executor.worker.runner.model.model.layers)[-1]
+    calls, forward = count(1), layer.forward
+
+    def failing(*given: Any) -> Any:
+        if next(calls) == 5 and get_world_group().rank == 1:
+            raise RuntimeError("kernel trouble")
+        return forward(*given)
+
+    layer.forward = failing
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    core.add([Request(f"r{number}", prompt, params) for number, prompt in enumerate(prompts(4, 6))])
+    errors = [str(output.error) for output in news(core) if output.error is not None]
+    with pytest.raises(EngineError) as caught:
+        core.add([Request("late", [5], params)])
+    return errors, str(caught.value)
+
+
+def test_a_rank_that_fails_alone_is_lost_with_the_others(folder: Path) -> None:
+    """None waits for it, or goes on with sums of different steps; each says so from then on."""
+    with Ranks(2) as two:
+        (others, after_others), (own, after_own) = two.run(failing_alone, str(folder))
+    assert len(others) == len(own) == 2
+    assert all("RuntimeError: kernel trouble" in error for error in own)
+    assert "rank 1 of 2 has failed (RuntimeError: kernel trouble), and has left the others" in after_own
+    assert "rank 0 of 2 has failed" in after_others
 
 
 def test_external_without_a_launcher_is_refused(folder: Path) -> None:
