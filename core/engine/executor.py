@@ -137,7 +137,7 @@ class Executor(PluggableClass):
 
     @property
     def is_lost(self) -> bool:
-        """Tell whether a worker has ended, or was ended because it hung; in this process, whether it has left others."""
+        """Tell whether a worker has ended, or was ended as it hung; in this process, whether it has left the others."""
         return self._lost != ""
 
     @property
