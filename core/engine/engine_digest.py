@@ -71,7 +71,7 @@ def expect_same_digest(engine: Mapping[str, str], own: Mapping[str, str], rank: 
     lines = [f"{name}: {engine.get(name, 'none')} there, {own.get(name, 'none')} here" for name in differing]
     more = f"; and {len(lines) - _MOST_SHOWN} more" if len(lines) > _MOST_SHOWN else ""
     raise EngineError(
-        f"rank {rank} would compute otherwise than the engine's process: "
+        f"rank {rank} would compute otherwise than the engine's process, or the first rank: "
         f"{printable('; '.join(lines[:_MOST_SHOWN]))}{more}. Give all the same environment and packages; let a plugin "
         "register what a script does, by an entry point of the group opgraft.plugins, or set parallel.executor to "
         "in_process"

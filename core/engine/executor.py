@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
@@ -95,7 +95,10 @@ class Executor(PluggableClass):
         """
         step = self._submitted.popleft()
         with self._or_lost(get_pp_group().world_size):  # whose ranks tell each other what fails
-            return of_last_stage(lambda: self.call("execute", step))
+            result = of_last_stage(lambda: self.call("execute", step))
+            group = get_tp_group()
+            samples = group.communicator is None or group.communicator.use_all_gather
+            return result if samples else cast(StepResult, group.broadcast_object(result))
 
     @contextmanager
     def _or_lost(self, agreeing: int = 1) -> Iterator[None]:

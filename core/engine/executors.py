@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from opgraft.binding.pluggable_class import choose_class
-from opgraft.config import OpgraftConfig, ParallelConfig
+from opgraft.config import OpgraftConfig, ParallelConfig, set_config
+from opgraft.distributed import destroy_distributed, get_world_group, init_distributed
 from opgraft.distributed.groups import parallelism
-from opgraft.distributed.setup import init_distributed
+from opgraft.engine.engine_digest import engine_digest, expect_same_digest
 from opgraft.engine.executor import Executor
+from opgraft.engine.model_runner import gather_on_first_rank
 from opgraft.engine.process_executor import ProcessExecutor
 from opgraft.engine.ray_executor import RayExecutor
 from opgraft.engine.remote_executor import RemoteExecutor
 from opgraft.environment import read_launch
 from opgraft.errors import DistributedError
+from opgraft.plugins.host import load_plugins
 
 _REMOTE: dict[str, type[RemoteExecutor]] = {"processes": ProcessExecutor, "ray": RayExecutor}
 
@@ -29,7 +32,7 @@ def executor_of(opgraft_config: OpgraftConfig) -> Executor:
     parallel = opgraft_config.parallel
     name = parallel.executor or _fitting(parallel)
     if name == "external" and parallelism().layout.world == 1:
-        _join(parallel)
+        _join(opgraft_config)
     if name not in _REMOTE or choose_class(Executor).cls is not Executor:
         return Executor(opgraft_config)
     ranks = parallelism().layout.world
@@ -49,15 +52,27 @@ def _fitting(parallel: ParallelConfig) -> str:
     return "processes" if ranks > 1 else "in_process"
 
 
-def _join(parallel: ParallelConfig) -> None:
+def _join(opgraft_config: OpgraftConfig) -> None:
     """Join the other processes that a launcher has started.
 
     Raises:
         DistributedError: none has, or another number of them.
+        EngineError: one would compute otherwise than the first.
     """
+    parallel = opgraft_config.parallel
     if read_launch().size == 1:
         raise DistributedError(
             "parallel.executor is external, and no launcher has started this process beside others: start it by "
             "torchrun --nproc-per-node N, or leave the setting out"
         )
     init_distributed(parallel.tensor, parallel.pipeline, parallel.data, timeout=parallel.step_seconds)
+    try:
+        load_plugins()
+        with set_config(opgraft_config, origin="the engine"):
+            digests = get_world_group().all_gather_object(engine_digest())
+        for rank, digest in enumerate(digests):  # all ranks compare all, so that none goes on alone
+            expect_same_digest(digests[0], digest, rank)
+    except BaseException:
+        destroy_distributed()
+        raise
+    gather_on_first_rank()

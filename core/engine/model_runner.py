@@ -9,9 +9,9 @@ from time import perf_counter
 from typing import Any, ClassVar
 
 import torch
-from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.binding.pluggable_class import PluggableClass, choose_class
 from opgraft.config import OpgraftConfig, ParallelConfig
-from opgraft.distributed import get_dp_group, get_tensor_model_parallel_world_size
+from opgraft.distributed import get_dp_group, get_tensor_model_parallel_world_size, get_tp_group
 from opgraft.engine.cache_layout import CacheLayout, cache_dtype
 from opgraft.engine.compiled_model import CompiledModel, compiled_as_set
 from opgraft.engine.expert_balancer import ExpertBalancer
@@ -323,3 +323,11 @@ def _expect_own_steps(parallel: ParallelConfig) -> None:
             f"none. Set parallel.expert to 1{f' or {ranks}' * (ranks > 1)}, or run the model in a loop of your own, in "
             "which all replicas make the same steps"
         )
+
+
+def gather_on_first_rank() -> None:
+    """Have the first tensor rank alone sample, unless the runner has all do."""
+    communicator = get_tp_group().communicator
+    runner: type[ModelRunner] = choose_class(ModelRunner).cls
+    if communicator is not None and runner.samples_on_first_rank:
+        communicator.use_all_gather = False  # type: ignore[misc]  # of this group only

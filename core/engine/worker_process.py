@@ -12,11 +12,10 @@ from datetime import timedelta
 from itertools import count
 from typing import Any
 
-from opgraft.binding.pluggable_class import choose_class
 from opgraft.config import set_config
-from opgraft.distributed import get_tp_group, init_distributed
+from opgraft.distributed import init_distributed
 from opgraft.engine.engine_digest import engine_digest, expect_same_digest
-from opgraft.engine.model_runner import ModelRunner
+from opgraft.engine.model_runner import gather_on_first_rank
 from opgraft.engine.sampling import Grammar, GrammarTokens
 from opgraft.engine.worker import Worker
 from opgraft.engine.worker_link import WorkerJob, output_rank
@@ -163,10 +162,7 @@ class WorkerCalls:
             store = dist.TCPStore(*job.meeting, is_master=False, timeout=patience)  # type: ignore[attr-defined]
             sizes = job.layout.tensor, job.layout.pipeline, job.layout.data
             init_distributed(*sizes, rank=job.rank, store=store, timeout=limit)
-            communicator = get_tp_group().communicator
-            runner: type[ModelRunner] = choose_class(ModelRunner).cls
-            if communicator is not None and runner.samples_on_first_rank:
-                communicator.use_all_gather = False  # type: ignore[misc]  # of this group only
+            gather_on_first_rank()
         return Worker(job.opgraft_config, job.local_rank, job.local_size)
 
 

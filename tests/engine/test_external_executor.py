@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 from itertools import count
@@ -12,11 +14,12 @@ import pytest
 from engine.engines import news, prompts, replaced, settings
 from engine.test_worker_process import IN_ITS_PROCESS, folder
 from opgraft import LLM, SamplingParams
-from opgraft.distributed import get_world_group
+from opgraft.distributed import destroy_distributed, get_tp_group, get_world_group
 from opgraft.engine.engine_core import EngineCore
 from opgraft.engine.request import Request
 from opgraft.environment import Launch, read_launch
 from opgraft.errors import ConfigError, DistributedError, EngineError
+from opgraft.ops import RMSNorm
 from ranks import Ranks
 
 __all__ = ["folder"]
@@ -76,6 +79,47 @@ def test_a_rank_that_fails_alone_is_lost_with_the_others(folder: Path) -> None:
     assert all("RuntimeError: kernel trouble" in error for error in own)
     assert "rank 1 of 2 has failed (RuntimeError: kernel trouble), and has left the others" in after_own
     assert "rank 0 of 2 has failed" in after_others
+
+
+class OwnNorm(RMSNorm):
+    """A replacement that one rank alone has."""
+
+
+def joined(folder: str, port: int) -> tuple[str, bool, list[list[int]]]:
+    """Join as by a launcher: what a rank that differs is told, then whether all ranks have logits, and tokens."""
+    rank = get_world_group().rank
+    destroy_distributed()
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in place.items()}}
+    given = replaced(settings(Path(folder)), parallel={"tensor": 2})
+    if rank == 1:
+        RMSNorm.register_oot(OwnNorm)
+    with pytest.raises(EngineError) as caught:
+        EngineCore(given)
+    if rank == 1:
+        RMSNorm.unregister_oot(OwnNorm)
+    core = EngineCore(given)
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    requests = [Request(f"r{number}", prompt, params) for number, prompt in enumerate(prompts(4, 6))]
+    core.add(requests)
+    assert all(output.error is None for output in news(core))
+    communicator = get_tp_group().communicator
+    assert communicator is not None
+    return str(caught.value), communicator.use_all_gather, [request.output for request in requests]
+
+
+def test_ranks_compare_what_decides_and_one_samples(folder: Path) -> None:
+    """All are told of the one that differs, and none starts; logits are gathered on the first, tokens are on all."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    with Ranks(2) as two:
+        (told, *first), (told_there, *second) = two.run(joined, str(folder), port)
+    assert told == told_there
+    assert "rank 1 would compute otherwise than" in told
+    assert "OwnNorm: none there, active here" in told
+    assert first == second
+    assert first[0] is False
+    assert [len(tokens) for tokens in first[1]] == [5, 5]
 
 
 def test_external_without_a_launcher_is_refused(folder: Path) -> None:
