@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,9 @@ from opgraft.engine.worker_link import END_SECONDS, WorkerLink, end_workers, han
 from opgraft.errors import EngineError
 from opgraft.machine.broadcast import BY_CHANNEL
 from opgraft.text import printable
+
+_LOOK_SECONDS = 1.0
+"""Seconds between two looks at processes that do not reply."""
 
 SHUT_DOWN = "the engine was shut down, or not started, and has no worker"
 
@@ -171,8 +175,16 @@ class RemoteWorkers:
         for link in self.links:
             if link.calls.holds_message:
                 return link
-        found = self._poll.poll(seconds * 1000)
-        return self._by_file[found[0][0]] if found else None
+        deadline = time.monotonic() + seconds
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            found = self._poll.poll(min(left, _LOOK_SECONDS) * 1000)
+            if found:
+                return self._by_file[found[0][0]]
+            if self.look():  # a child of the process may still have its sockets
+                raise self.ended(self.reason, at_once=True)
+            if left <= _LOOK_SECONDS:
+                return None
 
     def _expect_going(self) -> None:
         if self.reason:

@@ -38,6 +38,13 @@ if "WITHOUT_PLANTED" in os.environ:
     raise ImportError("not in this environment")
 
 
+def leave_child():
+    if os.fork() == 0:
+        time.sleep(8)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def fail():
     raise RuntimeError("planted")
 
@@ -46,7 +53,7 @@ FAULTS = {
     None: lambda: None,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "segfault": lambda: ctypes.string_at(0),
-    "exit": lambda: os._exit(7),
+    "kill beside a child": leave_child,
     "hang": lambda: time.sleep(1000),
     "hang with the lock": lambda: ctypes.PyDLL(None).sleep(1000),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -129,6 +136,7 @@ def tokens(llm: LLM) -> list[list[int]]:
     ("fault", "ranks", "message"),
     [
         ("kill", [1], r"process of rank 1 has ended, with the status -9 \(SIGKILL.*last stage: step \d"),
+        ("kill beside a child", [1], r"process of rank 1 has ended, with the status -9"),
         pytest.param(
             *("segfault", [0], r"process of rank 0 has ended, with the status -11 \(SIGSEGV\)"),
             marks=pytest.mark.slow,
