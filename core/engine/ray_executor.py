@@ -49,7 +49,8 @@ class RayExecutor(RemoteExecutor):
         device = current_platform().ray_device_key
         needs = {"CPU": float(parallel.ray_cpus)} | ({device: 1.0} if device else {})
         environ = _variables(parallel.ray_cpus)
-        size, seconds, replicas = self.layout.world, parallel.start_seconds, parallel.data
+        size, seconds = self.layout.world, parallel.start_seconds
+        replicas = 1 if parallel.data_rank is None else parallel.data
         placement = Placement(ray, size, needs, environ, seconds, replicas)
         with ExitStack() as undo:
             undo.callback(placement.end)
@@ -62,7 +63,8 @@ class RayExecutor(RemoteExecutor):
                 undo.callback(held.clear)  # whose port is closed then
             _tell(placement.ranks, self.layout.tensor)
             # A worker sees the device alone that Ray has reserved for it.
-            local = [(0, 1)] * len(links) if device else local_ranks([each.where.node for each in placement.ranks])
+            nodes = [each.where.node for each in placement.ranks]
+            local = [(0, 1)] * len(links) if device else local_ranks(nodes, parallel.data_rank or 0, replicas)
             return Started(links, local, meeting, undo.pop_all().close)
 
     def _linked(self, ray: Any, placed: Sequence[Placed]) -> list[WorkerLink]:

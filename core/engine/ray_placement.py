@@ -182,16 +182,18 @@ def _number_first(device: str) -> tuple[int, str]:
     return (int(device), "") if device.isdecimal() else (-1, device)
 
 
-def local_ranks(nodes: Sequence[str]) -> list[tuple[int, int]]:
-    """Return the place of each rank among those of its host, and how many these are.
+def local_ranks(nodes: Sequence[str], replica: int = 0, replicas: int = 1) -> list[tuple[int, int]]:
+    """Return the place of each rank among those of its host, and how many these are at most, replicas included.
 
     Args:
         nodes: the host of each rank.
+        replica: that the ranks are of.
+        replicas: that Ray may place on the same hosts.
     """
     sizes, seen = Counter(nodes), Counter[str]()
     found = []
     for node in nodes:
-        found.append((seen[node], sizes[node]))
+        found.append((replica * sizes[node] + seen[node], replicas * sizes[node]))
         seen[node] += 1
     return found
 

@@ -116,7 +116,9 @@ def test_ranks_are_ordered_by_host_and_device() -> None:
 
 
 def test_local_ranks_count_within_a_host() -> None:
+    """Other replicas may be there too: each takes its part of the memory alone."""
     assert local_ranks(["a", "a", "b", "a"]) == [(0, 3), (1, 3), (0, 1), (2, 3)]
+    assert local_ranks(["a", "b", "a"], 2, 4) == [(4, 8), (2, 4), (5, 8)]
 
 
 def test_the_interface_of_this_host_is_found() -> None:
