@@ -53,7 +53,7 @@ class RayWorker:
         found = {kind: tuple(ids) for kind, ids in context.get_accelerator_ids().items() if ids}
         return Where(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), found)
 
-    def run(self, rank: int, engine: tuple[str, int], token: bytes, address: str) -> None:
+    def run(self, rank: int, engine: tuple[str, int], token: bytes, address: str, seconds: float) -> None:
         """Connect to the engine, and be the process of a worker until the engine closes the connections.
 
         Args:
@@ -61,11 +61,12 @@ class RayWorker:
             engine: host and port where it listens.
             token: by which the engine knows its own workers.
             address: of this host.
+            seconds: in which a connection is made.
         """
         interface = interface_of(address)
         if interface:  # gloo would take the address of the host's name, which others need not reach
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        connections = [connected(engine) for _ in CHANNELS]
+        connections = [connected(engine, seconds) for _ in CHANNELS]
         for number, connection in enumerate(connections):
             connection.sendall(token + bytes((number,)) + rank.to_bytes(4, "little"))
         calls, beside, asking = connections
@@ -108,15 +109,18 @@ class Teller:
         return "".join([f"{thread_name('self')}\n", *traceback.format_stack(frame)])
 
 
-def connected(engine: tuple[str, int]) -> socket.socket:
+def connected(engine: tuple[str, int], seconds: float) -> socket.socket:
     """Connect to the engine, with room for steps that come while one is computed: a full buffer looks like a lost host.
 
     Args:
         engine: host and port where it listens.
+        seconds: after which that fails.
     """
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVED_BYTES)  # before it is connected, to count
+    connection.settimeout(seconds)
     connection.connect(engine)
+    connection.settimeout(None)
     watch(connection)
     return connection
 

@@ -20,7 +20,7 @@ from opgraft.engine.remote_workers import SHUT_DOWN, RemoteWorkers, Started
 from opgraft.engine.request import Request
 from opgraft.engine.sampling import Grammar
 from opgraft.engine.step import Step, StepResult
-from opgraft.engine.worker_link import WorkerJob, hanging, output_rank
+from opgraft.engine.worker_link import STAGES_OF_START, WorkerJob, hanging, output_rank
 from opgraft.logger import logger, writes_json
 from opgraft.machine.channel import encoded
 from opgraft.plugins.host import load_plugins
@@ -28,9 +28,6 @@ from opgraft.text import described
 
 _SETTLE_SECONDS = 2.5
 """Seconds that the other ranks have to come to the end of a call in which one has failed."""
-
-_OF_THE_START = ("init_device", "load_model", "cache_bytes", "allocate_cache")
-"""Calls with the time limit of the start."""
 
 Replies = dict[int, tuple[bool, Any]]
 """Rank → whether its call has succeeded, and its result or what it raised."""
@@ -128,8 +125,10 @@ class RemoteExecutor(Executor):
         with self.workers.or_interrupted():
             number = self._post(method, args, everyone=True)
             replies, limit = self._awaited[number], self._limit(method)
+            deadline = time.monotonic() + limit
             while len(replies) < self.layout.world:
-                if not self._take_reply(_SETTLE_SECONDS if _failures(replies) else limit):
+                left = deadline - time.monotonic()
+                if not self._take_reply(max(0.0, min(left, _SETTLE_SECONDS) if _failures(replies) else left)):
                     self._out_of_step(number, replies, limit)
             del self._awaited[number]
             return self._results(replies)
@@ -163,7 +162,7 @@ class RemoteExecutor(Executor):
             number, started = self._steps.popleft(), time.monotonic()
             replies, limit = self._awaited.get(number, {}), self._limit("execute")
             while self.output_rank not in replies and not _failures(replies):
-                if not self._take_reply(limit):
+                if not self._take_reply(max(0.0, started + limit - time.monotonic())):
                     self._out_of_step(number, replies, limit)
             self._slowest = max(self._slowest, time.monotonic() - started)
             if _failures(replies):
@@ -191,7 +190,7 @@ class RemoteExecutor(Executor):
     def _limit(self, method: str) -> float:
         """Return the seconds after which ranks that have not come to the end of a call are taken to hang."""
         parallel = self.opgraft_config.parallel
-        return parallel.start_seconds if method in _OF_THE_START else parallel.step_seconds
+        return parallel.start_seconds if method in STAGES_OF_START else parallel.step_seconds
 
     def _take_reply(self, seconds: float) -> bool:
         """Wait for a reply and note it; false where none has come in time.

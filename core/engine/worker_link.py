@@ -20,6 +20,14 @@ from opgraft.text import printable
 END_SECONDS = 2.0
 """Seconds that processes have to end once nobody asks them any more, and again once they are killed."""
 
+STAGES_OF_START = {
+    "init_device": "preparing the device",
+    "load_model": "loading the model",
+    "cache_bytes": "measuring memory",
+    "allocate_cache": "making the cache",
+}
+"""Method of a worker that has the time limit of the start → the stage that it is at."""
+
 
 @dataclass(frozen=True)
 class WorkerJob:

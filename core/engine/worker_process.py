@@ -18,7 +18,7 @@ from opgraft.engine.engine_digest import engine_digest, expect_same_digest
 from opgraft.engine.model_runner import gather_on_first_rank
 from opgraft.engine.sampling import Grammar, GrammarTokens
 from opgraft.engine.worker import Worker
-from opgraft.engine.worker_link import WorkerJob, output_rank
+from opgraft.engine.worker_link import STAGES_OF_START, WorkerJob, output_rank
 from opgraft.engine.worker_progress import Progress, ProgressRecord
 from opgraft.errors import EngineError
 from opgraft.logger import logger, write_json
@@ -30,14 +30,6 @@ from torch import distributed as dist
 
 UNANSWERED = object()
 """The result of a call that nobody waits for."""
-
-_STAGES = {
-    "init_device": "preparing the device",
-    "load_model": "loading the model",
-    "cache_bytes": "measuring memory",
-    "allocate_cache": "making the cache",
-}
-"""Method of a worker → the stage that it is at."""
 
 
 class SharedGrammars:
@@ -138,7 +130,7 @@ class WorkerCalls:
         if self._worker is None:
             self._worker = self._made()
         self._steps += method == "execute"
-        self._note(f"step {self._steps}" if method == "execute" else _STAGES.get(method, method))
+        self._note(f"step {self._steps}" if method == "execute" else STAGES_OF_START.get(method, method))
         result = getattr(self._worker, method)(*arguments)
         return result if everyone or self._answers else UNANSWERED
 

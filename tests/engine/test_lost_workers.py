@@ -67,6 +67,9 @@ class Planted(Worker):
     def plant(self, ranks, fault):
         self.fault = fault if get_world_group().rank in ranks else None
 
+    def nap(self, seconds):
+        time.sleep(seconds[get_world_group().rank])
+
     def execute(self, step):
         fault, self.fault = self.fault, None
         FAULTS[fault]()
@@ -208,6 +211,13 @@ def test_a_rank_that_hangs_at_the_start_is_named_with_its_stage(planted: LLM, mo
         patched.setattr(process.workers, "restarts_left", 0)
         with pytest.raises(EngineError, match=r"loading the model.*make a new engine"):
             planted.generate("a", GREEDY)
+
+
+def test_replies_have_one_limit_together(planted: LLM, right: list[list[int]]) -> None:
+    """A call does not have it anew with each of them."""
+    with pytest.raises(EngineError, match=rf"rank 1 \(nap\) did not come to the end of a call within {LIMIT:g} s"):
+        executor(planted).call_all("nap", (0.6 * LIMIT, 1.3 * LIMIT))
+    assert tokens(planted) == right
 
 
 def test_a_rank_with_another_environment_stops_the_start(

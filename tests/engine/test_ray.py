@@ -7,12 +7,13 @@ import re
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from opgraft.engine.ray_placement import local_ranks, order_of
-from opgraft.engine.ray_worker import PROGRESS, STACK, Teller, Where
+from opgraft.engine.ray_worker import PROGRESS, STACK, Teller, Where, connected
 from opgraft.engine.worker_progress import Progress
 from opgraft.machine.channel import Channel
 from opgraft.machine.interfaces import interface_of
@@ -119,6 +120,14 @@ def test_local_ranks_count_within_a_host() -> None:
     """Other replicas may be there too: each takes its part of the memory alone."""
     assert local_ranks(["a", "a", "b", "a"]) == [(0, 3), (1, 3), (0, 1), (2, 3)]
     assert local_ranks(["a", "b", "a"], 2, 4) == [(4, 8), (2, 4), (5, 8)]
+
+
+def test_an_engine_that_takes_no_connections_is_not_waited_for() -> None:
+    """Its listener has no room for another one, so that none is made and none refused."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listening, ExitStack() as held:
+        with pytest.raises(TimeoutError):
+            for _ in range(9):
+                held.enter_context(connected(listening.getsockname(), 0.2))
 
 
 def test_the_interface_of_this_host_is_found() -> None:
