@@ -70,7 +70,9 @@ class RayExecutor(RemoteExecutor):
     def _linked(self, ray: Any, placed: Sequence[Placed]) -> list[WorkerLink]:
         """Have the actors connect, and return the links to them."""
         token, seconds = secrets.token_bytes(_TOKEN_BYTES), self.opgraft_config.parallel.start_seconds
-        with socket.create_server((ray.util.get_node_ip_address(), 0), backlog=len(CHANNELS) * len(placed)) as listening:
+        with socket.create_server(
+            (ray.util.get_node_ip_address(), 0), backlog=len(CHANNELS) * len(placed)
+        ) as listening:
             place = listening.getsockname()[:2]
             running = [
                 each.actor.run.remote(rank, place, token, each.where.address, seconds)

@@ -119,7 +119,11 @@ def connected(engine: tuple[str, int], seconds: float) -> socket.socket:
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVED_BYTES)  # before it is connected, to count
     connection.settimeout(seconds)
-    connection.connect(engine)
+    try:
+        connection.connect(engine)
+    except OSError:
+        connection.close()
+        raise
     connection.settimeout(None)
     watch(connection)
     return connection
