@@ -11,7 +11,6 @@ from typing import Any, cast
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
 from opgraft.distributed import destroy_distributed, get_pp_group, get_tp_group, get_world_group
-from opgraft.distributed.groups import parallelism
 from opgraft.engine.request import Request
 from opgraft.engine.sampling import Grammar
 from opgraft.engine.stage_link import of_last_stage
@@ -110,10 +109,10 @@ class Executor(PluggableClass):
         try:
             yield
         except Exception as error:
-            layout = parallelism().layout
-            if self.worker is not None and layout.world > agreeing:
+            world = get_world_group()
+            if self.worker is not None and get_tp_group().world_size * get_pp_group().world_size > agreeing:
                 self._lost = (
-                    f"rank {get_world_group().rank} of {layout.world} has failed ({described(error)}), and has left "
+                    f"rank {world.rank} of {world.world_size} has failed ({described(error)}), and has left "
                     "the others, which would have waited for it: start all processes anew"
                 )
                 self.worker = None
