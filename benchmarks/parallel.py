@@ -12,12 +12,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from engine_rows import Finding, print_findings
 from parallel_broadcast import PARTS as OF_PROCESSES
 from parallel_data import data
 from parallel_pipeline import pipeline
-from parallel_ranks import Decoded, Ranks, decode, load, prefer, reduce
+from parallel_ranks import Decoded, Ranks, decode, load, prefer, read, reduce
 from timing import machine
 
 TOKENS = 40
@@ -31,15 +32,32 @@ SIZES = (4, 2304, 2**14, 2**18, 2**21, 2**24)
 
 
 def tensor(arguments: argparse.Namespace) -> Iterator[Finding]:
-    """Compare the throughput of two ranks with that of one, and say what their collectives take."""
+    """Compare the throughput of two ranks with that of one, and say what their collectives take, and what is possible.
+
+    Two ranks take as long as the one with the larger part of the weights, and as both take to read all of them at once.
+    """
     for dtype in arguments.dtypes:
         with Ranks(1) as one, Ranks(2) as two:
             (whole,), parts = one.run(load, arguments.model, dtype), two.run(load, arguments.model, dtype)
+            alone_reads, both_read = (sum(_prefer(ranks, read, whole.weights, 5)) for ranks in (one, two))
+            largest = max(part.weights for part in parts) / whole.weights
             for batch, least in BATCHES.items():
                 alone, shared = _in_turns(one, two, batch, arguments.rounds)
-                yield from _gain(f"{dtype}, batch {batch}", alone, shared, least)
-        detail = f"{parts[0]:,} and {parts[1]:,} of {whole:,} bytes"
-        yield Finding(f"largest rank's weights over all, {dtype}", max(parts) / whole, detail, most=0.55)
+                reading = whole.weights / both_read / statistics.median(rank.seconds for (rank,) in alone)
+                yield from _gain(f"{dtype}, batch {batch}", alone, shared, least, 1 / max(largest, reading))
+        detail = f"{both_read / 1e9:.1f} over {alone_reads / 1e9:.1f} GB/s"
+        yield Finding(f"bytes that two read at once over one, {dtype}", both_read / alone_reads, detail)
+        weights, heads = ([f"{getattr(part, name):,}" for part in parts] for name in ("weights", "key_heads"))
+        detail = f"{' and '.join(weights)} of {whole.weights:,} bytes; {' and '.join(heads)} of the key heads"
+        yield Finding(f"largest rank's weights over all, {dtype}", largest, detail, most=0.55)
+
+
+def _prefer(ranks: Ranks, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Have ranks call a function before other processes."""
+    ranks.run(prefer, -20)
+    found = ranks.run(function, *arguments)
+    ranks.run(prefer, 0)
+    return found
 
 
 def _in_turns(one: Ranks, two: Ranks, batch: int, rounds: int) -> tuple[list[list[Decoded]], list[list[Decoded]]]:
@@ -47,25 +65,27 @@ def _in_turns(one: Ranks, two: Ranks, batch: int, rounds: int) -> tuple[list[lis
     found: tuple[list[list[Decoded]], list[list[Decoded]]] = ([], [])
     for number in range(rounds + 1):
         for ranks, decoded in list(zip((one, two), found, strict=True))[:: 1 if number % 2 else -1]:
-            ranks.run(prefer, -20)
-            decoded.append(ranks.run(decode, batch, TOKENS))
-            ranks.run(prefer, 0)
+            decoded.append(_prefer(ranks, decode, batch, TOKENS))
     return found[0][1:], found[1][1:]
 
 
-def _gain(name: str, alone: list[list[Decoded]], shared: list[list[Decoded]], least: float | None) -> Iterator[Finding]:
+def _gain(
+    name: str, alone: list[list[Decoded]], shared: list[list[Decoded]], least: float | None, bound: float
+) -> Iterator[Finding]:
     pairs = [(a[0].seconds, max(rank.seconds for rank in s)) for a, s in zip(alone, shared, strict=True)]
     one, two = (statistics.median(side) * 1e3 for side in zip(*pairs, strict=True))
     detail = f"{two:.2f} over {one:.2f} ms a step, {len(pairs)} rounds"
-    yield Finding(f"two ranks over one, {name}", statistics.median(a / s for a, s in pairs), detail, least=least)
+    gain = statistics.median(a / s for a, s in pairs)
+    yield Finding(f"two ranks over one, {name}", gain, detail, least=least, bound=bound)
     own = [max(rank.own for rank in each) for each in shared]
     gain = statistics.median(a / rest for (a, _), rest in zip(pairs, own, strict=True))
     detail = f"{statistics.median(own) * 1e3:.2f} ms of the slower rank, which tells of it where other work runs beside"
     yield Finding(f"without collectives, {name}", gain, detail)
     # The rank that waits least has the time of the collectives themselves.
+    least_waiting = [min(each, key=lambda rank: rank.taken) for each in shared]
+    taken, waited = (statistics.median(getattr(rank, of) for rank in least_waiting) * 1e6 for of in ("taken", "waited"))
     calls, given = shared[0][0].calls, shared[0][0].given
-    taken = statistics.median(min(rank.waited for rank in each) for each in shared) * 1e6
-    detail = f"{calls:.0f} of {given / 1e3:,.0f} kB in all, by the rank that waits least"
+    detail = f"{calls:.0f} of {given / 1e3:,.0f} kB in all, by the rank that waits least, {waited:.0f} us"
     yield Finding(f"us in collectives, {name}", taken, detail)
 
 

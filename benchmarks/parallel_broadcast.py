@@ -20,6 +20,8 @@ from timing import machine
 
 WORKERS = 4
 STEPS = 100
+TOKENS = 32
+"""Of an answer."""
 LENGTH_BYTES = 8
 
 
@@ -140,19 +142,39 @@ def broadcast(arguments: argparse.Namespace) -> Iterator[Finding]:
 
 def overhead(arguments: argparse.Namespace) -> Iterator[Finding]:
     """Compare the time of steps in a process of their own with that of steps in this one."""
-    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    pairs = _steps_in_turns(arguments, {"parallel.executor": "processes"}, {"parallel.executor": "in_process"})
+    yield _over("a process of its own over none, batch 8", pairs, most=1.05)
+
+
+def ray(arguments: argparse.Namespace) -> Iterator[Finding]:
+    """Compare the throughput of two ranks that Ray has placed with that of two processes, which are the same but there.
+
+    Ray is started here, with workers of the usual priority: by default they have the niceness 15.
+    """
+    os.environ |= {"RAY_ADDRESS": "local", "RAY_worker_niceness": "0"}
+    pairs = _steps_in_turns(arguments, _sizes(2), {**_sizes(2), "parallel.executor": "ray"})
+    yield _over("throughput of two ranks, Ray over processes, batch 8", pairs, least=0.97)
+
+
+def _steps_in_turns(arguments: argparse.Namespace, *sides: dict[str, Any]) -> list[tuple[float, ...]]:
+    """Return the seconds of a step of engines with some settings, which answer in turns, for each round."""
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     prompts = [{"prompt_token_ids": list(range(3, 19))}] * 8
-    engines = {name: _opened(arguments, **{"parallel.executor": name}) for name in ("processes", "in_process")}
-    pairs = []
-    for _ in range(arguments.rounds + 1):
-        pairs.append([_seconds(partial(llm.generate, prompts, params)) for llm in engines.values()])
-    for llm in engines.values():
+    engines = [_opened(arguments, **settings) for settings in sides]
+    found = []
+    for number in range(2 * arguments.rounds + 1):
+        turn = 1 if number % 2 else -1
+        seconds = [_seconds(partial(llm.generate, prompts, params)) / TOKENS for llm in engines[::turn]]
+        found.append(tuple(seconds[::turn]))
+    for llm in engines:
         llm.shutdown()
-    ours, theirs = (statistics.median(side) / 32 * 1e3 for side in zip(*pairs[1:], strict=True))
-    value = statistics.median(a / b for a, b in pairs[1:])
-    yield Finding(
-        "a process of its own over none, batch 8", value, f"{ours:.2f} over {theirs:.2f} ms a step", most=1.05
-    )
+    return found[1:]
+
+
+def _over(name: str, pairs: Sequence[tuple[float, ...]], **target: float) -> Finding:
+    ours, theirs = (statistics.median(side) * 1e3 for side in zip(*pairs, strict=True))
+    detail = f"{ours:.2f} over {theirs:.2f} ms a step, {len(pairs)} rounds"
+    return Finding(name, statistics.median(a / b for a, b in pairs), detail, **target)
 
 
 def _opened_and_shut(arguments: argparse.Namespace, ranks: int) -> None:
@@ -186,6 +208,7 @@ def _seconds(function: Callable[[], object]) -> float:
 PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Finding]]] = {
     "broadcast": broadcast,
     "overhead": overhead,
+    "ray": ray,
     "start": start,
 }
 

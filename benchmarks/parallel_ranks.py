@@ -84,20 +84,36 @@ class Decoded:
         own: of the median step without its collectives, where a rank waits for others, and so for whatever else runs.
         calls: of collectives in a step, by this rank.
         given: bytes that it gave to them.
-        waited: seconds that it was in them, which includes waiting for the others; on average.
+        taken: seconds that it was in them, on average.
+        waited: those of them in which it waited for the others.
     """
 
     seconds: float
     own: float
     calls: float
     given: float
+    taken: float
     waited: float
 
 
-def load(state: dict[str, Any], model: str, dtype: str) -> int:
-    """Make an engine; return the bytes of the weights of this rank."""
+@dataclass(frozen=True)
+class Part:
+    """The part of a model that a rank has.
+
+    Attributes:
+        weights: their bytes.
+        key_heads: in a layer.
+    """
+
+    weights: int
+    key_heads: int
+
+
+def load(state: dict[str, Any], model: str, dtype: str) -> Part:
+    """Make an engine; return the part of this rank."""
     from opgraft.config import CacheConfig, LoadConfig, ModelConfig, OpgraftConfig
     from opgraft.engine.engine_core import EngineCore
+    from opgraft.ops.attention.decoder import attention_layers
 
     given = OpgraftConfig(
         model=ModelConfig(name=model, dtype=dtype, max_model_len=1024),
@@ -107,7 +123,25 @@ def load(state: dict[str, Any], model: str, dtype: str) -> int:
     core = EngineCore(given)
     state.update(core=core, asked=0)
     worker: Any = core.executor.worker
-    return sum(tensor.nbytes for tensor in worker.runner.model.parameters())
+    model_of_rank = worker.runner.model
+    weights = sum(tensor.nbytes for tensor in model_of_rank.parameters())
+    attention: Any = next(iter(attention_layers(model_of_rank).values()))
+    return Part(weights, attention.num_kv_heads)
+
+
+def read(state: dict[str, Any], size: int, rounds: int) -> float:
+    """Return the bytes per second that this rank reads of so many, while the others do so too."""
+    import torch
+    from opgraft.distributed import get_tp_group
+
+    del state
+    weights, seconds = torch.ones(size // 4), []
+    for _ in range(rounds):
+        get_tp_group().all_reduce(torch.zeros(1))
+        start = time.perf_counter()
+        weights.sum()
+        seconds.append(time.perf_counter() - start)
+    return weights.nbytes / statistics.median(seconds)
 
 
 def decode(state: dict[str, Any], batch: int, tokens: int) -> Decoded:
@@ -123,10 +157,10 @@ def decode(state: dict[str, Any], batch: int, tokens: int) -> Decoded:
     core.step()
     before, seconds, own = _used(), [], []
     while core.has_work:
-        waited, start = _used()[2], time.perf_counter()
+        taken, start = _used()[2], time.perf_counter()
         core.step()
         seconds.append(time.perf_counter() - start)
-        own.append(seconds[-1] - _used()[2] + waited)
+        own.append(seconds[-1] - _used()[2] + taken)
     used = [(now - then) / len(seconds) for now, then in zip(_used(), before, strict=True)]
     return Decoded(statistics.median(seconds), statistics.median(own), *used)
 
@@ -139,7 +173,7 @@ def _used() -> Sequence[float]:
     from opgraft.distributed import get_tp_group
 
     shared = getattr(get_tp_group().communicator, "shared", None)
-    return (0, 0, 0.0) if shared is None else shared.used()
+    return (0, 0, 0.0, 0.0) if shared is None else shared.used()
 
 
 def reduce(state: dict[str, Any], size: int, rounds: int) -> tuple[float, float]:

@@ -171,19 +171,12 @@ class EngineCore:
     def restart(self) -> None:
         """Start workers that are lost again, as often as that is allowed, with an empty cache; not while requests run.
 
-        Raises:
-            OpgraftError: they cannot be started.
+        Where they cannot be started, ``check_health`` says why.
         """
-        while self.executor.can_restart and not self.has_work:
+        if self.executor.can_restart and not self.has_work:
             counters = self.counters
             try:
-                self.executor.restart()
-                self._prepare()
-            except EngineError as error:  # lost again
-                logger.error("the workers could not be started again: %s", described(error))
-            except BaseException:
-                self.executor.shutdown()
-                raise
+                self.executor.restart(self._prepare)
             finally:
                 self.counters = self.scheduler.counters = counters
 

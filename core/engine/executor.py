@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +28,10 @@ class Executor(PluggableClass):
 
     Attributes:
         before_submit: called before each step that is submitted.
+        ready_since: when workers were last started again, in seconds of ``time.monotonic``; infinite meanwhile.
     """
+
+    ready_since = 0.0
 
     def __init__(self, opgraft_config: OpgraftConfig) -> None:
         self.opgraft_config = opgraft_config
@@ -114,13 +118,23 @@ class Executor(PluggableClass):
         """Tell whether a worker is lost, and may be started again."""
         return False
 
-    def restart(self) -> None:
-        """Start workers in the place of those that are lost, without a model.
+    def restart(self, prepare: Callable[[], None]) -> None:
+        """Start workers in the place of those that are lost, as often as is allowed until that succeeds.
+
+        Where it does not, the workers stay lost, and ``check_health`` and the next call say why.
+
+        Args:
+            prepare: has the new workers load the model.
 
         Raises:
-            EngineError: they cannot be started, or are not to be.
+            EngineError: they can never be started again.
         """
         raise EngineError("the worker of this process cannot be started again: make a new engine")
+
+    @property
+    def is_restarting(self) -> bool:
+        """Tell whether workers are being started again."""
+        return self.ready_since == math.inf
 
     def check_health(self) -> None:
         """Raise where a worker is lost; one in this process is not."""

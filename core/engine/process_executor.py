@@ -11,14 +11,15 @@ import sys
 import time
 import weakref
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
 import torch
 from opgraft.engine.remote_executor import RemoteExecutor
-from opgraft.engine.worker_link import WorkerLink
-from opgraft.engine.worker_progress import Progress, ProgressRecord
+from opgraft.engine.remote_workers import Started
+from opgraft.engine.worker_link import END_SECONDS, WorkerLink, end_workers
+from opgraft.engine.worker_progress import RECORD_BYTES, Progress, ProgressRecord, thread_name
 from opgraft.logger import logger
 from opgraft.machine.broadcast import BY_CHANNEL, SharedSlots, anonymous_file
 from opgraft.machine.channel import Channel
@@ -53,41 +54,31 @@ class ProcessExecutor(RemoteExecutor):
         opgraft_config: resolved.
     """
 
-    _store: Any = None
-    """By which ranks meet, as long as they live."""
-
-    _slots: SharedSlots | None = None
-
-    def _start_workers(self) -> list[WorkerLink]:
-        size = self.layout.world
-        environ = {**os.environ, **_variables(self._local_ranks()[0][1])}
-        with ExitStack() as undo:
-            workers: list[WorkerLink] = []
-            self._slots = SharedSlots(lambda: min(worker.progress().finished for worker in workers))
-            undo.callback(self._slots.close)
-            for rank in range(size):
-                workers.append(LocalProcess(rank, environ, self._slots.file))
-                undo.callback(workers[-1].kill)
-                undo.callback(workers[-1].close)
-            meeting = self.opgraft_config.parallel.meeting if self.in_rounds else None
-            if size > 1 and meeting is None:
-                self._store, port = listening_store(_HERE)
-                self._meeting = _HERE, port
-            if meeting is not None:
-                host, _, at = meeting.rpartition(":")
-                self._meeting = host, int(at)
+    def _start_workers(self) -> Started:
+        local = self._local_ranks()
+        environ = {**os.environ, **_variables(local[0][1])}
+        links: list[WorkerLink] = []
+        with ExitStack() as release, ExitStack() as undo:
+            slots = SharedSlots(lambda: min(link.progress().finished for link in links))
+            release.callback(slots.close)
+            undo.callback(end_workers, links, 0.0)
+            for rank in range(len(local)):
+                links.append(LocalProcess(rank, environ, slots.file))
+            meeting, store = self._meeting()
+            release.callback(store.clear)  # whose port is closed then
             undo.pop_all()
-        return workers
+            return Started(links, local, meeting, release.pop_all().close, slots.write)
 
-    def _finish(self, reason: str, *, at_once: bool = False) -> None:
-        super()._finish(reason, at_once=at_once)
-        self._store = None  # whose port is closed then
-        if self._slots is not None:
-            self._slots.close()
-            self._slots = None
-
-    def _shared_by_all(self, number: int, data: memoryview) -> bytes:
-        return BY_CHANNEL if self._slots is None else self._slots.write(number, data)
+    def _meeting(self) -> tuple[tuple[str, int] | None, list[Any]]:
+        """Return where the ranks meet, and the store there, if it is one of this executor."""
+        given = self.opgraft_config.parallel.meeting if self.in_rounds else None
+        if given is not None:
+            host, _, port = given.rpartition(":")
+            return (host, int(port)), []
+        if self.layout.world == 1:
+            return None, []
+        store, at = listening_store(_HERE)
+        return (_HERE, at), [store]
 
     def _local_ranks(self) -> list[tuple[int, int]]:
         size, parallel = self.layout.world, self.opgraft_config.parallel
@@ -105,21 +96,35 @@ class LocalProcess(WorkerLink):
     """
 
     def __init__(self, rank: int, environ: Mapping[str, str], slots: int) -> None:
-        calls, calls_there = socket.socketpair()
-        beside, beside_there = socket.socketpair()
-        self._record = anonymous_file(0)
-        tokens_there, self._tokens = os.pipe()
-        self._close_files = weakref.finalize(self, _close, self._record, self._tokens)
-        files = calls_there.fileno(), beside_there.fileno(), self._record, slots, tokens_there
-        path = json.dumps([str(entry) for entry in sys.path])
-        # Isolated: neither variables nor the working folder decide what is imported before the path is set.
-        command = [sys.executable, "-I", "-c", _MAIN, path, *map(str, files)]
-        with calls_there, beside_there:
+        with ExitStack() as there, ExitStack() as undo:
+            (calls, calls_there), (beside, beside_there) = socket.socketpair(), socket.socketpair()
+            for each in (calls_there, beside_there):
+                there.callback(each.close)
+            super().__init__(rank, Channel(calls), Channel(beside))
+            undo.callback(self.calls.close)
+            undo.callback(self.beside.close)
+            record = anonymous_file(RECORD_BYTES)
+            there.callback(os.close, record)
+            self._record = ProgressRecord(record)
+            undo.callback(self._record.close)
+            tokens_there, self._tokens = os.pipe()
+            there.callback(os.close, tokens_there)
+            undo.callback(os.close, self._tokens)
+            os.set_blocking(self._tokens, False)
+            files = calls_there.fileno(), beside_there.fileno(), record, slots, tokens_there
+            path = json.dumps([str(entry) for entry in sys.path])
+            # Isolated: neither variables nor the working folder decide what is imported before the path is set. In a
+            # session of its own: an interrupt from the terminal is for the process that asks.
             self.process = subprocess.Popen(  # noqa: S603 - our own interpreter
-                command, pass_fds=files, stdin=subprocess.DEVNULL, stdout=2, env=environ
+                [sys.executable, "-I", "-c", _MAIN, path, *map(str, files)],
+                pass_fds=files,
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                env=environ,
+                start_new_session=True,
             )
-        os.close(tokens_there)
-        super().__init__(rank, Channel(calls), Channel(beside))
+            undo.callback(_end, self.process)
+            self._give_back = weakref.finalize(self, undo.pop_all().close)
 
     def post(self, data: memoryview, token: bytes = BY_CHANNEL) -> None:
         os.write(self._tokens, token)
@@ -137,23 +142,27 @@ class LocalProcess(WorkerLink):
         self.process.kill()
 
     def close(self) -> None:
-        super().close()
-        self._close_files()
+        self._give_back()
 
     def progress(self) -> Progress:
-        return ProgressRecord(self._record).read()
+        try:
+            return self._record.read()
+        except ValueError:  # it was closed meanwhile
+            return super().progress()
 
     def stack(self) -> str:
         if self.progress() == Progress(0, "starting"):  # it may not know the signal yet, and would end
             return ""
         self.process.send_signal(signal.SIGUSR1)
         time.sleep(_STACK_SECONDS)
-        return ProgressRecord(self._record).stack()
+        return f"{thread_name(self.process.pid)}\n{self._record.stack()}"
 
 
-def _close(*files: int) -> None:
-    for file in files:
-        os.close(file)
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process at once, and have the system forget it."""
+    process.kill()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(END_SECONDS)
 
 
 def _variables(size: int) -> dict[str, str]:

@@ -7,6 +7,7 @@ import os
 import secrets
 import select
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from opgraft.engine.process_executor import listening_store
 from opgraft.engine.ray_placement import Placed, Placement, kill, local_ranks
 from opgraft.engine.ray_worker import CHANNELS, PROGRESS, STACK, watch
 from opgraft.engine.remote_executor import RemoteExecutor
+from opgraft.engine.remote_workers import Started
 from opgraft.engine.worker_link import WorkerLink
 from opgraft.engine.worker_progress import Progress
 from opgraft.errors import EngineError
@@ -43,24 +45,27 @@ class RayExecutor(RemoteExecutor):
         opgraft_config: resolved.
     """
 
-    def _start_workers(self) -> list[WorkerLink]:
+    def _start_workers(self) -> Started:
         ray = import_extra("ray", "ray")
         parallel = self.opgraft_config.parallel
         device = current_platform().ray_device_key
         needs = {"CPU": float(parallel.ray_cpus)} | ({device: 1.0} if device else {})
         environ = _variables(parallel.ray_cpus)
-        self._placement = Placement(ray, self.layout.world, needs, environ, parallel.start_seconds)
+        size, seconds, replicas = self.layout.world, parallel.start_seconds, parallel.data
+        placement = Placement(ray, size, needs, environ, seconds, replicas)
         with ExitStack() as undo:
-            undo.callback(self._placement.end)
-            links = self._linked(ray, self._placement.ranks)
+            undo.callback(placement.end)
+            links = self._linked(ray, placement.ranks)
+            meeting = None
             if self.layout.world > 1:
                 address = ray.util.get_node_ip_address()
-                self._store, port = listening_store(address)
-                self._meeting = address, port
-            undo.pop_all()
-        self._release = self._placement.end
-        _tell(self._placement.ranks, self.layout.tensor)
-        return links
+                store, port = listening_store(address)
+                meeting, held = (address, port), [store]
+                undo.callback(held.clear)  # whose port is closed then
+            _tell(placement.ranks, self.layout.tensor)
+            # A worker sees the device alone that Ray has reserved for it.
+            local = [(0, 1)] * len(links) if device else local_ranks([each.where.node for each in placement.ranks])
+            return Started(links, local, meeting, undo.pop_all().close)
 
     def _linked(self, ray: Any, placed: Sequence[Placed]) -> list[WorkerLink]:
         """Have the actors connect, and return the links to them."""
@@ -71,14 +76,7 @@ class RayExecutor(RemoteExecutor):
                 each.actor.run.remote(rank, place, token, each.where.address) for rank, each in enumerate(placed)
             ]
             found = _connections(ray, listening, token, running, seconds)
-        return [
-            RayLink(rank, connections, ray, placed[rank].actor, running[rank]) for rank, connections in enumerate(found)
-        ]
-
-    def _local_ranks(self) -> list[tuple[int, int]]:
-        if current_platform().ray_device_key:  # a worker sees the device alone that Ray has reserved for it
-            return [(0, 1)] * self.layout.world
-        return local_ranks([each.where.node for each in self._placement.ranks])
+        return [RayLink(rank, connections, ray, placed[rank], running[rank]) for rank, connections in enumerate(found)]
 
 
 class RayLink(WorkerLink):
@@ -88,16 +86,17 @@ class RayLink(WorkerLink):
         rank: of the worker.
         connections: of the worker, in the order of ``CHANNELS``.
         ray: the module.
-        actor: of the worker.
+        placed: the actor, and where it is.
         running: what Ray gives back when the process has ended.
     """
 
-    def __init__(self, rank: int, connections: Sequence[socket.socket], ray: Any, actor: Any, running: Any) -> None:
-        calls, beside, asking = connections
-        super().__init__(rank, Channel(calls), Channel(beside))
-        asking.settimeout(_ANSWER_SECONDS)
-        self._asking = Channel(asking)
-        self._ray, self._actor, self._running = ray, actor, running
+    def __init__(self, rank: int, connections: Sequence[socket.socket], ray: Any, placed: Placed, running: Any) -> None:
+        calls, beside, asking = map(Channel, connections)
+        super().__init__(rank, calls, beside)
+        asking.limit(_ANSWER_SECONDS)
+        self._asking, self._one_asks = asking, threading.Lock()
+        self.placed = placed
+        self._ray, self._running = ray, running
 
     def ended(self, patience: float = 0.0) -> str | None:
         if not self._ray.is_initialized():  # asking would start a cluster
@@ -106,13 +105,13 @@ class RayLink(WorkerLink):
         if not ended:
             return None
         try:
-            self._ray.get(self._running)
+            self._ray.get(self._running, timeout=_ANSWER_SECONDS)
         except Exception as error:  # whatever Ray raises
             return f"says Ray: {printable(described(error))}"
         return "as it was told to"
 
     def kill(self) -> None:
-        kill(self._ray, self._actor)
+        kill(self._ray, self.placed.actor)
 
     def close(self) -> None:
         super().close()
@@ -126,12 +125,13 @@ class RayLink(WorkerLink):
 
     def _asked(self, question: str, unknown: object) -> object:
         """Ask the worker beside what it does; it does not answer where its host is lost."""
-        try:
-            self._asking.send(question)
-            return self._asking.receive()
-        except (EOFError, OSError):
-            self._asking.close()  # an answer that came later would be taken for another's
-            return unknown
+        with self._one_asks:
+            try:
+                self._asking.send(question)
+                return self._asking.receive()
+            except (EOFError, OSError):
+                self._asking.close()  # an answer that came later would be taken for another's
+                return unknown
 
 
 def _variables(cpus: int) -> dict[str, str]:

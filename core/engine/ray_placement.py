@@ -32,6 +32,7 @@ class Placement:
         needs: of each, as Ray counts them.
         environ: variables of each.
         seconds: until all must have been placed and started.
+        replicas: that are to be placed like this one, itself among them.
 
     Raises:
         ConfigError: Ray's hosts have no room for them.
@@ -39,10 +40,16 @@ class Placement:
     """
 
     def __init__(
-        self, ray: Any, size: int, needs: Mapping[str, float], environ: Mapping[str, str], seconds: float
+        self,
+        ray: Any,
+        size: int,
+        needs: Mapping[str, float],
+        environ: Mapping[str, str],
+        seconds: float,
+        replicas: int = 1,
     ) -> None:
         self._ray = ray
-        _MEMBERSHIP.enter(ray)
+        _MEMBERSHIP.enter(ray, int(replicas * size * needs["CPU"]))
         self._entered = True
         self._actors: list[Any] = []
         self._group: Any = None
@@ -126,10 +133,14 @@ class Membership:
         self._users = 0
         self._joined = False
 
-    def enter(self, ray: Any) -> None:
+    def enter(self, ray: Any, processors: int) -> None:
         """Join the cluster of Ray that is there, or start one of this host alone, unless this process has joined one.
 
         The cluster is the one that ``RAY_ADDRESS`` names, or that ``ray start`` has started on this host.
+
+        Args:
+            ray: the module.
+            processors: that all workers of this process reserve, for a cluster that is started here.
         """
         with self._lock:
             if not ray.is_initialized():
@@ -137,7 +148,7 @@ class Membership:
                 # else that runs.
                 for name, value in (("RAY_USAGE_STATS_ENABLED", "0"), ("RAY_worker_niceness", "0")):
                     os.environ.setdefault(name, value)
-                ray.init(logging_level="WARNING", log_to_driver=True)
+                _join(ray, processors)
                 self._joined = True
             self._users += 1
 
@@ -148,6 +159,14 @@ class Membership:
             if self._joined and not self._users:
                 self._joined = False
                 ray.shutdown()
+
+
+def _join(ray: Any, processors: int) -> None:
+    options: dict[str, Any] = {"logging_level": "WARNING", "log_to_driver": True}
+    try:  # of one host, workers share the processors that there are, however many they are to have
+        ray.init(num_cpus=max(processors, os.cpu_count() or 1), **options)
+    except ValueError:  # there is a cluster, which has what it has
+        ray.init(**options)
 
 
 _MEMBERSHIP = Membership()

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from opgraft.engine.worker_process import serve_calls
-from opgraft.engine.worker_progress import Progress
+from opgraft.engine.worker_progress import Progress, thread_name
 from opgraft.machine.channel import Channel
 from opgraft.machine.interfaces import interface_of
 
@@ -105,7 +105,7 @@ class Teller:
 
     def _stack(self) -> str:
         frame = sys._current_frames().get(self._thread.ident or 0)
-        return "".join(traceback.format_stack(frame))
+        return "".join([f"{thread_name('self')}\n", *traceback.format_stack(frame)])
 
 
 def connected(engine: tuple[str, int]) -> socket.socket:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from opgraft.config import OpgraftConfig
 from opgraft.distributed.layout import ParallelLayout
 from opgraft.engine.worker_progress import Progress, waits_for_others
+from opgraft.logger import logger
 from opgraft.machine.broadcast import BY_CHANNEL
 from opgraft.machine.channel import Channel
 from opgraft.text import printable
 
 END_SECONDS = 2.0
-"""Seconds that processes have to end once their channels are closed."""
+"""Seconds that processes have to end once nobody asks them any more, and again once they are killed."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,14 @@ class WorkerLink(ABC):
             token: of the memory that it is in already, where the worker shares some.
 
         Raises:
-            OSError: the process has ended.
+            OSError: the process has ended, or does not take calls any more: ``TimeoutError``, ``BlockingIOError``.
         """
         self.calls.send_encoded(data)
+
+    def limit(self, seconds: float) -> None:
+        """Have whatever is sent and received fail with ``TimeoutError`` after so many seconds."""
+        self.calls.limit(seconds)
+        self.beside.limit(seconds)
 
     @abstractmethod
     def ended(self, patience: float = 0.0) -> str | None:
@@ -85,12 +92,21 @@ class WorkerLink(ABC):
         """Return what the worker does, as far as that is known here."""
         return Progress(0, "unknown")
 
+    def told(self) -> str:
+        """Return the rank, and what it does or did last, in words."""
+        return f"rank {self.rank} ({printable(self.progress().stage)})"
+
     def stack(self) -> str:
         """Return the stack of the worker as it is now, as far as that can be asked for."""
         return ""
 
+    def hang_up(self) -> None:
+        """Have the channels come to their end, on which the process ends, and no thread waits at them any more."""
+        self.calls.hang_up()
+        self.beside.hang_up()
+
     def close(self) -> None:
-        """Close the channels, on which the process ends."""
+        """Give back what this process has of the worker. Further calls do nothing."""
         self.calls.close()
         self.beside.close()
 
@@ -120,13 +136,30 @@ def hanging(workers: Sequence[WorkerLink], number: int, seconds: float) -> str:
     )
 
 
-def end_workers(workers: Sequence[WorkerLink], release: Callable[[], None]) -> None:
-    """Close the channels of workers, and end their processes where they do not end on that; then call the last."""
-    for worker in workers:
-        worker.close()
-    deadline = time.monotonic() + END_SECONDS
-    for worker in workers:
-        if worker.ended(max(0.0, deadline - time.monotonic())) is None:
-            worker.kill()
-            worker.ended(END_SECONDS)
-    release()
+def end_workers(workers: Sequence[WorkerLink], patience: float = END_SECONDS) -> None:
+    """End the processes of workers, kill those that do not end on that, and give back what this process has of them.
+
+    Args:
+        workers: which nobody uses any more.
+        patience: seconds that they have before they are killed.
+    """
+    with ExitStack() as undo:
+        for worker in workers:
+            undo.callback(worker.close)
+            worker.hang_up()
+        try:
+            left = _running(workers, patience)
+        except BaseException:  # who interrupts this once more does not wait
+            left = list(workers)
+            raise
+        finally:
+            for worker in left:
+                worker.kill()
+        for worker in _running(left, END_SECONDS):
+            logger.warning("%s was killed, and its process has not ended yet", worker.told())
+
+
+def _running(workers: Sequence[WorkerLink], seconds: float) -> list[WorkerLink]:
+    """Wait for the ends of workers, all together for so many seconds, and return those that still run."""
+    deadline = time.monotonic() + seconds
+    return [worker for worker in workers if worker.ended(max(0.0, deadline - time.monotonic())) is None]

@@ -79,7 +79,7 @@ def main(calls_file: int, beside_file: int, record_file: int, slots_file: int, t
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     record = ProgressRecord(record_file)
-    record.answer_signals()
+    record.answer_signals(record_file)
     serve_calls(calls_file, beside_file, record.write, shared=(slots_file, tokens_file))
 
 
@@ -105,7 +105,10 @@ def serve_calls(
     threading.Thread(target=_take_grammars, args=(beside, grammars, ends_process), daemon=True).start()
     connection = socket.socket(fileno=calls_file)
     calls = SharedChannel(connection, grammars.named, *shared) if shared else Channel(connection, grammars.named)
-    job: WorkerJob = calls.receive()
+    try:
+        job: WorkerJob = calls.receive()
+    except (EOFError, OSError):  # the engine has ended before
+        return
     if job.writes_json:
         write_json()
     with set_config(job.opgraft_config, origin="the process of the engine"):

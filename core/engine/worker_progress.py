@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import faulthandler
+import mmap
 import os
 import signal
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 _STAGE_BYTES = 128
+RECORD_BYTES = 1 << 16
 _COLLECTIVES = os.sep + os.path.join("distributed", "")
 """Part of the paths of the modules in which ranks wait for each other."""
+
+WAITS = "opgraft waits"
+"""The name that native code gives its thread while it waits for other ranks: no stack of Python tells that."""
 
 
 class Progress(NamedTuple):
@@ -25,39 +32,65 @@ class Progress(NamedTuple):
 
 
 class ProgressRecord:
-    """A file of a worker in which its stage stands first, and its stack where it is asked for.
+    """Memory of two processes in which the stage of a worker stands first, and its stack where it is asked for.
 
     Args:
-        file: descriptor of a file that both processes have open.
+        file: descriptor of the memory, of ``RECORD_BYTES``.
     """
 
     def __init__(self, file: int) -> None:
-        self._file = file
+        self._memory = mmap.mmap(file, RECORD_BYTES)
 
-    def answer_signals(self) -> None:
+    def answer_signals(self, file: int) -> None:
         """Have this process write the stack of its main thread whenever ``SIGUSR1`` comes, whatever it does.
 
         Where it crashes, it writes its stack to stderr.
+
+        Args:
+            file: descriptor of the memory.
         """
         faulthandler.enable()
-        os.lseek(self._file, _STAGE_BYTES, os.SEEK_SET)
-        faulthandler.register(signal.SIGUSR1, self._file, all_threads=False)
+        os.lseek(file, _STAGE_BYTES, os.SEEK_SET)
+        faulthandler.register(signal.SIGUSR1, file, all_threads=False)
 
     def write(self, progress: Progress) -> None:
         """Put what is being done in the place of what was."""
         text = f"{progress.finished} {progress.stage}".encode()[:_STAGE_BYTES]
-        os.pwrite(self._file, text.ljust(_STAGE_BYTES), 0)
+        self._memory[:_STAGE_BYTES] = text.ljust(_STAGE_BYTES)
 
     def read(self) -> Progress:
-        """Return what the worker does."""
-        finished, _, stage = os.pread(self._file, _STAGE_BYTES, 0).decode(errors="replace").strip().partition(" ")
+        """Return what the worker does.
+
+        Raises:
+            ValueError: the record is closed.
+        """
+        finished, _, stage = self._text(0, _STAGE_BYTES).partition(" ")
         return Progress(int(finished or 0), stage or "starting")
 
     def stack(self) -> str:
-        """Return what the worker has written of its stack, the innermost call first; empty before it has."""
-        return os.pread(self._file, 1 << 16, _STAGE_BYTES).decode(errors="replace")
+        """Return what the worker has written of its stack, the innermost call first; empty before it has.
+
+        Raises:
+            ValueError: the record is closed.
+        """
+        return self._text(_STAGE_BYTES, RECORD_BYTES)
+
+    def _text(self, first: int, end: int) -> str:
+        return self._memory[first:end].decode(errors="replace").strip("\0 ")
+
+    def close(self) -> None:
+        """Give the memory back, as far as this process has it."""
+        self._memory.close()
+
+
+def thread_name(process: int | str) -> str:
+    """Return the name of the main thread of a process of this host, by its id or as ``self``, where the system says."""
+    with suppress(OSError):
+        return Path(f"/proc/{process}/comm").read_text(errors="replace").strip()
+    return ""
 
 
 def waits_for_others(stack: str) -> bool:
-    """Tell whether a stack is that of a rank in a collective."""
-    return any(_COLLECTIVES in line for line in stack.splitlines() if line.lstrip().startswith("File"))
+    """Tell whether a stack, with the name of its thread in the first line, is that of a rank in a collective."""
+    name, *lines = stack.splitlines() or [""]
+    return name == WAITS or any(_COLLECTIVES in line for line in lines if line.lstrip().startswith("File"))

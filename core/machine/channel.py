@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import socket
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -19,6 +20,8 @@ class Channel:
     """One end of a connection to a process that is trusted as this one is, as what comes is unpickled.
 
     A message is one write, and mostly one read: with each, a thread gives its interpreter to others for a while.
+    Any thread may close it. Sends and receives then fail, and its file is given back once nobody is in one: the
+    number may be another file's at once.
 
     Args:
         connection: which the channel closes.
@@ -29,6 +32,11 @@ class Channel:
         self._connection = connection
         self._named = named
         self._came = bytearray()
+        self._in_use, self._hanging_up = threading.Lock(), threading.Lock()
+
+    def limit(self, seconds: float) -> None:
+        """Have a send, and each read of a receive, fail with ``TimeoutError`` after so many seconds."""
+        self._connection.settimeout(seconds)
 
     def send(self, message: Any, name_of: Callable[[Any], Any] | None = None) -> None:
         """Send an object.
@@ -49,7 +57,8 @@ class Channel:
         Raises:
             OSError: the other end is closed.
         """
-        self._connection.sendall(data)
+        with self._in_use:
+            self._connection.sendall(data)
 
     def receive(self) -> Any:
         """Wait for an object.
@@ -66,11 +75,12 @@ class Channel:
         Raises:
             EOFError: the other end is closed.
         """
-        self._expect(LENGTH_BYTES)
-        end = self._end()
-        self._expect(end)
-        pickled = bytes(self._came[LENGTH_BYTES:end])
-        del self._came[:end]
+        with self._in_use:
+            self._expect(LENGTH_BYTES)
+            end = self._end()
+            self._expect(end)
+            pickled = bytes(self._came[LENGTH_BYTES:end])
+            del self._came[:end]
         return pickled
 
     def unpickled(self, pickled: bytes) -> Any:
@@ -102,11 +112,16 @@ class Channel:
                 raise EOFError("the other end of the channel is closed")
             self._came += piece
 
-    def close(self) -> None:
-        """Close this end, also for a thread that waits at it."""
-        with suppress(OSError):  # the other end has closed it
+    def hang_up(self) -> None:
+        """Have both ends come to their end, also for threads that wait at them; the file stays."""
+        with self._hanging_up, suppress(OSError):  # the other end has closed it
             self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
+
+    def close(self) -> None:
+        """Hang up, and give the file back once no thread uses it any more. Further calls do nothing."""
+        self.hang_up()
+        with self._in_use, self._hanging_up:
+            self._connection.close()
 
 
 def encoded(message: Any, name_of: Callable[[Any], Any] | None = None) -> memoryview:

@@ -4,6 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from threading import Thread
+
+_HUGE_PAGE = 1 << 21
+_MADV_COLLAPSE = 25
+_HUGE_PAGES_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+_APART = 1 << 13
+"""Bytes that the C library leaves at most between blocks that follow one another, each with a mapping of its own."""
 
 
 def release_free_memory() -> None:
@@ -13,3 +23,40 @@ def release_free_memory() -> None:
     """
     if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
         library.malloc_trim(0)
+
+
+def move_to_huge_pages(blocks: Iterable[range]) -> Thread | None:
+    """Have the system move blocks of addresses to huge pages, on a thread that is returned, where it can: Linux 6.1.
+
+    A processor that reads weights waits at each page for its address: on Zen 4 a token takes a tenth longer by small
+    pages. Blocks that follow one another share pages; what is less than one stays where it is. Memory that is given
+    back meanwhile does no harm, as nothing is read or written here.
+    """
+    if not _HUGE_PAGES_SETTING.is_file() or "[never]" in _HUGE_PAGES_SETTING.read_text(encoding="ascii"):
+        return None
+    pages = [page for span in _joined(blocks) for page in _pages(span)]
+    thread = Thread(target=_move, args=(pages,), name="opgraft-huge-pages", daemon=True)
+    thread.start()
+    return thread
+
+
+def _joined(blocks: Iterable[range]) -> Iterator[range]:
+    """Yield the spans of blocks that follow one another."""
+    first = last = 0
+    for block in sorted(blocks, key=lambda block: block.start):
+        if block.start - last > _APART:
+            yield range(first, last)
+            first = block.start
+        last = max(last, block.stop)
+    yield range(first, last)
+
+
+def _pages(span: range) -> range:
+    """Return the addresses of the huge pages that a span fills."""
+    return range(-(-span.start // _HUGE_PAGE) * _HUGE_PAGE, span.stop // _HUGE_PAGE * _HUGE_PAGE, _HUGE_PAGE)
+
+
+def _move(pages: Sequence[int]) -> None:
+    madvise = ctypes.CDLL(None).madvise  # of one page each, as the first that cannot be moved ends a call
+    for page in pages:
+        madvise(ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_PAGE), _MADV_COLLAPSE)

@@ -11,6 +11,7 @@ from opgraft.config import OpgraftConfig, ParallelConfig
 from opgraft.distributed.groups import get_pp_group, parallelism
 from opgraft.errors import CheckpointError, ConfigError, DistributedError, ModelError
 from opgraft.logger import logger
+from opgraft.machine.memory import move_to_huge_pages
 from opgraft.models.config import read_config
 from opgraft.models.construction import construct, is_older
 from opgraft.models.description import part, quantization_config
@@ -53,7 +54,15 @@ def load_model(opgraft_config: OpgraftConfig) -> Model:
         progress=bool(resolved.load.progress),
     )
     _tell_of_scales(name, loaded.ignored)
+    move_to_huge_pages(_addresses(model))
     return model.eval()
+
+
+def _addresses(model: Model) -> Iterator[range]:
+    """Yield where the parameters are that lie in the memory of the CPU."""
+    for each in model.parameters():
+        if each.is_cpu and each.layout is torch.strided:
+            yield range(each.data_ptr(), each.data_ptr() + each.nbytes)
 
 
 def describe_model(opgraft_config: OpgraftConfig) -> Model:

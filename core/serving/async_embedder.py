@@ -161,7 +161,7 @@ class AsyncEmbedder:
     def busy_seconds(self) -> float:
         """The seconds that the batch of this moment has taken: of one that hangs they grow."""
         since = self._busy_since
-        return 0.0 if since is None else time.monotonic() - since
+        return 0.0 if since is None else max(0.0, time.monotonic() - max(since, self.executor.ready_since))
 
     def end_hanging(self, seconds: float) -> None:
         """Do nothing: there is no other engine that would go on."""

@@ -131,8 +131,7 @@ class Embedder:
         if self._shut_down:
             raise EngineError("the encoder was shut down: make a new one")
         if self.executor.can_restart:
-            self.executor.restart()
-            self.executor.call("load_model")
+            self.executor.restart(lambda: self.executor.call("load_model"))
         self.counters.steps += 1
         self._running, reason = len(sequences), "error"
         try:

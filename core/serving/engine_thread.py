@@ -189,9 +189,11 @@ class EngineThread:
 
     @property
     def busy_seconds(self) -> float:
-        """The seconds that the step, or the call, of this moment has taken; from any thread."""
+        """The seconds that the step, or the call, of this moment has taken, but for a restart; from any thread."""
         since = self._busy_since
-        return 0.0 if since is None else time.monotonic() - since
+        if since is None:
+            return 0.0
+        return max(0.0, time.monotonic() - max(since, self.engine.core.executor.ready_since))
 
     def check(self) -> None:
         """Raise if the thread has ended.

@@ -68,7 +68,7 @@ class Replica:
         """``ready``, ``restarting`` or ``lost``."""
         if self.fault() is not None:
             return "lost"
-        return "restarting" if self.engine.is_lost or self.engine.is_restarting else "ready"
+        return "restarting" if self.engine.is_lost or self.engine.core.executor.is_restarting else "ready"
 
     def forget_ended(self) -> None:
         """Forget requests that have ended."""

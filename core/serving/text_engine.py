@@ -35,9 +35,6 @@ class TextEngine(FrontEnd):
         make_inputs: returns the ``InputProcessor`` for a config and the longest context.
         hands_over: whether requests stay open when the workers are lost, for ``surrender``, instead of failing.
 
-    Attributes:
-        is_restarting: whether the workers are being started again.
-
     Raises:
         ModelError: no model is named, or it is no decoder.
         ConfigError: the cache is too small for one request of the longest context.
@@ -58,7 +55,6 @@ class TextEngine(FrontEnd):
             undo.pop_all()  # nothing raised: the engine stays
         self.inputs.share_with(self.core.executor)
         self._hands_over = self.core.hands_over = hands_over
-        self.is_restarting = False
         self._open: dict[str, OpenRequest] = {}
         self._owner: dict[str, str] = {}
         self._texts: dict[int, str] = {}
@@ -153,12 +149,8 @@ class TextEngine(FrontEnd):
         Raises:
             EngineError: it is not, or they are lost again.
         """
-        self.is_restarting = True
-        try:
-            self.core.restart()
-            self.core.check_health()
-        finally:
-            self.is_restarting = False
+        self.core.restart()
+        self.core.check_health()
 
     def surrender(self) -> list[OpenRequest]:
         """Forget all requests, and return them as another engine can go on with them: they have what was computed."""

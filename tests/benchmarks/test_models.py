@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from opgraft.ops import GatedMLP, RMSNorm
 from torch import nn
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
@@ -63,8 +64,8 @@ class Recorded(nn.Linear):
         return super().forward(x)
 
 
-def test_what_is_possible_has_the_python_around_layers(load: Load) -> None:
-    """Layers, and linear layers outside of them, answer without computing; the rest of the run is as it was."""
+def test_what_is_possible_has_the_python_around_ops(load: Load) -> None:
+    """Ops answer without computing; the rest of the run is as it was."""
     layers, head, seen = nn.ModuleList([Recorded(4, 4), nn.Sequential(Recorded(4, 4))]), Recorded(4, 4), []
 
     def run() -> torch.Tensor:
@@ -74,7 +75,7 @@ def test_what_is_possible_has_the_python_around_layers(load: Load) -> None:
         seen.append(x)
         return x
 
-    around = load("models")._without_layers(nn.ModuleDict({"layers": layers, "head": head}), run)
+    around = load("models")._without([*layers, head], run)
     around()
     around()
     linears = [layers[0], layers[1][0], head]
@@ -83,3 +84,10 @@ def test_what_is_possible_has_the_python_around_layers(load: Load) -> None:
     assert [layer.calls for layer in linears] == [2, 2, 2]
     assert torch.equal(seen[0], seen[1])
     assert torch.equal(seen[0], seen[2])
+
+
+def test_ops_are_those_that_a_grafted_model_calls_itself(load: Load) -> None:
+    """Ops within another op are not called by the model."""
+    mlp, norm = GatedMLP(4, 8), RMSNorm(4)
+    model = nn.Sequential(nn.Sequential(mlp), nn.Linear(4, 4), norm)
+    assert load("models")._outermost_ops(model) == [mlp, norm]

@@ -1,11 +1,14 @@
-"""The heap of a process, measured in one of its own: what lies free between blocks in use is given back."""
+"""The heap of a process, measured in one of its own: free gaps are given back, and weights get huge pages."""
 
 from __future__ import annotations
 
+import platform
+import re
 import subprocess
 import sys
 
 import pytest
+from opgraft.machine import memory
 from opgraft.platforms.cpu import allocator
 
 _GAPS = """
@@ -36,3 +39,38 @@ def test_gaps_between_blocks_are_given_back() -> None:
     """Nearly all pages of every other block, which freeing alone leaves with the process."""
     result = subprocess.run([sys.executable, "-c", _GAPS], capture_output=True, text=True, check=True)
     assert 0.85 < float(result.stdout) < 1.05
+
+
+_WEIGHTS = """
+import re
+from pathlib import Path
+import torch
+from opgraft.machine.memory import move_to_huge_pages
+
+weights = [torch.full((1 << 20,), number, dtype=torch.uint8) for number in range(32)]
+move_to_huge_pages(range(each.data_ptr(), each.data_ptr() + each.nbytes) for each in weights).join()
+assert all((each == number).all() for number, each in enumerate(weights))
+print(int(re.search(r"AnonHugePages:\\s*(\\d+)", Path("/proc/self/smaps_rollup").read_text())[1]) << 10)
+"""
+
+
+def _moves() -> bool:
+    release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
+    setting = memory._HUGE_PAGES_SETTING
+    return sys.platform == "linux" and release >= (6, 1) and setting.is_file() and "[never]" not in setting.read_text()
+
+
+@pytest.mark.skipif(not _moves(), reason="the system has no huge pages on demand")
+def test_weights_that_follow_one_another_share_huge_pages() -> None:
+    """Each is smaller than such a page, and no number changes."""
+    result = subprocess.run([sys.executable, "-c", _WEIGHTS], capture_output=True, text=True, check=True)
+    assert int(result.stdout) >= 16 << 20
+
+
+def test_pages_lie_within_blocks_that_follow_one_another() -> None:
+    """In any order of the blocks; what is less than a page, or beyond a gap, has none."""
+    size = 1 << 21
+    near = [range(5 * size, 5 * size + 999), range(2 * size + 1, 5 * size - 4096)]
+    blocks = [*near, range(9 * size, 10 * size), range(20 * size + 1, 21 * size)]
+    pages = [page for span in memory._joined(blocks) for page in memory._pages(span)]
+    assert pages == [3 * size, 4 * size, 9 * size]

@@ -79,7 +79,7 @@ def lost(llm: LLM, cluster: Cluster, node: Any) -> dict[str, Any]:
 def stopped(folder: str) -> list[str]:
     """Stop the process of the second rank, which then does not answer anybody."""
     llm = LLM(folder, **SETTINGS, **TWO, **{"parallel.step_seconds": 3})
-    second = llm.engine.core.executor._placement.ranks[1].where.process
+    second = llm.engine.core.executor.workers.links[1].placed.where.process
     os.kill(second, signal.SIGSTOP)
     found = llm.generate(PROMPTS[:2], PARAMS[:2])
     llm.shutdown()
@@ -97,7 +97,7 @@ def main(folder: str) -> None:
     os.environ["RAY_ADDRESS"] = cluster.address
     llm = LLM(folder, **SETTINGS, **TWO)
     out["two"] = answers(llm)
-    out["nodes"] = [each.where.node for each in llm.engine.core.executor._placement.ranks]
+    out["nodes"] = [link.placed.where.node for link in llm.engine.core.executor.workers.links]
     out["own_node"] = ray.get_runtime_context().get_node_id()
     out["actors"] = len(actors())
     llm.shutdown()

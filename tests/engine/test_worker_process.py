@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm.interpreter
 from engine.engines import prompts, replaced, settings
 from opgraft import LLM, SamplingParams
 from opgraft.engine.engine_core import EngineCore
@@ -30,6 +31,8 @@ from opgraft.ops import RMSNorm
 from random_decoders import written
 from ranks import Ranks
 from small_tokenizers import trained_tokenizer
+
+pytestmark = pytest.mark.usefixtures("warm_workers")
 
 IN_ITS_PROCESS: dict[str, Any] = {
     "parallel.executor": "processes",
@@ -49,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def llm(folder: Path) -> Iterator[LLM]:
+def llm(folder: Path, warm_workers: None) -> Iterator[LLM]:
     llm = LLM(str(folder), **IN_ITS_PROCESS)
     yield llm
     llm.shutdown()
@@ -62,7 +65,7 @@ def executor(llm: LLM) -> ProcessExecutor:
 
 
 def process_of(executor: ProcessExecutor, rank: int = 0) -> subprocess.Popen[bytes]:
-    worker = executor._workers[rank]
+    worker = executor.workers.links[rank]
     assert isinstance(worker, LocalProcess)
     return worker.process
 
@@ -71,41 +74,22 @@ def pid(executor: ProcessExecutor) -> int:
     return process_of(executor).pid
 
 
-def test_answers_are_those_of_a_worker_in_this_process(folder: Path, llm: LLM) -> None:
-    """Greedy and sampled answers, several of one prompt, log-probabilities and grammars are the same."""
-    params = [
-        SamplingParams(temperature=0, max_tokens=9, logprobs=2, prompt_logprobs=1),
-        SamplingParams(seed=3, n=3, max_tokens=9, bad_words=["the"]),
-        SamplingParams(
-            temperature=0, max_tokens=30, structured_output={"json": {"type": "integer", "minimum": 0, "maximum": 99}}
-        ),
-    ]
-    asked = ["the cat", "a dog", "number"]
-    inside = LLM(str(folder), **IN_ITS_PROCESS | {"parallel.executor": "in_process"})
-    expected = inside.generate(asked, params)
-    inside.shutdown()
-    found = llm.generate(asked, params)
-    assert [output.outputs for output in found] == [output.outputs for output in expected]
-    assert found[0].prompt_logprobs == expected[0].prompt_logprobs
-    assert found[2].outputs[0].text.strip().isdigit()
-
-
 def test_grammars_are_compiled_there_once_and_forgotten(llm: LLM) -> None:
     """A step names a grammar that the process knows already; it forgets those that are in use no more."""
     params = SamplingParams(temperature=0, max_tokens=4, structured_output={"choice": ["yes", "no"]})
     first, second = llm.generate(["a", "b"], params)
     assert {first.outputs[0].text, second.outputs[0].text} <= {"yes", "no"}
     process = executor(llm)
-    shared = len(process._grammars.shared)
+    shared = len(process.workers.grammars.shared)
     llm.generate("c", params)
-    assert len(process._grammars.shared) == shared
+    assert len(process.workers.grammars.shared) == shared
     llm.engine.grammars._kept.clear()
     llm.generate("d")  # whose step takes the place of the last one, which has a grammar
     gc.collect()
-    assert len(process._grammars.shared) == 0
-    assert len(process._grammars.forgotten) == shared
+    assert len(process.workers.grammars.shared) == 0
+    assert len(process.workers.grammars.forgotten) == shared
     llm.generate("c", params)
-    assert not process._grammars.forgotten
+    assert not process.workers.grammars.forgotten
 
 
 def test_a_step_does_not_wait_for_a_grammar_that_it_has_not(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +99,7 @@ def test_a_step_does_not_wait_for_a_grammar_that_it_has_not(llm: LLM, monkeypatc
     slow = Grammar({"choice": ["slow"]}, llm.engine.grammars._tokens)
     ours, theirs = map(Channel, socket.socketpair())
     with monkeypatch.context() as patched, ThreadPoolExecutor(2) as threads:
-        patched.setattr(executor(llm)._workers[0], "beside", ours)
+        patched.setattr(executor(llm).workers.links[0], "beside", ours)
         sharing = threads.submit(executor(llm).share, slow)
         name, *_ = theirs.receive()
         try:
@@ -139,7 +123,7 @@ def test_grammars_are_compiled_while_steps_run(llm: LLM) -> None:
         for _ in range(5):
             assert llm.generate("a", plain)[0].outputs == expected
         sharing.result(60)
-    assert all(grammar in executor(llm)._grammars.shared for grammar in grammars)
+    assert all(grammar in executor(llm).workers.grammars.shared for grammar in grammars)
     impossible = Grammar({"choice": ["x"]}, llm.engine.grammars._tokens)
     impossible.spec = {"json": {"type": "integer", "minimum": 5, "maximum": 3}}
     with pytest.raises(InputError, match="Unsatisfiable schema"):
@@ -284,7 +268,7 @@ def test_a_message_that_cannot_be_read_is_told(llm: LLM) -> None:
     process = executor(llm)
     for call in (
         lambda: process.call("max_context", Unreadable()),
-        lambda: process._ask_beside(encoded((1, Unreadable(), None, ()))),
+        lambda: process.workers.ask_beside(encoded((1, Unreadable(), None, ()))),
     ):
         with pytest.raises(ValueError, match="no number"):
             call()
@@ -358,7 +342,7 @@ def test_a_lost_worker_takes_no_more_prompts(folder: Path) -> None:
 def test_a_second_interrupt_is_told_to_later_prompts(folder: Path) -> None:
     """It ends the worker in the middle of a step: later prompts are refused with the reason, not answered by errors."""
     llm = LLM(str(folder), **IN_ITS_PROCESS)
-    os.kill(pid(executor(llm)), signal.SIGSTOP)
+    os.kill(warm.interpreter.process_of(pid(executor(llm))), signal.SIGSTOP)
     main = threading.get_ident()
     timers = [threading.Timer(after, signal.pthread_kill, (main, signal.SIGINT)) for after in (0.5, 1.0)]
     for timer in timers:
@@ -382,7 +366,7 @@ def test_an_interrupt_in_the_middle_of_a_call_ends_the_process(folder: Path, llm
     assert isinstance(process, ProcessExecutor)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
-        os.kill(pid(process), signal.SIGSTOP)
+        os.kill(warm.interpreter.process_of(pid(process)), signal.SIGSTOP)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(KeyboardInterrupt):
             process.call("max_context") if interrupted == "a call" else process.share(grammar)

@@ -12,9 +12,11 @@ from opgraft.engine.step import NewSequence, Scheduled, Step
 
 __all__ = ["folder"]
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
 
 @pytest.fixture(scope="module")
-def two(folder: Path) -> Iterator[LLM]:
+def two(folder: Path, warm_workers: None) -> Iterator[LLM]:
     """An engine of two ranks, in processes that it chose by itself."""
     settings = {name: value for name, value in IN_ITS_PROCESS.items() if name != "parallel.executor"}
     llm = LLM(str(folder), **settings, tensor_parallel_size=2)
@@ -36,10 +38,13 @@ def test_answers_are_those_of_one_process(folder: Path, two: LLM) -> None:
     with LLM(str(folder), **IN_ITS_PROCESS | {"parallel.executor": "in_process"}) as one:
         expected = one.generate(asked, params)
     found = two.generate(asked, params)
-    assert [[each.token_ids for each in output.outputs] for output in found] == [
-        [each.token_ids for each in output.outputs] for output in expected
-    ]
-    assert found[0].outputs[0].cumulative_logprob == pytest.approx(expected[0].outputs[0].cumulative_logprob, abs=1e-3)
+    for ours, theirs in zip(found, expected, strict=True):
+        for answer, right in zip(ours.outputs, theirs.outputs, strict=True):
+            assert (answer.token_ids, answer.text) == (right.token_ids, right.text)
+    ours, theirs = (outputs[0] for outputs in (found, expected))
+    assert ours.outputs[0].cumulative_logprob == pytest.approx(theirs.outputs[0].cumulative_logprob, abs=1e-3)
+    places = zip(ours.prompt_logprobs[1:], theirs.prompt_logprobs[1:], strict=True)
+    assert all(one.keys() == other.keys() for one, other in places)
     assert found[2].outputs[0].text.strip().isdigit()
 
 

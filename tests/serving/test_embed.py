@@ -117,7 +117,7 @@ def test_lost_workers_are_started_again_before_a_batch(monkeypatch: pytest.Monke
     llm = LLM("minilm", **QUIET)
     executor, expected = llm._embedder.executor, llm.embed(TEXTS)
     monkeypatch.setattr(type(executor), "can_restart", property(lambda self: self.worker is None))
-    monkeypatch.setattr(type(executor), "restart", type(executor).start)
+    monkeypatch.setattr(type(executor), "restart", lambda self, prepare: (self.start(), prepare()))
     executor.worker = None
     assert [output.embedding for output in llm.embed(TEXTS)] == [output.embedding for output in expected]
 

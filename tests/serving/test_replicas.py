@@ -141,7 +141,7 @@ def test_aborting_and_leaving(checkpoint: Path) -> None:
 
 
 def kill(replica: Replica) -> None:
-    (worker,) = replica.engine.core.executor._workers
+    (worker,) = replica.engine.core.executor.workers.links
     assert isinstance(worker, LocalProcess)
     os.kill(worker.process.pid, signal.SIGKILL)
 

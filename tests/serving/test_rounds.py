@@ -64,7 +64,9 @@ def test_replicas_share_experts(checkpoint: Path) -> None:
             await anext(left)
             await last(llm, *asked[3])
         assert (await last(llm, *asked[2])).outputs[0].token_ids == expected[2]
-        workers = [worker.process.pid for each in llm.replicas.each for worker in each.engine.core.executor._workers]
+        workers = [
+            worker.process.pid for each in llm.replicas.each for worker in each.engine.core.executor.workers.links
+        ]
         await asyncio.sleep(0.2)
         before = worked(workers)
         await asyncio.sleep(1)

@@ -34,13 +34,15 @@ class _Offer(NamedTuple):
         host: the same for all processes that can see each other.
         process: its id.
         file: of the memory, a descriptor of the first rank.
+        processors: that it may run on.
         obstacle: why it cannot take part; empty where it can.
     """
 
-    host: str
-    process: int
-    file: int
-    obstacle: str
+    host: str = ""
+    process: int = 0
+    file: int = -1
+    processors: frozenset[int] = frozenset()
+    obstacle: str = ""
 
 
 class SharedMemoryCommunicator(Communicator):
@@ -67,7 +69,8 @@ class SharedMemoryCommunicator(Communicator):
     def remark(self, owner: object) -> str:
         if self.shared is None:
             return f"by torch.distributed, as {self.obstacle}"
-        return f"{self.world_size} ranks of this host, over shared memory"
+        few = "" if self.shared.spins() else ", with fewer processors than ranks"
+        return f"{self.world_size} ranks of this host, over shared memory{few}"
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self.shared is None or not x.is_cpu or x.dtype not in SUMMED:
@@ -122,7 +125,7 @@ def _join(communicator: Communicator) -> tuple[Any, str]:
                 os.ftruncate(file, torch.ops.opgraft_cpu_kernels.shared_group_bytes(communicator.world_size))
             except OSError as error:  # told to all, who would wait for it else
                 obstacle = f"this system gives no memory to share ({error})"
-        offers = _told(communicator, _Offer("" if obstacle else _host(), os.getpid(), file, obstacle))
+        offers = _told(communicator, _Offer(obstacle=obstacle) if obstacle else _offer(file))
         obstacle = _common_obstacle(offers)
         if obstacle:
             return None, obstacle
@@ -149,6 +152,10 @@ def _obstacle(communicator: Communicator) -> str:
     return missing() or ""
 
 
+def _offer(file: int) -> _Offer:
+    return _Offer(_host(), os.getpid(), file, frozenset(os.sched_getaffinity(0)))
+
+
 def _host() -> str:
     """Name what processes have in common that can open each other's files: a running system and its numbers."""
     with suppress(OSError):
@@ -170,12 +177,14 @@ def _common_obstacle(offers: Sequence[_Offer]) -> str:
 def _mapped(communicator: Communicator, offers: Sequence[_Offer]) -> tuple[Any, str]:
     """Return the group of the library, or ``None`` and why there is none."""
     first, seconds = offers[0], time_limit(communicator.process_group)
+    # A rank may be bound to a processor: what counts are those of all ranks together.
+    spins = len(frozenset().union(*(offer.processors for offer in offers))) >= len(offers)
     opened: list[int] = []
     try:
         file = os.open(f"/proc/{first.process}/fd/{first.file}", os.O_RDWR | os.O_CLOEXEC)
         try:
             opened += [os.pidfd_open(offer.process) for offer in offers]
-            group = torch.classes.opgraft_cpu_kernels.SharedGroup(file, communicator.rank, opened, seconds)
+            group = torch.classes.opgraft_cpu_kernels.SharedGroup(file, communicator.rank, opened, seconds, spins)
         finally:
             os.close(file)
     except (OSError, RuntimeError) as error:

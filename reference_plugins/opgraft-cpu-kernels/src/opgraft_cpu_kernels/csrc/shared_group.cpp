@@ -4,7 +4,6 @@
 #include "shared_group.h"
 
 #include <poll.h>
-#include <sched.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -21,7 +20,7 @@ namespace {
 constexpr int64_t SLOT = int64_t(1) << 19;  // bytes
 constexpr int64_t HEAD = sizeof(Seat) * MOST_RANKS;
 constexpr int64_t SHARED_SUM = int64_t(1) << 15;  // from so many bytes on each of several ranks sums a part for all
-constexpr std::chrono::microseconds SPINNING(100);
+constexpr std::chrono::microseconds SPINNING(400);  // more than ranks with uneven shares of a layer are apart
 constexpr long NAP = 100'000'000;  // nanoseconds of sleep before one looks whether the other still lives
 
 bool reached(uint32_t arrived, uint32_t step) { return int32_t(arrived - step) >= 0; }  // modulo 2^32
@@ -35,23 +34,16 @@ void sleep_on(std::atomic<uint32_t>& word, uint32_t seen) {
 void wake(std::atomic<uint32_t>& word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
 }
-
-// The processors of this process, which may be fewer than there are.
-int64_t processors() {
-  cpu_set_t set;
-  return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
-}
 #else
 void sleep_on(std::atomic<uint32_t>&, uint32_t) { std::this_thread::sleep_for(SPINNING); }
 void wake(std::atomic<uint32_t>&) {}
-int64_t processors() { return std::thread::hardware_concurrency(); }
 #endif
 
 inline void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #else
-  sched_yield();
+  std::this_thread::yield();
 #endif
 }
 
@@ -138,12 +130,12 @@ int64_t wrapped(const char* op, const Tensor& x, int64_t dim) {
 
 int64_t SharedGroup::bytes(int64_t ranks) { return HEAD + (2 * ranks + 1) * SLOT; }
 
-SharedGroup::SharedGroup(int64_t file, int64_t rank, std::vector<int64_t> processes, double seconds)
+SharedGroup::SharedGroup(int64_t file, int64_t rank, std::vector<int64_t> processes, double seconds, bool spins)
     : rank_(rank),
       ranks_(int64_t(processes.size())),
       processes_(std::move(processes)),
       seconds_(seconds),
-      spins_(ranks_ <= processors()) {
+      spins_(spins) {
   TORCH_CHECK_VALUE(1 < ranks_ && ranks_ <= MOST_RANKS && 0 <= rank && rank < ranks_, "shared group: rank ", rank,
                     " of ", ranks_, ", expected 2 to ", MOST_RANKS, " ranks");
   void* memory = mmap(nullptr, size_t(bytes(ranks_)), PROT_READ | PROT_WRITE, MAP_SHARED, int(file), 0);
@@ -193,17 +185,23 @@ void SharedGroup::wait_for_all() {
 }
 
 void SharedGroup::wait_for(int64_t rank, uint32_t step) {
-  Seat& seat = seats_[rank];
-  if (reached(seat.arrived.load(std::memory_order_acquire), step)) return;
+  if (reached(seats_[rank].arrived.load(std::memory_order_acquire), step)) return;
   const Clock::time_point start = Clock::now();
-  if (spins_) {
-    do {
-      for (int i = 0; i < 32; ++i) {
-        pause();
-        if (reached(seat.arrived.load(std::memory_order_acquire), step)) return;
-      }
-    } while (Clock::now() - start < SPINNING);
+  if (!spins_ || !spin_for(seats_[rank], step, start)) sleep_for(rank, step, start);
+  waited_ += seconds_since(start);
+}
+
+bool SharedGroup::spin_for(const Seat& seat, uint32_t step, Clock::time_point start) {
+  while (Clock::now() - start < SPINNING) {
+    for (int i = 0; i < 32; ++i, pause()) {
+      if (reached(seat.arrived.load(std::memory_order_acquire), step)) return true;
+    }
   }
+  return false;
+}
+
+void SharedGroup::sleep_for(int64_t rank, uint32_t step, Clock::time_point start) {
+  Seat& seat = seats_[rank];
   for (;;) {
     // Either this rank sees that the other has arrived, or the other sees that this one sleeps.
     seat.sleepers.fetch_add(1);
@@ -215,7 +213,7 @@ void SharedGroup::wait_for(int64_t rank, uint32_t step) {
     if (reached(seat.arrived.load(), step)) return;
     if (ended) fail("the process of rank " + std::to_string(rank) + " has ended");
     if (left) fail("rank " + std::to_string(rank) + " has left the group");
-    if (std::chrono::duration<double>(Clock::now() - start).count() > seconds_) {
+    if (seconds_since(start) > seconds_) {
       fail("rank " + std::to_string(rank) + " has not joined within " + std::to_string(int64_t(seconds_)) + " seconds");
     }
   }
@@ -281,7 +279,7 @@ Tensor SharedGroup::gathered(const Tensor& x, int64_t dim, int64_t to) {
   for (int64_t first = 0; first < bytes; first += SLOT) {
     const int64_t size = std::min(SLOT, bytes - first);
     begin();
-    std::memcpy(slot(rank_), data_of(given) + first, size_t(size));
+    if (to != rank_) std::memcpy(slot(rank_), data_of(given) + first, size_t(size));  // else nobody reads it
     arrive();
     for (int64_t rank = 0; reads && rank < ranks_; ++rank) {
       wait_for(rank, step_);
@@ -388,13 +386,13 @@ Tensor SharedGroup::all_to_all(const Tensor& x, const std::vector<int64_t>& sent
 void define_shared_group(torch::Library& library) {
   library.def("shared_group_bytes(int ranks) -> int", &SharedGroup::bytes);
   library.class_<SharedGroup>("SharedGroup")
-      .def(torch::init<int64_t, int64_t, std::vector<int64_t>, double>())
+      .def(torch::init<int64_t, int64_t, std::vector<int64_t>, double, bool>())
       .def("all_reduce", &SharedGroup::all_reduce)
       .def("all_gather", &SharedGroup::all_gather)
       .def("gather", &SharedGroup::gather).def("reduce_scatter", &SharedGroup::reduce_scatter)
       .def("broadcast", &SharedGroup::broadcast)
       .def("all_to_all", &SharedGroup::all_to_all)
-      .def("leave", &SharedGroup::leave).def("used", &SharedGroup::used);
+      .def("leave", &SharedGroup::leave).def("spins", &SharedGroup::spins).def("used", &SharedGroup::used);
 }
 
 }  // namespace opgraft_cpu_kernels

@@ -30,8 +30,9 @@ struct alignas(128) Seat {
 // of step.
 class SharedGroup : public torch::CustomClassHolder {
  public:
-  // `file` is mapped and left to the caller; `processes` are pidfds of all ranks, which are closed in the end.
-  SharedGroup(int64_t file, int64_t rank, std::vector<int64_t> processes, double seconds);
+  // `file` is mapped and left to the caller; `processes` are pidfds of all ranks, which are closed in the end. `spins`:
+  // each rank has a processor of its own, so that who waits may keep one for a while.
+  SharedGroup(int64_t file, int64_t rank, std::vector<int64_t> processes, double seconds, bool spins);
   ~SharedGroup() override;
   static int64_t bytes(int64_t ranks);  // of the file
 
@@ -43,8 +44,9 @@ class SharedGroup : public torch::CustomClassHolder {
   Tensor broadcast(const Tensor& x, int64_t from);
   Tensor all_to_all(const Tensor& x, const std::vector<int64_t>& sent, const std::vector<int64_t>& received);
   void leave();  // others that wait for this rank fail at once
-  // Calls, bytes that this rank gave to them, and their seconds.
-  std::tuple<int64_t, int64_t, double> used() const { return {calls_, given_, taken_}; }
+  bool spins() const { return spins_; }
+  // Calls, bytes that this rank gave to them, their seconds, and those in which it waited for others.
+  std::tuple<int64_t, int64_t, double, double> used() const { return {calls_, given_, taken_, waited_}; }
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -57,13 +59,19 @@ class SharedGroup : public torch::CustomClassHolder {
       ++group.calls_;
       group.given_ += bytes;
     }
-    ~Counted() { group.taken_ += std::chrono::duration<double>(Clock::now() - start).count(); }
+    ~Counted() { group.taken_ += seconds_since(start); }
   };
+
+  static double seconds_since(Clock::time_point start) {
+    return std::chrono::duration<double>(Clock::now() - start).count();
+  }
 
   void begin();  // a step: waits until its slot may be written
   void arrive();
   void wait_for(int64_t rank, uint32_t step);
   void wait_for_all();
+  static bool spin_for(const Seat& seat, uint32_t step, Clock::time_point start);  // whether it has arrived
+  void sleep_for(int64_t rank, uint32_t step, Clock::time_point start);
   [[noreturn]] void fail(const std::string& reason);
   char* slot(int64_t rank) const;
   int64_t largest(int64_t own);  // of the numbers that all ranks give
@@ -80,7 +88,7 @@ class SharedGroup : public torch::CustomClassHolder {
   const bool spins_;
   uint32_t step_ = 0;
   int64_t calls_ = 0, given_ = 0;
-  double taken_ = 0;
+  double taken_ = 0, waited_ = 0;
   std::string failed_;
 };
 

@@ -1,0 +1,253 @@
+"""``RemoteWorkers``: the workers of one start, from then until they are ended, and why they are."""
+
+from __future__ import annotations
+
+import select
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+from opgraft.engine.grammar_sharing import GrammarSharing
+from opgraft.engine.worker_link import END_SECONDS, WorkerLink, end_workers, hanging
+from opgraft.errors import EngineError
+from opgraft.machine.broadcast import BY_CHANNEL
+from opgraft.text import printable
+
+SHUT_DOWN = "the engine was shut down, or not started, and has no worker"
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+class Started(NamedTuple):
+    """Processes that were started for workers. Nothing in it may hold the executor, which then would never be dropped.
+
+    Attributes:
+        links: to the workers, in the order of ranks.
+        local_ranks: the local rank of each, and the number of workers of its host.
+        meeting: host and port of the store by which they find each other; ``None`` for one that is alone.
+        release: gives back what they share, once they have ended.
+        share: writes a call of a number to memory that all of them have, and returns its token; ``None`` where there is
+            no such memory, and each is sent the call.
+    """
+
+    links: Sequence[WorkerLink] = ()
+    local_ranks: Sequence[tuple[int, int]] = ()
+    meeting: tuple[str, int] | None = None
+    release: Callable[[], None] = _nothing
+    share: Callable[[int, memoryview], bytes] | None = None
+
+
+_NONE = Started()
+
+
+class RemoteWorkers:
+    """The workers of one start, who run until there is a reason why they do not.
+
+    Others that start in their place are another object: a thread that still has this one reaches none of them. One
+    thread calls; any may look, ask beside, kill and end.
+
+    Args:
+        started: their processes.
+        seconds: that a message, and the compilation of a grammar, may take.
+        restarts_left: how often others may start in their place.
+
+    Attributes:
+        links: to the workers, in the order of ranks.
+        reason: why they are there no more, the first that there was; empty while they are.
+        grammars: those that they know.
+    """
+
+    def __init__(self, started: Started = _NONE, seconds: float = 0.0, restarts_left: int = 0) -> None:
+        self.links, self._started = tuple(started.links), started
+        self.reason = ""
+        self.restarts_left = restarts_left
+        self.grammars = GrammarSharing()
+        self._seconds = seconds
+        self._noting = threading.Lock()
+        self._calling = threading.RLock()  # while it is held, the files of the channels are theirs
+        self._ended = False
+        self._poll = select.poll()
+        for link in self.links:
+            link.limit(seconds)
+            self._poll.register(link.calls.fileno(), select.POLLIN)
+        self._by_file = {link.calls.fileno(): link for link in self.links}
+        self._disown: Callable[[], object] = _nothing
+
+    def end_with(self, owner: object) -> None:
+        """Have them end when nobody has their owner any more, or the interpreter ends."""
+        self._disown = weakref.finalize(owner, self.end).detach
+
+    def look(self) -> str:
+        """Return why they are there no more, and note it where a process has ended; from any thread."""
+        if not self.reason:
+            dead = next((link for link in self.links if link.ended()), None)
+            if dead is not None:
+                self._note_end(dead)
+        return self.reason
+
+    @property
+    def are_lost(self) -> bool:
+        """Tell whether they are there no more, and nobody has shut them down."""
+        return self.look() not in ("", SHUT_DOWN)
+
+    @property
+    def can_restart(self) -> bool:
+        """Tell whether they are lost, and others may start in their place."""
+        return self.restarts_left > 0 and self.are_lost
+
+    def error(self) -> EngineError:
+        """Return the error that says why they are there no more."""
+        advice = "workers start again with the next request" if self.can_restart else "make a new engine"
+        return EngineError(f"{self.reason}; {advice}")
+
+    def note(self, reason: str) -> None:
+        """Note why they are there no more, unless there is a reason already."""
+        with self._noting:
+            self.reason = self.reason or reason
+
+    def _note_end(self, link: WorkerLink) -> None:
+        """Note that the process of a worker has ended, or that of another one whose end it has told."""
+        dead = next((each for each in self.links if each.ended()), link)
+        how = dead.ended(END_SECONDS) or "as far as its channels tell"
+        whose = f"rank {dead.rank}" if len(self.links) > 1 else "the worker"
+        stage = printable(dead.progress().stage)
+        self.note(f"the process of {whose} has ended, {how}; last stage: {stage}. stderr may say why")
+
+    def post(self, number: int, data: memoryview) -> None:
+        """Send a call, which ``encoded`` has made ready, to all of them.
+
+        Raises:
+            EngineError: they are there no more, or one does not take calls.
+        """
+        with self._calling:
+            self._expect_going()
+            token = BY_CHANNEL if self._started.share is None else self._started.share(number, data)
+            for link in self.links:
+                self._send(link, number, data, token)
+
+    def begin(self, rank: int, job: memoryview) -> None:
+        """Send a rank its job.
+
+        Raises:
+            EngineError: they are there no more.
+        """
+        with self._calling:
+            self._expect_going()
+            self._send(self.links[rank], 0, job, BY_CHANNEL)
+
+    def _send(self, link: WorkerLink, number: int, data: memoryview, token: bytes) -> None:
+        try:
+            link.post(data, token)
+        except (TimeoutError, BlockingIOError):
+            raise self.ended(hanging(self.links, number - 1, self._seconds), at_once=True) from None
+        except OSError as error:
+            raise self._ended_by(link) from error
+
+    def reply(self, seconds: float) -> tuple[int, Any] | None:
+        """Wait for a reply, and return the rank that it is of and what it says; ``None`` where none has come in time.
+
+        Raises:
+            EngineError: they are there no more.
+        """
+        with self._calling:
+            self._expect_going()
+            link = self._replying(seconds)
+            if link is None:
+                return None
+            try:
+                return link.rank, link.calls.receive()
+            except TimeoutError:
+                stage = printable(link.progress().stage)
+                stuck = (
+                    f"rank {link.rank} ({stage}) did not come to the end of a reply within {self._seconds:g} seconds"
+                )
+                raise self.ended(f"{stuck}: all were ended", at_once=True) from None
+            except (EOFError, OSError) as error:
+                raise self._ended_by(link) from error
+
+    def _replying(self, seconds: float) -> WorkerLink | None:
+        for link in self.links:
+            if link.calls.holds_message:
+                return link
+        found = self._poll.poll(seconds * 1000)
+        return self._by_file[found[0][0]] if found else None
+
+    def _expect_going(self) -> None:
+        if self.reason:
+            raise self.ended(self.reason)
+
+    def _ended_by(self, link: WorkerLink) -> EngineError:
+        if not self.reason:
+            self._note_end(link)
+        return self.ended(self.reason)
+
+    def ask_beside(self, data: memoryview) -> None:
+        """Send a message by the second channel of each, and raise what one of them raises; from any thread.
+
+        Raises:
+            EngineError: they are there no more, or one does not answer.
+        """
+        for link in self.links:
+            self._beside(link, partial(link.beside.send_encoded, data))
+        for _, done, answer in [self._beside(link, link.beside.receive) for link in self.links]:
+            if not done:
+                raise answer
+
+    def _beside(self, link: WorkerLink, function: Callable[[], Any]) -> Any:
+        if self.reason:
+            raise self.error()
+        try:
+            return function()
+        except TimeoutError:
+            self.note(
+                f"{link.told()} did not compile a grammar within {self._seconds:g} seconds: all were "
+                "ended. Raise parallel.step_seconds where this was no hang"
+            )
+        except (EOFError, OSError):
+            if not self.reason:
+                self._note_end(link)
+        self.kill()  # on which the thread that calls ends them
+        raise self.error()
+
+    @contextmanager
+    def or_interrupted(self) -> Iterator[None]:
+        """End the processes on an interrupt, after which nobody knows how much of a message has come."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            self.end("an interrupt came while the process of the worker was asked, which was ended")
+            raise
+
+    def kill(self) -> None:
+        """End the processes at once, whatever they do; from any thread."""
+        for link in self.links:
+            link.kill()
+
+    def ended(self, reason: str, *, at_once: bool = False) -> EngineError:
+        """End them, and return the error that says why."""
+        self.end(reason, patience=0.0 if at_once else END_SECONDS)
+        return self.error()
+
+    def end(self, reason: str = SHUT_DOWN, patience: float = END_SECONDS) -> None:
+        """End the processes, once, from any thread; one that waits for them is told so.
+
+        Args:
+            reason: why, unless there is a reason already.
+            patience: seconds that they have to end by themselves.
+        """
+        self.note(reason)
+        for link in self.links:
+            link.hang_up()
+        with self._calling, ExitStack() as undo:
+            if not self._ended:
+                self._ended = True
+                self._disown()
+                undo.callback(self._started.release)
+                end_workers(self.links, patience)

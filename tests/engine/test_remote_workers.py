@@ -1,0 +1,259 @@
+"""Workers of several processes from start to end: whoever else looks, asks or ends at that moment is told the truth."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine.engines import replaced, settings
+from engine.interrupting import InterruptAt
+from engine.test_lost_workers import left
+from opgraft.engine.executors import executor_of
+from opgraft.engine.process_executor import LocalProcess, ProcessExecutor, listening_store
+from opgraft.engine.remote_workers import Started
+from opgraft.engine.sampling import Grammar, GrammarTokens
+from opgraft.errors import ConfigError, EngineError
+from opgraft.machine.channel import Channel, encoded
+from small_tokenizers import trained_tokenizer
+from warm.interpreter import process_of
+
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
+LIMIT = 1.0
+"""Seconds after which a worker is taken to hang."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    listening_store("127.0.0.1")  # with the first one torch opens a pipe for all of them
+    before = left()
+    yield
+    gc.collect()
+    assert left() == before
+
+
+Make = Callable[..., ProcessExecutor]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes executors, whose workers have no model, and shuts them down."""
+    made: list[ProcessExecutor] = []
+
+    def make(**parallel: Any) -> ProcessExecutor:
+        given = {"executor": "processes", "step_seconds": LIMIT, **parallel}
+        found = executor_of(replaced(settings(Path("none")), parallel=given).resolved())
+        assert isinstance(found, ProcessExecutor)
+        made.append(found)
+        return found
+
+    yield make
+    for each in made:
+        each.shutdown()
+
+
+def started(make: Make, **parallel: Any) -> ProcessExecutor:
+    executor = make(**parallel)
+    executor.start()
+    return executor
+
+
+def link_of(executor: ProcessExecutor, rank: int = 0) -> LocalProcess:
+    link = executor.workers.links[rank]
+    assert isinstance(link, LocalProcess)
+    return link
+
+
+def end(executor: ProcessExecutor, number: int, rank: int = 0) -> None:
+    """End the process of a worker, or stop it, by a signal, and wait until that is so."""
+    process = process_of(link_of(executor, rank).process.pid)
+    os.kill(process, number)
+    if number == signal.SIGKILL:
+        link_of(executor, rank).process.wait(30)
+    else:
+        while Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            pass
+
+
+def test_who_has_the_workers_of_before_reaches_none_of_those_that_started(make: Make) -> None:
+    """Threads that look, kill, end or ask while others start in their place do it to those that have ended."""
+    executor = started(make, restart_workers=3)
+    for restarts in (2, 1, 0):
+        before, stop = executor.workers, threading.Event()
+        end(executor, signal.SIGKILL)
+
+        def look(stop: threading.Event = stop) -> None:
+            while not stop.is_set():
+                executor.check_health()
+
+        with ThreadPoolExecutor(1) as threads:
+            looking = threads.submit(look)
+            try:
+                executor.restart(lambda: None)
+            finally:
+                stop.set()
+            looking.result()
+        before.kill()
+        before.end()
+        with pytest.raises(EngineError, match="status -9"):
+            before.ask_beside(encoded(()))
+        executor.check_health()
+        assert executor.call_all("synchronize") == [None]
+        assert (executor.workers.restarts_left, executor.is_lost, executor.can_restart) == (restarts, False, False)
+
+
+@pytest.mark.parametrize("fails", ["the model", "the processes", "an interrupt"])
+def test_a_restart_that_fails_is_told_by_whoever_is_asked(
+    make: Make, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """Health, and the next call, say why; each try is counted; what had started has ended."""
+    executor = started(make, restart_workers=2)
+    tries = []
+
+    def prepare() -> None:
+        tries.append(executor.workers.restarts_left)
+        executor.check_health()
+        raise KeyboardInterrupt if fails == "an interrupt" else ConfigError("too little memory")
+
+    end(executor, signal.SIGKILL)
+    assert (executor.is_lost, executor.can_restart) == (True, True)
+    executor.check_health()
+    if fails == "the processes":
+        monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    reason = {"the model": "too little memory", "the processes": "nowhere/python"}.get(fails, "KeyboardInterrupt")
+    if fails == "an interrupt":
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                executor.restart(prepare)
+    else:
+        executor.restart(prepare)
+    assert tries == ([] if fails == "the processes" else [1, 0])
+    assert (executor.is_lost, executor.can_restart, executor.is_restarting) == (True, False, False)
+    for use in (executor.check_health, lambda: executor.call("synchronize")):
+        with pytest.raises(EngineError, match=rf"could not be started again: .*{reason}.*make a new engine"):
+            use()
+
+
+def test_a_worker_that_is_stopped_holds_nobody_up(make: Make) -> None:
+    """The compilation of a grammar, and a call that its pipes have no room for, fail in time; the end does not wait."""
+    tokens = GrammarTokens(trained_tokenizer())
+    executor = started(make, restart_workers=2)
+    asks: list[tuple[Callable[[], object], str]] = [
+        (lambda: executor.share(Grammar({"choice": ["a"]}, tokens)), "did not compile a grammar within 1 seconds"),
+        (lambda: executor.call("synchronize", b"x" * 10_000_000), "did not come to the end of a call within 1 seconds"),
+    ]
+    for ask, reason in asks:
+        end(executor, signal.SIGSTOP)
+        with pytest.raises(EngineError, match=rf"rank 0 \(after preparing the device\) {reason}"):
+            ask()
+        with pytest.raises(EngineError, match=reason):
+            executor.call("synchronize")
+        executor.restart(lambda: None)
+    end(executor, signal.SIGSTOP)
+    executor.shutdown()
+    assert link_of(executor).process.returncode == -signal.SIGKILL
+
+
+def test_a_shutdown_ends_a_call_of_another_thread(make: Make) -> None:
+    """Who waits for a worker is told, and its files are given back when nobody waits at them any more."""
+    executor = started(make, step_seconds=300)
+    end(executor, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as threads:
+        calling = threads.submit(executor.call, "synchronize")
+        while not executor._awaited:
+            pass
+        executor.shutdown()
+        executor.shutdown()
+        with pytest.raises(EngineError, match="the engine was shut down"):
+            calling.result(30)
+    with pytest.raises(EngineError, match="the engine was shut down"):
+        executor.check_health()
+
+
+def test_a_shutdown_while_workers_start_ends_them(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that come too late are ended, and the start says so."""
+    executor, start = make(), ProcessExecutor._start_workers
+
+    def shut_down_meanwhile(self: ProcessExecutor) -> Started:
+        found = start(self)
+        self.shutdown()
+        return found
+
+    monkeypatch.setattr(ProcessExecutor, "_start_workers", shut_down_meanwhile)
+    with pytest.raises(EngineError, match="the engine was shut down"):
+        executor.start()
+
+
+def test_a_worker_that_ends_while_the_others_start_is_named(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the one that is told, and not those that wait for it."""
+    start = ProcessExecutor._start_workers
+
+    def one_ends(self: ProcessExecutor) -> Started:
+        found = start(self)
+        found.links[1].kill()
+        assert found.links[1].ended(30)
+        return found
+
+    monkeypatch.setattr(ProcessExecutor, "_start_workers", one_ends)
+    executor = make(tensor=2, step_seconds=300)
+    with pytest.raises(EngineError, match=r"process of rank 1 has ended, with the status -9.*last stage: starting"):
+        executor.start()
+
+
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # between its making and its first use
+def test_an_interrupt_while_workers_start_leaves_none(make: Make) -> None:
+    """Wherever it comes, those that had started are ended, once the executor is shut down."""
+    files = ("process_executor.py", "remote_workers.py", "remote_executor.py", "worker_link.py")
+    interrupted = 0
+    for number in range(3, 110, 12):
+        executor = make(tensor=2)
+        try:
+            with InterruptAt(number, files):
+                executor.start()
+        except KeyboardInterrupt:
+            interrupted += 1
+        executor.shutdown()
+    assert interrupted > 5, interrupted
+
+
+def test_a_channel_is_closed_once_and_for_all_threads() -> None:
+    """Who waits at it is told; a number that another file has by then is not closed a second time."""
+    here, there = socket.socketpair()
+    channel = Channel(here)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(channel.receive)
+        while not channel._in_use.locked():
+            pass
+        number = channel.fileno()
+        channel.close()
+        with pytest.raises((EOFError, OSError)):
+            waiting.result(30)
+    other = os.open(os.devnull, os.O_RDONLY)
+    assert other == number
+    channel.close()
+    os.fstat(other)
+    os.close(other)
+    there.close()
+
+
+def test_a_message_that_stops_in_the_middle_fails_in_time() -> None:
+    """Neither who sends nor who receives waits for ever for the other end."""
+    here, there = socket.socketpair()
+    channel = Channel(here)
+    channel.limit(0.1)
+    there.sendall(bytes(encoded("half"))[:-1])
+    with pytest.raises(TimeoutError):
+        channel.receive()
+    with pytest.raises(TimeoutError):
+        channel.send(b"x" * 10_000_000)
+    channel.close()
+    there.close()
