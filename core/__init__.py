@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from opgraft.binding.rebinding import rebind as rebind
     from opgraft.compilation.compiled import Compiled as Compiled
     from opgraft.compilation.compiled import compile as compile
+    from opgraft.compilation.graph_pass import GraphPass as GraphPass
+    from opgraft.compilation.graph_pass import PassReport as PassReport
     from opgraft.config import (
         CompilationConfig as CompilationConfig,
     )
@@ -104,6 +106,7 @@ _HOME = {
     "opgraft.binding.marks": ("inference_only", "needs"),
     "opgraft.binding.pluggable_class": ("PluggableClass",),
     "opgraft.compilation.compiled": ("Compiled", "compile"),
+    "opgraft.compilation.graph_pass": ("GraphPass", "PassReport"),
     "opgraft.config": ("CompilationConfig", "CompilationMode", "OpgraftConfig", "set_config"),
     "opgraft.decision": ("Candidate", "Decision", "Provider"),
     "opgraft.engine.sampling_params": ("SamplingParams",),

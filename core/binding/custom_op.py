@@ -133,10 +133,6 @@ class CustomOp(Replaceable, nn.Module):
         """Explain which kernel this op runs: candidates, providers, and the settings that would change it."""
         return self.binding.decision
 
-    def calls_forms(self) -> bool:
-        """Tell whether ``forward_native`` is what this op computes, so that a graph may show its forms."""
-        return True
-
     @classmethod
     def enabled(cls) -> bool:
         """Return whether an instance constructed now would be enabled by ``custom_ops``."""

@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
-from opgraft.binding.capture import capturing, registered_op
 from opgraft.binding.derivation import NATIVE
 from opgraft.binding.marks import NEEDS_GRADIENT, gradient_required
 from opgraft.binding.specialisation import Binding, bind
@@ -73,7 +72,7 @@ class Functional(Generic[Arguments, Result]):
 
         @constant_while_tracing
         def bind_while_traced() -> None:
-            self.traced = registered_op(self.name) if capturing() else _bound(self)
+            self.traced = _bound(self)
 
         # Binds the form while a compiler traces its caller, which then reads and guards the attribute. Without an
         # argument, as compilers of torch before 2.9 take constants only.

@@ -1,4 +1,4 @@
-"""Backends of ``torch.compile``, called as Dynamo calls them, for which torch has no public names."""
+"""Schemas of operators, and backends called as Dynamo calls them, for which torch has no public names."""
 
 from __future__ import annotations
 
@@ -41,3 +41,9 @@ def tracing_in(fake_mode: Any) -> AbstractContextManager[Any]:
     guards: Any = getattr(torch, "_guards", None)
     context = getattr(guards, "TracingContext", None)
     return guards.tracing(context(fake_mode)) if context is not None and fake_mode is not None else nullcontext()
+
+
+def returns_new_memory(node: fx.Node) -> bool:
+    """Tell whether the results of a node share no memory with its arguments; of operators that tell."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and all(result.alias_info is None for result in schema.returns)

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from opgraft.binding.derivation import NATIVE
 from opgraft.binding.semantic import semantic
 from opgraft.decision import Candidate, Decision
 from opgraft.errors import CompilationError
+from opgraft.ops.linear.modules import Linear
 from opgraft.text import described
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
@@ -73,7 +75,7 @@ def capture(model: nn.Module, example: Example) -> Captured:
     failed: list[tuple[str, str]] = []
     for name, strict, why in _WAYS:
         try:
-            with torch.no_grad(), semantic(model):
+            with torch.no_grad(), semantic(model, {Linear: _linear}):
                 program = torch.export.export(
                     model, example.args, dict(example.kwargs), dynamic_shapes=shapes, strict=strict
                 )
@@ -86,6 +88,11 @@ def capture(model: nn.Module, example: Example) -> Captured:
         f"{type(model).__name__} cannot be captured as one graph. {reasons}. Next: change what the message names, such "
         "as a branch on values of tensors, or run the model without opgraft.compile"
     )
+
+
+def _linear(self: Linear, input: Tensor, residual: Tensor | None = None, *, functional: Any = NATIVE) -> Tensor:
+    mapped: Tensor = functional.linear(input, self.weight, self.bias, self.activation, residual)
+    return mapped
 
 
 def _decision(model: nn.Module, name: str, why: str, failed: Sequence[tuple[str, str]]) -> Decision:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from opgraft.binding.arguments import expect_module
 from opgraft.compilation.backends import backend_of, built
 from opgraft.compilation.capture import Captured, Example, capture
+from opgraft.compilation.graph_pass import GraphPass
 from opgraft.compilation.inputs import InputCheck
 from opgraft.compilation.lowering import lower
+from opgraft.compilation.manager import run_passes
+from opgraft.compilation.nodes import PARTS
+from opgraft.compilation.passes import passes_of
 from opgraft.compilation.verification import expect_alike, of_size_one
 from opgraft.config import CompilationConfig, CompilationMode, OpgraftConfig, set_config
 from opgraft.decision import Candidate, Decision
@@ -26,14 +31,25 @@ class Compiled:
     Attributes:
         model: whose parameters it computes with. Writes to them are seen as by the model itself.
         graph: what was captured, after all passes, with semantic nodes.
+        passes: the record of each pass, in order.
         decision: how it was captured, what its nodes were lowered to, and by whom.
     """
 
-    def __init__(self, model: nn.Module, captured: Captured, backend: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        captured: Captured,
+        backend: str,
+        passes: Sequence[GraphPass] = (),
+        dump: str | None = None,
+    ) -> None:
         self.model = model
         self._captured = captured
         self._check = InputCheck(captured.module)
         self.graph = captured.module
+        self.passes = run_passes(passes, self.graph, model, Path(dump) if dump else None)
+        parameters = [part for node in self.graph.graph.nodes for part in node.meta.get(PARTS, ())]
+        self._joint = [(parameter, parameter.data_ptr()) for parameter in parameters]
         lowered, parts = lower(captured.module)
         self._run = built(lowered, backend)
         reason = "one graph for any size, in which each op runs the kernel that it is bound to"
@@ -74,6 +90,11 @@ class Compiled:
 
     def _computed(self, tensors: list[Tensor]) -> list[Any]:
         self._check.check(tensors)
+        if any(parameter.data_ptr() != address for parameter, address in self._joint):
+            raise CompilationError(
+                f"weights of {type(self.model).__name__} that compiled code computes at once have moved in memory, "
+                "as by .to() or .data: compile it anew"
+            )
         with torch.no_grad():
             return list(self._run(*(x if x.is_contiguous() else x.contiguous() for x in tensors)))
 
@@ -148,6 +169,7 @@ def _compiled(model: nn.Module, example: Example) -> Any:
             f"compilation_config.mode is {settings.mode!s}, which has no compiler yet: set it to FULL, "
             "STOCK_TORCH_COMPILE or NONE"
         )
-    compiled = Compiled(model, capture(model, example), backend)
+    passes = passes_of(settings.user_passes or ())
+    compiled = Compiled(model, capture(model, example), backend, passes, settings.dump_graphs)
     compiled.verify_one(example)
     return compiled

@@ -196,12 +196,6 @@ def test_writes_to_weights_are_seen(block: Block, x: torch.Tensor) -> None:
     expect_equal(compiled(x), block(x))
 
 
-def test_a_packed_model_compiles(block: Block, x: torch.Tensor) -> None:
-    """Layers that hold their weights packed only are captured too."""
-    opgraft.pack(block)
-    expect_equal(opgraft.compile(block, EAGER, args=(x,))(x[:1]), block(x[:1]))
-
-
 def test_modes(block: Block, x: torch.Tensor, counting: list[fx.GraphModule]) -> None:
     """NONE gives the model itself, STOCK_TORCH_COMPILE what torch.compile makes; another mode has no compiler."""
 

@@ -13,7 +13,7 @@ from opgraft.ops.activation.spec import gelu, silu
 from opgraft.ops.fused_moe import functional
 from opgraft.ops.fused_moe.methods import FusedMoEConfig
 from opgraft.ops.spec import Arguments, Draw, OpSpec, of_transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 EXPERTS, INTERMEDIATE, TOPK = 5, 3, 2
 
@@ -80,26 +80,22 @@ def _bias(rows: int) -> Any:
     return lambda draw, lead, size: draw(EXPERTS, rows or size)
 
 
-def _op(
-    x: Tensor,
-    w13: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: str = "silu",
-    w13_bias: Tensor | None = None,
-    w2_bias: Tensor | None = None,
-) -> tuple[nn.Module, tuple[Any, ...]]:
+def layer_of(weights: Arguments) -> SimpleNamespace:
+    """Return a layer that has weights, which are called as arguments, under the names that weight methods give them."""
+    names = {"w13": "w13_weight", "w2": "w2_weight"}
+    return SimpleNamespace(**{names.get(name, name): weight for name, weight in weights.items()})
+
+
+def _op(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, activation: str = "silu", **weights: Any) -> Any:
     config = FusedMoEConfig(
-        num_experts=w13.shape[0],
+        num_experts=len(weights["w2"]),
         experts_per_token=topk_ids.shape[1],
         hidden_dim=x.shape[1],
-        intermediate_size_per_partition=w2.shape[2],
+        intermediate_size_per_partition=weights["w2"].shape[2],
         activation=activation,
-        has_bias=w13_bias is not None,
+        has_bias=weights.get("w13_bias") is not None,
     )
-    layer = SimpleNamespace(w13_weight=w13, w2_weight=w2, w13_bias=w13_bias, w2_bias=w2_bias)
-    return ops.UnquantizedFusedMoEMethod(config), (layer, x, topk_weights, topk_ids)
+    return ops.UnquantizedFusedMoEMethod(config), (layer_of(weights), x, topk_weights, topk_ids)
 
 
 def _mixtral(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from opgraft.binding.custom_op import CustomOp
-from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.binding.marks import falls_back, needs
 from opgraft.ops.checks import expect_choice
 from opgraft.ops.linear import functional
@@ -48,10 +47,9 @@ class Linear(CustomOp, nn.Linear):
         expect_choice("linear", "activation", activation, tuple(functional.ACTIVATIONS))
         self.activation = activation
 
-    @calls_functional
-    def forward_native(self, input: Tensor, residual: Tensor | None = None, *, functional: Any = NATIVE) -> Tensor:
+    def forward_native(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """Map ``input``; raise ``ValueError`` where something does not fit."""
-        return functional.linear(input, self.weight, self.bias, self.activation, residual)
+        return functional.linear.native(input, self.weight, self.bias, self.activation, residual)
 
     @needs(packed_linear.missing)
     @falls_back(
@@ -63,9 +61,6 @@ class Linear(CustomOp, nn.Linear):
         return self.quant_method.apply(
             self, input, self.bias, activation=self.activation, residual=residual, kernel=packed_linear.linear
         )
-
-    def calls_forms(self) -> bool:
-        return self._packed is None
 
     def process_weights_after_loading(self) -> None:
         """Leave the weight as it is: ``pack`` and ``freeze`` say when something else may be made of it."""

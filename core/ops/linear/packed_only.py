@@ -11,7 +11,6 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from opgraft.binding.capture import capturing
 from opgraft.binding.marks import gradient_required
 from opgraft.compat import packed_linear as onednn
 from opgraft.compat import tracing
@@ -72,7 +71,7 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str
         ValueError: as the form does.
         PackError: ``torch.export`` looks on.
     """
-    if is_dynamo_compiling() or capturing():
+    if is_dynamo_compiling():
         return _compiled(x, weight, bias, activation, residual)
     return _run(x, weight, bias, activation, residual)
 
@@ -97,8 +96,7 @@ def _run(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str, 
 def _compiled(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str, residual: Tensor | None) -> Tensor:
     """Give a compiler one operator, or the definition over a weight that another operator rebuilds."""
     plain = x.dtype != weight.dtype or not x.is_cpu or torch.is_autocast_enabled("cpu")
-    exported = tracing.exporting() and not capturing()  # a capture is for this process
-    if plain or exported or gradient_required((x, bias, residual), {}):
+    if plain or tracing.exporting() or gradient_required((x, bias, residual), {}):
         return form.native(x, dense(weight), bias, activation, residual)
     result: Tensor = torch.ops.opgraft.packed_only_linear(x, weight.handle, weight.rows, bias, activation, residual)
     return result

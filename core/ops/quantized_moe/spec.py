@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from opgraft.ops.fused_moe.methods import FusedMoEConfig
 from opgraft.ops.quantized_moe import functional
 from opgraft.ops.quantized_moe.methods import ExpertWeights, QuantizedFusedMoEMethod
 from opgraft.ops.spec import HALF_NORM, Arguments, Draw, OpSpec
-from torch import Tensor, nn
+from torch import Tensor
 
 EXPERTS, INTERMEDIATE = plain.EXPERTS, 6
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -47,17 +46,12 @@ def _reference(
     w13_scales: Tensor,
     w2: Tensor,
     w2_scales: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: str = "silu",
     w13_offsets: Tensor | None = None,
     w2_offsets: Tensor | None = None,
-    w13_bias: Tensor | None = None,
-    w2_bias: Tensor | None = None,
+    **others: Any,
 ) -> Tensor:
     gate_up = _numbers(w13, w13_scales, w13_offsets, x.shape[1])
-    down = _numbers(w2, w2_scales, w2_offsets, w13.shape[1] // 2)
-    return plain.fused_experts_reference(x, gate_up, down, topk_weights, topk_ids, activation, w13_bias, w2_bias)
+    return plain.fused_experts_reference(x, gate_up, _numbers(w2, w2_scales, w2_offsets, w13.shape[1] // 2), **others)
 
 
 def _groups(size: int) -> int:
@@ -133,25 +127,11 @@ class _AsGiven(ExpertWeights):
     def finish(self, layer: Any) -> None: ...
 
 
-def _op(
-    x: Tensor,
-    w13: Tensor,
-    w13_scales: Tensor,
-    w2: Tensor,
-    w2_scales: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: str = "silu",
-    w13_offsets: Tensor | None = None,
-    w2_offsets: Tensor | None = None,
-    w13_bias: Tensor | None = None,
-    w2_bias: Tensor | None = None,
-) -> tuple[nn.Module, tuple[Any, ...]]:
-    sizes = (w13.shape[0], topk_ids.shape[1], x.shape[1], w13.shape[1] // 2)
-    config = FusedMoEConfig(*sizes, activation=activation, has_bias=w13_bias is not None)
-    first = {"w13_weight": w13, "w13_scales": w13_scales, "w13_offsets": w13_offsets, "w13_bias": w13_bias}
-    second = {"w2_weight": w2, "w2_scales": w2_scales, "w2_offsets": w2_offsets, "w2_bias": w2_bias}
-    layer = SimpleNamespace(**first, **second)
+def _op(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, activation: str = "silu", **weights: Any) -> Any:
+    experts, rows = weights["w13"].shape[:2]
+    sizes = (experts, topk_ids.shape[1], x.shape[1], rows // 2)
+    config = FusedMoEConfig(*sizes, activation=activation, has_bias=weights.get("w13_bias") is not None)
+    layer = plain.layer_of({"w13_offsets": None, "w2_offsets": None, **weights})
     return QuantizedFusedMoEMethod(config, _AsGiven()), (layer, x, topk_weights, topk_ids)
 
 

@@ -149,10 +149,10 @@ def _recurrence(
     A: Tensor,  # noqa: N803  # the letters of the papers
     B: Tensor,  # noqa: N803
     C: Tensor,  # noqa: N803
-    D: Tensor | None,  # noqa: N803
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
+    D: Tensor | None = None,  # noqa: N803
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return output and state after one token of one sequence, ``[heads, head_size]`` and with ``[..., state]``."""
     if dt_bias is not None:
@@ -167,74 +167,43 @@ def _recurrence(
     return (y if z is None else y * _activated(z, "silu")), state
 
 
+def _at(token: int, given: Arguments) -> Arguments:
+    """Return what ``_recurrence`` takes for one token, of arguments for many."""
+    of_tokens = ("x", "dt", "B", "C", "z")
+    return {name: x[token] if name in of_tokens and x is not None else x for name, x in given.items()}
+
+
+def _sequences(query_start_loc: Tensor, initial_states: Tensor, given: Arguments) -> tuple[Tensor, Tensor]:
+    """Scan the heads of sequences, token by token."""
+    y, final = torch.zeros_like(given["x"]), initial_states.clone()
+    for number, (start, end) in enumerate(_spans(query_start_loc)):
+        for token in range(start, end):
+            y[token], final[number] = _recurrence(final[number], **_at(token, given))
+    return y, final
+
+
 def _heads_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,  # noqa: N803
-    B: Tensor,  # noqa: N803
-    C: Tensor,  # noqa: N803
-    query_start_loc: Tensor,
-    initial_states: Tensor,
-    chunk_size: int = 1,
-    D: Tensor | None = None,  # noqa: N803
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
+    query_start_loc: Tensor, initial_states: Tensor, chunk_size: int = 1, **given: Any
 ) -> tuple[Tensor, Tensor]:
     """Scan heads, each with one ``dt``, ``A``, ``D`` and ``dt_bias`` for all its elements."""
-    inner = [None if each is None else each.reshape(HEADS, -1) for each in (D, dt_bias)]
-    y, final = torch.zeros_like(x), initial_states.clone()
-    for number, (start, end) in enumerate(_spans(query_start_loc)):
-        for t in range(start, end):
-            given = x[t], dt[t].reshape(HEADS, -1), A.reshape(HEADS, 1, 1), B[t], C[t]
-            gate = None if z is None else z[t]
-            y[t], final[number] = _recurrence(final[number], *given, inner[0], gate, inner[1], dt_softplus)
-    return y, final
+    numbers = {name: given[name][..., None] for name in ("dt", "D", "dt_bias") if given.get(name) is not None}
+    return _sequences(query_start_loc, initial_states, {**given, **numbers, "A": given["A"][:, None, None]})
 
 
-def _scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,  # noqa: N803
-    B: Tensor,  # noqa: N803
-    C: Tensor,  # noqa: N803
-    query_start_loc: Tensor,
-    initial_states: Tensor,
-    D: Tensor | None = None,  # noqa: N803
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-) -> tuple[Tensor, Tensor]:
+def _scan(query_start_loc: Tensor, initial_states: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
     """Scan channels, each as an element of one head."""
-    y, final = torch.zeros_like(x), initial_states.clone()
-    one = [None if each is None else each[None] for each in (D, dt_bias)]
-    for number, (start, end) in enumerate(_spans(query_start_loc)):
-        for t in range(start, end):
-            given = x[t, None], dt[t, None], A[None], B[t, None], C[t, None]
-            gate = None if z is None else z[t, None]
-            out, state = _recurrence(final[number, None], *given, one[0], gate, one[1], dt_softplus)
-            y[t], final[number] = out[0], state[0]
-    return y, final
+    weights = ("A", "D", "dt_bias")
+    one_head = {
+        name: x.unsqueeze(0 if name in weights else 1) if isinstance(x, Tensor) else x for name, x in given.items()
+    }
+    y, final = _sequences(query_start_loc, initial_states[:, None], one_head)
+    return y[:, 0], final[:, 0]
 
 
-def _step(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,  # noqa: N803
-    B: Tensor,  # noqa: N803
-    C: Tensor,  # noqa: N803
-    slots: Tensor,
-    out: Tensor,
-    D: Tensor | None = None,  # noqa: N803
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-) -> tuple[Tensor, Tensor]:
-    new, y = state.clone(), torch.zeros_like(x)
+def _step(state: Tensor, slots: Tensor, out: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+    new, y = state.clone(), torch.zeros_like(out)
     for row, slot in enumerate(slots.tolist()):
-        given = x[row], dt[row], A, B[row], C[row], D, None if z is None else z[row], dt_bias, dt_softplus
-        y[row], new[slot] = _recurrence(state[slot], *given)
+        y[row], new[slot] = _recurrence(state[slot], **_at(row, given))
     return new, y
 
 
