@@ -6,8 +6,9 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
-# On all processors, where pip would compile one file after another; some files of others are for other versions.
-COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 .venv/lib || true
+# On all processors, where pip would compile one file after another; some files of others are for other versions. The
+# links to opgraft too: where PYTHONDONTWRITEBYTECODE is set, every process would compile it anew.
+COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 .venv/lib build || true
 
 TOY_NPU := reference_plugins/opgraft-toy-npu
 CPU_KERNELS := reference_plugins/opgraft-cpu-kernels

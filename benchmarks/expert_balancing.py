@@ -6,6 +6,7 @@ some. A step is the layers of experts alone: with attention it would take longer
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import tempfile
 import time
@@ -24,7 +25,7 @@ from torch.multiprocessing.spawn import spawn
 
 LAYERS, EXPERTS, CHOSEN, HIDDEN = 16, 16, 2, 512
 TOKENS = 16
-STEPS, PLACEMENTS, MOVES = 8, 3, 4
+STEPS, PLACEMENTS, MOVES = 8, 2, 4
 LIMIT = 1.0
 
 
@@ -33,9 +34,11 @@ def rows() -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         spawn(_measure, (folder,), nprocs=2)  # type: ignore[no-untyped-call]
         pauses, steps = torch.load(Path(folder) / "seconds")
-    pause, longest, step = statistics.median(pauses), max(pauses), statistics.median(steps)
-    detail = f"{pause * 1e3:.3g} ms, at most {longest * 1e3:.3g}, over {step * 1e3:.3g} ms of {TOKENS} tokens"
-    yield Row("pause in which experts move / step", round(pause / step, 4), LIMIT, f"{detail}; {len(pauses)} pauses")
+    pause, step = statistics.median(pauses), statistics.median(steps)
+    longer = sum(each > step for each in pauses)
+    detail = f"{pause * 1e3:.3g} ms, at most {max(pauses) * 1e3:.3g}, over {step * 1e3:.3g} ms of {TOKENS} tokens"
+    detail += f"; {longer} of {len(pauses)} pauses are longer"
+    yield Row("pause in which experts move / step", round(pause / step, 4), LIMIT, detail)
 
 
 def _measure(rank: int, folder: str) -> None:
@@ -48,11 +51,14 @@ def _measure(rank: int, folder: str) -> None:
         for liked in range(PLACEMENTS):
             bias = torch.zeros(EXPERTS)
             bias[torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(liked))[: EXPERTS // 2]] = 4
-            for _ in range(STEPS + LAYERS * EXPERTS // MOVES):
+            for number in itertools.count(1):
                 steps.append(_step(layers, bias))
-                started = time.perf_counter()
-                if balancer.after_step():
+                moves, started = bool(balancer.waiting), time.perf_counter()
+                balancer.after_step()
+                if moves:
                     pauses.append(time.perf_counter() - started)
+                elif number > STEPS:
+                    break
     if rank == 0:
         torch.save((pauses, steps), Path(folder) / "seconds")
     destroy_distributed()

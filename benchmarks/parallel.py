@@ -32,24 +32,34 @@ SIZES = (4, 2304, 2**14, 2**18, 2**21, 2**24)
 
 
 def tensor(arguments: argparse.Namespace) -> Iterator[Finding]:
-    """Compare the throughput of two ranks with that of one, and say what their collectives take, and what is possible.
-
-    Two ranks take as long as the one with the larger part of the weights, and as both take to read all of them at once.
-    """
+    """Compare the throughput of two ranks with that of one; say what is possible, and what their collectives take."""
     for dtype in arguments.dtypes:
         with Ranks(1) as one, Ranks(2) as two:
             (whole,), parts = one.run(load, arguments.model, dtype), two.run(load, arguments.model, dtype)
             alone_reads, both_read = (sum(_prefer(ranks, read, whole.weights, 5)) for ranks in (one, two))
-            largest = max(part.weights for part in parts) / whole.weights
+            largest = max(part.weights for part in parts)
             for batch, least in BATCHES.items():
                 alone, shared = _in_turns(one, two, batch, arguments.rounds)
-                reading = whole.weights / both_read / statistics.median(rank.seconds for (rank,) in alone)
-                yield from _gain(f"{dtype}, batch {batch}", alone, shared, least, 1 / max(largest, reading))
+                seconds = statistics.median(rank.seconds for (rank,) in alone)
+                bound = possible_gain(whole.weights, largest, both_read, seconds)
+                yield from _gain(f"{dtype}, batch {batch}", alone, shared, least, bound)
         detail = f"{both_read / 1e9:.1f} over {alone_reads / 1e9:.1f} GB/s"
         yield Finding(f"bytes that two read at once over one, {dtype}", both_read / alone_reads, detail)
         weights, heads = ([f"{getattr(part, name):,}" for part in parts] for name in ("weights", "key_heads"))
         detail = f"{' and '.join(weights)} of {whole.weights:,} bytes; {' and '.join(heads)} of the key heads"
-        yield Finding(f"largest rank's weights over all, {dtype}", largest, detail, most=0.55)
+        yield Finding(f"largest rank's weights over all, {dtype}", largest / whole.weights, detail, most=0.55)
+
+
+def possible_gain(weights: int, largest: int, both_read: float, seconds: float) -> float:
+    """Return the most that two ranks can gain: one computes its part, and both read all weights.
+
+    Args:
+        weights: bytes of all.
+        largest: bytes of the larger part.
+        both_read: bytes per second, by both at once.
+        seconds: of a step of one rank that has all.
+    """
+    return 1 / max(largest / weights, weights / both_read / seconds)
 
 
 def _prefer(ranks: Ranks, function: Callable[..., Any], *arguments: Any) -> list[Any]:

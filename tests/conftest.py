@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import subprocess
 import sys
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import opgraft
 import pytest
-from opgraft import ops as _catalogue  # noqa: F401  # so that no test is the first to register it
 from opgraft.plugins import discovery
 from opgraft.state import host_state
 from warm.interpreter import warm_interpreter
@@ -37,10 +37,15 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+gc.disable()  # while modules are imported and items made, which all stay
+
+
 def pytest_collection_finish() -> None:
-    """Spare the collector what stays to the end: items and imported libraries, which it walks over and over."""
+    """Register the catalogue before any test, and spare the collector what stays to the end: items and libraries."""
+    importlib.import_module("opgraft.ops")  # not above: a process that only hands out tests needs no torch
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 _FOREIGN = {offer.provider.name for offer in discovery.scan().offers if not offer.built_in}

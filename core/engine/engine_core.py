@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from opgraft.binding.explaining import Explanation
+from opgraft.binding.pluggable_class import choose_class
 from opgraft.config import OpgraftConfig
 from opgraft.engine.cache_layout import CacheSizes, windows_of_all
 from opgraft.engine.cache_room import smallest_room
@@ -17,6 +18,7 @@ from opgraft.engine.request import FinishReason, Request
 from opgraft.engine.scheduler import Scheduler
 from opgraft.engine.stats import EngineStats, copied
 from opgraft.engine.step import Step, StepResult
+from opgraft.engine.worker import Worker
 from opgraft.errors import MOST_LISTED, ConfigError, EngineError, ModelError, RequestError
 from opgraft.logger import logger
 from opgraft.state import host_state
@@ -63,13 +65,14 @@ class EngineCore:
     Raises:
         ModelError: no model is named, or it has no attention layers and so is no decoder.
         ConfigError: the cache is too small for one request of the longest context, or too large for the memory, or
-            the context is longer than the model was made for.
+            the context is longer than the model was made for, or the devices cannot compute the split.
     """
 
     def __init__(self, opgraft_config: OpgraftConfig | None = None) -> None:
         given = opgraft_config or host_state().settings().config
         self.opgraft_config = given.resolved()
         expect_compilable(self.opgraft_config)
+        choose_class(Worker).cls.expect_split(self.opgraft_config.parallel)
         self.executor = executor_of(self.opgraft_config)
         with ExitStack() as undo:
             undo.callback(self.executor.shutdown)

@@ -1,24 +1,31 @@
-"""``ExpertBalancer``: moves experts between ranks, a few at a time between steps, by the tokens that they computed."""
+"""``ExpertBalancer``: moves experts between ranks, part by part between steps, by the tokens that they computed."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from time import perf_counter
 
 import torch
 from opgraft.config import ParallelConfig
-from opgraft.distributed import ParallelGroup, get_ep_group
+from opgraft.distributed import get_ep_group
 from opgraft.errors import LayerError
 from opgraft.ops.fused_moe import FusedMoE
 from opgraft.ops.fused_moe.balance import Move, heaviest_rank, moves, nearest, place_by_load
 from opgraft.ops.fused_moe.placement import ExpertPlacement
 from torch import Tensor, nn
 
+LEAST_BYTES = 1 << 20
+"""Sent in a pause, the first one too, of which nobody knows how long it takes."""
+SHORT, LONG = 0.2, 0.4
+"""Parts of a step: after a shorter pause twice as much is sent in the next, after a longer one half as much."""
+
 
 class ExpertBalancer:
     """Places the experts of each layer anew after so many steps, where that takes load from the busiest rank.
 
-    Every rank of the expert group calls ``after_step`` behind each step.
+    Every rank of the expert group calls ``after_step`` behind each step. Each pause sends a part of the weights, small
+    beside a step, and experts change their places when they are there as a whole.
 
     Args:
         model: with layers of experts that are shared by ranks and record their loads.
@@ -27,6 +34,7 @@ class ExpertBalancer:
 
     Attributes:
         layers: those of the model.
+        waiting: moves that are still to be made, by the number of the layer.
 
     Raises:
         LayerError: a weight method does not say what it keeps of each expert.
@@ -38,8 +46,10 @@ class ExpertBalancer:
         for layer, placement in self.layers:
             _expect_movable(layer, placement)
         self.every, self.most = every, most
-        self._steps = 0
-        self._waiting: deque[tuple[int, list[Move]]] = deque()
+        self.waiting: deque[tuple[int, list[Move]]] = deque()
+        self._steps, self._left = 0, perf_counter()
+        self._transfer: _Transfer | None = None
+        self._bytes, self._pause = LEAST_BYTES, 0.0
 
     @classmethod
     def of(cls, model: nn.Module, parallel: ParallelConfig) -> ExpertBalancer | None:
@@ -53,12 +63,14 @@ class ExpertBalancer:
     def after_step(self) -> int:
         """Move experts that wait for it, else place them anew if it is time to; return how many were moved."""
         self._steps += 1
-        if self._waiting:
-            return self._move()
-        if self._steps >= self.every:
+        moved = 0
+        if self.waiting:
+            moved = self._move()
+        elif self._steps >= self.every:
             self._steps = 0
             self._plan()
-        return 0
+        self._left = perf_counter()
+        return moved
 
     def loads(self) -> list[list[int]]:
         """Return the tokens that each expert of each layer computed on all ranks since the last placement."""
@@ -79,16 +91,32 @@ class ExpertBalancer:
             target = nearest(placement.experts, placed)
             before, after = (heaviest_rank(loads, each, placement.ranks) for each in (placement.experts, target))
             if after < before:
-                self._waiting.extend((number, together) for together in moves(placement.experts, target))
+                self.waiting.extend((number, together) for together in moves(placement.experts, target))
 
     def _move(self) -> int:
-        made = 0
-        while self._waiting and made + len(self._waiting[0][1]) <= self.most:
-            number, together = self._waiting.popleft()
-            layer, placement = self.layers[number]
-            _carry_out(layer, placement, together)
-            made += len(together)
+        self._set_pace(perf_counter() - self._left)
+        started = perf_counter()  # after the ranks have met: waiting for one that is late is no reason to send less
+        made, left = 0, self._bytes
+        while left > 0 and self.waiting and made + len(self.waiting[0][1]) <= self.most:
+            number, together = self.waiting[0]
+            transfer = self._transfer = self._transfer or _Transfer(*self.layers[number], together)
+            left -= transfer.send(left)
+            if transfer.is_complete:
+                transfer.finish()
+                self._transfer = None
+                self.waiting.popleft()
+                made += len(together)
+        self._pause = perf_counter() - started
         return made
+
+    def _set_pace(self, step: float) -> None:
+        """Choose how much is sent now, the same on all ranks, by the former pause and what a step took in seconds."""
+        percent = round(100 * self._pause / step)
+        longest = int(get_ep_group().all_gather(self.layers[0][1].loads.new_tensor([percent])).max())
+        if longest > 100 * LONG:
+            self._bytes = max(LEAST_BYTES, self._bytes // 2)
+        elif 0 < longest < 100 * SHORT:
+            self._bytes *= 2
 
 
 def _expect_movable(layer: FusedMoE, placement: ExpertPlacement) -> None:
@@ -101,30 +129,80 @@ def _expect_movable(layer: FusedMoE, placement: ExpertPlacement) -> None:
         )
 
 
-def _carry_out(layer: FusedMoE, placement: ExpertPlacement, together: Sequence[Move]) -> None:
-    """Bring weights to their new places, and note them."""
-    experts = list(placement.experts)
-    sources = [experts.index(expert) for _, expert in together]
-    if len(together) == 2:
-        sources = [together[1][0], together[0][0]]
-    weights = layer.quant_method.expert_tensors(layer)
-    first = placement.rank * placement.per_rank
-    own = range(first, first + placement.per_rank)
-    kept = {source: [_at(weight, source - first).clone() for weight in weights] for source in sources if source in own}
-    group = get_ep_group()
-    for (place, expert), source in zip(together, sources, strict=True):
-        experts[place] = expert
-        ranks = source // placement.per_rank, place // placement.per_rank
-        if source in own and place not in own:
-            for tensor in kept[source]:
-                group.send(tensor.contiguous().view(torch.uint8), ranks[1])
-        elif place in own:
-            arrived = (
-                kept[source] if source in own else [_received(group, _at(weight, 0), ranks[0]) for weight in weights]
-            )
-            for weight, tensor in zip(weights, arrived, strict=True):
-                _at(weight, place - first).copy_(tensor)
-    layer.place_experts(experts)
+class _Transfer:
+    """Weights of experts on their way to places that are given to them together.
+
+    Args:
+        layer: the layer.
+        placement: its places.
+        together: the moves, one or two.
+
+    Attributes:
+        is_complete: all weights are where they are to be written.
+    """
+
+    def __init__(self, layer: FusedMoE, placement: ExpertPlacement, together: Sequence[Move]) -> None:
+        self._layer, self._placement, self._together = layer, placement, together
+        self._weights = layer.quant_method.expert_tensors(layer)
+        places = [place for place, _ in together]
+        self._sources = places[::-1] if len(together) == 2 else [placement.experts.index(together[0][1])]
+        ranks = [(source // placement.per_rank, place // placement.per_rank) for source, place in self._routes]
+        self._travels = ranks[0][0] != ranks[0][1]  # there and back, if there are two
+        self._number = self._offset = 0
+        self._arrived: dict[int, list[Tensor]] = {
+            place: [torch.empty_like(_bytes_at(weight, 0)) for weight in self._weights]
+            for place in places
+            if self._travels and self._is_here(place)
+        }
+
+    @property
+    def _routes(self) -> list[tuple[int, int]]:
+        return [(source, place) for source, (place, _) in zip(self._sources, self._together, strict=True)]
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._travels or self._number == len(self._weights)
+
+    def send(self, most: int) -> int:
+        """Send or receive the next part, of at most so many bytes of a tensor; return how many go through here."""
+        if self.is_complete:
+            return 0
+        weight, group = self._weights[self._number], get_ep_group()
+        size = _bytes_at(weight, 0).numel()
+        part = slice(self._offset, min(self._offset + most, size))
+        for source, place in self._routes:
+            if self._is_here(source):
+                group.send(_bytes_at(weight, self._here(source))[part], place // self._placement.per_rank)
+            elif self._is_here(place):
+                rank = source // self._placement.per_rank
+                arriving = group.recv((part.stop - part.start,), torch.uint8, weight.device, rank)
+                self._arrived[place][self._number][part] = arriving
+        self._number, self._offset = (self._number + 1, 0) if part.stop == size else (self._number, part.stop)
+        return (part.stop - part.start) * len(self._together)
+
+    def finish(self) -> None:
+        """Write the weights to their new places, and note these."""
+        if not self._travels:
+            self._arrived = {
+                place: [_bytes_at(weight, self._here(source)).clone() for weight in self._weights]
+                for source, place in self._routes
+                if self._is_here(place)
+            }
+        for place, tensors in self._arrived.items():
+            for weight, arrived in zip(self._weights, tensors, strict=True):
+                at = _at(weight, self._here(place))
+                at.copy_(arrived.view(weight.dtype).view(at.shape))
+        experts = list(self._placement.experts)
+        for place, expert in self._together:
+            experts[place] = expert
+        self._layer.place_experts(experts)
+
+    def _here(self, place: int) -> int:
+        """Return a place by its number among those of this rank."""
+        return place - self._placement.rank * self._placement.per_rank
+
+    def _is_here(self, place: int) -> bool:
+        return 0 <= self._here(place) < self._placement.per_rank
 
 
 def _at(weight: Tensor, place: int) -> Tensor:
@@ -132,7 +210,6 @@ def _at(weight: Tensor, place: int) -> Tensor:
     return weight[place : place + 1]
 
 
-def _received(group: ParallelGroup, like: Tensor, rank: int) -> Tensor:
-    """Receive a tensor like another one, as bytes, which every backend sends."""
-    size = (*like.shape[:-1], like.shape[-1] * like.element_size())
-    return group.recv(size, torch.uint8, like.device, rank).view(like.dtype)
+def _bytes_at(weight: Tensor, place: int) -> Tensor:
+    """Return it as bytes, which every backend sends."""
+    return _at(weight, place).contiguous().view(torch.uint8).flatten()

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from opgraft.binding.explaining import Explanation, explain
 from opgraft.binding.pluggable_class import PluggableClass
-from opgraft.config import OpgraftConfig
+from opgraft.config import OpgraftConfig, ParallelConfig
 from opgraft.distributed import get_tp_group
 from opgraft.engine.cache_layout import CacheSizes
 from opgraft.engine.context_fit import ContextFit
@@ -49,24 +49,28 @@ class Worker(PluggableClass):
         self.local_size = local_size
         self._paged = False
 
-    def claim_devices(self) -> None:
-        """Set the process up for the devices that it is to have, before anything asks for one.
+    @classmethod
+    def expect_split(cls, parallel: ParallelConfig) -> None:
+        """Refuse a split of the model that the devices cannot compute; called before any process starts.
 
         Raises:
-            ConfigError: it is to have several, which a subclass is for.
+            ConfigError: a process is to have several devices, which a subclass is for.
         """
-        count = self.opgraft_config.parallel.devices_per_rank
+        count = parallel.devices_per_rank
         if count > 1:
             raise ConfigError(
                 f"parallel.devices_per_rank is {count}, and on the platform {current_platform().name} a process "
                 "computes on one device: set parallel.tensor to share each layer among processes"
             )
 
+    def claim_devices(self) -> None:
+        """Set the process up for the devices that it is to have, before anything asks for one."""
+
     def init_device(self) -> None:
         """Choose the device, and seed its random numbers.
 
         Raises:
-            ConfigError: there is no device for this worker, or one is set for several.
+            ConfigError: there is no device for this worker, or one is set for several ranks.
         """
         self.claim_devices()
         platform, load = current_platform(), self.opgraft_config.load

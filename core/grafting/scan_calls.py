@@ -7,22 +7,17 @@ follow. A function here returns ``None`` for a call that its op was not made for
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from itertools import product
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from opgraft.binding.custom_op import CustomOp
+from opgraft.grafting.scan_forms import Arguments, Form, Options, Random
 from opgraft.ops import CausalConv1d, CausalConv1dUpdate, MambaChunkScan, SelectiveScan, SelectiveStateUpdate
 from opgraft.ops.state_space.causal_conv import ACTIVATIONS
 from opgraft.ops.state_space.selective_scan import step_sizes
-from torch import Tensor, nn
+from torch import Tensor
 
-Options: TypeAlias = Mapping[str, Any]
-
-_CHUNK = 128
+CHUNK = 128
 """Tokens of a chunk, which a native scan takes 128 of sooner than 256; the result is the same for any number."""
 
 IMPLEMENTATIONS = frozenset(("use_mambapy", "use_associative_scan"))
@@ -39,16 +34,18 @@ def _is_packed(others: Mapping[str, Any]) -> bool:
     return any(others.get(name) is not None for name in _PACKED)
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows(x: Tensor) -> Tensor:
     """View ``[batch, channels, tokens]`` as ``[batch · tokens, channels]``."""
     return x.mT.reshape(-1, x.shape[1])
 
 
-def _bounds(x: Tensor, batch: int, tokens: int) -> Tensor:
+def bounds(x: Tensor, batch: int, tokens: int) -> Tensor:
+    """Return where such rows begin and end, on the device of ``x``."""
     return torch.arange(batch + 1, device=x.device) * tokens
 
 
-def _slots(x: Tensor) -> Tensor:
+def slots(x: Tensor) -> Tensor:
+    """Return the slots of states that lie as the rows of ``x`` do."""
     return torch.arange(x.shape[0], device=x.device)
 
 
@@ -59,11 +56,11 @@ def _convolved(
         return None
     batch, channels, tokens = hidden_states.shape
     states = hidden_states.new_zeros(batch, channels, weight.shape[1] - 1)
-    y, _ = op(_rows(hidden_states), weight, _bounds(hidden_states, batch, tokens), states, bias)
+    y, _ = op(rows(hidden_states), weight, bounds(hidden_states, batch, tokens), states, bias)
     return y.view(batch, tokens, channels).mT  # type: ignore[no-any-return]
 
 
-def _convolved_step(
+def convolved_step(
     op: Any,
     hidden_states: Tensor,
     conv_state: Tensor,
@@ -80,7 +77,7 @@ def _convolved_step(
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if more:
         conv_state[..., 0] = conv_state[..., 1]
-    op(x, conv_state[..., more:], weight, _slots(x), out, bias)
+    op(x, conv_state[..., more:], weight, slots(x), out, bias)
     return out[..., None]
 
 
@@ -101,16 +98,16 @@ def _scanned(
     if not delta_softplus or _is_packed(others):
         return None
     batch, channels, tokens = hidden_states.shape
-    x = _rows(hidden_states)
+    x = rows(hidden_states)
     states = A.new_zeros(batch, channels, A.shape[1], dtype=torch.promote_types(x.dtype, A.dtype))
-    where, gate = _bounds(x, batch, tokens), None if z is None else _rows(z)
-    y, final = op(x, _rows(dt), A, _rows(B), _rows(C), where, states, D, gate, delta_bias)
+    where, gate = bounds(x, batch, tokens), None if z is None else rows(z)
+    y, final = op(x, rows(dt), A, rows(B), rows(C), where, states, D, gate, delta_bias)
     dtypes = [each.dtype for each in (hidden_states, D, z) if each is not None]
     y = y.to(functools.reduce(torch.promote_types, dtypes)).view(batch, tokens, channels).mT
     return (y, final) if return_last_state else y
 
 
-def _scanned_step(
+def scanned_step(
     op: Any,
     state: Tensor,
     hidden_states: Tensor,
@@ -130,12 +127,12 @@ def _scanned_step(
     out = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
     by_token, by_head = (state, hidden_states, dt), (D, z, dt_bias)
     if hidden_states.dim() == 3:
-        op(*by_token, A, B, C, _slots(state), out, *by_head)
+        op(*by_token, A, B, C, slots(state), out, *by_head)
         return out
     one_head = (each[:, None] for each in by_token)
     weight, bias = (None if each is None else each[None] for each in (D, dt_bias))
     gate = None if z is None else z[:, None]
-    op(*one_head, A[None], B[:, None], C[:, None], _slots(state), out[:, None], weight, gate, bias)
+    op(*one_head, A[None], B[:, None], C[:, None], slots(state), out[:, None], weight, gate, bias)
     return out
 
 
@@ -162,32 +159,9 @@ def _scanned_chunks(
     x = hidden_states.float().flatten(0, 1)
     steps = step_sizes(dt.float(), dt_bias, dt_softplus).clamp(*dt_limit).flatten(0, 1)
     given = x.new_zeros(batch, heads, size, B.shape[-1]) if initial_states is None else initial_states.float()
-    y, final = op(x, steps, A, B.flatten(0, 1), C.flatten(0, 1), _bounds(x, batch, tokens), given, D)
+    y, final = op(x, steps, A, B.flatten(0, 1), C.flatten(0, 1), bounds(x, batch, tokens), given, D)
     y = y.view(hidden_states.shape)
     return (y, final) if return_final_states else y
-
-
-class Random:
-    """Draws tensors of a dtype, always the same ones.
-
-    Args:
-        dtype: of what a model computes; weights of its state space are float32.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._generator = torch.Generator().manual_seed(0)
-
-    def weights(self, *shape: int) -> Tensor:
-        """Draw in float32."""
-        return torch.randn(*shape, dtype=torch.float32, device="cpu", generator=self._generator)
-
-    def tokens(self, *shape: int) -> Tensor:
-        """Draw in the dtype."""
-        return self.weights(*shape).to(self._dtype)
-
-
-Arguments: TypeAlias = tuple[list[Any], dict[str, Any]]
 
 
 def _for_convolution(random: Random, options: Options, batch: int, tokens: int) -> Arguments:
@@ -241,70 +215,6 @@ def _for_scan_of_chunks(random: Random, options: Options, batch: int, tokens: in
     return args, {"chunk_size": 16, **weights, "initial_states": states, "return_final_states": True}
 
 
-@dataclass(frozen=True)
-class Form:
-    """The computation of functions of one kind.
-
-    Attributes:
-        op_name: the op.
-        hint: a part of the names that models have for the function.
-        op: the class of the op.
-        settings: what the op is made with, of what a mixer has.
-        call: calls the op as the function is called.
-        arguments: draws the arguments of a call.
-        options: the options that are tried.
-        optional: the arguments that calls may leave out.
-        native_gains: the native definition too is faster than the functions of models.
-    """
-
-    op_name: str
-    hint: str
-    op: type[CustomOp]
-    settings: Callable[[Options], dict[str, Any]]
-    call: Callable[..., Any]
-    arguments: Callable[[Random, Options, int, int], Arguments]
-    options: Mapping[str, tuple[Any, ...]]
-    optional: tuple[str, ...]
-    native_gains: bool = False
-
-    def make(self, module: nn.Module) -> CustomOp:
-        """Construct the op for a mixer."""
-        return self.op(**self.settings(vars(module)))
-
-    def trials(self, function: Callable[..., Any]) -> list[Options]:
-        """Return every combination of options, and under the name of each optional argument whether it is given.
-
-        It is if ``function`` requires it, not if it has no such argument, and otherwise both.
-        """
-        parameters = inspect.signature(function).parameters
-        choices = dict(self.options)
-        for name in self.optional:
-            parameter = parameters.get(name)
-            optional = parameter is not None and parameter.default is not parameter.empty
-            choices[name] = (False, True) if optional else (parameter is not None,)
-        return [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
-
-    def draw(self, dtype: torch.dtype, options: Options, batch: int, tokens: int) -> Arguments:
-        """Draw the arguments of a call with such options, always the same ones."""
-        args, kwargs = self.arguments(Random(dtype), options, batch, tokens)
-        return args, {name: value for name, value in kwargs.items() if options.get(name) is not False}
-
-    def native(self, options: Options) -> Any:
-        """Return the native definition with such options, whatever kernels are bound here."""
-        return _Native(self.op, self.settings(options))
-
-
-class _Native:
-    """An op as its native definition, with its settings as attributes."""
-
-    def __init__(self, cls: Any, settings: dict[str, Any]) -> None:
-        self.activation = settings.get("activation")
-        self._op, self._forward = cls(**settings), cls.forward_native
-
-    def __call__(self, *args: Any) -> Any:
-        return self._forward(self._op, *args)
-
-
 def _activation(options: Options) -> dict[str, Any]:
     activation = options.get("activation")
     return {"activation": activation if activation in ACTIVATIONS else None}
@@ -321,7 +231,7 @@ FORMS = (
         "conv1d_update",
         CausalConv1dUpdate,
         _activation,
-        _convolved_step,
+        convolved_step,
         _for_step_of_convolution,
         {**_CONVOLUTION, "state": (3, 4)},
         ("bias",),
@@ -342,7 +252,7 @@ FORMS = (
             "state_update",
             SelectiveStateUpdate,
             lambda options: {"dt_softplus": True},
-            _scanned_step,
+            scanned_step,
             arguments,
             {},
             ("D", "dt_bias", "z"),
@@ -353,7 +263,7 @@ FORMS = (
         "mamba_chunk_scan",
         "chunk_scan",
         MambaChunkScan,
-        lambda options: {"chunk_size": _CHUNK},
+        lambda options: {"chunk_size": CHUNK},
         _scanned_chunks,
         _for_scan_of_chunks,
         {},

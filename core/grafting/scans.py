@@ -18,13 +18,16 @@ from typing import Any
 import torch
 from opgraft.adapter import LeaveAlone
 from opgraft.binding.custom_op import CustomOp
+from opgraft.grafting import plamo_calls, scan_calls
 from opgraft.grafting.forwards import Substitution, check_forward, plain_forward
-from opgraft.grafting.scan_calls import FORMS, IMPLEMENTATIONS, Form, Options
+from opgraft.grafting.scan_calls import IMPLEMENTATIONS
+from opgraft.grafting.scan_forms import Form, Options
 from opgraft.grafting.traced import once_per_function
 from torch import Tensor, nn
 
 ADAPTER = "function of a state space"
 _CHILD = "opgraft_{}"
+_FORMS = (*scan_calls.FORMS, *plamo_calls.FORMS)
 _Function = Callable[..., Any]
 
 
@@ -67,7 +70,7 @@ def substitution_of(name: str) -> Substitution:
 
 
 def _forms(name: str) -> list[Form]:
-    return [form for form in FORMS if form.hint in name]
+    return [form for form in _FORMS if form.hint in name]
 
 
 def _with_op(op: nn.Module, function: _Function) -> _Function:

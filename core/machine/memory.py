@@ -1,4 +1,4 @@
-"""The heap of this process."""
+"""The memory of this process: what is free in its heap, and the pages that weights lie in."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from threading import Thread
 
-_HUGE_PAGE = 1 << 21
-_MADV_COLLAPSE = 25
+_HUGE_PAGE = 1 << 21  # of x86, and of ARM with pages of 4 KiB; elsewhere the system refuses
+_MADV_COLLAPSE = 25  # which Python has no name for
 _HUGE_PAGES_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 _APART = 1 << 13
@@ -28,6 +28,8 @@ def release_free_memory() -> None:
 def move_to_huge_pages(blocks: Iterable[range]) -> Thread | None:
     """Have the system move blocks of addresses to huge pages, on a thread that is returned, where it can: Linux 6.1.
 
+    ``None`` where there is nothing to move, or the system's setting is ``never``.
+
     A processor that reads weights waits at each page for its address: on Zen 4 a token takes a tenth longer by small
     pages. Blocks that follow one another share pages; what is less than one stays where it is. Memory that is given
     back meanwhile does no harm, as nothing is read or written here.
@@ -35,6 +37,8 @@ def move_to_huge_pages(blocks: Iterable[range]) -> Thread | None:
     if not _HUGE_PAGES_SETTING.is_file() or "[never]" in _HUGE_PAGES_SETTING.read_text(encoding="ascii"):
         return None
     pages = [page for span in _joined(blocks) for page in _pages(span)]
+    if not pages:
+        return None
     thread = Thread(target=_move, args=(pages,), name="opgraft-huge-pages", daemon=True)
     thread.start()
     return thread

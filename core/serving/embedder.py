@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 from opgraft.binding.explaining import Explanation
+from opgraft.binding.pluggable_class import choose_class
 from opgraft.config import OpgraftConfig
 from opgraft.engine.executors import executor_of
 from opgraft.engine.stats import Counters, EngineStats, copied
+from opgraft.engine.worker import Worker
 from opgraft.errors import CheckpointError, ConfigError, EngineError
 from opgraft.models.config import read_config
 from opgraft.models.files import open_weights, opened_once
@@ -37,13 +39,15 @@ class Embedder:
 
     Raises:
         ModelError: no model is named, or it cannot be made.
-        ConfigError: ``parallel.data`` is above 1, or ``model.max_model_len`` is more than there are positions.
+        ConfigError: ``parallel.data`` is above 1, ``model.max_model_len`` is more than there are positions, or the
+            devices cannot compute the split.
         CheckpointError: the checkpoint cannot be read.
     """
 
     def __init__(self, opgraft_config: OpgraftConfig, on_step: OnStep | None = None) -> None:
         self.opgraft_config = opgraft_config.resolved()
         _expect_one(self.opgraft_config)
+        choose_class(Worker).cls.expect_split(self.opgraft_config.parallel)
         with opened_once(), ExitStack() as undo:
             self.executor = executor_of(self.opgraft_config)
             undo.callback(self.executor.shutdown)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.pluggable_class import PluggableClass
-from opgraft.config import OpgraftConfig
+from opgraft.config import OpgraftConfig, ParallelConfig
 from opgraft.engine.bucketed_runner import BucketedModelRunner
 from opgraft.engine.model_runner import ModelRunner
 from opgraft.engine.step_program import CacheOperators
 from opgraft.engine.worker import Worker
-from opgraft.errors import PlatformError
+from opgraft.errors import ConfigError, PlatformError
 from opgraft.ops.attention.decoder import Attention
 from opgraft.ops.attention.padded import PaddedAttention
 from opgraft.ops.embedding import VocabParallelEmbedding
@@ -74,6 +74,22 @@ class TpuModelRunner(BucketedModelRunner):
 
 class TpuWorker(Worker):
     """Has one chip, or all that the process sees as one device."""
+
+    @classmethod
+    def expect_split(cls, parallel: ParallelConfig) -> None:
+        """Refuse ranks that share a model: each would see its chip alone, and its sums would be of one rank.
+
+        Raises:
+            ConfigError: there are to be some.
+        """
+        ranks = parallel.tensor * parallel.pipeline
+        if ranks > 1 or parallel.expert > 1:
+            raise ConfigError(
+                f"parallel.tensor is {parallel.tensor}, parallel.pipeline {parallel.pipeline} and parallel.expert "
+                f"{parallel.expert}, and processes on TPUs share no model, as each sees its own chip alone: set them "
+                f"to 1, and parallel.devices_per_rank to {max(ranks, parallel.expert)}, by which one process shares "
+                "each layer among so many chips"
+            )
 
     def claim_devices(self) -> None:
         """Set the process up for its chips, which the runtime takes at the first question.

@@ -45,7 +45,7 @@ class Runtime(ABC):
         """
         raise PlatformError(
             f"parallel.devices_per_rank is above 1, which {type(self).__name__} cannot do: use torch_xla, or "
-            "parallel.tensor"
+            "parallel.data"
         )
 
     def shard(self, tensor: Tensor, dim: int | None) -> None:

@@ -8,7 +8,6 @@ import re
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,12 +32,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def chat(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+def chat(tmp_path: Path, warm_python: str) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """Starts the command with the given files; what is left of it ends with the test."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start(*arguments: str, **files: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-c", CHAT, "chat", *arguments, *SETTINGS]
+        command = [warm_python, "-c", CHAT, "chat", *arguments, *SETTINGS]
         process = subprocess.Popen(command, cwd=tmp_path, **{"stderr": subprocess.PIPE, **files})  # type: ignore[call-overload]
         started.append(process)
         return process

@@ -88,9 +88,9 @@ def test_ops_list_is_one_line_per_op_and_variant_on_100_columns(terminal, cli) -
 
 
 @pytest.mark.parametrize("arguments", [("ops", "list"), ("detect", "--help"), ("env", "--json")])
-def test_a_reader_that_leaves_is_no_error(arguments: tuple[str, ...]) -> None:
+def test_a_reader_that_leaves_is_no_error(warm_python: str, arguments: tuple[str, ...]) -> None:
     """Behind '| head -1' a command ends with 0 and says nothing on stderr."""
-    command = f"{sys.executable} -m opgraft {' '.join(arguments)} | head -1 >/dev/null; exit ${{PIPESTATUS[0]}}"
+    command = f"{warm_python} -m opgraft {' '.join(arguments)} | head -1 >/dev/null; exit ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
 
@@ -136,13 +136,13 @@ def test_two_platforms_end_with_3(cli, site) -> None:
         assert cli(*arguments).returncode == 3, arguments
 
 
-def complete(site, words: str) -> list[str]:
+def complete(python: str, site, words: str) -> list[str]:
     """What bash would offer for the last of ``words``."""
     name = "_OPGRAFT_COMPLETE"
     variables = {name: "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
     environ = {**os.environ, "PYTHONPATH": str(site.folder), **variables}
     code = "import sys; sys.argv[0] = 'opgraft'; from opgraft.cli import main; main()"
-    result = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
+    result = subprocess.run([python, "-c", code], env=environ, capture_output=True, text=True, check=False)
     assert result.stderr == ""
     return [line.partition(",")[2] for line in result.stdout.splitlines() if line]
 
@@ -160,16 +160,16 @@ def complete(site, words: str) -> list[str]:
         ("opgraft ops explain GemmaR", ["GemmaRMSNorm"]),
     ],
 )
-def test_shells_complete_commands_ops_and_plugins(site, words: str, expected: list[str]) -> None:
+def test_shells_complete_commands_ops_and_plugins(warm_python: str, site, words: str, expected: list[str]) -> None:
     """Commands, names of ops, plugins and platforms, and spellings of flags are completed, without a word on stderr."""
     site.plugin("acme", "platforms = 'any'")
-    assert complete(site, words) == expected
+    assert complete(warm_python, site, words) == expected
 
 
-def test_completion_of_a_broken_installation_is_silent(site) -> None:
+def test_completion_of_a_broken_installation_is_silent(warm_python: str, site) -> None:
     """A variable that would be an error for a command completes to nothing, or as if it were not there."""
     site.install("broken-dist", {}, "[opgraft.plugins]\nbroken = not a module")
-    assert complete(site, "opgraft plugins show zzz") == []
+    assert complete(warm_python, site, "opgraft plugins show zzz") == []
 
 
 def test_completing_a_command_imports_no_torch(site) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -310,13 +309,13 @@ def test_a_file_stands_between_environment_and_plugins(tmp_path: Path, monkeypat
     assert settings.config.strict is False
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "opgraft", *arguments], capture_output=True, text=True, check=False)
+def run(python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([python, "-m", "opgraft", *arguments], capture_output=True, text=True, check=False)
 
 
-def test_the_command_line_has_every_setting_with_its_help() -> None:
+def test_the_command_line_has_every_setting_with_its_help(warm_python: str) -> None:
     """The help of the command that needs most shows each option with what it takes, its meaning and its default."""
-    result = run("serve", "--help")
+    result = run(warm_python, "serve", "--help")
     words = " ".join(result.stdout.split())
     for name, field in FIELDS.items():
         assert f"--{name} {field.metavar} {field.help}" in words, name
@@ -324,17 +323,17 @@ def test_the_command_line_has_every_setting_with_its_help() -> None:
     assert "--config FILE" in words
 
 
-def test_the_command_line_takes_files_and_says_what_is_wrong(tmp_path: Path) -> None:
+def test_the_command_line_takes_files_and_says_what_is_wrong(tmp_path: Path, warm_python: str) -> None:
     """A file given as an option holds for the command, its child process included, and its errors end with 2."""
     (tmp_path / "c.toml").write_text("platform = 'nope'\n")
-    result = run("detect", "--config", str(tmp_path / "c.toml"))
+    result = run(warm_python, "detect", "--config", str(tmp_path / "c.toml"))
     assert result.returncode == 3
     assert f"{tmp_path / 'c.toml'}, line 1 asks for platform 'nope'" in result.stderr
-    result = run("detect", "--config", str(tmp_path / "c.toml"), "--platform", "cpu")
+    result = run(warm_python, "detect", "--config", str(tmp_path / "c.toml"), "--platform", "cpu")
     assert result.returncode == 0
-    assert run("plugins", "doctor", "--config", str(tmp_path / "c.toml")).returncode == 3
+    assert run(warm_python, "plugins", "doctor", "--config", str(tmp_path / "c.toml")).returncode == 3
     (tmp_path / "c.toml").write_text("plattform = 'cpu'\n")
-    result = run("detect", "--config", str(tmp_path / "c.toml"))
+    result = run(warm_python, "detect", "--config", str(tmp_path / "c.toml"))
     assert (result.returncode, "did you mean 'platform'" in result.stderr) == (2, True)
 
 

@@ -192,6 +192,34 @@ class PackedMethod(UnquantizedFusedMoEMethod):
         return fused_experts(x, *shaped, weights, ids)
 
 
+def moved_in_parts() -> tuple[list[int], bool]:
+    """Moves after each step while experts travel that are larger than what the first pauses send; and whether each
+    expert has its own weights in the end."""
+    size, hidden = get_ep_group().world_size, 512
+    layer = FusedMoE(EXPERTS, TOPK, hidden, hidden, tp_size=1, ep_size=size, enable_eplb=True, reduce_results=True)
+    placement = layer.placement
+    for place, expert in enumerate(placement.local):
+        layer.w13_weight.data[place], layer.w2_weight.data[place] = expert, expert / 2
+    layer.custom_routing_function = skewed
+    balancer = ExpertBalancer(layer, every=2, most=2)
+    x, logits, moved = torch.zeros(4, hidden), torch.zeros(4, EXPERTS), []
+    for _ in range(2):
+        layer(x, logits)
+        balancer.after_step()
+    while balancer.waiting:
+        moved.append(balancer.after_step())
+    own = torch.tensor(placement.local).reshape(-1, 1, 1)
+    return moved, bool((layer.w13_weight == own).all() and (layer.w2_weight == own / 2).all())
+
+
+def test_experts_that_take_several_pauses(two: Ranks) -> None:
+    """Weights are sent a part in each pause; experts change their places when all has arrived, bit by bit."""
+    for moved, own in two.run(moved_in_parts):
+        assert moved[0] == 0, "an expert of 3 MiB was there after one pause"
+        assert max(moved) == 2
+        assert own
+
+
 class SilentMethod(PackedMethod):
     """Does not say what it keeps."""
 

@@ -68,6 +68,23 @@ CHECKS = (
 )
 """What would ask an author to write the op's name anywhere else."""
 
+MARK = "\n--\n"
+
+ASK = f"""
+import runpy
+import sys
+import pytest
+from opgraft.cli import cli
+
+runpy.run_path("tools/op_pages.py", run_name="__main__")
+status = pytest.main(sys.argv[1:])
+for question in ("list",), ("explain", "softsign"):
+    print(end={MARK!r})
+    cli(("ops", *question), standalone_mode=False)
+sys.exit(status)
+"""
+"""Writes the pages, runs the checks, and shows what commands say of the op: in one process, as to begin takes long."""
+
 
 def append(path: Path, text: str) -> None:
     path.write_text(path.read_text(encoding="utf-8") + text, encoding="utf-8")
@@ -86,7 +103,7 @@ def run(package: Path, *command: str) -> str:
     return child.stdout
 
 
-def test_an_op_is_added_in_the_folder_of_its_family(tmp_path: Path, warm_python: str) -> None:
+def test_an_op_is_added_in_the_folder_of_its_family(tmp_path: Path) -> None:
     """What is written in one folder is known to functions, modules, proof, commands, pages and the tests of these."""
     for folder, place in FOLDERS.items():
         ignored = shutil.ignore_patterns("__pycache__")
@@ -103,11 +120,9 @@ def test_an_op_is_added_in_the_folder_of_its_family(tmp_path: Path, warm_python:
     insert(family / "__init__.py", "__all__ = [", '"Softsign", ')
     append(family / "spec.py", SPEC)
     run(tmp_path, sys.executable, "-W", "error", "-c", USE, str(tmp_path))
-    run(tmp_path, warm_python, "tools/op_pages.py")
+    options = ["-q", "--noconftest", "-c", os.devnull, "--rootdir", str(tmp_path)]
+    _, listed, explained = run(tmp_path, sys.executable, "-c", ASK, *options, *CHECKS).split(MARK)
     page = (tmp_path / "docs/reference/ops/softsign.md").read_text(encoding="utf-8")
     assert "opgraft.functional.softsign" in page
-    options = ["-q", "--noconftest", "-c", os.devnull, "--rootdir", str(tmp_path)]
-    run(tmp_path, warm_python, "-m", "pytest", *options, *CHECKS)
-    listed = run(tmp_path, warm_python, "-m", "opgraft", "ops", "list")
     assert "softsign" in listed
-    assert "softsign" in run(tmp_path, warm_python, "-m", "opgraft", "ops", "explain", "softsign")
+    assert "softsign" in explained

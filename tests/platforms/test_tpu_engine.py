@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from opgraft.config import ModelConfig, OpgraftConfig, ParallelConfig
+from opgraft.engine.engine_core import EngineCore
 from opgraft.engine.worker import Worker
 from opgraft.errors import ConfigError, PlatformError
 from opgraft.ops.embedding import VocabParallelEmbedding
@@ -18,6 +19,7 @@ from opgraft.platforms.tpu import engine
 from opgraft.platforms.tpu.chips import one_chip
 from opgraft.platforms.tpu.platform import TpuPlatform
 from opgraft.platforms.tpu.runtime import Runtime
+from opgraft.serving.embedder import Embedder
 from torch import nn
 
 ALONE = {"TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1", "TPU_PROCESS_BOUNDS": "1,1,1"}
@@ -33,8 +35,12 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Mock:
     return platform.runtime
 
 
+def resolved(**parallel: int) -> OpgraftConfig:
+    return OpgraftConfig(parallel=ParallelConfig(**parallel)).resolved()
+
+
 def worker(local_rank: int = 0, local_size: int = 1, **parallel: int) -> Worker:
-    return engine.TpuWorker(OpgraftConfig(parallel=ParallelConfig(**parallel)).resolved(), local_rank, local_size)
+    return engine.TpuWorker(resolved(**parallel), local_rank, local_size)
 
 
 @pytest.mark.parametrize(
@@ -74,9 +80,18 @@ def test_several_chips_are_one_device(runtime: Mock) -> None:
 
 def test_elsewhere_a_process_has_one_device() -> None:
     """A platform that knows no better refuses several devices for a rank, and says what does the same."""
-    config = OpgraftConfig(parallel=ParallelConfig(devices_per_rank=2)).resolved()
-    with pytest.raises(ConfigError, match=r"parallel.devices_per_rank is 2, .* set parallel.tensor"):
-        Worker(config).init_device()
+    config = OpgraftConfig(parallel=ParallelConfig(devices_per_rank=2))
+    for start in (EngineCore, Embedder):
+        with pytest.raises(ConfigError, match=r"parallel.devices_per_rank is 2, .* set parallel.tensor"):
+            start(config)
+
+
+@pytest.mark.parametrize("split", [{"tensor": 4}, {"pipeline": 4}, {"data": 4, "expert": 4}])
+def test_processes_share_no_model(split: dict[str, int]) -> None:
+    """Ranks that would each sum alone are refused, and the message says what shares a model among chips."""
+    with pytest.raises(ConfigError, match=r"processes on TPUs share no model.* parallel.devices_per_rank to 4"):
+        engine.TpuWorker.expect_split(resolved(**split).parallel)
+    engine.TpuWorker.expect_split(resolved(data=4).parallel)
 
 
 def test_a_runtime_that_cannot_spread() -> None:

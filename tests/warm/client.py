@@ -15,14 +15,16 @@ HANDED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signa
 
 
 def is_served(arguments: list[str], environ: dict[str, str]) -> bool:
-    """Tell whether the server does what an interpreter would: code, a module or a file, and no other start."""
+    """Tell whether the server does what an interpreter would: code, a module or a file, no other start or opgraft."""
     at_start = {
         name: value
         for name, value in environ.items()
         if name.startswith(tuple(SETTINGS["at_start"])) and name not in SETTINGS["later"]
     }
+    folders = filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))
+    other = any(os.path.isdir(os.path.join(folder, "opgraft")) for folder in folders)  # pathlib takes long
     known = arguments[:1] == ["-I"] or arguments[:1] in (["-c"], ["-m"]) or not (arguments or ["-"])[0].startswith("-")
-    return known and at_start == SETTINGS["environ"]
+    return known and not other and at_start == SETTINGS["environ"]
 
 
 def inherited_files() -> list[int]:

@@ -7,7 +7,8 @@ and the program ends as that process ends.
 A signal to the program is one to the process. ``process_of`` tells which that is.
 
 What an interpreter or torch decides at its start is decided once, in the server. An interpreter that is given other
-variables for that is therefore a real one, and a test of how something starts takes ``sys.executable``.
+variables for that, or another opgraft, is therefore a real one. A test of how something starts, or of what it imports,
+takes ``sys.executable``.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import atexit
 import gc
 import importlib
 import json
+import logging
 import os
 import runpy
 import select
@@ -18,13 +19,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import opgraft
+
 PRELOADED = (
     *("torch", "torch._dynamo", "torch.distributed.tensor", "numpy"),
     *("importlib_metadata", "pluggy", "click", "rich.console", "rich.table"),
+    *("opgraft.cli.detect", "opgraft.cli.ops", "opgraft.cli.plugins_doctor", "opgraft.cli.plugins_show"),
+    *("opgraft.cli.run", "opgraft.cli.chat", "opgraft.cli.serve", "opgraft.testing.diagnosis"),
+    *("opgraft.engine.worker_process", "opgraft.platforms.cpu.platform"),
 )
 IF_INSTALLED = (
     *("transformers", "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"),
     *("safetensors.torch", "tokenizers", "fastapi", "uvicorn.protocols.http.httptools_impl", "llguidance"),
+    "opgraft.server.run",
 )
 
 STREAMS = (("stdin", "r", "strict"), ("stdout", "w", "strict"), ("stderr", "w", "backslashreplace"))
@@ -93,7 +100,7 @@ def take_files(numbers: list[int], files: list[int]) -> None:
 
 
 def open_streams() -> None:
-    """Open the standard streams as an interpreter does, for the files that they are now."""
+    """Open the standard streams as an interpreter does, for the files that they are now, and log to the new ones."""
     encoding, _, handler = os.environ.get("PYTHONIOENCODING", "").partition(":")
     for number, (name, mode, errors) in enumerate(STREAMS):
         old = getattr(sys, name)
@@ -102,6 +109,9 @@ def open_streams() -> None:
         setattr(sys, name, open(number, mode, buffering, **settings))  # noqa: SIM115  # for good
         setattr(sys, f"__{name}__", getattr(sys, name))
         KEPT.append(old)
+    for logs in [known() for known in logging._handlerList]:
+        if isinstance(logs, logging.StreamHandler) and logs.stream is KEPT[2]:
+            logs.setStream(sys.stderr)
 
 
 def become(request: dict[str, Any], files: list[int]) -> list[str]:
@@ -156,6 +166,7 @@ if __name__ == "__main__":
     for name in IF_INSTALLED:
         with suppress(ImportError):
             importlib.import_module(name)
+    opgraft.reset()  # which forgets the distributions that were there, as each process has its own
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, reap)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -16,8 +17,16 @@ from torch import Tensor
 WHITESPACE = r"[\x20\x0A\x0D\x09]{0,16}"
 """Between the tokens of JSON; without a limit small models write blanks until their tokens are used up."""
 
-COMPILE_SECONDS = 5.0
+COMPILE_SECONDS = 5
+"""Of processor time, which other work on the machine does not take away from a grammar."""
+
+_PATIENCE = 6 * COMPILE_SECONDS
+"""Seconds on the clock after which even a busy machine has given it so much."""
+
 _TRIAL = """
+import resource
+seconds = int(sys.argv[3])
+resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
 import llguidance
 llguidance.LLMatcher.validate_grammar(data)
 """
@@ -114,9 +123,9 @@ def try_to_compile(spec: Any, tokens: GrammarTokens) -> None:
         ChildError: no process can be started.
     """
     kind, source = _compilable(spec, tokens.library)
-    ended = run_child(_TRIAL, data=source, time_limit=COMPILE_SECONDS)
+    ended = run_child(_TRIAL, [str(COMPILE_SECONDS)], source, _PATIENCE)
     if ended.status != 0:
-        within = f" within {COMPILE_SECONDS:g} seconds" if ended.status is None else ""
+        within = f" within {COMPILE_SECONDS} seconds" if ended.status in (None, -signal.SIGXCPU) else ""
         raise InputError(f"structured output: the {KINDS[kind]} in {kind} cannot be compiled{within}: simplify it")
 
 
