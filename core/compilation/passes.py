@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
+from opgraft.binding.functional import FUNCTIONALS, binding_of
 from opgraft.compat.graphs import returns_new_memory
 from opgraft.compilation.graph_pass import GraphPass, Outcome
 from opgraft.compilation.nodes import OPERATOR, PARTS, attribute_of, layout_of, semantic_call, semantic_calls
@@ -89,6 +90,8 @@ class AddRMSNorm(GraphPass):
             matched += 1
             if any(order.get(each, -1) > order.get(summed, -1) for each in given.values() if isinstance(each, fx.Node)):
                 continue  # a weight that is computed after the sum
+            if _has_kernel(name) and not _has_kernel(f"fused_add_{name}"):
+                continue  # a provider's kernel is not passed over
             with module.graph.inserting_before(summed):
                 both = module.graph.call_function(self._fused[name], (*summed.args, *given.values()))
                 normed, total = (module.graph.call_function(operator.getitem, (both, place)) for place in (0, 1))
@@ -96,6 +99,11 @@ class AddRMSNorm(GraphPass):
             summed.replace_all_uses_with(total)
             replaced += 1
         return Outcome(matched, replaced)
+
+
+def _has_kernel(name: str) -> bool:
+    """Tell whether a provider's kernel comes as the form of that name here."""
+    return binding_of(FUNCTIONALS[name]).kernel.winner.functional(name) is not None
 
 
 def _is_sum(node: object) -> bool:
