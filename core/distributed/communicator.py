@@ -18,6 +18,8 @@ class Communicator(PluggableClass):
     """The collectives of one group of at least two ranks. A device brings faster ones by replacing this class.
 
     No method writes to a tensor that it is given. Every rank of the group makes the same calls in the same order.
+    Native code that waits for other ranks, called without this class, names its thread ``opgraft waits`` meanwhile: a
+    rank that hangs is told from those by that.
 
     Args:
         process_group: of ``torch.distributed``.

@@ -113,6 +113,10 @@ class RayLink(WorkerLink):
     def kill(self) -> None:
         kill(self._ray, self.placed.actor)
 
+    def hang_up(self) -> None:
+        super().hang_up()
+        self._asking.hang_up()  # which the actor waits for, too
+
     def close(self) -> None:
         super().close()
         self._asking.close()

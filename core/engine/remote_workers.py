@@ -70,7 +70,7 @@ class RemoteWorkers:
         self._seconds = seconds
         self._noting = threading.Lock()
         self._calling = threading.RLock()  # while it is held, the files of the channels are theirs
-        self._ended = False
+        self._is_over = False
         self._poll = select.poll()
         for link in self.links:
             link.limit(seconds)
@@ -162,11 +162,8 @@ class RemoteWorkers:
             try:
                 return link.rank, link.calls.receive()
             except TimeoutError:
-                stage = printable(link.progress().stage)
-                stuck = (
-                    f"rank {link.rank} ({stage}) did not come to the end of a reply within {self._seconds:g} seconds"
-                )
-                raise self.ended(f"{stuck}: all were ended", at_once=True) from None
+                reason = f"{link.told()} did not come to the end of its reply within {self._seconds:g} seconds"
+                raise self.ended(f"{reason}: all were ended", at_once=True) from None
             except (EOFError, OSError) as error:
                 raise self._ended_by(link) from error
 
@@ -205,8 +202,8 @@ class RemoteWorkers:
             return function()
         except TimeoutError:
             self.note(
-                f"{link.told()} did not compile a grammar within {self._seconds:g} seconds: all were "
-                "ended. Raise parallel.step_seconds where this was no hang"
+                f"{link.told()} did not compile a grammar within {self._seconds:g} seconds: all were ended. "
+                "Raise parallel.step_seconds where this was no hang"
             )
         except (EOFError, OSError):
             if not self.reason:
@@ -246,8 +243,8 @@ class RemoteWorkers:
         for link in self.links:
             link.hang_up()
         with self._calling, ExitStack() as undo:
-            if not self._ended:
-                self._ended = True
+            if not self._is_over:
+                self._is_over = True
                 self._disown()
                 undo.callback(self._started.release)
                 end_workers(self.links, patience)

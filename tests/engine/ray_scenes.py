@@ -76,14 +76,19 @@ def lost(llm: LLM, cluster: Cluster, node: Any) -> dict[str, Any]:
     return {"errors": seen["errors"], "asked": len(PROMPTS) * 8, "seconds": seen["ended"] - start}
 
 
-def stopped(folder: str) -> list[str]:
+def stopped(llm: LLM) -> list[str]:
     """Stop the process of the second rank, which then does not answer anybody."""
-    llm = LLM(folder, **SETTINGS, **TWO, **{"parallel.step_seconds": 3})
-    second = llm.engine.core.executor.workers.links[1].placed.where.process
-    os.kill(second, signal.SIGSTOP)
+    os.kill(llm.engine.core.executor.workers.links[1].placed.where.process, signal.SIGSTOP)
     found = llm.generate(PROMPTS[:2], PARAMS[:2])
-    llm.shutdown()
     return [answer.error or "" for each in found for answer in each.outputs]
+
+
+def left(wanted: int) -> int:
+    """The number of actors, once it is the one that is wanted, or after a while."""
+    deadline = time.monotonic() + 10
+    while len(actors()) != wanted and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return len(actors())
 
 
 def main(folder: str) -> None:
@@ -95,31 +100,27 @@ def main(folder: str) -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     other = cluster.add_node(num_cpus=1)
     os.environ["RAY_ADDRESS"] = cluster.address
-    llm = LLM(folder, **SETTINGS, **TWO)
-    out["two"] = answers(llm)
-    out["nodes"] = [link.placed.where.node for link in llm.engine.core.executor.workers.links]
-    out["own_node"] = ray.get_runtime_context().get_node_id()
-    out["actors"] = len(actors())
-    llm.shutdown()
-    time.sleep(1)
-    out["actors_after_shutdown"] = len(actors())
-    out["still_joined"] = ray.is_initialized()
-    out["stopped"] = stopped(folder)
     llm = LLM(folder, **SETTINGS, **{"parallel.data": 2, "parallel.executor": "ray"})
     out["replicas"] = answers(llm)
     out["actors_of_replicas"] = len(actors())
     llm.shutdown()
-    out["joined_after_replicas"] = ray.is_initialized()
-    llm = LLM(folder, **SETTINGS, **TWO)
+    out["actors_after_shutdown"] = left(0)
+    out["still_joined"] = ray.is_initialized()
+    llm = LLM(folder, **SETTINGS, **TWO, **{"parallel.step_seconds": 3, "parallel.restart_workers": 1})
+    out["two"] = answers(llm)
+    out["nodes"] = [link.placed.where.node for link in llm.engine.core.executor.workers.links]
+    out["own_node"] = ray.get_runtime_context().get_node_id()
+    out["actors"] = len(actors())
+    out["stopped"] = stopped(llm)
+    out["started_again"] = answers(llm)
     out["lost"] = lost(llm, cluster, other)
     out["afterwards"] = error_of(llm)
     llm.shutdown()
     try:
-        LLM(folder, **SETTINGS, **TWO, **{"parallel.start_seconds": 2})
+        LLM(folder, **SETTINGS, **TWO, **{"parallel.start_seconds": 1})
     except OpgraftError as error:
         out["no_room"] = str(error)
-    time.sleep(1)
-    out["actors_in_the_end"] = len(actors())
+    out["actors_in_the_end"] = left(0)
     cluster.shutdown()
     sys.stdout.write(json.dumps(out) + "\n")
 
