@@ -133,9 +133,9 @@ class Replicas:
         if failed:
             self.shutdown()
             first = self._failed or next(iter(failed.values()))
-            for number, error in failed.items():
-                if error is not first:
-                    logger.error("replica %d did not start either: %s", number, described(error))
+            for number, other in failed.items():
+                if other is not first:
+                    logger.error("replica %d did not start either: %s", number, described(other))
             raise first
 
     @property
