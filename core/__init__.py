@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from opgraft.binding.marks import needs as needs
     from opgraft.binding.pluggable_class import PluggableClass as PluggableClass
     from opgraft.binding.rebinding import rebind as rebind
+    from opgraft.compilation.compiled import Compiled as Compiled
+    from opgraft.compilation.compiled import compile as compile
+    from opgraft.compilation.graph_pass import GraphPass as GraphPass
+    from opgraft.compilation.graph_pass import PassReport as PassReport
     from opgraft.config import (
         CompilationConfig as CompilationConfig,
     )
@@ -101,6 +105,8 @@ _HOME = {
     "opgraft.binding.functional": ("register_functional",),
     "opgraft.binding.marks": ("inference_only", "needs"),
     "opgraft.binding.pluggable_class": ("PluggableClass",),
+    "opgraft.compilation.compiled": ("Compiled", "compile"),
+    "opgraft.compilation.graph_pass": ("GraphPass", "PassReport"),
     "opgraft.config": ("CompilationConfig", "CompilationMode", "OpgraftConfig", "set_config"),
     "opgraft.decision": ("Candidate", "Decision", "Provider"),
     "opgraft.engine.sampling_params": ("SamplingParams",),

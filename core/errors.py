@@ -132,6 +132,10 @@ class PackError(OpgraftError):
     """The weights of a model cannot be packed as it stands, or something needs the plain ones that were dropped."""
 
 
+class CompilationError(OpgraftError):
+    """A model cannot be compiled, a pass over its graph failed, or compiled code was called with other inputs."""
+
+
 class RecompilationError(OpgraftError):
     """A program was compiled where none may be, because a shape or a value differs from those compiled for."""
 

@@ -124,13 +124,13 @@ def _derived(cls: type, name: str) -> Any:
     kernels: Mapping[str, Callable[..., Any]] = vars(cls)[name]
     raw = inspect.getattr_static(cls, "forward_native", None)
     native = raw.__func__ if isinstance(raw, staticmethod) else raw
-    if _PARAMETER not in (getattr(native, "__kwdefaults__", None) or {}):
+    if not takes_functional(native):
         raise RegistrationError(
             f"{cls.__qualname__} at {location_of(cls)} declares {name}, but its forward_native does not take "
             f"{_PARAMETER}=..., by which it would call those kernels: define forward_{name.removeprefix(_DECLARED)} too"
         )
     overlay = _Overlay(kernels)
-    derived: Any = _with_functional(native, overlay)
+    derived: Any = with_functional(native, overlay)
     if isinstance(raw, staticmethod):
         derived = _as_method(derived)
     if getattr(kernels, "inference_only", False):
@@ -142,9 +142,15 @@ def _derived(cls: type, name: str) -> Any:
     return derived
 
 
-def _with_functional(native: Any, overlay: _Overlay) -> FunctionType:
+def takes_functional(native: object) -> bool:
+    """Tell whether a ``forward_native`` takes ``functional``, by which it calls forms."""
+    return _PARAMETER in (getattr(native, "__kwdefaults__", None) or {})
+
+
+def with_functional(native: Any, functional: object) -> FunctionType:
+    """Return a copy of ``native`` that calls the forms which ``functional`` has as attributes."""
     copy = FunctionType(native.__code__, native.__globals__, native.__name__, native.__defaults__, native.__closure__)
-    copy.__kwdefaults__ = {**native.__kwdefaults__, _PARAMETER: overlay}
+    copy.__kwdefaults__ = {**native.__kwdefaults__, _PARAMETER: functional}
     copy.__dict__.update(native.__dict__)
     copy.__qualname__, copy.__module__, copy.__doc__ = native.__qualname__, native.__module__, native.__doc__
     copy.__annotations__ = native.__annotations__

@@ -54,6 +54,8 @@ class CompilationConfig(Section):
             Without either, ``none`` holds if ``backend`` is ``inductor`` and ``mode`` is not ``NONE``, else ``all``.
         backend: name of the ``torch.compile`` backend.
         mode: a ``CompilationMode``, its name or its number.
+        user_passes: ``module:Class`` of passes that run after opgraft's own, under the mode ``FULL``.
+        dump_graphs: a folder for the graph before the first pass and after each, likewise.
         fail_on_recompile: on devices whose programs have fixed shapes, all compiled before the first request.
     """
 
@@ -66,6 +68,12 @@ class CompilationConfig(Section):
     )
     backend: str | None = setting("the torch.compile backend that models are meant for", default="inductor")
     mode: CompilationMode | None = setting("how models are compiled", default=CompilationMode.NONE)
+    user_passes: Sequence[str] = setting(
+        "passes over the graph that run after opgraft's own, as module:Class; for the mode FULL", default=()
+    )
+    dump_graphs: str | None = setting(
+        "folder for the graph before the first pass and after each, as text; for the mode FULL", unset="none"
+    )
     fail_on_recompile: bool = setting(
         "a program that a device compiles while requests run fails their step, instead of a warning; on devices whose "
         "programs have fixed shapes",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
-from contextlib import ExitStack
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, NamedTuple, TypeAlias
 
 from opgraft.binding.explaining import Explanation
 from opgraft.binding.pluggable_class import choose_class
@@ -12,6 +12,7 @@ from opgraft.config import OpgraftConfig
 from opgraft.engine.cache_layout import CacheSizes, windows_of_all
 from opgraft.engine.cache_room import smallest_room
 from opgraft.engine.compiled_model import expect_compilable
+from opgraft.engine.executor import Executor
 from opgraft.engine.executors import executor_of
 from opgraft.engine.kv_cache import KVCacheManager
 from opgraft.engine.request import FinishReason, Request
@@ -23,6 +24,8 @@ from opgraft.errors import MOST_LISTED, ConfigError, EngineError, ModelError, Re
 from opgraft.logger import logger
 from opgraft.state import host_state
 from opgraft.text import described
+
+Starting: TypeAlias = Callable[[Executor], AbstractContextManager[object]]
 
 
 class EngineOutput(NamedTuple):
@@ -58,6 +61,7 @@ class EngineCore:
 
     Args:
         opgraft_config: the process's where not given; every section is read from it.
+        starting: called with the executor, for a context in which the workers start and prepare.
 
     Attributes:
         hands_over: whether requests stay when the workers are lost, for ``surrender``, instead of failing.
@@ -68,16 +72,18 @@ class EngineCore:
             the context is longer than the model was made for, or the devices cannot compute the split.
     """
 
-    def __init__(self, opgraft_config: OpgraftConfig | None = None) -> None:
+    def __init__(self, opgraft_config: OpgraftConfig | None = None, starting: Starting = nullcontext) -> None:
         given = opgraft_config or host_state().settings().config
         self.opgraft_config = given.resolved()
         expect_compilable(self.opgraft_config)
-        choose_class(Worker).cls.expect_split(self.opgraft_config.parallel)
+        worker: type[Worker] = choose_class(Worker).cls
+        worker.expect_split(self.opgraft_config.parallel)
         self.executor = executor_of(self.opgraft_config)
         with ExitStack() as undo:
             undo.callback(self.executor.shutdown)
-            self.executor.start()
-            self._prepare()
+            with starting(self.executor):
+                self.executor.start()
+                self._prepare()
             undo.pop_all()  # nothing raised: the worker stays
         self.hands_over = False
         self._stopped: Exception | None = None

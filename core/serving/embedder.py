@@ -47,7 +47,8 @@ class Embedder:
     def __init__(self, opgraft_config: OpgraftConfig, on_step: OnStep | None = None) -> None:
         self.opgraft_config = opgraft_config.resolved()
         _expect_one(self.opgraft_config)
-        choose_class(Worker).cls.expect_split(self.opgraft_config.parallel)
+        worker: type[Worker] = choose_class(Worker).cls
+        worker.expect_split(self.opgraft_config.parallel)
         with opened_once(), ExitStack() as undo:
             self.executor = executor_of(self.opgraft_config)
             undo.callback(self.executor.shutdown)

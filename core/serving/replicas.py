@@ -6,6 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig, ParallelConfig
 from opgraft.distributed.groups import parallelism
+from opgraft.engine.executor import Executor
 from opgraft.engine.process_executor import listening_store
 from opgraft.engine.rounds import Rounds
 from opgraft.engine.stats import EngineStats, summed
@@ -26,6 +28,7 @@ from opgraft.serving.replica import Replica
 from opgraft.serving.router import RequestRouter
 from opgraft.serving.step_reports import OnStep
 from opgraft.serving.text_engine import TextEngine
+from opgraft.text import described
 
 _HERE = "127.0.0.1"
 
@@ -64,6 +67,8 @@ class Replicas:
         self.each: list[Replica] = []
         self._store: Any = None  # by which ranks of all replicas meet
         self._routes = False
+        self._starting: list[Executor] = []
+        self._failed: BaseException | None = None  # the first that a start failed by
         if not is_replicated(self._parallel):
             make = partial(TextEngine, opgraft_config, watched, self._shared_inputs)
             self.each.append(Replica(0, EngineThread(make)))
@@ -85,7 +90,8 @@ class Replicas:
                 opgraft_config = _with(opgraft_config, meeting=f"{_HERE}:{port}")
         for number in range(self._parallel.data):
             ranked = _with(opgraft_config, data_rank=number)
-            make = partial(TextEngine, ranked, on_step, self._shared_inputs, hands_over=True)
+            options: dict[str, Any] = {"hands_over": True, "starting": self._start_of}
+            make = partial(TextEngine, ranked, on_step, self._shared_inputs, **options)
             told = partial(self._surrendered, number), partial(self._lost, number)
             self.each.append(Replica(number, EngineThread(make, *told, rounds)))
 
@@ -95,20 +101,42 @@ class Replicas:
                 self._inputs = InputProcessor(opgraft_config, max_model_len)
             return self._inputs
 
+    @contextmanager
+    def _start_of(self, executor: Executor) -> Iterator[None]:
+        """End all starts at once where this one fails, or another has: they may wait for it, as they share experts."""
+        with self._lock:
+            self._starting.append(executor)
+            failed = self._failed is not None
+        try:
+            if failed:
+                executor.shutdown()
+            yield
+        except BaseException as error:
+            with self._lock:
+                self._failed = self._failed or error
+                starting = list(self._starting)
+            for each in starting:
+                each.shutdown()
+            raise
+
     def _wait(self) -> None:
-        """Wait until all engines are made; where one is not, let go of the others."""
-        failed: list[Exception] = []
+        """Wait until all engines are made; where one is not, let go of the others, and raise what failed first."""
+        failed: dict[int, Exception] = {}
         for replica in self.each:
             try:
                 replica.thread.wait()
             except Exception as error:
-                failed.append(error)
+                failed[replica.number] = error
             except BaseException:
                 self._stop()
                 raise
         if failed:
             self.shutdown()
-            raise failed[0]
+            first = self._failed or next(iter(failed.values()))
+            for number, other in failed.items():
+                if other is not first:
+                    logger.error("replica %d did not start either: %s", number, described(other))
+            raise first
 
     @property
     def first(self) -> TextEngine:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
@@ -14,6 +16,7 @@ from opgraft.serving.engine_thread import News, Reader
 from opgraft.serving.front_end import FrontEnd
 from opgraft.serving.open_request import OpenRequest, none_open
 from opgraft.serving.outputs import RequestOutput
+from opgraft.serving.replica import Replica
 from opgraft.serving.replicas import Replicas
 from opgraft.serving.step_reports import OnStep
 
@@ -38,6 +41,19 @@ class _Noting(Reader):
         return True
 
 
+class _Opening(NamedTuple):
+    """A request that a replica is to open.
+
+    Attributes:
+        choices: of replicas that may take it after that one.
+        begun: whether it is opened.
+    """
+
+    prepared: OpenRequest
+    choices: Iterator[Replica]
+    begun: Future[bool]
+
+
 class ReplicatedEngine(FrontEnd):
     """The engines of ``parallel.data``, which compute in threads of their own.
 
@@ -50,23 +66,50 @@ class ReplicatedEngine(FrontEnd):
         self.inputs = self.replicas.inputs
         self._noted: SimpleQueue[tuple[_Noting, News]] = SimpleQueue()
         self._open: dict[str, _Noting] = {}
+        self._opening: dict[_Noting, _Opening] = {}
 
     @property
     def has_work(self) -> bool:
         return bool(self._open)
 
     def submit(self, prepared: OpenRequest) -> RequestOutput:
+        """Have a request wait for its turn, and return its output; where an engine refuses it, ``step`` raises that."""
         reader = _Noting(prepared.output, self._noted)
-        for replica in self.replicas.choices(prepared):
-            with suppress(EngineError):
-                replica.open(reader, prepared).result()
-                break
+        self._begin(reader, prepared, self.replicas.choices(prepared))
         self._open[reader.request_id] = reader
         return prepared.output
 
+    def _begin(self, reader: _Noting, prepared: OpenRequest, choices: Iterator[Replica]) -> None:
+        """Have the next replica that may take a request open it, which it does between two of its steps."""
+        for replica in choices:
+            with suppress(EngineError):
+                self._opening[reader] = _Opening(prepared, choices, replica.open(reader, prepared))
+                return
+
+    def _expect_opened(self) -> None:
+        """Wait until all that was submitted is opened, elsewhere where its replica was lost meanwhile.
+
+        Raises:
+            RequestError: a request could never be served.
+            EngineError: no replica is left that could take it.
+        """
+        while self._opening:
+            reader = next(iter(self._opening))
+            prepared, choices, begun = self._opening.pop(reader)
+            try:
+                with suppress(EngineError):
+                    begun.result()
+                    continue
+                self._begin(reader, prepared, choices)
+            except Exception:
+                del self._open[reader.request_id]
+                raise
+
     def abort(self, request_id: str) -> RequestOutput:
-        output = self._opened(request_id, "aborted").output
+        reader = self._opened(request_id, "aborted")
+        output = reader.output
         del self._open[request_id]
+        self._opening.pop(reader, None)
         with suppress(RequestError):  # it has ended, and its last news were not taken
             self.replicas.abort(request_id).result()
         return output
@@ -75,8 +118,10 @@ class ReplicatedEngine(FrontEnd):
         """Return the newest state of the requests that have news, in copies that do not grow, once there are some.
 
         Raises:
+            RequestError: one that was submitted could never be served.
             EngineError: the engine of a request has stopped.
         """
+        self._expect_opened()
         noted: dict[_Noting, Callable[[], RequestOutput]] = {}
         with suppress(Empty):
             self._note(noted, _PATIENCE)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from typing import TypeAlias
 
 from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig
-from opgraft.engine.engine_core import EngineCore, EngineOutput
+from opgraft.engine.engine_core import EngineCore, EngineOutput, Starting
 from opgraft.engine.sampling import TokenLogprobs
 from opgraft.engine.stats import EngineStats
 from opgraft.engine.step import Step
@@ -34,6 +34,7 @@ class TextEngine(FrontEnd):
         on_step: see ``OnStep``. If it raises, that is logged, and it is not called again.
         make_inputs: returns the ``InputProcessor`` for a config and the longest context.
         hands_over: whether requests stay open when the workers are lost, for ``surrender``, instead of failing.
+        starting: see ``EngineCore``.
 
     Raises:
         ModelError: no model is named, or it is no decoder.
@@ -47,9 +48,10 @@ class TextEngine(FrontEnd):
         on_step: OnStep | None = None,
         make_inputs: MakeInputs = InputProcessor,
         hands_over: bool = False,
+        starting: Starting = nullcontext,
     ) -> None:
         with opened_once(), ExitStack() as undo:
-            self.core = EngineCore(opgraft_config)
+            self.core = EngineCore(opgraft_config, starting)
             undo.callback(self.core.shutdown)
             self.inputs = make_inputs(self.core.opgraft_config, self.core.max_model_len)
             undo.pop_all()  # nothing raised: the engine stays

@@ -81,6 +81,7 @@ LAYERS = [
     "opgraft.grafting",
     "opgraft.quantization",
     "opgraft.models",
+    "opgraft.compilation",
     "opgraft.engine",
     "opgraft.planning",
     "opgraft.platforms.tpu.engine",  # replaces parts of the engine; its platform imports it by name

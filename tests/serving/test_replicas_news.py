@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from opgraft import SamplingParams
-from opgraft.errors import EngineError
+from opgraft.engine.request import Request
+from opgraft.errors import EngineError, RequestError
 from opgraft.serving.engine_thread import Reader
 from opgraft.serving.llm import LLM
 from opgraft.serving.replica import Replica
@@ -68,6 +72,50 @@ def test_the_end_of_a_stream_is_yielded_however_late_it_is_read(engine: Replicat
         time.sleep(0.01)
     assert engine.abort("b") is output
     assert not engine.has_work
+
+
+def test_what_is_submitted_at_once_is_computed_at_once(
+    engine: ReplicatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that come during a step of both engines are all in the next one."""
+    submitted, steps = threading.Event(), Counter[int]()
+
+    def counted(number: int, step: Callable[[], Any]) -> Any:
+        steps[number] += 1
+        if not submitted.wait(30):  # one of them would wait for this step
+            submitted.set()
+        return step()
+
+    for each in engine.replicas.each:
+        monkeypatch.setattr(each.engine.core, "step", partial(counted, each.number, each.engine.core.step))
+    for number in range(12):
+        engine.add(str(number), [5, 6, number + 7], SHORT)
+    submitted.set()
+    ended = 0
+    while engine.has_work:
+        ended += sum(output.finished for output in engine.step())
+    assert ended == 12
+    assert len(steps) == 2
+    assert max(steps.values()) <= 1 + SHORT.most_tokens
+
+
+def test_what_an_engine_refuses_is_raised(engine: ReplicatedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that an executor cannot have reach its workers fails the next step, and is no work any more."""
+
+    def expect_servable(request: Request) -> None:
+        if request.prompt[0] == 6:
+            raise RequestError("it begins with 6")
+
+    for each in engine.replicas.each:
+        monkeypatch.setattr(each.engine.core.executor, "expect_servable", expect_servable)
+    engine.add("a", [5, 6], SHORT)
+    engine.add("b", [6, 5], SHORT)
+    with pytest.raises(RequestError, match="begins with 6"):
+        engine.step()
+    *_, last = engine.stream("a")
+    assert last.outputs[0].finish_reason == "length"
+    assert not engine.has_work
+    assert not any("b" in each.requests for each in engine.replicas.each)
 
 
 def test_a_request_that_nobody_reads_is_forgotten(engine: ReplicatedEngine) -> None:

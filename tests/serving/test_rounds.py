@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Site
 from opgraft import SamplingParams
 from opgraft.config import ParallelConfig
 from opgraft.engine.rounds import Rounds
@@ -86,6 +88,44 @@ def test_replicas_share_experts(checkpoint: Path) -> None:
             await asyncio.wait_for(body(llm), 60)
 
     asyncio.run(main())
+
+
+PLANTED = """
+import time
+import opgraft
+from opgraft.distributed import get_world_group
+from opgraft.engine.worker import Worker
+
+platforms = "any"
+
+
+class Failing(Worker):
+    def load_model(self):
+        if get_world_group().rank == 1:
+            raise RuntimeError("planted")
+        time.sleep(1000)
+
+
+@opgraft.hookimpl
+def opgraft_register_ops(platform):
+    Worker.register_oot(Failing)
+"""
+
+
+def test_a_replica_that_does_not_start_ends_the_others(
+    checkpoint: Path,
+    site: Site,
+    warm_python: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What fails first is raised, while another would have waited for ever; what that comes to is in the log."""
+    monkeypatch.setattr(sys, "executable", warm_python)
+    site.plugin("planted-start", PLANTED)
+    with pytest.raises(RuntimeError, match="planted"):
+        LLM(str(checkpoint), **TOGETHER, **{"parallel.start_seconds": 60})
+    assert "replica 0 did not start either" in caplog.text
+    assert "did not come to the end of a call" not in caplog.text
 
 
 def test_everyone_makes_each_round_once() -> None:

@@ -1,0 +1,97 @@
+"""Models whose ops show in a graph: each call of a functional form is one node, a semantic one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.derivation import takes_functional, with_functional
+from opgraft.binding.functional import FUNCTIONALS
+from opgraft.compat.tracing import constant_while_tracing
+from torch import nn
+
+_CACHE = "__opgraft_semantic__"
+
+
+Natives = Mapping[type, Callable[..., Any]]
+"""By op class, a definition on forms that takes ``functional``, for classes whose ``forward_native`` does not."""
+
+
+class _RegisteredOps:
+    """The registered op of every form, as an attribute by the form's name."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.ops.opgraft, name).default
+
+
+@contextmanager
+def semantic(model: nn.Module, natives: Natives) -> Iterator[None]:
+    """Have all forms, and the ops of ``model`` that are made of forms, call the registered ops within the block.
+
+    That is so whether an op is enabled or not, and whoever provides its kernel, if functional forms are that kernel. A
+    kernel that is a method and nothing else stays what it is. What other threads compute with the model is the same.
+    """
+    changed: list[tuple[CustomOp, type]] = []
+    try:
+        for module in model.modules():
+            kind = _semantic_class(module, natives) if isinstance(module, CustomOp) else None
+            if kind is not None:
+                changed.append((module, type(module)))  # type: ignore[arg-type]  # a class is for ops only
+                module.__class__ = kind
+        with _forms_registered():
+            yield
+    finally:
+        for op, former in changed:
+            op.__class__ = former
+
+
+@contextmanager
+def _forms_registered() -> Iterator[None]:
+    """Have each form that is called while a compiler looks on call its registered op."""
+    forms = [(form, form.bind_while_traced) for form in FUNCTIONALS.values()]
+
+    def register(form: Any) -> Callable[[], None]:
+        @constant_while_tracing
+        def take_registered() -> None:
+            form.traced = getattr(torch.ops.opgraft, form.name).default
+
+        return take_registered
+
+    try:
+        for form, _ in forms:
+            form.bind_while_traced = register(form)
+        yield
+    finally:
+        for form, former in forms:
+            form.bind_while_traced = former
+
+
+def _semantic_class(op: CustomOp, natives: Natives) -> type | None:
+    """Return the class of an op whose ``forward`` is its native definition on registered ops, where it has one."""
+    kind: Any = type(op)
+    native = _native_on_forms(op, natives) if kind is op.binding.specialisation else None
+    if native is None:
+        return None
+    # vars(), as a class derived from another specialisation must not find its.
+    if _CACHE not in vars(kind):
+        forward = with_functional(native, _RegisteredOps())
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__specialisation__": True}
+        setattr(kind, _CACHE, type(kind)(kind.__name__, (kind,), {**names, "forward": forward}))
+    made: type = vars(kind)[_CACHE]
+    return made
+
+
+def _native_on_forms(op: CustomOp, natives: Natives) -> Any:
+    """Return the ``forward_native`` by which the kernel of an op calls forms, ``None`` where it calls none."""
+    kernel = op.binding.kernel.winner
+    if kernel.method != "forward_native" and kernel.functions is None:
+        return None
+    native = inspect.getattr_static(kernel.owner, "forward_native", None)
+    if isinstance(native, FunctionType) and takes_functional(native):
+        return native
+    return natives.get(op.op_class)

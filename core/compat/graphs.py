@@ -1,0 +1,49 @@
+"""Schemas of operators, and backends called as Dynamo calls them, for which torch has no public names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def lookup(name: str) -> Callable[..., Any]:
+    """Return a backend of ``torch.compile`` by its name, the entry points ``torch_dynamo_backends`` included.
+
+    Raises:
+        Exception: there is none of that name, or it cannot be imported.
+    """
+    import torch._dynamo  # as long to import as torch itself
+
+    try:
+        found: Callable[..., Any] = torch._dynamo.lookup_backend(name)
+    except AttributeError:  # another torch: let Dynamo look it up, and trace the graph anew
+
+        def found(module: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
+            return torch.compile(module, backend=name, dynamic=True)
+
+    return found
+
+
+def known_backends() -> list[str]:
+    """Name the backends of ``torch.compile``."""
+    return sorted({"eager", "aot_eager", *torch.compiler.list_backends()})
+
+
+def tracing_in(fake_mode: Any) -> AbstractContextManager[Any]:
+    """Return the context in which Dynamo calls a backend, whose sizes are those of ``fake_mode``.
+
+    Without the names, backends find the mode by their inputs.
+    """
+    guards: Any = getattr(torch, "_guards", None)
+    context = getattr(guards, "TracingContext", None)
+    return guards.tracing(context(fake_mode)) if context is not None and fake_mode is not None else nullcontext()
+
+
+def returns_new_memory(node: fx.Node) -> bool:
+    """Tell whether the results of a node share no memory with its arguments; of operators that tell."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and all(result.alias_info is None for result in schema.returns)

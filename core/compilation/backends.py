@@ -1,0 +1,51 @@
+"""Backends: from a lowered graph to what runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from opgraft.compat.graphs import known_backends, lookup, tracing_in
+from opgraft.errors import CompilationError, ConfigError, close_matches
+from opgraft.text import described
+from torch import Tensor, fx
+
+Runner = Callable[..., Sequence[Any]]
+"""Called with the tensors of a graph's placeholders; returns its flat results."""
+
+
+def built(module: fx.GraphModule, backend: str) -> Runner:
+    """Have a backend of ``torch.compile`` make of a graph what runs it.
+
+    Raises:
+        ConfigError: there is no such backend.
+        CompilationError: it fails.
+    """
+    compiler = backend_of(backend)
+    example: list[Tensor] = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+    mode = next((x.fake_mode for x in example if isinstance(x, Tensor)), None)  # type: ignore[attr-defined]
+    try:
+        with tracing_in(mode):
+            runner: Runner = compiler(module, example)
+    except Exception as error:  # whatever a backend raises
+        raise CompilationError(
+            f"the backend {backend} fails on the graph: {described(error)}. Next: set another "
+            "compilation_config.backend, such as eager, which generates no code; inductor needs a C++ compiler, such "
+            "as g++ or what CXX names"
+        ) from error
+    return runner
+
+
+def backend_of(name: str) -> Callable[..., Any]:
+    """Return the backend of a name.
+
+    Raises:
+        ConfigError: there is none of that name here.
+    """
+    try:
+        return lookup(name)
+    except Exception as error:  # the class of it is private to torch, and entry points raise anything
+        raise ConfigError(
+            f"compilation_config.backend is {name!r}, which cannot be used here ({described(error)}): "
+            f"{close_matches(name, known_backends())}"
+        ) from error

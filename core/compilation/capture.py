@@ -1,0 +1,168 @@
+"""Capture: a model as one graph for any size of the batch, whose ops are semantic nodes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from opgraft.binding.derivation import NATIVE
+from opgraft.binding.semantic import semantic
+from opgraft.decision import Candidate, Decision
+from opgraft.errors import CompilationError
+from opgraft.ops.linear.modules import Linear
+from opgraft.text import described
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
+
+BATCH = "batch"
+"""The name of the size that is dynamic where nothing else is asked for."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """An example of the arguments of a model, as ``torch.export`` takes them.
+
+    Attributes:
+        args: by position.
+        kwargs: by name.
+        dynamic_shapes: which sizes are dynamic; ``None`` for the first dimension of every tensor.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    dynamic_shapes: Any = None
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph over the parameters of a model.
+
+    Attributes:
+        module: the graph; its placeholders are the tensors among the inputs, its outputs are flat.
+        inputs: for each placeholder its place among the flat inputs.
+        constants: the other flat inputs, which must be what they were, by place.
+        in_spec: the structure of ``(args, kwargs)``.
+        out_spec: the structure of the result.
+        decision: who captured it, and why.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[int, ...]
+    constants: Mapping[int, Any]
+    in_spec: Any
+    out_spec: Any
+    decision: Decision
+
+
+_WAYS: tuple[tuple[str, bool, str], ...] = (
+    ("torch.export", False, "it runs the model's Python on tensors without values, the fastest way to a graph"),
+    ("Dynamo", True, "it reads the model's bytecode: torch.export, strict"),
+)
+"""The ways to a graph in the order in which they are tried: name, whether export is strict, what it does."""
+
+
+def capture(model: nn.Module, example: Example) -> Captured:
+    """Capture ``model``, by ``torch.export`` or, where that cannot, by Dynamo.
+
+    Raises:
+        CompilationError: neither can; the message has the reasons of both.
+    """
+    shapes = _dynamic_shapes(model, example)
+    failed: list[tuple[str, str]] = []
+    for name, strict, why in _WAYS:
+        try:
+            with torch.no_grad(), semantic(model, {Linear: _linear}):
+                program = torch.export.export(
+                    model, example.args, dict(example.kwargs), dynamic_shapes=shapes, strict=strict
+                )
+        except Exception as error:  # whatever code of models and compilers raises
+            failed.append((name, described(error)))
+            continue
+        return _over_parameters(model, program, _decision(model, name, why, failed))
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in failed)
+    raise CompilationError(
+        f"{type(model).__name__} cannot be captured as one graph. {reasons}. Next: change what the message names, such "
+        "as a branch on values of tensors, or run the model without opgraft.compile"
+    )
+
+
+def _linear(self: Linear, input: Tensor, residual: Tensor | None = None, *, functional: Any = NATIVE) -> Tensor:
+    mapped: Tensor = functional.linear(input, self.weight, self.bias, self.activation, residual)
+    return mapped
+
+
+def _decision(model: nn.Module, name: str, why: str, failed: Sequence[tuple[str, str]]) -> Decision:
+    rejected = tuple(Candidate(way, False, f"failed: {reason}") for way, reason in failed)
+    tried = {name, *dict(failed)}
+    rest = tuple(Candidate(way, False, "not needed") for way, _, _ in _WAYS if way not in tried)
+    reason = f"{', '.join(dict(failed))} cannot capture it" if failed else why
+    return Decision(f"capture of {type(model).__name__}", name, reason, (Candidate(name, True, why), *rejected, *rest))
+
+
+def _dynamic_shapes(model: nn.Module, example: Example) -> Any:
+    """Return the dynamic sizes as ``torch.export`` takes them, one entry for each argument.
+
+    Raises:
+        CompilationError: a batch of one, which compilers take for a constant.
+    """
+    if example.dynamic_shapes is not None:
+        return example.dynamic_shapes
+    batch = Dim(BATCH)
+    arguments = inspect.signature(model.forward).bind(*example.args, **example.kwargs).arguments
+    return tuple(_of_batch(value, batch) for value in arguments.values())
+
+
+def _of_batch(value: Any, batch: Any) -> Any:
+    """Say of an argument, as deep as it is nested, that the first dimension of each tensor is the batch."""
+    if isinstance(value, Mapping):
+        return {name: _of_batch(each, batch) for name, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_of_batch(each, batch) for each in value)
+    if not isinstance(value, Tensor) or not value.dim():
+        return None
+    if value.shape[0] < 2:
+        raise CompilationError(
+            f"an example input has the shape {tuple(value.shape)}, and compilers take a batch of one for a constant: "
+            "give examples of two rows or more, or say by dynamic_shapes which sizes are dynamic"
+        )
+    return {0: batch}
+
+
+def _over_parameters(model: nn.Module, program: ExportedProgram, decision: Decision) -> Captured:
+    """Turn those inputs of a program that are parameters or buffers into attributes: the model's own tensors."""
+    graph, copies = fx.Graph(), {}
+    specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    nodes = list(program.graph.nodes)
+    given = [spec for spec in specs.values() if spec.kind is InputKind.USER_INPUT]
+    tensors = [place for place, spec in enumerate(given) if isinstance(spec.arg, TensorArgument)]
+    constants = {place: spec.arg.value for place, spec in enumerate(given) if isinstance(spec.arg, ConstantArgument)}
+    if len(tensors) + len(constants) < len(given):
+        raise CompilationError("an input of the model is neither a tensor nor a constant: give it as one of these")
+    held: dict[str, Tensor] = {}
+    names = {given[place].arg.name for place in tensors}
+    for node in (node for node in nodes if node.op == "placeholder" and node.name in names):
+        copies[node] = graph.node_copy(node)
+    for node in (node for node in nodes if node.op == "placeholder" and node.name not in names and node.users):
+        target = str(specs[node.name].target)
+        held[target] = _held(model, program, target)
+        copies[node] = graph.get_attr(target)
+        copies[node].meta = dict(node.meta)
+    for node in (node for node in nodes if node.op != "placeholder"):
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    spec = program.call_spec
+    module = fx.GraphModule(held, graph)
+    return Captured(module, tuple(tensors), constants, spec.in_spec, spec.out_spec, decision)
+
+
+def _held(model: nn.Module, program: ExportedProgram, target: str) -> Tensor:
+    """Return a tensor of the model, or one that the program made of a constant in its code."""
+    path, _, name = target.rpartition(".")
+    try:
+        found = getattr(model.get_submodule(path), name)
+    except AttributeError:
+        found = program.constants[target]
+    return cast(Tensor, found)

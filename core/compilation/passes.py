@@ -1,0 +1,215 @@
+"""The passes of opgraft. Matchers compare literals, such as an epsilon, and hand them on as they are."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, ClassVar
+
+import torch
+from opgraft.binding.functional import FUNCTIONALS, binding_of
+from opgraft.compat.graphs import returns_new_memory
+from opgraft.compilation.graph_pass import GraphPass, Outcome
+from opgraft.compilation.nodes import OPERATOR, PARTS, attribute_of, layout_of, semantic_call, semantic_calls
+from opgraft.errors import ConfigError
+from opgraft.ops.composites.gated_mlp import GatedMLP
+from opgraft.text import described
+from torch import fx, nn
+
+_aten = torch.ops.aten
+_opgraft = torch.ops.opgraft
+
+_ALIASING = frozenset(("view", "reshape", "slice", "expand", "to", "alias", "detach", "contiguous"))
+"""Operators that return their argument, or the same memory seen otherwise."""
+
+
+class NoOps(GraphPass):
+    """Removes what changes neither sizes nor dtypes: reshapes, slices, casts and expansions, and checks of these."""
+
+    name: ClassVar[str] = "no_ops"
+
+    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+        found = 0
+        for node in list(module.graph.nodes):
+            if node.target is _aten._assert_tensor_metadata.default:
+                module.graph.erase_node(node)
+                found += 1
+            elif _changes_nothing(node):
+                node.replace_all_uses_with(node.args[0])
+                found += 1
+        return Outcome(found, found)
+
+
+def _changes_nothing(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, OPERATOR) or target.namespace != "aten" or not node.args:
+        return False
+    name, source = target.name().removeprefix("aten::").partition(".")[0], node.args[0]
+    if name not in _ALIASING or not isinstance(source, fx.Node) or True in (*node.args[2:], node.kwargs.get("copy")):
+        return False
+    return "val" in node.meta and bool(layout_of(node.meta["val"]) == layout_of(source.meta.get("val")))
+
+
+class Copies(GraphPass):
+    """Removes copies of memory that nobody else reads afterwards, such as those made for kernels that work in place."""
+
+    name: ClassVar[str] = "copies"
+
+    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+        copies = [node for node in module.graph.nodes if node.target is _aten.clone.default]
+        needless = [node for node in copies if _is_needless(node)]
+        for node in needless:
+            node.replace_all_uses_with(node.args[0])
+        return Outcome(len(copies), len(needless))
+
+
+def _is_needless(copy: fx.Node) -> bool:
+    source = copy.args[0]
+    if not isinstance(source, fx.Node) or set(source.users) != {copy} or not returns_new_memory(source):
+        return False
+    return bool(layout_of(copy.meta.get("val")) == layout_of(source.meta.get("val")))
+
+
+class AddRMSNorm(GraphPass):
+    """Joins the sum of a residual stream and the norm of it into the form that computes both."""
+
+    name: ClassVar[str] = "add_rms_norm"
+    _fused: ClassVar[dict[str, Any]] = {
+        "rms_norm": _opgraft.fused_add_rms_norm.default,
+        "gemma_rms_norm": _opgraft.fused_add_gemma_rms_norm.default,
+    }
+
+    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+        matched = replaced = 0
+        order = {node: place for place, node in enumerate(module.graph.nodes)}
+        for norm, name, given in semantic_calls(module.graph, *self._fused):
+            summed = given.pop("x")
+            if not _is_sum(summed):
+                continue
+            matched += 1
+            if any(order.get(each, -1) > order.get(summed, -1) for each in given.values() if isinstance(each, fx.Node)):
+                continue  # a weight that is computed after the sum
+            if _has_kernel(name) and not _has_kernel(f"fused_add_{name}"):
+                continue  # a provider's kernel is not passed over
+            with module.graph.inserting_before(summed):
+                both = module.graph.call_function(self._fused[name], (*summed.args, *given.values()))
+                normed, total = (module.graph.call_function(operator.getitem, (both, place)) for place in (0, 1))
+            norm.replace_all_uses_with(normed)
+            summed.replace_all_uses_with(total)
+            replaced += 1
+        return Outcome(matched, replaced)
+
+
+def _has_kernel(name: str) -> bool:
+    """Tell whether a provider's kernel comes as the form of that name here."""
+    return binding_of(FUNCTIONALS[name]).kernel.winner.functional(name) is not None
+
+
+def _is_sum(node: object) -> bool:
+    """Tell whether a node adds two tensors of one layout, neither of them scaled."""
+    if not isinstance(node, fx.Node) or node.target is not _aten.add.Tensor or node.kwargs or len(node.args) != 2:
+        return False
+    if not all(isinstance(each, fx.Node) for each in node.args):
+        return False
+    first, second = (layout_of(each.meta.get("val"))[:3] for each in node.args)  # type: ignore[union-attr]
+    return bool(first == second)
+
+
+class GatedProduct(GraphPass):
+    """Joins gate, up and the gated activation of a feed-forward layer: one linear map, and one form.
+
+    That is where the weights of both lie in one memory, as a ``GatedMLP`` puts them, so that no memory is taken.
+    """
+
+    name: ClassVar[str] = "gated_product"
+
+    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+        matched = replaced = 0
+        for node in list(module.graph.nodes):
+            found = _gated(node) if node.target is _aten.mul.Tensor else None
+            if found is None:
+                continue
+            matched += 1
+            act, given, gate, up = found
+            weights = _joint_weights(model, gate, up)
+            if weights is None:
+                continue
+            with module.graph.inserting_before(node):
+                placed = [_held(module, weights[name], gate[name], up[name]) for name in ("weight", "bias")]
+                joint = module.graph.call_function(_opgraft.linear.default, (gate["x"], *placed))
+                target = _opgraft.silu_and_mul if act == "silu" else _opgraft.gelu_and_mul
+                product = module.graph.call_function(target.default, (joint, *given))
+            node.replace_all_uses_with(product)
+            replaced += 1
+        return Outcome(matched, replaced)
+
+
+def _gated(product: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any], dict[str, Any]] | None:
+    """Return of ``act(gate) · up`` the activation, its settings, and the arguments of both linear maps."""
+    called = semantic_call(product.args[0], "silu", "gelu")
+    other = semantic_call(product.args[1], "linear")
+    if called is None or other is None:
+        return None
+    act, settings = called
+    inner = settings.pop("x")
+    gated = semantic_call(inner, "linear")
+    if gated is None or any(len(node.users) > 1 for node in (product.args[0], product.args[1], inner)):  # type: ignore[union-attr]
+        return None
+    gate, up = gated[1], other[1]
+    plain = all(each["activation"] == "none" and each["residual"] is None for each in (gate, up))
+    return (act, tuple(settings.values()), gate, up) if plain and gate["x"] is up["x"] else None
+
+
+def _joint_weights(model: nn.Module, gate: dict[str, Any], up: dict[str, Any]) -> dict[str, Any] | None:
+    """Return weight and bias over the memory of those of gate and up, where a layer of the model has them."""
+    names = [str(each["weight"].target) for each in (gate, up) if each["weight"].op == "get_attr"]
+    paths = [name.removesuffix(".weight").rpartition(".") for name in names]
+    if len(paths) < 2 or paths[0][0] != paths[1][0]:
+        return None
+    layer = model.get_submodule(paths[0][0])
+    if not isinstance(layer, GatedMLP) or layer.joined != (paths[0][2], paths[1][2]):
+        return None
+    if "act_and_mul" in layer.idle():  # as where somebody provides a kernel for the activation alone
+        return None
+    weight = gate["weight"].meta["val"]
+    op = layer.joint_op(torch.empty(1, weight.shape[1], dtype=weight.dtype, device=weight.device))
+    return None if op is None else {"weight": op.weight, "bias": op.bias}
+
+
+def _held(module: fx.GraphModule, tensor: nn.Parameter | None, *parts: fx.Node | None) -> fx.Node | None:
+    """Give a graph a tensor over the memory of several of its parameters, and return the node that stands for it."""
+    if tensor is None:
+        return None
+    number = sum(name.startswith("joint_") for name, _ in module.named_parameters(recurse=False))
+    module.register_parameter(f"joint_{number}", tensor)
+    node = module.graph.get_attr(f"joint_{number}")
+    node.meta[PARTS] = [attribute_of(module, part) for part in parts if part is not None]
+    return node
+
+
+BUILT_IN: tuple[type[GraphPass], ...] = (NoOps, Copies, GatedProduct, AddRMSNorm)
+"""The passes in the order in which they run."""
+
+
+def passes_of(names: Sequence[str]) -> list[GraphPass]:
+    """Return the passes to run: opgraft's own, and then those of other modules by ``module:Class``.
+
+    Raises:
+        ConfigError: a name is of another form, or leads to no pass.
+    """
+    return [*(each() for each in BUILT_IN), *map(_user_pass, names)]
+
+
+def _user_pass(name: str) -> GraphPass:
+    module, _, attribute = name.partition(":")
+    try:
+        made = getattr(import_module(module), attribute)()
+    except Exception as error:  # whatever the user's module raises
+        raise ConfigError(
+            f"compilation_config.user_passes has {name!r}, which cannot be constructed: {described(error)}. Name a "
+            "class as module:Class"
+        ) from error
+    if not isinstance(made, GraphPass):
+        raise ConfigError(f"compilation_config.user_passes has {name!r}, which is no opgraft.GraphPass: derive it so")
+    return made

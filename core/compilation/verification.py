@@ -1,0 +1,67 @@
+"""The check of compiled code for a size of one, which compilers treat apart, against the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from opgraft.compilation.inputs import Expected
+from opgraft.errors import CompilationError
+from torch import Tensor, nn
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+"""By dtype, the largest difference that counts as rounding, over the largest value of the result."""
+
+
+def of_size_one(tensors: Sequence[Tensor], expected: Sequence[Expected]) -> list[Tensor] | None:
+    """Return inputs whose first dynamic size is one, cut from others; ``None`` where no size is dynamic."""
+    symbol = next((size for each in expected for size in each.sizes if isinstance(size, str)), None)
+    if symbol is None:
+        return None
+    cut = list(tensors)
+    for place, each in enumerate(expected):
+        for dim, size in enumerate(each.sizes):
+            if size == symbol:
+                cut[place] = cut[place].narrow(dim, 0, 1)
+    return cut
+
+
+def expect_alike(
+    model: nn.Module,
+    eager: Callable[[list[Tensor]], Sequence[Any]],
+    compiled: Callable[[list[Tensor]], Sequence[Any]],
+    tensors: Sequence[Tensor],
+) -> None:
+    """Compare compiled code with its model on inputs, and put the model's buffers back as they were.
+
+    Args:
+        model: whose name and buffers they are.
+        eager: runs the model on flat inputs.
+        compiled: runs the code likewise.
+        tensors: the inputs; neither side sees what the other writes to them.
+
+    Raises:
+        CompilationError: the results differ by more than rounding.
+    """
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    results = []
+    for run in (eager, compiled):
+        results.append(run([x.clone() for x in tensors]))
+        for buffer, values in before:
+            buffer.copy_(values)
+    for expected, found in zip(*results, strict=True):
+        if isinstance(expected, Tensor) and not _close(found, expected):
+            raise CompilationError(
+                f"{type(model).__name__} compiled differs from the model itself where the dynamic size is 1, by more "
+                "than rounding: where it branches on that size, name by dynamic_shapes the sizes that vary"
+            )
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    finite = expected[expected.isfinite()] if expected.is_floating_point() else expected
+    largest = float(finite.abs().max()) if finite.numel() and finite.dtype is not torch.bool else 0.0
+    limit = TOLERANCE.get(expected.dtype, 0) * largest
+    return torch.allclose(found, expected, rtol=0, atol=limit, equal_nan=True)

@@ -1,0 +1,41 @@
+"""Models that compile in a moment, and a backend that counts its graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from compilation.blocks import WIDTH, Block
+from torch import fx
+
+
+@pytest.fixture
+def block() -> Block:
+    """A block with random weights, in evaluation mode."""
+    model = Block().eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.normal_()
+    return model
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    """Input for the block."""
+    return torch.randn(3, 5, WIDTH)
+
+
+@pytest.fixture
+def counting() -> Iterator[list[fx.GraphModule]]:
+    """The graphs that the backend of the name ``counting`` was given; it runs them as they are."""
+    graphs: list[fx.GraphModule] = []
+
+    def backend(module: fx.GraphModule, example: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    torch._dynamo.register_backend(backend, name="counting")
+    yield graphs
+    for table in (torch._dynamo.backends.registry._BACKENDS, torch._dynamo.backends.registry._COMPILER_FNS):
+        table.pop("counting", None)

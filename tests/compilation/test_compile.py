@@ -1,0 +1,261 @@
+"""``opgraft.compile``: capture, lowering, backends, and inputs that do not fit."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import numpy
+import opgraft
+import pytest
+import torch
+from compilation.blocks import WIDTH, Block
+from opgraft import CompilationConfig, CompilationMode, OpgraftConfig, functional
+from opgraft.errors import CompilationError, ConfigError
+from opgraft.ops import RMSNorm
+from torch import fx, nn
+
+EAGER = CompilationConfig(backend="eager")
+
+
+def semantic(compiled: opgraft.Compiled) -> Counter[str]:
+    """The semantic nodes of a graph by their names."""
+    targets = [str(node.target) for node in compiled.graph.graph.nodes]
+    return Counter(name.split(".")[1] for name in targets if name.startswith("opgraft."))
+
+
+def lowering(compiled: opgraft.Compiled, form: str) -> opgraft.Decision:
+    (decision,) = (part for part in compiled.decision.parts if part.subject == f"lowering of {form}")
+    return decision
+
+
+def expect_equal(found: Any, expected: Any) -> None:
+    # of sums of hundreds, which an element near zero may be the difference of
+    torch.testing.assert_close(dict(found), dict(expected), rtol=1e-5, atol=2e-3)
+
+
+@pytest.mark.parametrize("custom_ops", ["all", "none"])
+def test_one_graph_serves_every_size(
+    block: Block, x: torch.Tensor, counting: list[fx.GraphModule], custom_ops: str
+) -> None:
+    """One graph of semantic nodes, whether ops are enabled or not, gives what the model gives for 50 batch sizes."""
+    kinds = [type(module) for module in block.modules()]
+    config = CompilationConfig(backend="counting", custom_ops=[custom_ops])
+    compiled = opgraft.compile(block, config, args=(x,))
+    assert {name: count for name, count in semantic(compiled).items() if "norm" in name} == {
+        "rms_norm": 1,
+        "fused_add_rms_norm": 1,
+    }
+    assert semantic(compiled)["linear"] == 2
+    for size in range(1, 51):
+        batch = torch.randn(size, 5, WIDTH)
+        expect_equal(compiled(batch), block(batch))
+    assert len(counting) == 1
+    assert [type(module) for module in block.modules()] == kinds
+
+
+def test_a_model_of_transformers() -> None:
+    """A grafted Llama gives eager's logits, in the same class, for any size of the batch."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = transformers.LlamaConfig(vocab_size=50, num_hidden_layers=1, **sizes)
+    plain = transformers.LlamaForCausalLM(config).eval()
+    grafted = transformers.LlamaForCausalLM(config).eval()
+    grafted.load_state_dict(plain.state_dict())
+    opgraft.graft(grafted)
+    compiled = opgraft.compile(grafted, EAGER, args=(torch.randint(50, (4, 6)),), kwargs={"use_cache": False})
+    assert semantic(compiled)["rms_norm"] + semantic(compiled)["fused_add_rms_norm"] == 3
+    assert semantic(compiled)["fused_add_rms_norm"] >= 1
+    for size in (1, 2, 7, 50):
+        ids = torch.randint(50, (size, 6))
+        with torch.no_grad():
+            expected = plain(ids, use_cache=False)
+        found = compiled(ids, use_cache=False)
+        assert type(found) is type(expected)
+        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
+def test_inductor_generates_code_for_every_size(block: Block, x: torch.Tensor) -> None:
+    """Inductor is given the whole graph at once, and its code serves any size of the batch."""
+    compiled = opgraft.compile(block, CompilationConfig(backend="inductor"), args=(x,))
+    for size in (1, 2, 50):
+        batch = torch.randn(size, 5, WIDTH)
+        expect_equal(compiled(batch), block(batch))
+
+
+def test_export_comes_first(block: Block, x: torch.Tensor) -> None:
+    """The decision says that torch.export has captured the model, and that nothing else was tried."""
+    decision = opgraft.compile(block, EAGER, args=(x,)).decision.parts[0]
+    assert decision.chosen == "torch.export"
+    assert [(c.name, c.accepted, c.reason) for c in decision.candidates][1:] == [("Dynamo", False, "not needed")]
+
+
+class ThroughNumpy(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(numpy.maximum(x.numpy(), 0)) * 2
+
+
+def test_dynamo_captures_what_export_cannot() -> None:
+    """Where code leaves torch, Dynamo captures it, and the decision has export's reason."""
+    model, x = ThroughNumpy().eval(), torch.randn(3, 4)
+    compiled = opgraft.compile(model, EAGER, args=(x,))
+    for size in (1, 2, 9):
+        x = torch.randn(size, 4)
+        torch.testing.assert_close(compiled(x), model(x))
+    decision = compiled.decision.parts[0]
+    assert decision.chosen == "Dynamo"
+    (export,) = (candidate for candidate in decision.candidates if candidate.name == "torch.export")
+    assert export.reason.startswith("failed: ")
+
+
+class Branching(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 0 else -x
+
+
+def test_a_branch_on_values_is_refused() -> None:
+    """A model whose code depends on values has no graph; the error has the reasons of both ways to one."""
+    with pytest.raises(CompilationError, match=r"Branching cannot be captured.*torch\.export: .*Dynamo: .*Next: "):
+        opgraft.compile(Branching().eval(), EAGER, args=(torch.randn(3, 4),))
+
+
+class ApartForOne(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] == 1 else x
+
+
+def test_a_batch_of_one_is_verified() -> None:
+    """A model that computes something else for a batch of one is refused when it is compiled."""
+    with pytest.raises(CompilationError, match=r"ApartForOne compiled differs .* where the dynamic size is 1"):
+        opgraft.compile(ApartForOne().eval(), EAGER, args=(torch.randn(3, 4),))
+
+
+def test_verification_leaves_buffers_as_they_were() -> None:
+    """A model that counts its calls in a buffer has counted none when it is compiled, and counts in its graph."""
+
+    class Counting(nn.Module):
+        calls: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls.add_(1)
+            return x + self.calls
+
+    model = Counting().eval()
+    compiled = opgraft.compile(model, EAGER, args=(torch.zeros(2, 3),))
+    assert model.calls.item() == 0
+    assert compiled(torch.zeros(5, 3))[0, 0].item() == 1
+    assert model.calls.item() == 1
+
+
+def test_nodes_become_the_kernels_of_providers(block: Block, x: torch.Tensor) -> None:
+    """A node whose op has a replacement with that form runs its kernel, and the decision names it."""
+    calls = []
+
+    def rms_norm(x: Any, weight: Any = None, eps: float = 1e-6, variance_size: Any = None) -> torch.Tensor:
+        calls.append(x.shape)
+        return functional.rms_norm.native(x, weight, eps, variance_size) * 2
+
+    class Doubled(RMSNorm):
+        functional_oot = {"rms_norm": rms_norm}  # noqa: RUF012
+
+    RMSNorm.register_oot(Doubled)
+    replaced = Block().eval().requires_grad_(False)
+    replaced.load_state_dict(block.state_dict())
+    compiled = opgraft.compile(replaced, EAGER, args=(x,))
+    calls.clear()
+    found = compiled(x)
+    assert calls == [x.shape] * 2
+    expect_equal(found, replaced(x))
+    assert semantic(compiled)["rms_norm"] == 2
+    chosen = lowering(compiled, "rms_norm")
+    assert str(chosen.chosen).endswith("Doubled.forward_oot")
+    assert chosen.reason.startswith("2 nodes")
+    assert lowering(compiled, "silu_and_mul").chosen == "silu_and_mul.native, inlined"
+
+
+def test_a_method_without_a_form_stays_opaque(block: Block, x: torch.Tensor) -> None:
+    """A replacement that is a method only is computed as it is, and shows no semantic node."""
+
+    class Own(RMSNorm):
+        def forward_oot(self, x: Any, residual: Any = None) -> Any:
+            return x + 1
+
+    RMSNorm.register_oot(Own)
+    replaced = Block().eval().requires_grad_(False)
+    compiled = opgraft.compile(replaced, EAGER, args=(x,))
+    assert "rms_norm" not in semantic(compiled)
+    expect_equal(compiled(x), replaced(x))
+
+
+def test_writes_to_weights_are_seen(block: Block, x: torch.Tensor) -> None:
+    """A compiled model computes with the parameters of the model as they are at a call."""
+    compiled = opgraft.compile(block, EAGER, args=(x,))
+    block.first.weight.mul_(3)
+    block.mlp.get_submodule("down").weight.add_(1)
+    expect_equal(compiled(x), block(x))
+
+
+def test_modes(block: Block, x: torch.Tensor, counting: list[fx.GraphModule]) -> None:
+    """NONE gives the model itself, STOCK_TORCH_COMPILE what torch.compile makes; another mode has no compiler."""
+
+    def compiled(mode: CompilationMode) -> Any:
+        return opgraft.compile(block, CompilationConfig(mode=mode, backend="counting"), args=(x,))
+
+    assert compiled(CompilationMode.NONE) is block
+    expect_equal(compiled(CompilationMode.STOCK_TORCH_COMPILE)(x), block(x))
+    assert len(counting) == 1
+    with pytest.raises(ConfigError, match=r"mode is .*, which has no compiler yet: set it to FULL"):
+        compiled(CompilationMode.DYNAMO_TRACE_ONCE)
+
+
+def test_the_settings_that_hold_apply(block: Block, x: torch.Tensor, counting: list[fx.GraphModule]) -> None:
+    """Without a config of its own, a compilation takes the backend that is set."""
+    with opgraft.set_config(OpgraftConfig(compilation_config=CompilationConfig(backend="counting"))):
+        opgraft.compile(block, args=(x,))
+    assert len(counting) == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c, x: c(x.double()), "called with torch.float64 on cpu for x, and was captured for torch.float32"),
+        (lambda c, x: c(x[:, :4]), r"called with the shape (3, 4, 16) for x, and was captured for ["),
+        (lambda c, x: c(x[0]), "called with the shape (5, 16) for x"),
+        (lambda c, x: c(x[:0]), "none of them 0"),
+        (lambda c, x: c(x, scale=3.0), "called with other arguments than its example had"),
+        (lambda c, x: c(x, 3.0), "called with 3.0 where its example had 2.0, which is a constant of the graph"),
+        (lambda c, x: c(x.clone().requires_grad_(), 2.0), "requires a gradient"),
+    ],
+)
+def test_calls_that_do_not_fit(block: Block, x: torch.Tensor, call: Any, message: str) -> None:
+    """A call with other inputs than the graph was captured for says which, and what was expected."""
+    scale = () if "called with 3.0" not in message and "gradient" not in message else (2.0,)
+    compiled = opgraft.compile(block, EAGER, args=(x, *scale))
+    with pytest.raises(CompilationError, match=re.escape(message)):
+        call(compiled, x)
+
+
+def test_autocast_is_refused(block: Block, x: torch.Tensor) -> None:
+    """Under autocast a graph would compute in other dtypes than were captured."""
+    compiled = opgraft.compile(block, EAGER, args=(x,))
+    with torch.autocast("cpu"), pytest.raises(CompilationError, match="autocast"):
+        compiled(x)
+
+
+def test_what_cannot_be_compiled(block: Block, x: torch.Tensor) -> None:
+    """Training mode, an example of one row, a backend that does not exist and one that fails are errors."""
+    with pytest.raises(CompilationError, match=r"Block is in training mode.*call model\.eval\(\)"):
+        opgraft.compile(Block().train(), EAGER, args=(x,))
+    with pytest.raises(CompilationError, match=r"shape \(1, 5, 16\).*give examples of two rows"):
+        opgraft.compile(block, EAGER, args=(x[:1],))
+    with pytest.raises(ConfigError, match=r"backend is 'inducter', .* did you mean 'inductor'\?"):
+        opgraft.compile(block, CompilationConfig(backend="inducter"), args=(x,))
+    torch._dynamo.register_backend(lambda module, example: 1 / 0, name="broken")
+    with pytest.raises(CompilationError, match="backend broken fails on the graph: ZeroDivisionError"):
+        opgraft.compile(block, CompilationConfig(backend="broken"), args=(x,))
