@@ -182,7 +182,7 @@ class RemoteWorkers:
             if found:
                 return self._by_file[found[0][0]]
             if self.look():  # a child of the process may still have its sockets
-                raise self.ended(self.reason, at_once=True)
+                raise self._lost()
             if left <= _LOOK_SECONDS:
                 return None
 
@@ -193,7 +193,11 @@ class RemoteWorkers:
     def _ended_by(self, link: WorkerLink) -> EngineError:
         if not self.reason:
             self._note_end(link)
-        return self.ended(self.reason, at_once=True)  # whose requests wait to be told
+        return self._lost()
+
+    def _lost(self) -> EngineError:
+        """End those that are left: at once, as requests wait to be told, but for a shutdown, on which they end."""
+        return self.ended(self.reason, at_once=self.reason != SHUT_DOWN)
 
     def ask_beside(self, data: memoryview) -> None:
         """Send a message by the second channel of each, and raise what one of them raises; from any thread.

@@ -85,11 +85,11 @@ class OwnNorm(RMSNorm):
     """A replacement that one rank alone has."""
 
 
-def joined(folder: str, port: int) -> tuple[str, bool, list[list[int]]]:
+def joined(folder: str, ports: list[int]) -> tuple[str, bool, list[list[int]]]:
     """Join as by a launcher: what a rank that differs is told, then whether all ranks have logits, and tokens."""
     rank = get_world_group().rank
     destroy_distributed()
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": ports[0]}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in place.items()}}
     given = replaced(settings(Path(folder)), parallel={"tensor": 2})
     if rank == 1:
@@ -98,6 +98,7 @@ def joined(folder: str, port: int) -> tuple[str, bool, list[list[int]]]:
         EngineCore(given)
     if rank == 1:
         RMSNorm.unregister_oot(OwnNorm)
+    os.environ["MASTER_PORT"] = str(ports[1])  # the first rank may still have the store at the other
     core = EngineCore(given)
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     requests = [Request(f"r{number}", prompt, params) for number, prompt in enumerate(prompts(4, 6))]
@@ -110,10 +111,10 @@ def joined(folder: str, port: int) -> tuple[str, bool, list[list[int]]]:
 
 def test_ranks_compare_what_decides_and_one_samples(folder: Path) -> None:
     """All are told of the one that differs, and none starts; logits are gathered on the first, tokens are on all."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = [one.getsockname()[1], other.getsockname()[1]]
     with Ranks(2) as two:
-        (told, *first), (told_there, *second) = two.run(joined, str(folder), port)
+        (told, *first), (told_there, *second) = two.run(joined, str(folder), ports)
     assert told == told_there
     assert "rank 1 would compute otherwise than" in told
     assert "OwnNorm: none there, active here" in told
