@@ -7,12 +7,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <thread>
+#include <optional>
 
-#if defined(__linux__)
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#endif
+#include "sleeping.h"
 
 namespace opgraft_cpu_kernels {
 namespace {
@@ -21,23 +18,8 @@ constexpr int64_t SLOT = int64_t(1) << 19;  // bytes
 constexpr int64_t HEAD = sizeof(Seat) * MOST_RANKS;
 constexpr int64_t SHARED_SUM = int64_t(1) << 15;  // from so many bytes on each of several ranks sums a part for all
 constexpr std::chrono::microseconds SPINNING(400);  // more than ranks with uneven shares of a layer are apart
-constexpr long NAP = 100'000'000;  // nanoseconds of sleep before one looks whether the other still lives
 
 bool reached(uint32_t arrived, uint32_t step) { return int32_t(arrived - step) >= 0; }  // modulo 2^32
-
-#if defined(__linux__)
-void sleep_on(std::atomic<uint32_t>& word, uint32_t seen) {
-  const timespec nap{0, NAP};
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT, seen, &nap, nullptr, 0);
-}
-
-void wake(std::atomic<uint32_t>& word) {
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
-}
-#else
-void sleep_on(std::atomic<uint32_t>&, uint32_t) { std::this_thread::sleep_for(SPINNING); }
-void wake(std::atomic<uint32_t>&) {}
-#endif
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -202,13 +184,14 @@ bool SharedGroup::spin_for(const Seat& seat, uint32_t step, Clock::time_point st
 
 void SharedGroup::sleep_for(int64_t rank, uint32_t step, Clock::time_point start) {
   Seat& seat = seats_[rank];
-  for (;;) {
+  for (std::optional<Waiting> waiting;;) {
     // Either this rank sees that the other has arrived, or the other sees that this one sleeps.
     seat.sleepers.fetch_add(1);
     const uint32_t seen = seat.arrived.load();
     if (!reached(seen, step)) sleep_on(seat.arrived, seen);
     seat.sleepers.fetch_sub(1);
     if (reached(seat.arrived.load(), step)) return;
+    if (!waiting && Clock::now() - start > NAP) waiting.emplace();
     const bool left = seat.left.load(), ended = has_ended(processes_[rank]);
     if (reached(seat.arrived.load(), step)) return;
     if (ended) fail("the process of rank " + std::to_string(rank) + " has ended");
