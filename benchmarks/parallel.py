@@ -18,6 +18,7 @@ from engine_rows import Finding, print_findings
 from parallel_broadcast import PARTS as OF_PROCESSES
 from parallel_data import data
 from parallel_pipeline import pipeline
+from parallel_plan import plan
 from parallel_ranks import Decoded, Ranks, decode, load, prefer, read, reduce
 from timing import machine
 
@@ -114,6 +115,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Finding]]] = {
     "sums": sums,
     "data": data,
     "pipeline": pipeline,
+    "plan": plan,
     **OF_PROCESSES,
 }
 

@@ -7,15 +7,17 @@ layer takes that has hardly any weights.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from engine_rows import Finding
 from opgraft.config import CacheConfig, LoadConfig, ModelConfig, OpgraftConfig, ParallelConfig
 from opgraft.device_figures import DeviceFigures
 from opgraft.distributed import get_tp_group, init_distributed
@@ -25,7 +27,6 @@ from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.planning.estimate import Seconds, seconds_of
 from opgraft.planning.shard import Shard
-from timing import Row, report
 from torch import multiprocessing
 from torch.nn import functional
 
@@ -120,8 +121,8 @@ def measure(rank: int, store: str, tiny: Path, model: Path, told: Any) -> None:
     told.put((rank, device, estimate, step_seconds(model)))
 
 
-def compare() -> list[Row]:
-    """Run two ranks; return a row for each."""
+def plan(arguments: argparse.Namespace) -> Iterator[Finding]:
+    """Run two ranks, and compare the estimate of each with its step."""
     context = multiprocessing.get_context("spawn")
     told = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as name:
@@ -136,11 +137,12 @@ def compare() -> list[Row]:
         results = [told.get() for _ in processes]
         for process in processes:
             process.join()
-    return [row_of(*each) for each in sorted(results, key=lambda each: each[0])]
+    for found in sorted(results, key=lambda each: each[0]):
+        yield finding_of(*found)
 
 
-def row_of(rank: int, device: DeviceFigures, estimate: Seconds, measured: float) -> Row:
-    """Return the row of a rank, with the figures that its estimate is made of."""
+def finding_of(rank: int, device: DeviceFigures, estimate: Seconds, measured: float) -> Finding:
+    """Return the finding of a rank, with the figures that its estimate is made of."""
     detail = (
         f"{estimate.total * 1e3:.2f} ms of {measured * 1e3:.2f}: weights {estimate.weights * 1e3:.2f}, cache "
         f"{estimate.cache * 1e3:.2f}, sums {estimate.collectives * 1e3:.2f}, layers {estimate.layers * 1e3:.2f}; "
@@ -148,8 +150,4 @@ def row_of(rank: int, device: DeviceFigures, estimate: Seconds, measured: float)
         f"{device.link / 1e9:.2f} GB/s after {device.latency * 1e6:.0f} µs"
     )
     error = abs(estimate.total - measured) / measured
-    return Row(f"error of the estimated step, rank {rank}", error, MOST_ERROR, detail)
-
-
-if __name__ == "__main__":
-    report(__doc__ or "", compare)
+    return Finding(f"error of the estimated step, rank {rank}", error, detail, most=MOST_ERROR)

@@ -6,7 +6,7 @@ The annotation of a field is the type that it has in a resolved config; in a lay
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from opgraft.config.declaration import Section, setting
@@ -97,7 +97,13 @@ class SchedulerConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section):
-    """The sizes of the groups that ranks form."""
+    """The sizes of the groups that ranks form.
+
+    Attributes:
+        data_rank: the replica that an engine is, of those that ``data`` counts. No setting: the front end tells each of
+            its engines, and a merge of layers forgets it.
+        meeting: host:port of the store by which the ranks of replicas meet that share experts; no setting either.
+    """
 
     section: ClassVar[str] = "parallel"
 
@@ -108,9 +114,6 @@ class ParallelConfig(Section):
         default=(),
     )
     data: int = setting("replicas that share the requests", default=1, minimum=1)
-    data_rank: int | None = setting(
-        "the replica that this engine is, of those that data counts", minimum=0, unset="all of them, behind one front"
-    )
     on_replica_loss: str = setting(
         "what becomes of the requests of a replica whose workers are lost: they fail, or move to another one, which "
         "goes on with what they have",
@@ -119,9 +122,6 @@ class ParallelConfig(Section):
     )
     least_replicas: int = setting(
         "replicas that must be left, or be starting again; with fewer the engine has stopped", default=1, minimum=1
-    )
-    meeting: str | None = setting(
-        "host:port of the store by which the ranks of replicas meet that share experts", unset="one that is made"
     )
     expert: int = setting("ranks that share the experts of a layer", default=1, minimum=1)
     executor: str | None = setting(
@@ -160,6 +160,8 @@ class ParallelConfig(Section):
         "steps after which experts are placed anew by the tokens that they computed", minimum=1, unset="never"
     )
     expert_moves: int = setting("experts that change their place between two steps, at most", default=4, minimum=2)
+    data_rank: int | None = field(default=None, repr=False)
+    meeting: str | None = field(default=None, repr=False)
 
     @property
     def in_rounds(self) -> bool:

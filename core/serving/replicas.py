@@ -85,9 +85,8 @@ class Replicas:
         if self._parallel.in_rounds:
             expect_rounds(self._parallel)
             rounds = Rounds()
-            if self._parallel.meeting is None:
-                self._store, port = listening_store(_HERE)
-                opgraft_config = _with(opgraft_config, meeting=f"{_HERE}:{port}")
+            self._store, port = listening_store(_HERE)
+            opgraft_config = _with(opgraft_config, meeting=f"{_HERE}:{port}")
         for number in range(self._parallel.data):
             ranked = _with(opgraft_config, data_rank=number)
             options: dict[str, Any] = {"hands_over": True, "starting": self._start_of}
@@ -353,7 +352,7 @@ class Replicas:
 def is_replicated(parallel: ParallelConfig) -> bool:
     """Tell whether this process is the front end of several engines, rather than a rank of one that others started."""
     here = parallelism().layout.world == 1 and parallel.executor != "external"
-    return parallel.data > 1 and parallel.data_rank is None and here
+    return parallel.data > 1 and here
 
 
 def expect_rounds(parallel: ParallelConfig) -> None:
@@ -380,8 +379,8 @@ def expect_rounds(parallel: ParallelConfig) -> None:
 
 
 def _with(opgraft_config: OpgraftConfig, **values: Any) -> OpgraftConfig:
-    parallel = dataclasses.replace(opgraft_config.parallel, **values)
-    return dataclasses.replace(opgraft_config, parallel=parallel)
+    resolved = opgraft_config.resolved()
+    return dataclasses.replace(resolved, parallel=dataclasses.replace(resolved.parallel, **values))
 
 
 def _one_at_a_time(on_step: OnStep) -> OnStep:

@@ -365,3 +365,12 @@ def test_a_key_that_stands_there_twice(text: str) -> None:
     """The last one does not win in silence."""
     with pytest.raises(ConfigError, match="'a' stands in one object twice"):
         parse_text("providers", text)
+
+
+@pytest.mark.parametrize(("name", "value"), [("data_rank", 1), ("meeting", "localhost:29500")])
+def test_what_a_front_end_tells_its_engines_is_no_setting(name: str, value: object) -> None:
+    """Nobody can set it, by which an engine would wait for others that nobody starts, and a merge drops it."""
+    with pytest.raises(ConfigError, match=f"unknown setting 'parallel.{name}'"):
+        config_from_fields({f"parallel.{name}": value})
+    told = OpgraftConfig(parallel=ParallelConfig(**{name: value}))
+    assert getattr(resolve([("a caller", told)]).config.parallel, name) is None

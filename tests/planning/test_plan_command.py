@@ -79,6 +79,19 @@ def test_bandwidth_sets_the_time_of_a_step(experts: Path) -> None:
     assert slow["sent_bytes_per_step"] == fast["sent_bytes_per_step"]
 
 
+def test_what_is_published_of_a_large_model() -> None:
+    """In bfloat16 it runs on 16 devices as two stages of eight tensor ranks, and on eight devices by no split."""
+    common = ("--device", "h100", "--data", "1")
+    (row,) = answer("--devices", "16", *common, "--tensor", "8", "--pipeline", "2")["splits"]
+    assert len(row["stages"]) == 2
+    assert row["weight_bytes"] < 80 * 2**30
+    found = plan("--devices", "8", "--device", "h100", "--json")
+    assert found.exit_code == 1
+    none = json.loads(found.stdout)
+    assert none["splits"] == []
+    assert {(row["tensor"], row["pipeline"]) for row in none["refused"]} >= {(1, 8), (2, 4), (4, 2), (8, 1)}
+
+
 def test_what_does_not_fit_has_a_reason_and_the_least_number() -> None:
     """On eight devices the weights alone are too large: the plan says so, and how many devices would do."""
     found = plan("--devices", "8", "--device", "h100", "--tensor", "8")
