@@ -84,6 +84,9 @@ def test_a_rank_that_fails_alone_is_lost_with_the_others(folder: Path) -> None:
 class OwnNorm(RMSNorm):
     """A replacement that one rank alone has."""
 
+    def forward_oot(self, x: Any, residual: Any = None) -> Any:
+        raise NotImplementedError
+
 
 def joined(folder: str, ports: list[int]) -> tuple[str, bool, list[list[int]]]:
     """Join as by a launcher: what a rank that differs is told, then whether all ranks have logits, and tokens."""
