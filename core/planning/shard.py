@@ -186,5 +186,4 @@ def _attending(layout: CacheLayout, rows: int, context: int) -> Iterator[Work]:
     for layer in layout.layers.values():
         elements = prod(cache_shape(layer, 1, layout.block_size, layout.dtype)) / layout.block_size
         seen = rows * min(context, layer.sliding_window or context)
-        groups = getattr(layer, "num_heads", 1) / getattr(layer, "num_kv_heads", 1)
-        yield Work(seen * elements * layout.dtype.itemsize, 2.0 * seen * elements * groups)
+        yield Work(seen * elements * layout.dtype.itemsize, 2.0 * seen * elements * layer.num_queries_per_kv)

@@ -12,6 +12,7 @@ from opgraft.config import OpgraftConfig
 from opgraft.distributed.groups import parallelism
 from opgraft.distributed.layout import ParallelLayout
 from opgraft.engine.engine_core import EngineCore
+from opgraft.ops import Attention
 from opgraft.planning.shard import Shard
 from random_decoders import DEEPSEEK_EXPERTS, LATENT, ROUTED, hybrid, through_transformers, written
 from ranks import Ranks
@@ -124,6 +125,29 @@ def test_stages(name: str, tmp_path: Path, stages: Ranks) -> None:
     config = replaced(settings(saved(name, tmp_path / "model")), parallel={"pipeline": 2})
     for rank, there in enumerate(stages.run(real, config)):
         assert planned(config, rank, ParallelLayout(1, 2)) == there
+
+
+@pytest.mark.parametrize(("name", "heads"), [("grouped heads", 2), ("latent, experts", 4)])
+def test_attention_computes_for_each_query_head(name: str, heads: int, tmp_path: Path) -> None:
+    """What is read of the cache is multiplied for all query heads that share it, as the layer says."""
+    shard = Shard(settings(saved(name, tmp_path)).resolved(), ParallelLayout(), 0)
+    assert {layer.num_queries_per_kv for layer in shard.cache.layers.values()} == {heads}
+    done = shard.step(ROWS, 8).cache
+    assert done.flops == 2 * heads * done.nbytes / shard.cache.dtype.itemsize
+
+
+def test_a_replacement_says_how_many_query_heads_share_its_cache(tmp_path: Path) -> None:
+    """A plan counts by what the layer in use says, whatever else that calls its heads."""
+
+    @Attention.register_oot(name=Attention)
+    class Counting(Attention):
+        @property
+        def num_queries_per_kv(self) -> int:
+            return 7
+
+    shard = Shard(settings(saved("grouped heads", tmp_path)).resolved(), ParallelLayout(), 0)
+    done = shard.step(ROWS, 8).cache
+    assert done.flops == 2 * 7 * done.nbytes / shard.cache.dtype.itemsize
 
 
 def test_a_config_is_enough(tmp_path: Path) -> None:

@@ -32,6 +32,11 @@ class CachedAttention(PluggableLayer):
     def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Return the shape of a cache of ``num_blocks`` blocks of ``block_size`` tokens."""
 
+    @property
+    @abstractmethod
+    def num_queries_per_kv(self) -> int:
+        """The query heads that each element of the cache is multiplied for; ``opgraft plan`` counts by it."""
+
     def holds_codes(self) -> bool:
         """Tell whether ``kv_cache_shape`` takes a ``dtype``, for a cache of codes."""
         return False

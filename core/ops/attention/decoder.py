@@ -174,6 +174,11 @@ class Attention(CachedAttention):
         """
         return (num_blocks, 2, self.num_kv_heads, block_size, row_size(self.head_size, dtype))
 
+    @property
+    def num_queries_per_kv(self) -> int:
+        """The query heads that share a key head."""
+        return self.num_heads // self.num_kv_heads
+
     def holds_codes(self) -> bool:
         """Tell whether ``kv_cache_shape`` takes a ``dtype``, for a cache of codes.
 

@@ -133,6 +133,11 @@ class MLAAttention(CachedAttention):
         self.write = ConcatAndCacheMLA()
         self.attend_pages = MLAPagedAttention(kv_lora_rank, scale)
 
+    @property
+    def num_queries_per_kv(self) -> int:
+        """All query heads, which share the latents."""
+        return self.num_heads
+
     def kv_cache_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Return the shape of a cache of ``num_blocks`` blocks of ``block_size`` tokens."""
         return (num_blocks, block_size, self.head_size)
