@@ -197,7 +197,9 @@ def test_an_error_of_all_ranks_is_one_of_the_step(planted: LLM, right: list[list
     assert tokens(planted) == right
 
 
-def test_a_rank_that_hangs_at_the_start_is_named_with_its_stage(planted: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_hangs_at_the_start_is_named_with_its_stage(
+    planted: LLM, right: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The time limit of the start holds for loading; when the engine may not start workers again, it says so."""
     process = executor(planted)
     process.call_all("plant", [1], "hang")
@@ -211,6 +213,7 @@ def test_a_rank_that_hangs_at_the_start_is_named_with_its_stage(planted: LLM, mo
         patched.setattr(process.workers, "restarts_left", 0)
         with pytest.raises(EngineError, match=r"loading the model.*make a new engine"):
             planted.generate("a", GREEDY)
+    assert tokens(planted) == right
 
 
 def test_replies_have_one_limit_together(planted: LLM, right: list[list[int]]) -> None:
