@@ -1,8 +1,9 @@
 """Every op against its spec: the claims below hold for each form.
 
-Checks that take long are made here of a form's last variant, or of its first and last. 'make evidence' makes every
-check of every variant, and test_evidence.py fails where the code has changed since. So what takes seconds to trace is
-traced by 'make test-slow'.
+Checks that take long are made here of a form's last variant, or of its first and last, and values of each variant and
+of each dtype once instead of each variant in each dtype. 'make evidence' makes every check of every variant, and
+test_evidence.py fails where the code has changed since. So what takes seconds, and the rest of the product of variants
+and dtypes, is for 'make test-slow'.
 """
 
 from __future__ import annotations
@@ -26,15 +27,25 @@ ENDS = [
     for variant in dict.fromkeys([*spec.variants][:: len(spec.variants) - 1 or 1])
 ]
 LAST = [(spec, [*spec.variants][-1]) for spec in SPECS.values()]
-LONG = ("conv3d", "dual_chunk_rotary_embedding", "mamba_chunk_scan", "mrope", "rotary_embedding_", "selective_scan")
+TRACED_LONG = (
+    *("conv3d", "dual_chunk_rotary_embedding", "mamba_chunk_scan", "mrope", "paged_attention", "quantized_experts"),
+    *("rotary_embedding", "rotary_embedding_", "selective_scan"),
+)
 """Ops that take seconds to trace; each has a relative that does not."""
+DIFFERENTIATED_LONG = ("conv3d", "mamba_chunk_scan", "paged_attention")
+"""Ops that take seconds to differentiate by finite differences; so have these."""
 PURE = [case for case in ENDS if not case[0].functional.mutates]
-HALF_AND_SINGLE = (torch.bfloat16, torch.float32)
-VALUES = [(*case, dtype) for case in CASES for dtype in case[0].dtypes if case in ENDS or dtype in HALF_AND_SINGLE]
+VALUES = [(*case, dtype) for case in CASES for dtype in case[0].dtypes]
 
 
 def named(spec: OpSpec, variant: str) -> str:
     return spec.functional.name + (f"~{variant}" if variant else "")
+
+
+def is_first(spec: OpSpec, variant: str, dtype: torch.dtype) -> bool:
+    """Tell whether variant and dtype, of which the shorter list is repeated, are side by side."""
+    place, number = [*spec.variants].index(variant), spec.dtypes.index(dtype)
+    return place % len(spec.dtypes) == number or number % len(spec.variants) == place
 
 
 def cases(rows: list[tuple[OpSpec, str]], long: Container[str] = ()) -> pytest.MarkDecorator:
@@ -46,7 +57,11 @@ def cases(rows: list[tuple[OpSpec, str]], long: Container[str] = ()) -> pytest.M
 
 
 @pytest.mark.parametrize(
-    ("spec", "variant", "dtype"), VALUES, ids=[f"{dtype}-{named(*case)}" for *case, dtype in VALUES]
+    ("spec", "variant", "dtype"),
+    [
+        pytest.param(*row, id=f"{row[2]}-{named(*row[:2])}", marks=[] if is_first(*row) else [pytest.mark.slow])
+        for row in VALUES
+    ],
 )
 def test_definition(spec: OpSpec, variant: str, dtype: torch.dtype) -> None:
     """Native definition, form, registered op and module compute what the reference computes in float64."""
@@ -71,7 +86,7 @@ def test_effects(spec: OpSpec, variant: str) -> None:
             checks.check_effects(spec, variant, dtype, call)
 
 
-@cases(LAST, LONG)
+@cases(LAST, TRACED_LONG)
 def test_registration(spec: OpSpec, variant: str) -> None:
     """torch's own checks of registered ops pass."""
     checks.check_registration(spec, variant)
@@ -86,14 +101,14 @@ def test_fake(spec: OpSpec, variant: str) -> None:
         checks.check_refusal(spec, variant, checks.registered(spec))
 
 
-@cases(LAST, LONG)
+@cases(LAST, TRACED_LONG)
 def test_compilation(spec: OpSpec, variant: str) -> None:
     """Form and registered op compile whole and once for all sizes."""
     for call in (spec.functional, checks.registered(spec)):
         checks.check_compilation(spec, variant, call)
 
 
-@cases(PURE)
+@cases(PURE, DIFFERENTIATED_LONG)
 def test_gradients(spec: OpSpec, variant: str) -> None:
     """Gradients of form and registered op are those of finite differences."""
     if not spec.differentiable:
