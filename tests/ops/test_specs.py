@@ -1,13 +1,13 @@
 """Every op against its spec: the claims below hold for each form.
 
-Checks that take long are made here of a form's last variant, or of its first and last, and values of each variant and
-of each dtype once instead of each variant in each dtype. 'make evidence' makes every check of every variant, and
-test_evidence.py fails where the code has changed since. So what takes seconds, and the rest of the product of variants
-and dtypes, is for 'make test-slow'.
+Checks that take long are made here of a form's last variant, or of its first and last. 'make evidence' makes every
+check of every variant, and test_evidence.py fails where the code has changed since. So what takes seconds to trace, and
+realistic sizes of the other variants and dtypes, are for 'make test-slow'.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Container
 from typing import Any
 
@@ -35,17 +35,13 @@ TRACED_LONG = (
 DIFFERENTIATED_LONG = ("conv3d", "mamba_chunk_scan", "paged_attention")
 """Ops that take seconds to differentiate by finite differences; so have these."""
 PURE = [case for case in ENDS if not case[0].functional.mutates]
-VALUES = [(*case, dtype) for case in CASES for dtype in case[0].dtypes]
+HALF_AND_SINGLE = (torch.bfloat16, torch.float32)
+VALUES = [(*case, dtype) for case in CASES for dtype in case[0].dtypes if case in ENDS or dtype in HALF_AND_SINGLE]
+REALISTIC = [row for row in VALUES if row[0].large]
 
 
 def named(spec: OpSpec, variant: str) -> str:
     return spec.functional.name + (f"~{variant}" if variant else "")
-
-
-def is_first(spec: OpSpec, variant: str, dtype: torch.dtype) -> bool:
-    """Tell whether variant and dtype, of which the shorter list is repeated, are side by side."""
-    place, number = [*spec.variants].index(variant), spec.dtypes.index(dtype)
-    return place % len(spec.dtypes) == number or number % len(spec.variants) == place
 
 
 def cases(rows: list[tuple[OpSpec, str]], long: Container[str] = ()) -> pytest.MarkDecorator:
@@ -57,18 +53,30 @@ def cases(rows: list[tuple[OpSpec, str]], long: Container[str] = ()) -> pytest.M
 
 
 @pytest.mark.parametrize(
-    ("spec", "variant", "dtype"),
-    [
-        pytest.param(*row, id=f"{row[2]}-{named(*row[:2])}", marks=[] if is_first(*row) else [pytest.mark.slow])
-        for row in VALUES
-    ],
+    ("spec", "variant", "dtype"), VALUES, ids=[f"{dtype}-{named(*case)}" for *case, dtype in VALUES]
 )
 def test_definition(spec: OpSpec, variant: str, dtype: torch.dtype) -> None:
     """Native definition, form, registered op and module compute what the reference computes in float64."""
     thorough, *others = implementations(spec)
-    checks.check_values(spec, variant, dtype, thorough)
+    checks.check_values(dataclasses.replace(spec, large=()), variant, dtype, thorough)
     for call in others:
         checks.check_values(spec, variant, dtype, call, brief=True)
+
+
+@pytest.mark.parametrize(
+    ("spec", "variant", "dtype"),
+    [
+        pytest.param(
+            *(spec, variant, dtype),
+            id=f"{dtype}-{named(spec, variant)}",
+            marks=[pytest.mark.slow] * ((spec, variant) not in LAST or dtype not in HALF_AND_SINGLE),
+        )
+        for spec, variant, dtype in REALISTIC
+    ],
+)
+def test_realistic_sizes(spec: OpSpec, variant: str, dtype: torch.dtype) -> None:
+    """So does the native definition on large inputs."""
+    checks.check_values(dataclasses.replace(spec, leads=()), variant, dtype, spec.functional.native)
 
 
 @cases(CASES)
