@@ -65,7 +65,7 @@ def tokens(core: EngineCore) -> dict[str, list[int]]:
     return {each.request_id: each.output for each in asked}
 
 
-FAMILIES = ["llama", "gpt_oss"]
+FAMILIES = [pytest.param("llama", marks=pytest.mark.slow), "gpt_oss"]
 """Plain; two tables, windows, sinks and experts."""
 
 

@@ -35,7 +35,9 @@ def tokens(core: EngineCore) -> list[list[int]]:
     return [request.output for request in requests]
 
 
-@pytest.mark.parametrize("family", ["llama 3, with biases, tied", "gemma2", "deepseek v2"])
+@pytest.mark.parametrize(
+    "family", ["llama 3, with biases, tied", pytest.param("gemma2", marks=pytest.mark.slow), "deepseek v2"]
+)
 def test_the_tokens_are_those_of_the_modules(family: str, tmp_path: Path) -> None:
     """One graph serves prompts and batches of any size, one a single token; nothing is compiled while requests run."""
     if family in THROUGH_TRANSFORMERS:
@@ -50,6 +52,7 @@ def test_the_tokens_are_those_of_the_modules(family: str, tmp_path: Path) -> Non
     assert runner.remark == "the model is compiled by aot_eager"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own, where inductor starts
 def test_by_inductor(tmp_path: Path) -> None:
     """The backend that is the default compiles the model here."""

@@ -1,12 +1,13 @@
 """Every op against its spec: the claims below hold for each form.
 
 Checks that take long are made here of a form's last variant, or of its first and last. 'make evidence' makes every
-check of every variant, and test_evidence.py fails where the code has changed since. So what takes seconds to trace is
-traced by 'make test-slow'.
+check of every variant, and test_evidence.py fails where the code has changed since. So what takes seconds to trace, and
+realistic sizes of the other variants and dtypes, are for 'make test-slow'.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Container
 from typing import Any
 
@@ -26,11 +27,17 @@ ENDS = [
     for variant in dict.fromkeys([*spec.variants][:: len(spec.variants) - 1 or 1])
 ]
 LAST = [(spec, [*spec.variants][-1]) for spec in SPECS.values()]
-LONG = ("conv3d", "dual_chunk_rotary_embedding", "mamba_chunk_scan", "mrope", "rotary_embedding_", "selective_scan")
+TRACED_LONG = (
+    *("conv3d", "dual_chunk_rotary_embedding", "mamba_chunk_scan", "mrope", "paged_attention", "quantized_experts"),
+    *("rotary_embedding", "rotary_embedding_", "selective_scan"),
+)
 """Ops that take seconds to trace; each has a relative that does not."""
+DIFFERENTIATED_LONG = ("conv3d", "mamba_chunk_scan", "paged_attention")
+"""Ops that take seconds to differentiate by finite differences; so have these."""
 PURE = [case for case in ENDS if not case[0].functional.mutates]
 HALF_AND_SINGLE = (torch.bfloat16, torch.float32)
 VALUES = [(*case, dtype) for case in CASES for dtype in case[0].dtypes if case in ENDS or dtype in HALF_AND_SINGLE]
+REALISTIC = [row for row in VALUES if row[0].large]
 
 
 def named(spec: OpSpec, variant: str) -> str:
@@ -51,9 +58,25 @@ def cases(rows: list[tuple[OpSpec, str]], long: Container[str] = ()) -> pytest.M
 def test_definition(spec: OpSpec, variant: str, dtype: torch.dtype) -> None:
     """Native definition, form, registered op and module compute what the reference computes in float64."""
     thorough, *others = implementations(spec)
-    checks.check_values(spec, variant, dtype, thorough)
+    checks.check_values(dataclasses.replace(spec, large=()), variant, dtype, thorough)
     for call in others:
         checks.check_values(spec, variant, dtype, call, brief=True)
+
+
+@pytest.mark.parametrize(
+    ("spec", "variant", "dtype"),
+    [
+        pytest.param(
+            *(spec, variant, dtype),
+            id=f"{dtype}-{named(spec, variant)}",
+            marks=[pytest.mark.slow] * ((spec, variant) not in LAST or dtype not in HALF_AND_SINGLE),
+        )
+        for spec, variant, dtype in REALISTIC
+    ],
+)
+def test_realistic_sizes(spec: OpSpec, variant: str, dtype: torch.dtype) -> None:
+    """So does the native definition on large inputs."""
+    checks.check_values(dataclasses.replace(spec, leads=()), variant, dtype, spec.functional.native)
 
 
 @cases(CASES)
@@ -71,7 +94,7 @@ def test_effects(spec: OpSpec, variant: str) -> None:
             checks.check_effects(spec, variant, dtype, call)
 
 
-@cases(LAST, LONG)
+@cases(LAST, TRACED_LONG)
 def test_registration(spec: OpSpec, variant: str) -> None:
     """torch's own checks of registered ops pass."""
     checks.check_registration(spec, variant)
@@ -86,14 +109,14 @@ def test_fake(spec: OpSpec, variant: str) -> None:
         checks.check_refusal(spec, variant, checks.registered(spec))
 
 
-@cases(LAST, LONG)
+@cases(LAST, TRACED_LONG)
 def test_compilation(spec: OpSpec, variant: str) -> None:
     """Form and registered op compile whole and once for all sizes."""
     for call in (spec.functional, checks.registered(spec)):
         checks.check_compilation(spec, variant, call)
 
 
-@cases(PURE)
+@cases(PURE, DIFFERENTIATED_LONG)
 def test_gradients(spec: OpSpec, variant: str) -> None:
     """Gradients of form and registered op are those of finite differences."""
     if not spec.differentiable:
