@@ -16,6 +16,7 @@ from opgraft.engine.step import NewSequence, Scheduled, StepResult
 from opgraft.engine.step_program import (
     CacheOperators,
     CopyModule,
+    StepGraph,
     StepModule,
     StepShape,
     compiled,
@@ -188,7 +189,7 @@ class BucketedModelRunner(ModelRunner):
     def _compiled(self, module: torch.nn.Module, inputs: Tensor, caches: Sequence[Tensor]) -> Any:
         self.built += 1
         operators = [self.operators_of(cache) for cache in caches]
-        return compiled(exported(module, inputs, caches), self.backend, operators, self.whole)
+        return StepGraph(compiled(exported(module, inputs, caches), self.backend, operators, self.whole))
 
     def _explained(self, build: Callable[..., None], *arguments: Any) -> None:
         try:
