@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from opgraft.config import FIELDS, ConfigFile, Layers, config_from_fields, parse_text, read_file
 from opgraft.errors import ConfigError, close_matches
@@ -124,3 +126,21 @@ def _number(values: Mapping[str, str], name: str, otherwise: int) -> int:
     if not text.isdecimal():
         raise ConfigError(f"{name}={text!r:.80} is no number: unset it, or start with a launcher, such as torchrun")
     return int(text)
+
+
+_OF_COMPILERS = re.compile(
+    "(TORCHINDUCTOR|TORCHDYNAMO|TORCH_COMPILE|ATEN|OMP|GOMP|KMP|MKL|ONEDNN|DNNL|TRITON)_.*|CC|CXX|C(XX|PP)?FLAGS|LDFLAGS|CPATH"
+)
+_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+def read_compilers(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables that change what compilers make, by default of ``os.environ``; not where they keep it."""
+    values = os.environ if variables is None else variables
+    return {name: values[name] for name in sorted(values) if _OF_COMPILERS.fullmatch(name) and name not in _FOLDERS}
+
+
+def cache_home(variables: Mapping[str, str] | None = None) -> Path:
+    """Return the folder in which programs of this user keep caches, by default as ``os.environ`` says."""
+    values = os.environ if variables is None else variables
+    return Path(values.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -136,6 +136,10 @@ class CompilationError(OpgraftError):
     """A model cannot be compiled, a pass over its graph failed, or compiled code was called with other inputs."""
 
 
+class CacheEntryError(OpgraftError):
+    """An entry of the cache of compiled code cannot be used, or none can be made of what was compiled."""
+
+
 class RecompilationError(OpgraftError):
     """A program was compiled where none may be, because a shape or a value differs from those compiled for."""
 

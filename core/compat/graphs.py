@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree
 
 
 def lookup(name: str) -> Callable[..., Any]:
@@ -47,3 +48,28 @@ def returns_new_memory(node: fx.Node) -> bool:
     """Tell whether the results of a node share no memory with its arguments; of operators that tell."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and all(result.alias_info is None for result in schema.returns)
+
+
+def flattened(value: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of nested containers, and the structure that they stood in."""
+    leaves, structure = _pytree.tree_flatten(value)
+    return leaves, structure
+
+
+def structure_to_text(structure: Any) -> str:
+    """Write a structure down.
+
+    Raises:
+        Exception: it has containers that cannot be written.
+    """
+    text: str = _pytree.treespec_dumps(structure)
+    return text
+
+
+def structure_of_text(text: str) -> Any:
+    """Undo ``structure_to_text``; the classes of containers must have been imported.
+
+    Raises:
+        Exception: the text is no structure, or of a class that is not known.
+    """
+    return _pytree.treespec_loads(text)

@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from opgraft.compat.ahead_of_time import Package
 from opgraft.compilation.backends import Runner, built
 from opgraft.compilation.capture import Captured
 from opgraft.compilation.graph_pass import PassReport
-from opgraft.compilation.lowering import lower
+from opgraft.compilation.lowering import lower, prepared
 from opgraft.compilation.manager import ALL_SIZES, run_passes
-from opgraft.compilation.nodes import PARTS
+from opgraft.compilation.nodes import PARTS, attribute_of
+from opgraft.compilation.packages import Packages
 from opgraft.compilation.passes import passes_of
+from opgraft.compilation.tensors import Origin, origins_of
 from opgraft.config import CompilationConfig, CompilationMode
 from opgraft.decision import Decision
-from opgraft.errors import CompilationError
-from torch import fx, nn
+from opgraft.errors import CacheEntryError, CompilationError
+from opgraft.text import described
+from torch import Tensor, fx, nn
+
+
+@dataclass(frozen=True)
+class Packaged:
+    """Code that is in a package of the cache.
+
+    Attributes:
+        key: of the package.
+        forms: by the name of a form how many of its nodes were lowered.
+        origins: of the tensors of the graph.
+        values: those of them that no model has.
+    """
+
+    key: str
+    forms: Mapping[str, int]
+    origins: Mapping[str, Origin]
+    values: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -23,18 +45,20 @@ class Code:
     """A graph, and the function that runs it.
 
     Attributes:
-        graph: what was captured, after all passes, with semantic nodes.
+        graph: what was captured, after all passes, with semantic nodes; ``None`` of code that was in the cache.
         passes: the record of each, in order.
         lowerings: for each form what its nodes have become.
         run: called with the tensors of the placeholders.
         joint: parameters over whose memory the graph has joint tensors, each with its address.
+        packaged: what is known of the package that it was written to.
     """
 
-    graph: fx.GraphModule
+    graph: fx.GraphModule | None
     passes: tuple[PassReport, ...]
     lowerings: tuple[Decision, ...]
     run: Runner
     joint: tuple[tuple[nn.Parameter, int], ...]
+    packaged: Packaged | None = None
 
     def expect_unmoved(self, model: nn.Module) -> None:
         """Raise ``CompilationError`` where parameters of ``joint`` lie elsewhere now."""
@@ -45,7 +69,13 @@ class Code:
             )
 
 
-def generate(model: nn.Module, captured: Captured, settings: CompilationConfig, size: int | None = None) -> Code:
+def generate(
+    model: nn.Module,
+    captured: Captured,
+    settings: CompilationConfig,
+    size: int | None = None,
+    packages: Packages | None = None,
+) -> Code:
     """Run passes over a captured graph, in place, lower it, and have a backend make code of it.
 
     Args:
@@ -53,9 +83,11 @@ def generate(model: nn.Module, captured: Captured, settings: CompilationConfig, 
         captured: the graph.
         settings: which passes run, which backend does, and where graphs are written to.
         size: of the batch, where the graph is for one only.
+        packages: where the code is to be written to.
 
     Raises:
         CompilationError: a pass breaks the graph, or the backend fails.
+        CacheEntryError: the code cannot be written.
         ConfigError: a setting names no pass, no backend, or no folder that can be written to.
     """
     graph, folder = captured.module, Path(settings.dump_graphs) if settings.dump_graphs else None
@@ -65,6 +97,37 @@ def generate(model: nn.Module, captured: Captured, settings: CompilationConfig, 
         folder = folder / f"size-{size}"
     reports = run_passes(passes, graph, model, folder, ALL_SIZES if size is None else range(size, size + 1))
     parameters = [part for node in graph.graph.nodes for part in node.meta.get(PARTS, ())]
-    lowered, lowerings = lower(graph)
     joint = tuple((parameter, parameter.data_ptr()) for parameter in parameters)
-    return Code(graph, reports, lowerings, built(lowered, settings.backend or "inductor"), joint)
+    lowered, forms = lower(graph)
+    lowerings = prepared(forms)
+    if packages is None:
+        return Code(graph, reports, lowerings, built(lowered, settings.backend or "inductor"), joint)
+    packaged, run = _packaged(model, lowered, forms, packages)
+    return Code(graph, reports, lowerings, run, joint, packaged)
+
+
+def _packaged(
+    model: nn.Module, lowered: fx.GraphModule, forms: Mapping[str, int], packages: Packages
+) -> tuple[Packaged, Runner]:
+    """Write a lowered graph to a package, and load it.
+
+    Raises:
+        CacheEntryError: either cannot be.
+    """
+    origins = origins_of(model, lowered)
+    tensors = {str(n.target): attribute_of(lowered, n) for n in lowered.graph.nodes if n.op == "get_attr"}
+    values = {name: tensors[name] for name, origin in origins.items() if origin[0] == "value"}
+    key = packages.key_of(lowered)
+    return Packaged(key, forms, origins, values), loaded(packages.file_of(key), tensors)
+
+
+def loaded(file: Path, tensors: Mapping[str, Tensor]) -> Runner:
+    """Load a package for the tensors of a model.
+
+    Raises:
+        CacheEntryError: it cannot be loaded.
+    """
+    try:
+        return Package(file, tensors)
+    except Exception as error:  # whatever torch raises
+        raise CacheEntryError(f"the code cannot be loaded: {described(error)}") from error

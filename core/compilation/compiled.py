@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from opgraft.binding.arguments import expect_module
 from opgraft.compilation.backends import backend_of
+from opgraft.compilation.cache import CompilationCache
 from opgraft.compilation.capture import DYNAMO, WAYS, Example, capture
 from opgraft.compilation.code import Code, generate
+from opgraft.compilation.entries import read_code, read_signature, write_code, write_signature
 from opgraft.compilation.inputs import InputCheck, Signature
+from opgraft.compilation.key import OF_CODE, digest, parts_of
+from opgraft.compilation.packages import Packages
 from opgraft.compilation.verification import expect_alike, of_size
 from opgraft.config import CompilationConfig, CompilationMode, OpgraftConfig, set_config
 from opgraft.decision import Candidate, Decision
-from opgraft.errors import CompilationError, ConfigError
+from opgraft.errors import CacheEntryError, CompilationError, ConfigError
+from opgraft.logger import logger
 from opgraft.plugins.host import load_plugins
 from opgraft.state import host_state
+from opgraft.text import described
 from torch import Tensor, nn
+
+_KEPT = ("inductor",)
+"""Backends whose code can be written to a file."""
 
 
 class Compiled:
@@ -68,6 +78,16 @@ class Compiled:
             cut = of_size([flat[place] for place in signature.inputs], signature.expected, size)
             if cut is not None:
                 expect_alike(self.model, eager, self._computed, cut, size)
+
+    def described(self, folder: Path) -> dict[str, Any]:
+        """Describe this for the cache, and write to a folder what the description does not hold.
+
+        Raises:
+            CacheEntryError: a part of it cannot be written.
+        """
+        codes = [(None, self._code), *self.sizes.items()]
+        written = [(size, write_code(code, f"values-{size}", folder)) for size, code in codes]
+        return {"backend": self.decision.chosen, "signature": write_signature(self._signature), "codes": written}
 
     def _computed(self, tensors: list[Tensor]) -> list[Any]:
         self._check.check(tensors)
@@ -127,24 +147,88 @@ def _compiled(model: nn.Module, example: Example) -> Any:
         backend = settings.backend or "inductor"
         backend_of(backend)
         return torch.compile(model, backend=backend, dynamic=True)
-    compiled = _built(model, example, settings)
+    if not settings.cache or settings.backend not in _KEPT:
+        return _verified(_built(model, example, settings), example)
+    return _cached(model, example, settings, CompilationCache.of(settings))
+
+
+def _verified(compiled: Compiled, example: Example) -> Compiled:
     compiled.verify(example)
     return compiled
 
 
-def _built(model: nn.Module, example: Example, settings: CompilationConfig) -> Compiled:
-    """Capture a model, and generate code for any size and for each of ``compile_sizes``."""
+def _cached(model: nn.Module, example: Example, settings: CompilationConfig, cache: CompilationCache) -> Compiled:
+    """Take a compiled model from the cache or, where it has none that can be used, compile and keep it."""
+    parts = parts_of(model, example, settings)
+    key = digest(parts)
+    packages = Packages(cache, {name: parts[name] for name in OF_CODE})
+    with cache.locked(key):
+        try:
+            found = _restored(model, example, cache, key, packages)
+            if found is not None:
+                return found
+            reason = "it had no such entry"
+        except (CacheEntryError, CompilationError) as error:
+            cache.discard(key)
+            reason = f"its entry could not be used: {error}"
+        logger.info("%s is compiled anew: %s", type(model).__name__, reason)
+        try:
+            with cache.written(key) as (folder, description):
+                compiled = _verified(_built(model, example, settings, packages, reason), example)
+                description.update(compiled.described(folder))
+        except (CacheEntryError, OSError) as error:
+            reason = f"nothing is kept: {described(error)}"
+            logger.warning("the cache of compiled code: %s", reason)
+            compiled = _verified(_built(model, example, settings, None, reason), example)
+        return compiled
+
+
+def _restored(
+    model: nn.Module, example: Example, cache: CompilationCache, key: str, packages: Packages
+) -> Compiled | None:
+    """Return what an entry holds, checked against the model; ``None`` where there is none.
+
+    Raises:
+        CacheEntryError: it is damaged, or not for this model and these kernels.
+        CompilationError: it computes something else.
+    """
+    entry = cache.read(key)
+    if entry is None:
+        return None
+    folder, description = entry
+    try:
+        signature = read_signature(description["signature"], example)
+        codes = {size: read_code(model, code, folder, packages) for size, code in description["codes"]}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CacheEntryError(f"it is of another form: {described(error)}") from error
+    subject, code = f"compilation of {type(model).__name__}", codes.pop(None)
+    by = Candidate(description["backend"], True, "compilation_config.backend")
+    reason = f"taken from the cache of compiled code, the entry {key}"
+    setting = "compilation_config.cache"
+    decision = Decision(subject, description["backend"], reason, (by,), setting, code.lowerings)
+    return _verified(Compiled(model, signature, code, codes, decision), example)
+
+
+def _built(
+    model: nn.Module,
+    example: Example,
+    settings: CompilationConfig,
+    packages: Packages | None = None,
+    cached: str = "",
+) -> Compiled:
+    """Capture a model, and generate code for any size and for each of ``compile_sizes``; ``cached`` says why."""
     ways = WAYS if settings.mode is CompilationMode.FULL else (DYNAMO,)
     captured = capture(model, example, ways)
-    code = generate(model, captured, settings)
+    code = generate(model, captured, settings, packages=packages)
     sizes = {}
     for size in settings.compile_sizes:
         sized = capture(model, _of_size(model, example, captured.signature, size), ways)
-        sizes[size] = generate(model, sized, settings, size)
+        sizes[size] = generate(model, sized, settings, size, packages)
     setting, backend = "compilation_config.backend", settings.backend
     reason = "one graph for any size, in which each op runs the kernel that it is bound to"
-    by, subject = Candidate(str(backend), True, setting), f"compilation of {type(model).__name__}"
-    decision = Decision(subject, backend, reason, (by,), setting, (captured.decision, *code.lowerings))
+    subject = f"compilation of {type(model).__name__}"
+    by = (Candidate(str(backend), True, setting), *([Candidate("the cache", False, cached)] if cached else []))
+    decision = Decision(subject, backend, reason, by, setting, (captured.decision, *code.lowerings))
     return Compiled(model, captured.signature, code, sizes, decision)
 
 

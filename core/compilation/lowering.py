@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from opgraft.binding.functional import Functional, binding_of
+from opgraft.binding.functional import FUNCTIONALS, Functional, binding_of
 from opgraft.compilation.nodes import form_of
 from opgraft.decision import Candidate, Decision
 from opgraft.registry.op_classes import location_of
@@ -20,8 +20,8 @@ _KERNELS: dict[tuple[str, Callable[..., Any]], Callable[..., Any]] = {}
 """By form and kernel: the torch op that runs the kernel."""
 
 
-def lower(module: fx.GraphModule) -> tuple[fx.GraphModule, tuple[Decision, ...]]:
-    """Return a graph without semantic nodes, over the same tensors, and for each form what its nodes have become.
+def lower(module: fx.GraphModule) -> tuple[fx.GraphModule, Counter[str]]:
+    """Return a graph without semantic nodes, over the same tensors, and by the name of a form how many it had.
 
     Of a native definition, compilers see the operators and may fuse them with others. A kernel stays one node, whatever
     it is made of: it may choose by values that a compiler does not have.
@@ -33,15 +33,29 @@ def lower(module: fx.GraphModule) -> tuple[fx.GraphModule, tuple[Decision, ...]]
     copies: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    counts: Counter[Functional[..., Any]] = Counter()
+    counts: Counter[str] = Counter()
     for node in graph.nodes:
         form = form_of(node)
         if form is not None:
-            kernel = binding_of(form).kernel.winner.functional(form.name)
-            node.target = _inlined(form) if kernel is None else _as_op(form, kernel)
-            counts[form] += 1
-    decisions = tuple(_decision(form, count) for form, count in counts.items())
-    return fx.GraphModule(module, graph), decisions  # which takes over only the tensors that are used
+            node.target = _target(form)
+            counts[form.name] += 1
+    return fx.GraphModule(module, graph), counts  # which takes over only the tensors that are used
+
+
+def prepared(counts: Mapping[str, int]) -> tuple[Decision, ...]:
+    """Register the kernels of forms as lowering does, and return for each what so many nodes of it have become.
+
+    Raises:
+        OpgraftError: as constructing the op of a form would.
+    """
+    for name in counts:
+        _target(FUNCTIONALS[name])
+    return tuple(_decision(FUNCTIONALS[name], count) for name, count in counts.items())
+
+
+def _target(form: Functional[..., Any]) -> Callable[..., Any]:
+    kernel = binding_of(form).kernel.winner.functional(form.name)
+    return _inlined(form) if kernel is None else _as_op(form, kernel)
 
 
 def _decision(form: Functional[..., Any], count: int) -> Decision:

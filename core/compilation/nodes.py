@@ -16,6 +16,9 @@ OPERATOR: Any = type(torch.ops.aten.add.Tensor)
 PARTS = "opgraft_parts"
 """The key in ``meta`` of a node that stands for a joint tensor: the parameters over whose memory it is."""
 
+JOINT = "opgraft_joint"
+"""The key in ``meta`` of such a node for the path of the layer that has the tensor, and its name there."""
+
 _PREFIX = "opgraft::"
 
 

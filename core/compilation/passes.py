@@ -11,7 +11,7 @@ import torch
 from opgraft.binding.functional import FUNCTIONALS, binding_of
 from opgraft.compat.graphs import returns_new_memory
 from opgraft.compilation.graph_pass import GraphPass, Outcome
-from opgraft.compilation.nodes import OPERATOR, PARTS, attribute_of, layout_of, semantic_call, semantic_calls
+from opgraft.compilation.nodes import JOINT, OPERATOR, PARTS, layout_of, semantic_call, semantic_calls
 from opgraft.errors import ConfigError, close_matches
 from opgraft.ops.composites.gated_mlp import GatedMLP
 from opgraft.text import described
@@ -133,11 +133,11 @@ class GatedProduct(GraphPass):
                 continue
             matched += 1
             act, given, gate, up = found
-            weights = _joint_weights(model, gate, up)
-            if weights is None:
+            path = _joint_layer(model, gate, up)
+            if path is None:
                 continue
             with module.graph.inserting_before(node):
-                placed = [_held(module, weights[name], gate[name], up[name]) for name in ("weight", "bias")]
+                placed = [_held(module, model, path, name) for name in ("weight", "bias")]
                 joint = module.graph.call_function(_opgraft.linear.default, (gate["x"], *placed))
                 target = _opgraft.silu_and_mul if act == "silu" else _opgraft.gelu_and_mul
                 product = module.graph.call_function(target.default, (joint, *given))
@@ -162,8 +162,8 @@ def _gated(product: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any], dict
     return (act, tuple(settings.values()), gate, up) if plain and gate["x"] is up["x"] else None
 
 
-def _joint_weights(model: nn.Module, gate: dict[str, Any], up: dict[str, Any]) -> dict[str, Any] | None:
-    """Return weight and bias over the memory of those of gate and up, where a layer of the model has them."""
+def _joint_layer(model: nn.Module, gate: dict[str, Any], up: dict[str, Any]) -> str | None:
+    """Return the path of the layer of the model that has the weights of gate and up in one memory, if there is one."""
     names = [str(each["weight"].target) for each in (gate, up) if each["weight"].op == "get_attr"]
     paths = [name.removesuffix(".weight").rpartition(".") for name in names]
     if len(paths) < 2 or paths[0][0] != paths[1][0]:
@@ -173,19 +173,19 @@ def _joint_weights(model: nn.Module, gate: dict[str, Any], up: dict[str, Any]) -
         return None
     if "act_and_mul" in layer.idle():  # as where somebody provides a kernel for the activation alone
         return None
-    weight = gate["weight"].meta["val"]
-    op = layer.joint_op(torch.empty(1, weight.shape[1], dtype=weight.dtype, device=weight.device))
-    return None if op is None else {"weight": op.weight, "bias": op.bias}
+    return None if layer.joint_parameter("weight")[0] is None else paths[0][0]
 
 
-def _held(module: fx.GraphModule, tensor: nn.Parameter | None, *parts: fx.Node | None) -> fx.Node | None:
-    """Give a graph a tensor over the memory of several of its parameters, and return the node that stands for it."""
+def _held(module: fx.GraphModule, model: nn.Module, path: str, name: str) -> fx.Node | None:
+    """Give a graph a joint parameter of a layer, and return the node that stands for it; ``None`` if it has none."""
+    layer: Any = model.get_submodule(path)
+    tensor, parts = layer.joint_parameter(name)
     if tensor is None:
         return None
     number = sum(name.startswith("joint_") for name, _ in module.named_parameters(recurse=False))
     module.register_parameter(f"joint_{number}", tensor)
     node = module.graph.get_attr(f"joint_{number}")
-    node.meta[PARTS] = [attribute_of(module, part) for part in parts if part is not None]
+    node.meta[PARTS], node.meta[JOINT] = parts, (path, name)
     return node
 
 

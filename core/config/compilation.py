@@ -79,6 +79,9 @@ class CompilationConfig(Section):
         level: from 0, which compiles nothing, to 3; sets what ``LEVELS`` says of the fields that nothing else sets.
         compile_sizes: sizes of the batch that have code of their own, under the mode ``FULL``.
         pass_config: passes of opgraft, each to whether it runs, likewise.
+        cache: whether code that the mode ``FULL`` has generated is kept for other processes.
+        cache_folder: where.
+        cache_bytes: that it may take.
     """
 
     section: ClassVar[str] = "compilation_config"
@@ -113,6 +116,15 @@ class CompilationConfig(Section):
     )
     pass_config: Mapping[str, bool] = setting(
         "passes of opgraft, each to true or false; those that are not named run; for the mode FULL", default={}
+    )
+    cache: bool = setting(
+        "keep the code that the mode FULL has inductor generate, for processes to come", default=False
+    )
+    cache_folder: str | None = setting(
+        "folder of that code, of this user alone", unset="opgraft/compiled in XDG_CACHE_HOME or ~/.cache"
+    )
+    cache_bytes: int = setting(
+        "bytes that the folder may take; what was not used for longest goes", default=1 << 30, minimum=1
     )
 
     def __post_init__(self) -> None:

@@ -146,6 +146,13 @@ class JointLayer(Composite):
         modules = self._modules
         return joint.op if joint.serves([modules[name] for name in self.joined], x) else None  # type: ignore[misc]
 
+    def joint_parameter(self, name: str) -> tuple[nn.Parameter | None, list[nn.Parameter]]:
+        """Return a parameter of the op of ``joint_op``, ``None`` where it has none, and those in whose memory it is."""
+        parts: list[Any] = [self._modules[child] for child in self.joined]
+        weight = parts[0].weight
+        op = self.joint_op(torch.empty(1, weight.shape[1], dtype=weight.dtype, device=weight.device))
+        return None if op is None else getattr(op, name), [getattr(part, name) for part in parts]
+
     def fits(self) -> bool:
         """Return whether the joined children are computed at once, or will be after ``join``."""
         parts: list[Any] = [self._modules[name] for name in self.joined]

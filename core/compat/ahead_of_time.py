@@ -1,0 +1,77 @@
+"""Code in a file of its own, by AOTInductor, for much of which torch has no public names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+_OPTIONS = {
+    "aot_inductor.package": True,
+    "aot_inductor.package_constants_in_so": False,  # the tensors of the model are handed over when it is loaded
+    "always_keep_tensor_constants": True,  # which a process may have others of
+}
+
+
+def write_package(module: fx.GraphModule, example: Sequence[Any], file: Path) -> None:
+    """Compile a graph, and write its code to a file ``.pt2``, without its tensors.
+
+    Args:
+        module: the graph; its output is a tuple of tensors.
+        example: the values of its placeholders, fake ones.
+        file: to write.
+
+    Raises:
+        Exception: whatever compilers raise; the graph has something that cannot be written, or this torch no such way.
+    """
+    import torch._inductor.package as packaging  # as long to import as torch itself
+
+    write: Any = vars(packaging)["package_aoti"]
+    files: Any = torch._inductor.aot_compile(module, tuple(example), options=dict(_OPTIONS))
+    write(str(file), files)
+
+
+class Package:
+    """Code of ``write_package``, loaded: called with the tensors of the placeholders.
+
+    Args:
+        file: which it was written to.
+        constants: the tensors of the graph by name, read where they are; writes to them are seen.
+
+    Raises:
+        Exception: whatever torch raises of a file that is damaged, or was made elsewhere.
+    """
+
+    def __init__(self, file: Path, constants: Mapping[str, Tensor]) -> None:
+        self._loader = _loader(file)
+        wanted = set(self._loader.get_constant_fqns())
+        self._constants = {name: tensor for name, tensor in constants.items() if name in wanted}
+        if len(self._constants) < len(wanted):
+            raise KeyError(f"it wants the tensors {sorted(wanted - constants.keys())}")
+        self._tensors = list(self._constants.values())
+        self._load()
+
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
+        """Run the code; tensors of the model that have moved in memory are looked up again first."""
+        if [each.data_ptr() for each in self._tensors] != self._addresses:
+            self._load()
+        results: Sequence[Tensor] = self._loader.boxed_run(list(tensors))
+        return results
+
+    def _load(self) -> None:
+        # By reference, so they must stay alive.
+        self._kept = {name: tensor.detach() for name, tensor in self._constants.items()}
+        self._addresses = [each.data_ptr() for each in self._tensors]
+        if self._kept:
+            self._loader.load_constants(self._kept, False, True, True)
+
+
+def _loader(file: Path) -> Any:
+    try:
+        make = torch._C._aoti.AOTIModelPackageLoader
+    except AttributeError:  # another torch: by its public function, which imports Inductor first
+        return torch._inductor.aoti_load_package(str(file)).loader
+    return make(str(file), "model", False, 1, -1)

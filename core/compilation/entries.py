@@ -1,0 +1,91 @@
+"""Entries of the cache: what is written of a compiled model, by which a process has it again without tracing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from opgraft.compat.graphs import flattened, structure_of_text, structure_to_text
+from opgraft.compilation.capture import Example
+from opgraft.compilation.code import Code, loaded
+from opgraft.compilation.graph_pass import PassReport
+from opgraft.compilation.inputs import Expected, Signature
+from opgraft.compilation.lowering import prepared
+from opgraft.compilation.packages import Packages
+from opgraft.compilation.tensors import tensors_of
+from opgraft.errors import CacheEntryError
+from opgraft.text import described
+from torch import Tensor, nn
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def write_signature(signature: Signature) -> dict[str, Any]:
+    """Describe the call of a graph.
+
+    Raises:
+        CacheEntryError: a constant, or a container of the result, cannot be written.
+    """
+    unwritable = [value for value in signature.constants.values() if not isinstance(value, _PLAIN)]
+    if unwritable:
+        raise CacheEntryError(f"a constant of the call, a {type(unwritable[0]).__name__}, cannot be written")
+    try:
+        out_spec = structure_to_text(signature.out_spec)
+    except Exception as error:  # of a container that tells no name, whatever torch raises
+        raise CacheEntryError(f"the structure of the result cannot be written: {described(error)}") from error
+    expected = [[each.name, str(each.dtype), str(each.device), each.sizes] for each in signature.expected]
+    constants = [[place, value] for place, value in signature.constants.items()]
+    return {"inputs": signature.inputs, "constants": constants, "out_spec": out_spec, "expected": expected}
+
+
+def read_signature(description: Mapping[str, Any], example: Example) -> Signature:
+    """Undo ``write_signature`` for an example that the graph was captured with, or one like it."""
+    expected = tuple(
+        Expected(name, getattr(torch, dtype.removeprefix("torch.")), torch.device(device), tuple(sizes))
+        for name, dtype, device, sizes in description["expected"]
+    )
+    in_spec = flattened((example.args, dict(example.kwargs)))[1]
+    out_spec = structure_of_text(description["out_spec"])
+    return Signature(tuple(description["inputs"]), dict(description["constants"]), in_spec, out_spec, expected)
+
+
+def write_code(code: Code, name: str, folder: Path) -> dict[str, Any]:
+    """Describe code that is in a package, and write the values of tensors that no model has to a folder."""
+    packaged = code.packaged
+    if packaged is None:
+        raise CacheEntryError("it is in no package")
+    if packaged.values:
+        torch.save(dict(packaged.values), folder / f"{name}.pt")
+    return {
+        "package": packaged.key,
+        "origins": packaged.origins,
+        "values": f"{name}.pt" if packaged.values else None,
+        "forms": {
+            form: [count, part.chosen]
+            for (form, count), part in zip(packaged.forms.items(), code.lowerings, strict=True)
+        },
+        "passes": [dataclasses.astuple(report) for report in code.passes],
+    }
+
+
+def read_code(model: nn.Module, description: Mapping[str, Any], folder: Path, packages: Packages) -> Code:
+    """Undo ``write_code`` for the tensors of a model.
+
+    Raises:
+        CacheEntryError: a file is damaged, or the kernels or the model are not those that it was compiled for.
+    """
+    forms = {name: count for name, (count, _) in description["forms"].items()}
+    lowerings = prepared(forms)
+    for part, (name, (_, chosen)) in zip(lowerings, description["forms"].items(), strict=True):
+        if part.chosen != chosen:
+            raise CacheEntryError(f"the kernel of {name} was {chosen} and is {part.chosen}")
+    values: dict[str, Tensor] = {}
+    if description["values"]:
+        values = torch.load(folder / description["values"], weights_only=True)
+    tensors, parts = tensors_of(model, description["origins"], values)
+    reports = tuple(PassReport(*each[:4], nodes=tuple(each[4])) for each in description["passes"])
+    run = loaded(packages.file_of(description["package"]), tensors)
+    return Code(None, reports, lowerings, run, tuple((part, part.data_ptr()) for part in parts))

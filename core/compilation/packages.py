@@ -1,0 +1,66 @@
+"""Packages: the code of graphs in the cache, by what the graphs compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from opgraft.compat.ahead_of_time import write_package
+from opgraft.compilation.cache import CompilationCache
+from opgraft.compilation.key import digest
+from opgraft.compilation.nodes import layout_of
+from opgraft.errors import CacheEntryError
+from opgraft.text import described
+from torch import fx
+
+_CODE = "code.pt2"
+
+
+@dataclass(frozen=True)
+class Packages:
+    """The second level of the cache: a package for each graph.
+
+    Attributes:
+        cache: where they are.
+        environment: what the code depends on besides the graph.
+    """
+
+    cache: CompilationCache
+    environment: Any
+
+    def key_of(self, graph: fx.GraphModule) -> str:
+        """Return the key of a lowered graph, making its package where there is none.
+
+        Raises:
+            CacheEntryError: it has no package.
+        """
+        nodes = [[node.format_node(), str(layout_of(node.meta.get("val")))] for node in graph.graph.nodes]
+        key = digest([self.environment, nodes])
+        with self.cache.locked(key):
+            if self._usable(key):
+                return key
+            example = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+            try:
+                with self.cache.written(key) as (folder, _):
+                    write_package(graph, example, folder / _CODE)
+            except Exception as error:  # whatever compilers raise, and a full disk
+                raise CacheEntryError(f"the code cannot be written: {described(error)}") from error
+        return key
+
+    def file_of(self, key: str) -> Path:
+        """Return the file of a package.
+
+        Raises:
+            CacheEntryError: it is damaged or gone.
+        """
+        found = self.cache.read(key)
+        if found is None:
+            raise CacheEntryError("its code is gone")
+        return found[0] / _CODE
+
+    def _usable(self, key: str) -> bool:
+        try:
+            return self.cache.read(key) is not None
+        except CacheEntryError:
+            return False

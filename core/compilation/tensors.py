@@ -1,0 +1,81 @@
+"""The tensors of a graph by where a model has them, so that another process finds its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from opgraft.compilation.nodes import JOINT, attribute_of
+from opgraft.errors import CacheEntryError
+from opgraft.ops.composites.joint import JointLayer
+from torch import Tensor, fx, nn
+
+Origin = tuple[str, ...]
+"""``("model", name)``, ``("joint", layer, name)``, ``("packed", layer)``, or ``("value",)`` of what is in no model."""
+
+
+def origins_of(model: nn.Module, graph: fx.GraphModule) -> dict[str, Origin]:
+    """Say of each tensor of a graph where the model has it."""
+    handles = {int(module._packed.handle): path for path, module in model.named_modules() if _is_packed(module)}
+    found: dict[str, Origin] = {}
+    for node in graph.graph.nodes:
+        if node.op != "get_attr":
+            continue
+        tensor = attribute_of(graph, node)
+        if JOINT in node.meta:
+            found[str(node.target)] = ("joint", *node.meta[JOINT])
+        elif _of_model(model, str(node.target)) is tensor:
+            found[str(node.target)] = ("model", str(node.target))
+        elif any(user.target is torch.ops.opgraft.packed_only_linear.default for user in node.users):
+            found[str(node.target)] = ("packed", handles[int(tensor)])
+        else:
+            found[str(node.target)] = ("value",)
+    return found
+
+
+def tensors_of(
+    model: nn.Module, origins: Mapping[str, Origin], values: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], tuple[nn.Parameter, ...]]:
+    """Find the tensors of a graph in a model, and the parameters over whose memory joint ones lie.
+
+    Args:
+        model: which the graph computes.
+        origins: as ``origins_of`` gives them.
+        values: of those that are in no model.
+
+    Raises:
+        CacheEntryError: the model does not have one.
+    """
+    found: dict[str, Tensor] = {}
+    parts: list[nn.Parameter] = []
+    for name, (kind, *place) in origins.items():
+        tensor = None
+        if kind == "model":
+            tensor = _of_model(model, place[0])
+        elif kind == "joint":
+            layer = model.get_submodule(place[0])
+            if isinstance(layer, JointLayer):
+                tensor, others = layer.joint_parameter(place[1])
+                parts += others
+        elif kind == "packed":
+            packed: Any = model.get_submodule(place[0])
+            tensor = packed._packed.handle if _is_packed(packed) else None
+        else:
+            tensor = values.get(name)
+        if not isinstance(tensor, Tensor):
+            raise CacheEntryError(f"the model has no tensor {name!r} as {kind} {'.'.join(place)!r}")
+        found[name] = tensor
+    return found, tuple(parts)
+
+
+def _of_model(model: nn.Module, name: str) -> Any:
+    path, _, attribute = name.rpartition(".")
+    try:
+        return getattr(model.get_submodule(path), attribute)
+    except AttributeError:
+        return None
+
+
+def _is_packed(module: nn.Module) -> bool:
+    return getattr(module, "_packed", None) is not None
