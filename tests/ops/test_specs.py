@@ -1,4 +1,4 @@
-"""Every op against its spec: the claims below hold for each form.
+"""Every op against its spec: the checks of the proof hold for each form, with the kernels that this machine has.
 
 Checks that take long are made here of a form's last variant, or of its first and last. 'make evidence' makes every
 check of every variant, and test_evidence.py fails where the code has changed since. So what takes seconds to trace is
@@ -7,7 +7,7 @@ traced by 'make test-slow'.
 
 from __future__ import annotations
 
-from collections.abc import Container
+import dataclasses
 from typing import Any
 
 import pytest
@@ -17,7 +17,9 @@ from opgraft.binding.functional import FUNCTIONALS
 from opgraft.ops.spec import OpSpec
 from opgraft.testing import checks
 from opgraft.testing.catalogue import SPECS
-from opgraft.testing.proof import implementations
+from opgraft.testing.proof import CHECKS, checks_of
+
+Case = tuple[OpSpec, str]
 
 CASES = [(spec, variant) for spec in SPECS.values() for variant in spec.variants]
 ENDS = [
@@ -28,78 +30,47 @@ ENDS = [
 LAST = [(spec, [*spec.variants][-1]) for spec in SPECS.values()]
 LONG = ("conv3d", "dual_chunk_rotary_embedding", "mamba_chunk_scan", "mrope", "rotary_embedding_", "selective_scan")
 """Ops that take seconds to trace; each has a relative that does not."""
-PURE = [case for case in ENDS if not case[0].functional.mutates]
 HALF_AND_SINGLE = (torch.bfloat16, torch.float32)
-VALUES = [(*case, dtype) for case in CASES for dtype in case[0].dtypes if case in ENDS or dtype in HALF_AND_SINGLE]
 
 
-def named(spec: OpSpec, variant: str) -> str:
-    return spec.functional.name + (f"~{variant}" if variant else "")
+def thinned(case: Case) -> Case:
+    """A variant between the first and the last in two dtypes only."""
+    spec, variant = case
+    dtypes = tuple(dtype for dtype in spec.dtypes if dtype in HALF_AND_SINGLE)
+    return case if case in ENDS else (dataclasses.replace(spec, dtypes=dtypes), variant)
 
 
-def cases(rows: list[tuple[OpSpec, str]], long: Container[str] = ()) -> pytest.MarkDecorator:
-    """A test of variants of ops; those of long ones are for 'make test-slow'."""
-    marked = [
-        pytest.param(*row, id=named(*row), marks=[pytest.mark.slow] * (row[0].functional.name in long)) for row in rows
-    ]
-    return pytest.mark.parametrize(("spec", "variant"), marked)
+SAMPLES: dict[str, list[Case]] = {
+    "values": [thinned(case) for case in CASES],
+    "strides": CASES,
+    "effects": CASES,
+    "registration": LAST,
+    "fake": CASES,
+    "compilation": LAST,
+    "gradients": ENDS,
+}
+TRACED = ("registration", "compilation")
+
+
+def made(check: str, spec: OpSpec, variant: str) -> Any:
+    """A check of a variant as a parameter; tracing ops that take long is for 'make test-slow'."""
+    slow = check in TRACED and spec.functional.name in LONG
+    name = spec.functional.name + (f"~{variant}" if variant else "")
+    return pytest.param(check, spec, variant, id=f"{check}-{name}", marks=[pytest.mark.slow] * slow)
 
 
 @pytest.mark.parametrize(
-    ("spec", "variant", "dtype"), VALUES, ids=[f"{dtype}-{named(*case)}" for *case, dtype in VALUES]
+    ("check", "spec", "variant"),
+    [made(check, *case) for check, rows in SAMPLES.items() for case in rows if check in checks_of(case[0])],
 )
-def test_definition(spec: OpSpec, variant: str, dtype: torch.dtype) -> None:
-    """Native definition, form, registered op and module compute what the reference computes in float64."""
-    thorough, *others = implementations(spec)
-    checks.check_values(spec, variant, dtype, thorough)
-    for call in others:
-        checks.check_values(spec, variant, dtype, call, brief=True)
+def test_check(check: str, spec: OpSpec, variant: str) -> None:
+    """What 'make evidence' proves of native definitions holds for whatever is bound here."""
+    CHECKS[check](spec, variant)
 
 
-@cases(CASES)
-def test_strides(spec: OpSpec, variant: str) -> None:
-    """Views with gaps between their elements give what contiguous tensors give."""
-    for call in implementations(spec):
-        checks.check_strides(spec, variant, call)
-
-
-@cases(CASES)
-def test_effects(spec: OpSpec, variant: str) -> None:
-    """Only declared arguments are written to, and results are new memory."""
-    for dtype in {torch.float32, torch.bfloat16} & set(spec.dtypes):
-        for call in implementations(spec):
-            checks.check_effects(spec, variant, dtype, call)
-
-
-@cases(LAST, LONG)
-def test_registration(spec: OpSpec, variant: str) -> None:
-    """torch's own checks of registered ops pass."""
-    checks.check_registration(spec, variant)
-
-
-@cases(CASES)
-def test_fake(spec: OpSpec, variant: str) -> None:
-    """The fake rule tells what the op makes, and what has no gradients loses none."""
-    for dtype in spec.dtypes:
-        checks.check_fake(spec, variant, dtype)
-    if not spec.functional.differentiable:
-        checks.check_refusal(spec, variant, checks.registered(spec))
-
-
-@cases(LAST, LONG)
-def test_compilation(spec: OpSpec, variant: str) -> None:
-    """Form and registered op compile whole and once for all sizes."""
-    for call in (spec.functional, checks.registered(spec)):
-        checks.check_compilation(spec, variant, call)
-
-
-@cases(PURE)
-def test_gradients(spec: OpSpec, variant: str) -> None:
-    """Gradients of form and registered op are those of finite differences."""
-    if not spec.differentiable:
-        pytest.skip(f"{spec.functional.name} has no gradient")
-    for call in (spec.functional, checks.registered(spec)):
-        checks.check_gradients(spec, variant, call)
+def test_no_check_is_left_out() -> None:
+    """The list of checks is that of the proof, which says what each claims."""
+    assert SAMPLES.keys() == CHECKS.keys()
 
 
 @pytest.mark.parametrize(
