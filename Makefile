@@ -46,8 +46,8 @@ help:
 	@echo "make bench-parallel  what ranks that share the layers of a model gain, and what they take to talk to each other"
 	@echo "make soak-serve    servers of a language model and an encoder under requests of every kind for MINUTES=20, and what is left"
 	@echo "make bench-ipex    the CPU kernels against Intel's extension, in its environment (8 GB)"
-	@echo "make charts  measure mechanism, models and engine, and draw the charts of README and documentation anew"
-	@echo "make figures draw charts and diagrams, and the table of engines, from the figures that are committed"
+	@echo "make charts  measure mechanism, models, engine and workers, and draw the charts of README and documentation anew"
+	@echo "make figures draw charts and diagrams, and the tables of the engine, from the figures that are committed"
 	@echo "make docs   the documentation, into site/"
 	@echo "make clean  remove everything that these targets made"
 
@@ -145,10 +145,11 @@ bench-models: .demo/installed
 
 # A limit that is exceeded on this machine is no reason to keep old charts: it shows in them.
 charts: .demo/installed
-	rm -f $(FIGURES)/models.json $(FIGURES)/mechanism.json $(FIGURES)/engine.json
+	rm -f $(FIGURES)/models.json $(FIGURES)/mechanism.json $(FIGURES)/engine.json $(FIGURES)/parallel.json
 	-$(BIN)/python benchmarks/mechanism.py --json > $(FIGURES)/mechanism.json
 	-PYTHONPATH=$(CURDIR)/.demo $(BIN)/python benchmarks/models.py --json $(FIGURES)/models.json
 	-PYTHONPATH=$(CURDIR)/.demo $(BIN)/python benchmarks/engine.py --json $(FIGURES)/engine.json $(BENCH)
+	-PYTHONPATH=$(CURDIR)/.demo OPGRAFT_PLUGINS=cpu_kernels OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parallel.py --rows broadcast overhead start ray --json $(FIGURES)/parallel.json
 	$(MAKE) figures
 
 figures: .venv/base

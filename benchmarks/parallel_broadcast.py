@@ -42,7 +42,11 @@ def prompted(tokens: int) -> Step:
     return Step((), (new,), (), (Scheduled("new", 0, tokens, ((),), True),))
 
 
-STEPS_OF = {"batch 8": decoding(8), "batch 64": decoding(64), "a prompt of 2,048": prompted(2048)}
+STEPS_OF = {
+    "batch 8": partial(decoding, 8),
+    "batch 64": partial(decoding, 64),
+    "a prompt of 2,048": partial(prompted, 2048),
+}
 
 
 class Sockets:
@@ -107,21 +111,22 @@ def _worker(way: Sockets | SharedMemory | Wakes, worker: int, told: socket.socke
         told.sendall(time.perf_counter_ns().to_bytes(LENGTH_BYTES, "little"))
 
 
-def _measured(way: Sockets | SharedMemory | Wakes, steps: Sequence[Step]) -> list[tuple[float, float]]:
-    """Return, for each step, the microseconds until it was sent, and until the last worker had it."""
+def _measured(way: Sockets | SharedMemory | Wakes, make: Callable[[], Step]) -> list[tuple[float, float]]:
+    """Return, for each of some steps, the microseconds until it was sent, and until the last worker had it."""
     tellers = [socket.socketpair() for _ in range(WORKERS)]
     for worker, (_, told) in enumerate(tellers):
         if os.fork() == 0:
             _worker(way, worker, told)
     found = []
-    for number, step in enumerate(steps):
+    for number in range(STEPS):
+        step = make()  # just before it is sent, as the engine does
         started = time.perf_counter_ns()
         way.send(number, step)
         sent = time.perf_counter_ns()
         had = max(int.from_bytes(ours.recv(LENGTH_BYTES), "little") for ours, _ in tellers)
         found.append(((sent - started) / 1e3, (had - started) / 1e3))
         time.sleep(0.002)  # as a step is computed meanwhile, and workers sleep when the next one comes
-    way.send(len(steps), None)
+    way.send(STEPS, None)
     for _ in tellers:
         os.wait()
     return found
@@ -132,11 +137,11 @@ def broadcast(arguments: argparse.Namespace) -> Iterator[Finding]:
 
     The engine's own time for a step, which makes it and looks after its workers, is not in it.
     """
-    for name, step in STEPS_OF.items():
+    for name, make in STEPS_OF.items():
         found: dict[type, list[tuple[float, float]]] = {SharedMemory: [], Sockets: [], Wakes: []}
         for _ in range(arguments.rounds):
             for way, rows in found.items():
-                rows += _measured(way(), [step] * STEPS)
+                rows += _measured(way(), make)
         medians = {way: [statistics.median(side) for side in zip(*rows, strict=True)] for way, rows in found.items()}
         bound = medians[Wakes][1]
         for way in (SharedMemory, Sockets):

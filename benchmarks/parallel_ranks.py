@@ -122,8 +122,8 @@ def load(state: dict[str, Any], model: str, dtype: str) -> Part:
     )
     core = EngineCore(given)
     state.update(core=core, asked=0)
-    worker: Any = core.executor.worker
-    model_of_rank = worker.runner.model
+    executor: Any = core.executor
+    model_of_rank = executor.worker.runner.model
     weights = sum(tensor.nbytes for tensor in model_of_rank.parameters())
     attention: Any = next(iter(attention_layers(model_of_rank).values()))
     return Part(weights, attention.num_kv_heads)

@@ -82,6 +82,17 @@ def _log_level(value: str | None) -> str | None:
     return value.lower() if value else None
 
 
+_DECIDING = (PLATFORM, PLUGINS, PLUGINS_DISABLE, PROVIDERS)
+_OF_TORCH = ("ATEN_", "DNNL_", "ONEDNN_", "TORCH_ALLOW_")
+"""Beginnings of the names of variables by which torch and its libraries choose how they compute."""
+
+
+def deciding_variables(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables that are set and may change what a process computes, by default of ``os.environ``."""
+    values = os.environ if variables is None else variables
+    return {name: value for name, value in values.items() if name in _DECIDING or name.startswith(_OF_TORCH)}
+
+
 @dataclass(frozen=True)
 class Launch:
     """The place of a process among those that a launcher such as ``torchrun`` has started.

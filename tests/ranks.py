@@ -1,6 +1,6 @@
 """Ranks of a job, each a process of its own that calls functions of test modules.
 
-They are forked by a server that has imported what takes seconds; nothing of opgraft is in it.
+They are forked by a server that has imported what takes seconds, opgraft too, whose host each resets.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,7 +22,10 @@ from typing import Any
 PATIENCE = 120.0
 """Seconds that a rank has for an answer."""
 
-IMPORTED = ("torch", "pytest", "transformers", "transformers.models.llama.modeling_llama")
+IMPORTED = (
+    *("torch", "pytest", "transformers", "transformers.models.llama.modeling_llama"),
+    *("opgraft.serving.llm", "opgraft.engine.worker_process", "opgraft.platforms.cpu.platform"),
+)
 """What the server imports, where it is installed."""
 
 
@@ -29,30 +33,41 @@ class Ranks:
     """Processes over gloo that are one tensor group, unless ``sizes`` says otherwise."""
 
     def __init__(self, size: int, *, path: Sequence[str] = (), plugins: str = "", **sizes: int) -> None:
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("OPGRAFT_")}
+        environ["OPGRAFT_PLUGINS"] = plugins
+        self.job = (tuple(path), environ, sizes or {"tensor": size})
+        self.size = size
+        self.ends: list[Connection] = []
+        self.processes: list[ForkServerProcess] = []
+        self._start()
+
+    def _start(self) -> None:
         self.folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(IMPORTED))
-        sizes = sizes or {"tensor": size}
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("OPGRAFT_")}
-        environ["OPGRAFT_PLUGINS"] = plugins
-        job = (size, f"file://{self.folder.name}/store", tuple(path), environ, sizes)
-        self.ends: list[Connection] = []
-        self.processes = []
-        for rank in range(size):
+        for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, *job), daemon=True)
+            job = (theirs, rank, self.size, f"file://{self.folder.name}/store", *self.job)
+            process = context.Process(target=_serve, args=job, daemon=True)
             process.start()
             self.ends.append(ours)
             self.processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call a function of a test module on every rank; return what each returned."""
+        """Call a function of a test module on every rank; return what each returned.
+
+        Raises:
+            TimeoutError: one does not answer in time. All are ended, as a late answer would be taken for the next one,
+                and others take their place.
+        """
         request = pickle.dumps((function.__code__.co_filename, function.__name__, args))
         for end in self.ends:
             end.send_bytes(request)
         answers = []
         for rank, end in enumerate(self.ends):
             if not end.poll(PATIENCE):
+                self._end(0)
+                self._start()
                 raise TimeoutError(f"rank {rank} does not answer")
             answers.append(pickle.loads(end.recv_bytes()))  # noqa: S301  # of our own process
         failed = [f"rank {rank}: {answer}" for rank, (good, answer) in enumerate(answers) if not good]
@@ -60,17 +75,20 @@ class Ranks:
             raise AssertionError("\n".join(failed))
         return [answer for _, answer in answers]
 
+    def _end(self, patience: float) -> None:
+        while self.ends:
+            self.ends.pop().close()  # on which the process ends
+        while self.processes:
+            process = self.processes.pop()
+            process.join(patience)
+            process.kill()
+        self.folder.cleanup()
+
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
-        for end in self.ends:
-            end.close()  # on which the process ends
-        for process in self.processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-        self.folder.cleanup()
+        self._end(10)
 
 
 def _serve(
@@ -85,8 +103,10 @@ def _serve(
     os.environ.clear()  # which is that of the server's start
     os.environ.update(environ)
     sys.path[:0] = path
+    import opgraft
     import torch
 
+    opgraft.reset()
     torch.set_num_threads(1)
     from opgraft.distributed import destroy_distributed, init_distributed
 

@@ -1,4 +1,4 @@
-"""Write the table of the engine's benchmark into its page, from the JSON that is committed."""
+"""Write the tables of measurements into the page of the engine, from the JSON that is committed."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE, DATA = DOCS / "explanation/engine.md", DOCS / "figures/engine.json"
-_TABLE = re.compile(
-    r"(?<=^\| measured \| value \| target \| \| figures \|\n\|---\|---\|---\|---\|---\|\n)(\|.*\n)*", re.M
-)
+PAGE = DOCS / "explanation/engine.md"
+TABLES = {"measured": DOCS / "figures/engine.json", "between processes": DOCS / "figures/parallel.json"}
+"""The first word of a table's head → the measurements that it has."""
 
 
 def main() -> None:
-    text = page(PAGE.read_text(encoding="utf-8"), json.loads(DATA.read_text(encoding="utf-8")))
+    text = PAGE.read_text(encoding="utf-8")
+    for head, data in TABLES.items():
+        text = page(text, head, json.loads(data.read_text(encoding="utf-8")))
     PAGE.write_text(text, encoding="utf-8")
 
 
-def page(text: str, data: Mapping[str, Any]) -> str:
-    """Return the page with the table as the measurements say."""
-    return _TABLE.sub(lambda _: "".join(map(_line, data["rows"])), text)
+def page(text: str, head: str, data: Mapping[str, Any]) -> str:
+    """Return the page with a table as the measurements say."""
+    table = re.compile(
+        rf"(?<=^\| {head} \| value \| target \| \| figures \|\n\|---\|---\|---\|---\|---\|\n)(\|.*\n)*", re.M
+    )
+    return table.sub(lambda _: "".join(map(_line, data["rows"])), text)
 
 
 def _line(row: Mapping[str, Any]) -> str:

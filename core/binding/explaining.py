@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from inspect import isabstract
 from typing import Any
 
 from opgraft.binding.arguments import expect_module
@@ -216,4 +217,7 @@ def _whose(cls: type, target: type) -> tuple[Provider, str]:
     choice = choose_class(target)
     if choice.cls is cls:
         return choice.provider, choice.decision.reason
-    return discover().provider_of(cls.__module__), f"constructed as it is; now {choice.cls.__qualname__} would be"
+    provider = discover().provider_of(cls.__module__)
+    if isabstract(choice.cls):  # of whose kinds settings choose one
+        return provider, choice.decision.reason
+    return provider, f"constructed as it is; now {choice.cls.__qualname__} would be"

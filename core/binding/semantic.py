@@ -12,7 +12,7 @@ import torch
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.derivation import takes_functional, with_functional
 from opgraft.binding.functional import FUNCTIONALS
-from opgraft.compat.tracing import constant_while_tracing
+from opgraft.compat.tracing import captured_for_opgraft, constant_while_tracing
 from torch import nn
 
 _CACHE = "__opgraft_semantic__"
@@ -43,7 +43,7 @@ def semantic(model: nn.Module, natives: Natives) -> Iterator[None]:
             if kind is not None:
                 changed.append((module, type(module)))  # type: ignore[arg-type]  # a class is for ops only
                 module.__class__ = kind
-        with _forms_registered():
+        with _forms_registered(), captured_for_opgraft():
             yield
     finally:
         for op, former in changed:

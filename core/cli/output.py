@@ -104,7 +104,9 @@ def with_settings(
     return click.option("--config", _FILE, metavar="FILE", help=help, type=click.Path())(run)
 
 
-with_model_settings = functools.partial(with_settings, short={"model.dtype": "--dtype"}, hidden=("server",))
+with_model_settings = functools.partial(
+    with_settings, short={"model.dtype": "--dtype", "compilation_config.level": "-O"}, hidden=("server",)
+)
 """As ``with_settings``, for commands that run a model."""
 
 

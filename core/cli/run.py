@@ -36,6 +36,7 @@ _MEASURED = OpgraftConfig(cache=CacheConfig(prefix_reuse=False))
 @click.argument("prompts", metavar="[PROMPT]...", nargs=-1)
 @click.option("--input", "input_file", metavar="FILE", help="UTF-8 text, one PROMPT per line.")
 @click.option("--compare", is_flag=True, help="Also run native definitions only; report differences and speeds.")
+@click.option("--compile", "compiled", is_flag=True, help="Compile the steps: -O2, where no level or mode is set.")
 @click.option("--matmul-precision", type=click.Choice(_PRECISIONS), default="highest", show_default=True)
 @click.option("--max-tokens", type=click.IntRange(1), default=MOST_TOKENS, show_default=True, help="Of an answer.")
 @click.option("--temperature", type=click.FloatRange(0), help="Of answers [default: 0, the likeliest tokens].")
@@ -46,6 +47,7 @@ def command(
     prompts: tuple[str, ...],
     input_file: str | None,
     compare: bool,
+    compiled: bool,
     matmul_precision: str,
     max_tokens: int,
     temperature: float | None,
@@ -66,7 +68,10 @@ def command(
         raise click.UsageError("--compare compares the likeliest tokens: leave --temperature out")
     texts = read_lines(Path(input_file)) if input_file else prompts or _sample(model)
     params = SamplingParams(temperature=temperature or 0.0, max_tokens=max_tokens)
-    with set_config(_MEASURED if compare else OpgraftConfig()):
+    with (
+        set_config(host_state().settings().compiling() if compiled else OpgraftConfig(), origin="--compile"),
+        set_config(_MEASURED if compare else OpgraftConfig()),
+    ):
         plain = _measured_plain(model, texts, params) if compare else None
         llm = open_llm(model)
         comparison = Comparison(plain, _measured(llm, texts, params)) if plain else None

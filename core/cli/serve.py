@@ -32,6 +32,7 @@ _SHORT = {
     "server.drain_seconds": "--drain-seconds",
     "model.dtype": "--dtype",
     "model.max_model_len": "--max-model-len",
+    "compilation_config.level": "-O",
     "scheduler.max_num_seqs": "--max-num-seqs",
     "parallel.restart_workers": "--restart-workers",
 }

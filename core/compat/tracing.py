@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -56,7 +58,29 @@ def followed_or_transformed() -> bool:
     return untold or _trace() is not None or forward_ad._current_level >= 0
 
 
+_CAPTURES: ContextVar[bool] = ContextVar("opgraft_captures", default=False)
+
+
+@contextmanager
+def captured_for_opgraft() -> Iterator[None]:
+    """Say that what is exported within the block runs with opgraft, and so may have its operators."""
+    token = _CAPTURES.set(True)
+    try:
+        yield
+    finally:
+        _CAPTURES.reset(token)
+
+
+@constant_while_tracing
+def capturing() -> bool:
+    """Tell whether ``captured_for_opgraft`` holds."""
+    return _CAPTURES.get()
+
+
 @constant_while_tracing
 def exporting() -> bool:
-    """Tell whether ``torch.export`` looks on. Ask while tracing: to the compiler of torch 2.8 it always seems so."""
-    return torch.compiler.is_exporting()
+    """Tell whether ``torch.export`` looks on, for a program that must run without opgraft.
+
+    Ask while tracing: to the compiler of torch 2.8 it always seems so.
+    """
+    return torch.compiler.is_exporting() and not _CAPTURES.get()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from opgraft.compat.graphs import known_backends, lookup, tracing_in
 from opgraft.errors import CompilationError, ConfigError, close_matches
 from opgraft.text import described
@@ -25,7 +26,7 @@ def built(module: fx.GraphModule, backend: str) -> Runner:
     example: list[Tensor] = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     mode = next((x.fake_mode for x in example if isinstance(x, Tensor)), None)  # type: ignore[attr-defined]
     try:
-        with tracing_in(mode):
+        with tracing_in(mode), torch.no_grad():
             runner: Runner = compiler(module, example)
     except Exception as error:  # whatever a backend raises
         raise CompilationError(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from opgraft.binding.derivation import NATIVE
 from opgraft.binding.semantic import semantic
+from opgraft.compilation.inputs import Signature, expected_of
 from opgraft.decision import Candidate, Decision
 from opgraft.errors import CompilationError
 from opgraft.ops.linear.modules import Linear
+from opgraft.ops.linear.packed_layer import PackedLinear
 from opgraft.text import described
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
@@ -43,39 +45,36 @@ class Captured:
 
     Attributes:
         module: the graph; its placeholders are the tensors among the inputs, its outputs are flat.
-        inputs: for each placeholder its place among the flat inputs.
-        constants: the other flat inputs, which must be what they were, by place.
-        in_spec: the structure of ``(args, kwargs)``.
-        out_spec: the structure of the result.
+        signature: how it is called.
         decision: who captured it, and why.
     """
 
     module: fx.GraphModule
-    inputs: tuple[int, ...]
-    constants: Mapping[int, Any]
-    in_spec: Any
-    out_spec: Any
+    signature: Signature
     decision: Decision
 
 
-_WAYS: tuple[tuple[str, bool, str], ...] = (
+Way = tuple[str, bool, str]
+
+DYNAMO: Way = ("Dynamo", True, "it reads the model's bytecode: torch.export, strict")
+WAYS: tuple[Way, ...] = (
     ("torch.export", False, "it runs the model's Python on tensors without values, the fastest way to a graph"),
-    ("Dynamo", True, "it reads the model's bytecode: torch.export, strict"),
+    DYNAMO,
 )
 """The ways to a graph in the order in which they are tried: name, whether export is strict, what it does."""
 
 
-def capture(model: nn.Module, example: Example) -> Captured:
-    """Capture ``model``, by ``torch.export`` or, where that cannot, by Dynamo.
+def capture(model: nn.Module, example: Example, ways: Sequence[Way] = WAYS) -> Captured:
+    """Capture ``model``, by ``torch.export`` or, where that cannot, by Dynamo, as far as these are among ``ways``.
 
     Raises:
-        CompilationError: neither can; the message has the reasons of both.
+        CompilationError: none can; the message has the reasons of each.
     """
     shapes = _dynamic_shapes(model, example)
     failed: list[tuple[str, str]] = []
-    for name, strict, why in _WAYS:
+    for name, strict, why in ways:
         try:
-            with torch.no_grad(), semantic(model, {Linear: _linear}):
+            with torch.no_grad(), semantic(model, _NATIVES):
                 program = torch.export.export(
                     model, example.args, dict(example.kwargs), dynamic_shapes=shapes, strict=strict
                 )
@@ -91,14 +90,18 @@ def capture(model: nn.Module, example: Example) -> Captured:
 
 
 def _linear(self: Linear, input: Tensor, residual: Tensor | None = None, *, functional: Any = NATIVE) -> Tensor:
-    mapped: Tensor = functional.linear(input, self.weight, self.bias, self.activation, residual)
-    return mapped
+    """Map by the form, or by the operator over a weight that is packed."""
+    given: dict[str, Any] = {"activation": self.activation, "residual": residual, "kernel": functional.linear}
+    return self.quant_method.apply(self, input, self.bias, **given)
+
+
+_NATIVES: Mapping[type, Callable[..., Any]] = {Linear: _linear, PackedLinear: _linear}
 
 
 def _decision(model: nn.Module, name: str, why: str, failed: Sequence[tuple[str, str]]) -> Decision:
     rejected = tuple(Candidate(way, False, f"failed: {reason}") for way, reason in failed)
     tried = {name, *dict(failed)}
-    rest = tuple(Candidate(way, False, "not needed") for way, _, _ in _WAYS if way not in tried)
+    rest = tuple(Candidate(way, False, "not needed") for way, _, _ in WAYS if way not in tried)
     reason = f"{', '.join(dict(failed))} cannot capture it" if failed else why
     return Decision(f"capture of {type(model).__name__}", name, reason, (Candidate(name, True, why), *rejected, *rest))
 
@@ -155,7 +158,8 @@ def _over_parameters(model: nn.Module, program: ExportedProgram, decision: Decis
         copies[node] = graph.node_copy(node, copies.__getitem__)
     spec = program.call_spec
     module = fx.GraphModule(held, graph)
-    return Captured(module, tuple(tensors), constants, spec.in_spec, spec.out_spec, decision)
+    signature = Signature(tuple(tensors), constants, spec.in_spec, spec.out_spec, expected_of(module))
+    return Captured(module, signature, decision)
 
 
 def _held(model: nn.Module, program: ExportedProgram, target: str) -> Tensor:

@@ -1,8 +1,8 @@
-"""The tensors that a graph is called with, checked against those that it was captured for."""
+"""The call of a graph: the arguments of the model, and their tensors checked against those that it was captured for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,16 +23,81 @@ class Expected:
     device: torch.device
     sizes: tuple[int | str, ...]
 
+    @property
+    def dynamic(self) -> dict[int, str]:
+        """Map the dimensions whose size is dynamic to the names of their symbols."""
+        return {dim: size for dim, size in enumerate(self.sizes) if isinstance(size, str)}
+
+
+def expected_of(module: fx.GraphModule) -> tuple[Expected, ...]:
+    """Return the tensors that a graph takes."""
+    return tuple(_expected(node) for node in module.graph.nodes if node.op == "placeholder")
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The call of a graph, and what becomes of its results.
+
+    Attributes:
+        inputs: for each tensor that it takes the place among the flat inputs.
+        constants: the other flat inputs, which must be what they were, by place.
+        in_spec: the structure of ``(args, kwargs)``.
+        out_spec: the structure of the result.
+        expected: the tensors.
+    """
+
+    inputs: tuple[int, ...]
+    constants: Mapping[int, Any]
+    in_spec: Any
+    out_spec: Any
+    expected: tuple[Expected, ...]
+
+    def flat(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Return the flat inputs of a call.
+
+        Raises:
+            ValueError: their structure is another one.
+        """
+        found: list[Any] = self.in_spec.flatten_up_to((args, dict(kwargs)))
+        return found
+
+    def filled(self, flat: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
+        """Return ``(args, kwargs)`` of flat inputs, with other tensors."""
+        given = dict(zip(self.inputs, tensors, strict=True))
+        return self.in_spec.unflatten([given.get(place, value) for place, value in enumerate(flat)])
+
+    def tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """Return the tensors among the arguments of a call.
+
+        Raises:
+            CompilationError: the other ones are not what they were.
+        """
+        try:
+            flat = self.flat(args, kwargs)
+        except ValueError as error:
+            raise CompilationError(
+                f"the compiled model was called with other arguments than its example had ({error}): pass the same ones"
+            ) from error
+        for place, value in self.constants.items():
+            if flat[place] is not value and flat[place] != value:
+                raise CompilationError(
+                    f"the compiled model was called with {flat[place]!r} where its example had {value!r}, which is a "
+                    "constant of the graph: compile it anew for the other value"
+                )
+        return [flat[place] for place in self.inputs]
+
 
 class InputCheck:
     """The check of the inputs of a graph. A combination of sizes, dtypes and devices is looked at once.
 
     Args:
-        module: the graph.
+        expected: the tensors that it takes.
     """
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        self.expected = tuple(_expected(node) for node in module.graph.nodes if node.op == "placeholder")
+    def __init__(self, expected: Sequence[Expected]) -> None:
+        self.expected = expected
+        places = ((at, dim) for at, each in enumerate(self.expected) for dim in each.dynamic)
+        self._batch = next(places, None)
         self._known: set[tuple[Any, ...]] = set()
 
     def check(self, tensors: Sequence[Tensor]) -> None:
@@ -46,6 +111,10 @@ class InputCheck:
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
         self._known.add(key)
+
+    def size_of(self, tensors: Sequence[Tensor]) -> int | None:
+        """Return the first dynamic size of tensors that fit, ``None`` where none is dynamic."""
+        return None if self._batch is None else tensors[self._batch[0]].shape[self._batch[1]]
 
     def _examine(self, tensors: Sequence[Tensor], gradients: bool, autocast: bool) -> None:
         if autocast:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -12,7 +12,7 @@ from opgraft.binding.functional import FUNCTIONALS, binding_of
 from opgraft.compat.graphs import returns_new_memory
 from opgraft.compilation.graph_pass import GraphPass, Outcome
 from opgraft.compilation.nodes import OPERATOR, PARTS, attribute_of, layout_of, semantic_call, semantic_calls
-from opgraft.errors import ConfigError
+from opgraft.errors import ConfigError, close_matches
 from opgraft.ops.composites.gated_mlp import GatedMLP
 from opgraft.text import described
 from torch import fx, nn
@@ -95,6 +95,7 @@ class AddRMSNorm(GraphPass):
             with module.graph.inserting_before(summed):
                 both = module.graph.call_function(self._fused[name], (*summed.args, *given.values()))
                 normed, total = (module.graph.call_function(operator.getitem, (both, place)) for place in (0, 1))
+            total.meta.update(summed.meta)  # by which the sum that it is a part of is known
             norm.replace_all_uses_with(normed)
             summed.replace_all_uses_with(total)
             replaced += 1
@@ -192,13 +193,21 @@ BUILT_IN: tuple[type[GraphPass], ...] = (NoOps, Copies, GatedProduct, AddRMSNorm
 """The passes in the order in which they run."""
 
 
-def passes_of(names: Sequence[str]) -> list[GraphPass]:
-    """Return the passes to run: opgraft's own, and then those of other modules by ``module:Class``.
+def passes_of(names: Sequence[str], switches: Mapping[str, bool]) -> list[GraphPass]:
+    """Return the passes to run: opgraft's own, as far as ``switches`` leave them on, and then those of other modules.
+
+    Args:
+        names: of the latter, as ``module:Class``.
+        switches: by the name of a pass of opgraft, whether it runs; one that is not named does.
 
     Raises:
         ConfigError: a name is of another form, or leads to no pass.
     """
-    return [*(each() for each in BUILT_IN), *map(_user_pass, names)]
+    known = [each.name for each in BUILT_IN]
+    for name in switches:
+        if name not in known:
+            raise ConfigError(f"compilation_config.pass_config has {name!r}: {close_matches(name, known)}")
+    return [*(each() for each in BUILT_IN if switches.get(each.name, True)), *map(_user_pass, names)]
 
 
 def _user_pass(name: str) -> GraphPass:

@@ -1,4 +1,4 @@
-"""The check of compiled code for a size of one, which compilers treat apart, against the model."""
+"""The check of compiled code against the model, for sizes that compilers treat apart."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 6e-2, tor
 """By dtype, the largest difference that counts as rounding, over the largest value of the result."""
 
 
-def of_size_one(tensors: Sequence[Tensor], expected: Sequence[Expected]) -> list[Tensor] | None:
-    """Return inputs whose first dynamic size is one, cut from others; ``None`` where no size is dynamic."""
-    symbol = next((size for each in expected for size in each.sizes if isinstance(size, str)), None)
+def of_size(tensors: Sequence[Tensor], expected: Sequence[Expected], size: int) -> list[Tensor] | None:
+    """Return inputs whose first dynamic size is ``size``, of the rows of others; ``None`` where no size is dynamic."""
+    symbol = next((name for each in expected for name in each.dynamic.values()), None)
     if symbol is None:
         return None
     cut = list(tensors)
     for place, each in enumerate(expected):
-        for dim, size in enumerate(each.sizes):
-            if size == symbol:
-                cut[place] = cut[place].narrow(dim, 0, 1)
+        for dim, name in each.dynamic.items():
+            if name == symbol:
+                rows = torch.arange(size, device=cut[place].device) % cut[place].shape[dim]
+                cut[place] = cut[place].index_select(dim, rows)
     return cut
 
 
@@ -32,6 +33,7 @@ def expect_alike(
     eager: Callable[[list[Tensor]], Sequence[Any]],
     compiled: Callable[[list[Tensor]], Sequence[Any]],
     tensors: Sequence[Tensor],
+    size: int,
 ) -> None:
     """Compare compiled code with its model on inputs, and put the model's buffers back as they were.
 
@@ -40,6 +42,7 @@ def expect_alike(
         eager: runs the model on flat inputs.
         compiled: runs the code likewise.
         tensors: the inputs; neither side sees what the other writes to them.
+        size: of the batch in them.
 
     Raises:
         CompilationError: the results differ by more than rounding.
@@ -53,8 +56,8 @@ def expect_alike(
     for expected, found in zip(*results, strict=True):
         if isinstance(expected, Tensor) and not _close(found, expected):
             raise CompilationError(
-                f"{type(model).__name__} compiled differs from the model itself where the dynamic size is 1, by more "
-                "than rounding: where it branches on that size, name by dynamic_shapes the sizes that vary"
+                f"{type(model).__name__} compiled differs from the model itself where the dynamic size is {size}, by "
+                "more than rounding: where it branches on that size, name by dynamic_shapes the sizes that vary"
             )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -45,6 +45,25 @@ KINDS["CompilationMode"] = Kind(
 )
 
 
+LEVELS: tuple[Mapping[str, Any], ...] = (
+    {"mode": CompilationMode.NONE},
+    {"mode": CompilationMode.FULL, "backend": "eager"},
+    {"mode": CompilationMode.FULL, "custom_ops": ("+linear",)},
+    {"mode": CompilationMode.FULL, "custom_ops": ("+linear",), "compile_sizes": (1,)},
+)
+"""Settings of a ``CompilationConfig`` that each level fills, where nothing else sets them.
+
+Level 1 generates no code, so it starts soon. Above it linear layers keep their kernel, which knows packed weights."""
+
+DEFAULT_LEVEL = 2
+"""The level of those who ask for compilation, and not for how much of it."""
+
+
+def of_level(level: int, mode: CompilationMode | None) -> Mapping[str, Any]:
+    """Return what a level sets; nothing where another ``mode`` is set than its own."""
+    return LEVELS[level] if mode in (None, LEVELS[level]["mode"]) else {}
+
+
 @dataclass(frozen=True)
 class CompilationConfig(Section):
     """The settings of compilation, and of which custom ops are enabled.
@@ -57,6 +76,9 @@ class CompilationConfig(Section):
         user_passes: ``module:Class`` of passes that run after opgraft's own, under the mode ``FULL``.
         dump_graphs: a folder for the graph before the first pass and after each, likewise.
         fail_on_recompile: on devices whose programs have fixed shapes, all compiled before the first request.
+        level: from 0, which compiles nothing, to 3; sets what ``LEVELS`` says of the fields that nothing else sets.
+        compile_sizes: sizes of the batch that have code of their own, under the mode ``FULL``.
+        pass_config: passes of opgraft, each to whether it runs, likewise.
     """
 
     section: ClassVar[str] = "compilation_config"
@@ -79,11 +101,43 @@ class CompilationConfig(Section):
         "programs have fixed shapes",
         default=False,
     )
+    level: int | None = setting(
+        "how much is compiled, from 0, nothing, to 3: fills what nothing else says of mode, backend, custom_ops and "
+        "compile_sizes",
+        minimum=0,
+        maximum=3,
+        unset="as the other settings say",
+    )
+    compile_sizes: Sequence[int] = setting(
+        "sizes of the batch that have code of their own, beside that for any size; for the mode FULL", default=()
+    )
+    pass_config: Mapping[str, bool] = setting(
+        "passes of opgraft, each to true or false; those that are not named run; for the mode FULL", default={}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.custom_ops is not None:
             object.__setattr__(self, "custom_ops", CustomOpsSetting.parse(self.custom_ops).tokens)
+        if any(size < 1 for size in self.compile_sizes or ()):
+            raise ConfigError(f"compilation_config.compile_sizes is {self.compile_sizes}: use sizes of at least 1")
+
+    def expect_followed(self) -> None:
+        """Refuse settings of the compiler that the mode does not use.
+
+        Raises:
+            ConfigError: one of them is set, and the mode is not ``FULL``.
+        """
+        unused = [name for name in _OF_FULL if getattr(self, name)]
+        if unused and self.mode is not CompilationMode.FULL:
+            raise ConfigError(
+                f"compilation_config.{unused[0]} is set, and is for the mode FULL; compilation_config.mode is "
+                f"{CompilationMode(self.mode or 0).name}: set it to FULL, or leave the other out"
+            )
+
+
+_OF_FULL = ("user_passes", "dump_graphs", "pass_config", "compile_sizes")
+"""Settings that only the mode ``FULL`` follows."""
 
 
 @dataclass(frozen=True)

@@ -263,15 +263,22 @@ def _parse_numbers(text: str, source: str) -> Any:
     return [_parse_number(int, "an integer", each, source) if isinstance(each, str) else each for each in parts]
 
 
-def _parse_mapping(text: str, source: str) -> Any:
+def _parse_pairs(text: str, source: str) -> dict[str, str]:
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    try:
+        return without_duplicates([(key.strip(), value.strip()) for key, _, value in pairs])
+    except ValueError as error:
+        raise ConfigError(f"{source} is {text!r}: {error}") from error
+
+
+def _parse_flags(text: str, source: str) -> Any:
     if text.lstrip().startswith("{"):
-        found = _parse_json(text, source)
-    else:
-        pairs = [part.partition("=") for part in text.split(",") if part.strip()]
-        try:
-            found = without_duplicates([(key.strip(), value.strip()) for key, _, value in pairs])
-        except ValueError as error:
-            raise ConfigError(f"{source} is {text!r}: {error}") from error
+        return _parse_json(text, source)
+    return {key: parse_flag(value, source) for key, value in _parse_pairs(text, source).items()}
+
+
+def _parse_mapping(text: str, source: str) -> Any:
+    found = _parse_json(text, source) if text.lstrip().startswith("{") else _parse_pairs(text, source)
     if not all(isinstance(value, str) and key and value for key, value in found.items()):
         raise ConfigError(f"{source} is {text!r}: use key=value pairs separated by commas, or a JSON object of them")
     return found
@@ -302,6 +309,10 @@ def _maps_texts(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(text, str) for pair in value.items() for text in pair)
 
 
+def _maps_flags(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(k, str) and isinstance(v, bool) for k, v in value.items())
+
+
 KINDS: dict[str, Kind] = {
     "str": Kind("NAME", "a string", _is(str), lambda text, source: text),
     "bool": Kind("FLAG", "true or false", _is(bool), parse_flag),
@@ -310,6 +321,7 @@ KINDS: dict[str, Kind] = {
     "Sequence[str]": Kind("LIST", "a list of strings", _are_texts, _parse_list, _as_tuple),
     "Sequence[int]": Kind("INTEGERS", "a list of integers", _are_numbers, _parse_numbers, _as_tuple),
     "Mapping[str, str]": Kind("MAPPING", "a mapping of strings to strings", _maps_texts, _parse_mapping, _as_dict),
+    "Mapping[str, bool]": Kind("FLAGS", "a mapping of strings to true or false", _maps_flags, _parse_flags, _as_dict),
 }
 """By annotation, without ``| None``."""
 

@@ -102,7 +102,7 @@ class ParallelConfig(Section):
     Attributes:
         data_rank: the replica that an engine is, of those that ``data`` counts. No setting: the front end tells each of
             its engines, and a merge of layers forgets it.
-        meeting: host:port of the store by which the ranks of replicas meet that share experts; no setting either.
+        meeting: path of the file by which the ranks of replicas meet that share experts; no setting either.
     """
 
     section: ClassVar[str] = "parallel"

@@ -9,7 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from opgraft.config.compilation import CompilationConfig, CompilationMode, CustomOpsSetting
+from opgraft.config.compilation import (
+    DEFAULT_LEVEL,
+    CompilationConfig,
+    CompilationMode,
+    CustomOpsSetting,
+    of_level,
+)
 from opgraft.config.declaration import Field, Section, all_fields, made_of, own_fields, setting, subsections, values_of
 from opgraft.config.sections import (
     CacheConfig,
@@ -113,6 +119,11 @@ class Settings:
         """Return the field's name with the layer that set it."""
         return f"{name} ({self.origins[name]})"
 
+    def compiling(self) -> OpgraftConfig:
+        """Return a layer for who asks for compilation: the default level, or nothing where some setting says how."""
+        says = any(self.origins[f"compilation_config.{name}"] != "default" for name in ("level", "mode"))
+        return OpgraftConfig(compilation_config=CompilationConfig(level=None if says else DEFAULT_LEVEL))
+
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """Yield every setting by its dotted name, its value as the command line takes it, and the layer that set it."""
         for field, value in values_of(self.config):
@@ -163,6 +174,7 @@ def resolve(layers: Iterable[tuple[str, OpgraftConfig]], scopes: Iterable[tuple[
             if value is not None:
                 # prepared, and so copied where it can be written to: a resolved config shares nothing with others
                 values[field.name], origins[field.name] = field.kind.prepare(value), origin
+    _fill_by_level(values, origins)
     sections: list[type[Section]] = [OpgraftConfig, *classes.values()]
     for section in sections:
         for field in own_fields(section).values():
@@ -172,6 +184,17 @@ def resolve(layers: Iterable[tuple[str, OpgraftConfig]], scopes: Iterable[tuple[
     _check_contradictions(config, origins)
     scoped = {field.name for _, layer in within for field, value in values_of(layer) if value is not None}
     return Settings(config, origins, frozenset(scoped))
+
+
+def _fill_by_level(values: dict[str, Any], origins: dict[str, str]) -> None:
+    """Set what ``compilation_config.level`` says of its section, where no layer does."""
+    name, section = "compilation_config.level", "compilation_config"
+    if name not in values:
+        return
+    for attribute, value in of_level(values[name], values.get(f"{section}.mode")).items():
+        if f"{section}.{attribute}" not in values:
+            values[f"{section}.{attribute}"] = value
+            origins[f"{section}.{attribute}"] = f"{name} {values[name]} ({origins[name]})"
 
 
 def config_from_fields(values: Mapping[str, Any]) -> OpgraftConfig:

@@ -16,6 +16,7 @@ from opgraft.engine.step import NewSequence, Scheduled, StepResult
 from opgraft.engine.step_program import (
     CacheOperators,
     CopyModule,
+    StepGraph,
     StepModule,
     StepShape,
     compiled,
@@ -147,6 +148,8 @@ class BucketedModelRunner(ModelRunner):
         unpadded = [name for name, layer in self.layout.layers.items() if not layer.takes_padding]
         if self.opgraft_config.model.batch_invariant:
             why = "model.batch_invariant is set, and each shape computes in an order of its own: unset it"
+        elif self.opgraft_config.compilation_config.mode in (CompilationMode.DYNAMO_TRACE_ONCE, CompilationMode.FULL):
+            why = "compilation_config.mode, or level, has opgraft capture the model: set the mode to NONE"
         elif self.opgraft_config.parallel.pipeline > 1:
             why = "parallel.pipeline is above 1, and a program has the whole model: set it to 1"
         elif self.model.fitted_ropes:
@@ -186,7 +189,7 @@ class BucketedModelRunner(ModelRunner):
     def _compiled(self, module: torch.nn.Module, inputs: Tensor, caches: Sequence[Tensor]) -> Any:
         self.built += 1
         operators = [self.operators_of(cache) for cache in caches]
-        return compiled(exported(module, inputs, caches), self.backend, operators, self.whole)
+        return StepGraph(compiled(exported(module, inputs, caches), self.backend, operators, self.whole))
 
     def _explained(self, build: Callable[..., None], *arguments: Any) -> None:
         try:

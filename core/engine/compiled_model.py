@@ -1,4 +1,4 @@
-"""The model of an engine, compiled by ``torch.compile``."""
+"""The model of an engine, compiled as ``compilation_config`` says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from opgraft.config import CompilationMode, OpgraftConfig
+from opgraft.compilation.compiled import compile
+from opgraft.config import CompilationConfig, CompilationMode, OpgraftConfig
 from opgraft.engine.cache_layout import CacheLayout
 from opgraft.errors import ConfigError
 from opgraft.ops.attention.cached import CachedAttention
@@ -16,7 +17,7 @@ from opgraft.text import described
 from torch import Tensor
 
 SIZES = (2, 1)
-"""Tokens of the calls that compile: a graph for any number of them, and one for a single token."""
+"""Tokens of the calls by which ``torch.compile`` compiles: a graph for any number, and one for a single token."""
 
 
 class CompiledModel:
@@ -25,28 +26,23 @@ class CompiledModel:
     Args:
         model: called with token ids and positions.
         layers: its attention layers by prefix.
-        backend: of ``torch.compile``.
-
-    Raises:
-        ConfigError: there is no such backend.
+        settings: how to compile it; their mode is not ``NONE``.
     """
 
-    def __init__(self, model: Any, layers: Mapping[str, CachedAttention], backend: str | None) -> None:
+    def __init__(self, model: Any, layers: Mapping[str, CachedAttention], settings: CompilationConfig) -> None:
         self.layers = layers
-        self.backend = backend or "inductor"
+        self.settings = settings
+        self.backend = settings.backend or "inductor"
+        self._model = self._graph = model
         for layer in layers.values():
             layer.is_node = True
-        with self._explained():
-            self._graph: Any = torch.compile(model, backend=self.backend, dynamic=True, fullgraph=True)
 
     def __call__(self, input_ids: Tensor, positions: Tensor, *inputs_embeds: Tensor) -> Tensor:
         """Return what the model does, as a rule hidden states; the first two arguments are ``[tokens]``, int64."""
         with nodes_of(self.layers):
-            # A step's are parts of one tensor, and a graph would be for the place of each in it.
-            hidden: Tensor = self._graph(*(each.clone() for each in (input_ids, positions, *inputs_embeds)))
+            hidden: Tensor = self._graph(input_ids, positions, *inputs_embeds)
         return hidden
 
-    @torch.inference_mode()
     def warm_up(self, device: torch.device, empty: Callable[[int], Sequence[Tensor]] = lambda size: ()) -> None:
         """Compile.
 
@@ -57,15 +53,33 @@ class CompiledModel:
         Raises:
             ConfigError: the model cannot be traced, or the backend does not compile here.
         """
-        for size in SIZES:
+
+        def inputs(size: int) -> tuple[Tensor, ...]:
             tokens = torch.arange(size, device=device)
-            with self._explained():
-                self(tokens, tokens, *empty(size))
+            return tokens, tokens.clone(), *empty(size)
+
+        with self._explained():
+            if self.settings.mode is CompilationMode.STOCK_TORCH_COMPILE:
+                self._compile_stock(inputs)
+            else:
+                # What is made in inference mode cannot be traced.
+                with torch.inference_mode(False), nodes_of(self.layers):
+                    self._graph = compile(self._model, self.settings, args=inputs(max(SIZES)))
+
+    @torch.inference_mode()
+    def _compile_stock(self, inputs: Callable[[int], tuple[Tensor, ...]]) -> None:
+        graph: Any = torch.compile(self._model, backend=self.backend, dynamic=True, fullgraph=True)
+        # A step's are parts of one tensor, and a graph would be for the place of each in it.
+        self._graph = lambda *tensors: graph(*(each.clone() for each in tensors))
+        for size in SIZES:
+            self(*inputs(size))
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
         try:
             yield
+        except ConfigError:
+            raise
         except Exception as error:  # whatever a backend raises
             raise ConfigError(
                 f"compilation_config.mode is set, and torch.compile with the backend {self.backend} fails on the "
@@ -78,16 +92,11 @@ def expect_compilable(config: OpgraftConfig) -> None:
     """Refuse settings of compilation that the engine cannot follow.
 
     Raises:
-        ConfigError: there is no such way to compile, or another setting contradicts it.
+        ConfigError: settings contradict each other.
     """
-    mode = config.compilation_config.mode
-    if mode in (None, CompilationMode.NONE):
+    if config.compilation_config.mode in (None, CompilationMode.NONE):
         return
-    if mode is not CompilationMode.STOCK_TORCH_COMPILE:
-        raise ConfigError(
-            f"compilation_config.mode is {mode.name}, which the engine has no compiler for yet: set it to "
-            "STOCK_TORCH_COMPILE, or to NONE"
-        )
+    config.compilation_config.expect_followed()
     if config.model.batch_invariant:
         raise ConfigError(
             "compilation_config.mode and model.batch_invariant are set, and compiled code does not compute each token "
@@ -113,4 +122,4 @@ def compiled_as_set(model: Any, layout: CacheLayout, config: OpgraftConfig) -> C
             f"compilation_config.mode is set, and the layer {next(iter(layout.states))!r} keeps a state of each "
             "sequence, which no graph has: set it to NONE"
         )
-    return CompiledModel(model, layout.layers, config.compilation_config.backend)
+    return CompiledModel(model, layout.layers, config.compilation_config)

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, cast
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
 
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.config import OpgraftConfig
-from opgraft.distributed import destroy_distributed, get_pp_group, get_tp_group, get_world_group
 from opgraft.engine.request import Request
 from opgraft.engine.sampling import Grammar
-from opgraft.engine.stage_link import of_last_stage
 from opgraft.engine.step import Step, StepResult
-from opgraft.engine.worker import Worker
-from opgraft.environment import read_launch
 from opgraft.errors import EngineError
-from opgraft.text import described
+
+HUNG = "the process of the engine has ended the workers, as they hung"
 
 
 @PluggableClass.register("executor")
-class Executor(PluggableClass):
-    """One worker in this process.
+class Executor(PluggableClass, ABC):
+    """Workers, wherever they are: it starts them, has them make calls, and says when they are lost.
+
+    Settings choose one of opgraft's own. A plugin's stands in the place of all of them.
 
     Args:
         opgraft_config: resolved.
@@ -37,110 +35,76 @@ class Executor(PluggableClass):
 
     def __init__(self, opgraft_config: OpgraftConfig) -> None:
         self.opgraft_config = opgraft_config
-        self.worker: Worker | None = None
         self.before_submit: Callable[[], None] = _nothing
-        self._submitted: deque[Step] = deque()
-        self._lost = ""
 
+    @abstractmethod
     def start(self) -> None:
-        """Start the worker and prepare its device."""
-        place = read_launch()
-        self.worker = Worker(self.opgraft_config, place.local_rank, place.local_size)
-        self.worker.init_device()
+        """Start the workers and prepare their devices."""
 
+    @abstractmethod
     def call(self, method: str, *args: Any) -> Any:
-        """Return what a method of the worker returns.
+        """Return what a method of one worker returns, once all have made the call.
 
         Raises:
-            EngineError: there is no worker, before the start or after the shutdown.
+            EngineError: there is no worker, before the start, after the shutdown, or as they are lost.
         """
-        if self.worker is None:
-            shut_down = "the engine was shut down, or not started, and has no worker: make a new one"
-            raise EngineError(self._lost or shut_down)
-        return getattr(self.worker, method)(*args)
 
+    @abstractmethod
     def call_all(self, method: str, *args: Any) -> list[Any]:
         """Return what a method of each worker returns, in the order of their ranks.
 
         Raises:
             EngineError: there is no worker.
         """
-        with self._or_lost():
-            tensors = get_tp_group().all_gather_object(self.call(method, *args))
-            return [found for stage in get_pp_group().all_gather_object(tensors) for found in stage]
 
     @property
     def depth(self) -> int:
-        """The number of steps that are worth submitting before the result of the first is asked for.
-
-        It is 1 here: a rank that computes in this process waits for its result before it has the next step.
-        """
+        """The number of steps that are worth submitting before the result of the first is asked for."""
         return 1
 
+    @abstractmethod
     def submit(self, step: Step) -> None:
-        """Have the workers compute a step, behind those that were submitted before.
+        """Have the workers compute a step, behind those that were submitted before; ``before_submit`` is called first.
 
         Raises:
             EngineError: there is no worker.
         """
-        self.before_submit()
-        self._submitted.append(step)
 
+    @abstractmethod
     def result(self) -> StepResult:
         """Return the result of the oldest step that was submitted and not asked for yet, or raise what failed in it.
 
         Raises:
             EngineError: there is no worker.
         """
-        step = self._submitted.popleft()
-        with self._or_lost(get_pp_group().world_size):  # whose ranks tell each other what fails
-            result = of_last_stage(lambda: self.call("execute", step))
-            group = get_tp_group()
-            samples = group.communicator is None or group.communicator.use_all_gather
-            return result if samples else cast(StepResult, group.broadcast_object(result))
 
-    @contextmanager
-    def _or_lost(self, agreeing: int = 1) -> Iterator[None]:
-        """Leave the groups where this rank fails: others would wait for it, or add up what is of different steps.
-
-        Args:
-            agreeing: the number of ranks that fail alike.
-        """
-        try:
-            yield
-        except Exception as error:
-            world = get_world_group()
-            if self.worker is not None and get_tp_group().world_size * get_pp_group().world_size > agreeing:
-                self._lost = (
-                    f"rank {world.rank} of {world.world_size} has failed ({described(error)}), and has left "
-                    "the others, which would have waited for it: start all processes anew"
-                )
-                self.worker = None
-                destroy_distributed()
-            raise
-
+    @abstractmethod
     def drop(self) -> None:
         """Forget the steps whose results were not asked for; where workers compute them already, wait for that."""
-        self._submitted.clear()
 
     def expect_servable(self, request: Request) -> None:
-        """Refuse a request that cannot reach the workers; one in this process takes all.
+        """Refuse a request that cannot reach the workers.
 
         Raises:
             RequestError: it cannot.
         """
 
     def share(self, grammar: Grammar) -> None:
-        """Have the workers know a grammar before a step has it, from any thread; one in this process does.
+        """Have the workers know a grammar before a step has it, from any thread.
 
         Raises:
             InputError: it cannot be compiled there.
         """
 
     @property
+    @abstractmethod
+    def loss(self) -> str:
+        """The reason why workers are lost: one has ended, or was ended as it hung; empty while they are not."""
+
+    @property
     def is_lost(self) -> bool:
-        """Tell whether a worker has ended, or was ended as it hung; in this process, whether it has left the others."""
-        return self._lost != ""
+        """Tell whether workers are lost."""
+        return self.loss != ""
 
     @property
     def can_restart(self) -> bool:
@@ -158,7 +122,7 @@ class Executor(PluggableClass):
         Raises:
             EngineError: they can never be started again.
         """
-        raise EngineError("the worker of this process cannot be started again: make a new engine")
+        raise EngineError(f"the workers of {type(self).__name__} cannot be started again: make a new engine")
 
     @property
     def is_restarting(self) -> bool:
@@ -166,20 +130,24 @@ class Executor(PluggableClass):
         return self.ready_since == math.inf
 
     def check_health(self) -> None:
-        """Raise where a worker is lost.
+        """Raise where workers are lost, and none start in their place.
 
         Raises:
-            EngineError: one is.
+            EngineError: that is so.
         """
-        if self._lost:
-            raise EngineError(self._lost)
+        if self.loss and not self.can_restart:
+            raise EngineError(self.loss)
 
-    def kill(self) -> None:
-        """End workers that do not answer, as far as they do not end with this process."""
+    def kill(self, reason: str = HUNG) -> None:
+        """End workers that do not answer, as far as they do not end with this process; from any thread.
 
+        Args:
+            reason: for whoever asks them from then on.
+        """
+
+    @abstractmethod
     def shutdown(self) -> None:
-        """Let go of the worker, and with it of the model and its cache. Further calls do nothing."""
-        self.worker = None
+        """Let go of the workers. Further calls do nothing."""
 
 
 def _nothing() -> None:

@@ -8,6 +8,7 @@ from opgraft.distributed import destroy_distributed, get_world_group, init_distr
 from opgraft.distributed.groups import parallelism
 from opgraft.engine.engine_digest import engine_digest, expect_same_digest
 from opgraft.engine.executor import Executor
+from opgraft.engine.in_process_executor import InProcessExecutor
 from opgraft.engine.model_runner import gather_on_first_rank
 from opgraft.engine.process_executor import ProcessExecutor
 from opgraft.engine.ray_executor import RayExecutor
@@ -33,8 +34,11 @@ def executor_of(opgraft_config: OpgraftConfig) -> Executor:
     name = parallel.executor or _fitting(parallel)
     if name == "external" and parallelism().layout.world == 1:
         _join(opgraft_config)
-    if name not in _REMOTE or choose_class(Executor).cls is not Executor:
-        return Executor(opgraft_config)
+    chosen: type[Executor] = choose_class(Executor).cls
+    if chosen is not Executor:
+        return chosen(opgraft_config)
+    if name not in _REMOTE:
+        return InProcessExecutor(opgraft_config)
     ranks = parallelism().layout.world
     if ranks > 1:
         raise DistributedError(
@@ -71,7 +75,7 @@ def _join(opgraft_config: OpgraftConfig) -> None:
         with set_config(opgraft_config, origin="the engine"):
             digests = get_world_group().all_gather_object(engine_digest())
         for rank, digest in enumerate(digests):  # all ranks compare all, so that none goes on alone
-            expect_same_digest(digests[0], digest, rank)
+            expect_same_digest(digests[0], digest, rank, "rank 0")
     except BaseException:
         destroy_distributed()
         raise

@@ -8,12 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import torch
 from opgraft.engine.remote_executor import RemoteExecutor
@@ -23,9 +23,6 @@ from opgraft.engine.worker_progress import RECORD_BYTES, Progress, ProgressRecor
 from opgraft.logger import logger
 from opgraft.machine.broadcast import BY_CHANNEL, SharedSlots, anonymous_file
 from opgraft.machine.channel import Channel
-from torch import distributed as dist
-
-_HERE = "127.0.0.1"
 
 _STACK_SECONDS = 0.2
 """Seconds in which a process writes its stack."""
@@ -64,21 +61,17 @@ class ProcessExecutor(RemoteExecutor):
             undo.callback(end_workers, links, 0.0)
             for rank in range(len(local)):
                 links.append(LocalProcess(rank, environ, slots.file))
-            meeting, store = self._meeting()
-            release.callback(store.clear)  # whose port is closed then
+            met = release.enter_context(ExitStack())
+            meeting = self._meeting(met)
             undo.pop_all()
-            return Started(links, local, meeting, release.pop_all().close, slots.write)
+            return Started(links, local, meeting, release.pop_all().close, met.close, slots.write)
 
-    def _meeting(self) -> tuple[tuple[str, int] | None, list[Any]]:
-        """Return where the ranks meet, and the store there, if it is one of this executor."""
+    def _meeting(self, met: ExitStack) -> str | None:
+        """Return the file by which the ranks meet, which is gone once they have; that of all replicas is of these."""
         given = self.opgraft_config.parallel.meeting if self.in_rounds else None
-        if given is not None:
-            host, _, port = given.rpartition(":")
-            return (host, int(port)), []
-        if self.layout.world == 1:
-            return None, []
-        store, at = listening_store(_HERE)
-        return (_HERE, at), [store]
+        if given is not None or self.layout.world == 1:
+            return given
+        return met.enter_context(meeting_file())
 
     def _local_ranks(self) -> list[tuple[int, int]]:
         size, parallel = self.layout.world, self.opgraft_config.parallel
@@ -178,9 +171,8 @@ def _variables(size: int) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
-def listening_store(address: str) -> tuple[Any, int]:
-    """Return a store by which ranks meet, and its port at an address of this host, at which alone it is reached."""
-    listening = socket.create_server((address, 0), backlog=128)
-    port: int = listening.getsockname()[1]
-    store = partial(dist.TCPStore, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    return store(address, port, master_listen_fd=listening.detach()), port
+@contextmanager
+def meeting_file() -> Iterator[str]:
+    """Yield the path of a file by which ranks of this host meet, in a folder that no other user can look into."""
+    with tempfile.TemporaryDirectory(prefix="opgraft-") as folder:
+        yield str(Path(folder) / "ranks")

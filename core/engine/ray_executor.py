@@ -5,32 +5,35 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
-import select
+import selectors
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from functools import partial
+from typing import Any
 
-from opgraft.engine.process_executor import listening_store
 from opgraft.engine.ray_placement import Placed, Placement, kill, local_ranks
-from opgraft.engine.ray_worker import CHANNELS, PROGRESS, STACK, watch
+from opgraft.engine.ray_worker import CHANNELS, STACK, watch
 from opgraft.engine.remote_executor import RemoteExecutor
 from opgraft.engine.remote_workers import Started
 from opgraft.engine.worker_link import WorkerLink
 from opgraft.engine.worker_progress import Progress
+from opgraft.environment import deciding_variables
 from opgraft.errors import EngineError
 from opgraft.logger import logger
+from opgraft.machine.broadcast import BY_CHANNEL
 from opgraft.machine.channel import Channel
 from opgraft.models.extras import import_extra
 from opgraft.plugins.selection import current_platform
 from opgraft.text import described, printable
+from torch import distributed as dist
 
 _TOKEN_BYTES = 32
 _GREETING_BYTES = _TOKEN_BYTES + 1 + 4
 _ANSWER_SECONDS = 2.0
-"""Seconds that a worker may take to tell what it does."""
+"""Seconds that a worker may take to say who it is, and to tell its stack."""
 
 
 class RayExecutor(RemoteExecutor):
@@ -96,14 +99,22 @@ class RayLink(WorkerLink):
     telling_seconds = 4.0  # Ray has to notice that a host is lost
 
     def __init__(self, rank: int, connections: Sequence[socket.socket], ray: Any, placed: Placed, running: Any) -> None:
-        calls, beside, asking = map(Channel, connections)
+        calls, beside, told = map(Channel, connections)
         super().__init__(rank, calls, beside)
-        asking.limit(_ANSWER_SECONDS)
-        self._asking, self._one_asks = asking, threading.Lock()
+        told.limit(_ANSWER_SECONDS)
+        self._told, self._reading = told, threading.Lock()
+        self._known = super().progress()
+        self._is_silent = False
         self.placed = placed
         self._ray, self._running = ray, running
 
+    def post(self, data: memoryview, token: bytes = BY_CHANNEL) -> None:
+        self.progress()  # stages that nobody reads would pile up
+        super().post(data, token)
+
     def ended(self, patience: float = 0.0) -> str | None:
+        if self._is_silent:
+            return "or its host is cut off, which does not answer"
         if not self._ray.is_initialized():  # asking would start a cluster
             return "with Ray, which was shut down"
         ended, _ = self._ray.wait([self._running], timeout=patience)
@@ -115,38 +126,42 @@ class RayLink(WorkerLink):
             return f"says Ray: {printable(described(error))}"
         return "as it was told to"
 
+    def note_silence(self) -> None:
+        self._is_silent = True
+
     def kill(self) -> None:
         kill(self._ray, self.placed.actor)
 
     def hang_up(self) -> None:
         super().hang_up()
-        self._asking.hang_up()  # which the actor waits for, too
+        self._told.hang_up()  # which the actor waits for, too
 
     def close(self) -> None:
         super().close()
-        self._asking.close()
+        self._told.close()
 
     def progress(self) -> Progress:
-        return cast(Progress, self._asked(PROGRESS, super().progress()))
+        with self._reading, suppress(EOFError, OSError, ValueError):  # it has ended, or was closed
+            while self._told.has_news:
+                self._known = self._told.receive()
+        return self._known
 
     def stack(self) -> str:
-        return cast(str, self._asked(STACK, super().stack()))
-
-    def _asked(self, question: str, unknown: object) -> object:
-        """Ask the worker beside what it does; it does not answer where its host is lost."""
-        with self._one_asks:
+        with self._reading:
             try:
-                self._asking.send(question)
-                return self._asking.receive()
+                self._told.send(STACK)
+                while isinstance(found := self._told.receive(), Progress):
+                    self._known = found
+                return str(found)
             except (EOFError, OSError):
-                self._asking.close()  # an answer that came later would be taken for another's
-                return unknown
+                self._told.close()  # an answer that came later would be taken for a stage
+                return ""
 
 
 def _variables(cpus: int) -> dict[str, str]:
-    """Return the variables of an actor: the threads that it has, and settings of ours that plugins may read."""
+    """Return the variables of an actor: its threads, those of ours, which plugins may read, and what else decides."""
     ours = {name: value for name, value in os.environ.items() if name.startswith("OPGRAFT_")}
-    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(cpus)), **ours}
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(cpus)), **ours, **deciding_variables()}
 
 
 def _connections(
@@ -159,24 +174,35 @@ def _connections(
     """
     found: dict[tuple[int, int], socket.socket] = {}
     deadline = time.monotonic() + seconds
-    try:
-        while len(found) < len(CHANNELS) * len(running):
-            _expect_running(ray, running)
-            if time.monotonic() > deadline:
-                missing = sorted({rank for rank in range(len(running)) if (rank, 1) not in found})
-                raise EngineError(f"the workers of ranks {missing} have not connected within {seconds:g} s")
-            if select.select([listening], [], [], 0.2)[0]:
-                connection, _ = listening.accept()
-                place = _greeted(connection, token)
-                if place is None or place in found or place[0] >= len(running) or place[1] >= len(CHANNELS):
-                    connection.close()
-                else:
-                    found[place] = connection
-    except BaseException:
-        for connection in found.values():
-            connection.close()
-        raise
+    with ExitStack() as undo:
+        door = Door(listening, token)
+        undo.callback(_close_all, found)
+        with closing(door):
+            while len(found) < len(CHANNELS) * len(running):
+                _expect_running(ray, running)
+                if time.monotonic() > deadline:
+                    missing = sorted({rank for rank in range(len(running)) if (rank, 1) not in found})
+                    raise EngineError(f"the workers of ranks {missing} have not connected within {seconds:g} s")
+                for place, connection in door.greeted(0.2):
+                    if place in found or place[0] >= len(running) or place[1] >= len(CHANNELS):
+                        connection.close()
+                    else:
+                        found[place] = connection
+        undo.pop_all()
     return [[found[rank, number] for number in range(len(CHANNELS))] for rank in range(len(running))]
+
+
+def _close_all(found: Mapping[tuple[int, int], socket.socket]) -> None:
+    for connection in found.values():
+        connection.close()
+
+
+def listening_store(address: str) -> tuple[Any, int]:
+    """Return a store by which ranks meet, and its port at an address of this host, at which alone it is reached."""
+    listening = socket.create_server((address, 0), backlog=128)
+    port: int = listening.getsockname()[1]
+    store = partial(dist.TCPStore, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    return store(address, port, master_listen_fd=listening.detach()), port
 
 
 def _expect_running(ray: Any, running: Sequence[Any]) -> None:
@@ -190,25 +216,67 @@ def _expect_running(ray: Any, running: Sequence[Any]) -> None:
         raise EngineError(f"the worker of rank {list(running).index(ended[0])} does not start: {reason}")
 
 
-def _greeted(connection: socket.socket, token: bytes) -> tuple[int, int] | None:
-    """Return the rank and the channel that a connection is of; ``None`` for one of somebody else."""
-    deadline = time.monotonic() + _ANSWER_SECONDS
-    greeting = b""
-    try:
-        while len(greeting) < _GREETING_BYTES:
-            connection.settimeout(max(0.001, deadline - time.monotonic()))
-            piece = connection.recv(_GREETING_BYTES - len(greeting))
-            if not piece:
-                return None
-            greeting += piece
-        watch(connection)
-    except OSError:
-        return None
-    connection.settimeout(None)
-    if not hmac.compare_digest(greeting[:_TOKEN_BYTES], token):
+class Door:
+    """Takes connections, and reads what all of them say first, so that one that says nothing holds up no other.
+
+    Args:
+        listening: where they come.
+        token: by which workers are known.
+    """
+
+    def __init__(self, listening: socket.socket, token: bytes) -> None:
+        self._listening, self._token = listening, token
+        self._waiting: dict[socket.socket, tuple[bytearray, float]] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listening, selectors.EVENT_READ)
+
+    def greeted(self, seconds: float) -> list[tuple[tuple[int, int], socket.socket]]:
+        """Wait for what is said, and return rank, channel and connection of workers; others are closed."""
+        ready = [key.fileobj for key, _ in self._selector.select(seconds)]
+        if self._listening in ready:
+            connection, _ = self._listening.accept()
+            connection.setblocking(False)
+            watch(connection)
+            self._selector.register(connection, selectors.EVENT_READ)
+            self._waiting[connection] = bytearray(), time.monotonic() + _ANSWER_SECONDS
+        found = []
+        for connection, (said, deadline) in list(self._waiting.items()):
+            piece = _said(connection, _GREETING_BYTES - len(said)) if connection in ready else None
+            said += piece or b""
+            is_whole = len(said) == _GREETING_BYTES
+            if is_whole and self._is_known(bytes(said)):
+                self._forget(connection)
+                found.append(((int.from_bytes(said[-4:], "little"), said[_TOKEN_BYTES]), connection))
+            elif is_whole or piece == b"" or time.monotonic() > deadline:
+                self._forget(connection)
+                connection.close()
+        for _, connection in found:
+            connection.setblocking(True)
+        return found
+
+    def _is_known(self, said: bytes) -> bool:
+        if hmac.compare_digest(said[:_TOKEN_BYTES], self._token):
+            return True
         logger.warning("a connection to the engine came without the secret of its workers, and was refused")
-        return None
-    return int.from_bytes(greeting[-4:], "little"), greeting[_TOKEN_BYTES]
+        return False
+
+    def _forget(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        del self._waiting[connection]
+
+    def close(self) -> None:
+        """Close the connections that have not said who they are."""
+        for connection in self._waiting:
+            connection.close()
+        self._selector.close()
+
+
+def _said(connection: socket.socket, size: int) -> bytes:
+    """Return what has come, of so many bytes at most; none where that is the end."""
+    try:
+        return connection.recv(size)
+    except OSError:
+        return b""
 
 
 def _tell(placed: Sequence[Placed], tensor: int) -> None:

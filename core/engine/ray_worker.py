@@ -20,11 +20,11 @@ from opgraft.machine.interfaces import interface_of
 CHANNELS = ("calls", "beside", "progress")
 """The connections of a worker, in the order in which it makes them."""
 
-PROGRESS, STACK = "progress", "stack"
-"""The questions that the last of them brings."""
+STACK = "stack"
+"""The question that the last of them brings."""
 
-_RECEIVED_BYTES = 4 << 20
-"""Bytes that wait for a worker that computes, as far as the system allows."""
+SILENT_SECONDS = 4
+"""Seconds after which a host that does not answer is lost."""
 
 
 class Where(NamedTuple):
@@ -69,23 +69,22 @@ class RayWorker:
         connections = [connected(engine, seconds) for _ in CHANNELS]
         for number, connection in enumerate(connections):
             connection.sendall(token + bytes((number,)) + rank.to_bytes(4, "little"))
-        calls, beside, asking = connections
-        teller = Teller(Channel(asking))
+        calls, beside, telling = connections
+        teller = Teller(Channel(telling))
         # Ray ends an actor that nobody wants any more.
         serve_calls(calls.detach(), beside.detach(), teller.note, ends_process=False)
         teller.join()
 
 
 class Teller:
-    """Answers what the worker does, beside what that is.
+    """Tells each stage that the worker comes to, as one that hangs may not answer; and its stack where it is asked.
 
     Args:
-        channel: by which questions come.
+        channel: by which the engine reads stages, at each call at the latest, and asks.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._known = Progress(0, "starting")
         self._thread = threading.main_thread()
         self._answering = threading.Thread(target=self._answer, daemon=True)
         self._answering.start()
@@ -95,13 +94,14 @@ class Teller:
         self._answering.join()
 
     def note(self, progress: Progress) -> None:
-        """Note what the worker does now."""
-        self._known = progress
+        """Tell what the worker does now."""
+        with suppress(OSError):  # the engine has closed it
+            self._channel.send(progress)
 
     def _answer(self) -> None:
         with suppress(EOFError, OSError):  # the engine has closed it
-            while True:
-                self._channel.send(self._known if self._channel.receive() == PROGRESS else self._stack())
+            while self._channel.receive() == STACK:
+                self._channel.send(self._stack())
         self._channel.close()
 
     def _stack(self) -> str:
@@ -110,29 +110,31 @@ class Teller:
 
 
 def connected(engine: tuple[str, int], seconds: float) -> socket.socket:
-    """Connect to the engine, with room for steps that come while one is computed: a full buffer looks like a lost host.
+    """Connect to the engine.
 
     Args:
         engine: host and port where it listens.
         seconds: after which that fails.
     """
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVED_BYTES)  # before it is connected, to count
-    connection.settimeout(seconds)
-    try:
-        connection.connect(engine)
-    except OSError:
-        connection.close()
-        raise
+    connection = socket.create_connection(engine, seconds)
     connection.settimeout(None)
     watch(connection)
     return connection
 
 
 def watch(connection: socket.socket) -> None:
-    """Have a connection send at once, and fail within seconds where the other host is gone without a word."""
+    """Have a connection send at once, and fail within seconds where the other host is gone without a word.
+
+    What is sent and not acknowledged counts as silence, and so does what the other process does not read.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 4000)):
+    limits = {
+        "TCP_KEEPIDLE": 1,
+        "TCP_KEEPINTVL": 1,
+        "TCP_KEEPCNT": SILENT_SECONDS - 1,
+        "TCP_USER_TIMEOUT": SILENT_SECONDS * 1000,
+    }
+    for name, value in limits.items():
         if hasattr(socket, name):  # systems differ
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

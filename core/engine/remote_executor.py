@@ -14,15 +14,15 @@ from typing import Any, NoReturn, cast
 from opgraft.config import OpgraftConfig, set_config
 from opgraft.distributed.layout import ParallelLayout
 from opgraft.engine.engine_digest import engine_digest
-from opgraft.engine.executor import Executor
+from opgraft.engine.executor import HUNG, Executor
 from opgraft.engine.portable_request import expect_portable
 from opgraft.engine.remote_workers import SHUT_DOWN, RemoteWorkers, Started
 from opgraft.engine.request import Request
 from opgraft.engine.sampling import Grammar
 from opgraft.engine.step import Step, StepResult
-from opgraft.engine.worker_link import STAGES_OF_START, WorkerJob, hanging, output_rank
+from opgraft.engine.worker_link import STAGES_OF_START, WorkerJob, expect_greeting, hanging, output_rank
 from opgraft.logger import logger, writes_json
-from opgraft.machine.channel import encoded
+from opgraft.machine.channel import Channel, encoded
 from opgraft.plugins.host import load_plugins
 from opgraft.text import described
 
@@ -82,10 +82,29 @@ class RemoteExecutor(Executor):
         self._awaited.clear()
         with set_config(self.opgraft_config, origin="the engine"):
             digest = engine_digest()
+        self._expect_greetings()
         for rank, local in enumerate(started.local_ranks):
             told = self.opgraft_config, *self._job_of(rank), *local, started.meeting, writes_json(), digest
             self.workers.begin(rank, encoded(WorkerJob(*told)))
         self.call_all("init_device")
+        started.met()
+
+    def _expect_greetings(self) -> None:
+        """Wait until each worker has said which versions it has.
+
+        Raises:
+            EngineError: they are others, or one says nothing in time.
+        """
+        limit = self.opgraft_config.parallel.start_seconds
+        silent, deadline = dict(enumerate(self.workers.links)), time.monotonic() + limit
+        with self.workers.or_interrupted():
+            while silent:
+                found = self.workers.reply(max(0.0, deadline - time.monotonic()), Channel.receive_bytes)
+                if found is None:
+                    raise self.workers.ended(hanging(list(silent.values()), 0, limit), at_once=True)
+                rank, said = found
+                expect_greeting(said, rank)
+                del silent[rank]
 
     def _take(self, workers: RemoteWorkers) -> None:
         """Have others be the workers.
@@ -282,10 +301,10 @@ class RemoteExecutor(Executor):
         if workers.look() and not workers.can_restart:
             raise workers.error()
 
-    def kill(self) -> None:
+    def kill(self, reason: str = HUNG) -> None:
         """End the processes at once, whatever they do; from any thread."""
         workers = self.workers
-        workers.note("the process of the engine has ended the workers, as they hung, or those of another replica did")
+        workers.note(reason)
         workers.kill()
 
     def shutdown(self) -> None:
@@ -296,9 +315,9 @@ class RemoteExecutor(Executor):
         self.workers.end()
 
     @property
-    def is_lost(self) -> bool:
-        """Tell whether a worker has ended, or all were ended as one hung."""
-        return self.workers.are_lost
+    def loss(self) -> str:
+        """The reason why the workers are lost: one has ended, or all were ended; empty while they are not."""
+        return self.workers.loss
 
     @property
     def can_restart(self) -> bool:

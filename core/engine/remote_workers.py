@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import select
 import threading
 import time
@@ -12,9 +13,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from opgraft.engine.grammar_sharing import GrammarSharing
-from opgraft.engine.worker_link import END_SECONDS, WorkerLink, end_workers, hanging
+from opgraft.engine.worker_link import END_SECONDS, Meeting, WorkerLink, end_workers, hanging
 from opgraft.errors import EngineError
 from opgraft.machine.broadcast import BY_CHANNEL
+from opgraft.machine.channel import Channel
 from opgraft.text import printable
 
 _LOOK_SECONDS = 1.0
@@ -33,16 +35,18 @@ class Started(NamedTuple):
     Attributes:
         links: to the workers, in the order of ranks.
         local_ranks: the local rank of each, and the number of workers of its host.
-        meeting: host and port of the store by which they find each other; ``None`` for one that is alone.
+        meeting: where they find each other; ``None`` for one that is alone.
         release: gives back what they share, once they have ended.
+        met: called once they have found each other.
         share: writes a call of a number to memory that all of them have, and returns its token; ``None`` where there is
             no such memory, and each is sent the call.
     """
 
     links: Sequence[WorkerLink] = ()
     local_ranks: Sequence[tuple[int, int]] = ()
-    meeting: tuple[str, int] | None = None
+    meeting: Meeting | None = None
     release: Callable[[], None] = _nothing
+    met: Callable[[], None] = _nothing
     share: Callable[[int, memoryview], bytes] | None = None
 
 
@@ -95,14 +99,15 @@ class RemoteWorkers:
         return self.reason
 
     @property
-    def are_lost(self) -> bool:
-        """Tell whether they are there no more, and nobody has shut them down."""
-        return self.look() not in ("", SHUT_DOWN)
+    def loss(self) -> str:
+        """The reason why they are there no more; empty while they are, and where somebody has shut them down."""
+        reason = self.look()
+        return "" if reason == SHUT_DOWN else reason
 
     @property
     def can_restart(self) -> bool:
         """Tell whether they are lost, and others may start in their place."""
-        return self.restarts_left > 0 and self.are_lost
+        return self.restarts_left > 0 and self.loss != ""
 
     def error(self) -> EngineError:
         """Return the error that says why they are there no more."""
@@ -150,10 +155,14 @@ class RemoteWorkers:
         except (TimeoutError, BlockingIOError):
             raise self.ended(hanging(self.links, number - 1, self._seconds), at_once=True) from None
         except OSError as error:
-            raise self._ended_by(link) from error
+            raise self._ended_by(link, error) from error
 
-    def reply(self, seconds: float) -> tuple[int, Any] | None:
+    def reply(self, seconds: float, read: Callable[[Channel], Any] = Channel.receive) -> tuple[int, Any] | None:
         """Wait for a reply, and return the rank that it is of and what it says; ``None`` where none has come in time.
+
+        Args:
+            seconds: to wait.
+            read: takes it from a channel.
 
         Raises:
             EngineError: they are there no more.
@@ -164,12 +173,12 @@ class RemoteWorkers:
             if link is None:
                 return None
             try:
-                return link.rank, link.calls.receive()
+                return link.rank, read(link.calls)
             except TimeoutError:
                 reason = f"{link.told()} did not come to the end of its reply within {self._seconds:g} seconds"
                 raise self.ended(f"{reason}: all were ended", at_once=True) from None
             except (EOFError, OSError) as error:
-                raise self._ended_by(link) from error
+                raise self._ended_by(link, error) from error
 
     def _replying(self, seconds: float) -> WorkerLink | None:
         for link in self.links:
@@ -190,7 +199,9 @@ class RemoteWorkers:
         if self.reason:
             raise self.ended(self.reason)
 
-    def _ended_by(self, link: WorkerLink) -> EngineError:
+    def _ended_by(self, link: WorkerLink, error: Exception) -> EngineError:
+        if isinstance(error, OSError) and error.errno == errno.ETIMEDOUT:
+            link.note_silence()
         if not self.reason:
             self._note_end(link)
         return self._lost()

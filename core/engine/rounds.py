@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from opgraft.config import ParallelConfig
+from opgraft.errors import ConfigError
+
 
 class Rounds:
     """Counts rounds, in each of which every replica makes one step: of its requests, or of none.
@@ -65,3 +68,32 @@ class Place:
     def is_behind(self) -> bool:
         """Tell whether a round is open that this replica has not made its step in."""
         return self._rounds.is_behind(self)
+
+
+def expect_rounds(parallel: ParallelConfig) -> None:
+    """Refuse settings under which replicas cannot share experts, or which promise what those that do cannot keep.
+
+    Raises:
+        ConfigError: workers are no processes, replicas have several stages, workers are to start again, or requests to
+            move.
+    """
+    shared = f"parallel.expert is {parallel.expert}, so that replicas share experts"
+    if parallel.restart_workers:
+        raise ConfigError(
+            f"{shared}, and parallel.restart_workers {parallel.restart_workers}: they are lost together, and a new "
+            "server starts them: set it to 0"
+        )
+    if parallel.on_replica_loss == "move":
+        raise ConfigError(
+            f"{shared}, and parallel.on_replica_loss is move: they are lost together, and none is left that requests "
+            "could move to: set it to fail"
+        )
+    if parallel.executor not in (None, "processes"):
+        raise ConfigError(
+            f"{shared}, and parallel.executor is {parallel.executor}, whose ranks are not one job: set it to processes"
+        )
+    if parallel.pipeline > 1:
+        raise ConfigError(
+            f"{shared}, and parallel.pipeline {parallel.pipeline}: they make their steps together only without stages. "
+            "Set one of the two to 1"
+        )

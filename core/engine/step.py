@@ -84,14 +84,13 @@ class Step:
     states: tuple[StateMove, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the batch as plain tuples, which takes a third of the time."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return _step, ({**values, "sequences": tuple(map(tuple, self.sequences))},)
+        """Pickle plain tuples, which takes a third of the time: a step is sent while processors wait for it."""
+        return _step, (tuple(map(tuple, self.sequences)), self.removed, self.added, self.copies, self.states)
 
 
-def _step(values: dict[str, Any]) -> Step:
-    values["sequences"] = tuple(map(Scheduled._make, values["sequences"]))
-    return Step(**values)
+def _step(sequences: tuple[tuple[Any, ...], ...], *changes: Any) -> Step:
+    removed, added, copies, states = changes
+    return Step(removed, added, copies, tuple(map(Scheduled._make, sequences)), states)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.engine.input_batch import Inputs
 from opgraft.ops.attention.batch import AttentionBatch, LayerPages, attending
 from torch import Tensor, nn
@@ -205,6 +206,27 @@ def compiled(
     end.args = map_arg(end.args, lambda result: gathered.get(result, result))
     program.recompile()
     return torch.compile(program, backend=backend, dynamic=False, fullgraph=True)
+
+
+@PluggableClass.register("step_graph")
+class StepGraph(PluggableClass):
+    """A compiled program as a step calls it: this one calls it. A device may bring one that records and replays it.
+
+    Args:
+        program: called with inputs and caches, to which it writes.
+    """
+
+    def __init__(self, program: Callable[..., Any]) -> None:
+        self.program = program
+
+    def __call__(self, inputs: Tensor, *caches: Tensor) -> Any:
+        """Return what the program does, which no later call changes.
+
+        Args:
+            inputs: other numbers at each call, of one shape.
+            *caches: the same tensors at each call.
+        """
+        return self.program(inputs, *caches)
 
 
 def peak_bytes(program: GraphModule) -> int:

@@ -14,15 +14,14 @@ from opgraft.config import OpgraftConfig, ParallelConfig
 from opgraft.distributed import get_tp_group
 from opgraft.engine.cache_layout import CacheSizes
 from opgraft.engine.context_fit import ContextFit
+from opgraft.engine.memory_query import MemoryQuery
 from opgraft.engine.model_runner import ModelRunner
 from opgraft.engine.step import Step, StepResult
 from opgraft.errors import ConfigError
 from opgraft.logger import logger
-from opgraft.machine.host_memory import host_memory
 from opgraft.models import TransformersModel
 from opgraft.models.context import trained_context
 from opgraft.ops.attention.batch import AttentionBatch, attending
-from opgraft.platform import HOST
 from opgraft.plugins.selection import current_platform
 from opgraft.pooling import pooled
 from opgraft.text import described
@@ -80,6 +79,7 @@ class Worker(PluggableClass):
                 f"load.device is {load.device!r:.80}, one device for {self.local_size} ranks of this host: leave its "
                 "number out, so that each rank has its own"
             )
+        self.memory = MemoryQuery(self.device)
         platform.manual_seed(self.opgraft_config.model.seed)
         if self.device.index is not None:
             self.opgraft_config = replace(self.opgraft_config, load=replace(load, device=str(self.device)))
@@ -143,21 +143,17 @@ class Worker(PluggableClass):
         if cache.memory_bytes is not None:
             return cache.memory_bytes
         free = self._free_memory()
-        if self._on_host():
+        if self.memory.is_of_host:
             return int(free * (cache.memory_share or HOST_SHARE)) // self.local_size
         return max(0, int(free * (cache.memory_share or DEVICE_SHARE)) // self._sharing() - self._peak())
 
     def _sharing(self) -> int:
         """Return the number of workers of this host that share the memory of this one's device."""
-        return self.local_size if self._on_host() or current_platform().device_count() < 2 else 1
-
-    def _on_host(self) -> bool:
-        platform = current_platform()
-        return self.device.type == HOST and (platform.device_type != HOST or HOST in platform.dispatch_chain)
+        return self.local_size if self.memory.is_of_host or current_platform().device_count() < 2 else 1
 
     def _free_memory(self) -> int:
         """Return the bytes that are free on the device, which may be another than the platform's."""
-        free = self._known_free_memory()
+        free = self.memory.free()
         if free is None:
             platform = current_platform()
             raise ConfigError(
@@ -166,19 +162,13 @@ class Worker(PluggableClass):
             )
         return free
 
-    def _known_free_memory(self) -> int | None:
-        platform = current_platform()
-        if self.device.type == platform.device_type:
-            return platform.memory(self.device.index or 0).free
-        return host_memory()[1] if self._on_host() else None
-
     def expect_memory(self, num_blocks: int, num_states: int) -> None:
         """Refuse a cache for which there is no memory: on a host the process would be killed once it is filled.
 
         Raises:
             ConfigError: it takes more than is free.
         """
-        layout, free = self.runner.layout, self._known_free_memory()
+        layout, free = self.runner.layout, self.memory.free()
         needed = num_blocks * layout.bytes_per_block + num_states * layout.bytes_per_state
         if free is not None and needed * self._sharing() > free:
             ranks = f" on each of {self._sharing()} ranks" if self._sharing() > 1 else ""
@@ -232,8 +222,10 @@ class Worker(PluggableClass):
         with attending(batch) if self._paged else nullcontext():
             explained = explain(self.runner.model)
         communicator = get_tp_group().communicator
-        others = {} if communicator is None else {"communicator": communicator}
-        return explained.within(worker=self, model_runner=self.runner, sampler=self.runner.sampler, **others)
+        others: dict[str, object] = {} if communicator is None else {"communicator": communicator}
+        return explained.within(
+            worker=self, memory_query=self.memory, model_runner=self.runner, sampler=self.runner.sampler, **others
+        )
 
     def execute(self, step: Step) -> StepResult:
         """Compute a step."""

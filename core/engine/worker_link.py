@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import platform
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
+import torch
 from opgraft.config import OpgraftConfig
 from opgraft.distributed.layout import ParallelLayout
 from opgraft.engine.worker_progress import Progress, waits_for_others
+from opgraft.errors import EngineError
 from opgraft.logger import logger
 from opgraft.machine.broadcast import BY_CHANNEL
 from opgraft.machine.channel import Channel
 from opgraft.text import printable
+from opgraft.version import __version__
+
+PROTOCOL = 1
+"""Number of what an engine and its workers say to each other: jobs, calls, replies."""
 
 END_SECONDS = 2.0
 """Seconds that processes have to end once nobody asks them any more, and again once they are killed."""
+
+_MOST_SHOWN = 200
+"""Bytes of a greeting that a message has."""
 
 STAGES_OF_START = {
     "init_device": "preparing the device",
@@ -27,6 +38,10 @@ STAGES_OF_START = {
     "allocate_cache": "making the cache",
 }
 """Method of a worker that has the time limit of the start → the stage that it is at."""
+
+
+Meeting: TypeAlias = "tuple[str, int] | str"
+"""Host and port of the store by which ranks find each other, or the path of its file where they are of one host."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +54,7 @@ class WorkerJob:
         rank: of the worker.
         local_rank: its place among the workers of its host, which chooses the device.
         local_size: the number of workers of its host.
-        meeting: host and port of the store by which ranks find each other; ``None`` for one that is alone.
+        meeting: where ranks find each other; ``None`` for one that is alone.
         writes_json: whether its log is JSON.
         digest: of what decides in the engine's process how ops are computed, see ``engine_digest``.
     """
@@ -49,7 +64,7 @@ class WorkerJob:
     rank: int
     local_rank: int
     local_size: int
-    meeting: tuple[str, int] | None
+    meeting: Meeting | None
     writes_json: bool
     digest: Mapping[str, str]
 
@@ -96,6 +111,9 @@ class WorkerLink(ABC):
             patience: seconds to wait for its end.
         """
 
+    def note_silence(self) -> None:  # noqa: B027  # optional
+        """Note that the host of the process does not answer, so that nobody waits for how that has ended."""
+
     @abstractmethod
     def kill(self) -> None:
         """End the process at once, whatever it does."""
@@ -121,6 +139,30 @@ class WorkerLink(ABC):
         """Give back what this process has of the worker. Further calls do nothing."""
         self.calls.close()
         self.beside.close()
+
+
+def greeting() -> bytes:
+    """Return what a worker says first, in plain text: objects that come later are read by the same versions only."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    versions = {"protocol": PROTOCOL, "opgraft": __version__, "python": python, "torch": torch.__version__}
+    return json.dumps(versions).encode()
+
+
+def expect_greeting(found: bytes, rank: int) -> None:
+    """Refuse a worker that could not read what the engine says.
+
+    Args:
+        found: what it has said first.
+        rank: of the worker.
+
+    Raises:
+        EngineError: its versions are others.
+    """
+    if found != greeting():
+        raise EngineError(
+            f"rank {rank} has {printable(found[:_MOST_SHOWN].decode(errors='replace'))}, and the process of the engine "
+            f"{greeting().decode()}: they would not understand each other. Install the same versions on all hosts"
+        )
 
 
 def output_rank(layout: ParallelLayout) -> int:

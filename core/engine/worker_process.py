@@ -18,12 +18,12 @@ from opgraft.engine.engine_digest import engine_digest, expect_same_digest
 from opgraft.engine.model_runner import gather_on_first_rank
 from opgraft.engine.sampling import Grammar, GrammarTokens
 from opgraft.engine.worker import Worker
-from opgraft.engine.worker_link import STAGES_OF_START, WorkerJob, output_rank
+from opgraft.engine.worker_link import STAGES_OF_START, Meeting, WorkerJob, greeting, output_rank
 from opgraft.engine.worker_progress import Progress, ProgressRecord
 from opgraft.errors import EngineError
 from opgraft.logger import logger, write_json
 from opgraft.machine.broadcast import SharedChannel
-from opgraft.machine.channel import Channel
+from opgraft.machine.channel import Channel, ReadAhead, framed
 from opgraft.plugins.host import load_plugins
 from opgraft.text import described
 from torch import distributed as dist
@@ -97,8 +97,9 @@ def serve_calls(
     beside = Channel(socket.socket(fileno=beside_file))
     threading.Thread(target=_take_grammars, args=(beside, grammars, ends_process), daemon=True).start()
     connection = socket.socket(fileno=calls_file)
-    calls = SharedChannel(connection, grammars.named, *shared) if shared else Channel(connection, grammars.named)
+    calls = SharedChannel(connection, grammars.named, *shared) if shared else ReadAhead(connection, grammars.named)
     try:
+        calls.send_encoded(framed(greeting()))
         job: WorkerJob = calls.receive()
     except (EOFError, OSError):  # the engine has ended before
         return
@@ -153,11 +154,19 @@ class WorkerCalls:
             # Longer than the executor waits, which knows who hangs.
             limit = parallel.start_seconds + parallel.step_seconds
             patience = timedelta(seconds=limit)
-            store = dist.TCPStore(*job.meeting, is_master=False, timeout=patience)  # type: ignore[attr-defined]
             sizes = job.layout.tensor, job.layout.pipeline, job.layout.data
-            init_distributed(*sizes, rank=job.rank, store=store, timeout=limit)
+            init_distributed(*sizes, rank=job.rank, store=_store(job.meeting, patience), timeout=limit)
             gather_on_first_rank()
         return Worker(job.opgraft_config, job.local_rank, job.local_size)
+
+
+def _store(meeting: Meeting, patience: timedelta) -> Any:
+    """Return the store by which ranks meet: at a host and port, or in a file."""
+    if not isinstance(meeting, str):
+        return dist.TCPStore(*meeting, is_master=False, timeout=patience)  # type: ignore[attr-defined]
+    store = dist.FileStore(meeting)  # type: ignore[attr-defined]
+    store.set_timeout(patience)
+    return store
 
 
 def _take_grammars(beside: Channel, grammars: SharedGrammars, exits: bool) -> None:
@@ -188,7 +197,7 @@ def _answer(
     """
     for number in count():
         try:
-            pickled = channel.receive_pickled()
+            pickled = channel.receive_bytes()
         except (EOFError, OSError):
             return
         done, answer = _outcome(channel, pickled, function)

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from opgraft.machine.channel import LENGTH_BYTES, Channel
+from opgraft.machine.channel import LENGTH_BYTES, ReadAhead
 
 SLOTS, SLOT_BYTES = 32, 1 << 16
 
@@ -78,7 +78,7 @@ def _close(memory: mmap.mmap, file: int) -> None:
     os.close(file)
 
 
-class SharedChannel(Channel):
+class SharedChannel(ReadAhead):
     """A channel whose messages are read from ``SharedSlots``, where tokens say so.
 
     Args:
@@ -93,8 +93,8 @@ class SharedChannel(Channel):
         self._memory = mmap.mmap(file, SLOTS * SLOT_BYTES)
         self._tokens = tokens
 
-    def receive_pickled(self) -> bytes:
-        """Wait for an object, and return it as it came.
+    def receive_bytes(self) -> bytes:
+        """Wait for a message, and return it as it came.
 
         Raises:
             EOFError: the other end is closed.
@@ -103,6 +103,6 @@ class SharedChannel(Channel):
         if not token:
             raise EOFError("the other end of the channel is closed")
         if token == BY_CHANNEL:
-            return super().receive_pickled()
+            return super().receive_bytes()
         slot, size = _TOKEN.unpack(token)
         return self._memory[slot * SLOT_BYTES : slot * SLOT_BYTES + size]

@@ -139,7 +139,7 @@ class EngineThread:
         make: makes the engine, in the thread and in a copy of the caller's context.
         rounds: in which the engine steps together with others.
         on_surrender: called in the thread with each open request when the engine is lost; without it they fail.
-        on_loss: called in the thread when the engine is lost, before that.
+        on_loss: called in the thread with the reason when the engine is lost, before that.
 
     Attributes:
         engine: once it is made.
@@ -149,7 +149,7 @@ class EngineThread:
         self,
         make: Callable[[], TextEngine],
         on_surrender: OnSurrender | None = None,
-        on_loss: Callable[[], None] | None = None,
+        on_loss: Callable[[str], None] | None = None,
         rounds: Rounds | None = None,
     ) -> None:
         self._wake = threading.Condition()
@@ -238,10 +238,10 @@ class EngineThread:
         self.stop()
         self._thread.join()
 
-    def kill(self) -> None:
-        """End the workers of the engine, if it is made."""
+    def kill(self, reason: str) -> None:
+        """End the workers of the engine, if it is made, for a reason that it tells."""
         if self._making.future.done() and self._making.future.exception() is None:
-            self._making.future.result().core.executor.kill()
+            self._making.future.result().core.executor.kill(reason)
 
     def look(self) -> None:
         """Have the thread see whether the engine has lost its workers, also while there is nothing to do."""
@@ -274,7 +274,7 @@ class EngineThread:
     def _serve(self) -> None:
         while self._wait():
             if self.engine.is_lost:
-                self._surrender("its workers have ended")
+                self._surrender(self.engine.core.executor.loss)
                 self._busy_since = None
                 self.engine.restart()
             elif self.engine.has_work:
@@ -311,7 +311,7 @@ class EngineThread:
         if self._on_surrender is None:
             return
         if self._on_loss is not None:
-            self._on_loss()
+            self._on_loss(reason)
         for reader in list(self._streams.values()):
             if reader.left:
                 self.close(reader)

@@ -9,7 +9,7 @@ from threading import RLock
 from typing import Any, TypeAlias
 
 from opgraft.binding.explaining import Explanation
-from opgraft.config import OpgraftConfig
+from opgraft.config import OpgraftConfig, set_config
 from opgraft.config.whole import config_from_fields, resolve
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.engine.stats import EngineStats
@@ -288,10 +288,12 @@ def engine_config(
         ConfigError: a setting that there is not, or a value that it does not take.
     """
     load_plugins()  # which may have settings to add
-    given = opgraft_config or host_state().settings().config
     named = {"model.name": model} if model is not None else {}
     arguments = config_from_fields({**_by_dotted_names(settings), **named})
-    return resolve([("the settings", given), ("the arguments of LLM", arguments)]).config
+    if opgraft_config is None:
+        with set_config(arguments, origin="the arguments of LLM"):
+            return host_state().settings().config
+    return resolve([("the settings", opgraft_config), ("the arguments of LLM", arguments)]).config
 
 
 def _by_dotted_names(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import count
 from typing import Any
@@ -15,10 +15,10 @@ from opgraft.binding.explaining import Explanation
 from opgraft.config import OpgraftConfig, ParallelConfig
 from opgraft.distributed.groups import parallelism
 from opgraft.engine.executor import Executor
-from opgraft.engine.process_executor import listening_store
-from opgraft.engine.rounds import Rounds
+from opgraft.engine.process_executor import meeting_file
+from opgraft.engine.rounds import Rounds, expect_rounds
 from opgraft.engine.stats import EngineStats, summed
-from opgraft.errors import ConfigError, EngineError, RequestError
+from opgraft.errors import EngineError, RequestError
 from opgraft.logger import logger
 from opgraft.serving.engine_thread import EngineThread, Reader
 from opgraft.serving.input_processor import InputProcessor
@@ -29,8 +29,6 @@ from opgraft.serving.router import RequestRouter
 from opgraft.serving.step_reports import OnStep
 from opgraft.serving.text_engine import TextEngine
 from opgraft.text import described
-
-_HERE = "127.0.0.1"
 
 _MOST_MOVES = 1
 """Times that a request moves: one that brings down what computes it is not to bring down all replicas."""
@@ -65,7 +63,7 @@ class Replicas:
         self._inputs: InputProcessor | None = None
         watched = None if on_step is None else _one_at_a_time(on_step)
         self.each: list[Replica] = []
-        self._store: Any = None  # by which ranks of all replicas meet
+        self._meeting = ExitStack()  # of the ranks of all replicas
         self._routes = False
         self._starting: list[Executor] = []
         self._failed: BaseException | None = None  # the first that a start failed by
@@ -75,6 +73,7 @@ class Replicas:
         else:
             self._start(opgraft_config, watched)
         self._wait()
+        self._meeting.close()
         reuse = opgraft_config.resolved().cache.prefix_reuse and len(self.each) > 1
         self.router = RequestRouter([each.engine.cache_tokens if reuse else 0 for each in self.each])
         self._routes = True
@@ -85,8 +84,7 @@ class Replicas:
         if self._parallel.in_rounds:
             expect_rounds(self._parallel)
             rounds = Rounds()
-            self._store, port = listening_store(_HERE)
-            opgraft_config = _with(opgraft_config, meeting=f"{_HERE}:{port}")
+            opgraft_config = _with(opgraft_config, meeting=self._meeting.enter_context(meeting_file()))
         for number in range(self._parallel.data):
             ranked = _with(opgraft_config, data_rank=number)
             options: dict[str, Any] = {"hands_over": True, "starting": self._start_of}
@@ -203,19 +201,20 @@ class Replicas:
                 return replica
         return None
 
-    def _lost(self, number: int) -> None:
-        """Forget what a lost replica held; others that share its experts cannot go on."""
+    def _lost(self, number: int, reason: str) -> None:
+        """Forget what a lost replica held; others that share its experts cannot go on, and say why."""
         with self._lock:
             if self._routes:  # else it is lost before a request comes, while others start
                 self.router.forget(number)
         for other in self.each if self._parallel.in_rounds else ():
             if other.number != number:
-                other.thread.kill()
+                other.thread.kill(f"replica {number}, whose experts it shares, was lost: {reason}")
 
     def _surrendered(self, number: int, reader: Reader, opened: OpenRequest, reason: str) -> bool:
         """Have a request of a lost replica go on in another one, or fail, and tell which; in the lost one's thread."""
         name = opened.output.request_id
         self.each[number].requests.pop(name, None)
+        reason += self._other_losses(number, reason)
         why = f"replica {number} was lost while it computed request {name!r}: {reason}"
         if self._parallel.on_replica_loss == "move" and opened.moves < _MOST_MOVES:
             opened.moves += 1
@@ -223,6 +222,16 @@ class Replicas:
                 return True
         _fail(reader, opened, why)
         return False
+
+    def _other_losses(self, number: int, reason: str) -> str:
+        """Say why others were lost that share the experts of a lost replica: one of them may be the cause."""
+        others = [each for each in self.each if self._parallel.in_rounds and each.number != number]
+        losses = {each.number: each.engine.core.executor.loss for each in others}
+        return "".join(
+            f"; replica {other}: {loss}"
+            for other, loss in losses.items()
+            if loss and loss not in reason and reason not in loss
+        )
 
     def _moved(self, number: int, reader: Reader, opened: OpenRequest, why: str) -> bool:
         """Bring a request of a replica to another one, and tell whether there is one."""
@@ -310,7 +319,7 @@ class Replicas:
         """End the workers of replicas whose step takes longer than so many seconds, where there are others."""
         for replica in self.each if len(self.each) > 1 else ():
             if replica.thread.busy_seconds > seconds:
-                replica.engine.core.executor.kill()
+                replica.engine.core.executor.kill(f"its step took more than {seconds:g} s: the workers were ended")
 
     def stats(self) -> EngineStats:
         """Return what runs in all replicas, and totals since they were made."""
@@ -342,7 +351,7 @@ class Replicas:
         self._stop()
         for replica in self.each:
             replica.thread.shutdown()
-        self._store = None  # whose port is closed then
+        self._meeting.close()
 
     def _stop(self) -> None:
         for replica in self.each:
@@ -353,29 +362,6 @@ def is_replicated(parallel: ParallelConfig) -> bool:
     """Tell whether this process is the front end of several engines, rather than a rank of one that others started."""
     here = parallelism().layout.world == 1 and parallel.executor != "external"
     return parallel.data > 1 and here
-
-
-def expect_rounds(parallel: ParallelConfig) -> None:
-    """Refuse settings under which replicas cannot share experts.
-
-    Raises:
-        ConfigError: workers are no processes, replicas have several stages, or workers are to start again.
-    """
-    if parallel.restart_workers:
-        raise ConfigError(
-            f"parallel.expert is {parallel.expert}, so that replicas share experts, and parallel.restart_workers "
-            f"{parallel.restart_workers}: they are lost together, and a new server starts them: set it to 0"
-        )
-    if parallel.executor not in (None, "processes"):
-        raise ConfigError(
-            f"parallel.expert is {parallel.expert}, more than parallel.tensor: replicas share experts, and "
-            f"parallel.executor is {parallel.executor}, whose ranks are not one job: set it to processes"
-        )
-    if parallel.pipeline > 1:
-        raise ConfigError(
-            f"parallel.expert is {parallel.expert}, so that replicas share experts, and parallel.pipeline "
-            f"{parallel.pipeline}: they make their steps together only without stages. Set one of the two to 1"
-        )
 
 
 def _with(opgraft_config: OpgraftConfig, **values: Any) -> OpgraftConfig:

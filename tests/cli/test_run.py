@@ -52,6 +52,18 @@ def test_a_decoder_answers_alike_on_native_definitions(cli, causal_folder, tmp_p
     assert tokens == {sum(len(answer["tokens"]) for answer in report["answers"])}
 
 
+def test_a_decoder_answers_alike_when_compiled(cli, causal_folder, tmp_path) -> None:
+    """--compile -O1 has the steps computed by one graph, which gives the same tokens; -O0 leaves the model as it is."""
+    answers = {}
+    for level in ("-O0", "-O1"):
+        graphs = tmp_path / level
+        dumped = ("--compilation_config.dump_graphs", str(graphs)) if level == "-O1" else ()
+        report = run_json(cli, str(causal_folder), "the cat", "--max-tokens", "4", "--compile", level, *dumped)
+        answers[level] = report["answers"][0]["tokens"]
+        assert graphs.exists() == (level == "-O1")
+    assert answers["-O0"] == answers["-O1"]
+
+
 DAMAGING = """
 import opgraft
 from opgraft.ops import RMSNorm

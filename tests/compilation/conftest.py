@@ -16,7 +16,7 @@ def block() -> Block:
     """A block with random weights, in evaluation mode."""
     model = Block().eval().requires_grad_(False)
     for parameter in model.parameters():
-        parameter.normal_()
+        parameter.normal_(std=parameter.shape[-1] ** -0.5)  # so that no sum is large
     return model
 
 

@@ -31,8 +31,7 @@ def lowering(compiled: opgraft.Compiled, form: str) -> opgraft.Decision:
 
 
 def expect_equal(found: Any, expected: Any) -> None:
-    # of sums of hundreds, which an element near zero may be the difference of
-    torch.testing.assert_close(dict(found), dict(expected), rtol=1e-5, atol=2e-3)
+    torch.testing.assert_close(dict(found), dict(expected), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("custom_ops", ["all", "none"])
@@ -65,8 +64,7 @@ def test_a_model_of_transformers() -> None:
     grafted.load_state_dict(plain.state_dict())
     opgraft.graft(grafted)
     compiled = opgraft.compile(grafted, EAGER, args=(torch.randint(50, (4, 6)),), kwargs={"use_cache": False})
-    assert semantic(compiled)["rms_norm"] + semantic(compiled)["fused_add_rms_norm"] == 3
-    assert semantic(compiled)["fused_add_rms_norm"] >= 1
+    assert (semantic(compiled)["rms_norm"], semantic(compiled)["fused_add_rms_norm"]) == (1, 2)
     for size in (1, 2, 7, 50):
         ids = torch.randint(50, (size, 6))
         with torch.no_grad():
@@ -202,7 +200,7 @@ def test_writes_to_weights_are_seen(block: Block, x: torch.Tensor) -> None:
 
 
 def test_modes(block: Block, x: torch.Tensor, counting: list[fx.GraphModule]) -> None:
-    """NONE gives the model itself, STOCK_TORCH_COMPILE what torch.compile makes; another mode has no compiler."""
+    """NONE gives the model itself, STOCK_TORCH_COMPILE what torch.compile makes, DYNAMO_TRACE_ONCE a graph as it is."""
 
     def compiled(mode: CompilationMode) -> Any:
         return opgraft.compile(block, CompilationConfig(mode=mode, backend="counting"), args=(x,))
@@ -210,8 +208,12 @@ def test_modes(block: Block, x: torch.Tensor, counting: list[fx.GraphModule]) ->
     assert compiled(CompilationMode.NONE) is block
     expect_equal(compiled(CompilationMode.STOCK_TORCH_COMPILE)(x), block(x))
     assert len(counting) == 1
-    with pytest.raises(ConfigError, match=r"mode is .*, which has no compiler yet: set it to FULL"):
-        compiled(CompilationMode.DYNAMO_TRACE_ONCE)
+    traced = compiled(CompilationMode.DYNAMO_TRACE_ONCE)
+    for size in (1, 7):
+        expect_equal(traced(x[:1].expand(size, -1, -1)), block(x[:1].expand(size, -1, -1)))
+    assert len(counting) == 2
+    assert traced.decision.parts[0].chosen == "Dynamo"
+    assert not traced.passes
 
 
 def test_the_settings_that_hold_apply(block: Block, x: torch.Tensor, counting: list[fx.GraphModule]) -> None:

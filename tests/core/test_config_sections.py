@@ -39,6 +39,7 @@ SAMPLES = {
     "MAPPING": '{"a": "b"}',
     "MODE": "FULL",
     "INTEGERS": "[3, 4]",
+    "FLAGS": '{"a": true}',
 }
 
 
@@ -48,6 +49,8 @@ def sample(field: Field) -> str:
         return field.bounds.choices[-1]
     if field.name == "compilation_config.custom_ops":
         return '["none"]'
+    if field.name == "compilation_config.level":
+        return "2"
     if field.name == "scheduler.max_num_batched_tokens":  # 7 would contradict another default
         return "7000"
     return "false" if field.default is True else SAMPLES[field.kind.metavar]
@@ -73,7 +76,7 @@ def test_every_field_is_reached_from_text_variable_and_file(name: str, tmp_path:
     value = text if field.kind.metavar in ("NAME", "MODE") else json.loads(text)
     inner = {attribute: value}
     (tmp_path / "c.json").write_text(json.dumps({section: inner} if section else inner, indent=1))
-    pair = f"a = {value['a']!r}" if isinstance(value, dict) else None
+    pair = f"a = {json.dumps(value['a'])}" if isinstance(value, dict) else None
     table = f"[{section}]\n" if section else ""
     toml = f"{attribute} = {{ {pair} }}" if pair else f"{attribute} = {json.dumps(value)}"
     (tmp_path / "c.toml").write_text(f"# of {attribute} = 1\n{table}{toml}\n")

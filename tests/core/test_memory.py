@@ -41,14 +41,22 @@ def test_gaps_between_blocks_are_given_back() -> None:
     assert 0.85 < float(result.stdout) < 1.05
 
 
+_LOADED = """
+move_to_huge_pages(range(each.data_ptr(), each.data_ptr() + each.nbytes) for each in weights).join()
+"""
+_FROZEN = """
+freeze(torch.nn.ParameterList(torch.nn.Parameter(each, requires_grad=False) for each in weights))
+[thread.join() for thread in threading.enumerate() if thread.name == "opgraft-huge-pages"]
+"""
 _WEIGHTS = """
-import re
+import re, threading
 from pathlib import Path
 import torch
+from opgraft import freeze
 from opgraft.machine.memory import move_to_huge_pages
 
 weights = [torch.full((1 << 20,), number, dtype=torch.uint8) for number in range(32)]
-move_to_huge_pages(range(each.data_ptr(), each.data_ptr() + each.nbytes) for each in weights).join()
+{move}
 assert all((each == number).all() for number, each in enumerate(weights))
 print(int(re.search(r"AnonHugePages:\\s*(\\d+)", Path("/proc/self/smaps_rollup").read_text())[1]) << 10)
 """
@@ -61,9 +69,11 @@ def _moves() -> bool:
 
 
 @pytest.mark.skipif(not _moves(), reason="the system has no huge pages on demand")
-def test_weights_that_follow_one_another_share_huge_pages() -> None:
+@pytest.mark.parametrize("move", [_LOADED, _FROZEN], ids=["loaded", "frozen"])
+def test_weights_that_follow_one_another_share_huge_pages(move: str) -> None:
     """Each is smaller than such a page, and no number changes."""
-    result = subprocess.run([sys.executable, "-c", _WEIGHTS], capture_output=True, text=True, check=True)
+    script = _WEIGHTS.replace("{move}", move)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert int(result.stdout) >= 16 << 20
 
 

@@ -56,11 +56,8 @@ NAMES = [
 ]
 CASES = [(SPECS[name], variant) for name in NAMES if name in SPECS for variant in SPECS[name].variants]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-cases = pytest.mark.parametrize(
-    ("spec", "variant"),
-    CASES,
-    ids=[spec.functional.name + (f"~{variant}" if variant else "") for spec, variant in CASES],
-)
+IDS = [spec.functional.name + (f"~{variant}" if variant else "") for spec, variant in CASES]
+cases = pytest.mark.parametrize(("spec", "variant"), CASES, ids=IDS)
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no g++ to build the kernels with")
 
 
@@ -76,18 +73,22 @@ def function_of(name: str) -> Any:
 
 @cases
 def test_values_and_strides(spec: OpSpec, variant: str, path: str) -> None:
-    """Each path computes what the reference computes in float64, of views with gaps between their elements too.
-
-    Realistic sizes, which differ from small ones in the sharing among threads only, are left to the path of this CPU.
-    """
-    import opgraft_cpu_kernels
-
-    if path != opgraft_cpu_kernels.paths()[0]:
-        spec = dataclasses.replace(spec, large=())
+    """Each path computes what the reference computes in float64, of views with gaps between their elements too."""
     for dtype in DTYPES:
         if dtype in spec.dtypes:
-            checks.check_values(spec, variant, dtype, kernel(spec))
+            checks.check_values(dataclasses.replace(spec, large=()), variant, dtype, kernel(spec))
     checks.check_strides(spec, variant, kernel(spec))
+
+
+@cases
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16))],
+)
+def test_realistic_sizes(spec: OpSpec, variant: str, dtype: torch.dtype, kernels: Any) -> None:
+    """So does the path of this CPU of large inputs, which differ from small ones in the sharing among threads only."""
+    if dtype in spec.dtypes and spec.large:
+        checks.check_values(dataclasses.replace(spec, leads=()), variant, dtype, kernel(spec))
 
 
 @cases
@@ -107,7 +108,13 @@ def test_effects(spec: OpSpec, variant: str, kernels: Any) -> None:
         checks.check_effects(spec, variant, dtype, kernel(spec))
 
 
-@cases
+@pytest.mark.parametrize(
+    ("spec", "variant"),
+    [
+        pytest.param(spec, variant, id=name, marks=[pytest.mark.slow] * (variant != [*spec.variants][-1]))
+        for (spec, variant), name in zip(CASES, IDS, strict=True)
+    ],
+)
 def test_compilation(spec: OpSpec, variant: str, kernels: Any) -> None:
     """A kernel compiles whole and once for all sizes, as the form of opgraft that calls it."""
     checks.check_compilation(spec, variant, spec.functional)

@@ -84,10 +84,13 @@ def test_the_figures_are_those_of_the_committed_measurements(tmp_path: Path) -> 
 def test_the_table_of_engines_is_that_of_the_committed_measurements() -> None:
     """The page has what the tool makes of the committed JSON: a row for each, with target and verdict."""
     tool = runpy.run_path(str(REPOSITORY / "tools/engine_table.py"))
-    text, data = tool["PAGE"].read_text(encoding="utf-8"), json.loads(tool["DATA"].read_text(encoding="utf-8"))
-    assert tool["page"](text, data) == text, "renew it by 'make figures'"
+    text = tool["PAGE"].read_text(encoding="utf-8")
+    for head, path in tool["TABLES"].items():
+        data = json.loads(path.read_text(encoding="utf-8"))
+        assert tool["page"](text, head, data) == text, "renew it by 'make figures'"
+        assert all(row["name"] in text for row in data["rows"])
     row = {"name": "a", "measured": 1.25, "least": 1.4, "most": None, "bound": 1.3, "verdict": "beyond", "detail": "b"}
-    assert "| a | 1.25 | ≥ 1.4 | at most 1.3 here | b |" in tool["page"](text, {"rows": [row]})
+    assert "| a | 1.25 | ≥ 1.4 | at most 1.3 here | b |" in tool["page"](text, head, {"rows": [row]})
 
 
 @pytest.mark.parametrize("path", sorted(FIGURES.glob("*-*.svg")), ids=lambda path: path.name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ from typing import Any
 import ray
 from opgraft import LLM, SamplingParams
 from opgraft.engine.ray_executor import RayLink
+from opgraft.engine.ray_placement import Placement
 from opgraft.errors import OpgraftError
 from ray.cluster_utils import Cluster
 
@@ -101,6 +103,44 @@ def killed_by(end: Callable[[], None]) -> list[int]:
     return killed
 
 
+def devices() -> dict[str, Any]:
+    """Where three actors are that have a device each, in the order of ranks."""
+    placement = Placement(ray, 3, {"CPU": 0.25, "GPU": 1.0}, {}, 60)
+    found = [(each.where.node, each.where.devices["GPU"]) for each in placement.ranks]
+    own = ray.get_runtime_context().get_node_id()
+    placement.end()
+    return {"own_node": own, "ranks": found}
+
+
+ENGINE = """
+import json, sys
+sys.path.insert(0, sys.argv[2])
+from ray_scenes import LLM, SETTINGS, answers
+llm = LLM(sys.argv[1], **SETTINGS, **{"parallel.pipeline": 2, "parallel.executor": "ray"})
+print(json.dumps(answers(llm)), flush=True)
+sys.stdin.read()
+"""
+
+
+def killed_engine(folder: str) -> dict[str, Any]:
+    """Answers of stages on both hosts, whose engine is a process of its own, and actors before and after its death."""
+    command = [sys.executable, "-c", ENGINE, folder, str(Path(__file__).parent)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as engine:
+        assert engine.stdout is not None
+        found, before = json.loads(engine.stdout.readline()), len(actors())
+        engine.kill()
+    return {"answers": found, "actors": [before, left(0)]}
+
+
+def files() -> list[str]:
+    """Sockets at which this process listens or is connected by the network, and memory that it shares."""
+    tables = [Path(f"/proc/self/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    sockets = {f"socket:[{line.split()[9]}]" for table in tables for line in table}
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    opened = [os.readlink(link) for link in links if os.path.islink(link)]
+    return [each for each in opened if each in sockets or each.startswith("/memfd")]
+
+
 def left(wanted: int) -> int:
     """The number of actors, once it is the one that is wanted, or after a while."""
     deadline = time.monotonic() + 10
@@ -115,15 +155,19 @@ def main(folder: str) -> None:
     out["alone"] = answers(alone)
     alone.shutdown()
     os.environ |= {"RAY_worker_niceness": "0"}  # 15 else, behind all other tests
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    other = cluster.add_node(num_cpus=1)
+    head = {"num_cpus": 1, "num_gpus": 1, "include_dashboard": False}  # as Ray counts; there are none
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    other = cluster.add_node(num_cpus=1, num_gpus=2)
     os.environ["RAY_ADDRESS"] = cluster.address
+    before = files()
     llm = LLM(folder, **SETTINGS, **{"parallel.data": 2, "parallel.executor": "ray"})
     out["replicas"] = answers(llm)
     out["actors_of_replicas"] = len(actors())
     out["killed_at_shutdown"] = killed_by(llm.shutdown)
     out["actors_after_shutdown"] = left(0)
     out["still_joined"] = ray.is_initialized()
+    out["devices"] = devices()
+    out["killed_engine"] = killed_engine(folder)
     llm = LLM(folder, **SETTINGS, **TWO, **{"parallel.step_seconds": 3, "parallel.restart_workers": 1})
     out["two"] = answers(llm)
     out["nodes"] = [link.placed.where.node for link in llm.engine.core.executor.workers.links]
@@ -139,6 +183,7 @@ def main(folder: str) -> None:
     except OpgraftError as error:
         out["no_room"] = str(error)
     out["actors_in_the_end"] = left(0)
+    out["files"] = [each for each in files() if each not in before]
     cluster.shutdown()
     sys.stdout.write(json.dumps(out) + "\n")
 

@@ -17,7 +17,7 @@ from opgraft.engine.bucketed_runner import BucketedModelRunner
 from opgraft.engine.engine_core import EngineCore
 from opgraft.engine.request import Request
 from opgraft.engine.sampling_params import SamplingParams
-from opgraft.engine.step_program import exported
+from opgraft.engine.step_program import StepGraph, exported
 from opgraft.errors import ConfigError
 from opgraft.ops.attention import Attention
 from opgraft.ops.attention.padded import PaddedAttention
@@ -65,7 +65,7 @@ def tokens(core: EngineCore) -> dict[str, list[int]]:
     return {each.request_id: each.output for each in asked}
 
 
-FAMILIES = ["llama", "gpt_oss"]
+FAMILIES = [pytest.param("llama", marks=pytest.mark.slow), "gpt_oss"]
 """Plain; two tables, windows, sinks and experts."""
 
 
@@ -204,3 +204,22 @@ def test_the_memory_of_the_largest_step_has_a_bound(core: EngineCore) -> None:
         peak = runner.peak_of_largest_step(lambda: 0)
     scores = 4 * 16 * 64 * 4
     assert scores < peak < 40 * scores
+
+
+def test_programs_go_through_the_graph_of_a_plugin(checkpoint: Path, fixed_shapes: None) -> None:
+    """Each program has one, which a step calls in its place."""
+    called: set[int] = set()
+
+    class Counting(StepGraph):
+        def __call__(self, inputs: Any, *caches: Any) -> Any:
+            called.add(id(self))
+            return super().__call__(inputs, *caches)
+
+    PluggableClass.register_oot(Counting, name="step_graph")
+    core = EngineCore(fixed(checkpoint))
+    PluggableClass.unregister_oot(Counting)
+    runner = core.executor.worker.runner
+    assert called == {id(graph) for graph in (*runner.programs.values(), runner._copy)}
+    called.clear()
+    serve(core, [Request("one", [5, 6, 7], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))])
+    assert len(called) == 2  # a prompt's and that of single tokens

@@ -21,7 +21,9 @@ ERRORS = {"int8": 0.02, "fp8": 0.1}
 """Bounds on the error of logits, in standard deviations of logits."""
 
 codes = pytest.mark.parametrize("dtype", ERRORS)
-families = pytest.mark.parametrize("checkpoint", ["llama", "gemma3"], indirect=True)
+families = pytest.mark.parametrize(
+    "checkpoint", [pytest.param("llama", marks=pytest.mark.slow), "gemma3"], indirect=True
+)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,8 @@ from opgraft.ops.attention import Attention
 from opgraft.ops.attention.node import nodes_of
 from random_decoders import DECODERS, THROUGH_TRANSFORMERS, through_transformers, written
 
+FAMILIES = ("llama 3, with biases, tied", pytest.param("gemma2", marks=pytest.mark.slow), "deepseek v2")
+
 
 def with_mode(
     folder: Path, mode: str = "STOCK_TORCH_COMPILE", backend: str = "aot_eager", **model: Any
@@ -35,7 +37,7 @@ def tokens(core: EngineCore) -> list[list[int]]:
     return [request.output for request in requests]
 
 
-@pytest.mark.parametrize("family", ["llama 3, with biases, tied", "gemma2", "deepseek v2"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_tokens_are_those_of_the_modules(family: str, tmp_path: Path) -> None:
     """One graph serves prompts and batches of any size, one a single token; nothing is compiled while requests run."""
     if family in THROUGH_TRANSFORMERS:
@@ -50,6 +52,21 @@ def test_the_tokens_are_those_of_the_modules(family: str, tmp_path: Path) -> Non
     assert runner.remark == "the model is compiled by aot_eager"
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_at_a_level(family: str, tmp_path: Path) -> None:
+    """The graph that opgraft captures, with its passes and kernels, serves any number of tokens as the modules do."""
+    if family in THROUGH_TRANSFORMERS:
+        through_transformers(family, tmp_path)
+    else:
+        written(DECODERS[family][0], tmp_path, **DECODERS[family][1])
+    given = settings(tmp_path)
+    core = EngineCore(dataclasses.replace(given, compilation_config=CompilationConfig(level=1)))
+    assert tokens(core) == tokens(EngineCore(given))
+    (runner,) = [row for row in core.explain().classes if row.name == "model_runner"]
+    assert runner.remark == "the model is compiled by eager"
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own, where inductor starts
 def test_by_inductor(tmp_path: Path) -> None:
     """The backend that is the default compiles the model here."""
@@ -72,7 +89,6 @@ def test_without_a_compiler(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"mode": "FULL"}, "which the engine has no compiler for yet: set it to STOCK_TORCH_COMPILE"),
         ({"batch_invariant": True}, "does not compute each token alike"),
         (
             {"backend": "no_such_backend"},

@@ -17,6 +17,8 @@ from opgraft.testing.contracts import check_attention_layout, check_communicator
 from random_decoders import written
 from ranks import Ranks
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[Ranks]:

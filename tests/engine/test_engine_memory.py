@@ -67,7 +67,7 @@ class Visitors:
         assert not any((self.living, self.engine._open, self.engine._owner))
 
 
-@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+@pytest.mark.parametrize("family", [pytest.param("Llama", marks=pytest.mark.slow), "Gemma3"])
 def test_many_requests_leave_nothing(family: str, tmp_path: Path) -> None:
     """Neither blocks nor rows nor objects nor memory of requests that ended, were aborted or refused remain."""
     written(family, tmp_path / "model", **SMALLEST, num_hidden_layers=2, head_dim=8, sliding_window=6)

@@ -104,7 +104,7 @@ def test_parts_of_the_engine_have_rows(tmp_path: Path) -> None:
     assert rows["executor"].to_dict() == {
         "path": "executor",
         "name": "executor",
-        "class": "Executor",
+        "class": "InProcessExecutor",
         "provider": rows["executor"].provider.to_dict(),
         "reason": "no active replacement applies",
         "remark": "",

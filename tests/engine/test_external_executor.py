@@ -119,8 +119,9 @@ def test_ranks_compare_what_decides_and_one_samples(folder: Path) -> None:
     with Ranks(2) as two:
         (told, *first), (told_there, *second) = two.run(joined, str(folder), ports)
     assert told == told_there
-    assert "rank 1 would compute otherwise than" in told
-    assert "OwnNorm: none there, active here" in told
+    assert "rank 1 would compute otherwise than rank 0" in told
+    assert "OwnNorm is none for rank 0, and active for rank 1" in told
+    assert "in_process" not in told
     assert first == second
     assert first[0] is False
     assert [len(tokens) for tokens in first[1]] == [5, 5]

@@ -118,10 +118,17 @@ OFTEN = ("sampling settings", "tables", "one of several tokens")
 """Places that a step goes through not once, but as often as it has new sequences or tokens."""
 
 
+@pytest.fixture(scope="module")
+def right(checkpoint: Path) -> dict[str, list[int]]:
+    """The tokens of twelve requests without a fault."""
+    return served(engine(checkpoint), requests(12))[0]
+
+
 @pytest.mark.parametrize("place", PLACES)
-def test_the_requests_of_the_step_fail_and_the_others_go_on(checkpoint: Path, place: str) -> None:
+def test_the_requests_of_the_step_fail_and_the_others_go_on(
+    checkpoint: Path, place: str, right: dict[str, list[int]]
+) -> None:
     """Wherever it is raised: those of the step fail with all their ids, the others get the tokens they would get."""
-    right, _ = served(engine(checkpoint), requests(12))
     core = engine(checkpoint)
     owner, name = places(core)[place]
     each_step = place not in OFTEN
@@ -158,17 +165,27 @@ def test_requests_that_run_but_are_not_in_the_step_go_on(checkpoint: Path) -> No
     expect_nothing_left(core)
 
 
+def siblings() -> list[Request]:
+    return [part for one in requests(20, n=2, temperature=1.0, seed=3) for part in one.split()]
+
+
+@pytest.fixture(scope="module")
+def of_siblings(checkpoint: Path) -> dict[str, list[int]]:
+    """The tokens without a fault."""
+    return served(engine(checkpoint), siblings())[0]
+
+
 @pytest.mark.parametrize("place", PLACES)
-def test_random_faults_with_preemptions_and_siblings(checkpoint: Path, place: str) -> None:
+def test_random_faults_with_preemptions_and_siblings(
+    checkpoint: Path, place: str, right: dict[str, list[int]], of_siblings: dict[str, list[int]]
+) -> None:
     """A small cache, chunks, several completions, aborts, and faults all along: tokens stay right."""
-    twice = {"n": 2, "temperature": 1.0, "seed": 3}
-    right, _ = served(engine(checkpoint), [part for one in requests(20, **twice) for part in one.split()])
     core = engine(checkpoint, num_blocks=36, max_num_batched_tokens=9)
     draw = random.Random(len(place))  # noqa: S311
     owner, name = places(core)[place]
     rate = 0.02 if place in OFTEN else 0.1
     fault = Fault(owner, name, lambda _: draw.random() < rate, RuntimeError)
-    given = [part for one in requests(20, **twice) for part in one.split()]
+    given = siblings()
     core.add(given)
     tokens: dict[str, list[int]] = {request.request_id: [] for request in given}
     while core.has_work:
@@ -183,23 +200,24 @@ def test_random_faults_with_preemptions_and_siblings(checkpoint: Path, place: st
             del tokens[aborted]
     assert core.stats().counters.failed_steps > 0
     assert tokens
-    assert {name: right[name] for name in tokens} == tokens
+    assert {name: of_siblings[name] for name in tokens} == tokens
     fault.chosen = lambda _: False
     expect_nothing_left(core)
     again, errors = served(core, requests(12))
     assert not errors
-    assert again == served(engine(checkpoint), requests(12))[0]
+    assert again == right
 
 
 @pytest.mark.parametrize("place", [*AROUND, *PLACES])
-def test_after_an_interrupt_the_step_is_computed_anew(checkpoint: Path, place: str) -> None:
+def test_after_an_interrupt_the_step_is_computed_anew(
+    checkpoint: Path, place: str, right: dict[str, list[int]]
+) -> None:
     """An interrupt goes through, and the requests have the tokens that they would have had without it."""
-    right, _ = served(engine(checkpoint), requests(6))
     core = engine(checkpoint)
     owner, name = places(core)[place]
     Fault(owner, name, lambda call: call in (3, 11), KeyboardInterrupt)
     core.add(requests(6))
-    tokens: dict[str, list[int]] = {name: [] for name in right}
+    tokens: dict[str, list[int]] = {f"r{number}": [] for number in range(6)}
     interrupts = 0
     while core.has_work:
         try:
@@ -209,7 +227,7 @@ def test_after_an_interrupt_the_step_is_computed_anew(checkpoint: Path, place: s
         except KeyboardInterrupt:
             interrupts += 1
     assert interrupts >= 1
-    assert tokens == right
+    assert tokens == {name: right[name] for name in tokens}
     assert core.stats().counters.preemptions == 0
     expect_nothing_left(core)
 

@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def core(folder: Path) -> Iterator[EngineCore]:
+def core(folder: Path, warm_workers: None) -> Iterator[EngineCore]:
     core = EngineCore(replaced(settings(folder, **SIZES), parallel={"pipeline": 2}))
     core.scheduler._reserve = lambda: 0  # type: ignore[method-assign]  # which otherwise prevents preemptions
     yield core

@@ -6,7 +6,9 @@ import gc
 import os
 import signal
 import socket
+import stat
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +19,10 @@ import pytest
 from engine.engines import replaced, settings
 from engine.interrupting import InterruptAt
 from engine.test_lost_workers import left
+from opgraft.engine import worker_link
 from opgraft.engine.executors import executor_of
-from opgraft.engine.process_executor import LocalProcess, ProcessExecutor, listening_store
-from opgraft.engine.remote_workers import Started
+from opgraft.engine.process_executor import LocalProcess, ProcessExecutor
+from opgraft.engine.remote_workers import RemoteWorkers, Started
 from opgraft.engine.sampling import Grammar, GrammarTokens
 from opgraft.errors import ConfigError, EngineError
 from opgraft.machine.channel import Channel, encoded
@@ -34,7 +37,6 @@ LIMIT = 1.0
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    listening_store("127.0.0.1")  # with the first one torch opens a pipe for all of them
     before = left()
     yield
     gc.collect()
@@ -225,13 +227,73 @@ def test_an_interrupt_while_workers_start_leaves_none(make: Make) -> None:
     assert interrupted > 5, interrupted
 
 
+def test_a_long_call_and_a_long_answer_do_not_wait_for_each_other(make: Make) -> None:
+    """The worker takes in what comes while it sends what nobody reads yet."""
+    executor, long = started(make, step_seconds=5), b"x" * 5_000_000
+    executor.call("__setattr__", "kept", long)
+    first = executor._post("__getattribute__", ("kept",), everyone=True)
+    executor.call("__setattr__", "kept", long[:3])
+    assert executor._awaited.pop(first) == {0: (True, long)}
+    assert executor.call("__getattribute__", "kept") == long[:3]
+
+
+def test_a_worker_of_another_version_is_told_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says in plain text what it is; where the engine is something else, both are shown, and no job is sent."""
+    sent: list[int] = []
+    monkeypatch.setattr(worker_link, "__version__", "9.9")  # of this process
+    monkeypatch.setattr(RemoteWorkers, "begin", lambda self, rank, job: sent.append(rank))
+    with pytest.raises(EngineError, match=r'rank 0 has .*"opgraft": "0.*, and the process of the engine .*"9\.9"'):
+        started(make)
+    assert not sent
+
+
+def test_a_worker_that_says_nothing_is_named(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until its first word the limit of the start holds."""
+    start = ProcessExecutor._start_workers
+
+    def one_stops(self: ProcessExecutor) -> Started:
+        found = start(self)
+        assert isinstance(found.links[1], LocalProcess)
+        os.kill(process_of(found.links[1].process.pid), signal.SIGSTOP)
+        return found
+
+    monkeypatch.setattr(ProcessExecutor, "_start_workers", one_stops)
+    with pytest.raises(EngineError, match=r"rank 1 \(starting\) did not come to the end of a call within 1 seconds"):
+        started(make, tensor=2, start_seconds=1)
+
+
+def test_ranks_meet_where_no_other_user_is(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a folder that is theirs alone, and gone once they have met; the engine listens at no port for them."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    start, seen = ProcessExecutor._start_workers, []
+
+    def looking(self: ProcessExecutor) -> Started:
+        found = start(self)
+        seen.extend(stat.S_IMODE(each.stat().st_mode) for each in tmp_path.iterdir())
+        seen.append(listening())
+        return found
+
+    monkeypatch.setattr(ProcessExecutor, "_start_workers", looking)
+    started(make, tensor=2)
+    assert seen == [0o700, set()]
+    assert not list(tmp_path.iterdir())
+
+
+def listening() -> set[str]:
+    """Sockets at which this process listens for others of the network."""
+    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    own = {os.readlink(link) for link in links if os.path.islink(link)}
+    return {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"} & own
+
+
 def test_a_channel_is_closed_once_and_for_all_threads() -> None:
     """Who waits at it is told; a number that another file has by then is not closed a second time."""
     here, there = socket.socketpair()
     channel = Channel(here)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(channel.receive)
-        while not channel._in_use.locked():
+        while not channel._receiving.locked():
             pass
         number = channel.fileno()
         channel.close()

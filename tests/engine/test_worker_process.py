@@ -318,7 +318,8 @@ def test_a_replacement_that_the_worker_would_not_have_is_refused(folder: Path) -
     RMSNorm.register_oot(OwnNorm)
     try:
         with pytest.raises(
-            EngineError, match=r"replacement .*OwnNorm: active there, none here.*set parallel.executor to in_process"
+            EngineError,
+            match=r"OwnNorm is active for the process of .* none for rank 0.*set parallel.executor to in_process",
         ):
             LLM(str(folder), **IN_ITS_PROCESS)
     finally:

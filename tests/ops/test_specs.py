@@ -1,8 +1,8 @@
 """Every op against its spec: the checks of the proof hold for each form, with the kernels that this machine has.
 
 Checks that take long are made here of a form's last variant, or of its first and last. 'make evidence' makes every
-check of every variant, and test_evidence.py fails where the code has changed since. So what takes seconds to trace is
-traced by 'make test-slow'.
+check of every variant, and test_evidence.py fails where the code has changed since. So what takes seconds to trace, and
+realistic sizes of the other variants and dtypes, are for 'make test-slow'.
 """
 
 from __future__ import annotations
@@ -28,20 +28,24 @@ ENDS = [
     for variant in dict.fromkeys([*spec.variants][:: len(spec.variants) - 1 or 1])
 ]
 LAST = [(spec, [*spec.variants][-1]) for spec in SPECS.values()]
-LONG = ("conv3d", "dual_chunk_rotary_embedding", "mamba_chunk_scan", "mrope", "rotary_embedding_", "selective_scan")
+TRACED_LONG = (
+    *("conv3d", "dual_chunk_rotary_embedding", "mamba_chunk_scan", "mrope", "paged_attention", "quantized_experts"),
+    *("rotary_embedding", "rotary_embedding_", "selective_scan"),
+)
 """Ops that take seconds to trace; each has a relative that does not."""
+DIFFERENTIATED_LONG = ("conv3d", "mamba_chunk_scan", "paged_attention")
+"""Ops that take seconds to differentiate by finite differences; so have these."""
+LONG = {"registration": TRACED_LONG, "compilation": TRACED_LONG, "gradients": DIFFERENTIATED_LONG}
 HALF_AND_SINGLE = (torch.bfloat16, torch.float32)
 
 
-def thinned(case: Case) -> Case:
-    """A variant between the first and the last in two dtypes only."""
-    spec, variant = case
-    dtypes = tuple(dtype for dtype in spec.dtypes if dtype in HALF_AND_SINGLE)
-    return case if case in ENDS else (dataclasses.replace(spec, dtypes=dtypes), variant)
+def dtypes_of(spec: OpSpec, variant: str) -> tuple[torch.dtype, ...]:
+    """The dtypes in which a variant is computed: two of them where it is neither the first nor the last."""
+    return tuple(dtype for dtype in spec.dtypes if (spec, variant) in ENDS or dtype in HALF_AND_SINGLE)
 
 
 SAMPLES: dict[str, list[Case]] = {
-    "values": [thinned(case) for case in CASES],
+    "values": [(dataclasses.replace(spec, large=(), dtypes=dtypes_of(spec, name)), name) for spec, name in CASES],
     "strides": CASES,
     "effects": CASES,
     "registration": LAST,
@@ -49,14 +53,16 @@ SAMPLES: dict[str, list[Case]] = {
     "compilation": LAST,
     "gradients": ENDS,
 }
-TRACED = ("registration", "compilation")
+
+
+def named(spec: OpSpec, variant: str) -> str:
+    return spec.functional.name + (f"~{variant}" if variant else "")
 
 
 def made(check: str, spec: OpSpec, variant: str) -> Any:
-    """A check of a variant as a parameter; tracing ops that take long is for 'make test-slow'."""
-    slow = check in TRACED and spec.functional.name in LONG
-    name = spec.functional.name + (f"~{variant}" if variant else "")
-    return pytest.param(check, spec, variant, id=f"{check}-{name}", marks=[pytest.mark.slow] * slow)
+    """A check of a variant as a parameter; those of long ops are for 'make test-slow'."""
+    slow = spec.functional.name in LONG.get(check, ())
+    return pytest.param(check, spec, variant, id=f"{check}-{named(spec, variant)}", marks=[pytest.mark.slow] * slow)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +72,24 @@ def made(check: str, spec: OpSpec, variant: str) -> Any:
 def test_check(check: str, spec: OpSpec, variant: str) -> None:
     """What 'make evidence' proves of native definitions holds for whatever is bound here."""
     CHECKS[check](spec, variant)
+
+
+@pytest.mark.parametrize(
+    ("spec", "variant", "dtype"),
+    [
+        pytest.param(
+            *(spec, variant, dtype),
+            id=f"{dtype}-{named(spec, variant)}",
+            marks=[pytest.mark.slow] * ((spec, variant) not in LAST or dtype not in HALF_AND_SINGLE),
+        )
+        for spec, variant in CASES
+        if spec.large
+        for dtype in dtypes_of(spec, variant)
+    ],
+)
+def test_realistic_sizes(spec: OpSpec, variant: str, dtype: torch.dtype) -> None:
+    """The native definition computes what the reference computes on large inputs, too."""
+    checks.check_values(dataclasses.replace(spec, leads=()), variant, dtype, spec.functional.native)
 
 
 def test_no_check_is_left_out() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from engine.engines import expect_empty
 from opgraft import SamplingParams
-from opgraft.engine.worker import Worker
+from opgraft.engine.memory_query import MemoryQuery
 from opgraft.errors import ConfigError, InputError, ModelError, OpgraftError, RequestError
 from opgraft.serving.llm import LLM, Interrupted
 from random_decoders import saved, transformers
@@ -125,7 +125,7 @@ def test_a_cache_that_memory_cannot_hold(folder: Path, size: dict[str, int]) -> 
 
 def test_memory_that_nobody_knows_bounds_no_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the platform does not tell what is free, the size that is set is taken."""
-    monkeypatch.setattr(Worker, "_known_free_memory", lambda self: None)
+    monkeypatch.setattr(MemoryQuery, "free", lambda self: None)
     assert len(tokens(open_llm(folder), PROMPT)[0]) == 5
 
 

@@ -13,11 +13,10 @@ import pytest
 from conftest import Site
 from opgraft import SamplingParams
 from opgraft.config import ParallelConfig
-from opgraft.engine.rounds import Rounds
+from opgraft.engine.rounds import Rounds, expect_rounds
 from opgraft.errors import ConfigError, EngineError
 from opgraft.serving.async_llm import AsyncLLM
 from opgraft.serving.llm import LLM
-from opgraft.serving.replicas import expect_rounds
 from random_decoders import written
 from serving.test_replicas import ended, holder, kill, last, prompts
 
@@ -78,7 +77,9 @@ def test_replicas_share_experts(checkpoint: Path) -> None:
             await anext(stream)
         started = time.monotonic()
         kill(holder(llm, "0"))
-        assert [(await ended(stream)).outputs[0].finish_reason for stream in streams] == ["error", "error"]
+        answers = [(await ended(stream)).outputs[0] for stream in streams]
+        assert [answer.finish_reason for answer in answers] == ["error", "error"]
+        assert all("the process of the worker has ended, with the status -9" in str(answer.error) for answer in answers)
         assert time.monotonic() - started < 5
         with pytest.raises(EngineError, match="2 of 2 replicas are lost"):
             await llm.check_health()
@@ -150,7 +151,12 @@ def test_everyone_makes_each_round_once() -> None:
 
 @pytest.mark.parametrize(
     ("values", "match"),
-    [({"executor": "in_process"}, "processes"), ({"pipeline": 2}, "stages"), ({"restart_workers": 1}, "new server")],
+    [
+        ({"executor": "in_process"}, "processes"),
+        ({"pipeline": 2}, "stages"),
+        ({"restart_workers": 1}, "new server"),
+        ({"on_replica_loss": "move"}, "none is left"),
+    ],
 )
 def test_what_rounds_cannot_be_made_of_is_refused(values: dict[str, Any], match: str) -> None:
     """Replicas in one process, or of several stages, do not share experts."""

@@ -27,7 +27,7 @@ from opgraft.ops.on_triton import on_triton
 from opgraft.ops.prefixes import claim_prefix
 from opgraft.registry.op_classes import definer
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling
 
 TRITON = on_triton("opgraft.ops.attention.triton")
 
@@ -208,7 +208,7 @@ class Attention(CachedAttention):
             ValueError: a shape, a dtype or a device does not fit.
             LayerError: the batch has another number of tokens, no pages for the layer or some of another shape.
         """
-        if self.is_node and is_dynamo_compiling():
+        if self.is_node and is_compiling():
             return as_node(query, key, value, self.prefix)
         q, k, v = self._heads(query, key, value)
         batch = current_batch()

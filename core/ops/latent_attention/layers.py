@@ -21,7 +21,7 @@ from opgraft.ops.linear.methods import HasWeightMethod, UnquantizedLinearMethod
 from opgraft.ops.prefixes import claim_prefix
 from opgraft.registry.signatures import called_with
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 
@@ -166,7 +166,7 @@ class MLAAttention(CachedAttention):
         self._expect("kv_c_normed", kv_c_normed, (*tokens, self.kv_lora_rank))
         self._expect("k_pe", k_pe, (*tokens, self.qk_rope_head_dim), (*tokens, 1, self.qk_rope_head_dim))
         q, k_pe = q.reshape(*tokens, width), k_pe.reshape(*tokens, self.qk_rope_head_dim)
-        if self.is_node and is_dynamo_compiling():
+        if self.is_node and is_compiling():
             return as_node(q, kv_c_normed, k_pe, self.prefix, self.num_heads * self.v_head_dim)
         query, batch = q.view(*tokens, self.num_heads, self.qk_head_dim), current_batch()
         if batch is None:

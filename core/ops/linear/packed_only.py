@@ -69,9 +69,9 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, activation: str
 
     Raises:
         ValueError: as the form does.
-        PackError: ``torch.export`` looks on.
+        PackError: ``torch.export`` looks on, and not for ``opgraft.compile``.
     """
-    if is_dynamo_compiling():
+    if is_dynamo_compiling() or tracing.capturing():
         return _compiled(x, weight, bias, activation, residual)
     return _run(x, weight, bias, activation, residual)
 

@@ -19,6 +19,7 @@ from opgraft.binding.arguments import expect_module
 from opgraft.binding.marks import requires_gradient as requires_gradient
 from opgraft.compat.packed_linear import version_of
 from opgraft.compat.packed_linear import watched as watched
+from opgraft.machine.memory import move_to_huge_pages
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -117,15 +118,20 @@ def freeze(target: nn.Module | Tensor) -> None:
     through another parameter or ``.data``, call ``refresh``. A call of a parameter over the same memory that requires a
     gradient takes the declaration back for all.
 
+    Memory that will be read so often is worth huge pages: a thread has Linux move it there.
+
     Raises:
         TypeError: ``target`` is neither a module nor a tensor.
     """
+    blocks = []
     for weight in _weights(target, "freeze"):
         weight.requires_grad_(False)
         if _is_plain(weight):
             storage = weight.untyped_storage()
             key = id(storage)
             _FROZEN[key] = weakref.ref(storage, functools.partial(_forget_memory, key)), next(_DECLARATIONS)
+            blocks.append(_addresses(storage))
+    move_to_huge_pages(blocks)
 
 
 def thaw(target: nn.Module | Tensor) -> None:
