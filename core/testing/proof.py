@@ -47,13 +47,13 @@ def _effects(spec: OpSpec, variant: str) -> None:
 
 def _registration(spec: OpSpec, variant: str) -> None:
     checks.check_registration(spec, variant)
+    if not spec.functional.differentiable:
+        checks.check_refusal(spec, variant, checks.registered(spec))
 
 
 def _fake(spec: OpSpec, variant: str) -> None:
     for dtype in spec.dtypes:
         checks.check_fake(spec, variant, dtype)
-    if not spec.functional.differentiable:
-        checks.check_refusal(spec, variant, checks.registered(spec))
 
 
 def _compilation(spec: OpSpec, variant: str) -> None:

@@ -75,6 +75,15 @@ def test_check(check: str, spec: OpSpec, variant: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("spec", "variant"),
+    [pytest.param(*case, id=named(*case)) for case in CASES if not case[0].functional.differentiable],
+)
+def test_refusal(spec: OpSpec, variant: str) -> None:
+    """What has no gradients loses none: of registration, which traces, the part that takes no time."""
+    checks.check_refusal(spec, variant, checks.registered(spec))
+
+
+@pytest.mark.parametrize(
     ("spec", "variant", "dtype"),
     [
         pytest.param(
