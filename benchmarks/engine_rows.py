@@ -1,4 +1,4 @@
-"""What the measurements say: each row a value with its target, whether that holds, and what the machine allows."""
+"""Rows made of measurements: each a value with its target, whether that holds, and what the machine allows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ READING, LATENCY, LONG_CONTEXT, PREFIX, OVERLOAD, MEMORY = 0.85, 1.0, 0.7, 8.0, 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model's checkpoint says of the work per token.
+    """The work per token, as a model's checkpoint tells it.
 
     Attributes:
         weights: bytes of its weights, all of which a step reads.

@@ -26,7 +26,7 @@ Key = tuple[str, str]
 
 @dataclass
 class Record:
-    """What was measured of an engine in a dtype.
+    """The measurements of an engine in a dtype.
 
     Attributes:
         version: of its package.
@@ -120,7 +120,7 @@ def pythons(left_out: list[str], engines: Iterable[str]) -> dict[str | None, str
 
 @dataclass(frozen=True)
 class Rounds:
-    """How often tasks are done.
+    """The numbers of times that tasks are done.
 
     Attributes:
         usual: rounds of a task, after one that warms up.

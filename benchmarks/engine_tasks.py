@@ -1,4 +1,4 @@
-"""What the engines are asked: tasks with the same prompts for all, the engines that answer them, and parts of both."""
+"""Questions for the engines: tasks with the same prompts for all, the engines that answer them, and parts of both."""
 
 from __future__ import annotations
 
@@ -172,4 +172,4 @@ PARTS = {
     "prefix": Part(("first of a prefix", "second of a prefix"), ("opgraft, prefixes kept",)),
     "overload": Part(("requests that fit", "twice as many"), ("opgraft, small cache",)),
 }
-"""What can be measured alone, by name."""
+"""Parts that can be measured alone, by name."""

@@ -1,4 +1,4 @@
-"""What several ranks gain, and what they take to talk to each other: processes of one thread each on one host.
+"""The gain of several ranks, and the cost of talking to each other: processes of one thread each on one host.
 
 Two ranks share the layers of a model (``parallel.tensor``) and answer the same requests as one, in turns.
 """

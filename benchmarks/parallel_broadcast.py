@@ -1,4 +1,4 @@
-"""What it takes to have workers in processes of their own: the way of a step to them, its cost, and their start."""
+"""The price of workers in processes of their own: the way of a step to them, its cost, and their start."""
 
 from __future__ import annotations
 

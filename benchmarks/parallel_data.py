@@ -1,4 +1,4 @@
-"""What two replicas gain over one engine, and what the router's memory of prompts gains over the load alone."""
+"""The gain of two replicas over one engine, and of the router's memory of prompts over the load alone."""
 
 from __future__ import annotations
 

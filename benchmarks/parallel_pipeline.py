@@ -1,4 +1,4 @@
-"""What the stages of a pipeline gain by computing at the same time: two processes of one thread each on one host.
+"""The gain of the stages of a pipeline that compute at the same time: two processes of one thread each on one host.
 
 The same engine answers the same requests with as many steps at a time as it has stages, and with one, in turns; beside
 it one process that has all layers.
@@ -26,7 +26,7 @@ REQUESTS = 16
 """At once."""
 
 LOADS = {"prompts": (128, 1, 1.3), "answers": (8, 40, None)}
-"""What is computed → tokens of each prompt and of each answer, and the least gain by computing at the same time.
+"""Loads by name → tokens of each prompt and of each answer, and the least gain by computing at the same time.
 
 Stages that read weights for few rows each wait for the same memory here, so what answers gain is that of the machine.
 """

@@ -1,4 +1,4 @@
-"""What ``opgraft plan`` says of a step on two ranks of this machine, against the step, from figures measured here.
+"""The step that ``opgraft plan`` tells of two ranks of this machine, against the real one, from figures measured here.
 
 Both ranks measure at once, as they share the memory of the host: how fast weights are read by a product with as many
 rows as the step has, how fast products of large matrices are, the time of small and large sums over both, and what a

@@ -48,7 +48,7 @@ SHORT, LONG = Work(), Work(requests=16, tokens=2048)
 
 SMALL_CACHE = {"cache.num_blocks": 256, "model.max_model_len": 1024}
 SMALL_BATCHES = {"scheduler.max_num_batched_tokens": 512, "scheduler.max_num_seqs": 64}
-"""What is soon used to its last byte: the system gives memory when it is first written, which is no leak."""
+"""Sizes that are soon used to the last byte: the system gives memory when it is first written, which is no leak."""
 
 LENGTHS = 48, 80
 """Shortest and longest answers of the overload, in tokens."""

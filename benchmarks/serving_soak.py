@@ -27,7 +27,7 @@ SECONDS = 60
 """After which a request that has no answer hangs."""
 
 LEFT = "left"
-"""What becomes of a request whose client does not wait for the answer."""
+"""The outcome of a request whose client does not wait for the answer."""
 
 IDLE = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting", "admitted_sequences", "admitted_tokens")
 """Metrics that are 0 where nothing is left of any request."""
@@ -42,7 +42,7 @@ RUNS = 5
 """Runs before the one that is measured, at most: what grows in all of them is no allocator's."""
 
 MOST_GRAMMARS = 128
-"""That a server keeps, however many have been asked for."""
+"""Grammars that a server keeps, however many have been asked for."""
 
 Fields = Callable[[random.Random], dict[str, Any]]
 
@@ -145,7 +145,7 @@ SENT: Mapping[str, tuple[bytes, str]] = {
     "half a body": (_HEAD + b'content-length: 1000\r\n\r\n{"model"', LEFT),
     "two lengths": (_HEAD + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", "400"),
 }
-"""What is sent over a connection of its own, and the status of the answer; with ``LEFT``, none is waited for."""
+"""Requests over connections of their own, and the status of the answer; with ``LEFT``, none is waited for."""
 
 
 @dataclass
@@ -248,7 +248,7 @@ async def _send(url: str, content: bytes, expected: str) -> str:
 
 @dataclass(frozen=True)
 class Remains:
-    """What a server holds that has nothing to do: bytes of memory, open files with its connections, processes."""
+    """The holdings of a server that has nothing to do: bytes of memory, open files with its connections, processes."""
 
     memory: int
     files: int

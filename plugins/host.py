@@ -48,6 +48,7 @@ def load_plugins() -> None:
             for row in decision.candidates:
                 logger.info("%s", printable(f"plugin {row.name} of {row.provider}: {row.reason}"))
         finally:
+            # Ops that plugins constructed meanwhile were bound when a part of the plugins was active.
             state.plugins_loading = False
             state.invalidate()
 

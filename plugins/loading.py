@@ -43,6 +43,7 @@ class Loading:
         for offer in discover().of_group(PLUGIN_GROUP):
             self._consider(offer)
         hooks = self.manager.hook
+        # Hook by hook, not plugin by plugin: a vetoed plugin leaves no defaults, and all hold when ops are registered.
         self._call_each(hooks.opgraft_veto, self._heed_veto)
         self._call_each(hooks.opgraft_config, self._add_defaults)
         self._call_each(hooks.opgraft_register_ops, self._expect_nothing)
@@ -68,6 +69,7 @@ class Loading:
                 )
             return
         record.status = PluginStatus.SELECTED
+        # A stack for each: closed alone where this plugin fails, with all others where the pass does.
         undos = self.undo_all.enter_context(ExitStack())
         self.transactions[offer.name] = Transaction(offer.name, offer.provider, undos)
         self._attempt(offer.name, "while it was loaded", partial(self._load, offer, record))
@@ -91,6 +93,7 @@ class Loading:
 
     def _check_hook_names(self, plugin: object) -> None:
         """Reject a function that is marked as a hook of a name that no hook has, unless it is marked as optional."""
+        # pluggy looks at such names for all plugins at once, when none of them could be taken back by itself.
         for name in dir(plugin):
             marked = self.manager.parse_hookimpl_opts(plugin, name)
             if marked and not marked["optionalhook"] and name not in hookspecs.RESULT_TYPES:
@@ -195,6 +198,7 @@ class Loading:
         except BaseException as error:  # SystemExit too: a plugin must not end the process
             record = self.state.plugins[name]
             self._withdraw(name, PluginStatus.FAILED, f"{when}: {described(error)}")
+            # As text: the traceback itself would keep alive what the plugin's frames hold.
             record.traceback = "".join(traceback.format_exception(error))
             known = error.location if isinstance(error, PluginError) else None
             record.location = known or raised_in(record.value.partition(":")[0].partition(".")[0].strip(), error)

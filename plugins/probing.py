@@ -78,6 +78,7 @@ def _spec(offer: Offer) -> Any:
     """
     module = importlib.import_module(offer.module)
     name = offer.value.partition(":")[2].partition("[")[0].strip()
+    # Of a dotted name the import tells itself which part is missing.
     if "." not in name and not hasattr(module, name):
         raise ProbeFailed(
             f"the entry point {offer.name} = {offer.value} in {offer.group} names {name!r}, which {offer.module} does "
@@ -104,5 +105,6 @@ def answer(reply_to: int, machine: Mapping[str, Any], name: str, value: str, roo
         reply = run_probe(offer, Machine.from_dict(Path(root), machine)).to_dict()
     except ProbeFailed as failure:
         reply = {"failure": str(failure)}
+    # Not to the standard output, to which the probe and what it imports may print.
     with open(reply_to, "w", encoding="utf-8") as pipe:
         json.dump(reply, pipe)

@@ -61,6 +61,7 @@ def selected_platform() -> PlatformSelection:
             if state.selection is None:
                 state.selection = _select(state.settings(), Machine())
                 logger.info("%s", state.selection.decision.summary())
+                # The platform's defaults are a layer of the settings from here on.
                 state.invalidate()
     settings, selection = state.settings(), state.selection
     wanted = settings.config.platform

@@ -184,6 +184,14 @@ def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield str(interpreter)
 
 
+@pytest.fixture(scope="module")
+def warm_workers(warm_python: str) -> Iterator[None]:
+    """Processes of workers start with torch imported; ``warm.interpreter.process_of`` tells which one works."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "executable", warm_python)
+        yield
+
+
 @pytest.fixture
 def cli(site: Site, tmp_path: Path, warm_python: str) -> Cli:
     """Run the command line as its own process, seeing the distributions of ``site``."""

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from opgraft.models.files import find_checkpoint
 
 COMPUTED_KEYS = ("GGUF.", "general.architecture", "general.file_type", "general.quantization_version")
-"""What a writer writes by itself, or what is true of quantized files only."""
+"""Keys that a writer writes by itself, or that are true of quantized files only."""
 
 
 def packaged() -> Path:

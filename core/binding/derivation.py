@@ -77,6 +77,7 @@ class _Overlay(SimpleNamespace):
         self.__dict__["__kernels__"] = kernels
 
     def __getattr__(self, name: str) -> Any:
+        # Reached for what is missing only: once resolved, a lookup costs what it does in a plain namespace.
         self.resolve()
         if name not in self.__dict__:
             raise AttributeError(f"no functional form is called {name!r}")
@@ -131,6 +132,7 @@ def _derived(cls: type, name: str) -> Any:
         )
     overlay = _Overlay(kernels)
     derived: Any = with_functional(native, overlay)
+    # The copy is no static method any more: it is given self, by which marks know the op.
     if isinstance(raw, staticmethod):
         derived = _as_method(derived)
     if getattr(kernels, "inference_only", False):

@@ -149,6 +149,7 @@ def choose_kernel(
     defined = declared_kernels(cls, chain)
     missing = [(kernel, reason) for kernel in defined if (reason := kernel.missing())]
     found = [kernel for kernel in defined if kernel not in dict(missing)]
+    # Sorted, not filtered: the decision shows the kernels that do not run, too.
     if not enabled:
         found.sort(key=lambda kernel: not _runs_disabled(kernel, target or cls))  # stable: the class order stays
     if not found:
@@ -197,6 +198,7 @@ def continuations(cls: type, chain: tuple[str, ...], enabled: bool) -> dict[str,
     last = OWN_FORWARD if any("forward" in scope for scope in defined) else None
     further = {"forward": first(methods if enabled else ["forward_native"], defined)}
     for key in DISPATCH_KEYS:
+        # A key that is not in this chain is another device's: after it comes what runs everywhere.
         rest = methods[chain.index(key) + 1 :] if key in chain else ["forward_native"]
         further[f"forward_{key}"] = first(rest, [set().union(*defined)]) or last
     return further

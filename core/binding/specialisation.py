@@ -46,6 +46,7 @@ class Binding:
     background: tuple[Decision, ...] = ()
     enforced: bool = False
 
+    # A copied op keeps the kernel of the scope in which it was bound; nothing here belongs to one instance.
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
         return self
 
@@ -112,6 +113,7 @@ def bind_exact(target: type, cls: type, enforce: bool = False) -> Binding:
     """
     load_plugins()
     binding = _cached(lambda caches: caches.existing, (target, cls), lambda: _decide_exact(target, cls))
+    # What was disabled because its class is gone stays so: enforcing is a word about settings.
     if enforce and (binding.kernel.enabled or _gone(target, cls)[1] is None):
         return enforced(binding)
     return binding if binding.enforced == enforce else replace(binding, enforced=enforce)
@@ -251,6 +253,7 @@ def specialise(choice: KernelChoice) -> Any:
 
 
 def _specialisation(op_class: type, kernel: Kernel, further: dict[str, str | None]) -> type:
+    # As it stands in the class: getattr() would make a plain function, which is given self, of a static method.
     raw = vars(kernel.owner)[kernel.method]
     prepare(raw)
     if isinstance(raw, staticmethod) and is_inference_only(raw.__func__):

@@ -53,6 +53,7 @@ class Communicator(PluggableClass):
         x = x if x.dim() else x.reshape(1)
         gathered = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
         all_gather_single(gathered, x.contiguous(), group=self.process_group)
+        # The backend puts parts along the first dimension only.
         if dim in (0, -x.dim()):
             return gathered
         return torch.cat(gathered.chunk(self.world_size), dim)
@@ -70,6 +71,7 @@ class Communicator(PluggableClass):
             raise DistributedError(
                 f"reduce_scatter: {self.world_size} ranks do not divide dimension {dim} of shape {tuple(x.shape)}"
             )
+        # The backend cuts along the first dimension only.
         parts = torch.cat(x.chunk(self.world_size, dim)) if dim not in (0, -x.dim()) else x.contiguous()
         out = parts.new_empty((parts.shape[0] // self.world_size, *parts.shape[1:]))
         reduce_scatter_single(out, parts, group=self.process_group)

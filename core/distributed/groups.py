@@ -157,6 +157,7 @@ class Parallelism:
     joined: bool = False
 
 
+# So that layers ask for their group without asking whether there is one.
 _ALONE = Parallelism(ParallelLayout(), {kind: ParallelGroup(kind) for kind in KINDS})
 
 

@@ -100,6 +100,7 @@ def choose_replacement(
     top = [r for r in eligible if r.priority == best]
     if len(top) > 1:
         choices = f"Choose by {_choosing(settings, op_name, [_name(r) for r in top], _name(top[0]))}."
+        # Settings name providers and plugins, so none tells these apart.
         if len({(r.provider, r.plugin) for r in top}) == 1:
             choices = "They have one provider, which decides by register_oot(priority=...) or unregister_oot."
         rivals = " and ".join(f"{r.cls.__qualname__} at {r.location} ({_who(r)})" for r in top)
@@ -107,6 +108,7 @@ def choose_replacement(
             f"{len(top)} replacements of {target.__qualname__} have priority {best} on {platform.name}: {rivals}. "
             f"{choices}"
         )
+    # Passed over, the native kernel would run without a word where a plugin's was asked for.
     if wanted and not top and wanted != own.name and not any(wanted in (r.provider.name, r.plugin) for r in kin):
         offered = ", ".join(_who(r) for r, _ in rows) or "none"
         known = {own.name, *(_name(r) for r in (*(r for r, _ in rows), *kin))}

@@ -94,6 +94,7 @@ class Registry:
         self._add(self.classes, name, cls, provider)
 
     def _add(self, records: dict[str, OpRecord], name: str, cls: type, provider: Provider) -> None:
+        # One space of names for both, as ``providers`` names both.
         known = self.ops.get(name) or self.classes.get(name)
         if known is not None and not (redefines(known.cls, cls) and known.provider == provider):
             kind = "op" if records is self.ops else "class"
@@ -120,6 +121,7 @@ class Registry:
             RegistrationError: it is no subclass of its target, or fails in a call that is made of its target.
         """
         for index, known in enumerate(self.replacements):
+            # While a target is pending, the name that was asked for is all that is known of it.
             same_target = known.target is new.target if new.target else known.asked_for == new.asked_for
             if known.cls is new.cls and same_target:
                 return known
@@ -216,6 +218,8 @@ def redefines(old: Any, new: Any) -> bool:
     """Tell whether ``new`` is ``old``, or stands in for it: a reloaded module, a notebook cell or a repeated call."""
     if old is new:
         return True
+    # While a module is reloaded its name leads to the old one still, afterwards to the new one. Where it leads to a
+    # third, two things share a name.
     bound = getattr(sys.modules.get(old.__module__), old.__qualname__, None)
     same_statement = _is_local(old) and location_of(old) == location_of(new)
     return qualified(old) == qualified(new) and (bound in (old, new) or same_statement)

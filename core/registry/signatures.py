@@ -78,6 +78,7 @@ def method_signature(cls: type, name: str) -> Signature:
         return inspect.signature(raw.__func__)
     if isinstance(raw, classmethod):
         return inspect.signature(raw.__get__(None, cls))
+    # The first is self, which no caller writes.
     signature = inspect.signature(raw)
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
@@ -136,6 +137,7 @@ def _moved_value(target: Signature, wanted: Mapping[str, Any], landing: Mapping[
     for name, parameter in target.parameters.items():
         if name not in wanted or parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
             continue
+        # Nobody can write the name of a positional-only parameter, so that it may differ.
         if parameter.kind is not Parameter.POSITIONAL_ONLY and landing[name] != name:
             return f"the value for {name!r} lands in {landing[name]!r}"
     return None

@@ -316,6 +316,14 @@ def test_the_decision_tells_the_whole_story(op) -> None:
     assert [part["subject"] for part in data["parts"]] == ["class of Scale", "plugins", "platform"]
 
 
+def test_the_binding_is_public_and_read_only(op) -> None:
+    """op.binding has the class and the kernel that were chosen; what an op runs is changed by rebind alone."""
+    assert str(op.binding.kernel.winner) == "FastScale.forward_oot"
+    assert op.binding.replacement.cls is op.op_class
+    with pytest.raises(AttributeError, match="binding"):
+        op.binding = None
+
+
 def test_existing_ops_survive_reset(op) -> None:
     """reset changes what is constructed next, not what exists."""
     opgraft.reset()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import opgraft
 import pytest
 import torch
 from cpu_kernels.building import CACHE, compiler, copy_of_sources, install, kept
+from opgraft.ops.spec import OpSpec
 
 
 @pytest.fixture(scope="session")
@@ -65,3 +67,11 @@ def path(kernels: object, request: pytest.FixtureRequest) -> str:
         pytest.skip(f"this CPU lacks {name}")
     opgraft_cpu_kernels.set_path(name)
     return name
+
+
+@pytest.fixture
+def sized(path: str) -> Callable[[OpSpec], OpSpec]:
+    """Leaves the realistic sizes of a spec to the path of this CPU: the sharing among threads is the same on each."""
+    import opgraft_cpu_kernels
+
+    return lambda spec: spec if path == opgraft_cpu_kernels.paths()[0] else dataclasses.replace(spec, large=())

@@ -235,7 +235,9 @@ def test_fp8_is_torchs(path: str, kernels: Any) -> None:
         assert quantised.float().isnan().equal(x.isnan())
 
 
-@each_dtype
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
+)
 def test_results_that_no_cache_keeps(path: str, kernels: Any, dtype: torch.dtype) -> None:
     """What is written past the caches, from 32 MiB on, is what small results are, in rows of any length."""
     for width in (8192, 8191):

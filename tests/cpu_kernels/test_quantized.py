@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from opgraft import functional, ops
 from opgraft.ops.quantized_linear.quantizers import quantize_int4, quantize_int8
 from opgraft.ops.quantized_linear.storage import dequantize
+from opgraft.ops.spec import OpSpec
 from opgraft.testing import checks
 from opgraft.testing.catalogue import SPECS
 from torch import Tensor
@@ -55,10 +57,10 @@ def assert_near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @each_form
-def test_values(form: str, variant: str, dtype: torch.dtype, path: str) -> None:
+def test_values(form: str, variant: str, dtype: torch.dtype, sized: Callable[[OpSpec], OpSpec]) -> None:
     """On each path a kernel computes what the reference computes in float64."""
     with torch.no_grad():
-        checks.check_values(SPECS[form], variant, dtype, kernel(form))
+        checks.check_values(sized(SPECS[form]), variant, dtype, kernel(form))
 
 
 @each_form

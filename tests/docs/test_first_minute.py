@@ -58,6 +58,20 @@ def test_the_style_sheet_hides_prompts_and_output_from_copying() -> None:
     assert rule, sheet
 
 
+def test_the_site_helps_its_readers() -> None:
+    """Pages lead to the previous and the next, follow the system's colours, copy code, and link to the repository."""
+    lines = (REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8").splitlines()
+    switched = {line.partition("#")[0].strip() for line in lines}
+    schemes = {f'media: "(prefers-color-scheme: {colour})"' for colour in ("light", "dark")}
+    assert {
+        "- navigation.footer",
+        "- content.code.copy",
+        "scheme: slate",
+        *(f"- {line}" for line in schemes),
+    } <= switched
+    assert any(line.startswith("repo_url: !ENV") for line in lines)
+
+
 def test_the_figures_are_those_of_the_committed_measurements(tmp_path: Path) -> None:
     """The committed files are what the tool draws of the committed JSON, and none is left of a figure gone."""
     tool = [sys.executable, str(REPOSITORY / "tools/figures.py"), "--output", str(tmp_path)]

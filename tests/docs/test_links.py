@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import opgraft
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
@@ -69,3 +70,11 @@ def test_a_page_has_one_title_and_short_lines(page: Path) -> None:
     assert text.startswith("# ")
     assert len(re.findall(r"^# ", text, re.M)) == 1
     assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")] == []
+
+
+@each_page
+def test_files_that_are_named_exist(page: Path) -> None:
+    """A path in the prose leads to a file: below the package, as ways through the code are told, or beside the page."""
+    named = re.findall(r"`([a-z_]+/[a-z_/]+\.py)`", prose_of(page))
+    places = (Path(opgraft.__file__).parent, REPOSITORY, page.parent)
+    assert [path for path in named if not any((place / path).is_file() for place in places)] == []

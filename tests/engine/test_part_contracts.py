@@ -72,6 +72,15 @@ def test_own_parts_keep_their_contracts(given: OpgraftConfig, tmp_path: Path) ->
     check_model_runner(settings(tmp_path))
 
 
+def test_parts_on_the_toy_npu_keep_their_contracts(given: OpgraftConfig, toy_npu: Path) -> None:
+    """Over its own layout of the cache; its memory is that of the device file, and never shrinks."""
+    check_sampler()
+    check_model_runner(given)
+    check_worker(replaced(given, cache={"num_blocks": None}))
+    with pytest.raises(AssertionError, match="were taken"):
+        check_memory_query(MemoryQuery(torch.device("cpu")))
+
+
 class Likeliest(Sampler):
     def __call__(self, logits: Any, batch: Any) -> Any:
         found = super().__call__(logits, batch)

@@ -183,6 +183,8 @@ def test_the_interface_of_this_host_is_found() -> None:
 SILENT = """
 import ctypes, fcntl, socket, struct, sys, threading
 from opgraft.engine.ray_worker import connected, watch
+from opgraft.engine.remote_workers import RemoteWorkers, Started
+from opgraft.engine.worker_link import WorkerLink
 from opgraft.machine.channel import Channel
 
 UP, RUNNING, SET_FLAGS, NEW_NETWORK = 0x1, 0x40, 0x8914, 0x40000000
@@ -196,7 +198,7 @@ def loopback(flags):
 loopback(UP | RUNNING)
 listening = socket.create_server(("127.0.0.1", 0))
 ours, theirs = [], []
-for _ in range(2):
+for _ in range(4):
     ours.append(connected(listening.getsockname(), 9))
     theirs.append(listening.accept()[0])
 for connection in theirs:
@@ -204,16 +206,31 @@ for connection in theirs:
 loopback(0)
 said = {}
 
+class Link(WorkerLink):
+    how = None
+
+    def ended(self, patience=0.0):
+        return self.how
+
+    def note_silence(self):
+        self.how = "or is cut off"
+
+    def kill(self):
+        pass
+
+
 def hear(number):
     channel = Channel(ours[number])
     try:
+        if number == 2:
+            RemoteWorkers(Started([Link(0, channel, Channel(ours[3]))]), 30.0).reply(20)
         if number:
             channel.send("unacknowledged")
         channel.receive()
     except Exception as error:
         said[number] = f"{type(error).__name__} {error}"
 
-threads = [threading.Thread(target=hear, args=(number,), daemon=True) for number in range(2)]
+threads = [threading.Thread(target=hear, args=(number,), daemon=True) for number in range(3)]
 for thread in threads:
     thread.start()
 for thread in threads:
@@ -224,8 +241,12 @@ print(said)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="takes a network of its own")
 def test_a_host_that_vanishes_without_a_word_is_told_in_seconds(warm_python: str) -> None:
-    """Its connections fail, idle or not, as those of a host that is silent: four seconds pass, and no work is done."""
+    """Its connections fail, idle or not, as those of a host that is silent, and nobody asks how its process has ended.
+
+    Four seconds pass, in which no work is done.
+    """
     done = subprocess.run([warm_python, "-c", SILENT], capture_output=True, text=True, timeout=60, check=False)
     if "may not" in done.stderr:
         pytest.skip("this process may have no network of its own")
     assert done.stdout.count("ConnectionAbortedError [Errno 110] the other host is silent") == 2, done
+    assert "the process of the worker has ended, or is cut off; last stage: unknown" in done.stdout

@@ -229,7 +229,7 @@ def test_an_interrupt_while_workers_start_leaves_none(make: Make) -> None:
 
 def test_a_long_call_and_a_long_answer_do_not_wait_for_each_other(make: Make) -> None:
     """The worker takes in what comes while it sends what nobody reads yet."""
-    executor, long = started(make, step_seconds=5), b"x" * 5_000_000
+    executor, long = started(make, step_seconds=20), b"x" * 5_000_000
     executor.call("__setattr__", "kept", long)
     first = executor._post("__getattribute__", ("kept",), everyone=True)
     executor.call("__setattr__", "kept", long[:3])

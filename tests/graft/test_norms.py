@@ -171,8 +171,14 @@ class Gate(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float32) for name in GATED),
+        ("Mamba 2", torch.bfloat16),
+        *(pytest.param(name, torch.bfloat16, marks=pytest.mark.slow) for name in GATED if name != "Mamba 2"),
+    ],
+)
 def test_gated_norms_agree(name: str, dtype: torch.dtype) -> None:
     """A norm with a gate becomes the gated op with its own groups, order and activation, at any shape."""
     make, settings = GATED[name]

@@ -135,7 +135,13 @@ def gradients(model: Any) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+LONG = ("GraniteMoeHybrid", "Zamba2")
+"""Families whose gated norms take seconds to recognise, as those of Bamba and Mamba 2 do."""
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[pytest.mark.slow] * (family in LONG)) for family in FAMILIES]
+)
 def test_families(family: str, kernels: Counter[str]) -> None:
     """Prompts, their continuations and single tokens go through the ops and give the same; training does not.
 
@@ -161,7 +167,7 @@ def test_families(family: str, kernels: Counter[str]) -> None:
     assert torch.equal(logits(model), plain[0])
 
 
-@pytest.mark.parametrize("family", ["Mamba", "Mamba2", "Lfm2"])
+@pytest.mark.parametrize("family", ["Mamba", pytest.param("Mamba2", marks=pytest.mark.slow), "Lfm2"])
 def test_bfloat16(family: str, kernels: Counter[str]) -> None:
     """A mixer is no farther from the same weights in float32 than before, but for a tenth."""
     kinds = ("Mixer", "ShortConv")

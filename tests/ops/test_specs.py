@@ -1,4 +1,4 @@
-"""Every op against its spec: the claims below hold for each form.
+"""Every op against its spec: the checks of the proof hold for each form, with the kernels that this machine has.
 
 Checks that take long are made here of a form's last variant, or of its first and last. 'make evidence' makes every
 check of every variant, and test_evidence.py fails where the code has changed since. So what takes seconds to trace, and
@@ -8,7 +8,6 @@ realistic sizes of the other variants and dtypes, are for 'make test-slow'.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container
 from typing import Any
 
 import pytest
@@ -18,7 +17,9 @@ from opgraft.binding.functional import FUNCTIONALS
 from opgraft.ops.spec import OpSpec
 from opgraft.testing import checks
 from opgraft.testing.catalogue import SPECS
-from opgraft.testing.proof import implementations
+from opgraft.testing.proof import CHECKS, checks_of
+
+Case = tuple[OpSpec, str]
 
 CASES = [(spec, variant) for spec in SPECS.values() for variant in spec.variants]
 ENDS = [
@@ -34,33 +35,52 @@ TRACED_LONG = (
 """Ops that take seconds to trace; each has a relative that does not."""
 DIFFERENTIATED_LONG = ("conv3d", "mamba_chunk_scan", "paged_attention")
 """Ops that take seconds to differentiate by finite differences; so have these."""
-PURE = [case for case in ENDS if not case[0].functional.mutates]
+LONG = {"registration": TRACED_LONG, "compilation": TRACED_LONG, "gradients": DIFFERENTIATED_LONG}
 HALF_AND_SINGLE = (torch.bfloat16, torch.float32)
-VALUES = [(*case, dtype) for case in CASES for dtype in case[0].dtypes if case in ENDS or dtype in HALF_AND_SINGLE]
-REALISTIC = [row for row in VALUES if row[0].large]
+
+
+def dtypes_of(spec: OpSpec, variant: str) -> tuple[torch.dtype, ...]:
+    """The dtypes in which a variant is computed: two of them where it is neither the first nor the last."""
+    return tuple(dtype for dtype in spec.dtypes if (spec, variant) in ENDS or dtype in HALF_AND_SINGLE)
+
+
+SAMPLES: dict[str, list[Case]] = {
+    "values": [(dataclasses.replace(spec, large=(), dtypes=dtypes_of(spec, name)), name) for spec, name in CASES],
+    "strides": CASES,
+    "effects": CASES,
+    "registration": LAST,
+    "fake": CASES,
+    "compilation": LAST,
+    "gradients": ENDS,
+}
 
 
 def named(spec: OpSpec, variant: str) -> str:
     return spec.functional.name + (f"~{variant}" if variant else "")
 
 
-def cases(rows: list[tuple[OpSpec, str]], long: Container[str] = ()) -> pytest.MarkDecorator:
-    """A test of variants of ops; those of long ones are for 'make test-slow'."""
-    marked = [
-        pytest.param(*row, id=named(*row), marks=[pytest.mark.slow] * (row[0].functional.name in long)) for row in rows
-    ]
-    return pytest.mark.parametrize(("spec", "variant"), marked)
+def made(check: str, spec: OpSpec, variant: str) -> Any:
+    """A check of a variant as a parameter; those of long ops are for 'make test-slow'."""
+    slow = spec.functional.name in LONG.get(check, ())
+    return pytest.param(check, spec, variant, id=f"{check}-{named(spec, variant)}", marks=[pytest.mark.slow] * slow)
 
 
 @pytest.mark.parametrize(
-    ("spec", "variant", "dtype"), VALUES, ids=[f"{dtype}-{named(*case)}" for *case, dtype in VALUES]
+    ("check", "spec", "variant"),
+    [made(check, *case) for check, rows in SAMPLES.items() for case in rows if check in checks_of(case[0])],
 )
-def test_definition(spec: OpSpec, variant: str, dtype: torch.dtype) -> None:
-    """Native definition, form, registered op and module compute what the reference computes in float64."""
-    thorough, *others = implementations(spec)
-    checks.check_values(dataclasses.replace(spec, large=()), variant, dtype, thorough)
-    for call in others:
-        checks.check_values(spec, variant, dtype, call, brief=True)
+def test_check(check: str, spec: OpSpec, variant: str) -> None:
+    """What 'make evidence' proves of native definitions holds for whatever is bound here."""
+    CHECKS[check](spec, variant)
+
+
+@pytest.mark.parametrize(
+    ("spec", "variant"),
+    [pytest.param(*case, id=named(*case)) for case in CASES if not case[0].functional.differentiable],
+)
+def test_refusal(spec: OpSpec, variant: str) -> None:
+    """What has no gradients loses none: of registration, which traces, the part that takes no time."""
+    checks.check_refusal(spec, variant, checks.registered(spec))
 
 
 @pytest.mark.parametrize(
@@ -71,58 +91,19 @@ def test_definition(spec: OpSpec, variant: str, dtype: torch.dtype) -> None:
             id=f"{dtype}-{named(spec, variant)}",
             marks=[pytest.mark.slow] * ((spec, variant) not in LAST or dtype not in HALF_AND_SINGLE),
         )
-        for spec, variant, dtype in REALISTIC
+        for spec, variant in CASES
+        if spec.large
+        for dtype in dtypes_of(spec, variant)
     ],
 )
 def test_realistic_sizes(spec: OpSpec, variant: str, dtype: torch.dtype) -> None:
-    """So does the native definition on large inputs."""
+    """The native definition computes what the reference computes on large inputs, too."""
     checks.check_values(dataclasses.replace(spec, leads=()), variant, dtype, spec.functional.native)
 
 
-@cases(CASES)
-def test_strides(spec: OpSpec, variant: str) -> None:
-    """Views with gaps between their elements give what contiguous tensors give."""
-    for call in implementations(spec):
-        checks.check_strides(spec, variant, call)
-
-
-@cases(CASES)
-def test_effects(spec: OpSpec, variant: str) -> None:
-    """Only declared arguments are written to, and results are new memory."""
-    for dtype in {torch.float32, torch.bfloat16} & set(spec.dtypes):
-        for call in implementations(spec):
-            checks.check_effects(spec, variant, dtype, call)
-
-
-@cases(LAST, TRACED_LONG)
-def test_registration(spec: OpSpec, variant: str) -> None:
-    """torch's own checks of registered ops pass."""
-    checks.check_registration(spec, variant)
-
-
-@cases(CASES)
-def test_fake(spec: OpSpec, variant: str) -> None:
-    """The fake rule tells what the op makes, and what has no gradients loses none."""
-    for dtype in spec.dtypes:
-        checks.check_fake(spec, variant, dtype)
-    if not spec.functional.differentiable:
-        checks.check_refusal(spec, variant, checks.registered(spec))
-
-
-@cases(LAST, TRACED_LONG)
-def test_compilation(spec: OpSpec, variant: str) -> None:
-    """Form and registered op compile whole and once for all sizes."""
-    for call in (spec.functional, checks.registered(spec)):
-        checks.check_compilation(spec, variant, call)
-
-
-@cases(PURE, DIFFERENTIATED_LONG)
-def test_gradients(spec: OpSpec, variant: str) -> None:
-    """Gradients of form and registered op are those of finite differences."""
-    if not spec.differentiable:
-        pytest.skip(f"{spec.functional.name} has no gradient")
-    for call in (spec.functional, checks.registered(spec)):
-        checks.check_gradients(spec, variant, call)
+def test_no_check_is_left_out() -> None:
+    """The list of checks is that of the proof, which says what each claims."""
+    assert SAMPLES.keys() == CHECKS.keys()
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,8 @@ CHECKS = (
     "tests/docs/test_reference.py::test_every_op_is_a_row_with_class_constructor_and_call",
     "tests/docs/test_reference.py::test_every_exported_class_of_ops_is_mentioned",
     "tests/docs/test_port_from_vllm.py::test_every_class_is_in_the_table",
+    "tests/plugins/test_every_op.py::test_every_row_is_of_an_op",
+    "tests/plugins/test_every_op.py::test_a_plugin_replaces[softsign]",
 )
 """What would ask an author to write the op's name anywhere else."""
 
@@ -108,7 +110,7 @@ def test_an_op_is_added_in_the_folder_of_its_family(tmp_path: Path) -> None:
     for folder, place in FOLDERS.items():
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(REPOSITORY / folder, tmp_path / place, ignore=ignored, dirs_exist_ok=True)
-    for place in ("docs", "tools", "tests/docs", "mkdocs.yml"):
+    for place in ("docs", "tools", "tests/conftest.py", "tests/docs", "tests/plugins", "mkdocs.yml"):
         copied = shutil.copytree if (REPOSITORY / place).is_dir() else shutil.copyfile
         (tmp_path / place).parent.mkdir(exist_ok=True)
         copied(REPOSITORY / place, tmp_path / place)
@@ -120,7 +122,8 @@ def test_an_op_is_added_in_the_folder_of_its_family(tmp_path: Path) -> None:
     insert(family / "__init__.py", "__all__ = [", '"Softsign", ')
     append(family / "spec.py", SPEC)
     run(tmp_path, sys.executable, "-W", "error", "-c", USE, str(tmp_path))
-    options = ["-q", "--noconftest", "-c", os.devnull, "--rootdir", str(tmp_path)]
+    options = ["-q", "--import-mode=importlib", "-o", f"pythonpath={REPOSITORY / 'tests'}", "-c", os.devnull]
+    options += ["--rootdir", str(tmp_path)]
     _, listed, explained = run(tmp_path, sys.executable, "-c", ASK, *options, *CHECKS).split(MARK)
     page = (tmp_path / "docs/reference/ops/softsign.md").read_text(encoding="utf-8")
     assert "opgraft.functional.softsign" in page

@@ -62,9 +62,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Process:
     """A process that says ``now`` when it is where it is to be interrupted."""
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, python: str, *words: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SLOW, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [python, "-c", SLOW, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         if words[0] == "chat":
@@ -84,9 +84,9 @@ class Process:
 
 
 @pytest.fixture
-def interrupted(request: pytest.FixtureRequest, model: Path) -> Iterator[Process]:
+def interrupted(request: pytest.FixtureRequest, model: Path, warm_python: str) -> Iterator[Process]:
     what, slow, seconds = request.param
-    process = Process(what, str(model), slow, seconds)
+    process = Process(sys.executable if what == "generate" else warm_python, what, str(model), slow, seconds)
     yield process
     process.process.kill()
     process.process.communicate()

@@ -133,7 +133,7 @@ def platform_of(device_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuPlatform, "dispatch_chain", ("native",))
     monkeypatch.setattr(CpuPlatform, "memory", lambda self, index=0: DeviceMemory(9000, 1000 * (index + 1)))
     monkeypatch.setattr(ModelRunner, "peak_of_largest_step", lambda self, free: 0)
-    monkeypatch.setattr("opgraft.engine.worker.host_memory", lambda: (9000, 400))
+    monkeypatch.setattr("opgraft.engine.memory_query.host_memory", lambda: (9000, 400))
 
 
 @pytest.mark.parametrize(("device", "expected"), [(None, 900), ("xpu", 900), ("xpu:1", 1800), ("cpu", 100)])

@@ -24,6 +24,8 @@ from small_tokenizers import trained_tokenizer
 
 prometheus = pytest.importorskip("prometheus_client")
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 128,

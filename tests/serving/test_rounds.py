@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from contextlib import aclosing
 from pathlib import Path
@@ -19,6 +18,9 @@ from opgraft.serving.async_llm import AsyncLLM
 from opgraft.serving.llm import LLM
 from random_decoders import written
 from serving.test_replicas import ended, holder, kill, last, prompts
+from warm.interpreter import process_of
+
+pytestmark = pytest.mark.usefixtures("warm_workers")
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -66,7 +68,9 @@ def test_replicas_share_experts(checkpoint: Path) -> None:
             await last(llm, *asked[3])
         assert (await last(llm, *asked[2])).outputs[0].token_ids == expected[2]
         workers = [
-            worker.process.pid for each in llm.replicas.each for worker in each.engine.core.executor.workers.links
+            process_of(worker.process.pid)
+            for each in llm.replicas.each
+            for worker in each.engine.core.executor.workers.links
         ]
         await asyncio.sleep(0.2)
         before = worked(workers)
@@ -116,12 +120,9 @@ def opgraft_register_ops(platform):
 def test_a_replica_that_does_not_start_ends_the_others(
     checkpoint: Path,
     site: Site,
-    warm_python: str,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What fails first is raised, while another would have waited for ever; what that comes to is in the log."""
-    monkeypatch.setattr(sys, "executable", warm_python)
     site.plugin("planted-start", PLANTED)
     with pytest.raises(RuntimeError, match="planted"):
         LLM(str(checkpoint), **TOGETHER, **{"parallel.start_seconds": 60})
