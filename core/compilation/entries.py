@@ -86,6 +86,9 @@ def read_code(model: nn.Module, description: Mapping[str, Any], folder: Path, pa
     if description["values"]:
         values = torch.load(folder / description["values"], weights_only=True)
     tensors, parts = tensors_of(model, description["origins"], values)
-    reports = tuple(PassReport(*each[:4], nodes=tuple(each[4])) for each in description["passes"])
+    reports = tuple(
+        PassReport(name, source, matched, replaced, (before, after))
+        for name, source, matched, replaced, (before, after) in description["passes"]
+    )
     run = loaded(packages.file_of(description["package"]), tensors)
     return Code(None, reports, lowerings, run, tuple((part, part.data_ptr()) for part in parts))
