@@ -21,7 +21,7 @@ PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -
 OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-families test-xla test-ipex test-triton check evidence op-pages settings-page bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel soak-serve bench-ipex charts figures docs clean FORCE
+.PHONY: help run test test-slow test-families test-xla test-ipex test-triton check prove op-pages settings-page bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel soak-serve bench-ipex charts figures docs clean FORCE
 
 help:
 	@echo "make run    the demonstration: a sentence encoder and a language model on the CPU, then on a simulated NPU from a plugin"
@@ -32,8 +32,8 @@ help:
 	@echo "make test-ipex  the plugin for Intel's extension, and the core on torch 2.8 (the first time 8 GB)"
 	@echo "make test-triton  the kernels for GPUs, interpreted and compiled, and the core beside Triton (the first time 2 GB)"
 	@echo "make check  lint, formatting, strict types, those of the guides' examples too"
-	@echo "make evidence   prove every op, and write down what was proved; FORMS='rms_norm ...' renews those only"
-	@echo "make op-pages   the generated pages of the op reference, from what the code and the evidence say"
+	@echo "make prove  prove every op, and write down what was proved; FORMS='rms_norm ...' renews those only"
+	@echo "make op-pages   the generated pages of the op reference, from what the code and the proofs say"
 	@echo "make settings-page  the generated table of settings in the reference"
 	@echo "make bench  what the mechanism costs, against its limits"
 	@echo "make bench-ops     what the CPU kernels gain, op by op: table, JSON and plot in build/bench-ops"
@@ -88,8 +88,8 @@ check: .venv/opgraft
 	$(BIN)/mypy benchmarks tools reference_plugins/*/src
 	$(BIN)/pytest -q -m types tests/docs/test_types.py
 
-evidence: .venv/opgraft
-	OMP_NUM_THREADS=1 $(BIN)/python tools/evidence.py $(FORMS)
+prove: .venv/opgraft
+	OMP_NUM_THREADS=1 $(BIN)/python tools/prove.py $(FORMS)
 
 op-pages: .venv/opgraft
 	$(BIN)/python tools/op_pages.py

@@ -54,13 +54,13 @@ def _cells(name: str, cls: type, here: dict[type, KernelHere]) -> tuple[str, ...
 def _print_details(ops: dict[str, type]) -> None:
     platforms = inventory.declared_platforms()
     for name, cls in ops.items():
-        proof = inventory.evidence_of(inventory.functionals_of(cls))
+        proof = inventory.proofs_of(inventory.functionals_of(cls))
         echo()
         print_wrapped(name)
         for each in (cls, *inventory.variants_of(cls)):
             keys = inventory.keys_in_words(inventory.kernel_keys(each, platforms))
             print_wrapped(f"  kernels of {each.__qualname__}: {keys}")
-        print_wrapped(f"  {inventory.evidence_in_words(cls, proof)}")
+        print_wrapped(f"  {inventory.proofs_in_words(cls, proof)}")
     for platform in platforms:
         if platform.unknown:
             print_wrapped(f"{platform.name}=?: {platform.unknown}")
@@ -84,5 +84,5 @@ def _as_dict(name: str, op: type, here: dict[type, KernelHere], platforms: list[
         **row(op),
         "variants": [row(cls) for cls in inventory.variants_of(op)],
         "forms": [form.name for form in forms],
-        "evidence": inventory.evidence_of(forms),
+        "proofs": inventory.proofs_of(forms),
     }

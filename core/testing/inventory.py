@@ -29,7 +29,7 @@ from opgraft.registry.choice import ReplacementChoice, choose_replacement
 from opgraft.registry.declarations import Replacement
 from opgraft.registry.op_classes import location_of
 from opgraft.state import PluginStatus, host_state
-from opgraft.testing import evidence
+from opgraft.testing import proof_records
 from opgraft.text import described
 
 CONFLICT = "conflict"
@@ -266,15 +266,15 @@ def forms_here(cls: type) -> list[FormHere]:
     return found
 
 
-def evidence_of(forms: Sequence[Functional[..., Any]]) -> dict[str, dict[str, Any]]:
+def proofs_of(forms: Sequence[Functional[..., Any]]) -> dict[str, dict[str, Any]]:
     """Tell, by form, what was proved of it and whether that is about what is installed."""
-    records = evidence.recorded()
+    records = proof_records.recorded()
     proved = {form.name: dataclasses.asdict(records[form.name]) if form.name in records else {} for form in forms}
-    return {name: {"state": evidence.state_of(name).name.lower(), **row} for name, row in proved.items()}
+    return {name: {"state": proof_records.state_of(name).name.lower(), **row} for name, row in proved.items()}
 
 
-def evidence_in_words(cls: type, proved: dict[str, dict[str, Any]]) -> str:
-    """Put what ``evidence_of`` found in one sentence: of checks and dtypes, those that all forms have in common."""
+def proofs_in_words(cls: type, proved: dict[str, dict[str, Any]]) -> str:
+    """Put what ``proofs_of`` found in one sentence: of checks and dtypes, those that all forms have in common."""
     if not proved:
         return "made of other ops" if issubclass(cls, PluggableLayer) else "no functional form"
     parts = []
@@ -289,7 +289,7 @@ def evidence_in_words(cls: type, proved: dict[str, dict[str, Any]]) -> str:
             compared = sum(bool(row["outside"]) for row in current)
             some = f" {compared}" if compared < len(current) else ""
             parts[0] += f",{some} against {' and '.join(outside)}"
-    for state in (evidence.State.CHANGED, evidence.State.MISSING):
+    for state in (proof_records.State.CHANGED, proof_records.State.MISSING):
         names = [name for name, row in proved.items() if row["state"] == state.name.lower()]
         if names:
             parts.append(f"{state.value}: {', '.join(names)}")

@@ -11,7 +11,7 @@ from opgraft.binding.functional import binding_of
 from opgraft.config import CompilationConfig, OpgraftConfig, set_config
 from opgraft.ops.spec import OpSpec
 from opgraft.testing import checks
-from opgraft.testing.evidence import Record
+from opgraft.testing.proof_records import Record
 from opgraft.testing.sources import digest_of
 
 Check = Callable[[OpSpec, str], None]

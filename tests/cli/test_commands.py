@@ -149,7 +149,7 @@ def test_ops_list_shows_kernels_per_platform_and_evidence(cli, site) -> None:
     assert set(row["kernels"].values()) == {"oot"}
     assert set(row["kernels"]) == {"cpu", "cuda", "rocm", "tpu", "xpu"}
     assert "fused_add_rms_norm_" in row["forms"]
-    assert row["evidence"]["rms_norm"]["outside"] == ["torch.nn.functional.rms_norm"]
+    assert row["proofs"]["rms_norm"]["outside"] == ["torch.nn.functional.rms_norm"]
     text = " ".join(cli("ops", "list", "--details").stdout.split())
     assert "oot on every platform" in text
     assert "cpu=cpu cuda=" in text

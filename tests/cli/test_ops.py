@@ -159,7 +159,7 @@ def test_details_are_there_on_request(cli) -> None:
     text = cli("ops", "list", "--details").stdout
     assert "  kernels of RotaryEmbedding: cpu=native cuda=cuda" in text
     for name, cls in CustomOp.op_registry.items():
-        words = inventory.evidence_in_words(cls, inventory.evidence_of(inventory.functionals_of(cls)))
+        words = inventory.proofs_in_words(cls, inventory.proofs_of(inventory.functionals_of(cls)))
         assert f"  {words}\n" in text, name
 
 

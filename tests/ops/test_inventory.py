@@ -1,4 +1,4 @@
-"""What 'opgraft ops list' and the op pages tell of each op: kernels on every platform, and the evidence."""
+"""What 'opgraft ops list' and the op pages tell of each op: kernels on every platform, and the proofs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from opgraft.errors import ConflictError
 from opgraft.ops import MLP, GatedMLP, RMSNorm, SiluAndMul
 from opgraft.plugins.host import load_plugins
 from opgraft.state import host_state
-from opgraft.testing import evidence, inventory
+from opgraft.testing import inventory, proof_records
 from opgraft.testing.inventory import DeclaredPlatform
 
 REPOSITORY = Path(__file__).parents[2]
@@ -168,16 +168,16 @@ def test_functions_of_a_kernel() -> None:
     assert functions()["silu_and_mul"].endswith("test_functions_of_a_kernel.<locals>.fast")
 
 
-def test_evidence_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proofs_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """What every form passed is counted, as proof of the native definition; what has changed or is new is named."""
     forms = inventory.functionals_of(RMSNorm)
-    known = evidence.recorded()
+    known = proof_records.recorded()
     records = {form.name: dataclasses.replace(known[form.name], digest="now") for form in forms}
-    monkeypatch.setattr(evidence, "recorded", lambda: records)
-    monkeypatch.setattr(evidence, "digest_of", lambda sources: "now")
+    monkeypatch.setattr(proof_records, "recorded", lambda: records)
+    monkeypatch.setattr(proof_records, "digest_of", lambda sources: "now")
 
     def words() -> str:
-        return inventory.evidence_in_words(RMSNorm, inventory.evidence_of(forms))
+        return inventory.proofs_in_words(RMSNorm, inventory.proofs_of(forms))
 
     proved = "native definition proved: 3 forms, 6 checks, 4 dtypes, 1 against torch.nn.functional.rms_norm"
     assert words() == proved
@@ -189,8 +189,8 @@ def test_evidence_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
         "native definition proved: 1 form, 6 checks, 1 dtype; changed since it was checked: rms_norm; not checked: "
         "fused_add_rms_norm"
     )
-    assert inventory.evidence_of(forms)["rms_norm"]["state"] == "changed"
-    assert inventory.evidence_in_words(GatedMLP, {}) == "made of other ops"
+    assert inventory.proofs_of(forms)["rms_norm"]["state"] == "changed"
+    assert inventory.proofs_in_words(GatedMLP, {}) == "made of other ops"
 
 
 def test_the_package_for_cpus_serves_the_ops_that_it_is_said_to_serve() -> None:

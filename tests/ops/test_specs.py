@@ -1,7 +1,7 @@
 """Every op against its spec: the checks of the proof hold for each form, with the kernels that this machine has.
 
-Checks that take long are made here of a form's last variant, or of its first and last. 'make evidence' makes every
-check of every variant, and test_evidence.py fails where the code has changed since. So what takes seconds to trace, and
+Checks that take long are made here of a form's last variant, or of its first and last. 'make prove' makes every
+check of every variant, and test_proofs.py fails where the code has changed since. So what takes seconds to trace, and
 realistic sizes of the other variants and dtypes, are for 'make test-slow'.
 """
 
@@ -70,7 +70,7 @@ def made(check: str, spec: OpSpec, variant: str) -> Any:
     [made(check, *case) for check, rows in SAMPLES.items() for case in rows if check in checks_of(case[0])],
 )
 def test_check(check: str, spec: OpSpec, variant: str) -> None:
-    """What 'make evidence' proves of native definitions holds for whatever is bound here."""
+    """What 'make prove' proves of native definitions holds for whatever is bound here."""
     CHECKS[check](spec, variant)
 
 

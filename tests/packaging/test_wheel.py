@@ -56,7 +56,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_holds_every_module(wheel: Path) -> None:
-    """The wheel holds every module of the three folders, py.typed, the evidence and the page, and no other file."""
+    """The wheel holds every module of the three folders, py.typed, the proofs and the page, and no other file."""
     expected = {
         f"{package}/{path.relative_to(REPOSITORY / folder).as_posix()}"
         for folder, package in FOLDERS.items()
@@ -87,10 +87,10 @@ def test_the_command_tells_its_version(arguments: list[str], installed: Path, tm
     assert run(installed / program, *rest, "--version", folder=tmp_path).split()[-1] == opgraft.__version__
 
 
-def test_the_evidence_is_about_what_is_in_the_wheel(installed: Path, tmp_path: Path) -> None:
-    """Evidence and sources travel together: 'opgraft ops list' finds the forms unchanged since they were checked."""
+def test_the_proofs_are_about_what_is_in_the_wheel(installed: Path, tmp_path: Path) -> None:
+    """Proofs and sources travel together: 'opgraft ops list' finds the forms unchanged since they were checked."""
     answer = json.loads(run(installed / "opgraft", "ops", "list", "--json", folder=tmp_path))
-    forms = {name: row["state"] for op in answer["ops"] for name, row in op["evidence"].items()}
+    forms = {name: row["state"] for op in answer["ops"] for name, row in op["proofs"].items()}
     assert forms["rms_norm"] == forms["silu_and_mul"] == "current"
     assert set(forms.values()) == {"current"}
 

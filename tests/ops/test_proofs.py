@@ -1,4 +1,4 @@
-"""The evidence that is committed is about the forms as they are, and 'opgraft ops list' tells where it is not."""
+"""The proofs that are committed are about the forms as they are, and 'opgraft ops list' tells where it is not."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 from opgraft.ops import SiluAndMul
 from opgraft.ops.spec import Outside
-from opgraft.testing import evidence, sources
+from opgraft.testing import proof_records, sources
 from opgraft.testing.catalogue import FAMILIES, SPECS
-from opgraft.testing.evidence import Record, State
 from opgraft.testing.proof import CHECKS, SETTINGS, checks_of, expect_native, prove
+from opgraft.testing.proof_records import Record, State
 
 RECORD = Record(("opgraft.ops.spec",), "0" * 16, ("values",), 1, ("float32",), ())
 
@@ -22,23 +22,23 @@ RECORD = Record(("opgraft.ops.spec",), "0" * 16, ("values",), 1, ("float32",), (
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Record]:
     """The records of this installation, which the test may change."""
-    records = dict(evidence.recorded())
-    monkeypatch.setattr(evidence, "recorded", lambda: records)
+    records = dict(proof_records.recorded())
+    monkeypatch.setattr(proof_records, "recorded", lambda: records)
     return records
 
 
 def test_every_form_is_proved_as_it_is() -> None:
-    """No form is missing, none has changed since it was checked, and none is gone: 'make evidence' renews them."""
-    states = {name: evidence.state_of(name) for name in SPECS}
+    """No form is missing, none has changed since it was checked, and none is gone: 'make prove' renews them."""
+    states = {name: proof_records.state_of(name) for name in SPECS}
     stale = sorted(f"{name}: {state.value}" for name, state in states.items() if state is not State.CURRENT)
-    assert stale == [], "renew them by 'make evidence'"
-    assert set(evidence.recorded()) == set(SPECS), "renew it by 'make evidence'"
+    assert stale == [], "renew them by 'make prove'"
+    assert set(proof_records.recorded()) == set(SPECS), "renew it by 'make prove'"
 
 
-def test_the_evidence_says_what_the_specs_say() -> None:
+def test_the_records_say_what_the_specs_say() -> None:
     """Checks, variants, dtypes and outside implementations of each record are those of the form's spec."""
     family_of = {spec.functional.name: family.__name__ for family in FAMILIES for spec in family.SPECS}
-    for name, record in evidence.recorded().items():
+    for name, record in proof_records.recorded().items():
         spec = SPECS[name]
         assert record.sources == (spec.functional.native.__module__, family_of[name])
         assert record.checks == (*checks_of(spec), *(["outside"] if spec.outside else []))
@@ -49,20 +49,20 @@ def test_the_evidence_says_what_the_specs_say() -> None:
 def test_the_file_is_what_its_writer_writes() -> None:
     """Byte for byte, so that renewing one form changes one line."""
     for family in FAMILIES:
-        file = evidence.file_of(family.__name__)
+        file = proof_records.file_of(family.__name__)
         text = file.read_bytes().decode()
-        assert evidence.written(evidence.read(file)) == text
+        assert proof_records.written(proof_records.read(file)) == text
         assert str(Path.home()) not in text
 
 
 def test_writing_and_reading(tmp_path: Path) -> None:
     """What was written is read back, whatever the order in which it was proved."""
     records = {"b_form": RECORD, "a_form": dataclasses.replace(RECORD, outside=("torch.nn.functional.silu",))}
-    file = tmp_path / evidence.FILE
-    file.write_text(evidence.written(records), encoding="utf-8")
-    assert evidence.read(file) == records
+    file = tmp_path / proof_records.FILE
+    file.write_text(proof_records.written(records), encoding="utf-8")
+    assert proof_records.read(file) == records
     assert list(json.loads(file.read_text(encoding="utf-8"))["forms"]) == ["a_form", "b_form"]
-    assert evidence.read(tmp_path / "nowhere") == {}
+    assert proof_records.read(tmp_path / "nowhere") == {}
 
 
 def test_the_digest_is_of_the_code_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,16 +106,16 @@ def test_the_digest_is_of_all_that_a_proof_is_made_of(
     module: str, counts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A change of the module, of the spec, of a check or of what they import makes a proof one of something else."""
-    known, before = sources.source_of, sources.digest_of(evidence.recorded()["rms_norm"].sources)
+    known, before = sources.source_of, sources.digest_of(proof_records.recorded()["rms_norm"].sources)
     monkeypatch.setattr(sources, "source_of", lambda name: (known(name) or "") + "\nother = 1" * (name == module))
-    changed = sources.digest_of(evidence.recorded()["rms_norm"].sources) != before
+    changed = sources.digest_of(proof_records.recorded()["rms_norm"].sources) != before
     assert changed is counts
 
 
 def test_the_classes_that_specs_build_count() -> None:
     """The digest of each form is of the module whose class stands for it, and of its spec and definition."""
     for name, spec in SPECS.items():
-        made_of = set(sources.made_of(evidence.recorded()[name].sources))
+        made_of = set(sources.made_of(proof_records.recorded()[name].sources))
         assert spec.functional.native.__module__ in made_of
         if spec.module:
             op, _ = spec.module(
@@ -139,7 +139,7 @@ def test_proving_a_form_yields_its_record() -> None:
     """What is proved here and now is what the file says."""
     record = prove(SPECS["silu_and_mul"], "opgraft.ops.activation.spec")
     assert record.checks == (*CHECKS, "outside")
-    assert record == evidence.recorded()["silu_and_mul"]
+    assert record == proof_records.recorded()["silu_and_mul"]
 
 
 def test_a_wrong_form_is_not_proved() -> None:
@@ -150,7 +150,7 @@ def test_a_wrong_form_is_not_proved() -> None:
         prove(wrong, "opgraft.ops.activation.spec")
 
 
-def test_outside_implementations_that_never_compare_are_no_evidence() -> None:
+def test_outside_implementations_that_never_compare_are_no_proof() -> None:
     """One that steps aside in every variant fails the proof."""
     idle = dataclasses.replace(SPECS["relu2"], outside=(Outside("torch.idle", lambda x: None),))
     with pytest.raises(AssertionError, match=r"never compared with \['torch.idle'\]"):

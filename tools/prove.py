@@ -1,4 +1,4 @@
-"""Prove functional forms and write down what was proved: ``python tools/evidence.py [FORM ...]``, all without names.
+"""Prove functional forms and write down what was proved: ``python tools/prove.py [FORM ...]``, all without names.
 
 Nothing is written of a family if a check fails. Only native definitions are proved, and no plugin is loaded, so that
 the files are the same on every machine.
@@ -10,7 +10,7 @@ import sys
 from types import ModuleType
 
 from opgraft.config import OpgraftConfig, set_config
-from opgraft.testing import evidence
+from opgraft.testing import proof_records
 from opgraft.testing.catalogue import FAMILIES, SPECS
 from opgraft.testing.proof import prove
 
@@ -22,17 +22,17 @@ def main(names: list[str]) -> None:
     with set_config(OpgraftConfig(plugins=())):
         for family in FAMILIES:
             renew(family, set(names or SPECS))
-    print(f"{len(names or SPECS)} of {len(SPECS)} forms proved, written to {evidence.FILE} beside their specs")
+    print(f"{len(names or SPECS)} of {len(SPECS)} forms proved, written to {proof_records.FILE} beside their specs")
 
 
 def renew(family: ModuleType, names: set[str]) -> None:
     """Prove the forms of a family that are among ``names``, and write its file anew."""
-    file, specs = evidence.file_of(family.__name__), {spec.functional.name: spec for spec in family.SPECS}
-    records = {name: record for name, record in evidence.read(file).items() if name in specs}
+    file, specs = proof_records.file_of(family.__name__), {spec.functional.name: spec for spec in family.SPECS}
+    records = {name: record for name, record in proof_records.read(file).items() if name in specs}
     for name in sorted(names & set(specs)):
         print(name, flush=True)
         records[name] = prove(specs[name], family.__name__)
-    file.write_text(evidence.written(records), encoding="utf-8")
+    file.write_text(proof_records.written(records), encoding="utf-8")
 
 
 if __name__ == "__main__":

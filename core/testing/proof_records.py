@@ -1,7 +1,7 @@
-"""Evidence of what was proved of each functional form, as a file in the folder of its family.
+"""Records of what was proved of each functional form, as a file in the folder of its family.
 
 A file has no dates and no names of machines. Each record holds a digest of the source that was proved, so that
-anybody can tell whether it is about what is installed. ``make evidence`` renews it.
+anybody can tell whether it is about what is installed. ``make prove`` renews it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from opgraft.binding.functional import FUNCTIONALS
 from opgraft.testing.sources import digest_of
 
 PROVIDER = "opgraft"
-SCHEMA = "opgraft.evidence/1"
+SCHEMA = "opgraft.proofs/1"
 FILE = "proof.json"
 """The name of the file in each family's folder that holds the records of its forms."""
 
@@ -47,7 +47,7 @@ class Record:
 
 
 class State(enum.Enum):
-    """The verdict of the evidence on a form as it is installed."""
+    """The verdict of its record on a form as it is installed."""
 
     CURRENT = "current"
     CHANGED = "changed since it was checked"
