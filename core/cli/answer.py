@@ -14,10 +14,11 @@ from opgraft.cli.comparison import Comparison, Measurement, timed
 from opgraft.cli.output import discard_stdout, echo, print_json, print_table
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import RequestError
+from opgraft.planning.splits import expect_split
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.selection import current_platform, selected_platform
 from opgraft.serving.interrupts import interrupts_noted
-from opgraft.serving.llm import LLM, Interrupted
+from opgraft.serving.llm import LLM, Interrupted, engine_config
 from opgraft.serving.outputs import RequestOutput
 from opgraft.text import printable
 
@@ -27,6 +28,7 @@ MOST_TOKENS = 128
 
 def open_llm(model: str) -> LLM:
     """Load a model, and tell on stderr what its cache holds, if it has one."""
+    expect_split(engine_config(model, None, {}).resolved())
     llm = LLM(model)
     if not llm.embeds:
         click.echo(llm.engine.capacity(), err=True)

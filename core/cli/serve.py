@@ -16,6 +16,7 @@ from opgraft.cli.output import COMMAND_LINE, SettingsCommand, echo, with_setting
 from opgraft.config import OpgraftConfig, set_config
 from opgraft.errors import InputError
 from opgraft.logger import write_json
+from opgraft.planning.splits import expect_split
 from opgraft.plugins.selection import current_platform
 from opgraft.serving.llm import engine_config
 from opgraft.state import host_state
@@ -57,6 +58,7 @@ def command(model: str, api_keys: tuple[str, ...]) -> None:
     logging.getLogger("opgraft.server").setLevel(logging.INFO)
     with _memory_of_a_server():
         config = engine_config(model, None, _own_process()).resolved()
+        expect_split(config)
         _server().serve(model, config, api_keys, _show)
 
 

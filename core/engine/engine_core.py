@@ -292,7 +292,7 @@ class EngineCore:
         if self._stopped is not None:
             raise EngineError(
                 f"the engine has stopped, because a step failed ({described(self._stopped)}) and "
-                "scheduler.on_step_error is stop: make a new engine, or set it to fail_requests"
+                "scheduler.on_step_error is stop: start the engine or server anew, or set it to fail_requests"
             ) from self._stopped
 
     def _step_failed(self, batch: Sequence[Request], error: Exception) -> list[EngineOutput]:

@@ -111,7 +111,7 @@ class RemoteWorkers:
 
     def error(self) -> EngineError:
         """Return the error that says why they are there no more."""
-        advice = "workers start again with the next request" if self.can_restart else "make a new engine"
+        advice = "workers start again with the next request" if self.can_restart else "start the engine or server anew"
         return EngineError(f"{self.reason}; {advice}")
 
     def note(self, reason: str) -> None:
@@ -125,7 +125,7 @@ class RemoteWorkers:
         how = dead.ended(dead.telling_seconds) or "as far as its channels tell"
         whose = f"rank {dead.rank}" if len(self.links) > 1 else "the worker"
         stage = printable(dead.progress().stage)
-        self.note(f"the process of {whose} has ended, {how}; last stage: {stage}. stderr may say why")
+        self.note(f"the process of {whose} has ended, {how}; last stage: {stage}. What it wrote to stderr may say why")
 
     def post(self, number: int, data: memoryview) -> None:
         """Send a call, which ``encoded`` has made ready, to all of them.

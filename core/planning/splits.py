@@ -13,12 +13,13 @@ from opgraft.device_figures import DeviceFigures
 from opgraft.distributed.layout import ParallelLayout
 from opgraft.engine.cache_room import room_for
 from opgraft.engine.worker import DEVICE_SHARE
-from opgraft.errors import CheckpointError, ConfigError, InputError, OpgraftError
+from opgraft.errors import CheckpointError, ConfigError, DistributedError, InputError, LayerError, OpgraftError
 from opgraft.models.files import open_weights, opened_once
 from opgraft.models.stages import evenly
 from opgraft.planning.estimate import Seconds, seconds_of, sent_bytes
 from opgraft.planning.shard import Shard
 from opgraft.planning.units import in_bytes
+from opgraft.text import printable
 
 
 @dataclass(frozen=True)
@@ -237,6 +238,33 @@ class Planner:
                 f"room for {held} sequences of {wanted.context} tokens, and not for {sequences}"
             )
         return shard.cache.tokens(room.num_blocks)
+
+
+def expect_split(config: OpgraftConfig) -> None:
+    """Expect that a model can be shared as ``parallel`` says, which its config tells before a worker starts.
+
+    What else is wrong with the model is left to its loading. No engine may compute in this process meanwhile.
+
+    Args:
+        config: resolved; it names the model.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    parallel = config.parallel if config.parallel.expert > 1 else dataclasses.replace(config.parallel, data=1)
+    layout = ParallelLayout(parallel.tensor, parallel.pipeline, parallel.data)
+    if layout.world == 1:
+        return
+    try:
+        Shard(dataclasses.replace(config, parallel=parallel), layout, 0)
+    except (LayerError, DistributedError) as error:
+        name = printable(config.model.name or "")
+        raise ConfigError(
+            f"parallel: {name} cannot be shared by {Split(layout, parallel.expert).name}: {error}. "
+            f"'opgraft plan {name} --devices {layout.world}', with the figures of a device, shows what can be"
+        ) from error
+    except OpgraftError:
+        return
 
 
 def _divisors(number: int) -> Iterator[int]:

@@ -262,7 +262,7 @@ class EngineThread:
             self._serve()
         except BaseException as error:
             cause, why = error, f"the thread of the engine has ended by an error ({described(error)})"
-            logger.error("the thread of the engine has ended: %s", described(error))
+            logger.error("the engine has ended: %s", described(error))
         try:
             self._leave(cause)
         except BaseException as error:

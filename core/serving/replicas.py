@@ -203,6 +203,8 @@ class Replicas:
 
     def _lost(self, number: int, reason: str) -> None:
         """Forget what a lost replica held; others that share its experts cannot go on, and say why."""
+        left = sum(other.state == "ready" for other in self.each if other.number != number)
+        logger.error("replica %d is lost: %d of %d are ready", number, left, len(self.each))
         with self._lock:
             if self._routes:  # else it is lost before a request comes, while others start
                 self.router.forget(number)

@@ -207,7 +207,7 @@ def test_a_rank_that_hangs_at_the_start_is_named_with_its_stage(
         ):
             process.call_all("load_model")
         patched.setattr(process.workers, "restarts_left", 0)
-        with pytest.raises(EngineError, match=r"loading the model.*make a new engine"):
+        with pytest.raises(EngineError, match=r"loading the model.*start the engine"):
             planted.generate("a", GREEDY)
     assert tokens(planted) == right
 

@@ -141,7 +141,7 @@ def test_a_restart_that_fails_is_told_by_whoever_is_asked(
     assert tries == ([] if fails == "the processes" else [1, 0])
     assert (executor.is_lost, executor.can_restart, executor.is_restarting) == (True, False, False)
     for use in (executor.check_health, lambda: executor.call("synchronize")):
-        with pytest.raises(EngineError, match=rf"could not be started again: .*{reason}.*make a new engine"):
+        with pytest.raises(EngineError, match=rf"could not be started again: .*{reason}.*start the engine"):
             use()
 
 

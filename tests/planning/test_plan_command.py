@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from cli.test_schemas import validator
 from click.testing import CliRunner, Result
 from conftest import Site
 from opgraft.cli.plan import command
+from opgraft.cli.run import command as run_command
+from opgraft.cli.serve import command as serve_command
 from opgraft.device_figures import DeviceFigures
-from opgraft.errors import InputError, OpgraftError
+from opgraft.errors import ConfigError, InputError, OpgraftError
 from opgraft.planning.devices import device_of
 
 LARGE = Path(__file__).parent / "llama-405b"
@@ -176,3 +179,27 @@ def test_a_plugin_makes_its_device_known(site: Site, caplog: pytest.LogCaptureFi
     site.install("brix-dist", {"brix_device.py": DEVICES}, points)
     assert device_of("2", {"flops": 1e15}) == DeviceFigures("brix-2", 1e12, 1e13, {"": 1e15}, source="its maker")
     assert "the devices of platform brax are not known" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tensor": 5}, r"shared by tensor 5: embedding .* 192, which 5 tensor-parallel ranks do not divide"),
+        (
+            {"tensor": 2, "pipeline": 3},
+            r"shared by tensor 2, pipeline 3: the pipeline has 3 stages.* 2 layers",
+        ),
+        ({"pipeline": 2, "stage_layers": "1,2", "executor": "ray"}, r"shared by pipeline 2: .*stage_layers"),
+        ({"expert": 6, "tensor": 2, "data": 3}, r"shared by tensor 2, data 3, expert 6: .*experts"),
+    ],
+)
+@pytest.mark.parametrize("start", [[run_command, "Why?"], [serve_command]], ids=["run", "serve"])
+def test_what_cannot_be_is_refused_before_workers_start(
+    experts: Path, start: list[Any], settings: dict[str, object], message: str
+) -> None:
+    """There are no weights here, of which a worker would tell."""
+    options = [text for name, value in settings.items() for text in (f"--parallel.{name}", str(value))]
+    result = CliRunner().invoke(start[0], [str(experts), *start[1:], *options])
+    assert isinstance(result.exception, ConfigError)
+    assert re.search(message, str(result.exception))
+    assert f"'opgraft plan {experts} --devices" in str(result.exception)

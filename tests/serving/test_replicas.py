@@ -192,8 +192,8 @@ def test_requests_of_a_lost_engine_move(checkpoint: Path, alone: LLM) -> None:
     use(checkpoint, {**APART, "parallel.on_replica_loss": "move"}, body)
 
 
-def test_requests_of_a_lost_engine_fail(checkpoint: Path) -> None:
-    """They fail, those of the other engine go on; it starts again once, and then is missing, as health says."""
+def test_requests_of_a_lost_engine_fail(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They fail, those of the other engine go on; it starts again once, and then is missing, as health and log say."""
 
     async def body(llm: AsyncLLM) -> None:
         streams = [llm.generate(prompt, LONG, request_id=str(i)) for i, prompt in enumerate(prompts(2))]
@@ -214,5 +214,6 @@ def test_requests_of_a_lost_engine_fail(checkpoint: Path) -> None:
             await asyncio.sleep(0.01)
         with pytest.raises(EngineError, match="1 of 2 replicas"):
             await llm.check_health()
+        assert f"replica {victim.number} is lost: 1 of 2 are ready" in caplog.messages
 
     use(checkpoint, {**APART, "parallel.least_replicas": 2, "parallel.restart_workers": 1}, body)
