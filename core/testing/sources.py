@@ -24,8 +24,14 @@ def digest_of(sources: Iterable[str]) -> str | None:
         source = source_of(module)
         if source is None:
             return None
-        digest.update(_code(ast.parse(source)).encode())
+        digest.update(_code_of(source))
     return digest.hexdigest()[:16]
+
+
+@functools.cache
+def _code_of(source: str) -> bytes:
+    """Return what a digest is made of: most modules belong to many forms."""
+    return _code(ast.parse(source)).encode()
 
 
 def made_of(modules: Iterable[str]) -> list[str]:
