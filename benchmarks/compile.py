@@ -1,4 +1,4 @@
-"""What compilation gains and costs: a Llama of 12 layers by ``opgraft.compile``, beside transformers, torch.compile and
+"""Gains and costs of compilation: a Llama of 12 layers by ``opgraft.compile``, beside transformers, torch.compile and
 the same grafted model uncompiled, and the engine's step.
 
 Each side is a process of its own; the sides take turns. Ratios are medians over rounds, of seconds on the clock or,
