@@ -28,7 +28,7 @@ MOST = {
 }
 """Dtype and batch → the highest fine ratio of a compiled model's time to that of transformers."""
 
-COMPILED = {"-O1": "-O0", "-O2": "-O0", "kernels -O1": "kernels -O0", "kernels -O2": "kernels -O0"}
+COMPILED = {"O1": "O0", "O2": "O0", "kernels O1": "kernels O0", "kernels O2": "kernels O0"}
 """Compiled side → the same model uncompiled."""
 
 CALLS = {1: 12, 4: 10, 16: 8, 64: 4}
@@ -48,7 +48,7 @@ def steady(arguments: argparse.Namespace) -> Iterator[Finding]:
                 found = in_turns(started, batch, CALLS[batch], arguments.rounds)
                 of = f"{dtype}, batch {batch}"
                 for side in found.keys() - {PLAIN}:
-                    fine = most if side == "kernels -O2" else None
+                    fine = most if side == "kernels O2" else None
                     yield over(f"{side} / {PLAIN}, {of}", found[side], found[PLAIN], arguments, fine)
                 for side, uncompiled in COMPILED.items():
                     if {side, uncompiled} <= found.keys():
@@ -61,7 +61,7 @@ def calls(arguments: argparse.Namespace) -> Iterator[Finding]:
         for batch in (1, 4):
             found = in_turns(started, batch, 40, arguments.rounds)
             for side in found.keys() - {STOCK}:
-                most = 0.5 if side.endswith("-O2") else None
+                most = 0.5 if side.endswith("O2") else None
                 name = f"{side} / {STOCK}, a call of a tiny model, batch {batch}"
                 yield over(name, found[side], found[STOCK], arguments, most)
 
@@ -80,7 +80,7 @@ def recompilations(arguments: argparse.Namespace) -> Iterator[Finding]:
     register: Any = torch._dynamo.register_backend
     register(counting, name="counting")
     shape = replace(TINY, layers=arguments.shape.layers)
-    model = prepared(SIDES["-O2"], shape)
+    model = prepared(SIDES["O2"], shape)
     config = opgraft.CompilationConfig(level=2, backend="counting")
     given: dict[str, Any] = {"use_cache": False}
     run = opgraft.compile(model, config, args=(tokens(4, shape.vocabulary),), kwargs=given)
@@ -99,21 +99,21 @@ def starts(arguments: argparse.Namespace) -> Iterator[Finding]:
     cold: dict[str, list[Seconds]] = {}
     warm: dict[str, list[Seconds]] = {}
     for _ in range(max(arguments.rounds // 3, 1)):
-        for side in (PLAIN, STOCK, "-O1", "-O2"):
+        for side in (PLAIN, STOCK, "O1", "O2"):
             with tempfile.TemporaryDirectory() as folder:
                 for found in (cold, warm):
                     found.setdefault(side, []).append(_first(side, arguments.shape, Path(folder)))
     clock = argparse.Namespace(cpu_time=True)
     yield over(f"{STOCK}, first output, warm / cold", warm[STOCK], cold[STOCK], clock)
-    yield over("-O2, first output, warm / cold", warm["-O2"], cold["-O2"], clock, 0.03)
-    yield over(f"-O2, warm first output / {PLAIN}", warm["-O2"], warm[PLAIN], clock, 1.5)
-    yield over(f"-O2, warm first output / {STOCK}", warm["-O2"], warm[STOCK], clock)
-    yield over(f"-O2, cold first output / {STOCK}", cold["-O2"], cold[STOCK], clock, 1.0)
-    yield over(f"-O1, cold first output / {STOCK}", cold["-O1"], cold[STOCK], clock, 0.5)
+    yield over("O2, first output, warm / cold", warm["O2"], cold["O2"], clock, 0.03)
+    yield over(f"O2, warm first output / {PLAIN}", warm["O2"], warm[PLAIN], clock, 1.5)
+    yield over(f"O2, warm first output / {STOCK}", warm["O2"], warm[STOCK], clock)
+    yield over(f"O2, cold first output / {STOCK}", cold["O2"], cold[STOCK], clock, 1.0)
+    yield over(f"O1, cold first output / {STOCK}", cold["O1"], cold[STOCK], clock, 0.5)
 
 
 def _first(side: str, shape: Shape, folder: Path) -> Seconds:
-    kept = {"cache": True, "cache_folder": str(folder / "opgraft")} if side == "-O2" else {}
+    kept = {"cache": True, "cache_folder": str(folder / "opgraft")} if side == "O2" else {}
     process = Process(side, shape, folder, **kept)
     process.close()
     return process.first

@@ -45,12 +45,12 @@ PLAIN, STOCK = "transformers", "torch.compile"
 SIDES = {
     PLAIN: Side(),
     STOCK: Side(stock=True),
-    "-O0": Side(0),
-    "-O1": Side(1),
-    "-O2": Side(2),
-    "kernels -O0": Side(0, plugins=KERNELS),
-    "kernels -O1": Side(1, plugins=KERNELS),
-    "kernels -O2": Side(2, plugins=KERNELS),
+    "O0": Side(0),
+    "O1": Side(1),
+    "O2": Side(2),
+    "kernels O0": Side(0, plugins=KERNELS),
+    "kernels O1": Side(1, plugins=KERNELS),
+    "kernels O2": Side(2, plugins=KERNELS),
 }
 
 

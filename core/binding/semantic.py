@@ -97,4 +97,5 @@ def _native_on_forms(op: CustomOp, natives: Natives) -> Any:
     native = native.__func__ if isinstance(native, staticmethod) else native
     if isinstance(native, FunctionType) and takes_functional(native):
         return native
-    return natives.get(op.op_class)
+    kinds = op.op_class.__mro__ if kernel.functions is not None else (kernel.owner,)
+    return next((natives[kind] for kind in kinds if kind in natives), None)

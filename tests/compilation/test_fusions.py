@@ -96,6 +96,30 @@ def test_maps_that_differ_stay_apart(biases: tuple[bool, ...]) -> None:
     expect_computed(compiled, model)
 
 
+def test_maps_of_a_provider_are_one() -> None:
+    """Layers of a replacement that comes as the form are semantic nodes, too: its kernel computes them at once."""
+    calls: list[Any] = []
+
+    def linear(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+        calls.append(weight.shape)
+        return functional.linear.native(x, weight, *others)
+
+    class Counted(Linear):
+        functional_oot = {"linear": linear}  # noqa: RUF012
+
+        def forward_oot(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+            return linear(input, self.weight, self.bias, self.activation, residual)
+
+    Linear.register_oot(Counted)
+    model = projections(False, False, False)
+    compiled = opgraft.compile(model, EAGER, args=(torch.randn(3, 5, WIDTH),))
+    assert counts(compiled, "joint_linears") == (1, 1)
+    calls.clear()
+    compiled(torch.randn(2, 5, WIDTH))
+    assert calls == [(48, WIDTH)]
+    expect_computed(compiled, model)
+
+
 class Quantizing(nn.Module):
     """Norms, with and without a sum, and a gated activation, each quantised; the first by two layers alike."""
 
