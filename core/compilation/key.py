@@ -28,6 +28,10 @@ _OF_THE_CACHE = ("cache", "cache_folder", "cache_bytes", "dump_graphs", "level")
 OF_CODE = ("versions", "platform", "threads", "variables", "providers")
 """The parts on which the code of a graph depends, besides the graph."""
 
+_HASH = "_hash"
+"""The end of names under which objects keep what ``hash`` gives, as generation configs do: Python salts it anew in each
+process, and what it is of is described itself."""
+
 _SOURCES = (".py", ".so", ".cpp", ".h")
 _DEPTH = 6
 """Levels of objects within objects among the attributes of a module that are looked at."""
@@ -165,7 +169,8 @@ def _described(value: Any, depth: int = _DEPTH) -> Any:
     if isinstance(value, Iterable) and hasattr(value, "__len__"):
         items = [_described(each, depth - 1) for each in value]
         return sorted(items, key=repr) if isinstance(value, (set, frozenset)) else items
-    own = vars(value) if hasattr(value, "__dict__") and not _is_ours(type(value)) else {}
+    known = vars(value) if hasattr(value, "__dict__") and not _is_ours(type(value)) else {}
+    own = {name: each for name, each in known.items() if not name.endswith(_HASH)}
     return [qualified(type(value)), _described(own, depth - 1)]
 
 

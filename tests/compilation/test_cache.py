@@ -63,6 +63,22 @@ def test_changes_of_the_model_miss(block: Block, x: Tensor, before: dict[str, An
     assert changed(before, parts(Block(), x, shapes=({0: torch.export.Dim("n", max=8)},))) == {"example"}
 
 
+def test_what_python_salts_is_not_in_the_key(block: Block, x: Tensor, before: dict[str, Any]) -> None:
+    """A hash that a config keeps of itself differs from process to process; what else it has is in the key."""
+
+    class Kept:
+        def __init__(self, number: int, salted: int) -> None:
+            self.number, self._original_object_hash = number, salted
+
+    block.generation_config = Kept(1, 5)  # type: ignore[assignment]
+    kept = parts(block, x)
+    assert changed(before, kept) == {"model"}
+    block.generation_config = Kept(1, 6)  # type: ignore[assignment]
+    assert not changed(kept, parts(block, x))
+    block.generation_config = Kept(2, 6)  # type: ignore[assignment]
+    assert changed(kept, parts(block, x)) == {"model"}
+
+
 def test_changes_of_settings_and_machine_miss(
     block: Block, x: Tensor, before: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
