@@ -119,7 +119,11 @@ def test_errors_are_json_where_json_is_asked_for(cli, arguments: list[str], code
 
 @pytest.mark.parametrize(
     ("arguments", "hint"),
-    [(["detct"], "did you mean 'detect'?"), (["plugins", "docter"], "'doctor'"), (["zzz"], "known: bench, cache, chat")],
+    [
+        (["detct"], "did you mean 'detect'?"),
+        (["plugins", "docter"], "'doctor'"),
+        (["zzz"], "known: bench, cache, chat"),
+    ],
 )
 def test_misspelt_commands_get_suggestions(cli, arguments: list[str], hint: str) -> None:
     """Near names are suggested, all are listed where none is near."""
