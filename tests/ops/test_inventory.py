@@ -142,7 +142,10 @@ def test_keys_in_words() -> None:
 def test_forms_belong_to_the_op_that_they_run() -> None:
     """Variants of a form, in place or fused, are of one op; a layer made of ops has none."""
     names = {form.name for form in inventory.functionals_of(RMSNorm)}
-    assert names == {"rms_norm", "fused_add_rms_norm", "fused_add_rms_norm_"}
+    quantised = {
+        f"{name}_quant_fp8_{kind}" for name in ("rms_norm", "fused_add_rms_norm") for kind in ("static", "dynamic")
+    }
+    assert names == {"rms_norm", "fused_add_rms_norm", "fused_add_rms_norm_", *quantised}
     assert inventory.functionals_of(GatedMLP) == []
     assert inventory.find_op("fused_add_rms_norm") is RMSNorm
     assert inventory.find_op("rms_nrm") is None
