@@ -29,11 +29,12 @@ ENDS = [
 ]
 LAST = [(spec, [*spec.variants][-1]) for spec in SPECS.values()]
 TRACED_LONG = (
-    *("conv3d", "dual_chunk_rotary_embedding", "mamba_chunk_scan", "mrope", "paged_attention", "quantized_experts"),
-    *("rotary_embedding", "rotary_embedding_", "selective_scan"),
+    *("conv2d", "conv3d", "dual_chunk_rotary_embedding", "fp8_linear", "fused_experts", "mamba_chunk_scan"),
+    *("mla_paged_attention", "mm_encoder_attn", "mrope", "paged_attention", "quantized_experts", "quantized_linear"),
+    *("rotary_embedding", "rotary_embedding_", "selective_scan", "selective_state_update"),
 )
-"""Ops that take seconds to trace; each has a relative that does not."""
-DIFFERENTIATED_LONG = ("conv3d", "mamba_chunk_scan", "paged_attention")
+"""Ops that take seconds to trace, by AOT autograd or by Dynamo; both are asked of relatives that take less."""
+DIFFERENTIATED_LONG = ("conv2d", "conv3d", "mamba_chunk_scan", "mla_paged_attention", "paged_attention")
 """Ops that take seconds to differentiate by finite differences; so have these."""
 LONG = {"registration": TRACED_LONG, "compilation": TRACED_LONG, "gradients": DIFFERENTIATED_LONG}
 HALF_AND_SINGLE = (torch.bfloat16, torch.float32)
