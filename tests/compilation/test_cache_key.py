@@ -179,6 +179,14 @@ def test_what_a_module_holds_is_in_the_key(one: Any, other: Any, x: Tensor) -> N
     assert not changed(found, parts(Holder(copy.deepcopy(one)), x))
 
 
+def test_what_generates_is_not_in_the_key(x: Tensor) -> None:
+    """Of a model of transformers it has a hash that each process has another of, and no forward reads it."""
+    models = [Holder(1), Holder(1)]
+    for number, model in enumerate(models):
+        model.generation_config = Slots(number)  # type: ignore[assignment]
+    assert not changed(*(parts(model, x) for model in models))
+
+
 @pytest.mark.filterwarnings("ignore:TF32")  # of the flags of mkldnn
 def test_hooks_and_compilers_are_in_the_key(x: Tensor, block: Block) -> None:
     """A hook of a module, flags of torch, and settings of its compilers that code has changed."""
