@@ -40,7 +40,7 @@ def expect_alike(
     eager: Callable[[list[Tensor]], Sequence[Any]],
     compiled: Callable[[list[Tensor]], Sequence[Any]],
     tensors: Sequence[Tensor],
-    size: int,
+    size: int | None,
 ) -> None:
     """Compare compiled code with its model on inputs, and put the model's buffers back as they were.
 
@@ -49,7 +49,7 @@ def expect_alike(
         eager: runs the model on flat inputs.
         compiled: runs the code likewise.
         tensors: the inputs; neither side sees what the other writes to them.
-        size: of the batch in them.
+        size: of the batch in them; ``None`` where none is dynamic.
 
     Raises:
         CompilationError: the results differ by more than rounding.
@@ -62,9 +62,12 @@ def expect_alike(
             buffer.copy_(values)
     for expected, found in zip(*results, strict=True):
         if isinstance(expected, Tensor) and not _close(found, expected):
+            where, advice = "", "use another compilation_config.backend, such as eager"
+            if size is not None:
+                where = f" where the dynamic size is {size}"
+                advice = "where it branches on that size, name by dynamic_shapes the sizes that vary"
             raise CompilationError(
-                f"{type(model).__name__} compiled differs from the model itself where the dynamic size is {size}, by "
-                "more than rounding: where it branches on that size, name by dynamic_shapes the sizes that vary"
+                f"{type(model).__name__} compiled differs from the model itself{where}, by more than rounding: {advice}"
             )
 
 

@@ -160,7 +160,7 @@ def complete(python: str, site, words: str) -> list[str]:
         ("opgraft detect --platform cu", ["cuda"]),
         ("opgraft detect --plugins_disable ", ["acme"]),
         ("opgraft detect --strict t", ["true"]),
-        ("opgraft ops explain rms_norm_", ["rms_norm_gated"]),
+        ("opgraft ops explain rms_norm_g", ["rms_norm_gated"]),
         ("opgraft ops explain GemmaR", ["GemmaRMSNorm"]),
     ],
 )

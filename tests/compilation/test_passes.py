@@ -196,6 +196,9 @@ def test_passes_of_a_user_run_after_the_others() -> None:
     plain = compiled_for(model)
     with pytest.raises(CompilationError, match="differs from the model itself"):
         compiled_for(model, "Doubling")
+    config = CompilationConfig(backend="eager", user_passes=[f"{__name__}:Doubling"])
+    with pytest.raises(CompilationError, match="differs from the model itself, by more than rounding: use another"):
+        opgraft.compile(model.eval(), config, args=(x,), dynamic_shapes=(None,))
     compiled = compiled_for(model, "OtherSizes")
     assert [report.name for report in compiled.passes] == [each.name for each in BUILT_IN]
     assert re.fullmatch("[0-9a-f]{12}", plain.passes[0].source_hash)
