@@ -21,7 +21,7 @@ PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -
 OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-families test-xla test-ipex test-triton check prove op-pages settings-page bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel soak-serve bench-ipex charts figures docs clean FORCE
+.PHONY: help run test test-slow test-families test-xla test-ipex test-triton check prove op-pages settings-page bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex charts figures docs clean FORCE
 
 help:
 	@echo "make run    the demonstration: a sentence encoder and a language model on the CPU, then on a simulated NPU from a plugin"
@@ -44,6 +44,7 @@ help:
 	@echo "make bench-engine  the engine against transformers, vLLM and llama.cpp on SmolLM2: table, and JSON in build (8 GB the first time)"
 	@echo "make bench-serve   the server against the engine without one, many streams, and twice the load that it can bear"
 	@echo "make bench-parallel  what ranks that share the layers of a model gain, and what they take to talk to each other"
+	@echo "make bench-compile what compilation gains and costs, against transformers, torch.compile and the model uncompiled"
 	@echo "make soak-serve    servers of a language model and an encoder under requests of every kind for MINUTES=20, and what is left"
 	@echo "make bench-ipex    the CPU kernels against Intel's extension, in its environment (8 GB)"
 	@echo "make charts  measure mechanism, models, engine and workers, and draw the charts of README and documentation anew"
@@ -134,6 +135,11 @@ bench-serve: .venv/opgraft
 bench-parallel: .demo/installed
 	mkdir -p build
 	PYTHONPATH=$(CURDIR)/.demo OPGRAFT_PLUGINS=cpu_kernels OMP_NUM_THREADS=1 $(BIN)/python benchmarks/parallel.py --json build/bench-parallel.json $(BENCH)
+
+# BENCH='--cpu-time' for a machine that has other work, '--rows calls recompilations' for a part; --help names the rest.
+bench-compile: .demo/installed
+	mkdir -p build
+	PYTHONPATH=$(CURDIR)/.demo OPGRAFT_PLUGINS=cpu_kernels $(BIN)/python benchmarks/compile.py --json build/bench-compile.json $(BENCH)
 
 MINUTES ?= 20
 # oneDNN and torch keep what they have prepared for 1,024 shapes, which would hide a leak for as long as new lengths of texts come.

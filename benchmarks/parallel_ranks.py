@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -109,9 +109,9 @@ class Part:
     key_heads: int
 
 
-def load(state: dict[str, Any], model: str, dtype: str) -> Part:
-    """Make an engine; return the part of this rank."""
-    from opgraft.config import CacheConfig, LoadConfig, ModelConfig, OpgraftConfig
+def load(state: dict[str, Any], model: str, dtype: str, compilation: Mapping[str, Any] | None = None) -> Part:
+    """Make an engine, with settings of compilation; return the part of this rank."""
+    from opgraft.config import CacheConfig, CompilationConfig, LoadConfig, ModelConfig, OpgraftConfig
     from opgraft.engine.engine_core import EngineCore
     from opgraft.ops.attention.decoder import attention_layers
 
@@ -119,6 +119,7 @@ def load(state: dict[str, Any], model: str, dtype: str) -> Part:
         model=ModelConfig(name=model, dtype=dtype, max_model_len=1024),
         cache=CacheConfig(memory_bytes=2**28),
         load=LoadConfig(progress=False),
+        compilation_config=CompilationConfig(**(compilation or {})),
     )
     core = EngineCore(given)
     state.update(core=core, asked=0)

@@ -20,6 +20,8 @@ from opgraft.ops.conv import functional as _conv
 from opgraft.ops.conv.functional import *
 from opgraft.ops.fused_moe import functional as _fused_moe
 from opgraft.ops.fused_moe.functional import *
+from opgraft.ops.fused_quantization import functional as _fused_quantization
+from opgraft.ops.fused_quantization.functional import *
 from opgraft.ops.latent_attention import functional as _latent_attention
 from opgraft.ops.latent_attention.functional import *
 from opgraft.ops.layernorm import functional as _layernorm
@@ -49,6 +51,7 @@ __all__ += _latent_attention.__all__
 __all__ += _layernorm.__all__
 __all__ += _linear.__all__
 __all__ += _quantization.__all__
+__all__ += _fused_quantization.__all__
 __all__ += _quantized_linear.__all__
 __all__ += _quantized_moe.__all__
 __all__ += _rotary.__all__

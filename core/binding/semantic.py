@@ -79,7 +79,9 @@ def _semantic_class(op: CustomOp, natives: Natives) -> type | None:
         return None
     # vars(), as a class derived from another specialisation must not find its.
     if _CACHE not in vars(kind):
-        forward = with_functional(native, _RegisteredOps())
+        forward: Any = with_functional(native, _RegisteredOps())
+        if isinstance(inspect.getattr_static(kind, "forward_native", None), staticmethod):
+            forward = staticmethod(forward)
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__specialisation__": True}
         setattr(kind, _CACHE, type(kind)(kind.__name__, (kind,), {**names, "forward": forward}))
     made: type = vars(kind)[_CACHE]
@@ -92,6 +94,8 @@ def _native_on_forms(op: CustomOp, natives: Natives) -> Any:
     if kernel.method != "forward_native" and kernel.functions is None:
         return None
     native = inspect.getattr_static(kernel.owner, "forward_native", None)
+    native = native.__func__ if isinstance(native, staticmethod) else native
     if isinstance(native, FunctionType) and takes_functional(native):
         return native
-    return natives.get(op.op_class)
+    kinds = op.op_class.__mro__ if kernel.functions is not None else (kernel.owner,)
+    return next((natives[kind] for kind in kinds if kind in natives), None)

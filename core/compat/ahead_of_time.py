@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from opgraft.errors import CompilationError
 from torch import Tensor, fx
 
 _OPTIONS = {
@@ -52,14 +53,31 @@ class Package:
         if len(self._constants) < len(wanted):
             raise KeyError(f"it wants the tensors {sorted(wanted - constants.keys())}")
         self._tensors = list(self._constants.values())
+        self._layouts = self._found_layouts()
         self._load()
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """Run the code; tensors of the model that have moved in memory are looked up again first."""
+        """Run the code; tensors of the model that have moved in memory are looked up again first.
+
+        Raises:
+            CompilationError: one of those has another dtype, device, shape or strides now, which the code cannot read.
+        """
         if [each.data_ptr() for each in self._tensors] != self._addresses:
+            self._expect_same_layouts()
             self._load()
         results: Sequence[Tensor] = self._loader.boxed_run(list(tensors))
         return results
+
+    def _found_layouts(self) -> list[tuple[Any, ...]]:
+        return [(each.dtype, each.device, tuple(each.shape), each.stride()) for each in self._tensors]
+
+    def _expect_same_layouts(self) -> None:
+        for name, before, now in zip(self._constants, self._layouts, self._found_layouts(), strict=True):
+            if now != before:
+                raise CompilationError(
+                    f"the tensor {name} of the model was {_told(*before)}, and is {_told(*now)}, as by .to() or .data: "
+                    "compile the model anew"
+                )
 
     def _load(self) -> None:
         # By reference, so they must stay alive.
@@ -67,6 +85,10 @@ class Package:
         self._addresses = [each.data_ptr() for each in self._tensors]
         if self._kept:
             self._loader.load_constants(self._kept, False, True, True)
+
+
+def _told(dtype: torch.dtype, device: torch.device, shape: tuple[int, ...], strides: tuple[int, ...]) -> str:
+    return f"{dtype} of shape {shape} and strides {strides} on {device}"
 
 
 def _loader(file: Path) -> Any:

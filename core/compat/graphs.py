@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -73,3 +74,17 @@ def structure_of_text(text: str) -> Any:
         Exception: the text is no structure, or of a class that is not known.
     """
     return _pytree.treespec_loads(text)
+
+
+_WRITTEN = {"aot_inductor.metadata"}
+"""Settings of Inductor to which it writes by itself."""
+
+
+def changed_settings() -> dict[str, Any]:
+    """Return the settings of Inductor that code has changed, to what: none, where it is not imported."""
+    config: Any = sys.modules.get("torch._inductor.config")
+    entries: dict[str, Any] = {} if config is None else vars(config)["_config"]
+    # Whoever changes a setting for a while leaves it set to the default.
+    names = entries.keys() - _WRITTEN
+    changed = {name: getattr(config, name) for name in names if not config._is_default(name)}
+    return {name: value for name, value in sorted(changed.items()) if value != entries[name].default}

@@ -7,8 +7,8 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,9 @@ from opgraft.text import described
 
 _DESCRIPTION = "entry.json"
 _SUMS = "sums.json"
-_TEMPORARY = "writing-"
+_LOCK, _WRITING = ".lock", ".writing"
+_KEY = re.compile("[0-9a-f]{40}")
+"""The name of an entry. Nothing of another name is touched, as the folder may have other things in it."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,13 @@ class CompilationCache:
         Raises:
             ConfigError: its folder cannot be used.
         """
-        folder = Path(settings.cache_folder) if settings.cache_folder else cache_home() / "opgraft" / "compiled"
-        return cls(folder.expanduser(), settings.cache_bytes)
+        try:
+            folder = Path(settings.cache_folder) if settings.cache_folder else cache_home() / "opgraft" / "compiled"
+            return cls(folder.expanduser(), settings.cache_bytes)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"compilation_config.cache_folder cannot be found: {described(error)}: name a folder by its full path"
+            ) from error
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder = folder
@@ -85,10 +92,35 @@ class CompilationCache:
 
     @contextlib.contextmanager
     def locked(self, key: str) -> Iterator[None]:
-        """Hold the lock of a key, for which other processes wait."""
-        with (self.folder / f"{key}.lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        """Hold the lock of a key, for which other processes wait.
+
+        Raises:
+            CacheEntryError: the folder takes no file, as on a full disk.
+        """
+        try:
+            lock = self._lock(key)
+        except OSError as error:
+            raise CacheEntryError(f"the folder {self.folder} takes no file: {described(error)}") from error
+        try:
             yield
+        finally:
+            os.close(lock)
+
+    def _lock(self, key: str, at_once: int = 0) -> int:
+        """Return a descriptor that holds the lock; ``LOCK_NB`` for ``at_once`` raises where another one does."""
+        path = self.folder / f"{key}{_LOCK}"
+        while True:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | at_once)
+                if os.path.samestat(os.fstat(lock), path.stat()):
+                    return lock
+            except FileNotFoundError:  # removed while this waited: nobody else would wait for this one
+                pass
+            except BaseException:
+                os.close(lock)
+                raise
+            os.close(lock)
 
     def read(self, key: str) -> tuple[Path, Mapping[str, Any]] | None:
         """Return the folder and the description of an entry, ``None`` where there is none.
@@ -112,8 +144,13 @@ class CompilationCache:
 
     @contextlib.contextmanager
     def written(self, key: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-        """Give a folder to write files to and a description to fill, which together become the entry at the end."""
-        folder = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self.folder))
+        """Give a folder to write files to and a description to fill, which together become the entry at the end.
+
+        Who writes holds the lock of the key.
+        """
+        folder = self.folder / f"{key}{_WRITING}"
+        shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+        folder.mkdir(mode=0o700)
         try:
             description: dict[str, Any] = {}
             yield folder, description
@@ -130,38 +167,55 @@ class CompilationCache:
         shutil.rmtree(self.folder / key, ignore_errors=True)
 
     def clear(self) -> int:
-        """Remove all entries, and return how many there were."""
-        entries = self._entries()
-        for entry in entries:
-            self.discard(entry.name)
-        for rest in (*self.folder.glob(f"{_TEMPORARY}*"), *self.folder.glob("*.lock")):
-            shutil.rmtree(rest) if rest.is_dir() else rest.unlink(missing_ok=True)
-        return len(entries)
+        """Remove all entries but those that somebody waits for or makes, and return how many there were."""
+        entries = {key for _, _, key in self._entries()}
+        return len(entries & {key for key in self._keys() if self._removed(key)})
 
     def figures(self) -> CacheFigures:
         """Count entries and their bytes."""
-        sizes = [_size(entry) for entry in self._entries()]
+        sizes = [size for _, size, _ in self._entries()]
         return CacheFigures(str(self.folder), len(sizes), sum(sizes), self.limit)
 
-    def _entries(self) -> list[Path]:
-        return [path for path in self.folder.iterdir() if path.is_dir() and not path.name.startswith(_TEMPORARY)]
+    def _keys(self, *endings: str) -> set[str]:
+        """Return the keys of which there is something, or something that ends so."""
+        found = {path.stem for path in self.folder.iterdir() if path.suffix in (endings or ("", _LOCK, _WRITING))}
+        return {key for key in found if _KEY.fullmatch(key)}
+
+    def _entries(self) -> list[tuple[int, int, str]]:
+        """Return when each entry was last used, its bytes and its key; other processes may remove some meanwhile."""
+        found = []
+        for key in self._keys(""):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                entry = self.folder / key
+                size = sum(file.stat().st_size for file in entry.iterdir())
+                found.append((entry.stat().st_mtime_ns, size, key))
+        return sorted(found)
 
     def _make_room(self, kept: str) -> None:
         """Remove entries that were not used for longest, until the rest fits beside the one that is ``kept``."""
-        entries = sorted((path for path in self._entries()), key=lambda path: path.stat().st_mtime_ns)
-        total = sum(map(_size, entries))
-        for entry in entries:
-            if total <= self.limit:
-                return
-            if entry.name != kept:
-                total -= _size(entry)
-                logger.info("the entry %s of the cache of compiled code goes, as it is full", entry.name)
-                self.discard(entry.name)
+        for key in self._keys(_WRITING):  # of processes that were killed; others hold their locks
+            self._removed(key)
+        entries = self._entries()
+        total = sum(size for _, size, _ in entries)
+        for _, size, key in entries:
+            if total > self.limit and key != kept and self._removed(key):
+                total -= size
+                logger.info("the entry %s of the cache of compiled code goes, as it is full", key)
+
+    def _removed(self, key: str) -> bool:
+        """Remove all that there is of a key, and tell whether that was so: it is not while somebody has its lock."""
+        try:
+            lock = self._lock(key, fcntl.LOCK_NB)
+        except OSError:
+            return False
+        try:
+            self.discard(key)
+            shutil.rmtree(self.folder / f"{key}{_WRITING}", ignore_errors=True)
+            (self.folder / f"{key}{_LOCK}").unlink(missing_ok=True)
+        finally:
+            os.close(lock)
+        return True
 
 
 def _sum(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir())

@@ -12,10 +12,10 @@ from opgraft.compilation.capture import Captured
 from opgraft.compilation.graph_pass import PassReport
 from opgraft.compilation.lowering import lower, prepared
 from opgraft.compilation.manager import ALL_SIZES, run_passes
-from opgraft.compilation.nodes import PARTS, attribute_of
+from opgraft.compilation.nodes import PARTS, Origin, attribute_of
 from opgraft.compilation.packages import Packages
 from opgraft.compilation.passes import passes_of
-from opgraft.compilation.tensors import Origin, origins_of
+from opgraft.compilation.tensors import origins_of
 from opgraft.config import CompilationConfig, CompilationMode
 from opgraft.decision import Decision
 from opgraft.errors import CacheEntryError, CompilationError

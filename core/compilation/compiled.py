@@ -16,6 +16,7 @@ from opgraft.compilation.entries import read_code, read_signature, write_code, w
 from opgraft.compilation.inputs import InputCheck, Signature
 from opgraft.compilation.key import OF_CODE, digest, parts_of
 from opgraft.compilation.packages import Packages
+from opgraft.compilation.passes import passes_of
 from opgraft.compilation.verification import expect_alike, of_size
 from opgraft.config import CompilationConfig, CompilationMode, OpgraftConfig, set_config
 from opgraft.decision import Candidate, Decision
@@ -63,6 +64,8 @@ class Compiled:
     def verify(self, example: Example) -> None:
         """Compare the code with the model for a batch of one, and for the sizes that have code of their own.
 
+        Where no size is dynamic the example is what both compute.
+
         Raises:
             CompilationError: they differ.
         """
@@ -74,10 +77,10 @@ class Compiled:
                 found: list[Any] = signature.out_spec.flatten_up_to(self.model(*args, **kwargs))
             return found
 
+        tensors = [flat[place] for place in signature.inputs]
         for size in sorted({1, *self.sizes}):
-            cut = of_size([flat[place] for place in signature.inputs], signature.expected, size)
-            if cut is not None:
-                expect_alike(self.model, eager, self._computed, cut, size)
+            cut = of_size(tensors, signature.expected, size)
+            expect_alike(self.model, eager, self._computed, cut or tensors, None if cut is None else size)
 
     def described(self, folder: Path) -> dict[str, Any]:
         """Describe this for the cache, and write to a folder what the description does not hold.
@@ -147,7 +150,7 @@ def _compiled(model: nn.Module, example: Example) -> Any:
         backend = settings.backend or "inductor"
         backend_of(backend)
         return torch.compile(model, backend=backend, dynamic=True)
-    if not settings.cache or settings.backend not in _KEPT:
+    if not settings.cache or settings.backend not in _KEPT or settings.dump_graphs:
         return _verified(_built(model, example, settings), example)
     return _cached(model, example, settings, CompilationCache.of(settings))
 
@@ -159,54 +162,69 @@ def _verified(compiled: Compiled, example: Example) -> Compiled:
 
 def _cached(model: nn.Module, example: Example, settings: CompilationConfig, cache: CompilationCache) -> Compiled:
     """Take a compiled model from the cache or, where it has none that can be used, compile and keep it."""
+    passes_of(settings.user_passes, settings.pass_config)  # which imports them: the key has their sources
     parts = parts_of(model, example, settings)
-    key = digest(parts)
-    packages = Packages(cache, {name: parts[name] for name in OF_CODE})
-    with cache.locked(key):
-        try:
-            found = _restored(model, example, cache, key, packages)
-            if found is not None:
-                return found
-            reason = "it had no such entry"
-        except (CacheEntryError, CompilationError) as error:
-            cache.discard(key)
-            reason = f"its entry could not be used: {error}"
-        logger.info("%s is compiled anew: %s", type(model).__name__, reason)
-        try:
-            with cache.written(key) as (folder, description):
-                compiled = _verified(_built(model, example, settings, packages, reason), example)
+    key, packages = digest(parts), Packages(cache, {name: parts[name] for name in OF_CODE})
+    compiled = _taken_or_made(model, example, settings, packages, key)
+    # Not while the lock is held: a model that ranks share waits for the others, and one of them may wait for the lock.
+    try:
+        return _verified(compiled, example)
+    except CompilationError as error:
+        cache.discard(key)
+        if compiled.graph is not None:
+            raise
+        reason = f"its entry could not be used: {error}"
+    return _verified(_taken_or_made(model, example, settings, packages, key, reason), example)
+
+
+def _taken_or_made(
+    model: nn.Module,
+    example: Example,
+    settings: CompilationConfig,
+    packages: Packages,
+    key: str,
+    absent: str = "it had no such entry",
+) -> Compiled:
+    """Return a compiled model, as the cache has it from then on; ``absent`` says why it has none."""
+    try:
+        with packages.cache.locked(key):
+            try:
+                return _restored(model, example, key, packages, absent)
+            except CacheEntryError as error:
+                reason = str(error)
+            logger.info("%s is compiled anew: %s", type(model).__name__, reason)
+            with packages.cache.written(key) as (folder, description):
+                compiled = _built(model, example, settings, packages, reason)
                 description.update(compiled.described(folder))
-        except (CacheEntryError, OSError) as error:
-            reason = f"nothing is kept: {described(error)}"
-            logger.warning("the cache of compiled code: %s", reason)
-            compiled = _verified(_built(model, example, settings, None, reason), example)
-        return compiled
+            return compiled
+    except (CacheEntryError, OSError) as error:
+        reason = f"nothing is kept: {described(error)}"
+    logger.warning("the cache of compiled code: %s", reason)
+    return _built(model, example, settings, None, reason)
 
 
-def _restored(
-    model: nn.Module, example: Example, cache: CompilationCache, key: str, packages: Packages
-) -> Compiled | None:
-    """Return what an entry holds, checked against the model; ``None`` where there is none.
+def _restored(model: nn.Module, example: Example, key: str, packages: Packages, absent: str) -> Compiled:
+    """Return what an entry holds.
 
     Raises:
-        CacheEntryError: it is damaged, or not for this model and these kernels.
-        CompilationError: it computes something else.
+        CacheEntryError: there is none, or it is damaged, or not for this model and these kernels.
     """
-    entry = cache.read(key)
-    if entry is None:
-        return None
-    folder, description = entry
     try:
-        signature = read_signature(description["signature"], example)
-        codes = {size: read_code(model, code, folder, packages) for size, code in description["codes"]}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CacheEntryError(f"it is of another form: {described(error)}") from error
-    subject, code = f"compilation of {type(model).__name__}", codes.pop(None)
-    by = Candidate(description["backend"], True, "compilation_config.backend")
+        entry = packages.cache.read(key)
+        if entry is not None:
+            folder, description = entry
+            signature = read_signature(description["signature"], example)
+            codes = {size: read_code(model, code, folder, packages) for size, code in description["codes"]}
+            code, backend = codes.pop(None), description["backend"]
+    except Exception as error:  # of another form; whatever reading that raises
+        raise CacheEntryError(f"its entry could not be used: {described(error)}") from error
+    if entry is None:
+        raise CacheEntryError(absent)
+    subject, setting = f"compilation of {type(model).__name__}", "compilation_config.cache"
     reason = f"taken from the cache of compiled code, the entry {key}"
-    setting = "compilation_config.cache"
-    decision = Decision(subject, description["backend"], reason, (by,), setting, code.lowerings)
-    return _verified(Compiled(model, signature, code, codes, decision), example)
+    by = Candidate(backend, True, "compilation_config.backend")
+    decision = Decision(subject, backend, reason, (by,), setting, code.lowerings)
+    return Compiled(model, signature, code, codes, decision)
 
 
 def _built(

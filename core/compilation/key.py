@@ -6,13 +6,15 @@ import functools
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
+from opgraft.compat.graphs import changed_settings
 from opgraft.compilation.capture import Example
+from opgraft.compilation.description import Descriptions, code_digest, layout
 from opgraft.config import CompilationConfig, OpgraftConfig
 from opgraft.config.declaration import values_of
 from opgraft.environment import read_compilers
@@ -20,17 +22,15 @@ from opgraft.plugins.selection import current_platform
 from opgraft.registry.op_classes import qualified
 from opgraft.state import host_state
 from opgraft.version import __version__
-from torch import Tensor, nn
+from torch import nn
 
 _OF_THE_CACHE = ("cache", "cache_folder", "cache_bytes", "dump_graphs", "level")
 """Settings of compilation that do not change what is compiled, or change it through others."""
 
-OF_CODE = ("versions", "platform", "threads", "variables", "providers")
-"""The parts on which the code of a graph depends, besides the graph."""
+OF_CODE = ("versions", "platform", "threads", "compilers", "variables", "providers", "example")
+"""The parts on which the code of a graph depends, besides the graph: by the example, the sizes that it is for."""
 
 _SOURCES = (".py", ".so", ".cpp", ".h")
-_DEPTH = 6
-"""Levels of objects within objects among the attributes of a module that are looked at."""
 
 
 def parts_of(model: nn.Module, example: Example, settings: CompilationConfig) -> dict[str, Any]:
@@ -39,20 +39,27 @@ def parts_of(model: nn.Module, example: Example, settings: CompilationConfig) ->
     Args:
         model: to be compiled.
         example: of its arguments.
-        settings: under which it is.
+        settings: under which it is; passes that they name have been imported.
     """
-    platform = current_platform()
+    platform, descriptions = current_platform(), Descriptions(model)
+    modules = list(_modules(model, descriptions))
+    names = descriptions.modules | {name.partition(":")[0] for name in settings.user_passes}
+    given = Descriptions(model, contents=False)
     return {
         "versions": [__version__, torch.__version__, torch.version.git_version, sys.version],
         "platform": [platform.name, str(platform.capability()), torch.backends.cpu.get_cpu_capability()],
         "threads": [torch.get_num_threads(), torch.get_float32_matmul_precision(), str(torch.get_default_dtype())],
+        "compilers": [
+            *(torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled),
+            given.of(changed_settings()),
+        ],
         "variables": read_compilers(),
         "settings": [*_settings(settings), *_host_settings()],
         "providers": sorted(_providers()),
-        "model": list(_modules(model)),
-        "sources": sorted(_sources(model, settings)),
+        "model": modules,
+        "sources": sorted(_sources(names)),
         "weights": list(_weights(model)),
-        "example": [_described(example.args), _described(dict(example.kwargs)), _described(example.dynamic_shapes)],
+        "example": [given.of(each) for each in (example.args, dict(example.kwargs), example.dynamic_shapes)],
     }
 
 
@@ -91,7 +98,8 @@ def _package(name: str) -> str:
     files = [Path(file)] if file and not folders else []
     for folder in map(Path, folders):
         files += sorted(path for path in folder.rglob("*") if path.suffix in _SOURCES)
-    return hashlib.sha256("".join(map(_file, map(str, files))).encode()).hexdigest()
+    found = [_file(str(path)) for path in files] if files else sorted(_codes(module))
+    return hashlib.sha256("".join(found).encode()).hexdigest()
 
 
 def _file(path: str) -> str:
@@ -107,25 +115,58 @@ def _digest_of_file(path: str, size: int, changed: int) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
-def _sources(model: nn.Module, settings: CompilationConfig) -> Iterator[str]:
-    """Yield the files of the model's classes and of the user's passes, and the version of the package of each."""
-    names = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
-    names |= {name.partition(":")[0] for name in settings.user_passes}
-    for name in names:
-        top = name.partition(".")[0]
-        if top not in ("opgraft", "torch", "builtins"):  # of which the versions, or all sources, are in the key
-            module = sys.modules.get(name)
-            version = getattr(sys.modules.get(top), "__version__", "")
-            yield f"{name} {version} {_file(str(getattr(module, '__file__', None)))}"
+def _sources(names: Iterable[str]) -> Iterator[str]:
+    """Yield the files of modules, each with the version of its package, and of those that they name.
+
+    Those of torch and opgraft, of which the versions or all sources are in the key, are left out. Of an installed
+    package the version stands for what its modules name.
+    """
+    pending, seen = [*names], set[str]()
+    while pending:
+        name = pending.pop()
+        package, module = name.partition(".")[0], sys.modules.get(name)
+        if name in seen or package in _COVERED or module is None:
+            continue
+        seen.add(name)
+        file, version = getattr(module, "__file__", None), getattr(sys.modules.get(package), "__version__", "")
+        yield f"{name} {version} {_file(file) if file else sorted(_codes(module))}"
+        if not file or not _INSTALLED & {*Path(file).parts}:
+            pending += _named(module)
 
 
-def _modules(model: nn.Module) -> Iterator[list[Any]]:
+_COVERED = {"opgraft", "torch", *sys.stdlib_module_names} - {"__main__"}
+_INSTALLED = {"site-packages", "dist-packages"}
+
+
+def _named(module: Any) -> Iterator[str]:
+    """Yield the modules that a module names, and those of what it names."""
+    for value in list(vars(module).values()):
+        name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        if isinstance(name, str):
+            yield name
+
+
+def _codes(module: Any) -> Iterator[str]:
+    """Yield digests of the functions of a module that has no file, as that of a notebook."""
+    values = list(vars(module).values()) if module else []
+    found = [value for value in values if getattr(value, "__module__", None) == module.__name__]
+    functions = [each for value in found for each in (vars(value).values() if isinstance(value, type) else (value,))]
+    yield from (code_digest(each.__code__) for each in functions if isinstance(each, FunctionType))
+
+
+def _modules(model: nn.Module, descriptions: Descriptions) -> Iterator[list[Any]]:
     for path, module in model.named_modules(remove_duplicate=False):
         own = {name: value for name, value in vars(module).items() if name not in _NOT_OF_MODULES}
-        yield [path, qualified(type(module)), _described(own)]
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        descriptions.modules.update(kind.__module__ for kind in type(module).__mro__)
+        yield [path, qualified(type(module)), descriptions.of(own), descriptions.of(hooks)]
 
 
-_NOT_OF_MODULES = {*vars(nn.Module()), "_packed", "_beside", "_choice", "binding"} - {"training"}
+_NOT_OF_MODULES = {
+    *(vars(nn.Module()).keys() - {"training"}),
+    *("_packed", "_joint", "_beside", "_choice", "_binding"),  # of a process, or as the weights lie
+    "generation_config",  # of transformers: no forward reads it, and it has a hash that each process has another of
+}
 
 
 def _weights(model: nn.Module) -> Iterator[list[Any]]:
@@ -135,55 +176,7 @@ def _weights(model: nn.Module) -> Iterator[list[Any]]:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 place = storages.setdefault(tensor.untyped_storage().data_ptr(), len(storages))
-                yield [path, name, *_layout(tensor), place, tensor.storage_offset()]
+                yield [path, name, *layout(tensor), place, tensor.storage_offset()]
         packed = vars(module).get("_packed")
         if packed is not None:
             yield [path, "packed", packed.rows, packed.columns, str(packed.dtype)]
-
-
-def _layout(tensor: Tensor) -> list[Any]:
-    return [str(tensor.dtype), str(tensor.device), list(tensor.shape), list(tensor.stride())]
-
-
-def _described(value: Any, depth: int = _DEPTH) -> Any:
-    """Describe data: what a graph may depend on, and nothing that differs from process to process."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value if value == value else "nan"
-    if isinstance(value, (torch.dtype, torch.device, bytes, complex)):
-        return repr(value)
-    if isinstance(value, nn.Module):
-        return qualified(type(value))  # described where it stands in the model
-    if isinstance(value, Tensor):
-        return _layout(value)
-    if isinstance(value, (type, FunctionType, MethodType)):
-        limits = [str(getattr(value, name, "")) for name in ("min", "max")]  # of sizes, for torch.export
-        return [qualified(value), _code(value), *limits]
-    if depth == 0:
-        return qualified(type(value))
-    if isinstance(value, Mapping):
-        return sorted([str(key), _described(each, depth - 1)] for key, each in value.items())
-    if isinstance(value, Iterable) and hasattr(value, "__len__"):
-        items = [_described(each, depth - 1) for each in value]
-        return sorted(items, key=repr) if isinstance(value, (set, frozenset)) else items
-    own = vars(value) if hasattr(value, "__dict__") and not _is_ours(type(value)) else {}
-    return [qualified(type(value)), _described(own, depth - 1)]
-
-
-def _is_ours(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in ("opgraft", "torch")
-
-
-def _code(value: Any) -> str:
-    """Digest the code of a function; empty for what has none."""
-    code = getattr(value, "__code__", None)
-    return "" if code is None else hashlib.sha256("".join(_instructions(code)).encode()).hexdigest()
-
-
-def _instructions(code: CodeType) -> Iterator[str]:
-    yield code.co_code.hex()
-    yield repr(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _instructions(constant)
-        else:  # sets have an order of their own in each process
-            yield repr(sorted(constant, key=repr) if isinstance(constant, frozenset) else constant)

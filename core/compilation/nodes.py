@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from opgraft.binding.functional import FUNCTIONALS, Functional
+from opgraft.binding.functional import FUNCTIONALS, Functional, binding_of
 from torch import Tensor, fx
 
 OPERATOR: Any = type(torch.ops.aten.add.Tensor)
@@ -17,7 +17,12 @@ PARTS = "opgraft_parts"
 """The key in ``meta`` of a node that stands for a joint tensor: the parameters over whose memory it is."""
 
 JOINT = "opgraft_joint"
-"""The key in ``meta`` of such a node for the path of the layer that has the tensor, and its name there."""
+"""The key in ``meta`` of such a node for where the tensor is from, an ``Origin``."""
+
+Origin = tuple[str, ...]
+"""The place of a tensor of a graph in a model: ``("model", name)``, ``("joint", layer, name)`` of a ``JointLayer``,
+``("together", name, *layers)`` of layers whose weights lie together, ``("packed", layer)``, or ``("value",)`` of what
+is in no model."""
 
 _PREFIX = "opgraft::"
 
@@ -50,6 +55,11 @@ def semantic_calls(graph: fx.Graph, *names: str) -> Iterator[tuple[fx.Node, str,
         called = semantic_call(node, *names)
         if called is not None:
             yield node, *called
+
+
+def has_kernel(name: str) -> bool:
+    """Tell whether a provider's kernel comes as the form of that name here."""
+    return binding_of(FUNCTIONALS[name]).kernel.winner.functional(name) is not None
 
 
 def layout_of(value: Any) -> Any:

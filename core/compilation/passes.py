@@ -8,12 +8,12 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
-from opgraft.binding.functional import FUNCTIONALS, binding_of
 from opgraft.compat.graphs import returns_new_memory
 from opgraft.compilation.graph_pass import GraphPass, Outcome
-from opgraft.compilation.nodes import JOINT, OPERATOR, PARTS, layout_of, semantic_call, semantic_calls
+from opgraft.compilation.linear_passes import GatedProduct, JointLinears
+from opgraft.compilation.nodes import OPERATOR, has_kernel, layout_of, semantic_calls
+from opgraft.compilation.quantization_passes import RMSNormQuantFP8, SiluAndMulQuantFP8
 from opgraft.errors import ConfigError, close_matches
-from opgraft.ops.composites.gated_mlp import GatedMLP
 from opgraft.text import described
 from torch import fx, nn
 
@@ -90,7 +90,7 @@ class AddRMSNorm(GraphPass):
             matched += 1
             if any(order.get(each, -1) > order.get(summed, -1) for each in given.values() if isinstance(each, fx.Node)):
                 continue  # a weight that is computed after the sum
-            if _has_kernel(name) and not _has_kernel(f"fused_add_{name}"):
+            if has_kernel(name) and not has_kernel(f"fused_add_{name}"):
                 continue  # a provider's kernel is not passed over
             with module.graph.inserting_before(summed):
                 both = module.graph.call_function(self._fused[name], (*summed.args, *given.values()))
@@ -100,11 +100,6 @@ class AddRMSNorm(GraphPass):
             summed.replace_all_uses_with(total)
             replaced += 1
         return Outcome(matched, replaced)
-
-
-def _has_kernel(name: str) -> bool:
-    """Tell whether a provider's kernel comes as the form of that name here."""
-    return binding_of(FUNCTIONALS[name]).kernel.winner.functional(name) is not None
 
 
 def _is_sum(node: object) -> bool:
@@ -117,79 +112,15 @@ def _is_sum(node: object) -> bool:
     return bool(first == second)
 
 
-class GatedProduct(GraphPass):
-    """Joins gate, up and the gated activation of a feed-forward layer: one linear map, and one form.
-
-    That is where the weights of both lie in one memory, as a ``GatedMLP`` puts them, so that no memory is taken.
-    """
-
-    name: ClassVar[str] = "gated_product"
-
-    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
-        matched = replaced = 0
-        for node in list(module.graph.nodes):
-            found = _gated(node) if node.target is _aten.mul.Tensor else None
-            if found is None:
-                continue
-            matched += 1
-            act, given, gate, up = found
-            path = _joint_layer(model, gate, up)
-            if path is None:
-                continue
-            with module.graph.inserting_before(node):
-                placed = [_held(module, model, path, name) for name in ("weight", "bias")]
-                joint = module.graph.call_function(_opgraft.linear.default, (gate["x"], *placed))
-                target = _opgraft.silu_and_mul if act == "silu" else _opgraft.gelu_and_mul
-                product = module.graph.call_function(target.default, (joint, *given))
-            node.replace_all_uses_with(product)
-            replaced += 1
-        return Outcome(matched, replaced)
-
-
-def _gated(product: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any], dict[str, Any]] | None:
-    """Return of ``act(gate) · up`` the activation, its settings, and the arguments of both linear maps."""
-    called = semantic_call(product.args[0], "silu", "gelu")
-    other = semantic_call(product.args[1], "linear")
-    if called is None or other is None:
-        return None
-    act, settings = called
-    inner = settings.pop("x")
-    gated = semantic_call(inner, "linear")
-    if gated is None or any(len(node.users) > 1 for node in (product.args[0], product.args[1], inner)):  # type: ignore[union-attr]
-        return None
-    gate, up = gated[1], other[1]
-    plain = all(each["activation"] == "none" and each["residual"] is None for each in (gate, up))
-    return (act, tuple(settings.values()), gate, up) if plain and gate["x"] is up["x"] else None
-
-
-def _joint_layer(model: nn.Module, gate: dict[str, Any], up: dict[str, Any]) -> str | None:
-    """Return the path of the layer of the model that has the weights of gate and up in one memory, if there is one."""
-    names = [str(each["weight"].target) for each in (gate, up) if each["weight"].op == "get_attr"]
-    paths = [name.removesuffix(".weight").rpartition(".") for name in names]
-    if len(paths) < 2 or paths[0][0] != paths[1][0]:
-        return None
-    layer = model.get_submodule(paths[0][0])
-    if not isinstance(layer, GatedMLP) or layer.joined != (paths[0][2], paths[1][2]):
-        return None
-    if "act_and_mul" in layer.idle():  # as where somebody provides a kernel for the activation alone
-        return None
-    return None if layer.joint_parameter("weight")[0] is None else paths[0][0]
-
-
-def _held(module: fx.GraphModule, model: nn.Module, path: str, name: str) -> fx.Node | None:
-    """Give a graph a joint parameter of a layer, and return the node that stands for it; ``None`` if it has none."""
-    layer: Any = model.get_submodule(path)
-    tensor, parts = layer.joint_parameter(name)
-    if tensor is None:
-        return None
-    number = sum(name.startswith("joint_") for name, _ in module.named_parameters(recurse=False))
-    module.register_parameter(f"joint_{number}", tensor)
-    node = module.graph.get_attr(f"joint_{number}")
-    node.meta[PARTS], node.meta[JOINT] = parts, (path, name)
-    return node
-
-
-BUILT_IN: tuple[type[GraphPass], ...] = (NoOps, Copies, GatedProduct, AddRMSNorm)
+BUILT_IN: tuple[type[GraphPass], ...] = (
+    NoOps,
+    Copies,
+    GatedProduct,
+    JointLinears,
+    AddRMSNorm,
+    RMSNormQuantFP8,
+    SiluAndMulQuantFP8,
+)
 """The passes in the order in which they run."""
 
 

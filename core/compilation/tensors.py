@@ -6,13 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from opgraft.compilation.nodes import JOINT, attribute_of
+from opgraft.compilation.nodes import JOINT, Origin, attribute_of
 from opgraft.errors import CacheEntryError
-from opgraft.ops.composites.joint import JointLayer
+from opgraft.ops.composites.joint import JointLayer, joint_parameters
 from torch import Tensor, fx, nn
-
-Origin = tuple[str, ...]
-"""``("model", name)``, ``("joint", layer, name)``, ``("packed", layer)``, or ``("value",)`` of what is in no model."""
 
 
 def origins_of(model: nn.Module, graph: fx.GraphModule) -> dict[str, Origin]:
@@ -24,7 +21,7 @@ def origins_of(model: nn.Module, graph: fx.GraphModule) -> dict[str, Origin]:
             continue
         tensor = attribute_of(graph, node)
         if JOINT in node.meta:
-            found[str(node.target)] = ("joint", *node.meta[JOINT])
+            found[str(node.target)] = node.meta[JOINT]
         elif _of_model(model, str(node.target)) is tensor:
             found[str(node.target)] = ("model", str(node.target))
         elif any(user.target is torch.ops.opgraft.packed_only_linear.default for user in node.users):
@@ -58,6 +55,10 @@ def tensors_of(
             if isinstance(layer, JointLayer):
                 tensor, others = layer.joint_parameter(place[1])
                 parts += others
+        elif kind == "together":
+            layers: list[Any] = [model.get_submodule(path) for path in place[1:]]
+            tensor = (joint_parameters(layers) or {}).get(place[0])
+            parts += [getattr(layer, place[0]) for layer in layers]
         elif kind == "packed":
             packed: Any = model.get_submodule(place[0])
             tensor = packed._packed.handle if _is_packed(packed) else None

@@ -61,17 +61,19 @@ class ProcessExecutor(RemoteExecutor):
             undo.callback(end_workers, links, 0.0)
             for rank in range(len(local)):
                 links.append(LocalProcess(rank, environ, slots.file))
-            met = release.enter_context(ExitStack())
-            meeting = self._meeting(met)
+            meeting = self._meeting(release)
             undo.pop_all()
-            return Started(links, local, meeting, release.pop_all().close, met.close, slots.write)
+            return Started(links, local, meeting, release.pop_all().close, slots.write)
 
-    def _meeting(self, met: ExitStack) -> str | None:
-        """Return the file by which the ranks meet, which is gone once they have; that of all replicas is of these."""
+    def _meeting(self, release: ExitStack) -> str | None:
+        """Return the file by which the ranks meet; that of all replicas is of these.
+
+        It stays while they run: backends such as NCCL connect the ranks of a group at its first collective.
+        """
         given = self.opgraft_config.parallel.meeting if self.in_rounds else None
         if given is not None or self.layout.world == 1:
             return given
-        return met.enter_context(meeting_file())
+        return release.enter_context(meeting_file())
 
     def _local_ranks(self) -> list[tuple[int, int]]:
         size, parallel = self.layout.world, self.opgraft_config.parallel

@@ -87,7 +87,6 @@ class RemoteExecutor(Executor):
             told = self.opgraft_config, *self._job_of(rank), *local, started.meeting, writes_json(), digest
             self.workers.begin(rank, encoded(WorkerJob(*told)))
         self.call_all("init_device")
-        started.met()
 
     def _expect_greetings(self) -> None:
         """Wait until each worker has said which versions it has.

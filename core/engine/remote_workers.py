@@ -35,9 +35,8 @@ class Started(NamedTuple):
     Attributes:
         links: to the workers, in the order of ranks.
         local_ranks: the local rank of each, and the number of workers of its host.
-        meeting: where they find each other; ``None`` for one that is alone.
+        meeting: where they find each other, as long as they run; ``None`` for one that is alone.
         release: gives back what they share, once they have ended.
-        met: called once they have found each other.
         share: writes a call of a number to memory that all of them have, and returns its token; ``None`` where there is
             no such memory, and each is sent the call.
     """
@@ -46,7 +45,6 @@ class Started(NamedTuple):
     local_ranks: Sequence[tuple[int, int]] = ()
     meeting: Meeting | None = None
     release: Callable[[], None] = _nothing
-    met: Callable[[], None] = _nothing
     share: Callable[[int, memoryview], bytes] | None = None
 
 

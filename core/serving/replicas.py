@@ -73,7 +73,6 @@ class Replicas:
         else:
             self._start(opgraft_config, watched)
         self._wait()
-        self._meeting.close()
         reuse = opgraft_config.resolved().cache.prefix_reuse and len(self.each) > 1
         self.router = RequestRouter([each.engine.cache_tokens if reuse else 0 for each in self.each])
         self._routes = True

@@ -9,6 +9,7 @@ from opgraft.ops.activation import spec as activation
 from opgraft.ops.attention import spec as attention
 from opgraft.ops.conv import spec as conv
 from opgraft.ops.fused_moe import spec as fused_moe
+from opgraft.ops.fused_quantization import spec as fused_quantization
 from opgraft.ops.latent_attention import spec as latent_attention
 from opgraft.ops.layernorm import spec as layernorm
 from opgraft.ops.linear import spec as linear
@@ -25,6 +26,7 @@ FAMILIES = (
     attention,
     conv,
     fused_moe,
+    fused_quantization,
     latent_attention,
     layernorm,
     linear,

@@ -1,8 +1,9 @@
-"""The cache of compiled code: its key, its entries, and models that another process has compiled."""
+"""The cache of compiled code: its entries, and models that another process has compiled."""
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+import fcntl
 import json
 import os
 import subprocess
@@ -16,112 +17,24 @@ import opgraft
 import pytest
 import torch
 from compilation.blocks import WIDTH, Block
-from opgraft import CompilationConfig, OpgraftConfig, set_config
+from opgraft import CompilationConfig
 from opgraft.compilation import key as keys
 from opgraft.compilation.cache import CompilationCache
-from opgraft.compilation.capture import Example
-from opgraft.errors import CacheEntryError, ConfigError
-from opgraft.ops import RMSNorm
-from opgraft.plugins.selection import current_platform
+from opgraft.errors import CacheEntryError, CompilationError, ConfigError
 from torch import Tensor, nn
 
-
-def parts(model: nn.Module, *args: Any, shapes: Any = None, **fields: Any) -> dict[str, Any]:
-    settings = OpgraftConfig(compilation_config=CompilationConfig(**fields)).resolved().compilation_config
-    return keys.parts_of(model.eval(), Example(args, {}, shapes), settings)
-
-
-def changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
-    """The parts of the key that differ, of which each alone is another key."""
-    differing = {name for name in before if before[name] != after[name]}
-    assert (keys.digest(before) == keys.digest(after)) == (not differing)
-    return differing
-
-
-@pytest.fixture
-def before(block: Block, x: Tensor) -> dict[str, Any]:
-    """The key of the block as it is, which is the same for another one with other weights."""
-    found = parts(block, x)
-    block(x)
-    assert not changed(found, parts(block, x))
-    other = Block().requires_grad_(False)
-    assert not changed(found, parts(other, torch.randn_like(x)))
-    return found
-
-
-def test_changes_of_the_model_miss(block: Block, x: Tensor, before: dict[str, Any]) -> None:
-    """Another attribute, class, weight, sharing or example is another key."""
-    block.second.variance_epsilon = 0.5
-    assert changed(before, parts(block, x)) == {"model"}
-    block.second.variance_epsilon = 1e-3
-    block.first.weight = block.second.weight
-    assert changed(before, parts(block, x)) == {"weights"}
-    assert "weights" in changed(before, parts(Block().double(), x))
-    assert "model" in changed(before, parts(nn.Sequential(Block()), x))
-    for example in ((x[:2],), (x.double(),), (x, 2.0)):
-        assert changed(before, parts(Block(), *example)) == {"example"}
-    assert changed(before, parts(Block(), x, shapes=({0: torch.export.Dim("n", max=8)},))) == {"example"}
-
-
-def test_changes_of_settings_and_machine_miss(
-    block: Block, x: Tensor, before: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Settings, variables that compilers read, threads, precision, versions and instruction sets are in the key."""
-    for fields in ({"custom_ops": ["none"]}, {"backend": "eager"}, {"pass_config": {"copies": False}}):
-        assert changed(before, parts(block, x, **fields)) == {"settings"}
-    for fields in ({"dump_graphs": "there"}, {"cache": True}, {"cache_folder": "there"}, {"cache_bytes": 1}):
-        assert not changed(before, parts(block, x, **fields))
-    with set_config(OpgraftConfig(providers={"rms_norm": "opgraft"})):
-        assert changed(before, parts(block, x)) == {"settings"}
-    with monkeypatch.context() as patched:
-        patched.setenv("TORCHINDUCTOR_CACHE_DIR", "/somewhere")
-        assert not changed(before, parts(block, x))
-        patched.setenv("CXXFLAGS", "-O1")
-        assert changed(before, parts(block, x)) == {"variables"}
-    torch.set_float32_matmul_precision("high")
-    try:
-        assert changed(before, parts(block, x)) == {"threads"}
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    for module, name in ((keys, "__version__"), (torch, "__version__"), (torch.version, "git_version")):
-        with monkeypatch.context() as patched:
-            patched.setattr(module, name, "0.0.0")
-            assert changed(before, parts(block, x)) == {"versions"}
-    platform = current_platform()
-    other = opgraft.DeviceCapability("other", platform.capability().dtypes, features=("t1",))
-    monkeypatch.setattr(type(platform), "capability", lambda self, device_id=0: other)
-    assert changed(before, parts(block, x)) == {"platform"}
-
-
-MODULE = """
-from opgraft.ops import RMSNorm
-class Own(RMSNorm):
-    def forward_oot(self, x, residual=None):
-        return x * {}
-"""
-
-
-def test_changes_of_sources_miss(
-    x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: Block, before: dict[str, Any]
-) -> None:
-    """A replacement, and then a change of its file, are other keys, and so is a change of the file of the model."""
-    file = tmp_path / "acme_kernels_of_this_test.py"
-    monkeypatch.syspath_prepend(str(tmp_path))
-    file.write_text(MODULE.format(2))
-    kind = importlib.import_module(file.stem).Own
-    mine = parts(nn.Sequential(kind(WIDTH)), x)
-    RMSNorm.register_oot(kind)
-    replaced = parts(block, x)
-    assert changed(before, replaced) == {"providers"}
-    file.write_text(MODULE.format(30))
-    assert changed(replaced, parts(block, x)) == {"providers"}
-    assert "sources" in changed(mine, parts(nn.Sequential(kind(WIDTH)), x))
+A, B, C, D, E = (keys.digest(number) for number in range(5))
 
 
 def entry(cache: CompilationCache, key: str, content: bytes = b"code") -> None:
-    with cache.written(key) as (folder, description):
+    with cache.locked(key), cache.written(key) as (folder, description):
         (folder / "code").write_bytes(content)
         description["of"] = key
+
+
+def names(cache: CompilationCache) -> set[str]:
+    """Everything in the folder but locks."""
+    return {path.name for path in cache.folder.iterdir() if path.suffix != ".lock"}
 
 
 def damage(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
@@ -141,15 +54,15 @@ def damage(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], obje
 def test_damaged_entries_are_told(harm: Callable[[Path], object], tmp_path: Path) -> None:
     """A file that is truncated, changed or gone is an error, where a whole entry is read."""
     cache = CompilationCache(tmp_path / "cache", 1 << 20)
-    entry(cache, "a")
-    found = cache.read("a")
+    entry(cache, A)
+    found = cache.read(A)
     assert found is not None
     assert (found[0] / "code").read_bytes() == b"code"
-    assert found[1] == {"of": "a"}
-    assert cache.read("b") is None
+    assert found[1] == {"of": A}
+    assert cache.read(B) is None
     harm(found[0])
     with pytest.raises(CacheEntryError, match=r"damaged|cannot be read"):
-        cache.read("a")
+        cache.read(A)
 
 
 def test_what_is_not_finished_is_no_entry(tmp_path: Path) -> None:
@@ -157,31 +70,95 @@ def test_what_is_not_finished_is_no_entry(tmp_path: Path) -> None:
     cache = CompilationCache(tmp_path / "cache", 1 << 20)
 
     def fill() -> None:
-        with cache.written("a") as (folder, _):
+        with cache.written(A) as (folder, _):
             (folder / "code").write_bytes(b"co")
             raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
         fill()
-    assert cache.read("a") is None
+    assert cache.read(A) is None
     assert not list(cache.folder.iterdir())
 
 
 def test_the_oldest_entries_go_first(tmp_path: Path) -> None:
     """Beyond its limit a cache removes what was not used for longest, and never what was just written."""
     cache = CompilationCache(tmp_path / "cache", 2500)
-    for number, key in enumerate("abc"):
+    for number, key in enumerate((A, B, C)):
         entry(cache, key, bytes(600))
         os.utime(cache.folder / key, (number, number))
     assert cache.figures().entries == 3
-    cache.read("a")
-    entry(cache, "d", bytes(600))
-    assert [cache.read(key) is not None for key in "abcd"] == [True, False, True, True]
-    entry(cache, "e", bytes(5000))
-    assert cache.read("e") is not None
+    cache.read(A)
+    entry(cache, D, bytes(600))
+    assert [cache.read(key) is not None for key in (A, B, C, D)] == [True, False, True, True]
+    entry(cache, E, bytes(5000))
+    assert cache.read(E) is not None
     assert cache.figures().entries == 1
     assert cache.clear() == 1
-    assert cache.figures().nbytes == 0
+    assert not list(cache.folder.iterdir())
+
+
+def test_nothing_else_in_the_folder_is_touched(tmp_path: Path) -> None:
+    """A folder that has other things in it loses entries alone, however old the others are and however full it is."""
+    others = [tmp_path / name for name in ("project", "poetry.lock", "writing-a-book", "notes.writing", "f" * 39)]
+    for path in others:
+        path.mkdir()
+        (path / "file").write_bytes(bytes(5000))
+        os.utime(path, (0, 0))
+    cache = CompilationCache(tmp_path, 1000)
+    for key in (A, B):
+        entry(cache, key, bytes(600))
+    assert (cache.figures().entries, cache.read(A)) == (1, None)
+    assert cache.clear() == 1
+    assert sorted(tmp_path.iterdir()) == sorted(others)
+    assert all((path / "file").is_file() for path in others)
+
+
+def test_what_somebody_uses_stays(tmp_path: Path) -> None:
+    """Neither a full cache nor who clears it takes an entry that another one reads or makes."""
+    cache = CompilationCache(tmp_path, 1000)
+    entry(cache, A, bytes(600))
+    with cache.locked(A), cache.locked(B), cache.written(B) as (folder, _):
+        entry(cache, C, bytes(600))
+        assert cache.read(A) is not None
+        assert cache.clear() == 1
+        assert names(cache) == {A, folder.name}
+    assert names(cache) == {A, B}
+
+
+def test_what_a_killed_process_has_begun_goes(tmp_path: Path) -> None:
+    """By the next one that writes, whichever entry that is."""
+    cache = CompilationCache(tmp_path, 1 << 20)
+    code = "import os, sys; from pathlib import Path; from opgraft.compilation.cache import CompilationCache as C\n"
+    code += "c = C(Path(sys.argv[1]), 9)\nwith c.locked(sys.argv[2]), c.written(sys.argv[2]): os._exit(1)"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path), A], check=False)
+    assert len(names(cache)) == 1
+    entry(cache, B)
+    assert names(cache) == {B}
+
+
+def test_who_waits_for_a_lock_that_is_removed_takes_the_next(tmp_path: Path) -> None:
+    """So that two never hold the lock of a key at once."""
+    cache, lock = CompilationCache(tmp_path, 1 << 20), tmp_path / f"{A}.lock"
+    held: list[bool] = []
+
+    def wait() -> None:
+        with cache.locked(A):
+            held.append(lock.exists())
+
+    with cache.locked(A):
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        while opened(lock) < 2:
+            pass
+        lock.unlink()
+    waiting.join()
+    assert held == [True]
+
+
+def opened(path: Path) -> int:
+    """Count the descriptors of this process that are of a file."""
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return [os.readlink(link) for link in links if os.path.islink(link)].count(str(path))
 
 
 def test_a_key_is_locked(tmp_path: Path) -> None:
@@ -190,13 +167,14 @@ def test_a_key_is_locked(tmp_path: Path) -> None:
     seen: list[bool] = []
 
     def wait() -> None:
-        with cache.locked("a"):
-            seen.append(cache.read("a") is not None)
+        with cache.locked(A):
+            seen.append(cache.read(A) is not None)
 
-    with cache.locked("a"):
+    with cache.locked(A):
         waiting = threading.Thread(target=wait)
         waiting.start()
-        entry(cache, "a")
+        with cache.written(A):
+            pass
     waiting.join()
     assert seen == [True]
 
@@ -216,7 +194,7 @@ def test_folders_of_others_are_refused(tmp_path: Path) -> None:
 def test_the_command_line(cli: Any, tmp_path: Path) -> None:
     """`opgraft cache info` counts entries, `clear` removes them."""
     folder = ("--compilation_config.cache_folder", str(tmp_path / "cache"))
-    entry(CompilationCache(tmp_path / "cache", 1), "a")
+    entry(CompilationCache(tmp_path / "cache", 1), A)
     figures = json.loads(cli("cache", "info", "--json", *folder).stdout)
     assert (figures["entries"], figures["limit"]) == (1, 1 << 30)
     assert figures["bytes"] > 4
@@ -228,6 +206,25 @@ def kept(model: nn.Module, folder: Path, x: Tensor) -> opgraft.Compiled:
     made = opgraft.compile(model, CompilationConfig(level=2, cache=True, cache_folder=str(folder)), args=(x,))
     assert isinstance(made, opgraft.Compiled)
     return made
+
+
+class Failing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("planted")
+
+
+def test_a_folder_that_takes_no_lock_is_a_warning(x: Tensor, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As on a full disk: the model is compiled, as far as it can be, and nothing is kept."""
+    config = CompilationConfig(level=2, cache=True, cache_folder=str(tmp_path))
+    for _ in range(2):
+        with pytest.raises(CompilationError, match="planted"):
+            opgraft.compile(Failing().eval(), config, args=(x,))
+        (lock,) = tmp_path.glob("*.lock")
+        if lock.is_file():
+            assert "nothing is kept" not in caplog.text
+            lock.unlink()
+            lock.mkdir()
+    assert f"nothing is kept: CacheEntryError: the folder {tmp_path} takes no file: IsADirectoryError" in caplog.text
 
 
 CHILD = """
@@ -265,3 +262,47 @@ def test_what_a_process_has_compiled_another_one_loads(block: Block, x: Tensor, 
     mended = kept(block, tmp_path / "cache", x)  # traced, and the code is there
     assert "entry.json of it is damaged" in mended.decision.candidates[-1].reason
     assert "taken from the cache" in kept(block, tmp_path / "cache", x).decision.reason
+
+
+class Alone(nn.Module):
+    """Tells whether somebody holds the lock of a key while it is computed, and not traced."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+        self.__dict__["seen"], self.__dict__["folder"] = [], folder
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            self.seen.append(len(list(self.folder.glob("*.lock"))) - len(free_locks(self.folder)))
+        return x * self.weight
+
+
+def free_locks(folder: Path) -> list[Path]:
+    free = []
+    for path in folder.glob("*.lock"):
+        with path.open() as lock, contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free.append(path)
+    return free
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+def test_no_lock_is_held_while_code_is_compared(x: Tensor, tmp_path: Path) -> None:
+    """The ranks of a model wait for each other then. Weights of another layout than the code has are an error."""
+    folder = tmp_path / "cache"
+    for cold in (True, False):
+        model = Alone(folder).eval().requires_grad_(False)
+        made = kept(model, folder, x)
+        assert (made.graph is not None) == cold
+        assert model.seen == [0]
+        torch.testing.assert_close(made(x), x * model.weight)
+    model.weight.data = model.weight.data.clone()
+    torch.testing.assert_close(made(x), x * model.weight)
+    for other in (model.weight.double(), torch.randn(2 * WIDTH)[::2]):
+        model.weight.data = other
+        with pytest.raises(
+            CompilationError, match=r"the tensor weight of the model was torch.float32 .*compile the model"
+        ):
+            made(x)

@@ -13,6 +13,7 @@ import torch
 from compilation.blocks import WIDTH, Block
 from opgraft import CompilationConfig
 from opgraft.compilation.graph_pass import GraphPass, Outcome
+from opgraft.compilation.passes import BUILT_IN
 from opgraft.errors import CompilationError, ConfigError
 from opgraft.ops import RMSNorm
 from torch import Tensor, fx, nn
@@ -195,8 +196,11 @@ def test_passes_of_a_user_run_after_the_others() -> None:
     plain = compiled_for(model)
     with pytest.raises(CompilationError, match="differs from the model itself"):
         compiled_for(model, "Doubling")
+    config = CompilationConfig(backend="eager", user_passes=[f"{__name__}:Doubling"])
+    with pytest.raises(CompilationError, match="differs from the model itself, by more than rounding: use another"):
+        opgraft.compile(model.eval(), config, args=(x,), dynamic_shapes=(None,))
     compiled = compiled_for(model, "OtherSizes")
-    assert [report.name for report in compiled.passes] == ["no_ops", "copies", "gated_product", "add_rms_norm"]
+    assert [report.name for report in compiled.passes] == [each.name for each in BUILT_IN]
     assert re.fullmatch("[0-9a-f]{12}", plain.passes[0].source_hash)
     assert Doubling().source_hash() != plain.passes[0].source_hash
     assert torch.equal(compiled(x)[0], plain(x)[0])

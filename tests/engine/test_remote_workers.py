@@ -263,7 +263,7 @@ def test_a_worker_that_says_nothing_is_named(make: Make, monkeypatch: pytest.Mon
 
 
 def test_ranks_meet_where_no_other_user_is(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In a folder that is theirs alone, and gone once they have met; the engine listens at no port for them."""
+    """In a folder that is theirs alone while they run, as some groups meet late; the engine listens at no port."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     start, seen = ProcessExecutor._start_workers, []
 
@@ -274,8 +274,10 @@ def test_ranks_meet_where_no_other_user_is(make: Make, monkeypatch: pytest.Monke
         return found
 
     monkeypatch.setattr(ProcessExecutor, "_start_workers", looking)
-    started(make, tensor=2)
+    executor = started(make, tensor=2)
     assert seen == [0o700, set()]
+    assert len(list(tmp_path.iterdir())) == 1
+    executor.shutdown()
     assert not list(tmp_path.iterdir())
 
 

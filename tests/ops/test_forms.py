@@ -143,6 +143,12 @@ def test_forms_without_gradients_require_none() -> None:
         "int8_dynamic_linear",
         "fp8_linear",
         "quantized_experts",
+        "rms_norm_quant_fp8_static",
+        "rms_norm_quant_fp8_dynamic",
+        "fused_add_rms_norm_quant_fp8_static",
+        "fused_add_rms_norm_quant_fp8_dynamic",
+        "silu_and_mul_quant_fp8_static",
+        "silu_and_mul_quant_fp8_dynamic",
     }
 
 

@@ -142,7 +142,10 @@ def test_keys_in_words() -> None:
 def test_forms_belong_to_the_op_that_they_run() -> None:
     """Variants of a form, in place or fused, are of one op; a layer made of ops has none."""
     names = {form.name for form in inventory.functionals_of(RMSNorm)}
-    assert names == {"rms_norm", "fused_add_rms_norm", "fused_add_rms_norm_"}
+    quantised = {
+        f"{name}_quant_fp8_{kind}" for name in ("rms_norm", "fused_add_rms_norm") for kind in ("static", "dynamic")
+    }
+    assert names == {"rms_norm", "fused_add_rms_norm", "fused_add_rms_norm_", *quantised}
     assert inventory.functionals_of(GatedMLP) == []
     assert inventory.find_op("fused_add_rms_norm") is RMSNorm
     assert inventory.find_op("rms_nrm") is None
@@ -163,7 +166,7 @@ def test_functions_of_a_kernel() -> None:
     def functions() -> dict[str, str]:
         return {found.name: found.function for found in inventory.forms_here(SiluAndMul)}
 
-    assert functions() == {"silu_and_mul": "opgraft.ops.activation.functional.silu_and_mul"}
+    assert functions()["silu_and_mul"] == "opgraft.ops.activation.functional.silu_and_mul"
     SiluAndMul.register_oot(Fast)
     assert functions()["silu_and_mul"].endswith("test_functions_of_a_kernel.<locals>.fast")
 
@@ -179,14 +182,14 @@ def test_proofs_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     def words() -> str:
         return inventory.proofs_in_words(RMSNorm, inventory.proofs_of(forms))
 
-    proved = "native definition proved: 3 forms, 6 checks, 4 dtypes, 1 against torch.nn.functional.rms_norm"
+    proved = "native definition proved: 7 forms, 6 checks, 4 dtypes, 1 against torch.nn.functional.rms_norm"
     assert words() == proved
     records["fused_add_rms_norm_"] = dataclasses.replace(records["fused_add_rms_norm_"], dtypes=("float32",))
     assert words() == proved.replace("4 dtypes", "1 dtype")
     records["rms_norm"] = dataclasses.replace(records["rms_norm"], digest="then")
     del records["fused_add_rms_norm"]
     assert words() == (
-        "native definition proved: 1 form, 6 checks, 1 dtype; changed since it was checked: rms_norm; not checked: "
+        "native definition proved: 5 forms, 6 checks, 1 dtype; changed since it was checked: rms_norm; not checked: "
         "fused_add_rms_norm"
     )
     assert inventory.proofs_of(forms)["rms_norm"]["state"] == "changed"

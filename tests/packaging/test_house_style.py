@@ -59,6 +59,7 @@ LAYERS = [
     "opgraft.ops.embedding",
     "opgraft.ops.rotary",
     "opgraft.ops.quantization",
+    "opgraft.ops.fused_quantization",
     "opgraft.ops.attention",
     "opgraft.ops.latent_attention",
     "opgraft.ops.quantized_linear",

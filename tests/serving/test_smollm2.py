@@ -15,6 +15,7 @@ from opgraft.serving.llm import LLM
 from torch import Tensor
 
 transformers = pytest.importorskip("transformers")
+gguf = pytest.importorskip("gguf")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 PROMPTS = ("The capital of France is", "def fibonacci(n):\n", "Once upon a time, in a small village by the sea, there")
@@ -26,8 +27,11 @@ def reference() -> tuple[Any, Any]:
     """Tokenizer and model of transformers, from the same file, dequantized."""
     path = find_checkpoint("smollm2")
     place = {"gguf_file": path.name, "local_files_only": True}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **place)
-    return tokenizer, transformers.AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **place)
+    with pytest.MonkeyPatch.context() as patched:
+        # Its vocabulary takes seconds to read, and transformers reads it for tokenizer, config and weights.
+        patched.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **place)
+        return tokenizer, transformers.AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **place)
 
 
 def generated(reference: tuple[Any, Any], ids: torch.Tensor) -> list[int]:

@@ -6,6 +6,7 @@ saves or ties them sees no difference.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -26,6 +27,9 @@ Resident: TypeAlias = tuple[nn.Parameter | None, int, torch.Size, torch.dtype | 
 _NONE: Resident = (None, 0, torch.Size(), None)
 
 _PARAMETERS = ("weight", "bias")
+
+_TOGETHER: weakref.WeakValueDictionary[tuple[object, ...], nn.Parameter] = weakref.WeakValueDictionary()
+"""The parameters that ``joint_parameters`` has made, by name and the ``id`` of those of the layers."""
 
 
 @dataclass
@@ -178,6 +182,35 @@ class JointLayer(Composite):
         self.join()
 
 
+def joint_parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter] | None:
+    """Put the weights of linear layers one after another, and return parameters over the memory of all, by name.
+
+    For layers that belong to no ``JointLayer``. As long as somebody holds a parameter, the same layers have the same.
+    What was declared frozen is so again. ``None`` where they do not fit together.
+    """
+    if not all(_joinable(part, parts[0]) for part in parts):
+        return None
+    names = [name for name in _PARAMETERS if parts[0]._parameters[name] is not None]
+    together: dict[str, list[Any]] = {name: [part._parameters[name] for part in parts] for name in names}
+    if any(len({id(each) for each in tensors}) < len(tensors) for tensors in together.values()):
+        return None
+    keys = {name: (name, *map(id, tensors)) for name, tensors in together.items()}
+    former = {name: _TOGETHER[key] for name, key in keys.items() if key in _TOGETHER}
+    frozen = all(declaration(tensor) for tensors in together.values() for tensor in tensors)
+    holder: Any = nn.Module()
+    with torch.inference_mode(False), torch.no_grad():
+        blocks = _bring_together(together, former, holder)
+    if blocks is None:
+        return None
+    for name, tensors in together.items():
+        if name in former and blocks.get(name) is former[name]:
+            holder._parameters[name] = former[name]
+        _TOGETHER[keys[name]] = holder._parameters[name]
+        for tensor in (*tensors, holder._parameters[name]) if frozen else ():
+            freeze(tensor)
+    return {name: holder._parameters[name] for name in together}
+
+
 def _join_loaded(layer: JointLayer, incompatible_keys: object) -> None:
     """Join after ``load_state_dict``, which with ``assign=True`` brings parameters of other storages."""
     layer.join()
@@ -206,7 +239,7 @@ def _join(parts: Sequence[Any], former: dict[str, Tensor]) -> Joint | None:
 
 
 def _bring_together(
-    together: Mapping[str, Sequence[nn.Parameter]], former: Mapping[str, Tensor], op: Linear
+    together: Mapping[str, Sequence[nn.Parameter]], former: Mapping[str, Tensor], op: nn.Module
 ) -> dict[str, Tensor] | None:
     """Bring parameters together, give ``op`` what spans them, and say in which blocks; ``None`` where that fails."""
     blocks: dict[str, Tensor] = {}

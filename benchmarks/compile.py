@@ -1,0 +1,208 @@
+"""Gains and costs of compilation: a Llama of 12 layers by ``opgraft.compile``, beside transformers, torch.compile and
+the same grafted model uncompiled, and the engine's step.
+
+Each side is a process of its own; the sides take turns. Ratios are medians over rounds, of seconds on the clock or,
+with ``--cpu-time`` for a machine that has other work, of CPU time; first outputs are always compared by CPU time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from compile_sides import PLAIN, SIDES, STOCK, TINY, Process, Seconds, Shape, in_turns, prepared, processes, tokens
+from engine_rows import Finding, print_findings
+from parallel_ranks import Ranks, decode, load
+from timing import machine
+
+MOST = {
+    "float32": {1: 0.40, 4: 0.36, 16: 0.40, 64: 0.44},
+    "bfloat16": {1: 0.35, 4: 0.45, 16: 0.55, 64: 0.75},
+}
+"""Dtype and batch → the highest fine ratio of a compiled model's time to that of transformers."""
+
+COMPILED = {"O1": "O0", "O2": "O0", "kernels O1": "kernels O0", "kernels O2": "kernels O0"}
+"""Compiled side → the same model uncompiled."""
+
+CALLS = {1: 12, 4: 10, 16: 8, 64: 4}
+"""Batch → calls of a round."""
+
+SIZES = 50
+ENGINE_BATCHES = (1, 32)
+ANSWER = 24
+"""Tokens of an answer of the engine."""
+
+
+def steady(arguments: argparse.Namespace) -> Iterator[Finding]:
+    """Compare calls of the large model: with transformers', and with those of the same model uncompiled."""
+    for dtype in arguments.dtypes:
+        with processes(arguments.sides, replace(arguments.shape, dtype=dtype)) as started:
+            for batch, most in MOST[dtype].items():
+                found = in_turns(started, batch, CALLS[batch], arguments.rounds)
+                of = f"{dtype}, batch {batch}"
+                for side in found.keys() - {PLAIN}:
+                    fine = most if side == "kernels O2" else None
+                    yield over(f"{side} / {PLAIN}, {of}", found[side], found[PLAIN], arguments, fine)
+                for side, uncompiled in COMPILED.items():
+                    if {side, uncompiled} <= found.keys():
+                        yield over(f"{side} / {uncompiled}, {of}", found[side], found[uncompiled], arguments, 1.0)
+
+
+def calls(arguments: argparse.Namespace) -> Iterator[Finding]:
+    """Compare calls of a tiny model, which take as long as what is around its kernels."""
+    with processes(arguments.sides, replace(TINY, layers=arguments.shape.layers)) as started:
+        for batch in (1, 4):
+            found = in_turns(started, batch, 40, arguments.rounds)
+            for side in found.keys() - {STOCK}:
+                most = 0.5 if side.endswith("O2") else None
+                name = f"{side} / {STOCK}, a call of a tiny model, batch {batch}"
+                yield over(name, found[side], found[STOCK], arguments, most)
+
+
+def recompilations(arguments: argparse.Namespace) -> Iterator[Finding]:
+    """Count the graphs that a backend is given while a compiled model is called with every size of the batch."""
+    import opgraft
+    import torch
+
+    graphs: list[object] = []
+
+    def counting(module: Any, example: object) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    shape = replace(TINY, layers=arguments.shape.layers)
+    model = prepared(SIDES["O2"], shape)
+    config = opgraft.CompilationConfig(level=2, backend="counting")
+    given: dict[str, Any] = {"use_cache": False}
+    known: Any = torch._dynamo.backends.registry
+    with patch.dict(known._BACKENDS), patch.dict(known._COMPILER_FNS):  # a name that is registered is so for good
+        known.register_backend(counting, name="counting")
+        run = opgraft.compile(model, config, args=(tokens(4, shape.vocabulary),), kwargs=given)
+    largest = 0.0
+    with torch.no_grad():
+        for size in range(1, SIZES + 1):
+            ids = tokens(size, shape.vocabulary)
+            largest = max(largest, float((run(ids, **given).logits - model(ids, **given).logits).abs().max()))
+    detail = f"graphs beside the first, over the sizes 1 to {SIZES}"
+    yield Finding("recompilations", len(graphs) - 1, detail, most=0)
+    yield Finding("largest difference of logits", largest, "from the model itself, over these sizes", most=1e-4)
+
+
+def starts(arguments: argparse.Namespace) -> Iterator[Finding]:
+    """Compare first outputs of processes that find no compiled code, and of those that find it."""
+    cold: dict[str, list[Seconds]] = {}
+    warm: dict[str, list[Seconds]] = {}
+    for _ in range(max(arguments.rounds // 3, 1)):
+        for side in (PLAIN, STOCK, "O1", "O2"):
+            with tempfile.TemporaryDirectory() as folder:
+                for found in (cold, warm):
+                    found.setdefault(side, []).append(_first(side, arguments.shape, Path(folder)))
+    clock = argparse.Namespace(cpu_time=True)
+    yield over(f"{STOCK}, first output, warm / cold", warm[STOCK], cold[STOCK], clock)
+    yield over("O2, first output, warm / cold", warm["O2"], cold["O2"], clock, 0.03)
+    yield over(f"O2, warm first output / {PLAIN}", warm["O2"], warm[PLAIN], clock, 1.5)
+    yield over(f"O2, warm first output / {STOCK}", warm["O2"], warm[STOCK], clock)
+    yield over(f"O2, cold first output / {STOCK}", cold["O2"], cold[STOCK], clock, 1.0)
+    yield over(f"O1, cold first output / {STOCK}", cold["O1"], cold[STOCK], clock, 0.5)
+
+
+def _first(side: str, shape: Shape, folder: Path) -> Seconds:
+    kept = {"cache": True, "cache_folder": str(folder / "opgraft")} if side == "O2" else {}
+    process = Process(side, shape, folder, **kept)
+    process.close()
+    return process.first
+
+
+def engine(arguments: argparse.Namespace) -> Iterator[Finding]:
+    """Compare steps of engines that compile and of those that do not, each in one thread, and their starts."""
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = {"level": 2, "cache": True, "cache_folder": folder}
+        for dtype in arguments.dtypes:
+            began: list[list[Seconds]] = [[], []]
+            with Ranks(1) as filling:
+                filling.run(started, arguments.model, dtype, compiled)
+            with Ranks(1) as eager, Ranks(1) as fast:
+                for ranks, settings, times in ((eager, {"level": 0}, began[0]), (fast, compiled, began[1])):
+                    times += ranks.run(started, arguments.model, dtype, settings)
+                later = began[1][0]["seconds"] - began[0][0]["seconds"]
+                detail = f"seconds, {began[1][0]['seconds']:.2f} over {began[0][0]['seconds']:.2f}"
+                yield Finding(f"start of the engine at -O2, warm, after -O0's, {dtype}", later, detail, most=0.3)
+                for batch in ENGINE_BATCHES:
+                    steps: list[list[Seconds]] = [[], []]
+                    for turn in range(arguments.rounds + 1):
+                        for ranks, times in list(zip((eager, fast), steps, strict=True))[:: 1 if turn % 2 else -1]:
+                            seconds = ranks.run(decode, batch, ANSWER)[0].seconds
+                            times.append({"seconds": seconds, "cpu_seconds": seconds})
+                    name = f"the engine's step, -O2 / -O0, {dtype}, batch {batch}"
+                    yield over(name, steps[1][1:], steps[0][1:], argparse.Namespace(cpu_time=False), 0.95)
+
+
+def started(state: dict[str, Any], model: str, dtype: str, settings: Mapping[str, Any]) -> Seconds:
+    """Make an engine in a rank, and say what that took."""
+    from compile_sides import taken
+
+    return taken(lambda: load(state, model, dtype, settings))
+
+
+def over(
+    name: str,
+    ours: Sequence[Seconds],
+    theirs: Sequence[Seconds],
+    arguments: argparse.Namespace,
+    most: float | None = None,
+) -> Finding:
+    """Return the median over rounds of the ratio of two sides."""
+    clock = "cpu_seconds" if arguments.cpu_time else "seconds"
+    pairs = [(a[clock], b[clock]) for a, b in zip(ours, theirs, strict=True)]
+    mine, other = (statistics.median(side) * 1e3 for side in zip(*pairs, strict=True))
+    detail = f"{mine:,.2f} over {other:,.2f} ms{' of CPU time' if arguments.cpu_time else ''}, {len(pairs)} rounds"
+    return Finding(name, statistics.median(a / b for a, b in pairs), detail, most=most)
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Finding]]] = {
+    "steady": steady,
+    "calls": calls,
+    "recompilations": recompilations,
+    "starts": starts,
+    "engine": engine,
+}
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="What compilation gains and costs.")
+    parser.add_argument("--json", type=Path, help="a file for the figures")
+    parser.add_argument("--rows", nargs="*", choices=PARTS, default=list(PARTS), help="these parts only")
+    parser.add_argument("--sides", nargs="*", choices=SIDES, default=list(SIDES), help="these only, of calls")
+    parser.add_argument("--dtypes", nargs="*", choices=MOST, default=list(MOST), help="these only")
+    parser.add_argument("--cpu-time", action="store_true", help="compare CPU time, where other work runs beside this")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=Shape.layers)
+    parser.add_argument("--model", default="smollm2", help="of the engine")
+    arguments = parser.parse_args()
+    arguments.shape = Shape(layers=arguments.layers)
+    return arguments
+
+
+def main() -> None:
+    arguments, findings = parsed(), list[Finding]()
+    for part in arguments.rows:
+        findings += PARTS[part](arguments)
+        print(f"measured: {part}", file=sys.stderr)
+    print(", ".join(f"{name} {value}" for name, value in machine().items()))
+    print_findings(findings)
+    if arguments.json:
+        rows = [{**asdict(each), "verdict": each.verdict} for each in findings]
+        arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    raise SystemExit(any(each.verdict == "missed" for each in findings))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""The sides of ``benchmarks/compile.py``: each a process that has one model in one way, and runs it when told to.
+
+A line of JSON comes on stdin, with the ``batch`` and the ``number`` of calls; a line goes to stdout, with the seconds
+of a call on the clock and of CPU time. The first line out has those from the model to its first output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parent / "peers"))
+from protocol import cpu_seconds  # a script's folder is not a package
+
+KERNELS = "cpu_kernels"
+
+Seconds = Mapping[str, float]
+"""By clock, ``seconds`` and ``cpu_seconds``."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """The way in which one process runs a model.
+
+    Attributes:
+        level: of ``opgraft.compile``; ``None`` for a model that is not grafted.
+        stock: whether it goes through ``torch.compile``, its batch marked as dynamic.
+        plugins: that are loaded.
+    """
+
+    level: int | None = None
+    stock: bool = False
+    plugins: str = ""
+
+
+PLAIN, STOCK = "transformers", "torch.compile"
+SIDES = {
+    PLAIN: Side(),
+    STOCK: Side(stock=True),
+    "O0": Side(0),
+    "O1": Side(1),
+    "O2": Side(2),
+    "kernels O0": Side(0, plugins=KERNELS),
+    "kernels O1": Side(1, plugins=KERNELS),
+    "kernels O2": Side(2, plugins=KERNELS),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama of transformers, with random weights; a call has one token for each sequence of a batch."""
+
+    layers: int = 12
+    hidden: int = 512
+    vocabulary: int = 32_000
+    dtype: str = "float32"
+
+
+TINY = Shape(hidden=32, vocabulary=64)
+"""A model whose calls take as long as it takes to get to its kernels, and to its 111 parameters."""
+
+
+def model_of(shape: Shape) -> Any:
+    import torch
+    import transformers
+
+    heads = max(shape.hidden // 64, 2)
+    config = transformers.LlamaConfig(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        intermediate_size=shape.hidden * 43 // 16,
+        vocab_size=shape.vocabulary,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    make: Any = transformers.LlamaForCausalLM  # which has no types
+    model = make(config)
+    return model.to(getattr(torch, shape.dtype)).eval()
+
+
+def runner_of(model: Any, side: Side, **settings: Any) -> Callable[[Any], Any]:
+    """Return the function that computes logits of ids ``[batch, 1]``; it may compile at its first call."""
+    import torch
+
+    if side.stock:
+        run: Any = torch.compile(model)
+        marked: Any = torch._dynamo.mark_dynamic
+        first = iter([True])
+
+        def stock(ids: Any) -> Any:
+            if next(first, False):
+                marked(ids, 0)
+            return run(ids, use_cache=False).logits
+
+        return stock
+    if side.level is not None:
+        import opgraft
+
+        model = opgraft.compile(
+            model,
+            opgraft.CompilationConfig(level=side.level, **settings),
+            args=(tokens(4, model.config.vocab_size),),
+            kwargs={"use_cache": False},
+        )
+    return lambda ids: model(ids, use_cache=False).logits
+
+
+def prepared(side: Side, shape: Shape) -> Any:
+    """Return the model as a side has it before anything is compiled."""
+    model = model_of(shape)
+    if side.level is not None:
+        import opgraft
+
+        opgraft.graft(model)
+        opgraft.freeze(model)
+    return model
+
+
+def tokens(batch: int, vocabulary: int) -> Any:
+    import torch
+
+    return (torch.arange(batch)[:, None] * 7 + 1) % vocabulary
+
+
+def taken(call: Callable[[], object], number: int = 1) -> Seconds:
+    """Return the seconds of a call."""
+    wall, cpu = time.perf_counter(), cpu_seconds()
+    for _ in range(number):
+        call()
+    return {"seconds": (time.perf_counter() - wall) / number, "cpu_seconds": (cpu_seconds() - cpu) / number}
+
+
+def worker(name: str, shape: Shape, settings: Mapping[str, Any]) -> None:
+    """Tell the seconds to the first output, then those of each call that is asked for."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    import torch
+
+    side = SIDES[name]
+    model = prepared(side, shape)
+    runs: list[Callable[[Any], Any]] = []
+
+    def first() -> None:
+        runs.append(runner_of(model, side, **settings))
+        runs[0](tokens(4, shape.vocabulary))
+
+    with torch.no_grad():
+        print(json.dumps(taken(first)), file=answers)
+        for line in sys.stdin:
+            asked = json.loads(line)
+            ids = tokens(asked["batch"], shape.vocabulary)
+            runs[0](ids)
+            print(json.dumps(taken(lambda ids=ids: runs[0](ids), asked["number"])), file=answers)  # type: ignore[misc]
+
+
+class Process:
+    """A running side.
+
+    Attributes:
+        first: what its first output took.
+    """
+
+    def __init__(self, name: str, shape: Shape, folder: Path | None, **settings: Any) -> None:
+        self.name = name
+        caches = {} if folder is None else {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+        # In the process itself, whose CPU time is told.
+        fixed = {"HF_HUB_OFFLINE": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        self._process = subprocess.Popen(  # our own script
+            [sys.executable, __file__, name, json.dumps(asdict(shape)), json.dumps(settings)],
+            env={**os.environ, **fixed, **caches, "OPGRAFT_PLUGINS": SIDES[name].plugins},
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self.first: Seconds = self._answer()
+
+    def _answer(self) -> Any:
+        line = self._process.stdout.readline() if self._process.stdout else ""
+        if not line:
+            raise RuntimeError(f"{self.name} ended: see its messages above")
+        return json.loads(line)
+
+    def call(self, batch: int, number: int) -> Seconds:
+        """Return what one of so many calls takes."""
+        if self._process.stdin is not None:
+            self._process.stdin.write(json.dumps({"batch": batch, "number": number}) + "\n")
+            self._process.stdin.flush()
+        found: Seconds = self._answer()
+        return found
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+@contextmanager
+def processes(names: Sequence[str], shape: Shape) -> Iterator[dict[str, Process]]:
+    """Start sides that take turns."""
+    with ExitStack() as stack:
+        started = {}
+        for name in names:
+            started[name] = Process(name, shape, None)
+            stack.callback(started[name].close)
+        yield started
+
+
+def in_turns(started: Mapping[str, Process], batch: int, number: int, rounds: int) -> dict[str, list[Seconds]]:
+    """Return what each side took in each round, in which they take turns."""
+    found: dict[str, list[Seconds]] = {name: [] for name in started}
+    for turn in range(rounds):
+        for name in list(started)[:: 1 if turn % 2 else -1]:
+            found[name].append(started[name].call(batch, number))
+    return found
+
+
+if __name__ == "__main__":
+    worker(sys.argv[1], Shape(**json.loads(sys.argv[2])), json.loads(sys.argv[3]))

@@ -1,0 +1,142 @@
+"""Passes by which linear maps of one tensor are computed at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from opgraft.compilation.graph_pass import GraphPass, Outcome
+from opgraft.compilation.nodes import JOINT, PARTS, Origin, semantic_call, semantic_calls
+from opgraft.ops.composites.gated_mlp import GatedMLP
+from opgraft.ops.composites.joint import JointLayer, joint_parameters
+from torch import Tensor, fx, nn
+
+_aten = torch.ops.aten
+_opgraft = torch.ops.opgraft
+
+
+class GatedProduct(GraphPass):
+    """Joins gate, up and the gated activation of a feed-forward layer: one linear map, and one form.
+
+    That is where the weights of both lie in one memory, as a ``GatedMLP`` puts them, so that no memory is taken.
+    """
+
+    name: ClassVar[str] = "gated_product"
+
+    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+        matched = replaced = 0
+        for node in list(module.graph.nodes):
+            found = _gated(node) if node.target is _aten.mul.Tensor else None
+            if found is None:
+                continue
+            matched += 1
+            act, given, gate, up = found
+            path = _joint_layer(model, gate, up)
+            if path is None:
+                continue
+            with module.graph.inserting_before(node):
+                placed = [_joint_of_layer(module, model, path, name) for name in ("weight", "bias")]
+                joint = module.graph.call_function(_opgraft.linear.default, (gate["x"], *placed))
+                target = _opgraft.silu_and_mul if act == "silu" else _opgraft.gelu_and_mul
+                product = module.graph.call_function(target.default, (joint, *given))
+            node.replace_all_uses_with(product)
+            replaced += 1
+        return Outcome(matched, replaced)
+
+
+def _gated(product: fx.Node) -> tuple[str, tuple[Any, ...], dict[str, Any], dict[str, Any]] | None:
+    """Return of ``act(gate) · up`` the activation, its settings, and the arguments of both linear maps."""
+    called = semantic_call(product.args[0], "silu", "gelu")
+    other = semantic_call(product.args[1], "linear")
+    if called is None or other is None:
+        return None
+    act, settings = called
+    inner = settings.pop("x")
+    gated = semantic_call(inner, "linear")
+    if gated is None or any(len(node.users) > 1 for node in (product.args[0], product.args[1], inner)):  # type: ignore[union-attr]
+        return None
+    gate, up = gated[1], other[1]
+    plain = all(each["activation"] == "none" and each["residual"] is None for each in (gate, up))
+    return (act, tuple(settings.values()), gate, up) if plain and gate["x"] is up["x"] else None
+
+
+def _joint_layer(model: nn.Module, gate: dict[str, Any], up: dict[str, Any]) -> str | None:
+    """Return the path of the layer of the model that has the weights of gate and up in one memory, if there is one."""
+    names = [str(each["weight"].target) for each in (gate, up) if each["weight"].op == "get_attr"]
+    paths = [name.removesuffix(".weight").rpartition(".") for name in names]
+    if len(paths) < 2 or paths[0][0] != paths[1][0]:
+        return None
+    layer = model.get_submodule(paths[0][0])
+    if not isinstance(layer, GatedMLP) or layer.joined != (paths[0][2], paths[1][2]):
+        return None
+    if "act_and_mul" in layer.idle():  # as where somebody provides a kernel for the activation alone
+        return None
+    return None if layer.joint_parameter("weight")[0] is None else paths[0][0]
+
+
+def _joint_of_layer(module: fx.GraphModule, model: nn.Module, path: str, name: str) -> fx.Node | None:
+    """Give a graph a joint parameter of a layer; ``None`` if it has none."""
+    layer: Any = model.get_submodule(path)
+    tensor, parts = layer.joint_parameter(name)
+    return None if tensor is None else _held(module, tensor, parts, ("joint", path, name))
+
+
+def _held(module: fx.GraphModule, tensor: nn.Parameter, parts: Sequence[Tensor], origin: Origin) -> fx.Node:
+    """Give a graph a parameter over the memory of others, and return the node that stands for it."""
+    number = sum(name.startswith("joint_") for name, _ in module.named_parameters(recurse=False))
+    module.register_parameter(f"joint_{number}", tensor)
+    node = module.graph.get_attr(f"joint_{number}")
+    node.meta[PARTS], node.meta[JOINT] = parts, origin
+    return node
+
+
+class JointLinears(GraphPass):
+    """Computes linear maps of one tensor, such as query, key and value, by one.
+
+    Their weights are put one after another in memory, as far as each lies in memory of its own, so that none is taken.
+    """
+
+    name: ClassVar[str] = "joint_linears"
+
+    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+        groups: dict[fx.Node, list[tuple[fx.Node, str]]] = {}
+        for node, _, given in semantic_calls(module.graph, "linear"):
+            path = _layer_of(given)
+            if path is not None and not isinstance(model.get_submodule(path.rpartition(".")[0]), JointLayer):
+                groups.setdefault(given["x"], []).append((node, path))
+        matched = {x: group for x, group in groups.items() if len(group) > 1}
+        return Outcome(len(matched), sum(_joined(module, model, x, group) for x, group in matched.items()))
+
+
+def _layer_of(given: dict[str, Any]) -> str | None:
+    """Return the path of the layer that a plain linear map with these arguments is of, if it is one."""
+    weight, bias = given["weight"], given["bias"]
+    if given["activation"] != "none" or given["residual"] is not None or weight.op != "get_attr":
+        return None
+    path, _, name = str(weight.target).rpartition(".")
+    ours = bias is None or (bias.op == "get_attr" and bias.target == f"{path}.bias")
+    return path if ours and name == "weight" else None
+
+
+def _joined(module: fx.GraphModule, model: nn.Module, x: fx.Node, group: Sequence[tuple[fx.Node, str]]) -> bool:
+    """Compute the linear maps of a group by one; false where their weights cannot lie together."""
+    paths = [path for _, path in group]
+    layers: list[Any] = [model.get_submodule(path) for path in paths]
+    tensors = joint_parameters(layers)
+    if tensors is None:
+        return False
+    with module.graph.inserting_before(group[0][0]):
+        placed = [
+            _held(module, tensors[name], [getattr(each, name) for each in layers], ("together", name, *paths))
+            if name in tensors
+            else None
+            for name in ("weight", "bias")
+        ]
+        joint, start = module.graph.call_function(_opgraft.linear.default, (x, *placed)), 0
+        for (node, _), layer in zip(group, layers, strict=True):
+            end = start + layer.weight.shape[0]
+            part = module.graph.call_function(_aten.slice.Tensor, (joint, -1, start, end))
+            node.replace_all_uses_with(module.graph.call_function(_aten.contiguous.default, (part,)))
+            start = end
+    return True

@@ -1,0 +1,94 @@
+"""Passes that join what computes a tensor and its quantisation to 8-bit floating point."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from opgraft.compilation.graph_pass import GraphPass, Outcome
+from opgraft.compilation.nodes import has_kernel, semantic_call, semantic_calls
+from torch import fx, nn
+
+_opgraft = torch.ops.opgraft
+_QUANTIZED = ("quant_fp8_static", "quant_fp8_dynamic")
+
+
+class _QuantizedResult(GraphPass):
+    """Joins forms and the quantisation of their result, where nobody else reads it."""
+
+    forms: ClassVar[tuple[str, ...]]
+
+    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+        _merge_equal(module.graph)
+        matched = replaced = 0
+        order = {node: place for place, node in enumerate(module.graph.nodes)}
+        for node, name, given in semantic_calls(module.graph, *_QUANTIZED):
+            source = _source_of(given.pop("x"), self.forms)
+            if source is None:
+                continue
+            matched += 1
+            made, form, arguments = source
+            if any(order.get(each, 0) > order[made] for each in given.values() if isinstance(each, fx.Node)):
+                continue  # a scale that is computed later
+            if (has_kernel(form) or has_kernel(name)) and not has_kernel(f"{form}_{name}"):
+                continue  # a provider's kernel is not passed over
+            _join(module.graph, made, node, f"{form}_{name}", {**arguments, **given})
+            replaced += 1
+        return Outcome(matched, replaced)
+
+
+class RMSNormQuantFP8(_QuantizedResult):
+    """Joins a norm, after a sum too, and the quantisation of its result."""
+
+    name: ClassVar[str] = "rms_norm_quant_fp8"
+    forms: ClassVar[tuple[str, ...]] = ("rms_norm", "fused_add_rms_norm")
+
+
+class SiluAndMulQuantFP8(_QuantizedResult):
+    """Joins a gated activation and the quantisation of its result."""
+
+    name: ClassVar[str] = "silu_and_mul_quant_fp8"
+    forms: ClassVar[tuple[str, ...]] = ("silu_and_mul",)
+
+
+def _merge_equal(graph: fx.Graph) -> None:
+    """Quantise a tensor once that several layers quantise alike."""
+    first: dict[Any, fx.Node] = {}
+    for node, name, given in semantic_calls(graph, *_QUANTIZED):
+        kept = first.setdefault((name, *map(str, given.items())), node)  # nodes have names of their own
+        if kept is not node:
+            node.replace_all_uses_with(kept)
+            graph.erase_node(node)
+
+
+def _source_of(x: object, forms: tuple[str, ...]) -> tuple[fx.Node, str, dict[str, Any]] | None:
+    """Return the node that makes a tensor by one of the forms, the form, and its arguments."""
+    if not isinstance(x, fx.Node) or len(x.users) != 1:
+        return None
+    is_first = x.target is operator.getitem and x.args[1] == 0
+    called = semantic_call(x.args[0] if is_first else x, *forms)
+    if called is None or called[1].pop("variance_size", None) is not None:
+        return None
+    made = x.args[0] if is_first else x
+    return (made, *called) if isinstance(made, fx.Node) else None
+
+
+def _join(graph: fx.Graph, made: fx.Node, quantized: fx.Node, name: str, arguments: Mapping[str, Any]) -> None:
+    """Put one form in the place of two, of which the first may return a sum besides, and the second a scale."""
+    with graph.inserting_before(made):
+        fused = graph.call_function(getattr(_opgraft, name).default, (), dict(arguments))
+    tupled, has_sum = name.endswith("dynamic"), name.startswith("fused_add")
+    if not tupled and not has_sum:
+        quantized.replace_all_uses_with(fused)
+        return
+    with graph.inserting_after(fused):
+        parts = [graph.call_function(operator.getitem, (fused, place)) for place in range(1 + tupled + has_sum)]
+    if not tupled:
+        quantized.replace_all_uses_with(parts[0])
+    for user in list(quantized.users) if tupled else ():
+        user.replace_all_uses_with(parts[user.args[1]])  # type: ignore[index]
+    for user in [each for each in made.users if each.args[1:] == (1,)] if has_sum else ():
+        parts[-1].meta.update(user.meta)
+        user.replace_all_uses_with(parts[-1])

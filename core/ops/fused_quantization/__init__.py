@@ -1,0 +1,1 @@
+"""Norms and gated activations whose result is quantised: functional forms of other ops."""

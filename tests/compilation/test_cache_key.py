@@ -1,0 +1,266 @@
+"""The key of the cache of compiled code: whatever decides on the code is in it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import opgraft
+import pytest
+import torch
+import torch._inductor.config as inductor
+from compilation.blocks import WIDTH, Block
+from compilation.test_cache import Failing
+from opgraft import CompilationConfig, OpgraftConfig, set_config
+from opgraft.compilation import key as keys
+from opgraft.compilation.capture import Example
+from opgraft.errors import CompilationError
+from opgraft.ops import RMSNorm
+from opgraft.plugins.selection import current_platform
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def parts(model: nn.Module, *args: Any, shapes: Any = None, **fields: Any) -> dict[str, Any]:
+    settings = OpgraftConfig(compilation_config=CompilationConfig(**fields)).resolved().compilation_config
+    return keys.parts_of(model.eval(), Example(args, {}, shapes), settings)
+
+
+def changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+    """The parts of the key that differ, of which each alone is another key."""
+    differing = {name for name in before if before[name] != after[name]}
+    assert (keys.digest(before) == keys.digest(after)) == (not differing)
+    return differing
+
+
+@pytest.fixture
+def before(block: Block, x: Tensor) -> dict[str, Any]:
+    """The key of the block as it is, which is the same for another one with other weights."""
+    found = parts(block, x)
+    block(x)
+    assert not changed(found, parts(block, x))
+    other = Block().requires_grad_(False)
+    assert not changed(found, parts(other, torch.randn_like(x)))
+    return found
+
+
+def test_changes_of_the_model_miss(block: Block, x: Tensor, before: dict[str, Any]) -> None:
+    """Another attribute, class, weight, sharing or example is another key."""
+    block.second.variance_epsilon = 0.5
+    assert changed(before, parts(block, x)) == {"model"}
+    block.second.variance_epsilon = 1e-3
+    block.first.weight = block.second.weight
+    assert changed(before, parts(block, x)) == {"weights"}
+    assert "weights" in changed(before, parts(Block().double(), x))
+    assert "model" in changed(before, parts(nn.Sequential(Block()), x))
+    for example in ((x[:2],), (x.double(),), (x, 2.0)):
+        assert changed(before, parts(Block(), *example)) == {"example"}
+    assert changed(before, parts(Block(), x, shapes=({0: torch.export.Dim("n", max=8)},))) == {"example"}
+
+
+def test_changes_of_settings_and_machine_miss(
+    block: Block, x: Tensor, before: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Settings, variables that compilers read, threads, precision, versions and instruction sets are in the key."""
+    for fields in ({"custom_ops": ["none"]}, {"backend": "eager"}, {"pass_config": {"copies": False}}):
+        assert changed(before, parts(block, x, **fields)) == {"settings"}
+    for fields in ({"dump_graphs": "there"}, {"cache": True}, {"cache_folder": "there"}, {"cache_bytes": 1}):
+        assert not changed(before, parts(block, x, **fields))
+    with set_config(OpgraftConfig(providers={"rms_norm": "opgraft"})):
+        assert changed(before, parts(block, x)) == {"settings"}
+    with monkeypatch.context() as patched:
+        patched.setenv("TORCHINDUCTOR_CACHE_DIR", "/somewhere")
+        assert not changed(before, parts(block, x))
+        patched.setenv("CXXFLAGS", "-O1")
+        assert changed(before, parts(block, x)) == {"variables"}
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert changed(before, parts(block, x)) == {"threads"}
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    for module, name in ((keys, "__version__"), (torch, "__version__"), (torch.version, "git_version")):
+        with monkeypatch.context() as patched:
+            patched.setattr(module, name, "0.0.0")
+            assert changed(before, parts(block, x)) == {"versions"}
+    platform = current_platform()
+    other = opgraft.DeviceCapability("other", platform.capability().dtypes, features=("t1",))
+    monkeypatch.setattr(type(platform), "capability", lambda self, device_id=0: other)
+    assert changed(before, parts(block, x)) == {"platform"}
+
+
+MODULE = """
+from opgraft.ops import RMSNorm
+class Own(RMSNorm):
+    def forward_oot(self, x, residual=None):
+        return x * {}
+"""
+
+
+def test_changes_of_sources_miss(
+    x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: Block, before: dict[str, Any]
+) -> None:
+    """A replacement, and then a change of its file, are other keys, and so is a change of the file of the model."""
+    file = tmp_path / "acme_kernels_of_this_test.py"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file.write_text(MODULE.format(2))
+    kind = importlib.import_module(file.stem).Own
+    mine = parts(nn.Sequential(kind(WIDTH)), x)
+    RMSNorm.register_oot(kind)
+    replaced = parts(block, x)
+    assert changed(before, replaced) == {"providers"}
+    file.write_text(MODULE.format(30))
+    assert changed(replaced, parts(block, x)) == {"providers"}
+    assert "sources" in changed(mine, parts(nn.Sequential(kind(WIDTH)), x))
+
+
+class Holder(nn.Module):
+    """Has something that its result depends on, and that is no tensor of it."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = held
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.held(x) if callable(self.held) else x
+
+
+class Slots:
+    __slots__ = ("factor",)
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+
+def scaled(factor: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * factor
+
+
+def with_default(factor: float) -> Callable[[Tensor], Tensor]:
+    def scaled(x: Tensor, by: float = factor) -> Tensor:
+        return x * by
+
+    return scaled
+
+
+def hooked(model: nn.Module) -> nn.Module:
+    model.register_forward_hook(lambda module, args, result: result * 2)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.relu, torch.tanh),
+        (functools.partial(F.gelu, approximate="tanh"), functools.partial(F.gelu, approximate="none")),
+        (scaled(2.0), scaled(3.0)),
+        (with_default(2.0), with_default(3.0)),
+        (Slots(2.0), Slots(3.0)),
+        (np.ones(3, dtype=np.float32), np.zeros(3, dtype=np.float32)),
+        (np.float32(1), np.float32(2)),
+        (torch.ones(3), torch.zeros(3)),
+        ([nn.Linear(2, 2)], [nn.Linear(2, 2)]),
+        (torch.Size([2]), torch.Size([3])),
+        (Holder, Block),
+        ({1: "a", "1": None}, {1: "b", "1": None}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_a_module_holds_is_in_the_key(one: Any, other: Any, x: Tensor) -> None:
+    """Whatever it is: what differs in it is another key, and a copy of it is the same."""
+    found = parts(Holder(one), x)
+    assert changed(found, parts(Holder(other), x)) == {"model"}
+    assert not changed(found, parts(Holder(copy.deepcopy(one)), x))
+
+
+def test_what_generates_is_not_in_the_key(x: Tensor) -> None:
+    """Of a model of transformers it has a hash that each process has another of, and no forward reads it."""
+    models = [Holder(1), Holder(1)]
+    for number, model in enumerate(models):
+        model.generation_config = Slots(number)  # type: ignore[assignment]
+    assert not changed(*(parts(model, x) for model in models))
+
+
+@pytest.mark.filterwarnings("ignore:TF32")  # of the flags of mkldnn
+def test_hooks_and_compilers_are_in_the_key(x: Tensor, block: Block) -> None:
+    """A hook of a module, flags of torch, and settings of its compilers that code has changed."""
+    assert changed(parts(Holder(1), x), parts(hooked(Holder(1)), x)) == {"model"}
+    before = parts(block, x)
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert changed(before, parts(block, x)) == {"compilers"}
+    with inductor.patch(freezing=True):
+        assert changed(before, parts(block, x)) == {"compilers"}
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert changed(before, parts(block, x)) == {"compilers"}
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+HELPER = "def act(x):\n    return x * {}\n"
+USER = """
+from {0}_helper import act
+from torch import nn
+class Mine(nn.Module):
+    def forward(self, x):
+        return act(x)
+"""
+
+
+IN_A_NOTEBOOK = """
+from torch import nn
+class Mine(nn.Module):
+    def forward(self, x):
+        return act(x)
+"""
+
+
+def test_modules_that_the_model_names_are_in_the_key(
+    x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of a helper of the model's module, and the functions of a module without a file."""
+    name = "model_of_this_test"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / f"{name}.py").write_text(USER.format(name))
+    helper = tmp_path / f"{name}_helper.py"
+    helper.write_text(HELPER.format(2))
+    model = importlib.import_module(name).Mine()
+    before = parts(model, x)
+    helper.write_text(HELPER.format(30))
+    assert changed(before, parts(model, x)) == {"sources"}
+    keys_of = []
+    for factor in (2, 3, 3):
+        notebook = types.ModuleType("notebook_of_this_test")
+        monkeypatch.setitem(sys.modules, notebook.__name__, notebook)
+        exec(HELPER.format(factor) + IN_A_NOTEBOOK, vars(notebook))  # noqa: S102
+        keys_of.append(parts(notebook.Mine(), x))
+    assert changed(*keys_of[:2]) == {"sources"}
+    assert not changed(*keys_of[1:])
+
+
+PASSING = """
+from opgraft import GraphPass
+class Own(GraphPass):
+    name = "own"
+    def run(self, module, model):
+        return {0}, {0}
+"""
+
+
+def test_passes_of_users_are_in_the_key(x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a process that has not imported them before: each run asks for the lock of another key."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name, folder = "pass_of_this_test", tmp_path / "cache"
+    config = CompilationConfig(level=2, cache=True, cache_folder=str(folder), user_passes=[f"{name}:Own"])
+    for count in (1, 2):
+        (tmp_path / f"{name}.py").write_text(PASSING.format(count))
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        with pytest.raises(CompilationError, match="planted"):
+            opgraft.compile(Failing().eval(), config, args=(x,))
+        assert len(list(folder.glob("*.lock"))) == count

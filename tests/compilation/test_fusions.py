@@ -1,0 +1,191 @@
+"""Passes that compute linear maps at once, or join what computes a tensor and its quantisation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import opgraft
+import pytest
+import torch
+from compilation.blocks import WIDTH
+from opgraft import CompilationConfig, functional
+from opgraft.errors import CompilationError
+from opgraft.ops import Linear, QuantFP8, RMSNorm, SiluAndMul
+from torch import Tensor, nn
+
+EAGER = CompilationConfig(level=1)
+
+
+def counts(compiled: opgraft.Compiled, name: str) -> tuple[int, int]:
+    (report,) = (report for report in compiled.passes if report.name == name)
+    return report.matched, report.replaced
+
+
+def forms(compiled: opgraft.Compiled) -> Counter[str]:
+    """The semantic nodes of a graph by the name of their form."""
+    targets = [str(node.target) for node in compiled.graph.graph.nodes]
+    return Counter(name.split(".")[1] for name in targets if name.startswith("opgraft."))
+
+
+class Projections(nn.Module):
+    """Query, key and value of one tensor, and a map of it that has a bias."""
+
+    def __init__(self, *biases: bool) -> None:
+        super().__init__()
+        self.maps = nn.ModuleList([Linear(WIDTH, size, bias) for size, bias in zip((32, 8, 8), biases, strict=True)])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(each(x) for each in self.maps)
+
+
+def projections(*biases: bool) -> Projections:
+    model = Projections(*biases).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.normal_()
+    return model
+
+
+def expected(model: Projections, x: Tensor) -> list[Tensor]:
+    return [
+        x.double() @ each.weight.double().T + (0 if each.bias is None else each.bias.double()) for each in model.maps
+    ]
+
+
+def expect_computed(compiled: opgraft.Compiled, model: Projections) -> None:
+    for size in (1, 2, 9):
+        x = torch.randn(size, 5, WIDTH)
+        for found, wanted in zip(compiled(x), expected(model, x), strict=True):
+            torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_maps_of_one_tensor_are_one(bias: bool) -> None:
+    """Linear maps of one tensor become one over the memory of all weights, in which writes to each are seen."""
+    model = projections(bias, bias, bias)
+    compiled = opgraft.compile(model, EAGER, args=(torch.randn(3, 5, WIDTH),))
+    assert counts(compiled, "joint_linears") == (1, 1)
+    assert forms(compiled)["linear"] == 1
+    expect_computed(compiled, model)
+    model.maps[1].weight.mul_(2)  # type: ignore[operator]
+    expect_computed(compiled, model)
+
+
+def test_a_model_compiled_again_has_the_same_memory() -> None:
+    """The second compilation finds the weights where the first has put them, and both stay right."""
+    model = projections(False, False, False)
+    opgraft.freeze(model)
+    compiled = [opgraft.compile(model, EAGER, args=(torch.randn(3, 5, WIDTH),)) for _ in range(2)]
+    assert compiled[0].graph.get_parameter("joint_0") is compiled[1].graph.get_parameter("joint_0")
+    for each in compiled:
+        expect_computed(each, model)
+    model.maps[0].weight = nn.Parameter(torch.randn(32, WIDTH), requires_grad=False)
+    third = opgraft.compile(model, EAGER, args=(torch.randn(3, 5, WIDTH),))
+    expect_computed(third, model)
+    with pytest.raises(CompilationError, match="have moved in memory"):
+        compiled[0](torch.randn(2, 5, WIDTH))
+
+
+@pytest.mark.parametrize("biases", [(True, False, False), (True, True, False)])
+def test_maps_that_differ_stay_apart(biases: tuple[bool, ...]) -> None:
+    """Maps of which some have a bias are left as they are."""
+    model = projections(*biases)
+    compiled = opgraft.compile(model, EAGER, args=(torch.randn(3, 5, WIDTH),))
+    assert counts(compiled, "joint_linears") == (1, 0)
+    expect_computed(compiled, model)
+
+
+def test_maps_of_a_provider_are_one() -> None:
+    """Layers of a replacement that comes as the form are semantic nodes, too: its kernel computes them at once."""
+    calls: list[Any] = []
+
+    def linear(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+        calls.append(weight.shape)
+        return functional.linear.native(x, weight, *others)
+
+    class Counted(Linear):
+        functional_oot = {"linear": linear}  # noqa: RUF012
+
+        def forward_oot(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+            return linear(input, self.weight, self.bias, self.activation, residual)
+
+    Linear.register_oot(Counted)
+    model = projections(False, False, False)
+    compiled = opgraft.compile(model, EAGER, args=(torch.randn(3, 5, WIDTH),))
+    assert counts(compiled, "joint_linears") == (1, 1)
+    calls.clear()
+    compiled(torch.randn(2, 5, WIDTH))
+    assert calls == [(48, WIDTH)]
+    expect_computed(compiled, model)
+
+
+class Quantizing(nn.Module):
+    """Norms, with and without a sum, and a gated activation, each quantised; the first by two layers alike."""
+
+    def __init__(self, static: bool, group_shape: tuple[int, int]) -> None:
+        super().__init__()
+        self.first, self.second, self.read = (RMSNorm(WIDTH, eps=eps) for eps in (1e-5, 0.1, 1e-3))
+        self.act = SiluAndMul()
+        self.quantize = QuantFP8(static, group_shape)
+        self.register_buffer("scale", torch.tensor([0.02]))
+
+    def quantized(self, x: Tensor) -> Iterator[Tensor]:
+        yield from self.quantize(x, self.scale) if self.quantize.static else self.quantize(x)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        normed = self.first(x)
+        summed = x + x.flip(-1) * 0.5
+        read = self.read(x * 2)
+        return (
+            *self.quantized(normed),
+            *self.quantized(normed),
+            *self.quantized(self.second(summed)),
+            *self.quantized(self.act(summed)),
+            *self.quantized(read),
+            read,
+            summed,
+        )
+
+
+@pytest.mark.parametrize(("static", "group_shape"), [(True, (-1, -1)), (False, (1, -1)), (False, (1, 4))])
+def test_results_are_quantised_by_the_form_that_computes_them(static: bool, group_shape: tuple[int, int]) -> None:
+    """Norms and gated activations are joined with what quantises them, epsilon and groups kept, but where a norm is
+    read besides; the bits are those of one after the other."""
+    model = Quantizing(static, group_shape).eval().requires_grad_(False)
+    compiled = opgraft.compile(model, EAGER, args=(torch.randn(3, 5, WIDTH),))
+    assert counts(compiled, "rms_norm_quant_fp8") == (2, 2)
+    assert counts(compiled, "silu_and_mul_quant_fp8") == (1, 1)
+    kind = "static" if static else "dynamic"
+    found = {name: count for name, count in forms(compiled).items() if "quant" in name or "norm" in name}
+    assert found == {
+        f"rms_norm_quant_fp8_{kind}": 1,
+        f"fused_add_rms_norm_quant_fp8_{kind}": 1,
+        f"silu_and_mul_quant_fp8_{kind}": 1,
+        f"quant_fp8_{kind}": 1,
+        "rms_norm": 1,
+    }
+    for size in (1, 2, 9):
+        x = torch.randn(size, 5, WIDTH)
+        for ours, theirs in zip(compiled(x), model(x), strict=True):
+            torch.testing.assert_close(ours.float(), theirs.float(), rtol=0.13, atol=2**-8)
+
+
+def test_a_kernel_for_a_part_is_not_passed_over() -> None:
+    """Where somebody provides a kernel for quantisation alone, norm and quantisation stay apart, and it runs."""
+    calls: list[Any] = []
+
+    def quant_fp8_dynamic(x: Tensor, *others: Any, **settings: Any) -> tuple[Tensor, Tensor]:
+        calls.append(x.shape)
+        return functional.quant_fp8_dynamic.native(x, *others, **settings)
+
+    class Counted(QuantFP8):
+        functional_oot = {"quant_fp8_dynamic": quant_fp8_dynamic}  # noqa: RUF012
+
+    QuantFP8.register_oot(Counted)
+    model = Quantizing(False, (1, -1)).eval().requires_grad_(False)
+    compiled = opgraft.compile(model, EAGER, args=(torch.randn(3, 5, WIDTH),))
+    assert (counts(compiled, "rms_norm_quant_fp8"), counts(compiled, "silu_and_mul_quant_fp8")) == ((2, 0), (1, 0))
+    calls.clear()
+    compiled(torch.randn(2, 5, WIDTH))
+    assert len(calls) == 4
