@@ -46,6 +46,7 @@ def pytest_collection_finish() -> None:
     importlib.import_module("opgraft.ops")  # not above: a process that only hands out tests needs no torch
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000)  # of 700 as is, a tenth of all time goes into looking through what compilers keep
     gc.enable()
 
 

@@ -241,15 +241,16 @@ STREAMED = [
     for dtype in DTYPES
 ]
 """Paths and dtypes of 32 MiB each: each path and each dtype is in 'make test'."""
-streamed = pytest.mark.parametrize(("path", "dtype"), STREAMED, indirect=["path"])
+streamed = pytest.mark.parametrize(("path", "dtype"), STREAMED, indirect=["path"], ids=str)
 
 
 @streamed
 def test_results_that_no_cache_keeps(path: str, kernels: Any, dtype: torch.dtype) -> None:
     """What is written past the caches, from 32 MiB on, is what small results are, in rows of any length."""
+    drawn = draw(2**26 // dtype.itemsize, dtype=dtype)
     for width in (8192, 8191):
         rows = 2**25 // (width * dtype.itemsize) + 2
-        x, weight = draw(rows, width, dtype=dtype), draw(width, dtype=dtype)
+        x, weight = drawn[: rows * width].view(rows, width), draw(width, dtype=dtype)
         calls = {
             "rms_norm": lambda part, weight=weight: kernels.rms_norm(part, weight),
             "layer_norm": lambda part, weight=weight, width=width: kernels.layer_norm(part, [width], weight, weight),
@@ -257,7 +258,7 @@ def test_results_that_no_cache_keeps(path: str, kernels: Any, dtype: torch.dtype
         check_in_parts(x, calls)
     names = ("silu_and_mul", "swigluoai_and_mul", "gelu_and_mul_sparse")
     gates = {name: lambda part, name=name: getattr(kernels, name)(part, *GATED[name]) for name in names}
-    check_in_parts(draw(2**25 // (4096 * dtype.itemsize), 8192, dtype=dtype), gates)
+    check_in_parts(drawn.view(-1, 8192), gates)
 
 
 @streamed

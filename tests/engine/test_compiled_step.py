@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +73,16 @@ def test_by_inductor(tmp_path: Path) -> None:
     assert tokens(EngineCore(with_mode(tmp_path, backend="inductor"))) == tokens(EngineCore(settings(tmp_path)))
 
 
-def test_without_a_compiler(tmp_path: Path) -> None:
+def test_without_a_compiler(tmp_path: Path, warm_python: str) -> None:
     """Where inductor finds no compiler the start of the engine says so, and what to set."""
     written("Llama", tmp_path / "model", num_hidden_layers=1)
-    made = f"from opgraft import LLM; LLM({str(tmp_path / 'model')!r}, **{{'compilation_config.mode': 1}})"
-    hidden = {"CXX": "no-such-compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OPGRAFT_PLUGINS": ""}
-    command = [sys.executable, "-c", made]
+    made = (
+        "from opgraft import LLM; from torch._inductor import config\n"
+        "config.cpp.cxx = (None, 'no-such-compiler')\n"  # as of CXX, which torch has read in the warm interpreter
+        f"LLM({str(tmp_path / 'model')!r}, **{{'compilation_config.mode': 1, 'parallel.executor': 'in_process'}})"
+    )
+    hidden = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OPGRAFT_PLUGINS": ""}
+    command = [warm_python, "-c", made]
     result = subprocess.run(command, env={**os.environ, **hidden}, capture_output=True, text=True, check=False)
     assert "ConfigError: compilation_config.mode is set" in result.stderr
     assert "inductor needs a C++ compiler" in result.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -38,12 +37,12 @@ llm.shutdown()
 """
 
 
-def test_torchrun_starts_the_ranks(folder: Path, tmp_path: Path) -> None:
+def test_torchrun_starts_the_ranks(folder: Path, tmp_path: Path, warm_python: str) -> None:
     """The same script runs on each of two ranks; the first one prints the tokens of one process."""
     with LLM(str(folder), **IN_ITS_PROCESS | {"parallel.executor": "in_process"}) as one:
         outputs = one.generate(["the cat", "a dog"], SamplingParams(temperature=0, max_tokens=7))
     (tmp_path / "answer.py").write_text(SCRIPT)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [warm_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launcher, str(tmp_path / "answer.py"), str(folder)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]

@@ -54,7 +54,7 @@ def test_in_chunks_and_after_preemption(checkpoint: tuple[Path, Any]) -> None:
     """Prompts come in chunks beside other requests, and some are computed anew as the cache is small."""
     folder, model = checkpoint
     core = crowded_engine(folder)
-    pairs = [recorded(str(i), prompt, 16) for i, prompt in enumerate(prompts(1, 2, 3, 1, 2, 1, 19, 30, 11, 25))]
+    pairs = [recorded(str(i), prompt, 10) for i, prompt in enumerate(prompts(1, 2, 3, 1, 2, 1, 19, 30, 11, 25))]
     serve(core, [request for request, _ in pairs])
     assert any(request.num_preemptions for request, _ in pairs)
     for request, recorder in pairs:

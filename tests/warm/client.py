@@ -23,7 +23,7 @@ def is_served(arguments: list[str], environ: dict[str, str]) -> bool:
     }
     folders = filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))
     other = any(os.path.isdir(os.path.join(folder, "opgraft")) for folder in folders)  # pathlib takes long
-    known = arguments[:1] == ["-I"] or arguments[:1] in (["-c"], ["-m"]) or not (arguments or ["-"])[0].startswith("-")
+    known = (arguments or ["-"])[0] in ("-I", "-u", "-c", "-m") or not (arguments or ["-"])[0].startswith("-")
     return known and not other and at_start == SETTINGS["environ"]
 
 

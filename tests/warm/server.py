@@ -124,8 +124,10 @@ def become(request: dict[str, Any], files: list[int]) -> list[str]:
     open_streams()
     sys.executable = request["executable"]
     arguments: list[str] = request["arguments"]
-    isolated = arguments[0] == "-I"
-    arguments = arguments[isolated:]
+    isolated, unbuffered = (arguments[0] == option for option in ("-I", "-u"))
+    arguments = arguments[isolated or unbuffered :]
+    if unbuffered:
+        sys.stdout.reconfigure(write_through=True)
     first = {"-c": "", "-m": request["folder"]}.get(arguments[0], str(Path(arguments[0]).parent))
     own = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     sys.path[:] = [*([] if isolated else own), *sys.path[1:]]
