@@ -198,11 +198,15 @@ class RemoteWorkers:
             raise self.ended(self.reason)
 
     def _ended_by(self, link: WorkerLink, error: Exception) -> EngineError:
+        self._note_failure(link, error)
+        return self._lost()
+
+    def _note_failure(self, link: WorkerLink, error: Exception) -> None:
+        """Note that a channel of a worker has come to its end, or that its host is silent."""
         if isinstance(error, OSError) and error.errno == errno.ETIMEDOUT:
             link.note_silence()
         if not self.reason:
             self._note_end(link)
-        return self._lost()
 
     def _lost(self) -> EngineError:
         """End those that are left: at once, as requests wait to be told, but for a shutdown, on which they end."""
@@ -230,9 +234,8 @@ class RemoteWorkers:
                 f"{link.told()} did not compile a grammar within {self._seconds:g} seconds: all were ended. "
                 "Raise parallel.step_seconds where this was no hang"
             )
-        except (EOFError, OSError):
-            if not self.reason:
-                self._note_end(link)
+        except (EOFError, OSError) as error:
+            self._note_failure(link, error)
         self.kill()  # on which the thread that calls ends them
         raise self.error()
 

@@ -144,7 +144,8 @@ class ReadAhead(Channel):
     """A channel of which a thread reads each message as soon as it comes, whatever else this process does.
 
     So nobody who sends a long one waits until this process has come to the end of a step, or has got rid of a long
-    answer that he does not read meanwhile.
+    answer that he does not read meanwhile. A limit is for what this process sends: for what comes it waits as long as
+    there is another end.
 
     Args:
         connection: see ``Channel``.
@@ -172,7 +173,8 @@ class ReadAhead(Channel):
         try:
             with suppress(EOFError, OSError):
                 while True:
-                    self._read.put(super().receive_bytes())
+                    with suppress(TimeoutError):  # what has come of a message stays
+                        self._read.put(super().receive_bytes())
         finally:
             self._read.put(None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, log2
@@ -49,9 +50,9 @@ class Seconds:
 def sent_bytes(transfers: Iterable[Transfer], layout: ParallelLayout) -> dict[str, float]:
     """Sum the bytes that a rank sends or receives, whichever is more, by the kind of group."""
     sums: dict[str, float] = {}
-    for kind, operation, nbytes in transfers:
+    for (kind, operation, nbytes), times in Counter(transfers).items():
         ranks = len(layout.groups(kind)[0])
-        sums[kind] = sums.get(kind, 0.0) + _SENT[operation](nbytes, ranks)
+        sums[kind] = sums.get(kind, 0.0) + times * _SENT[operation](nbytes, ranks)
     return sums
 
 
@@ -66,11 +67,13 @@ def seconds_of(shard: Shard, step: ShardStep, layout: ParallelLayout, rank: int,
         device: on which each rank runs.
     """
     flops = device.flops.get(str(shard.dtype).removeprefix("torch."), device.flops.get(""))
-    groups = {kind: next(each for each in layout.groups(kind) if rank in each) for kind, _, _ in step.transfers}
+    kinds = {kind for kind, _, _ in step.transfers}
+    groups = {kind: next(each for each in layout.groups(kind) if rank in each) for kind in kinds}
+    collectives = Counter(step.transfers)
     return Seconds(
         weights=_roof(step.weights, device.bandwidth, flops),
         cache=_roof(step.cache, device.bandwidth, flops),
-        collectives=sum(_seconds(each, groups[each.kind], device) for each in step.transfers),
+        collectives=sum(times * _seconds(each, groups[each.kind], device) for each, times in collectives.items()),
         layers=shard.layers * device.layer_seconds,
     )
 

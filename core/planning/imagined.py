@@ -96,14 +96,10 @@ def _group(layout: ParallelLayout, kind: str, rank: int) -> ParallelGroup:
     return ParallelGroup(kind, ranks, rank, None if alone else ImaginedCommunicator(ranks, ranks.index(rank), kind))
 
 
-def transfers_of(parallelism: Any) -> list[Transfer]:
-    """Take what the communicators of an imagined rank have noted since the last time."""
-    found: list[Transfer] = []
-    for group in parallelism.groups.values():
-        if isinstance(group.communicator, ImaginedCommunicator):
-            found += group.communicator.transfers
-            group.communicator.transfers = []
-    return found
+def noted_by(parallelism: Parallelism) -> list[list[Transfer]]:
+    """Return what each communicator of an imagined rank has noted, in lists that grow."""
+    each = (group.communicator for group in parallelism.groups.values())
+    return [communicator.transfers for communicator in each if isinstance(communicator, ImaginedCommunicator)]
 
 
 class ExpectedExchange:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -22,7 +23,8 @@ from opgraft.ops.embedding.vocab import VocabParallelEmbedding
 from opgraft.ops.fused_moe import FusedMoE
 from opgraft.ops.linear import LinearBase
 from opgraft.ops.state_space.layer import state_layers
-from opgraft.planning.imagined import ExpectedExchange, Transfer, imagined_rank, transfers_of
+from opgraft.planning.alike import computed_once
+from opgraft.planning.imagined import ExpectedExchange, Transfer, imagined_rank, noted_by
 from torch import nn
 
 _NATIVE = OpgraftConfig(compilation_config=CompilationConfig(custom_ops=("none",)))
@@ -135,12 +137,13 @@ class Shard:
             if link is not None:
                 link.begin(rows)
             given = None if link is None else link.receive()
-            hidden = self._model(torch.zeros(rows, dtype=torch.int64), torch.arange(rows), given)
+            with computed_once(self._model, parallelism):
+                hidden = self._model(torch.zeros(rows, dtype=torch.int64), torch.arange(rows), given)
             if link is not None:
                 link.pass_on(hidden)
             if get_pp_group().is_last_rank and isinstance(self._model, HasLogits):
                 self._model.compute_logits(hidden)
-            return tuple(transfers_of(parallelism))
+            return tuple(chain.from_iterable(noted_by(parallelism)))
 
     def _experts(self) -> Iterator[FusedMoE]:
         return (each for each in self._model.modules() if isinstance(each, FusedMoE))

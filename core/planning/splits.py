@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -100,6 +100,7 @@ class Planner:
         self.config = config
         self.device = device
         self._shards: dict[Any, Shard] = {}
+        self._stage_layers: dict[int, Sequence[int]] = {}
         with opened_once(config_only=True):
             self._config_only = not open_weights(config.model.name or "").tensors
 
@@ -212,8 +213,10 @@ class Planner:
         """Return the layers of each stage where only weights would tell which these are, and there are none."""
         if count == 1 or self.config.parallel.stage_layers or not self._config_only:
             return {}
-        layers = self._shard(Split(ParallelLayout()), 0).layer_bytes()
-        return {"stage_layers": evenly(layers, count)} if len(layers) >= count else {}
+        if count not in self._stage_layers:
+            layers = self._shard(Split(ParallelLayout()), 0).layer_bytes()
+            self._stage_layers[count] = evenly(layers, count) if len(layers) >= count else ()
+        return {"stage_layers": self._stage_layers[count]}
 
     def _cache_tokens(self, shard: Shard, wanted: Wanted, sequences: int) -> int:
         """Return the tokens that the cache of a rank holds, of which as many sequences as are wanted have room.

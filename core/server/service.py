@@ -248,7 +248,7 @@ class Service:
         return {"status": "ready" if set(states) == {"ready"} else "degraded", "engines": engines}
 
     def _states(self) -> list[str]:
-        return self._model.replicas.states() if isinstance(self._model, AsyncLLM) else ["ready"]
+        return self._model.states()
 
     def expect_model(self, name: str) -> None:
         """Refuse a request for another model.

@@ -175,12 +175,18 @@ class AsyncEmbedder:
         return await called_in(self._computing, self.embedder.explain)
 
     async def check_health(self) -> None:
-        """Raise where the encoder cannot go on.
+        """Raise where the encoder cannot go on; have a worker that has ended start again, where it may.
 
         Raises:
             EngineError: a worker has ended.
         """
-        self.embedder.executor.check_health()
+        self.executor.check_health()
+        if self.executor.can_restart and not self.executor.is_restarting:
+            self._computing.submit(self.embedder.restart)
+
+    def states(self) -> list[str]:
+        """Return the state of the encoder alone: ``ready`` or ``restarting``."""
+        return ["restarting" if self.executor.is_lost or self.executor.is_restarting else "ready"]
 
     def shutdown(self) -> None:
         """Let go of the model, after the current batch."""

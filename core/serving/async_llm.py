@@ -280,6 +280,10 @@ class AsyncLLM:
         """
         self._replicas.check_health()
 
+    def states(self) -> list[str]:
+        """Return the state of each engine: ``ready``, ``restarting`` or ``lost``."""
+        return self._replicas.states()
+
     @property
     def busy_seconds(self) -> float:
         """The seconds that the step of this moment has taken: of one that hangs they grow.

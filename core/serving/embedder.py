@@ -127,6 +127,11 @@ class Embedder:
         """
         return self._tokenized(text, name, truncate=False)[1]
 
+    def restart(self) -> None:
+        """Start workers that are lost again, as often as that is allowed."""
+        if self.executor.can_restart:
+            self.executor.restart(lambda: self.executor.call("load_model"))
+
     def vectors(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Compute the vectors of a batch of token ids, and count it.
 
@@ -135,8 +140,7 @@ class Embedder:
         """
         if self._shut_down:
             raise EngineError("the encoder was shut down: make a new one")
-        if self.executor.can_restart:
-            self.executor.restart(lambda: self.executor.call("load_model"))
+        self.restart()
         self.counters.steps += 1
         self._running, reason = len(sequences), "error"
         try:

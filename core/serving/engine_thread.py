@@ -160,7 +160,7 @@ class EngineThread:
         self._stopping = self._looks = False
         self._ended: EngineError | None = None
         self._busy_since: float | None = None
-        self._making = _Call(make)
+        self._making = _Call(self._make, make)
         run = partial(contextvars.copy_context().run, self._run)
         self._thread = threading.Thread(target=run, name="opgraft-engine", daemon=True)
         self._thread.start()
@@ -168,11 +168,15 @@ class EngineThread:
     def wait(self) -> TextEngine:
         """Wait until the engine is made, and return it, or raise what was raised."""
         try:
-            self.engine = self._making.future.result()  # which the thread does as well, perhaps later
+            return self._making.future.result()
         except BaseException:
             self._stopping = True
             raise
-        return self.engine
+
+    @property
+    def has_engine(self) -> bool:
+        """Tell whether the engine is made."""
+        return self._making.future.done() and self._making.future.exception() is None
 
     def call(self, function: Callable[..., _T], *args: object) -> Future[_T]:
         """Call a function in the thread, before the next step.
@@ -240,8 +244,8 @@ class EngineThread:
 
     def kill(self, reason: str) -> None:
         """End the workers of the engine, if it is made, for a reason that it tells."""
-        if self._making.future.done() and self._making.future.exception() is None:
-            self._making.future.result().core.executor.kill(reason)
+        if self.has_engine:
+            self.engine.core.executor.kill(reason)
 
     def look(self) -> None:
         """Have the thread see whether the engine has lost its workers, also while there is nothing to do."""
@@ -249,11 +253,14 @@ class EngineThread:
             self._looks = True
             self._wake.notify()
 
+    def _make(self, make: Callable[[], TextEngine]) -> TextEngine:
+        self.engine = make()  # before anybody is told that it is made
+        return self.engine
+
     def _run(self) -> None:
         self._making.make()
-        if self._making.future.exception() is not None:
+        if not self.has_engine:
             return
-        self.engine = self._making.future.result()
         if self._place is not None:
             self.engine.core.executor.before_submit = self._place.enter
         cause: BaseException | None = None
@@ -281,6 +288,8 @@ class EngineThread:
                 self._send(self.engine.step())
             elif self._is_behind():
                 self.engine.take_part()
+            else:
+                self.engine.core.restart()
 
     def _leave(self, cause: BaseException | None) -> None:
         """Abort the requests that are open, or surrender them where an error ends the thread."""

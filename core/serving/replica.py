@@ -65,10 +65,13 @@ class Replica:
 
     @property
     def state(self) -> str:
-        """``ready``, ``restarting`` or ``lost``."""
+        """``starting``, ``ready``, ``restarting`` or ``lost``."""
+        if not self.thread.has_engine:
+            return "starting"
         if self.fault() is not None:
             return "lost"
-        return "restarting" if self.engine.is_lost or self.engine.core.executor.is_restarting else "ready"
+        executor = self.engine.core.executor
+        return "restarting" if executor.is_lost or executor.is_restarting else "ready"
 
     def forget_ended(self) -> None:
         """Forget requests that have ended."""

@@ -294,7 +294,7 @@ class Replicas:
             EngineError: the threads have ended, or engines have stopped.
         """
         for replica in self.each:
-            if replica.engine.is_lost:
+            if replica.engine.core.executor.is_lost:
                 replica.thread.look()
         left = sum(replica.fault() is None for replica in self.each)
         if left < min(self._parallel.least_replicas, len(self.each)):
@@ -308,7 +308,7 @@ class Replicas:
         return EngineError(f"{len(faults)} of {len(self.each)} replicas are lost, the others are not ready: {lost}")
 
     def states(self) -> list[str]:
-        """Return the state of each replica: ``ready``, ``restarting`` or ``lost``."""
+        """Return the state of each replica: ``starting``, ``ready``, ``restarting`` or ``lost``."""
         return [replica.state for replica in self.each]
 
     @property

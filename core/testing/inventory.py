@@ -19,6 +19,7 @@ from opgraft.binding.kernels import declared_kernels
 from opgraft.binding.names import kin_of, op_name_of
 from opgraft.binding.pluggable_class import PluggableClass, choose_class
 from opgraft.binding.specialisation import bind
+from opgraft.config import Settings
 from opgraft.decision import Decision, Provider
 from opgraft.errors import ConfigError, ConflictError
 from opgraft.platform import Platform, PlatformSpec, effective_chain
@@ -98,7 +99,8 @@ def kernel_keys(
     ``CONFLICT``. ``replacements``: to choose from; all that are declared if not given.
     """
     known = _declared_replacements() if replacements is None else replacements
-    return {p.name: _key(cls, p.platform, p.chain, known) if p.platform else None for p in platforms}
+    settings = host_state().settings()
+    return {p.name: _key(cls, p.platform, p.chain, known, settings) if p.platform else None for p in platforms}
 
 
 def _declared_replacements() -> list[Replacement]:
@@ -121,12 +123,14 @@ def keys_in_words(keys: dict[str, str | None]) -> str:
     return " ".join(f"{platform}={key or '?'}" for platform, key in keys.items())
 
 
-def _key(cls: type, platform: Platform, chain: tuple[str, ...], replacements: Sequence[Replacement]) -> str | None:
+def _key(
+    cls: type, platform: Platform, chain: tuple[str, ...], replacements: Sequence[Replacement], settings: Settings
+) -> str | None:
     state = host_state()
     own = discover().provider_of(cls.__module__)
     try:
         choice = choose_replacement(
-            cls, op_name_of(cls, state), own, replacements, platform, state.settings(), kin_of(cls, replacements)
+            cls, op_name_of(cls, state), own, replacements, platform, settings, kin_of(cls, replacements)
         )
     except (ConflictError, ConfigError):  # the latter: providers asks for one that another platform has
         return CONFLICT
@@ -203,7 +207,9 @@ def variants_of(cls: type) -> list[type]:
     """Return the classes that derive from a registered op in its package, and that its name switches too."""
     state = host_state()
     name = op_name_of(cls, state)
-    return [target for target in state.registry.targets() if target is not cls and op_name_of(target, state) == name]
+    base = state.registry.records()[name].cls if name else cls
+    derived = [target for target in state.registry.targets() if target is not cls and issubclass(target, base)]
+    return [target for target in derived if op_name_of(target, state) == name]
 
 
 def find_op(name: str) -> type | None:

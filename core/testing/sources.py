@@ -6,7 +6,7 @@ import ast
 import functools
 import hashlib
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 PROOF = "opgraft.testing.proof"
@@ -28,10 +28,16 @@ def digest_of(sources: Iterable[str]) -> str | None:
     return digest.hexdigest()[:16]
 
 
+# Kept, as are what is made of it: most modules belong to many forms.
+@functools.cache
+def _tree_of(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 @functools.cache
 def _code_of(source: str) -> bytes:
-    """Return what a digest is made of: most modules belong to many forms."""
-    return _code(ast.parse(source)).encode()
+    """Return what a digest is made of."""
+    return _code(_tree_of(source)).encode()
 
 
 def made_of(modules: Iterable[str]) -> list[str]:
@@ -76,10 +82,10 @@ def _is_documentation(node: object) -> bool:
 @functools.cache
 def imports_of(source: str) -> tuple[str, ...]:
     """Return the modules of ``PACKAGES`` that a module with that source imports itself."""
-    tree = ast.parse(source)
+    tree = _tree_of(source)
     imported = _imported(tree)
     facades = {local: name for local, name in imported.items() if _is_facade(name)}
-    used = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    used = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)] if facades else []
     names = [f"{facades[x.value.id]}.{x.attr}" for x in used if isinstance(x.value, ast.Name) and x.value.id in facades]
     modules = (_module_of(name) for name in (*names, *imported.values()))
     return tuple(sorted({module for module in modules if module}))
@@ -88,12 +94,24 @@ def imports_of(source: str) -> tuple[str, ...]:
 def _imported(tree: ast.Module) -> dict[str, str]:
     """Map a local name to the dotted name imported; of ``from module import *``, what the module passes on."""
     found: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in _statements(tree):
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
             found |= _passed_on(source_of(node.module or "") or "")
         elif isinstance(node, ast.ImportFrom):
             found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
     return found
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yield the statements of a module, those within others too, without a look at their expressions."""
+    left: list[ast.AST] = [tree]
+    while left:
+        yield (node := left.pop())
+        left += [
+            each
+            for each in ast.iter_child_nodes(node)
+            if isinstance(each, (ast.stmt, ast.excepthandler, ast.match_case))
+        ]
 
 
 def _module_of(name: str) -> str | None:
@@ -123,4 +141,4 @@ def _is_package(module: str) -> bool:
 
 @functools.cache
 def _passed_on(source: str) -> dict[str, str]:
-    return _imported(ast.parse(source))
+    return _imported(_tree_of(source))

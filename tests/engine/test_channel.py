@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 
 import pytest
 from opgraft.engine.step import Scheduled, Step
 from opgraft.machine.broadcast import BY_CHANNEL, SLOT_BYTES, SLOTS, SharedChannel, SharedSlots
-from opgraft.machine.channel import Channel, encoded
+from opgraft.machine.channel import Channel, ReadAhead, encoded
 
 
 def test_a_step_comes_as_it_was_sent() -> None:
@@ -64,3 +65,23 @@ def test_a_channel_takes_messages_of_any_size_and_tells_its_end() -> None:
     with pytest.raises(EOFError):
         theirs.receive()
     theirs.close()
+
+
+def test_a_limit_of_what_is_sent_is_none_of_reading_ahead() -> None:
+    """Nothing, or half a message, comes for longer than that, and the rest is read; only a send fails in time."""
+    ours, theirs = socket.socketpair()
+    reading = ReadAhead(theirs)
+    reading.limit(0.02)
+    ours.sendall(encoded("first"))
+    assert reading.receive() == "first"  # from here on it reads under the limit
+    half = bytes(encoded("second"))
+    for part in (half[:10], half[10:]):
+        time.sleep(0.1)
+        ours.sendall(part)
+    assert reading.receive() == "second"
+    with pytest.raises(TimeoutError):
+        reading.send(b"x" * 10_000_000)
+    ours.close()
+    with pytest.raises(EOFError):
+        reading.receive()
+    reading.close()

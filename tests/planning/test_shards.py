@@ -12,6 +12,7 @@ from opgraft.config import OpgraftConfig
 from opgraft.distributed.groups import parallelism
 from opgraft.distributed.layout import ParallelLayout
 from opgraft.engine.engine_core import EngineCore
+from opgraft.models.decoder import DecoderAttention
 from opgraft.ops import Attention
 from opgraft.planning.shard import Shard
 from random_decoders import DEEPSEEK_EXPERTS, LATENT, ROUTED, hybrid, through_transformers, written
@@ -159,3 +160,15 @@ def test_a_config_is_enough(tmp_path: Path) -> None:
     alone = parallelism()
     assert planned(config, 0) == whole
     assert parallelism() is alone
+
+
+def test_layers_that_are_alike_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of six layers two are run, the first and one that has a residual stream, and the sums of all are counted."""
+    written("Llama", tmp_path, num_hidden_layers=6)
+    calls, forward = [], DecoderAttention.forward
+    monkeypatch.setattr(DecoderAttention, "forward", lambda self, *given: calls.append(self) or forward(self, *given))
+    shard = Shard(settings(tmp_path).resolved(), TENSORS, 0)
+    for _ in range(2):
+        operations = [each.operation for each in shard.step(ROWS, 8).transfers]
+        assert operations[:-1] == ["all_reduce"] * 13
+    assert len(calls) == 4

@@ -36,7 +36,10 @@ def expect_refused(response: httpx.Response, field: str, message: str) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "field"),
-    [({"response_format": form(ENDLESS)}, "response_format"), (tool(ENDLESS), "tools[0].function.parameters")],
+    [
+        ({"response_format": form(ENDLESS)}, "response_format"),
+        pytest.param(tool(ENDLESS), "tools[0].function.parameters", marks=pytest.mark.slow),
+    ],
 )
 def test_an_endless_compilation(server: Server, asked: dict[str, Any], field: str) -> None:
     """It is ended, and meanwhile others are answered: with a schema that is known, and without any."""

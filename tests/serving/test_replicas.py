@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from pathlib import Path
@@ -15,10 +16,13 @@ from opgraft import SamplingParams
 from opgraft.engine.process_executor import LocalProcess
 from opgraft.errors import EngineError, RequestError
 from opgraft.serving.async_llm import AsyncLLM
-from opgraft.serving.llm import LLM
+from opgraft.serving.engine_thread import EngineThread
+from opgraft.serving.llm import LLM, engine_config
 from opgraft.serving.outputs import RequestOutput
 from opgraft.serving.prometheus import PrometheusExporter
 from opgraft.serving.replica import Replica
+from opgraft.serving.replicas import Replicas
+from opgraft.serving.text_engine import TextEngine
 from random_decoders import written
 from small_tokenizers import trained_tokenizer
 
@@ -217,3 +221,25 @@ def test_requests_of_a_lost_engine_fail(checkpoint: Path, caplog: pytest.LogCapt
         assert f"replica {victim.number} is lost: 1 of 2 are ready" in caplog.messages
 
     use(checkpoint, {**APART, "parallel.least_replicas": 2, "parallel.restart_workers": 1}, body)
+
+
+def test_a_replica_is_lost_while_another_starts(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is told of the loss counts the one that starts as not ready, and asks it for nothing that it has not yet."""
+    config, made = engine_config(str(checkpoint), None, SETTINGS), threading.Event()
+
+    def make() -> TextEngine:
+        made.wait(PATIENCE)
+        return TextEngine(config)
+
+    replicas = Replicas(config)
+    try:
+        replicas.each.append(Replica(1, EngineThread(make)))
+        assert replicas.states() == ["ready", "starting"]
+        replicas._lost(0, "planted")
+        assert "replica 0 is lost: 0 of 2 are ready" in caplog.messages
+        made.set()
+        replicas.each[1].thread.wait()
+        assert replicas.states() == ["ready", "ready"]
+    finally:
+        made.set()
+        replicas.shutdown()
