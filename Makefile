@@ -62,6 +62,9 @@ run: .demo/installed
 	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json PYTHONPATH=$(CURDIR)/.demo $(BIN)/python examples/graft_encoder.py
 	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json $(OPGRAFT) run smollm2 "What is gravity?" --max-tokens 16
 
+# What a run has compiled, tests with their assertions above all, the next one reads.
+test test-slow test-families: export PYTHONDONTWRITEBYTECODE =
+
 test: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not types and not slow'
 

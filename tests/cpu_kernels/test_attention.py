@@ -124,9 +124,15 @@ def test_long_contexts(settings: str, dtype: torch.dtype, path: str) -> None:
     torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        pytest.param(name, dtype, marks=[pytest.mark.slow] * (name != "all" and dtype != torch.bfloat16))
+        for name in SETTINGS
+        for dtype in DTYPES
+    ],
+)
 @pytest.mark.parametrize("codes", CODES)
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_long_contexts_in_codes(settings: str, codes: torch.dtype, dtype: torch.dtype, path: str) -> None:
     """Over a cache of codes, each path gives what the reference gives in float64 over the numbers that they are."""
     arguments, expected = long_contexts(settings, dtype, codes)

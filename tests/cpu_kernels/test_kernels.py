@@ -235,9 +235,16 @@ def test_fp8_is_torchs(path: str, kernels: Any) -> None:
         assert quantised.float().isnan().equal(x.isnan())
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
-)
+STREAMED = [
+    pytest.param(path, dtype, marks=[pytest.mark.slow] * (path != "avx2" and dtype != torch.bfloat16))
+    for path in ("amx", "avx512_bf16", "avx512", "avx2", "scalar")
+    for dtype in DTYPES
+]
+"""Paths and dtypes of 32 MiB each: each path and each dtype is in 'make test'."""
+streamed = pytest.mark.parametrize(("path", "dtype"), STREAMED, indirect=["path"])
+
+
+@streamed
 def test_results_that_no_cache_keeps(path: str, kernels: Any, dtype: torch.dtype) -> None:
     """What is written past the caches, from 32 MiB on, is what small results are, in rows of any length."""
     for width in (8192, 8191):
@@ -253,7 +260,7 @@ def test_results_that_no_cache_keeps(path: str, kernels: Any, dtype: torch.dtype
     check_in_parts(draw(2**25 // (4096 * dtype.itemsize), 8192, dtype=dtype), gates)
 
 
-@each_dtype
+@streamed
 def test_memory_of_the_caller_that_no_cache_keeps(path: str, kernels: Any, dtype: torch.dtype) -> None:
     """So are results in memory of the caller, whatever its strides and alignment are, and over what is read."""
     step = 64 // dtype.itemsize

@@ -1,6 +1,6 @@
 """Scenes on a Ray cluster of two hosts, simulated by its own utility: prints what was seen in each, as JSON.
 
-A process of its own, as Ray leaves threads and variables behind: ``python ray_scenes.py FOLDER``.
+A process of its own, as Ray leaves threads and variables behind: ``python ray_scenes.py FOLDER SCENES``.
 """
 
 from __future__ import annotations
@@ -149,32 +149,14 @@ def left(wanted: int) -> int:
     return len(actors())
 
 
-def main(folder: str) -> None:
+def few(folder: str, cluster: Cluster, other: Any) -> dict[str, Any]:
+    """Two ranks on two hosts, of which one is lost; and the want of another one."""
     out: dict[str, Any] = {}
-    alone = LLM(folder, **SETTINGS)
-    out["alone"] = answers(alone)
-    alone.shutdown()
-    os.environ |= {"RAY_worker_niceness": "0"}  # 15 else, behind all other tests
-    head = {"num_cpus": 1, "num_gpus": 1, "include_dashboard": False}  # as Ray counts; there are none
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    other = cluster.add_node(num_cpus=1, num_gpus=2)
-    os.environ["RAY_ADDRESS"] = cluster.address
-    before = files()
-    llm = LLM(folder, **SETTINGS, **{"parallel.data": 2, "parallel.executor": "ray"})
-    out["replicas"] = answers(llm)
-    out["actors_of_replicas"] = len(actors())
-    out["killed_at_shutdown"] = killed_by(llm.shutdown)
-    out["actors_after_shutdown"] = left(0)
-    out["still_joined"] = ray.is_initialized()
-    out["devices"] = devices()
-    out["killed_engine"] = killed_engine(folder)
-    llm = LLM(folder, **SETTINGS, **TWO, **{"parallel.step_seconds": 3, "parallel.restart_workers": 1})
+    llm = LLM(folder, **SETTINGS, **TWO, **{"parallel.step_seconds": 3})
     out["two"] = answers(llm)
     out["nodes"] = [link.placed.where.node for link in llm.engine.core.executor.workers.links]
     out["own_node"] = ray.get_runtime_context().get_node_id()
     out["actors"] = len(actors())
-    out["stopped"] = stopped(llm)
-    out["started_again"] = answers(llm)
     out["lost"] = lost(llm, cluster, other)
     out["afterwards"] = error_of(llm)
     llm.shutdown()
@@ -182,6 +164,39 @@ def main(folder: str) -> None:
         LLM(folder, **SETTINGS, **TWO, **{"parallel.start_seconds": 1})
     except OpgraftError as error:
         out["no_room"] = str(error)
+    return out
+
+
+def all_others(folder: str, cluster: Cluster, other: Any) -> dict[str, Any]:
+    """Replicas, devices, stages whose engine is killed, and ranks of which one hangs."""
+    out: dict[str, Any] = {}
+    llm = LLM(folder, **SETTINGS, **{"parallel.data": 2, "parallel.executor": "ray"})
+    out["replicas"] = answers(llm)
+    out["actors"] = len(actors())
+    out["killed_at_shutdown"] = killed_by(llm.shutdown)
+    out["actors_after_shutdown"] = left(0)
+    out["still_joined"] = ray.is_initialized()
+    out["devices"] = devices()
+    out["killed_engine"] = killed_engine(folder)
+    llm = LLM(folder, **SETTINGS, **TWO, **{"parallel.step_seconds": 3, "parallel.restart_workers": 1})
+    out["two"] = answers(llm)
+    out["stopped"] = stopped(llm)
+    out["started_again"] = answers(llm)
+    llm.shutdown()
+    return out
+
+
+def main(folder: str, scenes: Callable[[str, Cluster, Any], dict[str, Any]]) -> None:
+    alone = LLM(folder, **SETTINGS)
+    out = {"alone": answers(alone)}
+    alone.shutdown()
+    os.environ |= {"RAY_worker_niceness": "0"}  # 15 else, behind all other tests
+    head = {"num_cpus": 1, "num_gpus": 1, "include_dashboard": False}  # as Ray counts; there are none
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    other = cluster.add_node(num_cpus=1, num_gpus=2)
+    os.environ["RAY_ADDRESS"] = cluster.address
+    before = files()
+    out |= scenes(folder, cluster, other)
     out["actors_in_the_end"] = left(0)
     out["files"] = [each for each in files() if each not in before]
     cluster.shutdown()
@@ -189,4 +204,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], {scenes.__name__: scenes for scenes in (few, all_others)}[sys.argv[2]])

@@ -8,8 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import opgraft
+
 REPOSITORY = Path(__file__).parents[2]
-FOLDERS = {"core": "opgraft", "platforms": "opgraft/platforms", "plugins": "opgraft/plugins"}
 FAMILY = "opgraft/ops/activation"
 
 FUNCTIONAL = '''
@@ -45,15 +46,13 @@ SPECS = (
 """
 
 USE = """
-import sys
-from pathlib import Path
 import torch
 import opgraft
 from opgraft import functional, ops
 from opgraft.testing.catalogue import SPECS
 from opgraft.testing.proof import prove
 
-assert Path(opgraft.__file__).parent == Path(sys.argv[1]) / "opgraft", opgraft.__file__
+assert opgraft.__file__ == str(Path("opgraft/__init__.py").absolute()), opgraft.__file__
 x = torch.randn(3, 5)
 assert torch.equal(ops.Softsign()(x), functional.softsign(x))
 assert torch.equal(torch.ops.opgraft.softsign(x), functional.softsign(x))
@@ -75,9 +74,11 @@ MARK = "\n--\n"
 ASK = f"""
 import runpy
 import sys
+from pathlib import Path
 import pytest
 from opgraft.cli import cli
 
+{USE.strip()}
 runpy.run_path("tools/op_pages.py", run_name="__main__")
 status = pytest.main(sys.argv[1:])
 for question in ("list",), ("explain", "softsign"):
@@ -85,7 +86,10 @@ for question in ("list",), ("explain", "softsign"):
     cli(("ops", *question), standalone_mode=False)
 sys.exit(status)
 """
-"""Writes the pages, runs the checks, and shows what commands say of the op: in one process, as to begin takes long."""
+"""Uses the op, writes the pages, runs the checks, and shows what commands say of it, in one process.
+
+To begin takes longer than any of these.
+"""
 
 
 def append(path: Path, text: str) -> None:
@@ -107,9 +111,7 @@ def run(package: Path, *command: str) -> str:
 
 def test_an_op_is_added_in_the_folder_of_its_family(tmp_path: Path) -> None:
     """What is written in one folder is known to functions, modules, proof, commands, pages and the tests of these."""
-    for folder, place in FOLDERS.items():
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(REPOSITORY / folder, tmp_path / place, ignore=ignored, dirs_exist_ok=True)
+    shutil.copytree(Path(opgraft.__file__).parent, tmp_path / "opgraft")  # with the bytecode of what stays as it is
     for place in ("docs", "tools", "tests/conftest.py", "tests/docs", "tests/plugins", "mkdocs.yml"):
         copied = shutil.copytree if (REPOSITORY / place).is_dir() else shutil.copyfile
         (tmp_path / place).parent.mkdir(exist_ok=True)
@@ -121,10 +123,9 @@ def test_an_op_is_added_in_the_folder_of_its_family(tmp_path: Path) -> None:
     insert(family / "__init__.py", "from opgraft.ops.activation.modules import (", "Softsign, ")
     insert(family / "__init__.py", "__all__ = [", '"Softsign", ')
     append(family / "spec.py", SPEC)
-    run(tmp_path, sys.executable, "-W", "error", "-c", USE, str(tmp_path))
     options = ["-q", "--import-mode=importlib", "-o", f"pythonpath={REPOSITORY / 'tests'}", "-c", os.devnull]
     options += ["--rootdir", str(tmp_path)]
-    _, listed, explained = run(tmp_path, sys.executable, "-c", ASK, *options, *CHECKS).split(MARK)
+    _, listed, explained = run(tmp_path, sys.executable, "-W", "error", "-c", ASK, *options, *CHECKS).split(MARK)
     page = (tmp_path / "docs/reference/ops/softsign.md").read_text(encoding="utf-8")
     assert "opgraft.functional.softsign" in page
     assert "softsign" in listed
