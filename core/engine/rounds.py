@@ -81,8 +81,8 @@ def expect_rounds(parallel: ParallelConfig) -> None:
     if parallel.restart_workers:
         raise ConfigError(
             f"{shared}, and parallel.restart_workers {parallel.restart_workers}: the ranks of all are one job, in "
-            "which none can be replaced, so that they are lost together. Set it to 0, and have a supervisor start a new "
-            f"server where one ends with the exit code {EngineError.exit_code}"
+            "which none can be replaced, so that they are lost together. Set it to 0, and have a supervisor start a "
+            f"new server where one ends with the exit code {EngineError.exit_code}"
         )
     if parallel.on_replica_loss == "move":
         raise ConfigError(
