@@ -13,7 +13,9 @@ from typing import Any
 
 from engine_rows import Finding, print_findings
 from opgraft import LLM, SamplingParams
-from opgraft.engine.step import NewSequence, Scheduled, Step
+from opgraft.engine.remote_executor import encoded_step
+from opgraft.engine.step import NewSequence, Scheduled, Step, step_of
+from opgraft.engine.worker_link import EXECUTE_PARTS
 from opgraft.machine.broadcast import SharedChannel, SharedSlots
 from opgraft.machine.channel import Channel, encoded
 from timing import machine
@@ -26,6 +28,8 @@ STEPS = 100
 TOKENS = 32
 """Of an answer."""
 LENGTH_BYTES = 8
+END = "end"
+"""The call that ends a worker."""
 
 
 def decoding(requests: int) -> Step:
@@ -49,6 +53,11 @@ STEPS_OF = {
 }
 
 
+def _encoded(step: Step | None) -> memoryview:
+    """Return a step as the executor sends it; ``None`` ends a worker."""
+    return encoded((END, (), False)) if step is None else encoded_step(step)
+
+
 class Sockets:
     """A message is written to a socket of each worker."""
 
@@ -58,7 +67,7 @@ class Sockets:
         self.theirs = [Channel(theirs) for _, theirs in pairs]
 
     def send(self, number: int, step: Step | None) -> None:
-        data = encoded(("execute", (step,), False))
+        data = _encoded(step)
         for channel in self.ours:
             channel.send_encoded(data)
 
@@ -76,7 +85,7 @@ class SharedMemory:
 
     def send(self, number: int, step: Step | None) -> None:
         self.number = number
-        token = self.slots.write(number, encoded(("execute", (step,), False)))
+        token = self.slots.write(number, _encoded(step))
         for each in self.tokens:
             os.write(each, token)
 
@@ -88,7 +97,7 @@ class Woken:
         self.tokens = tokens
 
     def receive(self) -> Any:
-        return "execute", (os.read(self.tokens, 1) == b"g" or None,)
+        return ("execute" if os.read(self.tokens, 1) == b"g" else END), ()
 
 
 class Wakes:
@@ -106,8 +115,11 @@ class Wakes:
 
 def _worker(way: Sockets | SharedMemory | Wakes, worker: int, told: socket.socket) -> None:
     while True:
-        if way.theirs[worker].receive()[1][0] is None:
+        method, arguments = way.theirs[worker].receive()[:2]
+        if method == END:
             os._exit(0)
+        if method == EXECUTE_PARTS:  # as the worker does
+            step_of(*arguments)
         told.sendall(time.perf_counter_ns().to_bytes(LENGTH_BYTES, "little"))
 
 
@@ -146,7 +158,8 @@ def broadcast(arguments: argparse.Namespace) -> Iterator[Finding]:
         bound = medians[Wakes][1]
         for way in (SharedMemory, Sockets):
             sent, had = medians[way]
-            detail = f"{sent:,.0f} us until it is sent; {WORKERS} workers, all on {os.cpu_count()} processors"
+            detail = f"{sent:,.0f} us until it is sent, {bound:,.0f} until each has a byte and no step; "
+            detail += f"{WORKERS} workers, all on {os.cpu_count()} processors"
             most = MOST_MICROSECONDS if way is SharedMemory else None
             yield Finding(f"us until all have a step, {name}, {way.__name__}", had, detail, most=most, bound=bound)
 

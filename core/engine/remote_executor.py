@@ -20,9 +20,16 @@ from opgraft.engine.remote_workers import SHUT_DOWN, RemoteWorkers, Started
 from opgraft.engine.request import Request
 from opgraft.engine.sampling import Grammar
 from opgraft.engine.step import Step, StepResult
-from opgraft.engine.worker_link import STAGES_OF_START, WorkerJob, expect_greeting, hanging, output_rank
+from opgraft.engine.worker_link import (
+    EXECUTE_PARTS,
+    STAGES_OF_START,
+    WorkerJob,
+    expect_greeting,
+    hanging,
+    output_rank,
+)
 from opgraft.logger import logger, writes_json
-from opgraft.machine.channel import Channel, encoded
+from opgraft.machine.channel import Channel, encoded, encoded_plain
 from opgraft.plugins.host import load_plugins
 from opgraft.text import described
 
@@ -164,8 +171,7 @@ class RemoteExecutor(Executor):
         """
         self.before_submit()
         with self.workers.or_interrupted():
-            name_of = self._name_of if any(new.grammar is not None for new in step.added) else None
-            self._steps.append(self._post("execute", (step,), everyone=False, name_of=name_of))
+            self._steps.append(self._send(encoded_step(step, self._name_of)))
 
     def result(self) -> StepResult:
         """Return the result of the oldest step that was submitted and not asked for yet, or raise what failed in it.
@@ -194,11 +200,11 @@ class RemoteExecutor(Executor):
             with suppress(Exception):  # which nobody asks for either
                 self.result()
 
-    def _post(
-        self, method: str, args: Sequence[Any], *, everyone: bool, name_of: Callable[[Any], Any] | None = None
-    ) -> int:
+    def _post(self, method: str, args: Sequence[Any], *, everyone: bool) -> int:
         """Send a call to all workers and return its number. Others than the output rank answer only where told to."""
-        data = encoded((method, args, everyone), name_of)
+        return self._send(encoded((method, args, everyone)))
+
+    def _send(self, data: memoryview) -> int:
         number = self._calls
         self._calls += 1
         self._awaited[number] = {}
@@ -355,3 +361,16 @@ class RemoteExecutor(Executor):
 
 def _failures(replies: Replies) -> list[tuple[int, Exception]]:
     return [(rank, answer) for rank, (done, answer) in sorted(replies.items()) if not done]
+
+
+def encoded_step(step: Step, name_of: Callable[[Any], Any] | None = None) -> memoryview:
+    """Return the call that computes a step, which the output rank alone answers, as channels send it.
+
+    Args:
+        step: which is plain where it adds no sequence, as most do not.
+        name_of: names the grammars of those that it adds.
+    """
+    if not step.added:
+        return encoded_plain((EXECUTE_PARTS, step.parts(), False))
+    has_grammars = any(new.grammar is not None for new in step.added)
+    return encoded(("execute", (step,), False), name_of if has_grammars else None)

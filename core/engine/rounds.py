@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from opgraft.config import ParallelConfig
-from opgraft.errors import ConfigError
+from opgraft.errors import ConfigError, EngineError
 
 
 class Rounds:
@@ -80,8 +80,9 @@ def expect_rounds(parallel: ParallelConfig) -> None:
     shared = f"parallel.expert is {parallel.expert}, so that replicas share experts"
     if parallel.restart_workers:
         raise ConfigError(
-            f"{shared}, and parallel.restart_workers {parallel.restart_workers}: they are lost together, and a new "
-            "server starts them: set it to 0"
+            f"{shared}, and parallel.restart_workers {parallel.restart_workers}: the ranks of all are one job, in "
+            "which none can be replaced, so that they are lost together. Set it to 0, and have a supervisor start a "
+            f"new server where one ends with the exit code {EngineError.exit_code}"
         )
     if parallel.on_replica_loss == "move":
         raise ConfigError(
@@ -90,7 +91,9 @@ def expect_rounds(parallel: ParallelConfig) -> None:
         )
     if parallel.executor not in (None, "processes"):
         raise ConfigError(
-            f"{shared}, and parallel.executor is {parallel.executor}, whose ranks are not one job: set it to processes"
+            f"{shared}, and parallel.executor is {parallel.executor}, where each replica is a job of its own, and "
+            "experts are shared within one: set it to processes, on this host, or parallel.data to 1 and "
+            "parallel.expert to parallel.tensor, which may be ranks of several hosts"
         )
     if parallel.pipeline > 1:
         raise ConfigError(

@@ -22,8 +22,11 @@ from opgraft.machine.channel import Channel
 from opgraft.text import printable
 from opgraft.version import __version__
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Number of what an engine and its workers say to each other: jobs, calls, replies."""
+
+EXECUTE_PARTS = "execute_parts"
+"""The call of ``execute`` with the parts of a step, which are plain, in place of the step."""
 
 END_SECONDS = 2.0
 """Seconds that processes have to end once nobody asks them any more, and again once they are killed."""

@@ -17,8 +17,9 @@ from opgraft.distributed import init_distributed
 from opgraft.engine.engine_digest import engine_digest, expect_same_digest
 from opgraft.engine.model_runner import gather_on_first_rank
 from opgraft.engine.sampling import Grammar, GrammarTokens
+from opgraft.engine.step import step_of
 from opgraft.engine.worker import Worker
-from opgraft.engine.worker_link import STAGES_OF_START, Meeting, WorkerJob, greeting, output_rank
+from opgraft.engine.worker_link import EXECUTE_PARTS, STAGES_OF_START, Meeting, WorkerJob, greeting, output_rank
 from opgraft.engine.worker_progress import Progress, ProgressRecord
 from opgraft.errors import EngineError
 from opgraft.logger import logger, write_json
@@ -130,6 +131,8 @@ class WorkerCalls:
         """Call a method, and return its result, or ``UNANSWERED`` where only the output rank is to answer."""
         if self._worker is None:
             self._worker = self._made()
+        if method == EXECUTE_PARTS:
+            method, arguments = "execute", (step_of(*arguments),)
         self._steps += method == "execute"
         self._note(f"step {self._steps}" if method == "execute" else STAGES_OF_START.get(method, method))
         result = getattr(self._worker, method)(*arguments)

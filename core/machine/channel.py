@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import marshal
 import pickle
 import select
 import socket
@@ -91,11 +92,13 @@ class Channel:
         return message
 
     def unpickled(self, pickled: bytes) -> Any:
-        """Return the object that came.
+        """Return the object that came, which is pickled, or plain as of ``encoded_plain``.
 
         Raises:
             Exception: what unpickling it raises.
         """
+        if pickled[:1] != pickle.PROTO:
+            return marshal.loads(pickled)  # noqa: S302 - see the class
         unpickler = pickle.Unpickler(io.BytesIO(pickled))  # noqa: S301 - see the class
         unpickler.persistent_load = self._named  # type: ignore[method-assign]
         return unpickler.load()
@@ -191,7 +194,7 @@ def _silence_told() -> Iterator[None]:
 
 
 def framed(data: bytes) -> memoryview:
-    """Return plain bytes as channels send them, for ``receive_bytes``."""
+    """Return bytes as channels send them, for ``receive_bytes``."""
     return memoryview(len(data).to_bytes(LENGTH_BYTES, "little") + data)
 
 
@@ -214,3 +217,12 @@ def encoded(message: Any, name_of: Callable[[Any], Any] | None = None) -> memory
     data = written.getbuffer()
     data[:LENGTH_BYTES] = (len(data) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
     return data
+
+
+def encoded_plain(message: tuple[Any, ...]) -> memoryview:
+    """Return a message as channels send it, faster than ``encoded``: a tuple of numbers, texts and tuples of these.
+
+    Raises:
+        ValueError: something else is in it. Arrays and their numbers are not told from bytes.
+    """
+    return framed(marshal.dumps(message))

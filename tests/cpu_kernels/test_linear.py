@@ -83,7 +83,7 @@ def test_rows_alone(width: int, dtype: torch.dtype, path: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("width", "features"), [(7, 1), (100, 37), (577, 96), (1600, 33), (3301, 70)])
+@pytest.mark.parametrize(("width", "features"), [(7, 1), (100, 37), (577, 96), (1600, 33), (2101, 257), (3301, 70)])
 def test_many_rows(width: int, features: int, dtype: torch.dtype, path: str) -> None:
     """Rows at any distance, of any number of inputs and outputs, are right, and the same bit for bit beside others."""
     torch.manual_seed(0)

@@ -8,21 +8,40 @@ import threading
 import time
 
 import pytest
-from opgraft.engine.step import Scheduled, Step
+from opgraft import SamplingParams
+from opgraft.engine.remote_executor import encoded_step
+from opgraft.engine.step import NewSequence, Scheduled, Step, step_of
+from opgraft.engine.worker_link import EXECUTE_PARTS
 from opgraft.machine.broadcast import BY_CHANNEL, SLOT_BYTES, SLOTS, SharedChannel, SharedSlots
-from opgraft.machine.channel import Channel, ReadAhead, encoded
+from opgraft.machine.channel import Channel, ReadAhead, encoded, encoded_plain
+
+NEW = NewSequence("b", (5, 6), 2, 64, SamplingParams(), ((4,), ()), 0)
 
 
-def test_a_step_comes_as_it_was_sent() -> None:
-    """Its batch, which is sent as plain tuples, is one of ``Scheduled`` again."""
-    step = Step(("a",), (), ((1, 2),), (Scheduled("b", 3, 1, ((4,), ()), True),), ((None, 1),))
+@pytest.mark.parametrize("added", [(), (NEW,)], ids=["plain", "with a new sequence"])
+def test_a_step_comes_as_it_was_sent(added: tuple[NewSequence, ...]) -> None:
+    """Its batch, which is sent as plain tuples, is one of ``Scheduled`` again; the call tells the form of the step."""
+    step = Step(("a",), added, ((1, 2),), (Scheduled("b", 3, 1, ((4,), ()), True),), ((None, 1),))
     ours, theirs = map(Channel, socket.socketpair())
-    ours.send(step)
-    came = theirs.receive()
+    ours.send_encoded(encoded_step(step))
+    method, arguments, everyone = theirs.receive()
+    assert (method, everyone) == ("execute" if added else EXECUTE_PARTS, False)
+    came = arguments[0] if added else step_of(*arguments)
     assert came == step
     assert came.sequences[0].new_blocks == ((4,), ())
     ours.close()
     theirs.close()
+
+
+def test_what_is_not_plain_is_not_sent_as_if_it_were() -> None:
+    """An object, or a text of a class of its own, would come as something else."""
+
+    class Text(str):
+        pass
+
+    for other in (NEW, Text("a"), object()):
+        with pytest.raises(ValueError, match="unmarshallable"):
+            encoded_plain(("execute", (other,)))
 
 
 def test_shared_memory_has_what_fits_and_is_free() -> None:
