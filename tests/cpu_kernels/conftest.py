@@ -6,7 +6,6 @@ import dataclasses
 import fcntl
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -42,7 +41,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def plugin(installed: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The plugin where the host finds it. Its modules stay imported: torch takes the rules of an op once."""
-    monkeypatch.setattr(sys, "path", [str(installed), *sys.path])  # what importlib knows of other folders still holds
+    monkeypatch.syspath_prepend(str(installed))
     opgraft.reset()
     return installed
 
