@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 _NOT_HERE = {
     404: "this server has no such path: /openapi.json lists those that it has",
-    405: "the path is not asked by this method: /openapi.json lists those that it is asked by",
+    405: "the path does not take this method: /openapi.json lists those that it takes",
 }
 """Reasons that are told in place of the name of a status."""
 
@@ -90,11 +90,9 @@ def _of_validation(error: RequestValidationError) -> HTTPError:
         reason = fault.get("ctx", {}).get("error", "it cannot be parsed")
         return HTTPError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
     if field is None and kind == "model_attributes_type":
-        return HTTPError(
-            400,
-            "the body is no JSON object, or was not sent with 'content-type: application/json'",
-            code="invalid_json",
-        )
+        unread = isinstance(fault.get("input"), bytes)
+        reason = "was not sent with 'content-type: application/json'" if unread else "is no JSON object"
+        return HTTPError(400, f"the body {reason}", code="invalid_json")
     if kind == "extra_forbidden":
         advice = _advice(str(fault["loc"][-1]), fault["ctx"]["known"])
         return HTTPError(400, f"{field} is not supported: {advice}", field=field, code="unsupported_field")

@@ -104,7 +104,7 @@ class HTTPServer(uvicorn.Server):
 
     def _abort(self) -> None:
         self._end_flights(
-            HTTPError(503, "the request was aborted, as the server ends: ask another one", code="aborted")
+            HTTPError(503, "the request was aborted, as the server ends: send it to another one", code="aborted")
         )
 
     def _end_flights(self, reason: HTTPError) -> None:

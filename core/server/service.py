@@ -235,7 +235,7 @@ class Service:
         """
         await self.check_health()
         if self.draining:
-            raise HTTPError(503, "the server is shutting down: ask another one", code="draining")
+            raise HTTPError(503, "the server is shutting down: send the request to another one", code="draining")
         if not self._warm or "ready" not in self._states():
             raise HTTPError(503, "the model is not ready yet: try again", code="starting", headers={"retry-after": "1"})
 
@@ -325,7 +325,7 @@ def _expect_no_error(output: RequestOutput, job: Job) -> None:
                 500, "the request failed while it was computed: the log of the server has the cause", code="failed"
             ) from EngineError(answer.error)
         if answer.finish_reason == "abort":
-            raise HTTPError(503, "the request was aborted, as the server ends: ask another one", code="aborted")
+            raise HTTPError(503, "the request was aborted, as the server ends: send it to another one", code="aborted")
 
 
 async def _merged(

@@ -59,7 +59,7 @@ class ChatTemplate:
         """
         if not messages:
             raise RequestError(
-                "the chat has no messages: give one at least, such as {'role': 'user', 'content': '...'}"
+                'the chat has no messages: give one at least, such as {"role": "user", "content": "..."}'
             )
         chosen = name or self._default(tools)
         template = self._template(chosen)
