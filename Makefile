@@ -65,9 +65,8 @@ run: .demo/installed
 # What a run has compiled, tests with their assertions above all, the next one reads.
 test test-slow test-families: export PYTHONDONTWRITEBYTECODE =
 
-# Three processes for two cores: tests of servers and workers wait for one another as often as they compute.
 test: .venv/opgraft
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m 'not types and not slow'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not types and not slow'
 
 test-slow: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m slow
