@@ -281,7 +281,7 @@ class AsyncLLM:
         self._replicas.check_health()
 
     def states(self) -> list[str]:
-        """Return the state of each engine: ``ready``, ``restarting`` or ``lost``."""
+        """Return the state of each engine: ``starting``, ``ready``, ``restarting`` or ``lost``."""
         return self._replicas.states()
 
     @property
