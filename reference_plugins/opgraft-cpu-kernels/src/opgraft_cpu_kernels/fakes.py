@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from opgraft.ops.rotary.functional import VERSIONS_OF_QUERY
+from opgraft.ops.quantized_linear.storage import TILE
 from torch import Tensor
 
 from opgraft_cpu_kernels.arguments import refusal
@@ -26,6 +27,10 @@ def _pair_like(x: Tensor, *others: object, **settings: object) -> tuple[Tensor, 
 
 def _mapped(x: Tensor, weight: Tensor, *others: object, **settings: object) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _mapped_by_codes(x: Tensor, weight: Tensor, scales: Tensor, *others: object, **settings: object) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0] * (TILE if weight.dim() == 3 else 1)))
 
 
 def _mapped_twice(x: Tensor, first: Tensor, first_bias: Tensor | None, second: Tensor, *others: object) -> Tensor:
@@ -109,7 +114,8 @@ RULES: dict[Callable[..., object], str] = {
     _queries_and_key: "dual_chunk_rotary_embedding",
     _fp8: "quant_fp8_static",
     _fp8_and_scale: "quant_fp8_dynamic",
-    _mapped: "linear quantized_linear int8_dynamic_linear",
+    _mapped: "linear int8_dynamic_linear",
+    _mapped_by_codes: "quantized_linear",
     _mapped_twice: "gated_mlp",
     _mapped_by_panels: "packed_linear",
     _int8_and_scale: "quant_int8_dynamic",

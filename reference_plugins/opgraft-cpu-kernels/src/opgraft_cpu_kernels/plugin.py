@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import opgraft
 
-from opgraft_cpu_kernels import attention, communicator, decoder, library, linear, ops
+from opgraft_cpu_kernels import attention, communicator, decoder, library, linear, ops, tiles
 
 platforms = ("cpu",)
 
@@ -23,5 +23,7 @@ def opgraft_register_ops() -> None:
     for replacement in ops.REPLACEMENTS:
         when = conditions.get(replacement)
         opgraft.CustomOp.register_oot(replacement, name=replacement.__mro__[1], when=when)
+    for name, method in tiles.METHODS.items():
+        opgraft.PluggableClass.register_oot(method, name=name)
     opgraft.PluggableClass.register_oot(decoder.DecoderPlan, name="decoder_plan", when=attention.has_kernel)
     opgraft.PluggableClass.register_oot(communicator.SharedMemoryCommunicator, name="communicator")

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import torch
 from opgraft import functional
+from opgraft.ops.quantized_linear.storage import TILED_INPUTS
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from opgraft_cpu_kernels.arguments import refusal
 from opgraft_cpu_kernels.kernels import DTYPES, REFUSED, op
+from opgraft_cpu_kernels.library import path_or_none
 
 LANES = {torch.int8: 16, torch.uint8: 32}
 """Inputs that kernels take to be of one group, by the dtype of the weight."""
+
+TILED = ("amx", "avx512_bf16")
+"""The paths that take codes in tiles of outputs, on integers throughout."""
 
 
 def quantized_linear(
@@ -51,7 +56,10 @@ def _takes(name: str, tensors: dict[str, Tensor | None]) -> bool:
 
 def in_lanes(inputs: int, weight: Tensor, scales: Tensor) -> bool:
     """Tell whether so many inputs make groups that the kernel can take."""
-    groups, lanes = scales.shape[1] if scales.dim() == 2 else 0, LANES.get(weight.dtype, 0)
+    if weight.dim() == 3 and path_or_none() not in TILED:
+        return False
+    groups = scales.shape[1] if scales.dim() == weight.dim() else 0
+    lanes = TILED_INPUTS if weight.dim() == 3 else LANES.get(weight.dtype, 0)
     return groups == 1 or (groups > 0 and lanes > 0 and inputs % (lanes * groups) == 0)
 
 

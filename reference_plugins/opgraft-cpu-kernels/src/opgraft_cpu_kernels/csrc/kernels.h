@@ -137,7 +137,8 @@ struct Linear {
   int parts = 0;                     // bfloat16 numbers for one float32 number
 };
 
-// code · scale + offset by group of inputs, times rows of x.
+// code · scale + offset by group of inputs, times rows of x. In tiles of outputs codes are where tiles.inc says, and
+// scales and offsets of a group follow one another; otherwise those of an output do.
 struct QuantizedLinear {
   const uint8_t* codes = nullptr;
   int64_t row_bytes = 0;
@@ -322,6 +323,10 @@ struct Path {
   // Null without tiles. They return whether bfloat16 can hold what they read.
   PackKernel pack = nullptr;
   PackedLinearKernel packed_linear = nullptr;
+  // Over codes in tiles, by numbers of tiles. Null where bytes are not multiplied.
+  QuantizedLinearKernel tiled_linear[DTYPES];
+  PrepareKernel prepare_integers[DTYPES];
+  DequantizeKernel dequantize_tiles[DTYPES];
 };
 
 extern const Path scalar_path;

@@ -11,9 +11,10 @@ namespace {
 constexpr int64_t CODES = 128;  // inputs in a block of codes
 constexpr int64_t VECTOR = 64;  // what rows of integers are filled up to
 constexpr int64_t LANES = 16;   // inputs that a kernel takes to be of one group
+constexpr int64_t OUTPUTS = 32, INPUTS = 32;  // of a tile of codes, and of what lies together in it
 
 // Up to so many rows are multiplied with the codes; for more it pays to make plain numbers of these first.
-constexpr int64_t few(int bits) { return bits == 4 ? 16 : 8; }
+constexpr int64_t few(int bits, bool tiled) { return tiled ? 48 : bits == 4 ? 16 : 8; }
 
 // Bytes of plain numbers that are made at once: what the last cache keeps.
 constexpr int64_t PLAIN_BYTES = int64_t(1) << 23;
@@ -47,24 +48,25 @@ struct QuantizedCall {
   static constexpr const char* op = "quantized_linear";
   Dtype dtype;
   Matrix x;
+  bool tiled;
+  int64_t unit;  // outputs that a kernel counts as one
   Tensor weight, scales, offsets, bias, out;
   QuantizedLinear q;
 
   QuantizedCall(const Tensor& input, const Tensor& codes, const Tensor& given_scales,
                 const OptionalTensor& given_offsets, const OptionalTensor& given_bias)
-      : dtype(dtype_of(op, input)), x(op, input) {
+      : dtype(dtype_of(op, input)), x(op, input), tiled(codes.dim() == 3), unit(tiled ? OUTPUTS : 1) {
     const Tensor &added = defined(given_offsets), &last = defined(given_bias);
     refuse_gradient(op, input, given_scales, added, last);
     q.bits = codes.scalar_type() == at::kByte ? 4 : 8;
     q.in_features = x.width;
-    q.padded = filled_up(x.width, CODES);
+    q.padded = filled_up(x.width, tiled ? INPUTS : CODES);
     q.row_bytes = q.bits == 4 ? q.padded / 2 : x.width;
-    q.out_features = codes.dim() ? codes.size(0) : 0;
-    expect_matrix(op, "weight", codes, q.out_features, q.row_bytes, q.bits == 4 ? at::kByte : at::kChar);
-    q.groups = given_scales.dim() == 2 ? given_scales.size(1) : 0;
-    expect_matrix(op, "scales", given_scales, q.out_features, std::max<int64_t>(1, q.groups),
-                  given_scales.scalar_type());
-    const int64_t lanes = q.bits == 4 ? 2 * LANES : LANES;
+    q.out_features = codes.dim() ? codes.size(0) * unit : 0;
+    expect_codes(codes);
+    q.groups = given_scales.dim() == codes.dim() ? given_scales.size(1) : 0;
+    expect_scales("scales", given_scales, given_scales.scalar_type());
+    const int64_t lanes = q.bits == 4 || tiled ? 2 * LANES : LANES;
     TORCH_CHECK_VALUE(q.groups == 1 || (x.width % q.groups == 0 && x.width / q.groups % lanes == 0), op,
                       ": scales have ", q.groups, " groups for ", x.width, " inputs, expected groups of a multiple of ",
                       lanes, " inputs");
@@ -73,7 +75,7 @@ struct QuantizedCall {
     weight = codes.contiguous();
     scales = given_scales.contiguous();
     if (added.defined()) {
-      expect_matrix(op, "offsets", added, q.out_features, q.groups, given_scales.scalar_type());
+      expect_scales("offsets", added, given_scales.scalar_type());
       offsets = added.contiguous();
       q.offsets = offsets.const_data_ptr();
     }
@@ -85,6 +87,26 @@ struct QuantizedCall {
     out = result_of(input, q.out_features);
     q.out = rows_of(out, q.out_features);
   }
+
+ private:
+  void expect_codes(const Tensor& codes) const {
+    const at::ScalarType held = q.bits == 4 ? at::kByte : at::kChar;
+    if (!tiled) return expect_matrix(op, "weight", codes, q.out_features, q.row_bytes, held);
+    TORCH_CHECK_NOT_IMPLEMENTED(path().tiled_linear[dtype], op, ": the path ", path().name, " has no kernel for tiles");
+    TORCH_CHECK_VALUE(codes.size(1) == q.padded / INPUTS && codes.size(2) == OUTPUTS * INPUTS / 8 * q.bits &&
+                          codes.scalar_type() == held,
+                      op, ": weight has shape ", codes.sizes(), " and dtype ", codes.scalar_type(), ", expected [",
+                      "tiles, ", q.padded / INPUTS, ", ", OUTPUTS * INPUTS / 8 * q.bits, "] of dtype ", held);
+  }
+
+  void expect_scales(const char* name, const Tensor& of_groups, at::ScalarType held) const {
+    const int64_t groups = std::max<int64_t>(1, q.groups);
+    if (!tiled) return expect_matrix(op, name, of_groups, q.out_features, groups, held);
+    TORCH_CHECK_VALUE(of_groups.sizes() == at::IntArrayRef({q.out_features / OUTPUTS, groups, OUTPUTS}) &&
+                          of_groups.scalar_type() == held,
+                      op, ": ", name, " have shape ", of_groups.sizes(), ", expected [", q.out_features / OUTPUTS, ", ",
+                      groups, ", ", OUTPUTS, "] as the weight is in tiles");
+  }
 };
 
 void on_codes(QuantizedCall& call) {
@@ -92,12 +114,13 @@ void on_codes(QuantizedCall& call) {
   const Tensor memory = fresh({q.rows * (q.padded + q.groups + q.out_features)}, at::kFloat);
   float* x = memory.mutable_data_ptr<float>();
   float* group_sums = x + q.rows * q.padded;
-  path().prepare_rows[call.dtype](call.x.view(), q, x, group_sums);
+  (call.tiled ? path().prepare_integers : path().prepare_rows)[call.dtype](call.x.view(), q, x, group_sums);
   q.x = x;
   q.group_sums = group_sums;
   q.sums = group_sums + q.rows * q.groups;
-  const QuantizedLinearKernel kernel = path().quantized_linear[call.dtype];
-  share(q.out_features, q.in_features * q.rows, [&](int64_t begin, int64_t end) { kernel(q, begin, end); });
+  const QuantizedLinearKernel kernel = (call.tiled ? path().tiled_linear : path().quantized_linear)[call.dtype];
+  share(q.out_features / call.unit, q.in_features * q.rows * call.unit,
+        [&](int64_t begin, int64_t end) { kernel(q, begin, end); });
 }
 
 // Some rows of the weight after the other become plain numbers, which torch multiplies.
@@ -107,14 +130,14 @@ void on_plain_numbers(const QuantizedCall& call) {
   const QuantizedLinear& q = call.q;
   const Tensor x = call.x.tensor.reshape({q.rows, q.in_features}), out = call.out.view({q.rows, q.out_features});
   const int64_t row_bytes = q.in_features * int64_t(x.element_size());
-  const int64_t some = std::clamp<int64_t>(PLAIN_BYTES / row_bytes / LANES * LANES, LANES, q.out_features);
+  const int64_t some = std::clamp<int64_t>(PLAIN_BYTES / row_bytes / OUTPUTS * OUTPUTS, OUTPUTS, std::max(OUTPUTS, q.out_features));
   const Tensor memory = fresh({some, q.in_features}, x.scalar_type());
-  const DequantizeKernel kernel = path().dequantize_rows[call.dtype];
+  const DequantizeKernel kernel = (call.tiled ? path().dequantize_tiles : path().dequantize_rows)[call.dtype];
   char* plain = static_cast<char*>(memory.mutable_data_ptr());
   for (int64_t first = 0; first < q.out_features; first += some) {
     const int64_t count = std::min(some, q.out_features - first);
-    share(count, q.in_features, [&](int64_t begin, int64_t end) {
-      kernel(q, first + begin, first + end, plain + begin * row_bytes);
+    share(count / call.unit, q.in_features * call.unit, [&](int64_t begin, int64_t end) {
+      kernel(q, first / call.unit + begin, first / call.unit + end, plain + begin * call.unit * row_bytes);
     });
     OptionalTensor bias;
     if (call.bias.defined()) bias = call.bias.narrow(0, first, count);
@@ -129,17 +152,13 @@ Tensor quantized_linear(const Tensor& x, const Tensor& weight, const Tensor& sca
   QuantizedCall call(x, weight, scales, offsets, bias);
   if (!call.out.numel() || !call.q.in_features) {
     if (call.out.numel()) call.bias.defined() ? call.out.copy_(call.bias) : call.out.zero_();
-  } else if (call.q.rows <= few(call.q.bits)) {
+  } else if (call.q.rows <= few(call.q.bits, call.tiled)) {
     on_codes(call);
   } else {
     on_plain_numbers(call);
   }
   return call.out;
 }
-
-namespace {
-
-}  // namespace
 
 Tensor int8_dynamic_linear(const Tensor& input, const Tensor& weight, const Tensor& scales,
                            const OptionalTensor& given_bias) {
@@ -178,10 +197,6 @@ Tensor int8_dynamic_linear(const Tensor& input, const Tensor& weight, const Tens
         [&](int64_t begin, int64_t end) { kernels.int8_linear[dtype](q, begin, end); });
   return out;
 }
-
-namespace {
-
-}  // namespace
 
 TORCH_LIBRARY_FRAGMENT(opgraft_cpu_kernels, library) {
   library.def(

@@ -17,6 +17,13 @@ OPGRAFT_TARGET_END
 namespace opgraft_cpu_kernels {
 namespace {
 
+template <class X>
+void set_tiles(Path& path, Dtype dtype) {
+  path.tiled_linear[dtype] = avx512_bf16::tiled_linear<X>;
+  path.prepare_integers[dtype] = avx512_bf16::prepare_integers<X>;
+  path.dequantize_tiles[dtype] = avx512_bf16::dequantize_tiles<X>;
+}
+
 // What neither converts nor multiplies bytes is compiled once, for avx512.
 Path with_conversion(Path path) {
   path.name = "avx512_bf16";
@@ -24,6 +31,9 @@ Path with_conversion(Path path) {
   path.linear[FLOAT32] = avx512_bf16::linear_rows<float>;
   avx512_bf16::set_int8_linear<float>(path, FLOAT32);
   avx512_bf16::set_int8_linear<avx512_bf16::Float16>(path, FLOAT16);
+  set_tiles<float>(path, FLOAT32);
+  set_tiles<avx512_bf16::Bfloat16>(path, BFLOAT16);
+  set_tiles<avx512_bf16::Float16>(path, FLOAT16);
   return path;
 }
 
