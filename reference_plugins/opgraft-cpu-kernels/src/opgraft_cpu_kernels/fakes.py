@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
-from opgraft.ops.rotary.functional import VERSIONS_OF_QUERY
 from opgraft.ops.quantized_linear.storage import TILE
+from opgraft.ops.rotary.functional import VERSIONS_OF_QUERY
 from torch import Tensor
 
 from opgraft_cpu_kernels.arguments import refusal

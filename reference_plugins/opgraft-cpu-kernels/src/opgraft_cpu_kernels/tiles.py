@@ -18,7 +18,7 @@ from opgraft.ops.quantized_linear.storage import (
     scales_in_tiles,
     scales_of_tiles,
 )
-from opgraft.quantization.gguf import GGUFLinearMethod as GGUF
+from opgraft.quantization import gguf
 from opgraft.quantization.integers import Int4LinearMethod as Int4
 from opgraft.quantization.integers import Int8LinearMethod as Int8
 from opgraft.quantization.online import put
@@ -26,7 +26,6 @@ from torch import Tensor
 
 from opgraft_cpu_kernels.library import path_or_none
 from opgraft_cpu_kernels.quantized import TILED
-
 
 SCALES = ("scales", "offsets")
 
@@ -43,7 +42,7 @@ class _Tiled(QuantizeMethodBase):
         return "in tiles of outputs" if owner.weight.dim() == 3 else ""
 
 
-class GGUFLinearMethod(_Tiled, GGUF):
+class GGUFLinearMethod(_Tiled, gguf.GGUFLinearMethod):
     """Holds the codes of a GGUF file's blocks."""
 
 
@@ -70,8 +69,9 @@ def _inputs(layer: Any) -> int:
 
 def _can_be_tiled(layer: Any) -> bool:
     rows, groups = layer.scales.shape
-    whole = groups == 1 or _inputs(layer) % (groups * TILED_INPUTS) == 0
-    return whole and rows > 0 and rows % TILE == 0 and layer.weight.is_cpu and layer.weight.dim() == 2
+    whole: bool = groups == 1 or _inputs(layer) % (groups * TILED_INPUTS) == 0
+    fits = whole and rows > 0 and rows % TILE == 0
+    return fits and bool(layer.weight.is_cpu) and layer.weight.dim() == 2
 
 
 def _put_in_tiles(layer: Any) -> None:
