@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from opgraft.errors import QuantizationError
 from opgraft.ops.linear.methods import LinearMethodBase, QuantizeMethodBase
-from opgraft.ops.quantized_linear.storage import dequantize, rows_of_tiles, scales_of_tiles
+from opgraft.ops.quantized_linear.storage import dequantize, out_of_tiles
 from opgraft.ops.weights import LoadedTensor, set_weight_attrs
 from torch import Tensor, nn
 
@@ -22,12 +22,11 @@ class LooksUpCodes(QuantizeMethodBase):
         """Look up rows, as plain numbers of the layer's dtype."""
         ids = input_.flatten()
         offsets: Tensor | None = getattr(layer, "offsets", None)
-        size, held = layer.embedding_dim, [layer.scales] if offsets is None else [layer.scales, offsets]
         if layer.weight.dim() == 3:
-            codes, found = rows_of_tiles(layer.weight, size, ids), [scales_of_tiles(each, ids) for each in held]
+            found = out_of_tiles(layer.weight, layer.scales, offsets, layer.embedding_dim, ids)
         else:
-            codes, found = layer.weight[ids], [each[ids] for each in held]
-        rows = dequantize(codes, found[0], None if offsets is None else found[1], size)
+            found = layer.weight[ids], layer.scales[ids], None if offsets is None else offsets[ids]
+        rows = dequantize(*found, layer.embedding_dim)
         return rows.to(layer.params_dtype).reshape(*input_.shape, layer.embedding_dim)
 
 

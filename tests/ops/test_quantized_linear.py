@@ -8,7 +8,14 @@ import pytest
 import torch
 from opgraft import functional, ops
 from opgraft.ops.quantized_linear.quantizers import AT_ONCE, quantize_fp8, quantize_int4, quantize_int8
-from opgraft.ops.quantized_linear.storage import dequantize, pack_int4, unpack_int4
+from opgraft.ops.quantized_linear.storage import (
+    dequantize,
+    in_tiles,
+    out_of_tiles,
+    pack_int4,
+    scales_in_tiles,
+    unpack_int4,
+)
 from torch import Tensor
 
 
@@ -33,6 +40,32 @@ def test_where_a_code_lies() -> None:
     words = pack_int4(codes[None]).view(torch.int16).long() & 0xFFFF
     assert words[0, 32 + 5] == 9 << 12
     assert words.count_nonzero() == 1
+
+
+def test_where_a_code_lies_in_a_tile() -> None:
+    """Input 4 r + i of output o is byte 128 r + 4 o + i with 8 bits; with 4 bits half of a byte, eight inputs a row."""
+    codes = torch.zeros(64, 70, dtype=torch.uint8)
+    codes[32 + 5, 32 + 8 * 3 + 4 + 2] = 9
+    eights, fours = in_tiles(codes.view(torch.int8), 70), in_tiles(pack_int4(codes), 70)
+    assert (eights.shape, fours.shape) == ((2, 3, 1024), (2, 3, 512))
+    assert eights[1, 1, 128 * 7 + 4 * 5 + 2] == 9
+    assert fours[1, 1, 128 * 3 + 4 * 5 + 2] == 9 << 4
+    assert eights.count_nonzero() == fours.count_nonzero() == 1
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("width", [32, 70, 160])
+def test_tiles_are_exact(width: int, bits: int) -> None:
+    """Codes, scales and offsets come out of tiles as they went in: all rows, or those that are asked for."""
+    weight = pack_int4(torch.randint(0, 16, (96, width))) if bits == 4 else torch.randint(-128, 128, (96, width)).char()
+    scales, offsets = torch.randn(2, 96, width // 10)
+    rows, held = torch.tensor([95, 0, 33, 33]), (in_tiles(weight, width), *map(scales_in_tiles, (scales, offsets)))
+    for got, given in zip(out_of_tiles(*held, width), (weight, scales, offsets), strict=True):
+        assert got is not None
+        assert torch.equal(got, given)
+    for got, given in zip(out_of_tiles(*held, width, rows), (weight, scales, offsets), strict=True):
+        assert got is not None
+        assert torch.equal(got, given[rows])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -129,6 +162,7 @@ CODES = quantize_int4(plain(), 32)
 BYTES = quantize_int8(plain())
 FP8 = quantize_fp8(plain())
 X = torch.ones(2, 96)
+TILES = torch.zeros(2, 3, 512, dtype=torch.uint8)
 REFUSED: dict[str, tuple[Any, tuple[Any, ...], str]] = {
     "width": ("quantized_linear", (torch.ones(2, 200), *CODES), r"expected \[out_features, 128\] for 200 inputs"),
     "plain weight": ("quantized_linear", (X, plain(), CODES[1]), "weight is torch.float32, expected torch.int8"),
@@ -137,6 +171,8 @@ REFUSED: dict[str, tuple[Any, tuple[Any, ...], str]] = {
     "offsets": ("quantized_linear", (X, *CODES[:2], torch.ones(6, 1)), r"offsets have shape \(6, 1\)"),
     "bias": ("quantized_linear", (X, *CODES, torch.ones(5)), r"bias has shape \(5,\), expected \(6,\)"),
     "device": ("quantized_linear", (X, CODES[0], CODES[1].to("meta")), "scales is on meta, expected cpu"),
+    "tiles": ("quantized_linear", (X[:, :64], TILES, torch.ones(2, 3, 32)), r"\[out_features / 32, 2, 512\] for 64"),
+    "scales beside tiles": ("quantized_linear", (X, TILES, torch.ones(64, 3)), r"expected \[2, groups, 32\] as"),
     "four bits": ("int8_dynamic_linear", (X, *CODES[:2]), "weight is torch.uint8, expected torch.int8"),
     "grouped": ("int8_dynamic_linear", (X, BYTES[0], torch.ones(6, 2)), "expected one for each channel"),
     "no fp8": ("fp8_linear", (X, plain(), FP8[1]), "weight is torch.float32, expected one of"),

@@ -14,14 +14,7 @@ from opgraft.binding.functional import register_functional
 from opgraft.ops.checks import expect_floating, expect_last_dim, expect_same_device, expect_same_dtype
 from opgraft.ops.precision import compute_dtype
 from opgraft.ops.quantization.functional import quant_fp8_dynamic, quant_fp8_static
-from opgraft.ops.quantized_linear.storage import (
-    TILE,
-    dequantize,
-    expect_storage,
-    expect_tiles,
-    rows_of_tiles,
-    scales_of_tiles,
-)
+from opgraft.ops.quantized_linear.storage import TILE, dequantize, expect_storage, expect_tiles, out_of_tiles
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -58,9 +51,10 @@ def quantized_linear(
     Args:
         x: ``[..., in_features]`` in any floating-point dtype.
         weight: 8 bits as ``int8``, ``[out_features, in_features]``; 4 bits as ``uint8``,
-            ``[out_features, 64 · ceil(in_features / 128)]``, as ``pack_int4`` packs them. Either in tiles of
-            outputs, too, which ``in_tiles`` makes; scales and offsets are then in tiles as well.
-        scales: ``[out_features, groups]`` in any floating-point dtype; ``groups`` divides ``in_features``.
+            ``[out_features, 64 · ceil(in_features / 128)]``, as ``pack_int4`` packs them. Either may lie in tiles of
+            32 outputs, ``[out_features / 32, ceil(in_features / 32), 1024 or 512]``, as ``in_tiles`` lays them.
+        scales: ``[out_features, groups]`` in any floating-point dtype; ``groups`` divides ``in_features``. Beside
+            tiles ``[out_features / 32, groups, 32]``.
         offsets: as the scales. Without them, 4-bit codes stand for ``(code - 8) · scale``.
         bias: ``[out_features]`` in the dtype of ``x``.
 
@@ -72,8 +66,7 @@ def quantized_linear(
     """
     if weight.dim() == 3 and x.dim():
         expect_tiles("quantized_linear", weight, scales, offsets, x.shape[-1])
-        weight, scales = rows_of_tiles(weight, x.shape[-1]), scales_of_tiles(scales)
-        offsets = None if offsets is None else scales_of_tiles(offsets)
+        weight, scales, offsets = out_of_tiles(weight, scales, offsets, x.shape[-1])
     _expect_input("quantized_linear", x, weight, bias)
     expect_storage("quantized_linear", weight, scales, offsets, x.shape[-1], x.device)
     plain = dequantize(weight, scales, offsets, x.shape[-1], compute_dtype(x.dtype))

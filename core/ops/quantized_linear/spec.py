@@ -10,6 +10,7 @@ import torch
 from opgraft.ops.quantization.spec import nearest
 from opgraft.ops.quantized_linear import functional
 from opgraft.ops.quantized_linear.modules import FP8Linear, Int8DynamicLinear, QuantizedLinear
+from opgraft.ops.quantized_linear.storage import TILE
 from opgraft.ops.spec import HALF_NORM, Arguments, Draw, OpSpec, with_parameters
 from torch import Tensor, nn
 
@@ -61,6 +62,37 @@ def _grouped(bits: int, *, offsets: bool) -> Arguments:
     return {"weight": weight, "scales": scales, **({"offsets": shifts} if offsets else {})}
 
 
+def _tiled(bits: int) -> Arguments:
+    """Draw a tile of outputs, with offsets where codes have four bits."""
+
+    def scales(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
+        return (draw(1, size // group_size_of(size), TILE).abs() + 0.5) / (2**bits * size**0.5)
+
+    def offsets(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
+        return draw(1, size // group_size_of(size), TILE) / (4 * size**0.5)
+
+    def weight(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
+        shape = 1, math.ceil(size / TILE), TILE * TILE * bits // 8
+        if bits == 8:
+            return draw.integers(-127, 128, shape).to(torch.int8)
+        return draw.integers(0, 256, shape).to(torch.uint8)
+
+    def bias(draw: Draw, lead: Sequence[int], size: int) -> Tensor:
+        return draw(TILE)
+
+    return {"weight": weight, "scales": scales, "bias": bias, **({"offsets": offsets} if bits == 4 else {})}
+
+
+def _codes_of_tiles(weight: Tensor, size: int) -> Tensor:
+    """Read the codes of the outputs of one tile, from where the documentation says that each lies."""
+    inputs, outputs = torch.arange(size), torch.arange(TILE)
+    block, within = inputs // TILE, inputs % TILE
+    if weight.dtype == torch.int8:
+        return weight[0, block, within // 4 * 128 + outputs[:, None] * 4 + within % 4]
+    bytes_of_codes = weight[0, block, within // 8 * 128 + outputs[:, None] * 4 + within % 4]
+    return (bytes_of_codes >> (within % 8 // 4 * 4)) & 15
+
+
 def _codes(weight: Tensor, size: int) -> Tensor:
     """Read four-bit codes one by one, from where the documentation says that each lies."""
     inputs = torch.arange(size)
@@ -74,7 +106,11 @@ def _quantized(
     x: Tensor, weight: Tensor, scales: Tensor, offsets: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
     size = x.shape[-1]
-    codes = (weight if weight.dtype == torch.int8 else _codes(weight, size)).double()
+    if weight.dim() == 3:
+        codes = _codes_of_tiles(weight, size).double()
+        scales, offsets = scales[0].T, None if offsets is None else offsets[0].T
+    else:
+        codes = (weight if weight.dtype == torch.int8 else _codes(weight, size)).double()
     if offsets is None and weight.dtype == torch.uint8:
         codes = codes - 8
     groups = torch.arange(size) // (size // scales.shape[1])
@@ -154,7 +190,7 @@ def _fp8_op(
 
 
 def _flops(x: Tensor, weight: Tensor, **others: Any) -> int:
-    return 2 * x.numel() * weight.shape[0]
+    return 2 * x.numel() * weight.shape[0] * (TILE if weight.dim() == 3 else 1)
 
 
 COMMON: dict[str, Any] = {"flops": _flops, "sizes": (1, 48, 769), "tolerances": HALF_NORM}
@@ -174,6 +210,8 @@ SPECS = (
             "8 bits, groups, offsets": _grouped(8, offsets=True),
             "4 bits": _grouped(4, offsets=False),
             "4 bits, offsets": _grouped(4, offsets=True),
+            "8 bits, tiles": _tiled(8),
+            "4 bits, tiles, offsets": _tiled(4),
         },
         **COMMON,
     ),

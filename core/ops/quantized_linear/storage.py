@@ -10,10 +10,10 @@ are symmetric: the weight is ``(code - 8) · scale``.
 Scales and offsets are ``[out_features, groups]``. The groups of a row have the same size; one group is a scale per
 output channel.
 
-For processors that add up products of four bytes, codes of either size may lie in tiles of 32 outputs, of which each
-row holds four inputs of every output: ``[out_features / 32, ceil(in_features / 32), bytes]``, the last 32 inputs filled
-up. With eight bits, byte ``128 r + 4 o + i`` is input ``4 r + i`` of output ``o``. With four bits its low half is input
-``8 r + i``, and its high half ``8 r + 4 + i``. Scales and offsets are ``[out_features / 32, groups, 32]`` then.
+For processors that add up products of four bytes, codes of either size may lie in tiles of 32 outputs and 32 inputs:
+``[out_features / 32, ceil(in_features / 32), bytes]``, the last inputs filled up with zeros. Of a tile's eight-bit
+codes, byte ``128 r + 4 o + i`` is input ``4 r + i`` of output ``o``. With four bits the low half of that byte is input
+``8 r + i``, and its high half input ``8 r + 4 + i``. Scales and offsets are ``[out_features / 32, groups, 32]`` then.
 """
 
 from __future__ import annotations
@@ -30,13 +30,10 @@ WORDS = 32
 """16-bit words in a block."""
 
 TILE = 32
-"""Outputs in a tile of codes."""
-
-TILED_INPUTS = 32
-"""Inputs of a tile that lie together."""
+"""Outputs of a tile of codes, and inputs."""
 
 TOGETHER = 4
-"""Of these, inputs of an output whose products are added up at once."""
+"""Inputs of an output that lie side by side in a tile, whose products are added up at once."""
 
 MIDDLE = 8
 """The four-bit code of zero where there are no offsets."""
@@ -79,11 +76,11 @@ def unpack_int4(packed: Tensor, in_features: int) -> Tensor:
 def in_tiles(weight: Tensor, in_features: int) -> Tensor:
     """Return the codes of rows, whose number is a multiple of ``TILE``, in tiles."""
     codes = weight if weight.dtype == torch.int8 else unpack_int4(weight, in_features)
-    codes = F.pad(codes, (0, -in_features % TILED_INPUTS)).unflatten(0, (-1, TILE))
+    codes = F.pad(codes, (0, -in_features % TILE)).unflatten(0, (-1, TILE))
     if weight.dtype == torch.int8:
-        together = codes.unflatten(-1, (-1, TILED_INPUTS // TOGETHER, TOGETHER))
+        together = codes.unflatten(-1, (-1, TILE // TOGETHER, TOGETHER))
     else:
-        low, high = codes.unflatten(-1, (-1, TILED_INPUTS // TOGETHER // 2, 2, TOGETHER)).unbind(-2)
+        low, high = codes.unflatten(-1, (-1, TILE // TOGETHER // 2, 2, TOGETHER)).unbind(-2)
         together = low | high << 4
     return together.permute(0, 2, 3, 1, 4).flatten(2)
 
@@ -93,21 +90,29 @@ def scales_in_tiles(scales: Tensor) -> Tensor:
     return scales.unflatten(0, (-1, TILE)).mT.contiguous()
 
 
-def scales_of_tiles(tiles: Tensor, rows: Tensor | None = None) -> Tensor:
-    """Return scales or offsets from tiles as they lie without: of the rows of these numbers, or of all."""
-    return tiles.mT.flatten(0, 1) if rows is None else tiles[rows // TILE, :, rows % TILE]
-
-
 def rows_of_tiles(tiles: Tensor, in_features: int, rows: Tensor | None = None) -> Tensor:
-    """Return codes from tiles as they lie without: of the rows of these numbers, or of all."""
+    """Return the codes of tiles in rows: those of these numbers, or all."""
     together = tiles.unflatten(-1, (-1, TILE, TOGETHER))
     if rows is None:
         chosen = together.permute(0, 3, 1, 2, 4).flatten(0, 1)
     else:
         chosen = together[rows // TILE, :, :, rows % TILE]
     if tiles.dtype == torch.int8:
-        return chosen.flatten(1)[:, :in_features]
+        return chosen.flatten(1)[:, :in_features].contiguous()
     return pack_int4(torch.stack((chosen & 15, chosen >> 4), -2).flatten(1)[:, :in_features])
+
+
+def scales_of_tiles(tiles: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Return the scales or offsets of tiles in rows: those of these numbers, or all."""
+    return tiles.mT.flatten(0, 1) if rows is None else tiles[rows // TILE, :, rows % TILE]
+
+
+def out_of_tiles(
+    weight: Tensor, scales: Tensor, offsets: Tensor | None, in_features: int, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return codes, scales and offsets of tiles in rows: those of these numbers, or all."""
+    shifts = None if offsets is None else scales_of_tiles(offsets, rows)
+    return rows_of_tiles(weight, in_features, rows), scales_of_tiles(scales, rows), shifts
 
 
 def dequantize(
@@ -154,7 +159,7 @@ def expect_storage(
 def expect_tiles(op: str, weight: Tensor, scales: Tensor, offsets: Tensor | None, in_features: int) -> None:
     """Raise ``ValueError`` unless these are tiles of codes of so many inputs."""
     bits = 8 if weight.dtype == torch.int8 else 4
-    size = -(-in_features // TILED_INPUTS), TILE * TILED_INPUTS * bits // 8
+    size = -(-in_features // TILE), TILE * TILE * bits // 8
     if weight.dtype not in (torch.int8, torch.uint8) or tuple(weight.shape[1:]) != size:
         raise ValueError(
             f"{op}: weight has shape {tuple(weight.shape)} in {weight.dtype}, expected tiles [out_features / {TILE}, "

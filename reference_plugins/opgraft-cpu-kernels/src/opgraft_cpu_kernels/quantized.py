@@ -1,14 +1,17 @@
 """Linear layers with quantized weights: on few rows over the codes as they are, on many over plain numbers, made of
 some rows of the weight at a time; and on 8-bit integers throughout.
 
-For groups whose size is no multiple of 16 (32 with 4 bits), save one group for all inputs, the native definition runs.
+Codes in tiles are multiplied as bytes, with inputs that are integers of as many bytes as their dtype needs.
+
+For groups whose size is no multiple of 16 (32 with 4 bits and in tiles), save one group for all inputs, the native
+definition runs. It does for tiles on a path that multiplies no bytes, too.
 """
 
 from __future__ import annotations
 
 import torch
 from opgraft import functional
-from opgraft.ops.quantized_linear.storage import TILED_INPUTS
+from opgraft.ops.quantized_linear.storage import TILE
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
@@ -20,7 +23,7 @@ LANES = {torch.int8: 16, torch.uint8: 32}
 """Inputs that kernels take to be of one group, by the dtype of the weight."""
 
 TILED = ("amx", "avx512_bf16")
-"""The paths that take codes in tiles of outputs, on integers throughout."""
+"""The paths that take codes in tiles."""
 
 
 def quantized_linear(
@@ -56,10 +59,11 @@ def _takes(name: str, tensors: dict[str, Tensor | None]) -> bool:
 
 def in_lanes(inputs: int, weight: Tensor, scales: Tensor) -> bool:
     """Tell whether so many inputs make groups that the kernel can take."""
-    if weight.dim() == 3 and path_or_none() not in TILED:
+    tiled = weight.dim() == 3
+    if tiled and path_or_none() not in TILED:
         return False
     groups = scales.shape[1] if scales.dim() == weight.dim() else 0
-    lanes = TILED_INPUTS if weight.dim() == 3 else LANES.get(weight.dtype, 0)
+    lanes = TILE if tiled else LANES.get(weight.dtype, 0)
     return groups == 1 or (groups > 0 and lanes > 0 and inputs % (lanes * groups) == 0)
 
 

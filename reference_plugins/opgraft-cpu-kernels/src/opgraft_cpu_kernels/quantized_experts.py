@@ -88,7 +88,7 @@ def _are_choices(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> bool:
 
 def _in_lanes(inputs: int, weights: Quantized) -> bool:
     codes, scales = weights[:2]
-    return scales.dtype in DTYPES and len(scales) > 0 and in_lanes(inputs, codes, scales[0])
+    return scales.dtype in DTYPES and len(scales) > 0 and in_lanes(inputs, codes[0], scales[0])
 
 
 def _on_codes(

@@ -1,6 +1,6 @@
-"""Weight methods that hold codes in tiles of outputs, where the path in force multiplies bytes.
+"""Weight methods that hold codes in tiles, where the path in force multiplies bytes.
 
-Only the tiles are kept. In a ``state_dict`` codes lie as they do without them.
+Only the tiles are kept. In a ``state_dict`` codes, scales and offsets lie in rows, as they do without.
 """
 
 from __future__ import annotations
@@ -8,26 +8,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from opgraft import functional
+from opgraft.binding.functional import binding_of
 from opgraft.ops.embedding.vocab import VocabParallelEmbedding
 from opgraft.ops.linear.methods import QuantizeMethodBase
 from opgraft.ops.quantized_linear.storage import (
     TILE,
-    TILED_INPUTS,
     in_tiles,
     rows_of_tiles,
     scales_in_tiles,
     scales_of_tiles,
 )
-from opgraft.quantization import gguf
-from opgraft.quantization.integers import Int4LinearMethod as Int4
-from opgraft.quantization.integers import Int8LinearMethod as Int8
+from opgraft.quantization import gguf, integers
 from opgraft.quantization.online import put
 from torch import Tensor
 
+from opgraft_cpu_kernels import quantized
+from opgraft_cpu_kernels.kernels import DTYPES
 from opgraft_cpu_kernels.library import path_or_none
-from opgraft_cpu_kernels.quantized import TILED
 
-SCALES = ("scales", "offsets")
+NAMES = ("weight", "scales", "offsets")
+"""The parameters of a layer that lie in tiles."""
 
 
 class _Tiled(QuantizeMethodBase):
@@ -35,22 +36,24 @@ class _Tiled(QuantizeMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         super().process_weights_after_loading(layer)
-        if path_or_none() in TILED and _can_be_tiled(layer):
-            _put_in_tiles(layer)
+        if path_or_none() in quantized.TILED and _can_be_tiled(layer):
+            put(layer, {name: _in_tiles(layer, name, each.data) for name, each in _held(layer).items()})
+            layer.register_state_dict_post_hook(_save_rows)
+            layer.register_load_state_dict_pre_hook(_load_tiles)
 
     def remark(self, owner: Any) -> str:
-        return "in tiles of outputs" if owner.weight.dim() == 3 else ""
+        return "in tiles" if owner.weight.dim() == 3 else ""
 
 
 class GGUFLinearMethod(_Tiled, gguf.GGUFLinearMethod):
     """Holds the codes of a GGUF file's blocks."""
 
 
-class Int8LinearMethod(_Tiled, Int8):
+class Int8LinearMethod(_Tiled, integers.Int8LinearMethod):
     """Holds codes of eight bits that are made while loading."""
 
 
-class Int4LinearMethod(_Tiled, Int4):
+class Int4LinearMethod(_Tiled, integers.Int4LinearMethod):
     """Holds codes of four bits that are made while loading."""
 
 
@@ -62,34 +65,40 @@ METHODS: Mapping[str, type[_Tiled]] = {
 """Name of a weight method → the class that takes its place."""
 
 
+def _can_be_tiled(layer: Any) -> bool:
+    """Tell whether the codes of a layer fill tiles, and the kernel that takes these is the one that it calls."""
+    rows, groups = layer.scales.shape
+    known = binding_of(functional.quantized_linear).kernel.winner.functional("quantized_linear")
+    whole: bool = groups == 1 or _inputs(layer) % (groups * TILE) == 0
+    fits = whole and rows > 0 and rows % TILE == 0 and layer.weight.dim() == 2
+    return fits and layer.scales.dtype in DTYPES and layer.weight.is_cpu and known is quantized.quantized_linear
+
+
 def _inputs(layer: Any) -> int:
     size: int = layer.embedding_dim if isinstance(layer, VocabParallelEmbedding) else layer.input_size_per_partition
     return size
 
 
-def _can_be_tiled(layer: Any) -> bool:
-    rows, groups = layer.scales.shape
-    whole: bool = groups == 1 or _inputs(layer) % (groups * TILED_INPUTS) == 0
-    fits = whole and rows > 0 and rows % TILE == 0
-    return fits and bool(layer.weight.is_cpu) and layer.weight.dim() == 2
+def _held(layer: Any) -> dict[str, Tensor]:
+    return {name: each for name in NAMES if (each := layer._parameters.get(name)) is not None}
 
 
-def _put_in_tiles(layer: Any) -> None:
-    held = {name: layer._parameters.get(name) for name in SCALES}
-    tensors = {name: None if each is None else scales_in_tiles(each.data) for name, each in held.items()}
-    put(layer, {"weight": in_tiles(layer.weight.data, _inputs(layer)), **tensors})
-    layer.register_state_dict_post_hook(_save_rows)
-    layer.register_load_state_dict_pre_hook(_load_tiles)
+def _in_tiles(layer: Any, name: str, rows: Tensor) -> Tensor:
+    return in_tiles(rows, _inputs(layer)) if name == "weight" else scales_in_tiles(rows)
+
+
+def _in_rows(layer: Any, name: str, tiles: Tensor) -> Tensor:
+    return rows_of_tiles(tiles, _inputs(layer)) if name == "weight" else scales_of_tiles(tiles)
 
 
 def _save_rows(layer: Any, state_dict: dict[str, Tensor], prefix: str, metadata: object) -> None:
-    state_dict[f"{prefix}weight"] = rows_of_tiles(state_dict[f"{prefix}weight"], _inputs(layer))
-    for name in {f"{prefix}{name}" for name in SCALES} & {*state_dict}:
-        state_dict[name] = scales_of_tiles(state_dict[name])
+    for name in _held(layer):
+        state_dict[f"{prefix}{name}"] = _in_rows(layer, name, state_dict[f"{prefix}{name}"])
 
 
 def _load_tiles(layer: Any, state_dict: dict[str, Tensor], prefix: str, *others: object) -> None:
-    if f"{prefix}weight" in state_dict:
-        state_dict[f"{prefix}weight"] = in_tiles(state_dict[f"{prefix}weight"], _inputs(layer))
-    for name in {f"{prefix}{name}" for name in SCALES} & {*state_dict}:
-        state_dict[name] = scales_in_tiles(state_dict[name])
+    """Bring what is to be loaded into tiles; what has another shape stays, and torch says so."""
+    for name, held in _held(layer).items():
+        given = state_dict.get(f"{prefix}{name}")
+        if given is not None and given.shape == _in_rows(layer, name, held.to("meta")).shape:
+            state_dict[f"{prefix}{name}"] = _in_tiles(layer, name, given)

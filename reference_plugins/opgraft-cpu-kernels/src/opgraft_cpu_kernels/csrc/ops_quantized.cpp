@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t CODES = 128;  // inputs in a block of codes
 constexpr int64_t VECTOR = 64;  // what rows of integers are filled up to
 constexpr int64_t LANES = 16;   // inputs that a kernel takes to be of one group
-constexpr int64_t OUTPUTS = 32, INPUTS = 32;  // of a tile of codes, and of what lies together in it
+constexpr int64_t TILE = 32;    // outputs of a tile of codes, and inputs
 
 // Up to so many rows are multiplied with the codes; for more it pays to make plain numbers of these first.
 constexpr int64_t few(int bits, bool tiled) { return tiled ? 48 : bits == 4 ? 16 : 8; }
@@ -55,12 +55,12 @@ struct QuantizedCall {
 
   QuantizedCall(const Tensor& input, const Tensor& codes, const Tensor& given_scales,
                 const OptionalTensor& given_offsets, const OptionalTensor& given_bias)
-      : dtype(dtype_of(op, input)), x(op, input), tiled(codes.dim() == 3), unit(tiled ? OUTPUTS : 1) {
+      : dtype(dtype_of(op, input)), x(op, input), tiled(codes.dim() == 3), unit(tiled ? TILE : 1) {
     const Tensor &added = defined(given_offsets), &last = defined(given_bias);
     refuse_gradient(op, input, given_scales, added, last);
     q.bits = codes.scalar_type() == at::kByte ? 4 : 8;
     q.in_features = x.width;
-    q.padded = filled_up(x.width, tiled ? INPUTS : CODES);
+    q.padded = filled_up(x.width, tiled ? TILE : CODES);
     q.row_bytes = q.bits == 4 ? q.padded / 2 : x.width;
     q.out_features = codes.dim() ? codes.size(0) * unit : 0;
     expect_codes(codes);
@@ -93,19 +93,18 @@ struct QuantizedCall {
     const at::ScalarType held = q.bits == 4 ? at::kByte : at::kChar;
     if (!tiled) return expect_matrix(op, "weight", codes, q.out_features, q.row_bytes, held);
     TORCH_CHECK_NOT_IMPLEMENTED(path().tiled_linear[dtype], op, ": the path ", path().name, " has no kernel for tiles");
-    TORCH_CHECK_VALUE(codes.size(1) == q.padded / INPUTS && codes.size(2) == OUTPUTS * INPUTS / 8 * q.bits &&
-                          codes.scalar_type() == held,
-                      op, ": weight has shape ", codes.sizes(), " and dtype ", codes.scalar_type(), ", expected [",
-                      "tiles, ", q.padded / INPUTS, ", ", OUTPUTS * INPUTS / 8 * q.bits, "] of dtype ", held);
+    const int64_t tiles = q.padded / TILE, bytes = TILE * TILE * q.bits / 8;
+    TORCH_CHECK_VALUE(codes.size(1) == tiles && codes.size(2) == bytes && codes.scalar_type() == held, op,
+                      ": weight has shape ", codes.sizes(), " and dtype ", codes.scalar_type(),
+                      ", expected tiles [out_features / ", TILE, ", ", tiles, ", ", bytes, "] of dtype ", held);
   }
 
-  void expect_scales(const char* name, const Tensor& of_groups, at::ScalarType held) const {
-    const int64_t groups = std::max<int64_t>(1, q.groups);
-    if (!tiled) return expect_matrix(op, name, of_groups, q.out_features, groups, held);
-    TORCH_CHECK_VALUE(of_groups.sizes() == at::IntArrayRef({q.out_features / OUTPUTS, groups, OUTPUTS}) &&
-                          of_groups.scalar_type() == held,
-                      op, ": ", name, " have shape ", of_groups.sizes(), ", expected [", q.out_features / OUTPUTS, ", ",
-                      groups, ", ", OUTPUTS, "] as the weight is in tiles");
+  void expect_scales(const char* name, const Tensor& given, at::ScalarType held) const {
+    const int64_t groups = std::max<int64_t>(1, q.groups), tiles = q.out_features / TILE;
+    if (!tiled) return expect_matrix(op, name, given, q.out_features, groups, held);
+    TORCH_CHECK_VALUE(given.sizes() == at::IntArrayRef({tiles, groups, TILE}) && given.scalar_type() == held, op, ": ",
+                      name, " have shape ", given.sizes(), " and dtype ", given.scalar_type(), ", expected [", tiles,
+                      ", ", groups, ", ", TILE, "] of dtype ", held, " as the weight is in tiles");
   }
 };
 
@@ -130,7 +129,7 @@ void on_plain_numbers(const QuantizedCall& call) {
   const QuantizedLinear& q = call.q;
   const Tensor x = call.x.tensor.reshape({q.rows, q.in_features}), out = call.out.view({q.rows, q.out_features});
   const int64_t row_bytes = q.in_features * int64_t(x.element_size());
-  const int64_t some = std::clamp<int64_t>(PLAIN_BYTES / row_bytes / OUTPUTS * OUTPUTS, OUTPUTS, std::max(OUTPUTS, q.out_features));
+  const int64_t some = std::max(TILE, std::min(PLAIN_BYTES / row_bytes / TILE * TILE, q.out_features));
   const Tensor memory = fresh({some, q.in_features}, x.scalar_type());
   const DequantizeKernel kernel = (call.tiled ? path().dequantize_tiles : path().dequantize_rows)[call.dtype];
   char* plain = static_cast<char*>(memory.mutable_data_ptr());

@@ -1,5 +1,5 @@
-// The path avx512 with the instructions that convert to bfloat16, which make zero of numbers below 2^-126, and those that
-// multiply bytes.
+// The path avx512 with the instructions that convert to bfloat16, which make zero of numbers below 2^-126, and those
+// that multiply bytes.
 #include "common.h"
 
 #if defined(OPGRAFT_AVX512_BF16)
