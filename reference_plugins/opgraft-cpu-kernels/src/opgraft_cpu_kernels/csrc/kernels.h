@@ -276,6 +276,7 @@ using QuantizationKernel = void (*)(const Quantization&, int64_t begin, int64_t 
 using LinearKernel = void (*)(const Linear&, int64_t begin, int64_t end);
 using QuantizedLinearKernel = void (*)(const QuantizedLinear&, int64_t begin, int64_t end);
 using PrepareKernel = void (*)(const Rows& x, const QuantizedLinear&, void* to, float* group_sums);
+using IntegersKernel = void (*)(const Rows& x, const QuantizedLinear&, void* to, int64_t begin, int64_t end);
 using DequantizeKernel = void (*)(const QuantizedLinear&, int64_t begin, int64_t end, void* to);
 using Int8RowsKernel = void (*)(const Rows& x, const Int8Linear&, int8_t* codes, float* scales, int64_t begin,
                                 int64_t end);
@@ -324,9 +325,9 @@ struct Path {
   PackKernel pack = nullptr;
   PackedLinearKernel packed_linear = nullptr;
   // Over codes in tiles, by numbers of tiles. Null where bytes are not multiplied.
+  IntegersKernel prepare_integers[DTYPES];
   QuantizedLinearKernel tiled_linear[DTYPES];
-  PrepareKernel prepare_integers[DTYPES];
-  DequantizeKernel dequantize_tiles[DTYPES];
+  DequantizeKernel dequantize_tiles = nullptr;  // to bfloat16
 };
 
 extern const Path scalar_path;

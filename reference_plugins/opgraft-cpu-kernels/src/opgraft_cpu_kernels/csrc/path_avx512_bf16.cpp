@@ -19,9 +19,8 @@ namespace {
 
 template <class X>
 void set_tiles(Path& path, Dtype dtype) {
-  path.tiled_linear[dtype] = avx512_bf16::tiled_linear<X>;
   path.prepare_integers[dtype] = avx512_bf16::prepare_integers<X>;
-  path.dequantize_tiles[dtype] = avx512_bf16::dequantize_tiles<X>;
+  path.tiled_linear[dtype] = avx512_bf16::tiled_linear<X>;
 }
 
 // What neither converts nor multiplies bytes is compiled once, for avx512.
@@ -34,6 +33,7 @@ Path with_conversion(Path path) {
   set_tiles<float>(path, FLOAT32);
   set_tiles<avx512_bf16::Bfloat16>(path, BFLOAT16);
   set_tiles<avx512_bf16::Float16>(path, FLOAT16);
+  path.dequantize_tiles = avx512_bf16::dequantize_tiles<avx512_bf16::Bfloat16>;
   return path;
 }
 
