@@ -19,7 +19,7 @@ from opgraft import functional, ops
 from opgraft.ops.quantized_linear.quantizers import quantize_int4, quantize_int8
 from opgraft.ops.quantized_linear.storage import dequantize, in_tiles, scales_in_tiles
 from opgraft.ops.weights import process_weights_after_loading
-from opgraft.quantization import GGUFConfig, Int4Config, Int8Config
+from opgraft.quantization import GGUFConfig, Int4Config
 from quantization.test_gguf import drawn, lazy
 from torch import Tensor, nn
 
@@ -28,10 +28,10 @@ TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}
 KINDS = ("int8", "symmetric", "offsets")
 ROWS = {"few": (1, 3, 4, 9), "many": (130,)}
 CONFIGS: dict[str, Callable[[], Any]] = {
-    "int8": Int8Config,
     "int4": Int4Config,
     "int4 symmetric": lambda: Int4Config(symmetric=True),
-    "gguf": lambda: GGUFConfig({"down.weight": "Q4_1"}),
+    "Q4_1": lambda: GGUFConfig({"down.weight": "Q4_1"}),
+    "Q8_0": lambda: GGUFConfig({"down.weight": "Q8_0"}),
 }
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no g++ to build the kernels with")
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -159,7 +159,7 @@ def layer_of(config: str, features: int = 64, seed: int = 0) -> Any:
     layer: Any = ops.ReplicatedLinear(96, features, quant_config=CONFIGS[config](), prefix="down", return_bias=False)
     generator = torch.Generator().manual_seed(seed)
     plain = torch.randn(features, 96, generator=generator) / 10
-    given = lazy("Q4_1", drawn("Q4_1", features, 96, seed)) if config == "gguf" else plain
+    given = lazy(config, drawn(config, features, 96, seed)) if config.startswith("Q") else plain
     layer.weight.weight_loader(layer.weight, given)
     layer.bias.data.copy_(torch.randn(features, generator=generator))
     process_weights_after_loading(layer)

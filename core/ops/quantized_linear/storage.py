@@ -76,23 +76,24 @@ def unpack_int4(packed: Tensor, in_features: int) -> Tensor:
 def in_tiles(weight: Tensor, in_features: int) -> Tensor:
     """Return the codes of rows, whose number is a multiple of ``TILE``, in tiles."""
     codes = weight if weight.dtype == torch.int8 else unpack_int4(weight, in_features)
-    codes = F.pad(codes, (0, -in_features % TILE)).unflatten(0, (-1, TILE))
+    filled = F.pad(codes, (0, -in_features % TILE))
+    sizes = filled.shape[0] // TILE, TILE, filled.shape[1] // TILE
     if weight.dtype == torch.int8:
-        together = codes.unflatten(-1, (-1, TILE // TOGETHER, TOGETHER))
+        together = filled.reshape(*sizes, TILE // TOGETHER, TOGETHER)
     else:
-        low, high = codes.unflatten(-1, (-1, TILE // TOGETHER // 2, 2, TOGETHER)).unbind(-2)
+        low, high = filled.reshape(*sizes, TILE // TOGETHER // 2, 2, TOGETHER).unbind(-2)
         together = low | high << 4
     return together.permute(0, 2, 3, 1, 4).flatten(2)
 
 
 def scales_in_tiles(scales: Tensor) -> Tensor:
     """Return scales or offsets of rows, whose number is a multiple of ``TILE``, in tiles."""
-    return scales.unflatten(0, (-1, TILE)).mT.contiguous()
+    return scales.reshape(scales.shape[0] // TILE, TILE, scales.shape[1]).mT.contiguous()
 
 
 def rows_of_tiles(tiles: Tensor, in_features: int, rows: Tensor | None = None) -> Tensor:
     """Return the codes of tiles in rows: those of these numbers, or all."""
-    together = tiles.unflatten(-1, (-1, TILE, TOGETHER))
+    together = tiles.reshape(*tiles.shape[:2], tiles.shape[2] // (TILE * TOGETHER), TILE, TOGETHER)
     if rows is None:
         chosen = together.permute(0, 3, 1, 2, 4).flatten(0, 1)
     else:

@@ -1,6 +1,7 @@
 """Weight methods that hold codes in tiles, where the path in force multiplies bytes.
 
-Only the tiles are kept. In a ``state_dict`` codes, scales and offsets lie in rows, as they do without.
+Only the tiles are kept. In a ``state_dict`` codes, scales and offsets lie in rows, as they do without. Codes of
+``int8``, which have one scale for a row, stay in rows: with them one row of inputs takes as long as memory does.
 """
 
 from __future__ import annotations
@@ -12,13 +13,7 @@ from opgraft import functional
 from opgraft.binding.functional import binding_of
 from opgraft.ops.embedding.vocab import VocabParallelEmbedding
 from opgraft.ops.linear.methods import QuantizeMethodBase
-from opgraft.ops.quantized_linear.storage import (
-    TILE,
-    in_tiles,
-    rows_of_tiles,
-    scales_in_tiles,
-    scales_of_tiles,
-)
+from opgraft.ops.quantized_linear.storage import TILE, in_tiles, rows_of_tiles, scales_in_tiles, scales_of_tiles
 from opgraft.quantization import gguf, integers
 from opgraft.quantization.online import put
 from torch import Tensor
@@ -49,17 +44,12 @@ class GGUFLinearMethod(_Tiled, gguf.GGUFLinearMethod):
     """Holds the codes of a GGUF file's blocks."""
 
 
-class Int8LinearMethod(_Tiled, integers.Int8LinearMethod):
-    """Holds codes of eight bits that are made while loading."""
-
-
 class Int4LinearMethod(_Tiled, integers.Int4LinearMethod):
     """Holds codes of four bits that are made while loading."""
 
 
 METHODS: Mapping[str, type[_Tiled]] = {
     "gguf_linear_method": GGUFLinearMethod,
-    "int8_linear_method": Int8LinearMethod,
     "int4_linear_method": Int4LinearMethod,
 }
 """Name of a weight method → the class that takes its place."""

@@ -13,9 +13,10 @@ constexpr int64_t VECTOR = 64;  // what rows of integers are filled up to
 constexpr int64_t LANES = 16;   // inputs that a kernel takes to be of one group
 constexpr int64_t SIDE = 32;    // of a tile of codes, in outputs and in inputs
 
-// Up to so many rows are multiplied with the codes; for more it pays to make plain numbers of these first. In tiles that
-// was measured on Zen 4 over weights of 576 to 11,008 inputs, up to 1,024 rows. With bfloat16, of which torch multiplies
-// pairs, 128 rows take 0.95 of the time over plain numbers and 256 take 1.1; in other dtypes any number takes 0.1 to 0.8.
+// Up to so many rows are multiplied with the codes; for more it pays to make plain numbers of these first. In tiles
+// that was measured on one core of Zen 4, over weights of 576 to 11,008 inputs, up to 1,024 rows. With bfloat16, of
+// which torch multiplies pairs, 128 rows take 0.95 of the time that they take over plain numbers, and 256 take 1.1. In
+// other dtypes any number of rows takes 0.1 to 0.8.
 constexpr int64_t few(int bits, bool tiled, Dtype dtype) {
   if (tiled) return dtype == BFLOAT16 ? 128 : INT64_MAX;
   return bits == 4 ? 16 : 8;
