@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import hypothesis
 import opgraft
 import pytest
 from opgraft.plugins import discovery
@@ -19,6 +20,9 @@ from warm.interpreter import warm_interpreter
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # which its library reads when it is imported, here and in processes to come
 os.environ.setdefault("SYMPY_CACHE_SIZE", "100000")  # of 1000 as is, compilers work out the same sizes over and over
+
+hypothesis.settings.register_profile("untimed", deadline=None)  # machines may be busy
+hypothesis.settings.load_profile("untimed")
 
 REPOSITORY = Path(__file__).parent.parent
 TOY_NPU = REPOSITORY / "reference_plugins" / "opgraft-toy-npu"

@@ -28,6 +28,7 @@ class Outcome:
         output_tokens: likewise; where it does not, the number of ``arrivals``.
         error: ``connection``, ``timeout``, ``incomplete``, ``stream``, or the status of the answer; None where it is
             none.
+        message: of the server about it, or of the connection; empty where there is none.
     """
 
     due: float
@@ -36,6 +37,7 @@ class Outcome:
     prompt_tokens: int = 0
     output_tokens: int = 0
     error: str | None = None
+    message: str = ""
 
     @property
     def seconds(self) -> float:
@@ -44,6 +46,11 @@ class Outcome:
 
 class Broken(Exception):  # noqa: N818 - the outcome of a request, which no caller sees
     """A request has failed in a way that is counted by a name."""
+
+    def __init__(self, kind: str, message: str = "") -> None:
+        super().__init__(kind)
+        self.kind = kind
+        self.message = message
 
 
 class Client:
@@ -100,15 +107,14 @@ class Client:
         try:
             async with self._session.post(f"{self.url}{path}", json=body) as response:
                 if response.status != 200:
-                    await response.read()
-                    raise Broken(str(response.status))
+                    raise Broken(str(response.status), _message(await response.text(errors="replace")))
                 await _read(response, outcome)
         except Broken as failure:
-            outcome.error = str(failure)
+            outcome.error, outcome.message = failure.kind, failure.message
         except asyncio.TimeoutError:
             outcome.error = "timeout"
-        except (aiohttp.ClientError, OSError):
-            outcome.error = "connection"
+        except (aiohttp.ClientError, OSError) as error:
+            outcome.error, outcome.message = "connection", str(error)
         outcome.ended = time.perf_counter()
         outcome.output_tokens = outcome.output_tokens or len(outcome.arrivals)
         return outcome
@@ -126,7 +132,7 @@ async def _read(response: aiohttp.ClientResponse, outcome: Outcome) -> None:
         except (ValueError, AttributeError, TypeError) as error:
             raise Broken("stream") from error
         if failed:
-            raise Broken("stream")
+            raise Broken("stream", _message(data.decode(errors="replace")))
         if shows:
             outcome.arrivals.append(time.perf_counter())
         outcome.prompt_tokens = counts.get("prompt_tokens", outcome.prompt_tokens)
@@ -142,6 +148,14 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         for line in lines:
             if line.startswith(b"data:"):
                 yield line[5:].strip()
+
+
+def _message(answer: str) -> str:
+    """Return what an error in OpenAI's form says, or the text itself where it is of another form."""
+    try:
+        return str(json.loads(answer)["error"]["message"])[:_SHOWN]
+    except (ValueError, LookupError, TypeError):
+        return answer.strip()[:_SHOWN]
 
 
 def _text(choice: Mapping[str, Any]) -> bool:

@@ -95,6 +95,7 @@ class Report:
         completed: of these, that were answered to the end. Tokens and latencies are of these.
         goodput: completed requests within the limits, per second.
         errors: numbers of failed requests, by kind.
+        messages: that the first failed request of a kind was told, by kind; a kind without any is left out.
         inter_token_latency: between parts of the text as they come, which have a token each if nothing holds them up.
     """
 
@@ -109,6 +110,7 @@ class Report:
     output_tokens_per_second: float
     goodput: float
     errors: Mapping[str, int]
+    messages: Mapping[str, str]
     time_to_first_token: Spread | None
     time_per_output_token: Spread | None
     inter_token_latency: Spread | None
@@ -127,6 +129,7 @@ def report(load: str, outcomes: Sequence[Outcome], limits: Limits) -> Report:
         sum(outcome.prompt_tokens for outcome in done),
         sum(outcome.output_tokens for outcome in done),
     )
+    failed = [(outcome.error, outcome) for outcome in outcomes if outcome.error is not None]
     return Report(
         load=load,
         seconds=seconds,
@@ -138,7 +141,8 @@ def report(load: str, outcomes: Sequence[Outcome], limits: Limits) -> Report:
         prompt_tokens_per_second=prompt_tokens / seconds,
         output_tokens_per_second=output_tokens / seconds,
         goodput=sum(map(limits.hold, done)) / seconds,
-        errors=dict(sorted(Counter(outcome.error for outcome in outcomes if outcome.error is not None).items())),
+        errors=dict(sorted(Counter(kind for kind, _ in failed).items())),
+        messages={kind: outcome.message for kind, outcome in reversed(failed) if outcome.message},
         time_to_first_token=Spread.of(_known(map(time_to_first_token, done))),
         time_per_output_token=Spread.of(_known(map(time_per_output_token, done))),
         inter_token_latency=Spread.of(

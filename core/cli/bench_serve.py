@@ -141,6 +141,7 @@ def _show(report: Report) -> None:
     )
     if report.errors:
         print_wrapped("errors: " + ", ".join(f"{kind}: {count}" for kind, count in report.errors.items()))
+        print_wrapped(f"  {kind}: {message}" for kind, message in sorted(report.messages.items()))
     rows = [[name, *_cells(getattr(report, key))] for key, name in _import("report").LATENCIES.items()]
     print_table(["milliseconds", "mean", "p50", "p90", "p99"], rows)
 

@@ -63,7 +63,7 @@ def test_large_files(filling: str, tmp_path: Path) -> None:
     assert (tmp_path / "recording/proc/cpuinfo").is_file()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(
     st.dictionaries(st.sampled_from(PATHS), st.one_of(st.binary(max_size=200), st.text().map(str.encode), st.none()))
 )

@@ -16,7 +16,7 @@ from opgraft.engine.kv_cache import LayerKind
 KINDS = st.lists(st.sampled_from([None, 1, 3, 8, 13]), min_size=1, max_size=3, unique=True)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     windows=KINDS, block_size=st.integers(1, 8), spare=st.integers(0, 10), prefix_reuse=st.booleans(),
     max_model_len=st.integers(2, 40), max_num_seqs=st.integers(1, 6), budget=st.integers(1, 40), chunked=st.booleans(),

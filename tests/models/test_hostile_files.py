@@ -233,7 +233,7 @@ def read_all(path: Path) -> None:
 
 
 MUTATIONS = st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=6)
-QUICK = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def mutated(content: bytes, changes: list[tuple[int, int]], span: int) -> bytes:

@@ -118,7 +118,7 @@ def test_probes_survive_broken_trees(
     """Whatever stands where a probe looks, it answers with evidence, within a second."""
     paths = read_paths(name) or ["proc"]  # a Mac has nothing that they read
 
-    @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=6, suppress_health_check=list(HealthCheck))
     @given(st.lists(st.tuples(st.sampled_from(paths), DAMAGE), min_size=1, max_size=8))
     def check(damages: list[tuple[str, tuple[str, bytes]]]) -> None:
         folder = tmp_path / "machine"

@@ -132,6 +132,7 @@ def test_requests_to_a_server_that_is_down_are_counted() -> None:
         held.bind(("127.0.0.1", 0))
         found = figures(f"http://127.0.0.1:{held.getsockname()[1]}", "--model", "x", code=1)
     assert found["loads"][0]["errors"] == {"connection": 6}
+    assert "onnect" in found["loads"][0]["messages"]["connection"]
 
 
 def test_a_key_is_sent_and_its_lack_is_told(checkpoint: Path, tmp_path: Path) -> None:
@@ -188,7 +189,16 @@ def test_failures_of_any_server_are_counted_by_kind(odd: str) -> None:
     found = figures(odd, "--model", "x", "--warm-up", "0", "--concurrency", "1", code=1)
     (load,) = found["loads"]
     assert load["errors"] == {"429": 1, "incomplete": 1, "stream": 2}
+    assert load["messages"] == {"429": "{}", "stream": "x"}
     assert (load["completed"], load["output_tokens"]) == (2, 4)
+
+
+def test_the_reason_of_failures_is_shown(server: Server) -> None:
+    """The first request of a kind that fails says why, in the server's words."""
+    shown = bench(server.url, "--words", "5000")
+    assert shown.return_value == 1
+    assert "errors: 400: 6" in shown.stdout
+    assert "400: prompt has " in " ".join(shown.stdout.split())
 
 
 def test_usage_errors_are_of_click() -> None:

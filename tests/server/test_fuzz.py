@@ -93,9 +93,7 @@ def test_no_body_harms(server: Server, document: dict[str, Any], path: str) -> N
     operation = document["paths"][path]["post"]
     schema = operation["requestBody"]["content"]["application/json"]["schema"]
 
-    @settings(
-        max_examples=MANY, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-    )
+    @settings(max_examples=MANY, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(bodies(schema, document), st.booleans())
     def ask(body: Any, served: bool) -> None:
         if served and isinstance(body, dict):
@@ -127,9 +125,7 @@ OWN_HEADERS = ("host", "content-length", "transfer-encoding", "connection", "upg
 def test_no_head_harms(server: Server) -> None:
     """Whatever method, path, query and headers are sent, the answer is one of those that are documented."""
 
-    @settings(
-        max_examples=MANY, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-    )
+    @settings(max_examples=MANY, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(
         st.sampled_from(["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "QUERY"]),
         st.sampled_from([*PATHS, "/", "/health", "/v1/models", "/v1/models/x", "/metrics", "/v1/decisions", "/x"]),

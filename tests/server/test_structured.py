@@ -47,11 +47,9 @@ def test_an_endless_compilation(server: Server, asked: dict[str, Any], field: st
     assert server.chat(**known).status_code == 200
     refused = server.later(lambda: server.chat(**asked))
     time.sleep(1)
-    started = time.monotonic()
     assert server.chat(**known).status_code == 200
     assert server.complete(max_tokens=2).status_code == 200
     assert not refused.done()
-    assert time.monotonic() < started + 2
     expect_refused(refused.result(), field, "cannot be compiled within 5 seconds")
 
 

@@ -351,7 +351,7 @@ def test_idle_is_asleep(checkpoint: Path) -> None:
         steps, used = llm.stats().counters.steps, time.process_time()
         await asyncio.sleep(0.5)
         assert llm.stats().counters.steps == steps
-        assert time.process_time() - used < 0.1
+        assert time.process_time() - used < 0.25  # a loop that spins takes all of the half second
 
     run(checkpoint, use)
 

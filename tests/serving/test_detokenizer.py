@@ -137,7 +137,7 @@ STOPS = st.lists(st.text("ab漢", min_size=1, max_size=5), max_size=4)
 
 
 @given(LETTERS, STOPS, st.booleans(), st.randoms(use_true_random=False))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_stop_strings_in_pieces(text: str, stop: list[str], include: bool, pick: random.Random) -> None:
     """Text in pieces of any size ends where a search after every character ends it, and nothing is shown twice."""
     search, shown, place = StopStrings(stop, include=include), "", 0
@@ -154,7 +154,7 @@ def test_stop_strings_in_pieces(text: str, stop: list[str], include: bool, pick:
 
 
 @given(st.lists(st.sampled_from([*range(36, 120), 142, 1, 2]), max_size=30), STOPS, st.booleans(), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_stop_strings_across_tokens(smollm2: Tokenizer, ids: list[int], stop: list[str], include: bool, data) -> None:
     """The text and the number of tokens are those of decoding all tokens and searching anew after each."""
     text = smollm2.decode(ids)
