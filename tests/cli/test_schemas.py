@@ -62,6 +62,7 @@ def test_the_schemas_are_schemas() -> None:
         (("plugins", "show", "acme"), 0),
         (("plugins", "show", "broken"), 4),
         (("plugins", "doctor"), 4),
+        (("plugins", "lock"), 0),
         (("ops", "list"), 0),
         (("ops", "explain", "rotary_embedding"), 0),
         (("ops", "explain", "nonsense"), 2),
