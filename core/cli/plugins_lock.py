@@ -22,10 +22,11 @@ _FILE = click.Path(dir_okay=False)
 @json_option
 @with_settings
 def command(output: str, allow_editable: bool, as_json: bool) -> None:
-    """Write down what is installed, so that nothing else is imported where the setting lockfile names the file.
+    """Write down what is installed, so that nothing else is imported.
 
-    Of every distribution with platforms or plugins that the settings admit: its version, entry points and RECORD.
-    Imports none of them. Exit code 1: one of them cannot be locked and is left out.
+    Of every distribution with platforms or plugins that the settings admit, the file has version, entry points and a
+    hash of its RECORD; it counts where the setting lockfile names it. Imports none of them. Exit code 1: one cannot be
+    locked and is left out.
     """
     settings = host_state().settings()
     check_allow_list(settings)
