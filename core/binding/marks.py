@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,6 +12,7 @@ from opgraft.errors import RegistrationError, raised_at
 from opgraft.registry.op_classes import NEEDS, location_of
 from opgraft.state import host_state
 from opgraft.text import described
+from torch import Tensor, is_grad_enabled
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -96,36 +97,29 @@ def is_inference_only(kernel: object) -> bool:
     return bool(getattr(kernel, _INFERENCE_ONLY, False))
 
 
-def gradient_required(args: Any, kwargs: Any, op: torch.nn.Module | None = None) -> bool:
+def gradient_required(args: Iterable[Any], kwargs: Mapping[str, Any], op: torch.nn.Module | None = None) -> bool:
     """Return whether a call must be differentiable: with these arguments, and with the parameters of ``op``."""
     if transformed():
         return True
-    if not torch.is_grad_enabled():  # so that parameters are not listed in vain
+    if not is_grad_enabled():  # so that parameters are not listed in vain
         return False
-    return (
-        _any_requires(args)
-        or (len(kwargs) > 0 and _any_requires(kwargs.values()))
-        or (op is not None and _any_requires(list(op.parameters())))
-    )
+    if kwargs or op is not None:
+        args = (*args, *kwargs.values(), *([] if op is None else op.parameters()))
+    for value in args:  # no generator, no call of another function: every eager call of a form comes by
+        if isinstance(value, Tensor):
+            if value.requires_grad:
+                return True
+        elif isinstance(value, (list, tuple)):
+            if gradient_required(value, {}):
+                return True
+        elif isinstance(value, dict) and gradient_required((), value):
+            return True
+    return False
 
 
-def requires_gradient(*tensors: torch.Tensor | None) -> bool:
+def requires_gradient(*tensors: Tensor | None) -> bool:
     """Tell whether autograd wants to know what is computed from these.
 
     For kernels that ask ``watched()`` of ``torch.func`` and forward-mode differentiation, which nothing here sees.
     """
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-def _any_requires(values: Iterable[Any]) -> bool:
-    """Tell whether a tensor requires a gradient; a loop, as generators take half of the time of such a call."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            if value.requires_grad:
-                return True
-        elif isinstance(value, (list, tuple)):
-            if _any_requires(value):
-                return True
-        elif isinstance(value, dict) and _any_requires(value.values()):
-            return True
-    return False
+    return is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
