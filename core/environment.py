@@ -15,6 +15,7 @@ from opgraft.errors import ConfigError, close_matches
 PLATFORM = "OPGRAFT_PLATFORM"
 PLUGINS = "OPGRAFT_PLUGINS"
 PLUGINS_DISABLE = "OPGRAFT_PLUGINS_DISABLE"
+LOCKFILE = "OPGRAFT_LOCKFILE"
 PROVIDERS = "OPGRAFT_PROVIDERS"
 CONFIG = "OPGRAFT_CONFIG"
 LOG = "OPGRAFT_LOG"
@@ -84,7 +85,7 @@ def _log_level(value: str | None) -> str | None:
     return value.lower() if value else None
 
 
-_DECIDING = (PLATFORM, PLUGINS, PLUGINS_DISABLE, PROVIDERS)
+_DECIDING = (PLATFORM, PLUGINS, PLUGINS_DISABLE, LOCKFILE, PROVIDERS)
 _OF_TORCH = ("ATEN_", "DNNL_", "ONEDNN_", "TORCH_ALLOW_")
 """Beginnings of the names of variables by which torch and its libraries choose how they compute."""
 

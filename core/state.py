@@ -100,6 +100,8 @@ class HostState:
     """Kernels that gave way to the native definition at a call, each with the reason, as they were logged."""
     generation: int = 0
     discovery: Any = None
+    lockfiles: dict[str, Any] = field(default_factory=dict)
+    """By path, as they were read first, with what the installed distributions were compared with."""
     parallelism: Any = None
     """The groups that this process belongs to, which ``opgraft.distributed`` keeps here; ``None``: it is alone."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -62,10 +63,14 @@ class Problem:
 
 @dataclass
 class Discovery:
-    """The result of one scan of the installed distributions."""
+    """The result of one scan of the installed distributions.
+
+    ``distributions`` has those that offer something, opgraft itself aside.
+    """
 
     offers: list[Offer] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    distributions: dict[Provider, importlib_metadata.Distribution] = field(default_factory=dict)
 
     def of_group(self, group: str) -> list[Offer]:
         return [offer for offer in self.offers if offer.group == group]
@@ -124,6 +129,7 @@ def scan() -> Discovery:
             elif normalized(provider.name) not in seen:
                 seen.add(normalized(provider.name))
                 offered += list(_offers(distribution, provider, metadata.get_all("Requires-Dist") or []))
+                discovery.distributions[provider] = distribution
         except (ValueError, TypeError, AttributeError, KeyError, OSError) as error:
             discovery.problems.append(Problem(provider, f"its plugin metadata is malformed: {described(error)}"))
     for offer in sorted(offered, key=lambda offer: not offer.built_in):  # ours keep their names
@@ -131,6 +137,15 @@ def scan() -> Discovery:
     for problem in discovery.problems:
         logger.warning("plugin metadata of %s is ignored: %s", problem.provider, printable(problem.reason))
     return discovery
+
+
+def is_editable(distribution: importlib_metadata.Distribution | None) -> bool:
+    """Tell whether a distribution is an editable install: its source lies elsewhere, where no RECORD lists it."""
+    try:
+        origin = json.loads((distribution and distribution.read_text("direct_url.json")) or "{}")
+        return origin.get("dir_info", {}).get("editable") is True
+    except (ValueError, AttributeError, RecursionError):  # of another form than installers write
+        return False
 
 
 def _headers(distribution: importlib_metadata.Distribution) -> Message:

@@ -23,7 +23,7 @@ def load_plugins() -> None:
     Ops call it on first construction. A plugin that fails is recorded, reported once as a warning and left out.
 
     Raises:
-        ConfigError: the allow list names a plugin that is not installed.
+        ConfigError: the allow list names a plugin that is not installed, or the lockfile cannot be used.
         PluginError: in strict mode, or for a plugin that a setting asks for by name, instead of the warning.
         PlatformError, ConflictError: no platform could be decided.
         UnknownTargetError: a replacement registered outside of plugins names a target that does not exist.
@@ -76,9 +76,9 @@ def check_loaded_with(settings: Settings, state: HostState) -> None:
     """Raise where a scope asks for other plugins: which there are is decided once, and must not be ignored.
 
     Raises:
-        PluginError: one of them, ``strict`` or ``cpu_keep_memory`` differs from when the plugins were loaded.
+        PluginError: one of them, ``lockfile``, ``strict`` or ``cpu_keep_memory`` differs from when plugins were loaded.
     """
-    for name in ("plugins", "plugins_disable", "strict", "cpu_keep_memory"):
+    for name in ("plugins", "plugins_disable", "lockfile", "strict", "cpu_keep_memory"):
         wanted = getattr(settings.config, name)
         if state.loaded_with is not None and wanted != getattr(state.loaded_with, name):
             raise PluginError(

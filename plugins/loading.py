@@ -17,7 +17,7 @@ from opgraft.platform import Platform
 from opgraft.plugins import hookspecs
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover
 from opgraft.plugins.outcomes import failure_of, replacements_of
-from opgraft.plugins.requirements import asked_for, check_adjustment, check_allow_list, objection
+from opgraft.plugins.requirements import asked_for, check_adjustment, check_admission, objection
 from opgraft.plugins.watching import watched
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
 from opgraft.registry.op_classes import location_of
@@ -39,7 +39,7 @@ class Loading:
         self.transactions: dict[str, Transaction] = {}
 
     def run(self) -> None:
-        check_allow_list(self.settings)
+        check_admission(self.settings)
         for offer in discover().of_group(PLUGIN_GROUP):
             self._consider(offer)
         hooks = self.manager.hook

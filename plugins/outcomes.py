@@ -8,11 +8,15 @@ from opgraft.environment import PLUGINS_DISABLE
 from opgraft.errors import near_matches
 from opgraft.finding import Finding
 from opgraft.plugins.discovery import PLATFORM_GROUP, discover
+from opgraft.plugins.requirements import LOCKED_OUT
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
 from opgraft.state import PluginRecord, PluginStatus, host_state
 
 _PLATFORM_CUTOFF = 0.7
 """Above it two names of platforms are one misspelt; 'npu' and 'cpu', at two thirds, are two vendors' words."""
+
+_FAULTS = ("it requires", "its requirement", LOCKED_OUT)
+"""Beginnings of reasons for rejecting a plugin that are faults, not wishes."""
 
 
 def findings_of(record: PluginRecord) -> Iterator[Finding]:
@@ -35,7 +39,7 @@ def end_of(record: PluginRecord) -> Finding | None:
         return Finding(failure_of(record), record.provider, record.location, exit_code=4)
     if record.status is PluginStatus.VETOED:
         return _finding(record, f"is not used, as it vetoed itself: {record.reason}")
-    if record.status is PluginStatus.REJECTED and record.reason.startswith(("it requires", "its requirement")):
+    if record.status is PluginStatus.REJECTED and record.reason.startswith(_FAULTS):
         return _finding(record, f"is not used: {record.reason}")
     return None
 

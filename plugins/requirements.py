@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
+from typing import Any
 
 from opgraft.config import OpgraftConfig, Settings
 from opgraft.errors import ConfigError, PluginError, close_matches
 from opgraft.plugins.discovery import Offer, discover
 from opgraft.version import __version__
 
+_EARLY = ("platform", "plugins", "plugins_disable", "lockfile", "strict")
+"""Settings that are decided before a platform or plugin is asked."""
+
+LOCKED_OUT = "locked out by "
+"""The beginning of the reason of an offer that the lockfile speaks against."""
+
 
 def objection(offer: Offer, settings: Settings) -> str | None:
-    """Say why an offer is not used, or ``None``: not on the allow list, on the deny list, or for another opgraft."""
+    """Say why an offer is not used, or ``None``: ``unfit``, or not as the lockfile has it.
+
+    Raises:
+        ConfigError: the lockfile cannot be used.
+    """
+    against = unfit(offer, settings)
+    if against or offer.built_in or settings.config.lockfile is None:
+        return against
+    change = _lockfile(settings).against(offer.provider)
+    return f"{LOCKED_OUT}{settings.named('lockfile')}: {change}" if change else None
+
+
+def unfit(offer: Offer, settings: Settings) -> str | None:
+    """Say why an offer is not used: on the deny list, not on the allow list, or for another opgraft; else ``None``."""
     if offer.built_in:
         return None
     config = settings.config
@@ -31,11 +52,22 @@ def check_adjustment(config: OpgraftConfig) -> None:
     """Reject defaults that a platform or plugin may not change, since they are decided before it is asked.
 
     Raises:
-        PluginError: ``platform``, ``plugins``, ``plugins_disable`` or ``strict`` is set.
+        PluginError: one of them is set.
     """
-    early = [name for name in ("platform", "plugins", "plugins_disable", "strict") if getattr(config, name) is not None]
+    early = [name for name in _EARLY if getattr(config, name) is not None]
     if early:
         raise PluginError(f"it sets {', '.join(early)}, which was decided before it was asked: leave it unset")
+
+
+def check_admission(settings: Settings) -> None:
+    """Reject an allow list that names a plugin which is not installed, and a lockfile that cannot be used.
+
+    Raises:
+        ConfigError: for an unknown name with close matches.
+    """
+    check_allow_list(settings)
+    if settings.config.lockfile is not None:
+        _lockfile(settings)
 
 
 def check_allow_list(settings: Settings) -> None:
@@ -49,6 +81,12 @@ def check_allow_list(settings: Settings) -> None:
         if not any(offer.answers_to(name) for offer in known):
             near = close_matches(name, {offer.name for offer in known} | {offer.provider.name for offer in known})
             raise ConfigError(f"plugins names {name!r} ({settings.origins['plugins']}), which is not installed: {near}")
+
+
+def _lockfile(settings: Settings) -> Any:
+    """Return the lockfile that is set. What reads it is imported with the first one: start-up waits for imports."""
+    locking = importlib.import_module("opgraft.plugins.locking")
+    return locking.lockfile(settings.config.lockfile, settings.origins["lockfile"])
 
 
 def _unmet_requirement(offer: Offer) -> str | None:

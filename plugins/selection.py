@@ -17,7 +17,7 @@ from opgraft.machine.machine import Machine
 from opgraft.platform import Platform, PlatformSpec, effective_chain
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer, discover
 from opgraft.plugins.probing import ProbeFailed, ask
-from opgraft.plugins.requirements import check_adjustment, check_allow_list, objection
+from opgraft.plugins.requirements import check_adjustment, check_admission, objection
 from opgraft.plugins.watching import watched
 from opgraft.state import PlatformSelection, host_state, loading
 from opgraft.text import described, printable
@@ -82,11 +82,11 @@ def decide_platform(
     ``unloadable`` are offers that were chosen before and whose class could not be loaded, with the reason.
 
     Raises:
-        ConfigError: the allow list names a plugin that is not installed.
+        ConfigError: the allow list names a plugin that is not installed, or the lockfile cannot be used.
         PlatformError: the platform asked for does not exist or is not available, or none is available.
         PlatformConflictError: two out-of-tree platforms are available and no setting chooses.
     """
-    check_allow_list(settings)
+    check_admission(settings)
     config = settings.config
     offers = discover().of_group(PLATFORM_GROUP)
     wanted = config.platform

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import gc
+import hashlib
 import importlib
 import os
 import subprocess
@@ -76,7 +78,7 @@ def fresh_host(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
         lasts = all(os.path.isabs(entry) and not entry.startswith(written) for entry in sys.path)
         found = _lasting(tuple(sys.path)) if lasts else _scan()
         own = [offer for offer in found.offers if offer.provider.name not in _FOREIGN]
-        return discovery.Discovery(own, [*found.problems])
+        return discovery.Discovery(own, [*found.problems], found.distributions)
 
     monkeypatch.setattr(discovery, "scan", scan_without_foreign_plugins)
     opgraft.reset()
@@ -119,7 +121,13 @@ class Site:
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needed}")
         (info / "entry_points.txt").write_text(entry_points + "\n")
         (info / "INSTALLER").write_text("pip\n")
-        (info / "RECORD").write_text("".join(f"{path},,\n" for path in files))
+        written = [self.folder / path for path in files] + sorted(info.iterdir())
+        (info / "RECORD").write_text("".join(map(self._row, written)) + f"{info.name}/RECORD,,\n")
+
+    def _row(self, file: Path) -> str:
+        content = file.read_bytes()
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        return f"{file.relative_to(self.folder)},sha256={digest},{len(content)}\n"
 
     def plugin(self, name: str, source: str, *, requires: Sequence[str] = ("opgraft",), version: str = "1.0") -> None:
         """Install a distribution ``name`` with one module that is a plugin of the same name."""

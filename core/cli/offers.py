@@ -9,8 +9,8 @@ from typing import Any
 import importlib_metadata
 from opgraft.config import Settings
 from opgraft.decision import Provider
-from opgraft.errors import near_matches
-from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, Problem, discover, normalized
+from opgraft.errors import ConfigError, near_matches
+from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, Problem, discover, is_editable, normalized
 from opgraft.plugins.requirements import objection
 
 KINDS = {PLATFORM_GROUP: "platform", PLUGIN_GROUP: "plugin"}
@@ -29,12 +29,16 @@ def as_dict(offer: Offer) -> dict[str, Any]:
         "name": offer.name,
         "provider": offer.provider.to_dict(),
         "entry_point": offer.value,
+        "editable": is_editable(discover().distributions.get(offer.provider)),
     }
 
 
 def admission(offer: Offer, settings: Settings) -> tuple[str, str]:
     """Tell how the settings admit an offer: plugins ``selected``, platforms ``eligible``, or ``rejected`` and why."""
-    against = objection(offer, settings)
+    try:
+        against = objection(offer, settings)
+    except ConfigError as error:  # of the lockfile, without which nothing is admitted
+        against = str(error)
     return ("rejected", against) if against else ("selected" if offer.group == PLUGIN_GROUP else "eligible", "")
 
 

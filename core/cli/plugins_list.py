@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 from opgraft.cli.offers import (
+    KINDS,
     admission,
     as_dict,
     as_dicts,
@@ -14,7 +15,8 @@ from opgraft.cli.offers import (
     shown_offers,
 )
 from opgraft.cli.output import SettingsCommand, json_option, print_json, print_table, print_wrapped, with_settings
-from opgraft.plugins.requirements import check_allow_list
+from opgraft.plugins.discovery import Offer
+from opgraft.plugins.requirements import check_admission
 from opgraft.state import host_state
 
 
@@ -27,17 +29,21 @@ def command(as_json: bool) -> None:
     Imports none of them.
     """
     settings = host_state().settings()
-    check_allow_list(settings)
+    check_admission(settings)
     rows = [(offer, *admission(offer, settings)) for offer in shown_offers()]
     if as_json:
         offers = [{**as_dict(offer), "status": status, "reason": reason} for offer, status, reason in rows]
         found = {"problems": problems(misspelt_groups()), "notes": as_dicts(plugins_of_vllm())}
         print_json("opgraft.plugins.list/2", {"offers": offers, **found})
         return
-    cells = [(as_dict(offer)["kind"], offer.name, offer.provider, status, reason) for offer, status, reason in rows]
+    cells = [(KINDS[offer.group], offer.name, _marked(offer), status, reason) for offer, status, reason in rows]
     print_table(("kind", "name", "provider", "status", "reason"), cells)
     for problem in problem_lines(misspelt_groups()):
         print_wrapped(f"ignored: {problem}")
     for note in plugins_of_vllm():
         print_wrapped(f"seen: {note.provider}: {note.reason}")
     print_wrapped("to load and check them: opgraft plugins doctor")
+
+
+def _marked(offer: Offer) -> str:
+    return f"{offer.provider}{' (editable)' if as_dict(offer)['editable'] else ''}"

@@ -40,6 +40,7 @@ class OpgraftConfig(Section):
         strict: whether a failing plugin or probe raises.
         check_values: whether ops check values of tensors, such as positions, on accelerators too, which then must wait.
         cpu_keep_memory: whether the CPU platform has glibc keep freed memory in the process. Decided once per process.
+        lockfile: file that pins the distributions of plugins and platforms. Read when the platform is decided.
         providers: op name to the entry-point or distribution name of the provider whose replacement is to be used.
         compilation_config, model, cache, scheduler, parallel, load, quantization, server: sections, see their classes.
     """
@@ -63,6 +64,10 @@ class OpgraftConfig(Section):
         "op name to the plugin or distribution whose replacement is used; opgraft keeps the op's own class", default={}
     )
     compilation_config: CompilationConfig = dataclasses.field(default_factory=CompilationConfig)
+    lockfile: str | None = setting(
+        "file of 'opgraft plugins lock': plugins and platforms that are not in it, or have changed, are not imported",
+        unset="none",
+    )
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig, kw_only=True)
     cache: CacheConfig = dataclasses.field(default_factory=CacheConfig, kw_only=True)
     scheduler: SchedulerConfig = dataclasses.field(default_factory=SchedulerConfig, kw_only=True)

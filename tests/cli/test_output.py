@@ -13,7 +13,7 @@ from opgraft.cli import cli as root
 from opgraft.environment import VARIABLES
 
 EVERY_COMMAND = ["detect", "env", "ops", "ops list", "ops explain", "plugins", "plugins list", "plugins show"]
-EVERY_COMMAND += ["plugins doctor", "run", "chat"]
+EVERY_COMMAND += ["plugins doctor", "plugins lock", "run", "chat"]
 
 
 def find(path: str) -> tuple[click.Command, click.Context]:
@@ -155,7 +155,7 @@ def complete(python: str, site, words: str) -> list[str]:
     ("words", "expected"),
     [
         ("opgraft plu", ["plugins"]),
-        ("opgraft plugins ", ["list", "show", "doctor"]),
+        ("opgraft plugins ", ["list", "show", "lock", "doctor"]),
         ("opgraft plugins show ac", ["acme"]),
         ("opgraft detect --platform cu", ["cuda"]),
         ("opgraft detect --plugins_disable ", ["acme"]),

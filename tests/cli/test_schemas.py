@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
+from opgraft.config import resolve
+from opgraft.plugins.locking import lock_installed, write_rows
 from referencing import Registry, Resource
 
 SCHEMAS = Path(__file__).parents[2] / "docs/reference/schemas"
@@ -62,6 +64,7 @@ def test_the_schemas_are_schemas() -> None:
         (("plugins", "show", "acme"), 0),
         (("plugins", "show", "broken"), 4),
         (("plugins", "doctor"), 4),
+        (("plugins", "lock"), 0),
         (("ops", "list"), 0),
         (("ops", "explain", "rotary_embedding"), 0),
         (("ops", "explain", "nonsense"), 2),
@@ -77,6 +80,16 @@ def test_answers_fit_their_schema(cli, site, arguments: tuple[str, ...], code: i
     errors = [f"{error.json_path}: {error.message}" for error in validator(answer["schema"]).iter_errors(answer)]
     assert errors == []
     assert result.returncode == code
+
+
+def test_a_lockfile_fits_its_schema(site, tmp_path) -> None:
+    """The file that 'opgraft plugins lock' writes is of a published schema too."""
+    site.plugin("acme", PLUGIN)
+    rows, left_out = lock_installed(resolve([]), allow_editable=False)
+    write_rows(tmp_path / "opgraft.lock", rows)
+    answer = json.loads((tmp_path / "opgraft.lock").read_text())
+    assert (len(rows), left_out) == (1, [])
+    assert [error.message for error in validator("opgraft.lock/1").iter_errors(answer)] == []
 
 
 def test_run_fits_its_schema(cli) -> None:

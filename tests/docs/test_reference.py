@@ -19,6 +19,7 @@ from opgraft.cli import cli as root
 from opgraft.config import FIELDS
 from opgraft.environment import VARIABLES
 from opgraft.plugins import hookspecs
+from opgraft.plugins.locking import SCHEMA as LOCKFILE
 from opgraft.registry.op_classes import reference_method
 
 REPOSITORY = Path(__file__).parents[2]
@@ -105,9 +106,10 @@ def test_no_command_or_option_is_invented() -> None:
 
 
 def test_schemas_are_those_that_commands_print() -> None:
-    """The names of JSON schemas on the page are those in the source of the commands."""
+    """The names of JSON schemas on the page are those in the source of the commands, and that of the lockfile."""
     source = "".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "core/cli").glob("*.py"))
     printed = set(re.findall(r'print_json\(\s*"([^"]+)"', source))
+    printed.add(LOCKFILE)
     published = {
         json.loads(path.read_text())["properties"]["schema"]["const"] for path in SCHEMAS.glob("opgraft.*.json")
     }

@@ -1,0 +1,308 @@
+"""Lockfiles: the distributions whose plugins may be imported, as they were when they were locked.
+
+A distribution is compared with its row, and its files with the hashes of its RECORD, before anything of it is imported.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import errno
+import hashlib
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+import importlib_metadata
+from opgraft.config import Settings
+from opgraft.decision import Provider
+from opgraft.errors import ConfigError, InputError, PluginError
+from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Problem, discover, is_editable, normalized
+from opgraft.plugins.requirements import unfit
+from opgraft.state import host_state
+from opgraft.text import described
+
+SCHEMA = "opgraft.lock/1"
+ALLOW_EDITABLE = "--allow-editable"
+_LARGEST = 1 << 24  # bytes of a lockfile
+_PIECE = 1 << 20  # bytes of a file that are hashed at a time
+_HASHES = ("sha256", "sha384", "sha512")
+_ANEW = "reinstall it, or look at it and lock it anew by 'opgraft plugins lock'"
+
+
+@dataclass(frozen=True)
+class Locked:
+    """A distribution as it is installed, or was when it was locked.
+
+    Attributes:
+        name, version: its own.
+        record: SHA-256 over its RECORD in hexadecimal, whose lines are taken to end with a line feed alone.
+        editable: whether it is an editable install, whose source no RECORD lists.
+        entry_points: its offers to opgraft, each ``group: name = value``, sorted.
+    """
+
+    name: str
+    version: str
+    record: str
+    editable: bool
+    entry_points: tuple[str, ...]
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Locked:
+        """Return the row that ``to_dict`` wrote down.
+
+        Raises:
+            ValueError: it is none.
+        """
+        texts = ("name", "version", "record")
+        fits = isinstance(data, dict) and data.keys() == {*texts, "editable", "entry_points"}
+        if not fits or not all(isinstance(data[key], str) for key in texts) or not isinstance(data["editable"], bool):
+            raise ValueError(f"{data!r:.100} is no row of a distribution")
+        points = data["entry_points"]
+        if not isinstance(points, list) or not all(isinstance(point, str) for point in points):
+            raise ValueError(f"the entry points of {data['name']!r} are no list of strings")
+        return cls(**{**data, "entry_points": tuple(points)})
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "entry_points": list(self.entry_points)}
+
+
+class Lockfile:
+    """The rows of a lockfile, and what speaks against the distributions that were compared with them."""
+
+    def __init__(self, path: str, rows: Iterable[Locked]) -> None:
+        self.path = path
+        self.rows = {normalized(row.name): row for row in rows}
+        self.verdicts: dict[Provider, str | None] = {}
+
+    def against(self, provider: Provider) -> str | None:
+        """Say what tells a distribution from its row, or its files from its RECORD, or ``None``; compared once."""
+        if provider not in self.verdicts:
+            self.verdicts[provider] = self._against(provider)
+        return self.verdicts[provider]
+
+    def _against(self, provider: Provider) -> str | None:
+        row = self.rows.get(normalized(provider.name))
+        if row is None:
+            return f"it is not in {self.path}: 'opgraft plugins lock' adds it, once you trust it"
+        try:
+            change = _change(row, as_installed(provider), self.path) or _damage(provider)
+        except PluginError as error:
+            change = str(error)
+        return f"{change}: {_ANEW}" if change else None
+
+
+def lockfile(path: str, origin: str) -> Lockfile:
+    """Return the lockfile that a setting of that ``origin`` names, read once per process.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    known = host_state().lockfiles
+    if path not in known:
+        try:
+            known[path] = Lockfile(path, read_rows(path))
+        except (OSError, ValueError, RecursionError) as error:
+            why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            raise ConfigError(
+                f"the lockfile {path} ({origin}) cannot be used: {why}. Nothing is admitted "
+                f"without it: write it by 'opgraft plugins lock --output {path}', or unset lockfile"
+            ) from error
+    found: Lockfile = known[path]
+    return found
+
+
+def read_rows(path: str) -> list[Locked]:
+    """Read a lockfile.
+
+    Raises:
+        OSError, ValueError, RecursionError: it cannot be read, or is none.
+    """
+    with open(path, "rb", opener=_without_waiting) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("it is no regular file")
+        text = file.read(_LARGEST + 1)
+    if len(text) > _LARGEST:
+        raise ValueError(f"it is larger than {_LARGEST:,} bytes")
+    content = json.loads(text)
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise ValueError(f"it holds no object of the schema {SCHEMA!r}")
+    if content.keys() != {"schema", "distributions"} or not isinstance(content["distributions"], list):
+        raise ValueError("it holds other keys than 'schema' and a list of 'distributions'")
+    rows = [Locked.from_dict(row) for row in content["distributions"]]
+    names = [normalized(row.name) for row in rows]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise ValueError(f"{twice!r} stands in it twice")
+    return rows
+
+
+def write_rows(path: Path, rows: Iterable[Locked]) -> None:
+    """Write a lockfile in one step: a reader finds the former one or this one.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    content = {"schema": SCHEMA, "distributions": [row.to_dict() for row in rows]}
+    try:
+        if path.exists() and not path.is_file():  # such as /dev/null, which would be a file afterwards
+            raise FileExistsError(errno.EEXIST, "it is no regular file")
+        _replace(path, f"{json.dumps(content, indent=2)}\n")
+    except OSError as error:
+        why = error.strerror or described(error)
+        raise InputError(f"the lockfile {path} cannot be written: {why}: name another by --output") from error
+
+
+def _replace(path: Path, text: str) -> None:
+    descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(descriptor)
+        os.chmod(name, 0o644)  # a temporary file is for its owner alone, and a fleet's lockfile for everyone
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def lock_installed(settings: Settings, *, allow_editable: bool) -> tuple[list[Locked], list[Problem]]:
+    """Return the rows of the distributions that the settings admit, and those that cannot be locked, with the reason.
+
+    The lockfile that is set has no say: it may be the one to be renewed.
+    """
+    offers = discover().offers
+    admitted = dict.fromkeys(o.provider for o in offers if not o.built_in and unfit(o, settings) is None)
+    rows, left_out = [], []
+    for provider in admitted:
+        try:
+            row = as_installed(provider)
+            if row.editable and not allow_editable:
+                raise PluginError(f"it is an editable install, whose source can change: {ALLOW_EDITABLE} locks it")
+            damage = _damage(provider)
+            if damage:
+                raise PluginError(f"{damage}: reinstall it")
+            rows.append(row)
+        except PluginError as error:
+            left_out.append(Problem(provider, str(error)))
+    return sorted(rows, key=lambda row: normalized(row.name)), left_out
+
+
+def as_installed(provider: Provider) -> Locked:
+    """Describe an installed distribution by its metadata.
+
+    Raises:
+        PluginError: it cannot be read.
+    """
+    distribution = discover().distributions[provider]
+    try:
+        points = [point for point in distribution.entry_points if point.group in (PLATFORM_GROUP, PLUGIN_GROUP)]
+        digest = hashlib.sha256(_record(distribution).encode()).hexdigest()
+    except (ValueError, TypeError, AttributeError, OSError) as error:
+        raise PluginError(f"its metadata cannot be read: {described(error)}") from error
+    offers = tuple(sorted(f"{point.group}: {point.name} = {point.value}" for point in points))
+    return Locked(provider.name, str(provider.version), digest, is_editable(distribution), offers)
+
+
+def _record(distribution: importlib_metadata.Distribution) -> str:
+    text = distribution.read_text("RECORD")
+    if text is None:
+        raise PluginError("it has no RECORD that its files could be compared with, as pip and its like write one")
+    return text
+
+
+def _change(row: Locked, found: Locked, path: str) -> str | None:
+    """Say what tells an installed distribution from its row."""
+    if found.version != row.version:
+        return f"its version is {found.version}, {path} has {row.version}"
+    if found.editable != row.editable:
+        return f"it is {'an' if found.editable else 'no longer an'} editable install"
+    if found.entry_points != row.entry_points:
+        new = [f"new: {point}" for point in found.entry_points if point not in row.entry_points]
+        gone = [f"gone: {point}" for point in row.entry_points if point not in found.entry_points]
+        return f"its entry points have changed ({', '.join(new + gone)})"
+    if found.record != row.record:
+        return f"its RECORD has changed: its SHA-256 is {found.record:.12}…, {path} has {row.record:.12}…"
+    return None
+
+
+def _damage(provider: Provider) -> str | None:
+    """Say which file of a distribution is not the one that its RECORD lists, or would not be imported from there.
+
+    Raises:
+        PluginError: the RECORD is malformed.
+    """
+    distribution = discover().distributions[provider]
+    try:
+        rows = [(path, digest, size) for path, digest, size in csv.reader(_record(distribution).splitlines())]
+    except (csv.Error, ValueError) as error:
+        raise PluginError(f"its RECORD is malformed: {described(error)}") from error
+    hashed = [row for row in rows if row[1]]  # RECORD itself and compiled bytecode have none
+    changes = (_difference(Path(str(distribution.locate_file(row[0]))), *row) for row in hashed)
+    change = next(filter(None, changes), None)
+    if change or is_editable(distribution):
+        return change
+    return _stray(provider, distribution, {row[0] for row in hashed})
+
+
+def _stray(provider: Provider, distribution: importlib_metadata.Distribution, listed: set[str]) -> str | None:
+    """Say which module that the distribution offers lies elsewhere, as one that comes earlier on the path does."""
+    root = os.path.abspath(str(distribution.locate_file("")))
+    files = {os.path.normpath(os.path.join(root, path)) for path in listed}
+    for offer in discover().offers:
+        if offer.provider == provider:
+            found = list(_files_of(offer.module)) or ["elsewhere"]
+            stray = next((file for file in found if file not in files), None)
+            if stray:
+                return f"its module {offer.module} would be imported from {stray}, which its RECORD does not list"
+    return None
+
+
+def _difference(place: Path, path: str, digest: str, size: str) -> str | None:
+    """Say how a file differs from its row of a RECORD."""
+    kind, _, expected = digest.partition("=")
+    if kind not in _HASHES:
+        return f"the hash of {path} in its RECORD is {kind!r}, expected one of {', '.join(_HASHES)}"
+    try:
+        with open(place, "rb", opener=_without_waiting) as file:
+            state = os.fstat(file.fileno())
+            if not stat.S_ISREG(state.st_mode):
+                return f"{path} is no regular file"
+            if size and str(state.st_size) != size:
+                return f"{path} is not the file that RECORD lists: it has {state.st_size} bytes, listed are {size}"
+            found = hashlib.new(kind)
+            while piece := file.read(_PIECE):
+                found.update(piece)
+    except FileNotFoundError:
+        # Scripts lie outside of what can be imported, where installing into a folder by --target does not put them.
+        return None if path.startswith(("..", "/")) else f"{path}, which RECORD lists, is missing"
+    except (OSError, ValueError) as error:
+        return f"{path} cannot be read: {described(error)}"
+    if base64.urlsafe_b64encode(found.digest()).rstrip(b"=").decode() != expected.rstrip("="):
+        return f"{path} is not the file that RECORD lists: its {kind} differs"
+    return None
+
+
+def _files_of(module: str) -> Iterator[str]:
+    """Yield the files that the import of a module would run, those of packages above it first; imports nothing."""
+    name, folders = "", None
+    for part in module.split("."):
+        name = f"{name}.{part}" if name else part
+        spec = PathFinder.find_spec(name, folders)
+        if spec is None:
+            return
+        if spec.origin is not None:  # of a namespace package there is none
+            yield os.path.abspath(spec.origin)
+        folders = list(spec.submodule_search_locations or ())
+
+
+def _without_waiting(path: str | Path, flags: int) -> int:
+    """Open a file, a pipe without waiting for its other end."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
