@@ -15,12 +15,12 @@ class Caches:
         constructed: op class → the ``Binding`` for constructing it.
         existing: (target, class) → the ``Binding`` of existing ops of that class.
         classes: class that is no op → the ``ReplacementChoice`` for constructing it.
-        functions: functional form → the function that it runs.
+        functions: functional form → its kernel, and the stand-in where a gradient is required, if it needs one.
         check_values: the setting of that name, ``None`` until it is asked for.
     """
 
     constructed: dict[type, Any] = field(default_factory=dict)
     existing: dict[tuple[type, type], Any] = field(default_factory=dict)
     classes: dict[type, Any] = field(default_factory=dict)
-    functions: dict[Any, Callable[..., Any]] = field(default_factory=dict)
+    functions: dict[Any, tuple[Callable[..., Any], Callable[..., Any] | None]] = field(default_factory=dict)
     check_values: bool | None = None

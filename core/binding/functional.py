@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from itertools import zip_longest
 from types import MappingProxyType
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from opgraft.binding.derivation import NATIVE
@@ -31,6 +31,9 @@ from torch.compiler import is_dynamo_compiling
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+
+Bound: TypeAlias = tuple[Callable[Arguments, Result], Callable[Arguments, Result] | None]
+"""The kernel that a form runs, and what it runs where a gradient is required and the kernel has no backward."""
 
 _functionals: dict[str, Functional[..., Any]] = {}
 
@@ -51,7 +54,7 @@ class Functional(Generic[Arguments, Result]):
         differentiable: whether the registered op has gradients. That of an in-place variant has none.
     """
 
-    traced: Callable[Arguments, Result]
+    traced: Bound[Arguments, Result]
 
     def __init__(
         self,
@@ -82,8 +85,14 @@ class Functional(Generic[Arguments, Result]):
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         if is_dynamo_compiling():  # half the price of is_compiling(), which is true of tracers that run this as it is
             self.bind_while_traced()
-            return self.traced(*args, **kwargs)
-        return _bound(self)(*args, **kwargs)
+            kernel, differentiable = self.traced
+        else:
+            kernel, differentiable = _bound(self)
+        if differentiable is not None and gradient_required(args, kwargs):
+            if not torch.compiler.is_compiling():
+                host_state().log_fallback(f"{kernel.__module__}.{kernel.__qualname__}", NEEDS_GRADIENT)
+            return differentiable(*args, **kwargs)
+        return kernel(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"<functional form {self.name} of op {self.op}>"
@@ -153,8 +162,8 @@ def binding_of(form: Functional[..., Any]) -> Binding:
     return bind(target)
 
 
-def _bound(form: Functional[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Return the function that a form runs, from the cache of bound classes; the path that every eager call takes."""
+def _bound(form: Functional[Arguments, Result]) -> Bound[Arguments, Result]:
+    """Return the kernel that a form runs, from the cache of bound classes; the path that every eager call takes."""
     functions = host_state().current_caches().functions
     try:
         return functions[form]
@@ -162,32 +171,17 @@ def _bound(form: Functional[Arguments, Result]) -> Callable[Arguments, Result]:
         return _bind_function(form)
 
 
-def _bind_function(form: Functional[Arguments, Result]) -> Callable[Arguments, Result]:
+def _bind_function(form: Functional[Arguments, Result]) -> Bound[Arguments, Result]:
     generation = host_state().generation
     kernel = binding_of(form).kernel.winner
     function = kernel.functional(form.name) or form.native
-    if kernel.inference_only and function is not form.native:
-        function = _guarded(function, form.native)
+    bound = (function, form.native if kernel.inference_only and function is not form.native else None)
     state = host_state()
     with state.lock:
         # What changed meanwhile makes the choice stale: it serves this call and no other.
         if state.generation == generation:
-            state.current_caches().functions[form] = function
-    return function
-
-
-def _guarded(kernel: Callable[Arguments, Result], native: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Run ``kernel`` where no gradient is required, else ``native``."""
-
-    @functools.wraps(kernel)
-    def guarded(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if gradient_required(args, kwargs):
-            if not torch.compiler.is_compiling():
-                host_state().log_fallback(f"{kernel.__module__}.{kernel.__qualname__}", NEEDS_GRADIENT)
-            return native(*args, **kwargs)
-        return kernel(*args, **kwargs)
-
-    return guarded
+            state.current_caches().functions[form] = bound
+    return bound
 
 
 def _register(form: Functional[..., Any]) -> None:

@@ -58,7 +58,7 @@ def _forms_registered() -> Iterator[None]:
     def register(form: Any) -> Callable[[], None]:
         @constant_while_tracing
         def take_registered() -> None:
-            form.traced = getattr(torch.ops.opgraft, form.name).default
+            form.traced = getattr(torch.ops.opgraft, form.name).default, None
 
         return take_registered
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import opgraft
 import pytest
 import torch
-from opgraft import CustomOp
-from opgraft.binding.functional import _guarded
+from opgraft import CustomOp, functional
+from opgraft.ops import ReLUSquaredActivation
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -31,8 +32,20 @@ def as_module() -> Callable[[Tensor], Tensor]:
     return Squared()
 
 
+def dropping(x: Tensor) -> Tensor:
+    return (x * x).detach() + 100
+
+
 def as_form() -> Callable[[Tensor], Tensor]:
-    return _guarded(lambda x: (x * x).detach() + 100, lambda x: x * x)
+    @ReLUSquaredActivation.register_oot
+    class Dropping(ReLUSquaredActivation):
+        @opgraft.inference_only
+        def forward_oot(self, x: Tensor) -> Tensor:
+            return dropping(x)
+
+        functional_oot: ClassVar[dict[str, Callable[..., Tensor]]] = {"relu2": dropping}
+
+    return lambda x: functional.relu2(x.abs())
 
 
 each_call = pytest.mark.parametrize("make", [as_module, as_form])

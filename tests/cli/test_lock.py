@@ -1,0 +1,52 @@
+"""'opgraft plugins lock' as users run it, and what other commands then say."""
+
+from __future__ import annotations
+
+import json
+
+PLANTED = "open(__file__ + '.imported', 'w').close()\n"
+
+
+def test_what_cannot_be_locked_is_told_escaped_and_imported_by_nothing(cli, site, tmp_path) -> None:
+    """Exit code 1, the reason as one harmless line, marks of editable installs; detect and list import neither."""
+    site.plugin("acme", PLANTED)
+    site.plugin("brix", PLANTED)
+    site.platform("cedar", probe="return Evidence(True, 'found')")
+    record = site.folder / "acme-1.0.dist-info/RECORD"
+    record.write_text(record.read_text() + "acme\x1b[31m.py,sha256=x,1\n")
+    (site.folder / "brix-1.0.dist-info/direct_url.json").write_text(
+        '{"url": "file:///x", "dir_info": {"editable": true}}'
+    )
+    told = cli("plugins", "lock")
+    assert told.returncode == 1, told.stderr
+    assert "left out: acme 1.0: acme\\x1b[31m.py, which RECORD lists, is missing: reinstall it\n" in told.stdout
+    assert "left out: brix 1.0: it is an editable install" in told.stdout
+    assert "locked: cedar-dist 1.0: opgraft.platforms: cedar = cedar_device:SPEC\n" in told.stdout
+    listed = cli("plugins", "list", OPGRAFT_LOCKFILE="opgraft.lock")
+    rows = {
+        row["name"]: row
+        for row in json.loads(cli("plugins", "list", "--json", "--lockfile", "opgraft.lock").stdout)["offers"]
+    }
+    assert {name: (rows[name]["status"], rows[name]["editable"]) for name in ("acme", "brix", "cedar")} == {
+        "acme": ("rejected", False),
+        "brix": ("rejected", True),
+        "cedar": ("eligible", False),
+    }
+    assert "brix 1.0 (editable)" in listed.stdout
+    assert "\x1b" not in told.stdout + listed.stdout
+    assert cli("detect", "--lockfile", "opgraft.lock").stdout.startswith("platform: cedar (")
+    assert cli("plugins", "doctor", "--lockfile", "opgraft.lock").returncode == 1
+    assert not list(site.folder.glob("*.imported"))
+
+
+def test_a_bug_report_comes_where_the_lockfile_cannot_be_used(cli, site) -> None:
+    """'opgraft env' shows what is wrong with it; other commands end with 2, in JSON too."""
+    site.plugin("acme", PLANTED)
+    report = cli("env", "--json", OPGRAFT_LOCKFILE="none.lock")
+    assert report.returncode == 0, report.stderr
+    sections = json.loads(report.stdout)["sections"]
+    assert "the lockfile none.lock (OPGRAFT_LOCKFILE) cannot be used" in sections["Platform"]["error"]
+    assert "rejected: the lockfile none.lock" in sections["Plugins"]["plugin acme"]
+    for command in (("detect",), ("plugins", "list"), ("plugins", "doctor")):
+        assert cli(*command, OPGRAFT_LOCKFILE="none.lock").returncode == 2, command
+    assert not list(site.folder.glob("*.imported"))
