@@ -15,7 +15,7 @@ import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from importlib.machinery import PathFinder
+from importlib.machinery import PathFinder, all_suffixes
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ SCHEMA = "opgraft.lock/1"
 ALLOW_EDITABLE = "--allow-editable"
 _LARGEST = 1 << 24  # bytes of a lockfile
 _PIECE = 1 << 20  # bytes of a file that are hashed at a time
+_SUFFIXES = tuple(all_suffixes())  # of what can be imported
 _HASHES = ("sha256", "sha384", "sha512")
 _ANEW = "reinstall it, or look at it and lock it anew by 'opgraft plugins lock'"
 
@@ -253,7 +254,7 @@ def _damage(provider: Provider) -> str | None:
 
 
 def _stray(provider: Provider, distribution: importlib_metadata.Distribution, listed: set[str]) -> str | None:
-    """Say which module that the distribution offers lies elsewhere, as one that comes earlier on the path does."""
+    """Say which module would be imported that RECORD does not list: one earlier on the path, or put into a package."""
     root = os.path.abspath(str(distribution.locate_file("")))
     files = {os.path.normpath(os.path.join(root, path)) for path in listed}
     for offer in discover().offers:
@@ -262,7 +263,20 @@ def _stray(provider: Provider, distribution: importlib_metadata.Distribution, li
             stray = next((file for file in found if file not in files), None)
             if stray:
                 return f"its module {offer.module} would be imported from {stray}, which its RECORD does not list"
-    return None
+    added = next(_added(root, files), None)
+    return f"{added} lies in a package of its own, and its RECORD does not list it" if added else None
+
+
+def _added(root: str, listed: set[str]) -> Iterator[str]:
+    """Yield modules below the packages of a distribution that are not listed, which may come before those that are."""
+    packages = {os.path.dirname(file) for file in listed if file.endswith(_SUFFIXES) and file.startswith(root + os.sep)}
+    packages.discard(root)  # where others lie too
+    for package in sorted(packages):
+        for folder, folders, names in os.walk(package):
+            folders[:] = [each for each in folders if os.path.join(folder, each) not in packages]
+            if os.path.basename(folder) != "__pycache__":
+                files = (os.path.join(folder, name) for name in names if name.endswith(_SUFFIXES))
+                yield from (file for file in files if file not in listed)
 
 
 def _difference(place: Path, path: str, digest: str, size: str) -> str | None:

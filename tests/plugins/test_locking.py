@@ -179,6 +179,22 @@ def test_a_module_that_lies_in_the_way_is_not_imported(site, path: Path, tmp_pat
     assert f"its module acme.inner would be imported from {other / 'acme.py'}" in (reason(path) or "")
 
 
+@pytest.mark.parametrize("added", ["helper/__init__.py", "inner/fast.abi3.so", "__init__.abi3.so"])
+def test_a_module_that_is_put_into_a_package_is_not_imported(site, path: Path, added: str) -> None:
+    """A package comes before a module of its name, and a library before both; bytecode of what is listed is fine."""
+    files = {"brix/__init__.py": PLUGIN, "brix/helper.py": "", "brix/inner/__init__.py": ""}
+    site.install("brix", files, {PLUGIN_GROUP: ["brix = brix"]})
+    (site.folder / "brix/__pycache__").mkdir()
+    (site.folder / "brix/__pycache__/helper.cpython-311.pyc").write_bytes(b"")
+    assert lock(path) == []
+    assert reason(path, "brix") is None
+    place = site.folder / "brix" / added
+    place.parent.mkdir(exist_ok=True)
+    place.write_bytes(b"")
+    assert f"{place}" in (reason(path, "brix") or "")
+    assert "RECORD does not list" in (reason(path, "brix") or "")
+
+
 def test_a_module_without_a_hash_is_not_imported(site, path: Path) -> None:
     """A RECORD that lists the plugin's module without a hash says nothing about it, and cannot be locked."""
     site.plugin("acme", PLUGIN)

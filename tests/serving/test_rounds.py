@@ -47,6 +47,11 @@ def worked(pids: list[int]) -> float:
     return sum(int(stat[11]) + int(stat[12]) for stat in stats)
 
 
+def rounds_of(llm: AsyncLLM) -> list[int]:
+    """The rounds that each replica has made."""
+    return [each.thread._place.made for each in llm.replicas.each if each.thread._place is not None]
+
+
 def test_replicas_share_experts(checkpoint: Path) -> None:
     """Even and uneven loads, one replica idle, aborts and idleness; a lost one ends all, as its experts are gone."""
     given = [[token % 90 + 5 for token in prompt] for prompt in prompts(5)]
@@ -59,7 +64,7 @@ def test_replicas_share_experts(checkpoint: Path) -> None:
         asked = list(zip(given, params, strict=True))
         found = await asyncio.gather(*(last(llm, *each) for each in asked))
         assert [output.outputs[0].token_ids for output in found] == expected
-        rounds = [each.thread._place.made for each in llm.replicas.each if each.thread._place is not None]
+        rounds = rounds_of(llm)
         assert rounds[0] == rounds[1] > 30
         found = [await last(llm, *each) for each in asked]  # one at a time: the other replica has none
         assert [output.outputs[0].token_ids for output in found] == expected
@@ -73,9 +78,9 @@ def test_replicas_share_experts(checkpoint: Path) -> None:
             for worker in each.engine.core.executor.workers.links
         ]
         await asyncio.sleep(0.2)
-        before, made = worked(workers), [each.thread._place.made for each in llm.replicas.each if each.thread._place]
+        before, rounds = worked(workers), rounds_of(llm)
         await asyncio.sleep(1)
-        assert [each.thread._place.made for each in llm.replicas.each if each.thread._place] == made
+        assert rounds_of(llm) == rounds
         assert worked(workers) - before <= 20  # a worker that spins takes 100 ticks in this second
         streams = [llm.generate(*each, request_id=str(number)) for number, each in enumerate(asked[3:])]
         for stream in streams:
