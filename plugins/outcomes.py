@@ -49,7 +49,7 @@ def failure_of(record: PluginRecord) -> str:
     reason = record.reason if record.reason.endswith("?") else f"{record.reason.rstrip('.')}."
     return (
         f"plugin {record.name!r} of {record.provider} failed {reason} Go without it by "
-        f"{PLUGINS_DISABLE}={record.name}; 'opgraft plugins show {record.name}' has the traceback."
+        f"{PLUGINS_DISABLE}={record.name}; 'opgraft plugins show {record.name} --load' has the traceback."
     )
 
 

@@ -25,10 +25,22 @@ def objection(offer: Offer, settings: Settings) -> str | None:
         ConfigError: the lockfile cannot be used.
     """
     against = unfit(offer, settings)
-    if against or offer.built_in or settings.config.lockfile is None:
+    if against:
         return against
-    change = _lockfile(settings).against(offer.provider)
+    change = change_since_locked(offer, settings)
     return f"{LOCKED_OUT}{settings.named('lockfile')}: {change}" if change else None
+
+
+def change_since_locked(offer: Offer, settings: Settings) -> str | None:
+    """Say what the lockfile has against an offer, or ``None``, as where there is none and for what opgraft brings.
+
+    Raises:
+        ConfigError: the lockfile cannot be used.
+    """
+    if offer.built_in or settings.config.lockfile is None:
+        return None
+    change: str | None = _lockfile(settings).against(offer.provider)
+    return change
 
 
 def unfit(offer: Offer, settings: Settings) -> str | None:

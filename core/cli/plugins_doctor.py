@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import click
 from opgraft.cli.isolation import isolated
 from opgraft.cli.loading import load_all
-from opgraft.cli.offers import as_dicts, misspelt_groups, plugins_of_vllm, shown_offers
+from opgraft.cli.offers import as_dicts, metadata_findings, plugins_of_vllm
 from opgraft.cli.output import SettingsCommand, echo, json_option, print_json, print_wrapped, with_settings
 from opgraft.decision import Provider
-from opgraft.errors import close_matches
 from opgraft.finding import Finding
-from opgraft.plugins.discovery import discover
 from opgraft.plugins.outcomes import end_of, findings_of
 from opgraft.state import PluginRecord, PluginStatus, host_state
 
@@ -81,18 +79,7 @@ def found(records: Iterable[PluginRecord], *, loaded: bool) -> list[Finding]:
     """
     outcomes = [finding for record in records for finding in findings_of(record)]
     checked = importlib.import_module("opgraft.testing.diagnosis").diagnose() if loaded else []
-    return list(dict.fromkeys([*_metadata(), *host_state().platform_failures, *outcomes, *checked]))
-
-
-def _metadata() -> Iterator[Finding]:
-    """Find what is wrong before anything is imported."""
-    for problem in (*discover().problems, *misspelt_groups()):
-        yield Finding(f"{problem.provider}: {problem.reason}", problem.provider)
-    known = {offer.name for offer in shown_offers()}
-    for name in host_state().settings().config.plugins_disable or ():
-        if not any(offer.answers_to(name) for offer in shown_offers()):
-            near = close_matches(name, known)
-            yield Finding(f"the deny list names {name!r}, which is not installed: {near}")
+    return list(dict.fromkeys([*metadata_findings(), *host_state().platform_failures, *outcomes, *checked]))
 
 
 def _as_dict(record: PluginRecord) -> dict[str, Any]:
