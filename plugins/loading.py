@@ -17,6 +17,7 @@ from opgraft.platform import Platform
 from opgraft.plugins import hookspecs
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover
 from opgraft.plugins.outcomes import failure_of, replacements_of
+from opgraft.plugins.quarantine import QUARANTINED
 from opgraft.plugins.requirements import asked_for, check_adjustment, check_admission, objection
 from opgraft.plugins.watching import watched
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
@@ -67,12 +68,21 @@ class Loading:
                     f"{self.settings.origins['plugins']} asks for plugin {offer.name!r} of {offer.provider}, which is "
                     f"not used: {record.reason}. 'opgraft detect --all' tells about its platform."
                 )
+            if record.reason.startswith(QUARANTINED):
+                self._warn_of(record)
             return
         record.status = PluginStatus.SELECTED
         # A stack for each: closed alone where this plugin fails, with all others where the pass does.
         undos = self.undo_all.enter_context(ExitStack())
         self.transactions[offer.name] = Transaction(offer.name, offer.provider, undos)
         self._attempt(offer.name, "while it was loaded", partial(self._load, offer, record))
+
+    def _warn_of(self, record: PluginRecord) -> None:
+        """Say that a plugin is left alone for what it did before, which whoever relies on it must see."""
+        message = f"plugin {record.name!r} of {record.provider} is not used: {record.reason}"
+        if self.config.strict:
+            raise PluginError(f"strict mode: {message}")
+        logger.warning("%s", printable(message))
 
     def _load(self, offer: Offer, record: PluginRecord) -> None:
         plugin = offer.load()

@@ -17,6 +17,7 @@ from opgraft.machine.machine import Machine
 from opgraft.platform import Platform, PlatformSpec, effective_chain
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer, discover
 from opgraft.plugins.probing import ProbeFailed, ask
+from opgraft.plugins.quarantine import QUARANTINED
 from opgraft.plugins.requirements import check_adjustment, check_admission, objection
 from opgraft.plugins.watching import watched
 from opgraft.state import PlatformSelection, host_state, loading
@@ -114,7 +115,10 @@ def _ask(offer: Offer, settings: Settings, machine: Machine) -> _Asked:
         return _Asked(offer, None, f"{NOT_PROBED}platform {config.platform!r} was asked for")
     refused = objection(offer, settings)
     if refused:
-        return _Asked(offer, None, refused)
+        failed = refused.startswith(QUARANTINED)
+        if failed and offer.name != config.platform and not config.strict:
+            _report(offer, f"platform {offer.name!r} of {offer.provider} is left out: {refused}")
+        return _Asked(offer, None, refused, failed)
     try:
         evidence = ask(offer, machine)
     except ProbeFailed as failure:

@@ -18,6 +18,7 @@ from opgraft.environment import PLUGINS_DISABLE
 from opgraft.errors import ChildError
 from opgraft.finding import Finding
 from opgraft.machine.child import Ended, run_child
+from opgraft.plugins.quarantine import against, confine
 from opgraft.plugins.watching import BEGINS, logger
 from opgraft.state import host_state
 
@@ -32,6 +33,17 @@ class Outcome:
 
     result: Any = None
     crash: Finding | None = None
+
+
+def examined(module: str, function: str, *arguments: str) -> Outcome:
+    """Call a function as ``isolated`` does; again without whom it put into quarantine, until it comes back."""
+    tried: set[Provider] = set()
+    while True:
+        outcome = isolated(module, function, *arguments)
+        culprit = outcome.crash.provider if outcome.crash else None
+        if culprit is None or culprit in tried or against(culprit) is None:
+            return outcome
+        tried.add(culprit)
 
 
 def isolated(module: str, function: str, *arguments: str, time_limit: float = TIME_LIMIT) -> Outcome:
@@ -65,8 +77,9 @@ def _crash(running: Mapping[str, Any], ended: Ended, time_limit: float) -> Findi
         end = f"ended the process with status {ended.status}"
     said = ended.output.strip().splitlines()[-1:]
     words = ": ".join([f"{running.get('what', 'loading the plugins')} {end}", *said])
+    outcome = f"; {confine(provider, words)}" if provider is not None and ended.died else ""
     advice = f"{PLUGINS_DISABLE}={provider.name if provider else '<name>'} goes without a plugin."
-    return Finding(f"{words}. {advice}", provider, exit_code=4)
+    return Finding(f"{words}{outcome}. {advice}", provider, exit_code=4)
 
 
 def answer(

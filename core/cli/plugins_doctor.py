@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import click
-from opgraft.cli.isolation import isolated
+from opgraft.cli.isolation import examined
 from opgraft.cli.loading import load_all
 from opgraft.cli.offers import as_dicts, metadata_findings, plugins_of_vllm
 from opgraft.cli.output import SettingsCommand, echo, json_option, print_json, print_wrapped, with_settings
@@ -27,8 +27,8 @@ def command(as_json: bool) -> None:
     Exit codes: 1 findings, 2 a setting that cannot be used, 3 no platform, 4 a plugin failed. Everything is loaded in
     a child process, so that a plugin that ends or crashes its process is reported, too.
     """
-    examined = isolated(__name__, "examine")
-    report = {"plugins": [], "findings": [examined.crash.to_dict()]} if examined.crash else examined.result
+    outcome = examined(__name__, "examine")
+    report = {"plugins": [], "findings": [outcome.crash.to_dict()]} if outcome.crash else outcome.result
     report["notes"] = as_dicts(plugins_of_vllm())
     if as_json:
         print_json("opgraft.plugins.doctor/2", report)

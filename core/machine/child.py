@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
-from opgraft.errors import ChildError
+from opgraft.errors import ChildError, LostChildError
 
 if TYPE_CHECKING:
     import subprocess
@@ -41,6 +41,16 @@ class Ended:
     reply: str
     output: str
 
+    @property
+    def died(self) -> bool:
+        """Tell of a child without an answer whether its code held it up or took it down.
+
+        Status 1 is what Python ends with after an exception, the host's own too; some signals come from outside.
+        """
+        import signal
+
+        return self.status not in (1, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+
     def complaint(self) -> str:
         """Say how it ended, with the last line that it printed."""
         if self.status is None:
@@ -53,14 +63,15 @@ def ask_child(code: str, arguments: Sequence[str] = (), data: Any = None, time_l
     """Run ``code`` in a new interpreter; returns what it writes to ``reply_to`` as JSON. See ``run_child``.
 
     Raises:
-        ChildError: the child could not be started, ran past ``time_limit`` seconds, failed, or wrote no JSON; the
-            message says which, with the last line that it printed.
+        ChildError: the child could not be started, failed, or wrote no JSON; the message says which, with the last line
+            that it printed.
+        LostChildError: it ran past ``time_limit`` seconds, or was taken down.
     """
     ended = run_child(code, arguments, data, time_limit)
     if ended.status is None:
-        raise ChildError(f"it gave no answer within {time_limit:g} s and was stopped")
-    if ended.status != 0:
-        raise ChildError(ended.complaint())
+        raise LostChildError(f"it gave no answer within {time_limit:g} s and was stopped")
+    if ended.status != 0 or not ended.reply:
+        raise (LostChildError if ended.died else ChildError)(ended.complaint())
     try:
         return json.loads(ended.reply)
     except (ValueError, RecursionError) as error:
