@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import time
 import traceback
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -38,6 +40,7 @@ class Loading:
         self.manager = pluggy.PluginManager(hookspecs.PROJECT)
         self.manager.add_hookspecs(hookspecs)
         self.transactions: dict[str, Transaction] = {}
+        self.process: Any = importlib.import_module("opgraft.plugins.process")  # with torch, which start-up waits for
 
     def run(self) -> None:
         check_admission(self.settings)
@@ -85,10 +88,12 @@ class Loading:
         logger.warning("%s", printable(message))
 
     def _load(self, offer: Offer, record: PluginRecord) -> None:
+        began = time.perf_counter()
         plugin = offer.load()
+        record.seconds = time.perf_counter() - began
         record.status = PluginStatus.LOADED
         if record.platforms:
-            record.findings = _overruled_platforms(plugin, record.platforms)
+            record.findings += _overruled_platforms(plugin, record.platforms)
         else:
             record.platforms = _stated_platforms(plugin)
         if ANY_PLATFORM not in record.platforms and self.platform.name not in record.platforms:
@@ -201,7 +206,8 @@ class Loading:
         transaction = self.transactions[name]
         token = ACTIVATING.set(transaction)
         try:
-            with watched(f"plugin {name!r} of {transaction.provider} {when}", transaction.provider):
+            whose = f"plugin {name!r} of {transaction.provider}"
+            with watched(f"{whose} {when}", transaction.provider), self._guarded(name, when):
                 step()
         except KeyboardInterrupt:
             raise
@@ -218,6 +224,23 @@ class Loading:
             logger.warning("%s It is left out.", printable(message))
         finally:
             ACTIVATING.reset(token)
+
+    @contextmanager
+    def _guarded(self, name: str, when: str) -> Iterator[None]:
+        """Set back what a step of a plugin changes in the process; what it adds for itself goes with the plugin."""
+        record, undos = self.state.plugins[name], self.transactions[name].undos
+        before = self.process.look()
+        try:
+            yield
+        finally:
+            for change in self.process.changes_since(before):
+                told = f"changed {change.what} {when}"
+                if change.stays:
+                    undos.callback(change.set_back)
+                    record.notes += (f"{told}: it stays as long as the plugin does",)
+                else:
+                    record.findings += (f"{told}: {change.set_back()}",)
+                    logger.warning("%s", printable(f"plugin {name!r} of {record.provider} {record.findings[-1]}"))
 
     def _withdraw(self, name: str, status: PluginStatus, reason: str) -> None:
         self.transactions[name].undos.close()

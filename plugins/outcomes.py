@@ -16,6 +16,9 @@ from opgraft.state import PluginRecord, PluginStatus, host_state
 _PLATFORM_CUTOFF = 0.7
 """Above it two names of platforms are one misspelt; 'npu' and 'cpu', at two thirds, are two vendors' words."""
 
+SLOW = 5.0
+"""Seconds from which on an import is slow; that of torch takes one or two."""
+
 _FAULTS = ("it requires", "its requirement", LOCKED_OUT, QUARANTINED)
 """Beginnings of reasons for rejecting a plugin that are faults, not wishes."""
 
@@ -26,6 +29,10 @@ def findings_of(record: PluginRecord) -> Iterator[Finding]:
     if end is not None:
         yield end
     yield from (_finding(record, text) for text in record.findings)
+    if record.seconds >= SLOW:
+        yield _finding(
+            record, f"took {record.seconds:.1f} s to import, and each process that constructs an op waits for it"
+        )
     yield from _misspelt_platforms(record)
     if record.status is PluginStatus.ACTIVATED:
         for replacement in replacements_of(record):
