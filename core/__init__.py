@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from opgraft.binding.marks import inference_only as inference_only
     from opgraft.binding.marks import needs as needs
     from opgraft.binding.pluggable_class import PluggableClass as PluggableClass
+    from opgraft.binding.profiling import profile as profile
+    from opgraft.binding.provenance import Provenance as Provenance
+    from opgraft.binding.provenance import explain_exception as explain_exception
+    from opgraft.binding.provenance import install_excepthook as install_excepthook
     from opgraft.binding.rebinding import rebind as rebind
     from opgraft.compilation.compiled import Compiled as Compiled
     from opgraft.compilation.compiled import compile as compile
@@ -127,6 +131,8 @@ _HOME = {
     "opgraft.plugins.hookspecs": ("hookimpl",),
     "opgraft.plugins.host": ("load_plugins",),
     "opgraft.plugins.selection": ("current_platform",),
+    "opgraft.binding.profiling": ("profile",),
+    "opgraft.binding.provenance": ("Provenance", "explain_exception", "install_excepthook"),
     "opgraft.binding.rebinding": ("rebind",),
     "opgraft.torch_library": ("direct_register_custom_op",),
 }

@@ -17,8 +17,9 @@ from opgraft.binding.kernels import OWN_FORWARD, SWITCH, Kernel, KernelChoice, c
 from opgraft.binding.marks import CHECK_RAISED, is_inference_only
 from opgraft.binding.names import check_names, kin_of, op_name_of
 from opgraft.caches import Caches
-from opgraft.config import Settings
+from opgraft.config import NATIVE_CHOICE, Settings
 from opgraft.decision import Decision, Provider
+from opgraft.environment import PROVIDERS
 from opgraft.errors import RegistrationError
 from opgraft.logger import logger
 from opgraft.platform import effective_chain
@@ -149,7 +150,7 @@ def _gone(target: type, cls: type) -> tuple[Replacement, str | None]:
         why = f"this op was saved as {cls.__qualname__}, which nothing registers here"
         undeclared = Replacement(cls, qualified(target), target, provider)
         return undeclared, why if discover().has_plugin(provider) else None
-    wanted = (state.settings().config.providers or {}).get(op_name_of(target, state) or "")
+    wanted = state.settings().chosen_provider(op_name_of(target, state))
     against = objection_to(known[-1], platform, wanted) if known[-1] in state.active else _inactive(known[-1], state)
     return known[-1], against and f"this op was saved as {cls.__qualname__}, and {against}"
 
@@ -229,6 +230,8 @@ def _enabled(choice: ReplacementChoice, settings: Settings) -> tuple[bool, str, 
     The class says so, if it has a method ``enabled`` of its own.
     """
     cls: Any = choice.cls
+    if settings.chosen_provider(choice.op_name) == NATIVE_CHOICE:
+        return *settings.enabled(choice.op_name), settings.to_change("providers", PROVIDERS)
     owner = definer(cls, "enabled")
     if owner is not None:
         return bool(cls.enabled()), f"{owner.__qualname__}.enabled() says so", ""

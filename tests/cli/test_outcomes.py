@@ -184,3 +184,21 @@ def test_details_without_a_value_are_not_shown(cli) -> None:
     lines = cli("plugins", "show", "cpu").stdout.splitlines()
     assert "name: cpu" in lines
     assert [line for line in lines if line.rstrip().endswith(":")] == []
+
+
+def test_an_op_that_raises_is_named_below_the_error(cli, site, causal_folder: Path) -> None:
+    """Where a constructor of a plugin's op raises, stderr ends with op, provider, place and setting, as JSON does."""
+    broken = (
+        "import opgraft\nfrom opgraft.ops import RMSNorm\nplatforms = 'any'\nclass Acme(RMSNorm):\n"
+        "    def __init__(self, *sizes, **named):\n        raise RuntimeError('no driver')\n"
+        "@opgraft.hookimpl\ndef opgraft_register_ops():\n    RMSNorm.register_oot(Acme)\n"
+    )
+    site.plugin("acme", broken, version="3.1")
+    result = cli("run", str(causal_folder), "the cat", "--json", "--load.progress", "false")
+    assert result.returncode == 1
+    assert "RuntimeError: no driver" in result.stderr
+    told = json.loads(result.stdout)["error"]["provenance"]
+    assert (told["op"], told["kernel"], told["provider"]["version"]) == ("rms_norm", "Acme.__init__", "3.1")
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("raised in op rms_norm, by Acme.__init__ of acme 3.1 at ")
+    assert told["location"].endswith("acme.py:6")
