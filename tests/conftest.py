@@ -7,6 +7,7 @@ import functools
 import gc
 import hashlib
 import importlib
+import itertools
 import os
 import subprocess
 import sys
@@ -65,6 +66,9 @@ def _lasting(path: tuple[str, ...]) -> discovery.Discovery:
     return _scan()
 
 
+_numbers = itertools.count()
+
+
 @pytest.fixture(autouse=True)
 def fresh_host(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A reset host, whose registry forgets afterwards what the test declared."""
@@ -72,6 +76,7 @@ def fresh_host(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
         if name.startswith("OPGRAFT_"):
             monkeypatch.delenv(name)
     written = str(tmp_path_factory.getbasetemp())
+    monkeypatch.setenv("XDG_STATE_HOME", f"{written}/states/{next(_numbers)}")  # no quarantine outlives its test
 
     def scan_without_foreign_plugins() -> discovery.Discovery:
         lasts = all(os.path.isabs(entry) and not entry.startswith(written) for entry in sys.path)
