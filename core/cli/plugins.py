@@ -10,6 +10,7 @@ _COMMANDS = {
     "show": ("opgraft.cli.plugins_show", "Show a plugin or a platform, by --load what becomes of it too."),
     "compat": ("opgraft.cli.plugins_compat", "Show which names of opgraft a plugin uses, and what became of them."),
     "lock": ("opgraft.cli.plugins_lock", "Write down what is installed, so that nothing else is imported."),
+    "release": ("opgraft.cli.plugins_release", "Have a plugin that is in quarantine tried again."),
     "doctor": ("opgraft.cli.plugins_doctor", "Load everything and report what is wrong."),
 }
 
