@@ -180,7 +180,7 @@ def enforced(binding: Binding) -> Binding:
 
 def _branch(choice: ReplacementChoice, kernel: KernelChoice) -> Branch | None:
     """Return the test of arguments that the winner states, and what runs where it is false, if it states one."""
-    supports = choice.winner and choice.winner.supports
+    supports = choice.winner.supports if choice.winner else None
     if supports is None or kernel.winner.owner in choice.target.__mro__:
         return None
     own = choose_kernel(choice.target, kernel.chain, kernel.enabled, kernel.enabled_because, choice.target)
