@@ -9,10 +9,12 @@ import hashlib
 import importlib
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -232,3 +234,16 @@ def _command_line(python: str, site: Site, folder: Path) -> Cli:
         return subprocess.run(command, env=environ, cwd=folder, capture_output=True, text=True, check=False)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium of the system, or else Playwright's own."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        own = driver.chromium.executable_path
+        path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome") or own
+        if not Path(path).is_file():
+            pytest.skip("no Chromium: apt-get install chromium, or playwright install chromium")
+        with driver.chromium.launch(executable_path=path) as running:
+            yield running

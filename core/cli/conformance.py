@@ -14,6 +14,7 @@ from opgraft.cli import evidence
 from opgraft.cli.evidence import Evidence
 from opgraft.cli.isolation import isolated, tell
 from opgraft.cli.output import SettingsCommand, print_wrapped, with_settings
+from opgraft.cli.report_page import write_page
 from opgraft.errors import InputError, PluginError
 from opgraft.plugins.discovery import names_of
 from opgraft.text import printable
@@ -27,16 +28,27 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.command("conformance", cls=SettingsCommand)
 @click.argument("plugin")
 @click.option("--json", "json_file", metavar="FILE", type=_FILE, help="Write the evidence to FILE.")
+@click.option("--html", "page_file", metavar="FILE", type=_FILE, help="Write a report for browsers to FILE.")
+@click.option("--docs", metavar="URL", help="The report links to the documentation there.")
 @click.option("--baseline", metavar="FILE", type=_FILE, help="Fail only on what passed in this earlier evidence.")
 @click.option("--resume", is_flag=True, help="Go on with the evidence in the FILE of --json.")
 @with_settings
-def command(plugin: str, json_file: Path | None, baseline: Path | None, resume: bool) -> None:
+def command(
+    plugin: str,
+    json_file: Path | None,
+    page_file: Path | None,
+    docs: str | None,
+    baseline: Path | None,
+    resume: bool,
+) -> None:
     """Put PLUGIN before every check of the kit: its entry point's name, or its distribution's.
 
     Exit codes: 1 a check failed, or with --baseline one that passed before, 2 usage, 4 the plugin took its process down
     where it was loaded. What is answered when a run is interrupted is kept, and --resume goes on from there.
     """
     before = evidence.read(baseline) if baseline else None
+    if docs is not None and not docs.startswith(("http://", "https://", "file://")):
+        raise InputError(f"--docs is {docs!r}: name an address that begins with https://, http:// or file://")
     if resume and json_file is None:
         raise InputError("--resume goes on with the evidence in the file of --json: name it, too")
     found = evidence.read(json_file) if resume and json_file and json_file.exists() else Evidence()
@@ -44,6 +56,8 @@ def command(plugin: str, json_file: Path | None, baseline: Path | None, resume: 
     run.judge()
     regressions = found.regressions(before) if before else None
     run.write(regressions)
+    if page_file is not None:
+        write_page(page_file, found.to_dict(regressions), docs)
     report(found, regressions)
     sys.exit(1 if (found.failed() if regressions is None else regressions) else 0)
 
@@ -145,7 +159,7 @@ def examine(plugin: str, brief: str, done: str) -> None:
     known = {tuple(key) for key in json.loads(done)}
     with conformance.alone(plugin):
         judged = conformance.Conformance(plugin, brief=brief == str(True), timed=brief != str(True))
-        tell({"about": {**_about(judged), "brief": judged.brief}, "cases": len(judged.cases)})
+        tell({"about": {**_about(judged), "brief": judged.brief, "ops": judged.ops}, "cases": len(judged.cases)})
         for case in judged.cases:
             asked = {"op": case.op, "check": case.check, "dtype": case.dtype}
             if tuple(asked.values()) not in known:

@@ -29,7 +29,7 @@ class Evidence:
     """Everything that is known of a plugin.
 
     Attributes:
-        about: plugin, provider, platform, device and versions, as plain data.
+        about: plugin, provider, platform, device, versions and names of ops, as plain data.
         cases: the number of questions.
         outcomes: the answers so far, by question.
     """
@@ -122,7 +122,7 @@ def read(path: Path) -> Evidence:
         if data["schema"] != SCHEMA:
             raise ValueError(f"its schema is {data['schema']!r}, expected {SCHEMA!r}")
         outcomes: Iterable[Mapping[str, Any]] = data["outcomes"]
-        found = Evidence({name: data[name] for name in _SUBJECT}, int(data["cases"]))
+        found = Evidence({name: data[name] for name in (*_SUBJECT, "ops")}, int(data["cases"]))
         for outcome in outcomes:
             if any(not isinstance(outcome[name], kind) for name, kind in _OUTCOME.items()):
                 raise ValueError("an outcome has a value of another type")

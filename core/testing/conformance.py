@@ -121,6 +121,11 @@ class Conformance:
         """The distribution that brings the plugin."""
         return next(offer.provider for offer in discover().offers if offer.provider.name == self._provider)
 
+    @property
+    def ops(self) -> dict[str, str]:
+        """The op that settings call each of what is judged by."""
+        return {name: subject.op for name, subject in self._subjects.items()}
+
     def _load(self) -> str:
         try:
             load_plugins()

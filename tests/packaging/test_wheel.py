@@ -65,7 +65,7 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
     proofs = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "core").rglob("proof.json")}
     proofs = {name.replace("core/", "opgraft/", 1) for name in proofs}
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert names == {*expected, *proofs, "opgraft/py.typed", "opgraft/server/page.html"}
+    assert names == {*expected, *proofs, "opgraft/py.typed", "opgraft/cli/report.html", "opgraft/server/page.html"}
 
 
 def test_the_wheel_carries_its_licence(wheel: Path) -> None:

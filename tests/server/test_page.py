@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,19 +20,6 @@ HOSTILE = "<img src=x onerror=document.title='hit'><script>document.title='hit'<
 SEVERAL = re.compile(r"about \d+ tokens")
 REFUSED = "Failed to load resource: the server responded with a status of 401"
 """Chromium's own line about an answer that asks for a key."""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Chromium of the system, or else Playwright's own."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as driver:
-        own = driver.chromium.executable_path
-        path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome") or own
-        if not Path(path).is_file():
-            pytest.skip("no Chromium: apt-get install chromium, or playwright install chromium")
-        with driver.chromium.launch(executable_path=path) as running:
-            yield running
 
 
 @pytest.fixture
