@@ -84,9 +84,9 @@ def test_the_matrix_has_the_worst_of_each_check(visit: Callable[..., Any]) -> No
     assert page.title() == "acme-npu 1.0: conformance"
     assert page.locator("#counts").inner_text().split() == ["6", "passed", "2", "failed", "1", "skipped"]
     assert cells(page) == {
-        "rms_norm": ["0.84", "0.5\u00d7"],
+        "rms_norm": ["0.84", "0.50\u00d7"],
         "fused_add_rms_norm": ["✗", ""],
-        "attention": ["–", ""],
+        "attention": ["\u2013", ""],
     }
     worst = page.locator("#matrix td.near")
     assert worst.get_attribute("title") == (
