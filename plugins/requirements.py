@@ -8,6 +8,7 @@ from typing import Any
 
 from opgraft.config import OpgraftConfig, Settings
 from opgraft.errors import ConfigError, PluginError, close_matches
+from opgraft.plugins import quarantine
 from opgraft.plugins.discovery import Offer, discover
 from opgraft.version import __version__
 
@@ -19,16 +20,16 @@ LOCKED_OUT = "locked out by "
 
 
 def objection(offer: Offer, settings: Settings) -> str | None:
-    """Say why an offer is not used, or ``None``: ``unfit``, or not as the lockfile has it.
+    """Say why an offer is not used, or ``None``: ``unfit``, not as the lockfile has it, or in quarantine.
 
     Raises:
         ConfigError: the lockfile cannot be used.
     """
     against = unfit(offer, settings)
-    if against:
+    if against or offer.built_in:
         return against
     change = change_since_locked(offer, settings)
-    return f"{LOCKED_OUT}{settings.named('lockfile')}: {change}" if change else None
+    return f"{LOCKED_OUT}{settings.named('lockfile')}: {change}" if change else quarantine.against(offer.provider)
 
 
 def change_since_locked(offer: Offer, settings: Settings) -> str | None:

@@ -11,6 +11,7 @@ from opgraft.config import Settings
 from opgraft.decision import Provider
 from opgraft.errors import ConfigError, close_matches, near_matches
 from opgraft.finding import Finding
+from opgraft.plugins import quarantine
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, Problem, discover, is_editable, normalized
 from opgraft.plugins.requirements import objection
 from opgraft.state import host_state
@@ -63,6 +64,7 @@ def metadata_findings() -> Iterator[Finding]:
         if not any(offer.answers_to(name) for offer in shown_offers()):
             near = close_matches(name, known)
             yield Finding(f"the deny list names {name!r}, which is not installed: {near}")
+    yield from quarantine.findings()
 
 
 def problem_lines(further: Iterable[Problem] = ()) -> list[str]:

@@ -9,6 +9,7 @@ _COMMANDS = {
     "list": ("opgraft.cli.plugins_list", "List installed platforms and plugins, and whether the settings admit them."),
     "show": ("opgraft.cli.plugins_show", "Show a plugin or a platform, by --load what becomes of it too."),
     "lock": ("opgraft.cli.plugins_lock", "Write down what is installed, so that nothing else is imported."),
+    "release": ("opgraft.cli.plugins_release", "Have a plugin that is in quarantine tried again."),
     "doctor": ("opgraft.cli.plugins_doctor", "Load everything and report what is wrong."),
 }
 

@@ -8,12 +8,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import click
-from opgraft.cli.isolation import isolated
+from opgraft.cli.isolation import examined
 from opgraft.cli.loading import load_all
 from opgraft.cli.offers import as_dicts, metadata_findings, plugins_of_vllm
 from opgraft.cli.output import SettingsCommand, echo, json_option, print_json, print_wrapped, with_settings
 from opgraft.decision import Provider
 from opgraft.finding import Finding
+from opgraft.plugins.discovery import Problem
 from opgraft.plugins.outcomes import end_of, findings_of
 from opgraft.state import PluginRecord, PluginStatus, host_state
 
@@ -27,9 +28,10 @@ def command(as_json: bool) -> None:
     Exit codes: 1 findings, 2 a setting that cannot be used, 3 no platform, 4 a plugin failed. Everything is loaded in
     a child process, so that a plugin that ends or crashes its process is reported, too.
     """
-    examined = isolated(__name__, "examine")
-    report = {"plugins": [], "findings": [examined.crash.to_dict()]} if examined.crash else examined.result
-    report["notes"] = as_dicts(plugins_of_vllm())
+    outcome = examined(__name__, "examine")
+    report: dict[str, Any] = {"plugins": [], "findings": [], "notes": []}
+    report |= {"findings": [outcome.crash.to_dict()]} if outcome.crash else outcome.result
+    report["notes"] += as_dicts(plugins_of_vllm())
     if as_json:
         print_json("opgraft.plugins.doctor/2", report)
     else:
@@ -68,8 +70,12 @@ def examine() -> dict[str, Any]:
     findings = found(host_state().plugins.values(), loaded=error is None)
     if error is not None and str(error) not in {f.message for f in findings}:  # in strict mode it is one plugin's
         findings.append(Finding(str(error), exit_code=error.exit_code))
-    plugins = [_as_dict(record) for record in host_state().plugins.values()]
-    return {"plugins": plugins, "findings": [finding.to_dict() for finding in findings]}
+    records = host_state().plugins.values()
+    return {
+        "plugins": [_as_dict(record) for record in records],
+        "findings": [finding.to_dict() for finding in findings],
+        "notes": as_dicts(Problem(r.provider, f"plugin {r.name} {note}") for r in records for note in r.notes),
+    }
 
 
 def found(records: Iterable[PluginRecord], *, loaded: bool) -> list[Finding]:
@@ -88,4 +94,5 @@ def _as_dict(record: PluginRecord) -> dict[str, Any]:
         "provider": record.provider.to_dict(),
         "status": record.status.value,
         "reason": record.reason,
+        "seconds": round(record.seconds, 3),
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 from opgraft.cli.completion import offer_names
-from opgraft.cli.isolation import isolated
+from opgraft.cli.isolation import examined
 from opgraft.cli.loading import load_all
 from opgraft.cli.offers import (
     admission,
@@ -88,7 +88,7 @@ def _refusal(offer: Offer) -> Finding | None:
 
 def _loaded(name: str, offers: Sequence[Offer]) -> dict[str, Any]:
     """Report what becomes of plugins and platforms in a child process that loads all."""
-    outcome = isolated(__name__, "examine", name)
+    outcome = examined(__name__, "examine", name)
     report: dict[str, Any] = outcome.result
     return _report([_metadata(offer) for offer in offers], [], outcome.crash) if outcome.crash else report
 
