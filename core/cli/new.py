@@ -28,7 +28,7 @@ _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 def command(name: str, output: Path, as_json: bool) -> None:
     """Make the folder opgraft-NAME with a plugin: a platform, two kernels, tests, CI.
 
-    NAME is that of a device or a collection of kernels, such as acme-npu. The plugin works before a line is changed, on
+    NAME is that of a device or a collection of kernels, such as acme-x1. The plugin works before a line is changed, on
     a simulated device.
     """
     folder = output / f"opgraft-{_named(name).replace('_', '-')}"
@@ -51,7 +51,7 @@ def _named(name: str) -> str:
     if not _NAME.fullmatch(name) or len(name) > 40:
         raise InputError(
             f"{name!r} cannot be the name of a plugin: use up to 40 lower-case letters and digits, with single hyphens "
-            "between words, such as acme-npu"
+            "between words, such as acme-x1"
         )
     platforms = {offer.name for offer in discover().of_group(PLATFORM_GROUP)}
     if name.replace("-", "_") in platforms:
