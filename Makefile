@@ -13,7 +13,7 @@ COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 .venv/lib build || tru
 TOY_NPU := reference_plugins/opgraft-toy-npu
 CPU_KERNELS := reference_plugins/opgraft-cpu-kernels
 FIGURES := docs/figures
-SOURCES := $(sort $(shell find core platforms plugins -name '*.py' -o -name py.typed -o -name proof.json -o -name page.html))
+SOURCES := $(sort $(shell find core platforms plugins -name '*.py' -o -name py.typed -o -name proof.json -o -name page.html -o -path '*/api/*.json'))
 PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -o -path '*/src/*' -type f \
 	-not -name '*.pyc' -not -name '*.so' -not -path '*.egg-info/*') $(wildcard $(CPU_KERNELS)/setup.py))
 
@@ -21,7 +21,7 @@ PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -
 OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-families test-xla test-ipex test-triton check prove op-pages settings-page bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex charts figures docs clean FORCE
+.PHONY: help run test test-slow test-families test-xla test-ipex test-triton check prove op-pages settings-page public-api bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex charts figures docs clean FORCE
 
 help:
 	@echo "make run    the demonstration: a sentence encoder and a language model on the CPU, then on a simulated NPU from a plugin"
@@ -35,6 +35,7 @@ help:
 	@echo "make prove  prove every op, and write down what was proved; FORMS='rms_norm ...' renews those only"
 	@echo "make op-pages   the generated pages of the op reference, from what the code and the proofs say"
 	@echo "make settings-page  the generated table of settings in the reference"
+	@echo "make public-api  the listing of the public names of this version"
 	@echo "make bench  what the mechanism costs, against its limits"
 	@echo "make bench-ops     what the CPU kernels gain, op by op: table, JSON and plot in build/bench-ops"
 	@echo "make bench-quantized  what 4 and 8 bits gain over bfloat16 where memory is the limit: table, and JSON in build"
@@ -100,6 +101,9 @@ op-pages: .venv/opgraft
 
 settings-page: .venv/opgraft
 	$(BIN)/python tools/settings_page.py
+
+public-api: .venv/opgraft
+	$(BIN)/python tools/public_api.py
 
 bench: .venv/opgraft
 	$(BIN)/python benchmarks/mechanism.py

@@ -28,7 +28,13 @@ if TYPE_CHECKING:
     from opgraft.binding.marks import inference_only as inference_only
     from opgraft.binding.marks import needs as needs
     from opgraft.binding.pluggable_class import PluggableClass as PluggableClass
+    from opgraft.binding.profiling import profile as profile
+    from opgraft.binding.provenance import Provenance as Provenance
+    from opgraft.binding.provenance import explain_exception as explain_exception
+    from opgraft.binding.provenance import install_excepthook as install_excepthook
     from opgraft.binding.rebinding import rebind as rebind
+    from opgraft.binding.replaceable import replaceable as replaceable
+    from opgraft.binding.replaceable import replaces as replaces
     from opgraft.compilation.compiled import Compiled as Compiled
     from opgraft.compilation.compiled import compile as compile
     from opgraft.compilation.graph_pass import GraphPass as GraphPass
@@ -88,6 +94,7 @@ if TYPE_CHECKING:
     from opgraft.plugins.hookspecs import hookimpl as hookimpl
     from opgraft.plugins.host import load_plugins as load_plugins
     from opgraft.plugins.selection import current_platform as current_platform
+    from opgraft.registry.conditions import When as When
     from opgraft.serving.async_llm import AsyncLLM as AsyncLLM
     from opgraft.serving.llm import LLM as LLM
     from opgraft.serving.llm import Interrupted as Interrupted
@@ -118,6 +125,7 @@ _HOME = {
     "opgraft.serving.async_llm": ("AsyncLLM",),
     "opgraft.serving.llm": ("LLM", "Interrupted"),
     "opgraft.serving.outputs": ("CompletionOutput", "EmbeddingOutput", "Logprob", "RequestMetrics", "RequestOutput"),
+    "opgraft.registry.conditions": ("When",),
     "opgraft.state": ("reset",),
     "opgraft.machine.evidence": ("Device", "Evidence", "Fact"),
     "opgraft.machine.machine": ("Machine", "TorchBuild"),
@@ -127,7 +135,10 @@ _HOME = {
     "opgraft.plugins.hookspecs": ("hookimpl",),
     "opgraft.plugins.host": ("load_plugins",),
     "opgraft.plugins.selection": ("current_platform",),
+    "opgraft.binding.profiling": ("profile",),
+    "opgraft.binding.provenance": ("Provenance", "explain_exception", "install_excepthook"),
     "opgraft.binding.rebinding": ("rebind",),
+    "opgraft.binding.replaceable": ("replaceable", "replaces"),
     "opgraft.torch_library": ("direct_register_custom_op",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

@@ -145,3 +145,13 @@ def cache_home(variables: Mapping[str, str] | None = None) -> Path:
     """Return the folder in which programs of this user keep caches, by default as ``os.environ`` says."""
     values = os.environ if variables is None else variables
     return Path(values.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+def state_home(variables: Mapping[str, str] | None = None) -> Path:
+    """Return the folder in which programs of this user keep what outlives a run, by default as ``os.environ`` says.
+
+    Raises:
+        RuntimeError: the user has no home folder.
+    """
+    values = os.environ if variables is None else variables
+    return Path(values.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")

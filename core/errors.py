@@ -201,6 +201,10 @@ class ChildError(OpgraftError):
     """A child process that was asked something gave no usable answer."""
 
 
+class LostChildError(ChildError):
+    """The code in a child process that was asked something held it up or took it down."""
+
+
 class PluginError(OpgraftError):
     """A plugin could not be discovered, selected, loaded or activated.
 

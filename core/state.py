@@ -50,7 +50,8 @@ class PluginRecord:
     """One entry point of the group ``opgraft.plugins`` and what became of it.
 
     ``location`` is the ``file:line`` in the plugin where it failed, where that is known. ``findings`` say what is
-    questionable about it, though it was loaded.
+    questionable about it, though it was loaded, ``notes`` what is worth knowing, and ``seconds`` how long its import
+    took.
     """
 
     name: str
@@ -62,6 +63,8 @@ class PluginRecord:
     location: str | None = None
     platforms: tuple[str, ...] = ()
     findings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
 
 
 @dataclass

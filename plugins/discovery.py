@@ -13,6 +13,7 @@ from typing import Any
 
 import importlib_metadata
 from opgraft.decision import Provider
+from opgraft.errors import ConfigError, close_matches
 from opgraft.logger import logger
 from opgraft.state import host_state
 from opgraft.text import described, printable
@@ -21,12 +22,14 @@ from opgraft.version import __version__
 PLATFORM_GROUP = "opgraft.platforms"
 PLUGIN_GROUP = "opgraft.plugins"
 HOST_DISTRIBUTION = "opgraft"
+CHECKED = (HOST_DISTRIBUTION, "torch")
+"""The distributions whose versions a plugin must fit."""
 _BUILT_IN = "opgraft.platforms"  # where the built-in platforms lie; nobody else's modules can, as imports find ours
 
 
 @dataclass(frozen=True)
 class Offer:
-    """One entry point of a distribution. ``requires`` holds the distribution's requirements on opgraft itself."""
+    """One entry point of a distribution. ``requires`` holds those of the distribution on opgraft and on torch."""
 
     group: str
     name: str
@@ -109,6 +112,22 @@ def discover() -> Discovery:
         return found
 
 
+def names_of(plugin: str) -> tuple[str, list[str], list[str]]:
+    """Return the distribution that a name means, with the names of the plugins and of the platforms that it offers.
+
+    Raises:
+        ConfigError: nothing that is installed answers to the name.
+    """
+    offers = [offer for offer in discover().offers if not offer.built_in]
+    meant = next((offer.provider for offer in offers if offer.answers_to(plugin)), None)
+    if meant is None:
+        known = {offer.name for offer in offers} | {offer.provider.name for offer in offers}
+        raise ConfigError(f"no plugin {plugin!r} is installed: {close_matches(plugin, known)}")
+    own = [offer for offer in offers if offer.provider == meant]
+    plugins = [offer.name for offer in own if offer.group == PLUGIN_GROUP]
+    return meant.name, plugins, [offer.name for offer in own if offer.group == PLATFORM_GROUP]
+
+
 def scan() -> Discovery:
     """Read the entry points of every distribution on ``sys.path``; the first distribution of a name counts."""
     discovery = Discovery()
@@ -158,14 +177,15 @@ def _headers(distribution: importlib_metadata.Distribution) -> Message:
 
 
 def _offers(distribution: importlib_metadata.Distribution, provider: Provider, requires: list[str]) -> Iterator[Offer]:
-    on_host = tuple(line for line in requires if _is_host((re.match(r"\s*([\w.-]*\w)", line) or [""])[0]))
+    names = (normalized((re.match(r"\s*([\w.-]*\w)", line) or [""])[0].strip()) for line in requires)
+    checked = tuple(line for name, line in zip(names, requires, strict=True) if name in CHECKED)
     for point in distribution.entry_points:
         if point.group in (PLATFORM_GROUP, PLUGIN_GROUP):
             if not re.fullmatch(r"[A-Za-z0-9_.-]+", point.name) or not point.module:
                 raise ValueError(
                     f"{point.name!r} = {point.value!r} in {point.group}, expected 'name = package.module:object'"
                 )
-            yield Offer(point.group, point.name, point.value, provider, on_host)
+            yield Offer(point.group, point.name, point.value, provider, checked)
 
 
 def _own_offers(distribution: importlib_metadata.Distribution, discovery: Discovery) -> list[Offer]:

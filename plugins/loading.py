@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import time
 import traceback
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,6 +19,7 @@ from opgraft.platform import Platform
 from opgraft.plugins import hookspecs
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover
 from opgraft.plugins.outcomes import failure_of, replacements_of
+from opgraft.plugins.quarantine import QUARANTINED
 from opgraft.plugins.requirements import asked_for, check_adjustment, check_admission, objection
 from opgraft.plugins.watching import watched
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
@@ -37,6 +40,7 @@ class Loading:
         self.manager = pluggy.PluginManager(hookspecs.PROJECT)
         self.manager.add_hookspecs(hookspecs)
         self.transactions: dict[str, Transaction] = {}
+        self.process: Any = importlib.import_module("opgraft.plugins.process")  # with torch, which start-up waits for
 
     def run(self) -> None:
         check_admission(self.settings)
@@ -67,6 +71,8 @@ class Loading:
                     f"{self.settings.origins['plugins']} asks for plugin {offer.name!r} of {offer.provider}, which is "
                     f"not used: {record.reason}. 'opgraft detect --all' tells about its platform."
                 )
+            if record.reason.startswith(QUARANTINED):
+                self._warn_of(record)
             return
         record.status = PluginStatus.SELECTED
         # A stack for each: closed alone where this plugin fails, with all others where the pass does.
@@ -74,11 +80,20 @@ class Loading:
         self.transactions[offer.name] = Transaction(offer.name, offer.provider, undos)
         self._attempt(offer.name, "while it was loaded", partial(self._load, offer, record))
 
+    def _warn_of(self, record: PluginRecord) -> None:
+        """Say that a plugin is left alone for what it did before, which whoever relies on it must see."""
+        message = f"plugin {record.name!r} of {record.provider} is not used: {record.reason}"
+        if self.config.strict:
+            raise PluginError(f"strict mode: {message}")
+        logger.warning("%s", printable(message))
+
     def _load(self, offer: Offer, record: PluginRecord) -> None:
+        began = time.perf_counter()
         plugin = offer.load()
+        record.seconds = time.perf_counter() - began
         record.status = PluginStatus.LOADED
         if record.platforms:
-            record.findings = _overruled_platforms(plugin, record.platforms)
+            record.findings += _overruled_platforms(plugin, record.platforms)
         else:
             record.platforms = _stated_platforms(plugin)
         if ANY_PLATFORM not in record.platforms and self.platform.name not in record.platforms:
@@ -191,7 +206,8 @@ class Loading:
         transaction = self.transactions[name]
         token = ACTIVATING.set(transaction)
         try:
-            with watched(f"plugin {name!r} of {transaction.provider} {when}", transaction.provider):
+            whose = f"plugin {name!r} of {transaction.provider}"
+            with watched(f"{whose} {when}", transaction.provider), self._guarded(name, when):
                 step()
         except KeyboardInterrupt:
             raise
@@ -208,6 +224,23 @@ class Loading:
             logger.warning("%s It is left out.", printable(message))
         finally:
             ACTIVATING.reset(token)
+
+    @contextmanager
+    def _guarded(self, name: str, when: str) -> Iterator[None]:
+        """Set back what a step of a plugin changes in the process; what it adds for itself goes with the plugin."""
+        record, undos = self.state.plugins[name], self.transactions[name].undos
+        before = self.process.look()
+        try:
+            yield
+        finally:
+            for change in self.process.changes_since(before):
+                told = f"changed {change.what} {when}"
+                if change.stays:
+                    undos.callback(change.set_back)
+                    record.notes += (f"{told}: it stays as long as the plugin does",)
+                else:
+                    record.findings += (f"{told}: {change.set_back()}",)
+                    logger.warning("%s", printable(f"plugin {name!r} of {record.provider} {record.findings[-1]}"))
 
     def _withdraw(self, name: str, status: PluginStatus, reason: str) -> None:
         self.transactions[name].undos.close()

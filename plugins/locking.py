@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import stat
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.machinery import PathFinder, all_suffixes
@@ -23,6 +22,7 @@ import importlib_metadata
 from opgraft.config import Settings
 from opgraft.decision import Provider
 from opgraft.errors import ConfigError, InputError, PluginError
+from opgraft.files import read_regular, replace_file, without_waiting
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Problem, discover, is_editable, normalized
 from opgraft.plugins.requirements import unfit
 from opgraft.state import host_state
@@ -125,13 +125,7 @@ def read_rows(path: str) -> list[Locked]:
     Raises:
         OSError, ValueError, RecursionError: it cannot be read, or is none.
     """
-    with open(path, "rb", opener=_without_waiting) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("it is no regular file")
-        text = file.read(_LARGEST + 1)
-    if len(text) > _LARGEST:
-        raise ValueError(f"it is larger than {_LARGEST:,} bytes")
-    content = json.loads(text)
+    content = json.loads(read_regular(path, _LARGEST))
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise ValueError(f"it holds no object of the schema {SCHEMA!r}")
     if content.keys() != {"schema", "distributions"} or not isinstance(content["distributions"], list):
@@ -154,24 +148,10 @@ def write_rows(path: Path, rows: Iterable[Locked]) -> None:
     try:
         if path.exists() and not path.is_file():  # such as /dev/null, which would be a file afterwards
             raise FileExistsError(errno.EEXIST, "it is no regular file")
-        _replace(path, f"{json.dumps(content, indent=2)}\n")
+        replace_file(path, f"{json.dumps(content, indent=2)}\n", 0o644)  # a fleet's lockfile is for everyone
     except OSError as error:
         why = error.strerror or described(error)
         raise InputError(f"the lockfile {path} cannot be written: {why}: name another by --output") from error
-
-
-def _replace(path: Path, text: str) -> None:
-    descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(descriptor)
-        os.chmod(name, 0o644)  # a temporary file is for its owner alone, and a fleet's lockfile for everyone
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 def lock_installed(settings: Settings, *, allow_editable: bool) -> tuple[list[Locked], list[Problem]]:
@@ -285,7 +265,7 @@ def _difference(place: Path, path: str, digest: str, size: str) -> str | None:
     if kind not in _HASHES:
         return f"the hash of {path} in its RECORD is {kind!r}, expected one of {', '.join(_HASHES)}"
     try:
-        with open(place, "rb", opener=_without_waiting) as file:
+        with open(place, "rb", opener=without_waiting) as file:
             state = os.fstat(file.fileno())
             if not stat.S_ISREG(state.st_mode):
                 return f"{path} is no regular file"
@@ -315,8 +295,3 @@ def _files_of(module: str) -> Iterator[str]:
         if spec.origin is not None:  # of a namespace package there is none
             yield os.path.abspath(spec.origin)
         folders = list(spec.submodule_search_locations or ())
-
-
-def _without_waiting(path: str | Path, flags: int) -> int:
-    """Open a file, a pipe without waiting for its other end."""
-    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)

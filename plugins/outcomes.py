@@ -8,6 +8,7 @@ from opgraft.environment import PLUGINS_DISABLE
 from opgraft.errors import near_matches
 from opgraft.finding import Finding
 from opgraft.plugins.discovery import PLATFORM_GROUP, discover
+from opgraft.plugins.quarantine import QUARANTINED
 from opgraft.plugins.requirements import LOCKED_OUT
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
 from opgraft.state import PluginRecord, PluginStatus, host_state
@@ -15,7 +16,10 @@ from opgraft.state import PluginRecord, PluginStatus, host_state
 _PLATFORM_CUTOFF = 0.7
 """Above it two names of platforms are one misspelt; 'npu' and 'cpu', at two thirds, are two vendors' words."""
 
-_FAULTS = ("it requires", "its requirement", LOCKED_OUT)
+SLOW = 5.0
+"""Seconds from which on an import is slow; that of torch takes one or two."""
+
+_FAULTS = ("it requires", "its requirement", LOCKED_OUT, QUARANTINED)
 """Beginnings of reasons for rejecting a plugin that are faults, not wishes."""
 
 
@@ -25,6 +29,10 @@ def findings_of(record: PluginRecord) -> Iterator[Finding]:
     if end is not None:
         yield end
     yield from (_finding(record, text) for text in record.findings)
+    if record.seconds >= SLOW:
+        yield _finding(
+            record, f"took {record.seconds:.1f} s to import, and each process that constructs an op waits for it"
+        )
     yield from _misspelt_platforms(record)
     if record.status is PluginStatus.ACTIVATED:
         for replacement in replacements_of(record):
@@ -40,7 +48,7 @@ def end_of(record: PluginRecord) -> Finding | None:
     if record.status is PluginStatus.VETOED:
         return _finding(record, f"is not used, as it vetoed itself: {record.reason}")
     if record.status is PluginStatus.REJECTED and record.reason.startswith(_FAULTS):
-        return _finding(record, f"is not used: {record.reason}")
+        return _finding(record, f"is not used: {record.reason}", 4 if record.reason.startswith(QUARANTINED) else 1)
     return None
 
 
@@ -49,7 +57,7 @@ def failure_of(record: PluginRecord) -> str:
     reason = record.reason if record.reason.endswith("?") else f"{record.reason.rstrip('.')}."
     return (
         f"plugin {record.name!r} of {record.provider} failed {reason} Go without it by "
-        f"{PLUGINS_DISABLE}={record.name}; 'opgraft plugins show {record.name}' has the traceback."
+        f"{PLUGINS_DISABLE}={record.name}; 'opgraft plugins show {record.name} --load' has the traceback."
     )
 
 
@@ -73,5 +81,5 @@ def _misspelt_platforms(record: PluginRecord) -> Iterator[Finding]:
             )
 
 
-def _finding(record: PluginRecord, says: str) -> Finding:
-    return Finding(f"plugin {record.name} of {record.provider} {says}", record.provider)
+def _finding(record: PluginRecord, says: str, exit_code: int = 1) -> Finding:
+    return Finding(f"plugin {record.name} of {record.provider} {says}", record.provider, exit_code=exit_code)

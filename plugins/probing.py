@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from opgraft.decision import Provider
-from opgraft.errors import ChildError, PlatformError, close_matches, raised_at
+from opgraft.errors import ChildError, LostChildError, PlatformError, close_matches, raised_at
 from opgraft.machine.child import ask_child
 from opgraft.machine.evidence import Evidence
 from opgraft.machine.machine import Machine
 from opgraft.platform import PlatformSpec
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer
+from opgraft.plugins.quarantine import confine
 from opgraft.text import described
 
 TIME_LIMIT = 10.0  # seconds
@@ -93,6 +94,9 @@ def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:
         if "failure" in reply:
             raise ProbeFailed(reply["failure"])
         return Evidence.from_dict(reply)
+    except LostChildError as error:
+        what = f"probe {offer.value}: {error}"
+        raise ProbeFailed(f"{what}; {confine(offer.provider, what)}") from error
     except (ChildError, ValueError, KeyError, TypeError) as error:
         raise ProbeFailed(f"probe {offer.value}: {error}") from error
 

@@ -6,9 +6,11 @@ import importlib
 from collections.abc import Iterable
 from typing import Any
 
+import importlib_metadata
 from opgraft.config import OpgraftConfig, Settings
 from opgraft.errors import ConfigError, PluginError, close_matches
-from opgraft.plugins.discovery import Offer, discover
+from opgraft.plugins import quarantine
+from opgraft.plugins.discovery import HOST_DISTRIBUTION, Offer, discover, normalized
 from opgraft.version import __version__
 
 _EARLY = ("platform", "plugins", "plugins_disable", "lockfile", "strict")
@@ -19,16 +21,28 @@ LOCKED_OUT = "locked out by "
 
 
 def objection(offer: Offer, settings: Settings) -> str | None:
-    """Say why an offer is not used, or ``None``: ``unfit``, or not as the lockfile has it.
+    """Say why an offer is not used, or ``None``: ``unfit``, not as the lockfile has it, or in quarantine.
 
     Raises:
         ConfigError: the lockfile cannot be used.
     """
     against = unfit(offer, settings)
-    if against or offer.built_in or settings.config.lockfile is None:
+    if against or offer.built_in:
         return against
-    change = _lockfile(settings).against(offer.provider)
-    return f"{LOCKED_OUT}{settings.named('lockfile')}: {change}" if change else None
+    change = change_since_locked(offer, settings)
+    return f"{LOCKED_OUT}{settings.named('lockfile')}: {change}" if change else quarantine.against(offer.provider)
+
+
+def change_since_locked(offer: Offer, settings: Settings) -> str | None:
+    """Say what the lockfile has against an offer, or ``None``, as where there is none and for what opgraft brings.
+
+    Raises:
+        ConfigError: the lockfile cannot be used.
+    """
+    if offer.built_in or settings.config.lockfile is None:
+        return None
+    change: str | None = _lockfile(settings).against(offer.provider)
+    return change
 
 
 def unfit(offer: Offer, settings: Settings) -> str | None:
@@ -100,6 +114,8 @@ def _unmet_requirement(offer: Offer) -> str | None:
         except InvalidRequirement as error:
             return f"its requirement {line!r} is malformed: {error}"
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if applies and not requirement.specifier.contains(__version__, prereleases=True):
-            return f"it requires {line!r}, this is opgraft {__version__}: install one of them that fits"
+        name = normalized(requirement.name)
+        version = __version__ if name == HOST_DISTRIBUTION else importlib_metadata.version(name)
+        if applies and not requirement.specifier.contains(version, prereleases=True):
+            return f"it requires {line!r}, this is {name} {version}: install one of them that fits"
     return None

@@ -17,6 +17,7 @@ from opgraft.machine.machine import Machine
 from opgraft.platform import Platform, PlatformSpec, effective_chain
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer, discover
 from opgraft.plugins.probing import ProbeFailed, ask
+from opgraft.plugins.quarantine import QUARANTINED, against
 from opgraft.plugins.requirements import check_adjustment, check_admission, objection
 from opgraft.plugins.watching import watched
 from opgraft.state import PlatformSelection, host_state, loading
@@ -114,12 +115,16 @@ def _ask(offer: Offer, settings: Settings, machine: Machine) -> _Asked:
         return _Asked(offer, None, f"{NOT_PROBED}platform {config.platform!r} was asked for")
     refused = objection(offer, settings)
     if refused:
-        return _Asked(offer, None, refused)
+        failed = refused.startswith(QUARANTINED)
+        if failed and offer.name != config.platform and not config.strict:
+            _report(offer, f"platform {offer.name!r} of {offer.provider} is left out: {refused}", exit_code=4)
+        return _Asked(offer, None, refused, failed)
     try:
         evidence = ask(offer, machine)
     except ProbeFailed as failure:
         if offer.name != config.platform and not config.strict:
-            _report(offer, f"platform {offer.name!r} of {offer.provider} is left out: {failure}")
+            exit_code = 4 if against(offer.provider) else 1  # in quarantine for what it has done now
+            _report(offer, f"platform {offer.name!r} of {offer.provider} is left out: {failure}", exit_code)
         return _Asked(offer, None, str(failure), failed=True)
     return _Asked(offer, evidence, evidence.reason)
 
@@ -164,10 +169,10 @@ def _priority(built_in: Offer) -> int:
     return spec.priority
 
 
-def _report(offer: Offer, failure: str) -> None:
+def _report(offer: Offer, failure: str, exit_code: int = 1) -> None:
     """Log once a platform that should have worked and did not; keep it for ``opgraft plugins``."""
     state = host_state()
-    finding = Finding(failure, offer.provider)
+    finding = Finding(failure, offer.provider, exit_code=exit_code)
     if finding not in state.platform_failures:
         state.platform_failures.append(finding)
         logger.warning("%s", printable(failure))

@@ -7,6 +7,7 @@ import functools
 import gc
 import hashlib
 import importlib
+import itertools
 import os
 import subprocess
 import sys
@@ -14,10 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import hypothesis
-import opgraft
 import pytest
 from opgraft.plugins import discovery
-from opgraft.state import host_state
+from opgraft.testing.isolation import isolated_host
 from warm.interpreter import warm_interpreter
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # which its library reads when it is imported, here and in processes to come
@@ -66,6 +66,9 @@ def _lasting(path: tuple[str, ...]) -> discovery.Discovery:
     return _scan()
 
 
+_numbers = itertools.count()
+
+
 @pytest.fixture(autouse=True)
 def fresh_host(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A reset host, whose registry forgets afterwards what the test declared."""
@@ -73,6 +76,7 @@ def fresh_host(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
         if name.startswith("OPGRAFT_"):
             monkeypatch.delenv(name)
     written = str(tmp_path_factory.getbasetemp())
+    monkeypatch.setenv("XDG_STATE_HOME", f"{written}/states/{next(_numbers)}")  # no quarantine outlives its test
 
     def scan_without_foreign_plugins() -> discovery.Discovery:
         lasts = all(os.path.isabs(entry) and not entry.startswith(written) for entry in sys.path)
@@ -81,16 +85,8 @@ def fresh_host(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
         return discovery.Discovery(own, [*found.problems], found.distributions)
 
     monkeypatch.setattr(discovery, "scan", scan_without_foreign_plugins)
-    opgraft.reset()
-    registry = host_state().registry
-    known = [(records, dict(records)) for records in (registry.ops, registry.classes)]
-    replacements = list(registry.replacements)
-    yield
-    for records, before in known:
-        records.clear()
-        records.update(before)
-    registry.replacements[:] = replacements
-    opgraft.reset()
+    with isolated_host(forget_plugins=True):
+        yield
 
 
 class Site:

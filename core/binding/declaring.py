@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from opgraft.platform import Platform
+from opgraft.errors import RegistrationError
 from opgraft.plugins.discovery import discover
+from opgraft.registry.conditions import Condition, When
 from opgraft.registry.declarations import Replacement
+from opgraft.registry.op_classes import location_of, qualified
 from opgraft.state import ACTIVATING, PluginStatus, host_state
 
 
@@ -21,7 +23,8 @@ class Replaceable:
         name: str | type | None = None,
         *,
         priority: int = 0,
-        when: Callable[[Platform], bool] | None = None,
+        when: Condition | None = None,
+        supports: Callable[..., Any] | None = None,
     ) -> Any:
         """Declare a replacement for a class, as a decorator or by a call.
 
@@ -33,13 +36,17 @@ class Replaceable:
             name: the target: an op name, a class name, ``module:Class`` or the class. A name that is not known yet is
                 looked up again when all plugins have been loaded.
             priority: the highest wins among replacements of one target.
-            when: called with the platform; the replacement applies only where it returns true.
+            when: a ``When``, or a function of the platform; the replacement applies only where it holds. It is asked
+                once, when the platform is known.
+            supports: called with the arguments of each call of the op; where it is false the op's own kernel runs.
+                Compilers trace it. Without it a call tests nothing.
 
         Returns:
             The replacement class, or a decorator that returns it.
 
         Raises:
-            RegistrationError: it is no subclass of its target, or accepts fewer calls than the target.
+            RegistrationError: it is no subclass of its target, or accepts fewer calls than the target; or ``supports``
+                does, or can have no effect.
             UnknownTargetError: plugins are loaded and nothing answers to ``name``.
         """
         first = _decorated_op_cls
@@ -50,7 +57,8 @@ class Replaceable:
             target, first = first, None
 
         def decorate(replacement: type) -> type:
-            _declare(replacement, target if target is not None else replacement.__name__, priority, when)
+            _check_options(replacement, priority, when, supports)
+            _declare(replacement, target if target is not None else replacement.__name__, priority, when, supports)
             return replacement
 
         return decorate if first is None else decorate(first)
@@ -66,13 +74,33 @@ class Replaceable:
             state.invalidate()
 
 
-def _declare(cls: type, target: str | type, priority: int, when: Callable[[Platform], bool] | None) -> None:
+def _check_options(cls: type, priority: object, when: object, supports: object) -> None:
+    """Reject options of a registration that are of another type than they must be."""
+    what = f"{qualified(cls)} at {location_of(cls)} is registered with"
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise RegistrationError(f"{what} priority={priority!r:.80}: use an integer")
+    if when is not None and not callable(when) and not isinstance(when, When):
+        raise RegistrationError(f"{what} when={when!r:.80}: use opgraft.When(...), or a function of the platform")
+    if supports is not None and not callable(supports):
+        raise RegistrationError(f"{what} supports={supports!r:.80}: use a function of the arguments of a call")
+
+
+def _declare(
+    cls: type, target: str | type, priority: int, when: Condition | None, supports: Callable[..., Any] | None
+) -> None:
     state, discovery, transaction = host_state(), discover(), ACTIVATING.get()
     with state.lock:
         resolved = state.registry.find_target(target) if isinstance(target, str) else target
         provider = transaction.provider if transaction else discovery.provider_of(cls.__module__)
         new = Replacement(
-            cls, _asked_for(target), resolved, provider, priority=priority, when=when, activation=transaction
+            cls,
+            _asked_for(target),
+            resolved,
+            provider,
+            priority=priority,
+            when=when,
+            supports=supports,
+            activation=transaction,
         )
         # No later pass looks for the target, so that a wrong name must be reported here.
         if resolved is None and state.plugins_loaded and transaction is None:

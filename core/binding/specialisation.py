@@ -12,13 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from opgraft.binding.branches import Branch
 from opgraft.binding.derivation import prepare
 from opgraft.binding.kernels import OWN_FORWARD, SWITCH, Kernel, KernelChoice, choose_kernel, continuations
 from opgraft.binding.marks import CHECK_RAISED, is_inference_only
 from opgraft.binding.names import check_names, kin_of, op_name_of
 from opgraft.caches import Caches
-from opgraft.config import Settings
+from opgraft.config import NATIVE_CHOICE, Settings
 from opgraft.decision import Decision, Provider
+from opgraft.environment import PROVIDERS
 from opgraft.errors import RegistrationError
 from opgraft.logger import logger
 from opgraft.platform import effective_chain
@@ -149,7 +151,7 @@ def _gone(target: type, cls: type) -> tuple[Replacement, str | None]:
         why = f"this op was saved as {cls.__qualname__}, which nothing registers here"
         undeclared = Replacement(cls, qualified(target), target, provider)
         return undeclared, why if discover().has_plugin(provider) else None
-    wanted = (state.settings().config.providers or {}).get(op_name_of(target, state) or "")
+    wanted = state.settings().chosen_provider(op_name_of(target, state))
     against = objection_to(known[-1], platform, wanted) if known[-1] in state.active else _inactive(known[-1], state)
     return known[-1], against and f"this op was saved as {cls.__qualname__}, and {against}"
 
@@ -173,7 +175,16 @@ def enforced(binding: Binding) -> Binding:
     choice = binding.replacement
     because = "enforce_enable=True"
     kernel = choose_kernel(choice.cls, binding.kernel.chain, True, because, choice.target, "enforce_enable")
-    return Binding(choice, kernel, specialise(kernel), binding.background, enforced=True)
+    return Binding(choice, kernel, specialise(kernel, _branch(choice, kernel)), binding.background, enforced=True)
+
+
+def _branch(choice: ReplacementChoice, kernel: KernelChoice) -> Branch | None:
+    """Return the test of arguments that the winner states, and what runs where it is false, if it states one."""
+    supports = choice.winner.supports if choice.winner else None
+    if supports is None or kernel.winner.owner in choice.target.__mro__:
+        return None
+    own = choose_kernel(choice.target, kernel.chain, kernel.enabled, kernel.enabled_because, choice.target)
+    return Branch(supports, own.winner)
 
 
 def _cached(cache: Callable[[Caches], dict[Key, Binding]], key: Key, decide: Callable[[], Binding]) -> Binding:
@@ -210,7 +221,7 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
     kernel = choose_kernel(choice.cls, effective_chain(selection.platform), enabled, because, cls, switch)
     _report_broken_checks(kernel)
     background = (plugins_decision(state.plugins.values(), settings), selection.decision)
-    binding = Binding(choice, kernel, specialise(kernel), background)
+    binding = Binding(choice, kernel, specialise(kernel, _branch(choice, kernel)), background)
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug("%s", binding.decision.summary())
     return binding
@@ -229,6 +240,8 @@ def _enabled(choice: ReplacementChoice, settings: Settings) -> tuple[bool, str, 
     The class says so, if it has a method ``enabled`` of its own.
     """
     cls: Any = choice.cls
+    if settings.chosen_provider(choice.op_name) == NATIVE_CHOICE:
+        return *settings.enabled(choice.op_name), settings.to_change("providers", PROVIDERS)
     owner = definer(cls, "enabled")
     if owner is not None:
         return bool(cls.enabled()), f"{owner.__qualname__}.enabled() says so", ""
@@ -237,10 +250,10 @@ def _enabled(choice: ReplacementChoice, settings: Settings) -> tuple[bool, str, 
     return *settings.enabled(choice.op_name), settings.to_change("compilation_config.custom_ops", SWITCH)
 
 
-def specialise(choice: KernelChoice) -> Any:
+def specialise(choice: KernelChoice, branch: Branch | None = None) -> Any:
     """Make the subclass of the op class whose ``forward`` is the chosen kernel: one per choice, kept with the class."""
     op_class, kernel = choice.cls, choice.winner
-    key = (kernel, choice.chain, choice.enabled)  # all that a specialisation depends on
+    key = (kernel, choice.chain, choice.enabled, branch)  # all that a specialisation depends on
     with host_state().lock:
         # vars(), as getattr() would find the specialisations of a base class.
         cache = vars(op_class).get(_CACHE)
@@ -248,19 +261,19 @@ def specialise(choice: KernelChoice) -> Any:
             cache = {}
             setattr(op_class, _CACHE, cache)
         if key not in cache:
-            cache[key] = _specialisation(op_class, kernel, continuations(op_class, choice.chain, choice.enabled))
+            further = continuations(op_class, choice.chain, choice.enabled)
+            cache[key] = _specialisation(op_class, kernel, further, branch)
         return cache[key]
 
 
-def _specialisation(op_class: type, kernel: Kernel, further: dict[str, str | None]) -> type:
-    # As it stands in the class: getattr() would make a plain function, which is given self, of a static method.
-    raw = vars(kernel.owner)[kernel.method]
+def _specialisation(op_class: type, kernel: Kernel, further: dict[str, str | None], branch: Branch | None) -> type:
+    raw = kernel.definition
     prepare(raw)
     if isinstance(raw, staticmethod) and is_inference_only(raw.__func__):
         raise RegistrationError(f"{kernel} at {kernel.location} is inference_only and static: let it take self")
     own_forward = next((vars(base)["forward"] for base in own_classes(op_class) if "forward" in vars(base)), None)
     namespace = {
-        "forward": raw,
+        "forward": branch.around(raw) if branch else raw,
         OWN_FORWARD: own_forward,
         "op_class": op_class,
         "__module__": op_class.__module__,

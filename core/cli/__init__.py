@@ -16,8 +16,9 @@ from opgraft.version import __version__
 
 _COMMANDS = {
     "bench": ("opgraft.cli.bench", "Measure how fast things run."),
-    "cache": ("opgraft.cli.cache", "Look at the cache of compiled code, or empty it."),
+    "cache": ("opgraft.cli.cache", "Look at the cache of compiled code, carry it to other machines, or empty it."),
     "chat": ("opgraft.cli.chat", "Chat with MODEL in the terminal, or over the lines of stdin."),
+    "conformance": ("opgraft.cli.conformance", "Put PLUGIN before every check of the conformance kit."),
     "detect": ("opgraft.cli.detect", "Show which platform this machine gets, and why."),
     "env": ("opgraft.cli.env", "Print versions, hardware, plugins and settings for a bug report."),
     "ops": ("opgraft.cli.ops", "Show the op catalogue, and which kernel an op gets."),
@@ -57,16 +58,27 @@ def _run(arguments: Sequence[str]) -> int:
         click.echo("aborted", err=True)
         return 1
     except Exception as error:
+        told = _provenance(error)
         if "--json" in arguments:
-            _output().print_error(error)
-        if isinstance(error, OpgraftError):
-            click.echo(f"error: {error}", err=True)
-            return error.exit_code
+            _output().print_error(error, told)
         if isinstance(error, click.ClickException):
             error.show()
             return error.exit_code
-        raise
+        if isinstance(error, OpgraftError):
+            click.echo(f"error: {error}", err=True)
+        else:
+            sys.excepthook(type(error), error, error.__traceback__)
+        if told is not None:
+            click.echo(str(told), err=True)
+        return error.exit_code if isinstance(error, OpgraftError) else 1
     return code if isinstance(code, int) else 0
+
+
+def _provenance(error: Exception) -> Any:
+    """Tell which op or plugin an error came from; where the module of ops was not imported none has run."""
+    if "opgraft.binding.functional" not in sys.modules:
+        return None
+    return importlib.import_module("opgraft.binding.provenance").explain_exception(error)
 
 
 def _output() -> Any:

@@ -13,7 +13,7 @@ from opgraft.state import host_state
 @with_settings
 def command(as_json: bool) -> None:
     """Remove all entries of the cache of compiled code."""
-    cache = CompilationCache.of(host_state().settings().config.compilation_config)
+    cache = CompilationCache.of(host_state().settings().config.compilation_config, make=False)
     removed = cache.clear()
     if as_json:
         print_json("opgraft.cache.clear/1", {"folder": str(cache.folder), "removed": removed})

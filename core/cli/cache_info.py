@@ -13,7 +13,7 @@ from opgraft.state import host_state
 @with_settings
 def command(as_json: bool) -> None:
     """Show where the cache of compiled code is, and what it holds."""
-    figures = CompilationCache.of(host_state().settings().config.compilation_config).figures()
+    figures = CompilationCache.of(host_state().settings().config.compilation_config, make=False).figures()
     if as_json:
         print_json("opgraft.cache.info/1", figures.to_dict())
     else:

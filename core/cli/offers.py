@@ -9,9 +9,12 @@ from typing import Any
 import importlib_metadata
 from opgraft.config import Settings
 from opgraft.decision import Provider
-from opgraft.errors import ConfigError, near_matches
+from opgraft.errors import ConfigError, close_matches, near_matches
+from opgraft.finding import Finding
+from opgraft.plugins import quarantine
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, Problem, discover, is_editable, normalized
 from opgraft.plugins.requirements import objection
+from opgraft.state import host_state
 
 KINDS = {PLATFORM_GROUP: "platform", PLUGIN_GROUP: "plugin"}
 _OF_VLLM = {"vllm.platform_plugins": PLATFORM_GROUP, "vllm.general_plugins": PLUGIN_GROUP}
@@ -50,6 +53,18 @@ def problems(further: Iterable[Problem] = ()) -> list[dict[str, Any]]:
 def as_dicts(found: Iterable[Problem]) -> list[dict[str, Any]]:
     """Return what was found about distributions as plain data."""
     return [{"provider": one.provider.to_dict(), "reason": one.reason} for one in found]
+
+
+def metadata_findings() -> Iterator[Finding]:
+    """Find what is wrong before anything is imported."""
+    for problem in (*discover().problems, *misspelt_groups()):
+        yield Finding(f"{problem.provider}: {problem.reason}", problem.provider)
+    known = {offer.name for offer in shown_offers()}
+    for name in host_state().settings().config.plugins_disable or ():
+        if not any(offer.answers_to(name) for offer in shown_offers()):
+            near = close_matches(name, known)
+            yield Finding(f"the deny list names {name!r}, which is not installed: {near}")
+    yield from quarantine.findings()
 
 
 def problem_lines(further: Iterable[Problem] = ()) -> list[str]:

@@ -143,10 +143,11 @@ def print_json(schema: str, data: dict[str, Any]) -> None:
     echo(json.dumps({"schema": schema, **data}, indent=2))
 
 
-def print_error(error: Exception) -> None:
-    """Print an error as JSON."""
+def print_error(error: Exception, told: Any) -> None:
+    """Print an error as JSON, with the ``Provenance`` that is told of it, or ``None``."""
     message = error.format_message() if isinstance(error, click.ClickException) else str(error)
     fault = {"type": type(error).__name__, "message": message, "exit_code": getattr(error, "exit_code", 1)}
+    fault["provenance"] = told and told.to_dict()
     print_json("opgraft.error/1", {"error": fault})
 
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import click
-from opgraft.cli.isolation import isolated
+from opgraft.cli.isolation import examined
 from opgraft.cli.loading import load_all
-from opgraft.cli.offers import as_dicts, misspelt_groups, plugins_of_vllm, shown_offers
+from opgraft.cli.offers import as_dicts, metadata_findings, plugins_of_vllm
 from opgraft.cli.output import SettingsCommand, echo, json_option, print_json, print_wrapped, with_settings
 from opgraft.decision import Provider
-from opgraft.errors import close_matches
 from opgraft.finding import Finding
-from opgraft.plugins.discovery import discover
+from opgraft.plugins.discovery import Problem
 from opgraft.plugins.outcomes import end_of, findings_of
 from opgraft.state import PluginRecord, PluginStatus, host_state
 
@@ -29,9 +28,10 @@ def command(as_json: bool) -> None:
     Exit codes: 1 findings, 2 a setting that cannot be used, 3 no platform, 4 a plugin failed. Everything is loaded in
     a child process, so that a plugin that ends or crashes its process is reported, too.
     """
-    examined = isolated(__name__, "examine")
-    report = {"plugins": [], "findings": [examined.crash.to_dict()]} if examined.crash else examined.result
-    report["notes"] = as_dicts(plugins_of_vllm())
+    outcome = examined(__name__, "examine")
+    report: dict[str, Any] = {"plugins": [], "findings": [], "notes": []}
+    report |= {"findings": [outcome.crash.to_dict()]} if outcome.crash else outcome.result
+    report["notes"] += as_dicts(plugins_of_vllm())
     if as_json:
         print_json("opgraft.plugins.doctor/2", report)
     else:
@@ -70,8 +70,12 @@ def examine() -> dict[str, Any]:
     findings = found(host_state().plugins.values(), loaded=error is None)
     if error is not None and str(error) not in {f.message for f in findings}:  # in strict mode it is one plugin's
         findings.append(Finding(str(error), exit_code=error.exit_code))
-    plugins = [_as_dict(record) for record in host_state().plugins.values()]
-    return {"plugins": plugins, "findings": [finding.to_dict() for finding in findings]}
+    records = host_state().plugins.values()
+    return {
+        "plugins": [_as_dict(record) for record in records],
+        "findings": [finding.to_dict() for finding in findings],
+        "notes": as_dicts(Problem(r.provider, f"plugin {r.name} {note}") for r in records for note in r.notes),
+    }
 
 
 def found(records: Iterable[PluginRecord], *, loaded: bool) -> list[Finding]:
@@ -81,18 +85,7 @@ def found(records: Iterable[PluginRecord], *, loaded: bool) -> list[Finding]:
     """
     outcomes = [finding for record in records for finding in findings_of(record)]
     checked = importlib.import_module("opgraft.testing.diagnosis").diagnose() if loaded else []
-    return list(dict.fromkeys([*_metadata(), *host_state().platform_failures, *outcomes, *checked]))
-
-
-def _metadata() -> Iterator[Finding]:
-    """Find what is wrong before anything is imported."""
-    for problem in (*discover().problems, *misspelt_groups()):
-        yield Finding(f"{problem.provider}: {problem.reason}", problem.provider)
-    known = {offer.name for offer in shown_offers()}
-    for name in host_state().settings().config.plugins_disable or ():
-        if not any(offer.answers_to(name) for offer in shown_offers()):
-            near = close_matches(name, known)
-            yield Finding(f"the deny list names {name!r}, which is not installed: {near}")
+    return list(dict.fromkeys([*metadata_findings(), *host_state().platform_failures, *outcomes, *checked]))
 
 
 def _as_dict(record: PluginRecord) -> dict[str, Any]:
@@ -101,4 +94,5 @@ def _as_dict(record: PluginRecord) -> dict[str, Any]:
         "provider": record.provider.to_dict(),
         "status": record.status.value,
         "reason": record.reason,
+        "seconds": round(record.seconds, 3),
     }

@@ -1,4 +1,4 @@
-"""``opgraft plugins show``: one plugin or platform, and how far it came."""
+"""``opgraft plugins show``: one plugin or platform, and by ``--load`` how far it comes."""
 
 from __future__ import annotations
 
@@ -8,30 +8,41 @@ from typing import Any
 
 import click
 from opgraft.cli.completion import offer_names
-from opgraft.cli.isolation import isolated
+from opgraft.cli.isolation import examined
 from opgraft.cli.loading import load_all
-from opgraft.cli.offers import as_dict, misspelt_groups, problem_lines, shown_offers
+from opgraft.cli.offers import (
+    admission,
+    as_dict,
+    metadata_findings,
+    misspelt_groups,
+    problem_lines,
+    shown_offers,
+)
 from opgraft.cli.output import SettingsCommand, echo, json_option, print_json, print_wrapped, with_settings
 from opgraft.cli.plugins_doctor import found
 from opgraft.errors import InputError, close_matches
 from opgraft.finding import Finding
 from opgraft.plugins.discovery import PLUGIN_GROUP, Offer
-from opgraft.plugins.outcomes import replacements_of
-from opgraft.state import host_state
+from opgraft.plugins.outcomes import end_of, replacements_of
+from opgraft.plugins.requirements import change_since_locked, check_admission
+from opgraft.state import PluginRecord, PluginStatus, host_state
 from opgraft.text import printable
 
 
 @click.command("show", cls=SettingsCommand)
 @click.argument("name", shell_complete=offer_names)
+@click.option("--load", is_flag=True, help="Load the plugins, in a child process, and show what became of this one.")
 @json_option
 @with_settings
-def command(name: str, as_json: bool) -> None:
-    """Load the plugins and show one of them.
+def command(name: str, load: bool, as_json: bool) -> None:
+    """Show a plugin or a platform, by --load what becomes of it too.
 
-    NAME is that of a plugin, a platform or a distribution. Shown are its status and the reason, its registrations, and
-    the traceback if it failed.
+    NAME is that of a plugin, a platform or a distribution. Shown is what its metadata says, whether the settings and
+    the lockfile admit it, and what is wrong with it; nothing of it is imported. With --load the plugins are loaded in a
+    child process, and its status, its registrations and the traceback if it failed are shown.
     """
-    offers = [offer for offer in shown_offers() if offer.answers_to(name)]
+    check_admission(host_state().settings())
+    offers = _answering(name)
     if not offers:
         known = {offer.name for offer in shown_offers()}
         ignored = "".join(f" {line}" for line in problem_lines(misspelt_groups()))
@@ -39,29 +50,55 @@ def command(name: str, as_json: bool) -> None:
             f"no installed plugin or platform is called {name!r}: {close_matches(name, known)}{ignored} "
             "'opgraft plugins doctor' tells what keeps an installed one from being found."
         )
-    outcome = isolated(__name__, "examine", name)
-    report = outcome.result
-    if outcome.crash:
-        report = _report([_installed(offer) for offer in offers], [], outcome.crash)
+    report = _loaded(name, offers) if load else _installed(offers)
     exit_code = report.pop("exit_code")
     if as_json:
-        print_json("opgraft.plugins.show/2", report)
+        print_json("opgraft.plugins.show/3", report)
     else:
         for details in report["offers"]:
             _print_details(details)
         for finding in report["findings"]:
             print_wrapped(f"finding: {Finding.from_dict(finding)}")
+        if not load:
+            print_wrapped(f"to load it, and see what becomes of it: opgraft plugins show {name} --load")
     if report["error"]:
         click.echo(f"error: {printable(report['error'])}", err=True)
     sys.exit(exit_code)
 
 
+def _answering(name: str) -> list[Offer]:
+    return [offer for offer in shown_offers() if offer.answers_to(name)]
+
+
+def _installed(offers: Sequence[Offer]) -> dict[str, Any]:
+    """Report what is known of plugins and platforms without importing them."""
+    providers = {offer.provider for offer in offers}
+    findings = [finding for finding in metadata_findings() if finding.concerns(providers)]
+    findings += [end for offer in offers if (end := _refusal(offer)) is not None]
+    return _report([_metadata(offer) for offer in offers], findings, None)
+
+
+def _refusal(offer: Offer) -> Finding | None:
+    """Return the finding that tells why the settings do not admit a plugin, or ``None`` where that is no fault."""
+    status, reason = admission(offer, host_state().settings())
+    if offer.group != PLUGIN_GROUP or status != PluginStatus.REJECTED.value:
+        return None
+    return end_of(PluginRecord(offer.name, offer.value, offer.provider, PluginStatus.REJECTED, reason))
+
+
+def _loaded(name: str, offers: Sequence[Offer]) -> dict[str, Any]:
+    """Report what becomes of plugins and platforms in a child process that loads all."""
+    outcome = examined(__name__, "examine", name)
+    report: dict[str, Any] = outcome.result
+    return _report([_metadata(offer) for offer in offers], [], outcome.crash) if outcome.crash else report
+
+
 def examine(name: str) -> dict[str, Any]:
     """Load everything in this process; returns what is installed under a name, and what is wrong, as plain data."""
     error = load_all()
-    offers = [offer for offer in shown_offers() if offer.answers_to(name)]
+    offers = _answering(name)
     findings = _findings(offers, loaded=error is None)
-    details = [_details(offer) for offer in offers]
+    details = [{**_metadata(offer), **_outcome(offer)} for offer in offers]
     return _report(details, findings, Finding(str(error), exit_code=error.exit_code) if error else None)
 
 
@@ -96,25 +133,41 @@ def _in_words(value: Any) -> str:
         return f"{value['name']} {value['version']}"
     if isinstance(value, list):
         return ", ".join(_replacement(item) if isinstance(item, dict) else item for item in value)
-    return str(value)
+    return "yes" if value is True else str(value)
 
 
 def _replacement(row: dict[str, Any]) -> str:
     return f"{row['target']} -> {row['class']} at {row['location']}{'' if row['active'] else ' (not active)'}"
 
 
-def _installed(offer: Offer) -> dict[str, Any]:
-    return {**as_dict(offer), "requires": list(offer.requires)}
+def _metadata(offer: Offer) -> dict[str, Any]:
+    """Return what is known of an offer without importing anything of it."""
+    settings = host_state().settings()
+    status, reason = admission(offer, settings)
+    return {
+        **as_dict(offer),
+        "requires": list(offer.requires),
+        "lock": _lock_state(offer),
+        "status": status,
+        "reason": reason,
+    }
 
 
-def _details(offer: Offer) -> dict[str, Any]:
-    details = _installed(offer)
+def _lock_state(offer: Offer) -> str | None:
+    """Say how an offer compares with the lockfile, ``None`` where there is none or it is opgraft's own."""
+    settings = host_state().settings()
+    if offer.built_in or settings.config.lockfile is None:
+        return None
+    return change_since_locked(offer, settings) or f"as it is in {settings.config.lockfile}"
+
+
+def _outcome(offer: Offer) -> dict[str, Any]:
+    """Return what became of a plugin that was loaded; of a platform that is no more than its findings."""
     record = host_state().plugins.get(offer.name) if offer.group == PLUGIN_GROUP else None
     if record is None:
-        return details
+        return {}
     rows = replacements_of(record)
     return {
-        **details,
         "status": record.status.value,
         "reason": record.reason,
         "platforms": list(record.platforms),

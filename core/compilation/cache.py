@@ -20,10 +20,11 @@ from opgraft.errors import CacheEntryError, ConfigError
 from opgraft.logger import logger
 from opgraft.text import described
 
-_DESCRIPTION = "entry.json"
-_SUMS = "sums.json"
+ENTRY, SUMS = "entry.json", "sums.json"
+"""The files of an entry beside its own: its description, and the checksums of all the others."""
+
 _LOCK, _WRITING = ".lock", ".writing"
-_KEY = re.compile("[0-9a-f]{40}")
+KEY = re.compile("[0-9a-f]{40}")
 """The name of an entry. Nothing of another name is touched, as the folder may have other things in it."""
 
 
@@ -52,15 +53,16 @@ class CompilationCache:
     """A folder of entries by key, each a folder of files with their checksums.
 
     Args:
-        folder: made if it is not there, for its owner alone.
+        folder: for its owner alone.
         limit: bytes that entries may take; those that were not used for longest go first.
+        make: make the folder where it is not there; a cache without one is empty.
 
     Raises:
         ConfigError: the folder is another user's, or others may write to it, or it cannot be made.
     """
 
     @classmethod
-    def of(cls, settings: CompilationConfig) -> CompilationCache:
+    def of(cls, settings: CompilationConfig, *, make: bool = True) -> CompilationCache:
         """Return the cache that settings name.
 
         Raises:
@@ -68,17 +70,20 @@ class CompilationCache:
         """
         try:
             folder = Path(settings.cache_folder) if settings.cache_folder else cache_home() / "opgraft" / "compiled"
-            return cls(folder.expanduser(), settings.cache_bytes)
+            return cls(folder.expanduser(), settings.cache_bytes, make=make)
         except RuntimeError as error:
             raise ConfigError(
                 f"compilation_config.cache_folder cannot be found: {described(error)}: name a folder by its full path"
             ) from error
 
-    def __init__(self, folder: Path, limit: int) -> None:
+    def __init__(self, folder: Path, limit: int, *, make: bool = True) -> None:
         self.folder = folder
         self.limit = limit
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if make:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            elif not folder.exists():
+                return
             state = folder.stat()
         except OSError as error:
             raise ConfigError(
@@ -132,11 +137,11 @@ class CompilationCache:
         if not entry.is_dir():
             return None
         try:
-            sums = json.loads((entry / _SUMS).read_text())
+            sums = json.loads((entry / SUMS).read_text())
             for name, expected in sums.items():
                 if _sum(entry / name) != expected:
                     raise CacheEntryError(f"{name} of it is damaged")
-            description: dict[str, Any] = json.loads((entry / _DESCRIPTION).read_text())
+            description: dict[str, Any] = json.loads((entry / ENTRY).read_text())
             os.utime(entry)
         except (OSError, ValueError, AttributeError) as error:
             raise CacheEntryError(f"it cannot be read: {described(error)}") from error
@@ -154,8 +159,8 @@ class CompilationCache:
         try:
             description: dict[str, Any] = {}
             yield folder, description
-            (folder / _DESCRIPTION).write_text(json.dumps(description))
-            (folder / _SUMS).write_text(json.dumps({path.name: _sum(path) for path in sorted(folder.iterdir())}))
+            (folder / ENTRY).write_text(json.dumps(description))
+            (folder / SUMS).write_text(json.dumps({path.name: _sum(path) for path in sorted(folder.iterdir())}))
             self.discard(key)
             folder.rename(self.folder / key)
         finally:
@@ -171,6 +176,11 @@ class CompilationCache:
         entries = {key for _, _, key in self._entries()}
         return len(entries & {key for key in self._keys() if self._removed(key)})
 
+    @property
+    def keys(self) -> list[str]:
+        """List the entries, those that were not used for longest first."""
+        return [key for _, _, key in self._entries()]
+
     def figures(self) -> CacheFigures:
         """Count entries and their bytes."""
         sizes = [size for _, size, _ in self._entries()]
@@ -178,8 +188,10 @@ class CompilationCache:
 
     def _keys(self, *endings: str) -> set[str]:
         """Return the keys of which there is something, or something that ends so."""
+        if not self.folder.exists():
+            return set()
         found = {path.stem for path in self.folder.iterdir() if path.suffix in (endings or ("", _LOCK, _WRITING))}
-        return {key for key in found if _KEY.fullmatch(key)}
+        return {key for key in found if KEY.fullmatch(key)}
 
     def _entries(self) -> list[tuple[int, int, str]]:
         """Return when each entry was last used, its bytes and its key; other processes may remove some meanwhile."""

@@ -83,14 +83,14 @@ def _host_settings() -> Iterator[str]:
 def _providers() -> Iterator[str]:
     """Yield what provides kernels here, each with the digest of its package."""
     state = host_state()
-    yield f"opgraft: {_package('opgraft')}"
+    yield f"opgraft: {package_digest('opgraft')}"
     for plugin in state.plugins.values():
         yield f"plugin {plugin.name} {plugin.provider} {plugin.status.value}"
     for replacement in state.active:
-        yield f"{qualified(replacement.cls)}: {_package(replacement.cls.__module__.partition('.')[0])}"
+        yield f"{qualified(replacement.cls)}: {package_digest(replacement.cls.__module__.partition('.')[0])}"
 
 
-def _package(name: str) -> str:
+def package_digest(name: str) -> str:
     """Digest the sources of an imported package, or of a module that stands alone."""
     module = sys.modules.get(name)
     file = getattr(module, "__file__", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,7 @@ class Packages:
         Raises:
             CacheEntryError: it has no package.
         """
-        nodes = [[node.format_node(), str(layout_of(node.meta.get("val")))] for node in graph.graph.nodes]
-        key = digest([self.environment, nodes])
+        key = digest([self.environment, *nodes_of(graph)])
         with self.cache.locked(key):
             if self._usable(key):
                 return key
@@ -64,3 +64,11 @@ class Packages:
             return self.cache.read(key) is not None
         except CacheEntryError:
             return False
+
+
+def nodes_of(graph: fx.GraphModule) -> Iterator[list[str]]:
+    """Yield the nodes of a graph and of those inside it, as the branches of ``torch.cond``, with what they compute."""
+    for name, part in graph.named_modules(remove_duplicate=False):
+        if isinstance(part, fx.GraphModule):
+            for node in part.graph.nodes:
+                yield [name, str(node.format_node()), str(layout_of(node.meta.get("val")))]

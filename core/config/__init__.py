@@ -19,12 +19,22 @@ from opgraft.config.sections import (
     SchedulerConfig,
     ServerConfig,
 )
-from opgraft.config.whole import FIELDS, OpgraftConfig, Settings, config_from_fields, parse_text, resolve, text_of
+from opgraft.config.whole import (
+    FIELDS,
+    NATIVE_CHOICE,
+    OpgraftConfig,
+    Settings,
+    config_from_fields,
+    parse_text,
+    resolve,
+    text_of,
+)
 
 __all__ = [
     "CURRENT_SCOPE",
     "FIELDS",
     "FLAG_WORDS",
+    "NATIVE_CHOICE",
     "CacheConfig",
     "CompilationConfig",
     "CompilationMode",

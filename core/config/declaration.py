@@ -289,6 +289,8 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _as_dict(value: Any) -> Any:
+    if isinstance(value, str):  # in Python as on the command line
+        return _parse_mapping(value, "a mapping")
     return dict(value) if isinstance(value, Mapping) else value
 
 

@@ -28,6 +28,9 @@ from opgraft.config.sections import (
 )
 from opgraft.errors import ConfigError, close_matches
 
+NATIVE_CHOICE = "native"
+"""The choice of ``providers`` that is no provider: the op's own class, by its native definition."""
+
 
 @dataclass(frozen=True)
 class OpgraftConfig(Section):
@@ -41,7 +44,8 @@ class OpgraftConfig(Section):
         check_values: whether ops check values of tensors, such as positions, on accelerators too, which then must wait.
         cpu_keep_memory: whether the CPU platform has glibc keep freed memory in the process. Decided once per process.
         lockfile: file that pins the distributions of plugins and platforms. Read when the platform is decided.
-        providers: op name to the entry-point or distribution name of the provider whose replacement is to be used.
+        providers: op name to the entry-point or distribution name of the provider whose replacement is to be used, or
+            to ``native``; a mapping, or text as the command line takes it.
         compilation_config, model, cache, scheduler, parallel, load, quantization, server: sections, see their classes.
     """
 
@@ -61,7 +65,9 @@ class OpgraftConfig(Section):
         "on the CPU platform freed memory stays with the process; needs glibc, cannot be taken back", default=False
     )
     providers: Mapping[str, str] | None = setting(
-        "op name to the plugin or distribution whose replacement is used; opgraft keeps the op's own class", default={}
+        "op name to the plugin or distribution whose replacement is used; opgraft keeps the op's own class, native "
+        "runs its native definition",
+        default={},
     )
     compilation_config: CompilationConfig = dataclasses.field(default_factory=CompilationConfig)
     lockfile: str | None = setting(
@@ -129,6 +135,10 @@ class Settings:
         says = any(self.origins[f"compilation_config.{name}"] != "default" for name in ("level", "mode"))
         return OpgraftConfig(compilation_config=CompilationConfig(level=None if says else DEFAULT_LEVEL))
 
+    def chosen_provider(self, op_name: str | None) -> str | None:
+        """Return what ``providers`` asks for by the registered name of an op or class."""
+        return (self.config.providers or {}).get(op_name or "")
+
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """Yield every setting by its dotted name, its value as the command line takes it, and the layer that set it."""
         for field, value in values_of(self.config):
@@ -139,6 +149,8 @@ class Settings:
         compilation = self.config.compilation_config
         setting = CustomOpsSetting.parse(compilation.custom_ops or ())
         origin = self.origins["compilation_config.custom_ops"]
+        if self.chosen_provider(op_name) == NATIVE_CHOICE:
+            return False, f"providers asks for {NATIVE_CHOICE!r} ({self.origins['providers']})"
         if op_name in setting.on:
             return True, f"'+{op_name}' in custom_ops ({origin})"
         if op_name in setting.off:
@@ -196,7 +208,10 @@ def _fill_by_level(values: dict[str, Any], origins: dict[str, str]) -> None:
     name, section = "compilation_config.level", "compilation_config"
     if name not in values:
         return
+    native = {f"+{op}" for op, choice in values.get("providers", {}).items() if choice == NATIVE_CHOICE}
     for attribute, value in of_level(values[name], values.get(f"{section}.mode")).items():
+        if attribute == "custom_ops":  # an op that is chosen by hand is not the level's to enable
+            value = tuple(token for token in value if token not in native)
         if f"{section}.{attribute}" not in values:
             values[f"{section}.{attribute}"] = value
             origins[f"{section}.{attribute}"] = f"{name} {values[name]} ({origins[name]})"
@@ -266,6 +281,14 @@ def _skipped_or_quantized(config: OpgraftConfig) -> bool:
     return not set(config.quantization.skip) & set(config.quantization.by_prefix)
 
 
+def _choices_agree(config: OpgraftConfig) -> bool:
+    switched = CustomOpsSetting.parse(config.compilation_config.custom_ops or ())
+    choices = (config.providers or {}).items()
+    native = {op for op, choice in choices if choice == NATIVE_CHOICE}
+    plugins = {op for op, choice in choices if choice not in (NATIVE_CHOICE, "opgraft")}
+    return not (native & switched.on or plugins & switched.off)
+
+
 _RULES: tuple[tuple[tuple[str, ...], Callable[[OpgraftConfig], bool], str], ...] = (
     (
         ("scheduler.max_num_batched_tokens", "model.max_model_len", "scheduler.chunked_prefill"),
@@ -282,6 +305,12 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[OpgraftConfig], bool], str], ...]
         ("quantization.skip", "quantization.by_prefix"),
         _skipped_or_quantized,
         "a prefix is either skipped or quantized: take it out of one of them",
+    ),
+    (
+        ("providers", "compilation_config.custom_ops"),
+        _choices_agree,
+        "an op that is chosen as native is not enabled by +op, and one that a plugin is chosen for is not disabled by "
+        "-op: take it out of one of them",
     ),
 )
 """Settings that can contradict each other, the test that they do not, and why, with the way out."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from opgraft.binding.explaining import Explanation
 from opgraft.binding.pluggable_class import choose_class
+from opgraft.binding.provenance import explain_exception
 from opgraft.config import OpgraftConfig
 from opgraft.engine.cache_layout import CacheSizes, windows_of_all
 from opgraft.engine.cache_room import smallest_room
@@ -297,7 +298,8 @@ class EngineCore:
 
     def _step_failed(self, batch: Sequence[Request], error: Exception) -> list[EngineOutput]:
         self.counters.failed_steps += 1
-        message = f"the step of {_named(batch)} failed: {described(error)}"
+        told = explain_exception(error)
+        message = f"the step of {_named(batch)} failed: {described(error)}{f' ({told})' if told else ''}"
         if self.opgraft_config.scheduler.on_step_error == "stop":
             self._stopped = error
             message += "; the engine stops"

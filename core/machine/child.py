@@ -10,12 +10,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
-from opgraft.errors import ChildError
+from opgraft.errors import ChildError, LostChildError
 
 if TYPE_CHECKING:
     import subprocess
@@ -35,11 +35,25 @@ _PIECE = 1 << 16
 
 @dataclass(frozen=True)
 class Ended:
-    """The remains of a child: its exit status, ``None`` where it was stopped, its answer, and the end of its output."""
+    """The remains of a child: its exit status, ``None`` where it was stopped, its answer, and the end of its output.
+
+    ``memory`` is what it had in bytes when it was stopped for that, else 0.
+    """
 
     status: int | None
     reply: str
     output: str
+    memory: int = 0
+
+    @property
+    def died(self) -> bool:
+        """Tell of a child without an answer whether its code held it up or took it down.
+
+        Status 1 is what Python ends with after an exception, the host's own too; some signals come from outside.
+        """
+        import signal
+
+        return self.status not in (1, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
     def complaint(self) -> str:
         """Say how it ended, with the last line that it printed."""
@@ -53,14 +67,15 @@ def ask_child(code: str, arguments: Sequence[str] = (), data: Any = None, time_l
     """Run ``code`` in a new interpreter; returns what it writes to ``reply_to`` as JSON. See ``run_child``.
 
     Raises:
-        ChildError: the child could not be started, ran past ``time_limit`` seconds, failed, or wrote no JSON; the
-            message says which, with the last line that it printed.
+        ChildError: the child could not be started, failed, or wrote no JSON; the message says which, with the last line
+            that it printed.
+        LostChildError: it ran past ``time_limit`` seconds, or was taken down.
     """
     ended = run_child(code, arguments, data, time_limit)
     if ended.status is None:
-        raise ChildError(f"it gave no answer within {time_limit:g} s and was stopped")
-    if ended.status != 0:
-        raise ChildError(ended.complaint())
+        raise LostChildError(f"it gave no answer within {time_limit:g} s and was stopped")
+    if ended.status != 0 or not ended.reply:
+        raise (LostChildError if ended.died else ChildError)(ended.complaint())
     try:
         return json.loads(ended.reply)
     except (ValueError, RecursionError) as error:
@@ -73,32 +88,25 @@ def run_child(
     data: Any = None,
     time_limit: float = 10.0,
     environ: Mapping[str, str] | None = None,
+    memory_limit: int | None = None,
+    heard: Callable[[bytes], None] | None = None,
 ) -> Ended:
     """Run ``code`` in a new interpreter with this one's ``sys.path`` and wait until it ends or its time is over.
 
+    It is stopped, too, when it has more than ``memory_limit`` bytes in memory, which is looked at 20 times a second.
+
     The code finds a file descriptor to write to in ``reply_to``, its arguments in ``sys.argv[3:]``, and in ``data``
     what was handed over, which must be ready for ``json.dumps``. It runs in a minimal environment, or in ``environ``,
-    which must be this process's own: what a file says is handed over as data.
+    which must be this process's own: what a file says is handed over as data. ``heard`` is called with each piece of
+    the reply as it comes.
 
     Raises:
         ChildError: it could not be started.
     """
-    import subprocess  # costs 10 ms, which detection should not pay where no child is asked
-
     handed_over = json.dumps(data).encode()
     read_end, write_end = os.pipe()
-    # Isolated: neither variables nor the working folder decide what is imported before the preface sets the path.
-    command = [sys.executable, "-I", "-c", _PREFACE + code, _search_path(), str(write_end), *arguments]
     try:
-        child = subprocess.Popen(  # noqa: S603  # our own interpreter
-            command,
-            env=_minimal_environment() if environ is None else dict(environ),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=(write_end,),
-            start_new_session=True,  # a group of its own, which can be killed with all that it starts
-        )
+        child = _start(code, arguments, environ, write_end)
     except (OSError, ValueError, TypeError) as error:
         os.close(read_end)
         raise ChildError(f"no child process could be started: {error}") from error
@@ -111,12 +119,32 @@ def run_child(
             _stream(child.stdout) as output,
             _stream(child.stdin) as question,
         ):
-            answer, printed = _exchange(child, reply, output, question, handed_over, deadline)
-            status = _wait(child, deadline)  # before its pipes close, which would end it otherwise
+            watch = _MemoryWatch(child.pid, memory_limit)
+            answer, printed = _exchange(child, reply, output, question, handed_over, deadline, watch, heard)
+            # Before its pipes close, which would end it otherwise.
+            status = _wait(child, time.monotonic() if watch.exceeded else deadline)
     except BaseException:  # an interrupt from the keyboard, which does not reach a child in a session of its own
         _kill(child)
         raise
-    return Ended(status, answer.decode(errors="replace"), printed.decode(errors="replace"))
+    return Ended(status, answer.decode(errors="replace"), printed.decode(errors="replace"), watch.exceeded)
+
+
+def _start(
+    code: str, arguments: Sequence[str], environ: Mapping[str, str] | None, write_end: int
+) -> subprocess.Popen[bytes]:
+    import subprocess  # costs 10 ms, which detection should not pay where no child is asked
+
+    # Isolated: neither variables nor the working folder decide what is imported before the preface sets the path.
+    command = [sys.executable, "-I", "-c", _PREFACE + code, _search_path(), str(write_end), *arguments]
+    return subprocess.Popen(  # noqa: S603  # our own interpreter
+        command,
+        env=_minimal_environment() if environ is None else dict(environ),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=(write_end,),
+        start_new_session=True,  # a group of its own, which can be killed with all that it starts
+    )
 
 
 def _search_path() -> str:
@@ -141,8 +169,10 @@ def _exchange(
     question: IO[bytes],
     data: bytes,
     deadline: float,
+    watch: _MemoryWatch,
+    heard: Callable[[bytes], None] | None,
 ) -> tuple[bytes, bytes]:
-    """Hand over ``data`` and collect the reply and the end of the output, until the child has ended or time is over."""
+    """Hand over ``data`` and collect the reply and the end of the output, until the child has ended or is to be."""
     import selectors
 
     received = {reply: bytearray(), output: bytearray()}
@@ -153,7 +183,7 @@ def _exchange(
         os.set_blocking(question.fileno(), False)  # the child may read nothing while it fills its own pipes
         selector.register(question, selectors.EVENT_WRITE)
         open_streams = set(received)
-        while open_streams and (now := time.monotonic()) < deadline:
+        while open_streams and (now := time.monotonic()) < deadline and not watch.look():
             ended = child.poll() is not None  # before the pipes are looked at: what it wrote last is still in them
             ready = [key.fileobj for key, _ in selector.select(0 if ended else min(_LOOK_AGAIN, deadline - now))]
             if question in ready:
@@ -162,12 +192,34 @@ def _exchange(
                     selector.unregister(question)
                     question.close()
             for stream in open_streams.intersection(ready):
-                if not _read_into(received[stream], stream, stream is reply):
+                piece = _read_into(received[stream], stream, stream is reply)
+                if heard is not None and stream is reply:
+                    heard(piece)
+                if not piece:
                     selector.unregister(stream)
                     open_streams.discard(stream)
             if ended and not ready:
                 break
     return bytes(received[reply]), bytes(received[output])
+
+
+class _MemoryWatch:
+    """A look at the memory of a process, and what it had when that was more than its limit."""
+
+    def __init__(self, pid: int, limit: int | None) -> None:
+        self.limit = limit
+        self.path = f"/proc/{pid}/statm"
+        self.exceeded = 0
+
+    def look(self) -> int:
+        if self.limit is not None:
+            try:
+                with open(self.path, encoding="ascii") as file:
+                    resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            except (OSError, ValueError, IndexError):  # it has ended, or this system has no such file
+                return 0
+            self.exceeded = resident if resident > self.limit else 0
+        return self.exceeded
 
 
 def _written(stream: IO[bytes], data: memoryview) -> int:
@@ -178,15 +230,15 @@ def _written(stream: IO[bytes], data: memoryview) -> int:
         return len(data)
 
 
-def _read_into(buffer: bytearray, stream: IO[bytes], from_start: bool) -> bool:
-    """Read a piece and say whether more may come; of what is too long the start is kept, or the end."""
+def _read_into(buffer: bytearray, stream: IO[bytes], from_start: bool) -> bytes:
+    """Read a piece, empty where no more will come, and add it; of what is too long the start is kept, or the end."""
     piece = os.read(stream.fileno(), _PIECE)
     buffer += piece
     if from_start:
         del buffer[_LARGEST_REPLY:]
     else:
         del buffer[:-_KEPT_OUTPUT]
-    return bool(piece)
+    return piece
 
 
 def _wait(child: subprocess.Popen[bytes], deadline: float) -> int | None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from opgraft.config import Settings
+from opgraft.config import NATIVE_CHOICE, Settings
 from opgraft.decision import Candidate, Decision, Provider
 from opgraft.environment import PLUGINS_DISABLE, PROVIDERS
 from opgraft.errors import ConfigError, ConflictError, close_matches
 from opgraft.platform import Platform
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
 from opgraft.registry.op_classes import location_of, told_apart
-from opgraft.text import described
 
 _NOT_ASKED = "providers asks for"
 
@@ -63,14 +62,15 @@ class ReplacementChoice:
         """Say which setting would choose another class, or return "" where none does."""
         free = [_name(r) for r, no in self.rows if r is not self.winner and (no is None or no.startswith(_NOT_ASKED))]
         if self.winner is None:
-            return _choosing(self.settings, self.op_name, free)
-        return _choosing(self.settings, self.op_name, [self.own.name, *free], _name(self.winner))
+            return choosing(self.settings, self.op_name, free)
+        return choosing(self.settings, self.op_name, [self.own.name, *free], _name(self.winner))
 
     def _verdict(self, row: Replacement, against: str | None) -> str:
         if against or self.winner is None:
             return against or "not chosen"
         if row is self.winner:
-            return f"active here, priority {row.priority}"
+            branch = "; where its supports= is false of the arguments the op's own kernel runs" if row.supports else ""
+            return f"active here, priority {row.priority}{branch}"
         return f"priority {row.priority} is below {self.winner.priority}"
 
 
@@ -92,14 +92,15 @@ def choose_replacement(
         ConflictError: several apply at equal priority and ``providers`` does not choose.
         ConfigError: ``providers`` chooses what is not there.
     """
-    wanted = (settings.config.providers or {}).get(op_name or "")
+    wanted = settings.chosen_provider(op_name)
+    own_choices = (own.name, NATIVE_CHOICE)
     asked = f"{_NOT_ASKED} {wanted!r} for {op_name!r} ({settings.origins['providers']})"
     rows = tuple((r, objection_to(r, platform, wanted)) for r in active if r.target is target)
     eligible = [r for r, against in rows if against is None]
     best = max((r.priority for r in eligible), default=0)
     top = [r for r in eligible if r.priority == best]
     if len(top) > 1:
-        choices = f"Choose by {_choosing(settings, op_name, [_name(r) for r in top], _name(top[0]))}."
+        choices = f"Choose by {choosing(settings, op_name, [_name(r) for r in top], _name(top[0]))}."
         # Settings name providers and plugins, so none tells these apart.
         if len({(r.provider, r.plugin) for r in top}) == 1:
             choices = "They have one provider, which decides by register_oot(priority=...) or unregister_oot."
@@ -109,15 +110,16 @@ def choose_replacement(
             f"{choices}"
         )
     # Passed over, the native kernel would run without a word where a plugin's was asked for.
-    if wanted and not top and wanted != own.name and not any(wanted in (r.provider.name, r.plugin) for r in kin):
+    if wanted and not top and wanted not in own_choices and not any(wanted in (r.provider.name, r.plugin) for r in kin):
         offered = ", ".join(_who(r) for r, _ in rows) or "none"
-        known = {own.name, *(_name(r) for r in (*(r for r, _ in rows), *kin))}
+        known = {*own_choices, *(_name(r) for r in (*(r for r, _ in rows), *kin))}
         raise ConfigError(
             f"{asked}, which has no replacement of {target.__qualname__} that "
-            f"applies on {platform.name} (active: {offered}; {own.name!r} keeps the op's own class): "
+            f"applies on {platform.name} (active: {offered}; {own.name!r} keeps the op's own class, "
+            f"{NATIVE_CHOICE!r} runs its native definition): "
             f"{close_matches(wanted, known)}"
         )
-    kept = f"{asked}{'' if wanted == own.name else ', which serves other classes of that op'}" if wanted else ""
+    kept = f"{asked}{'' if wanted in own_choices else ', which serves other classes of that op'}" if wanted else ""
     return ReplacementChoice(target, own, op_name, rows, top[0] if top else None, kept, settings)
 
 
@@ -127,15 +129,10 @@ def objection_to(replacement: Replacement, platform: Platform, wanted: str | Non
         return f"applies on {', '.join(replacement.platforms)} only, this is {platform.name}"
     if wanted and wanted not in (replacement.provider.name, replacement.plugin):
         return f"{_NOT_ASKED} {wanted}"
-    if replacement.when is not None:
-        try:
-            return None if replacement.when(platform) else "its when= condition is false here"
-        except (Exception, SystemExit) as error:  # a plugin's code; the reason stays in the decision
-            return f"its when= condition raised {described(error)}"
-    return None
+    return replacement.objection_on(platform)
 
 
-def _choosing(settings: Settings | None, op_name: str | None, names: Sequence[str], dispensable: str = "") -> str:
+def choosing(settings: Settings | None, op_name: str | None, names: Sequence[str], dispensable: str = "") -> str:
     """Say how to choose the first of ``names``, in each form that a user may paste, or to go without a plugin.
 
     A class that derives from no registered op has no name by which to choose.

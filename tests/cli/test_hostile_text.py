@@ -119,6 +119,7 @@ COMMANDS = [
     ("detect", "--all"),
     ("plugins", "list"),
     ("plugins", "show", "broken"),
+    ("plugins", "show", "broken", "--load"),
     ("plugins", "doctor"),
     ("ops", "list", "--details"),
     ("ops", "explain", "rms_norm"),

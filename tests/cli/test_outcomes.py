@@ -32,12 +32,12 @@ def place(file: Path, text: str) -> str:
 
 
 class TestShow:
-    """'opgraft plugins show' ends as the doctor does for the same plugin."""
+    """'opgraft plugins show --load' ends as the doctor does for the same plugin."""
 
     def test_a_row_that_was_left_out(self, cli, site) -> None:
         """Status and rows say which replacement is not active; the exit code is that of a finding."""
         site.plugin("acme", HEAD + HOOK + DEAD_ROW)
-        code, shown = answer(cli, "plugins", "show", "acme")
+        code, shown = answer(cli, "plugins", "show", "acme", "--load")
         (offer,) = shown["offers"]
         (finding,) = shown["findings"]
         assert (code, offer["status"]) == (1, "activated")
@@ -47,7 +47,7 @@ class TestShow:
             ("RMSNormClamp", False),
         ]
         assert "replaces 'RMSNormClamp', which no registered op answers to" in finding["message"]
-        text = cli("plugins", "show", "acme").stdout
+        text = cli("plugins", "show", "acme", "--load").stdout
         assert f"RMSNormClamp -> AcmeRMSNorm at {place(site.folder / 'acme.py', 'class')} (not active)" in text
         assert "finding: plugin acme of acme 1.0: acme:AcmeRMSNorm" in text
 
@@ -63,7 +63,7 @@ class TestShow:
     def test_the_exit_code_is_the_doctors(self, cli, site, source: str, code: int, status: str) -> None:
         """0 where it works, 1 where it is not used, 4 where it failed."""
         site.plugin("acme", source)
-        shown = answer(cli, "plugins", "show", "acme")
+        shown = answer(cli, "plugins", "show", "acme", "--load")
         assert (shown[0], shown[1]["offers"][0]["status"]) == (code, status)
         assert answer(cli, "plugins", "doctor")[0] == code
 
@@ -71,12 +71,12 @@ class TestShow:
         """Findings are those of the plugin that was asked for."""
         site.plugin("acme", HEAD + HOOK)
         site.plugin("brix", "raise OSError('no driver')")
-        assert answer(cli, "plugins", "show", "acme")[0] == 0
+        assert answer(cli, "plugins", "show", "acme", "--load")[0] == 0
 
     def test_a_platform_whose_probe_failed(self, cli, site) -> None:
         """A platform is shown with what its probe raised."""
         site.platform("brix", probe="raise OSError('bus error')")
-        code, shown = answer(cli, "plugins", "show", "brix")
+        code, shown = answer(cli, "plugins", "show", "brix", "--load")
         assert code == 1
         assert "raised OSError: bus error" in shown["findings"][0]["message"]
 
@@ -86,13 +86,15 @@ class TestShow:
         site.plugin("acme", HEAD + HOOK + "def opgraft_vetoo(platform):\n    return 'no'\n")
         site.plugin("brix", rival + HOOK.replace("Acme", "Brix"))
         site.plugin("cedar", "import opgraft\nplatforms = 'any'\n" + "@opgraft.hookimpl\ndef opgraft_veto(): pass\n")
-        code, shown = answer(cli, "plugins", "show", "acme")
+        code, shown = answer(cli, "plugins", "show", "acme", "--load")
         told = [finding["message"] for finding in shown["findings"]]
         assert code == answer(cli, "plugins", "doctor")[0] == 1
         assert any("opgraft_vetoo is never called" in message for message in told), told
         assert any("2 replacements of RMSNorm" in message for message in told), told
-        assert not any("opgraft_vetoo" in f["message"] for f in answer(cli, "plugins", "show", "brix")[1]["findings"])
-        assert answer(cli, "plugins", "show", "cedar")[0] == 0
+        assert not any(
+            "opgraft_vetoo" in f["message"] for f in answer(cli, "plugins", "show", "brix", "--load")[1]["findings"]
+        )
+        assert answer(cli, "plugins", "show", "cedar", "--load")[0] == 0
 
     def test_a_platform_of_a_device_type_that_torch_does_not_know(self, cli, site) -> None:
         """It is a finding of the platform, with exit code 1; the checks that need a device are left out."""
@@ -100,7 +102,7 @@ class TestShow:
         source += "    name = 'brix'\n    dispatch_chain = ('native',)\n    device_type = 'cpuu'\n"
         plugin = HEAD.replace('platforms = "any"\n', "") + HOOK
         site.platform("brix", probe="return Evidence(True, 'here')", platform=source, plugin=plugin)
-        code, shown = answer(cli, "plugins", "show", "brix")
+        code, shown = answer(cli, "plugins", "show", "brix", "--load")
         (finding,) = shown["findings"]
         assert "does not know its device_type 'cpuu'" in finding["message"]
         assert code == answer(cli, "plugins", "doctor")[0] == 1
@@ -117,7 +119,7 @@ class TestDoctor:
         (finding,) = told["findings"]
         assert code == 4
         assert finding["location"] == place(site.folder / "acme.py", "os.stat")
-        assert "'opgraft plugins show acme' has the traceback" in finding["message"]
+        assert "'opgraft plugins show acme --load' has the traceback" in finding["message"]
         text = cli("plugins", "doctor", OPGRAFT_STRICT=strict).stdout
         assert text.count("FileNotFoundError") == 1
         assert text.startswith("acme (acme 1.0): failed\n")
@@ -182,3 +184,21 @@ def test_details_without_a_value_are_not_shown(cli) -> None:
     lines = cli("plugins", "show", "cpu").stdout.splitlines()
     assert "name: cpu" in lines
     assert [line for line in lines if line.rstrip().endswith(":")] == []
+
+
+def test_an_op_that_raises_is_named_below_the_error(cli, site, causal_folder: Path) -> None:
+    """Where a constructor of a plugin's op raises, stderr ends with op, provider, place and setting, as JSON does."""
+    broken = (
+        "import opgraft\nfrom opgraft.ops import RMSNorm\nplatforms = 'any'\nclass Acme(RMSNorm):\n"
+        "    def __init__(self, *sizes, **named):\n        raise RuntimeError('no driver')\n"
+        "@opgraft.hookimpl\ndef opgraft_register_ops():\n    RMSNorm.register_oot(Acme)\n"
+    )
+    site.plugin("acme", broken, version="3.1")
+    result = cli("run", str(causal_folder), "the cat", "--json", "--load.progress", "false")
+    assert result.returncode == 1
+    assert "RuntimeError: no driver" in result.stderr
+    told = json.loads(result.stdout)["error"]["provenance"]
+    assert (told["op"], told["kernel"], told["provider"]["version"]) == ("rms_norm", "Acme.__init__", "3.1")
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("raised in op rms_norm, by Acme.__init__ of acme 3.1 at ")
+    assert told["location"].endswith("acme.py:6")

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 from opgraft.config import resolve
+from opgraft.decision import Provider
+from opgraft.plugins import quarantine
 from opgraft.plugins.locking import lock_installed, write_rows
 from referencing import Registry, Resource
 
@@ -62,9 +64,13 @@ def test_the_schemas_are_schemas() -> None:
         (("env",), 0),
         (("plugins", "list"), 0),
         (("plugins", "show", "acme"), 0),
-        (("plugins", "show", "broken"), 4),
+        (("plugins", "show", "brix-dist"), 0),
+        (("plugins", "show", "acme", "--load"), 0),
+        (("plugins", "show", "broken", "--load"), 4),
         (("plugins", "doctor"), 4),
         (("plugins", "lock"), 0),
+        (("plugins", "compat", "acme"), 0),
+        (("plugins", "release", "quarantined"), 0),
         (("ops", "list"), 0),
         (("ops", "explain", "rotary_embedding"), 0),
         (("ops", "explain", "nonsense"), 2),
@@ -75,6 +81,8 @@ def test_answers_fit_their_schema(cli, site, arguments: tuple[str, ...], code: i
     site.plugin("acme", PLUGIN)
     site.plugin("broken", "raise OSError('no driver')")
     site.platform("brix", probe="raise OSError('bus error')")
+    site.plugin("quarantined", PLUGIN)
+    quarantine.confine(Provider("quarantined", "1.0"), "it crashed")
     result = cli(*arguments, "--json")
     answer = json.loads(result.stdout)
     errors = [f"{error.json_path}: {error.message}" for error in validator(answer["schema"]).iter_errors(answer)]

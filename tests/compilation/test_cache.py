@@ -19,6 +19,7 @@ import torch
 from compilation.blocks import WIDTH, Block
 from opgraft import CompilationConfig
 from opgraft.compilation import key as keys
+from opgraft.compilation.bundles import export_entries, import_entries
 from opgraft.compilation.cache import CompilationCache
 from opgraft.errors import CacheEntryError, CompilationError, ConfigError
 from torch import Tensor, nn
@@ -255,7 +256,10 @@ def test_what_a_process_has_compiled_another_one_loads(block: Block, x: Tensor, 
     for size in (1, 2, 50):
         batch = torch.randn(size, 5, WIDTH)
         torch.testing.assert_close(dict(again(batch)), dict(block(batch)), rtol=1e-5, atol=1e-5)
-    cache = CompilationCache(tmp_path / "cache", 1 << 30)
+    cache, there = (CompilationCache(tmp_path / name, 1 << 30) for name in ("cache", "there"))
+    bundle = export_entries(cache, str(tmp_path / "bundle"))
+    import_entries(there, bundle.file, sha256=bundle.sha256)
+    assert "taken from the cache" in kept(block, there.folder, x).decision.reason
     for path in cache.folder.glob("*/entry.json"):
         if json.loads(path.read_text()):  # the first level
             path.write_text("{}")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import opgraft
 import pytest
 from opgraft import CompilationConfig, CompilationMode, OpgraftConfig, set_config
-from opgraft.config import CustomOpsSetting, config_from_fields, parse_text, resolve
+from opgraft.config import CustomOpsSetting, config_from_fields, parse_text, read_file, resolve
 from opgraft.environment import read_environment
 from opgraft.errors import ConfigError
 from opgraft.state import host_state
@@ -175,3 +177,40 @@ def test_a_flag_has_the_words_that_are_documented(word: str, value: bool, monkey
     monkeypatch.setenv("OPGRAFT_STRICT", word)
     ((_, layer),) = read_environment().layers
     assert layer.strict is value
+
+
+def test_text_is_a_mapping_everywhere(tmp_path: Path) -> None:
+    """A choice of providers is written alike in Python, a file, the environment and on the command line."""
+    text, mapping = "rms_norm=acme, silu_and_mul=native", {"rms_norm": "acme", "silu_and_mul": "native"}
+    (tmp_path / "c.toml").write_text(f'providers = "{text}"')
+    ((_, in_file),) = read_file(str(tmp_path / "c.toml")).layers
+    ((_, in_environment),) = read_environment({"OPGRAFT_PROVIDERS": text}).layers
+    made = OpgraftConfig(providers=text)
+    assert made.providers == in_file.providers == in_environment.providers == parse_text("providers", text) == mapping
+    with pytest.raises(ConfigError, match="use key=value pairs"):
+        OpgraftConfig(providers="rms_norm")
+
+
+@pytest.mark.parametrize(
+    ("choice", "switch"), [({"a": "native"}, "+a"), ({"a": "acme"}, "-a"), ({"b": "x", "a": "native"}, "none,+a")]
+)
+def test_a_choice_and_a_switch_that_contradict_each_other(choice: dict[str, str], switch: str) -> None:
+    """What is chosen by hand and switched the other way is an error that names both, each with its origin."""
+    with pytest.raises(ConfigError, match=r'providers = .*"a".*\(a file\), .*custom_ops = .*a"\] \(a variable\)'):
+        resolve(
+            [
+                ("a file", OpgraftConfig(providers=choice)),
+                ("a variable", OpgraftConfig(compilation_config=CompilationConfig(custom_ops=[switch]))),
+            ]
+        )
+
+
+def test_choices_that_agree_with_switches() -> None:
+    """``native`` goes with ``-op``, a plugin with ``+op``, opgraft's own class with either; a level gives way."""
+    providers = {"a": "native", "b": "acme", "linear": "native"}
+    switches = CompilationConfig(custom_ops=["-a,+b"])
+    assert resolve([("x", OpgraftConfig(providers=providers, compilation_config=switches))]).config.providers
+    level = CompilationConfig(level=2)
+    settings = resolve([("x", OpgraftConfig(providers=providers, compilation_config=level))])
+    assert settings.enabled("linear") == (False, "providers asks for 'native' (x)")
+    assert resolve([("x", OpgraftConfig(compilation_config=level))]).enabled("linear")[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from opgraft.errors import ChildError, InputError
-from opgraft.machine.child import ask_child
+from opgraft.machine.child import ask_child, run_child
 from opgraft.machine.machine import RECORD, Machine
 
 GOOD = {"environ": {"A": "1"}, "packages": {}, "torch": None, "denied": []}
@@ -60,7 +60,7 @@ def test_a_child_answers_through_a_file() -> None:
     ("code", "message"),
     [
         ("raise ValueError('broken')", "status 1: ValueError: broken"),
-        ("pass", "cannot be read"),
+        ("pass", "its process ended with status 0"),
         ("open(reply_to, 'w').write('{')", "cannot be read"),
         ("import time; time.sleep(60)", r"no answer within 0\.5 s"),
     ],
@@ -69,3 +69,13 @@ def test_a_child_that_gives_no_answer(code: str, message: str) -> None:
     """Failing, silent, garbled and slow children are told apart."""
     with pytest.raises(ChildError, match=message):
         ask_child(code, time_limit=0.5 if "sleep" in code else 10)
+
+
+def test_a_child_that_takes_too_much_memory_is_stopped() -> None:
+    """Well before its time is over; one that keeps within it is not."""
+    hungry = "import time; kept = bytearray(200 << 20); time.sleep(60)"
+    ended = run_child(hungry, time_limit=50, memory_limit=100 << 20)
+    assert ended.status is None
+    assert ended.memory > 100 << 20
+    modest = run_child("open(reply_to, 'w').write('1')", memory_limit=1 << 30)
+    assert (modest.status, modest.memory, modest.reply) == (0, 0, "1")

@@ -19,6 +19,7 @@ FOLDERS = {"core": "opgraft", "platforms": "opgraft.platforms", "plugins": "opgr
 
 LAYERS = [
     # Plain data: no torch, no state.
+    "opgraft.files",
     "opgraft.text",
     "opgraft.errors",
     "opgraft.version",

@@ -106,7 +106,7 @@ BAD_PROBES = {
         "no integer",
     ),
     "gives strange devices": ("return Evidence(True, 'found', ('A',))", "takes opgraft.Device"),
-    "leaves early": ("import os; os._exit(0)", "cannot be read"),
+    "leaves early": ("import os; os._exit(0)", "its process ended with status 0"),
     "answers nonsense": ("return True", "returned a bool, expected opgraft.Evidence"),
 }
 

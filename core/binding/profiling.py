@@ -1,0 +1,67 @@
+"""Ranges of torch's profiler that are called by op and provider."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.functional import Functional, binding_of
+from opgraft.binding.replaceable import ReplaceableFunction
+from opgraft.binding.specialisation import Binding, bind
+from torch.profiler import record_function
+
+
+@contextmanager
+def profile() -> Iterator[None]:
+    """Have each call of an op or a functional form be a range of torch's profiler within the block.
+
+    A range is called like ``opgraft.rms_norm AcmeRMSNorm.forward_oot [acme 1.0]``. It holds for all threads of the
+    process; a block within another one adds nothing. Outside of a block calls are what they are without profiling.
+    Code that was compiled before has the ranges of its compiler.
+    """
+    if "__call__" in vars(CustomOp):
+        yield
+        return
+    calls = {cls: cls.__call__ for cls in (Functional, ReplaceableFunction)}
+    _set_call(CustomOp, _labelled(CustomOp.__call__, lambda op: _label(op.binding, op.binding.kernel_name)))
+    for cls, label in ((Functional, _label_of_form), (ReplaceableFunction, _label_of_function)):
+        _set_call(cls, _labelled(calls[cls], label))
+    try:
+        yield
+    finally:
+        del CustomOp.__call__  # which it inherits again
+        for cls, call in calls.items():
+            _set_call(cls, call)
+
+
+def _set_call(cls: Any, call: Callable[..., Any]) -> None:
+    cls.__call__ = call
+
+
+def _labelled(call: Callable[..., Any], label: Callable[[Any], str]) -> Callable[..., Any]:
+    def labelled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return call(self, *args, **kwargs)
+        with record_function(label(self)):
+            return call(self, *args, **kwargs)
+
+    return labelled
+
+
+def _label_of_form(form: Functional[..., Any]) -> str:
+    binding = binding_of(form)
+    native = binding.kernel.winner.functional(form.name) is None
+    return _label(binding, f"{form.name}.native" if native else binding.kernel_name)
+
+
+def _label_of_function(reference: ReplaceableFunction[..., Any]) -> str:
+    binding = bind(reference.op_class)
+    return _label(binding, binding.kernel_name)
+
+
+def _label(binding: Binding, kernel: str) -> str:
+    choice = binding.replacement
+    return f"opgraft.{choice.op_name or choice.target.__qualname__} {kernel} [{binding.provider}]"

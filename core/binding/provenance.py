@@ -1,0 +1,162 @@
+"""Naming the op, its provider and the place that an exception came from, by its traceback alone.
+
+A call that works pays nothing: nothing is written down until somebody asks about an exception.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.functional import Functional, binding_of
+from opgraft.binding.replaceable import ReplaceableFunction
+from opgraft.binding.specialisation import Binding, bind
+from opgraft.config import NATIVE_CHOICE
+from opgraft.decision import Provider
+from opgraft.environment import PLUGINS_DISABLE
+from opgraft.errors import OpgraftError
+from opgraft.plugins.discovery import Offer, discover
+from opgraft.registry.choice import choosing
+from opgraft.state import host_state
+from opgraft.text import printable
+
+Place = tuple[FrameType, int]
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """The code that raised an exception.
+
+    Attributes:
+        op: the name that settings know the op by, or its class; empty where a plugin's code raised outside of ops.
+        kernel: the method of an op's class that ran, or the function of the plugin.
+        provider: who provides it.
+        location: ``file:line`` of the innermost code that is not torch's.
+        setting: which setting goes without it; empty where none does, as for a native definition.
+    """
+
+    op: str
+    kernel: str
+    provider: Provider
+    location: str
+    setting: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data, with the names that all JSON of opgraft has for it."""
+        return {
+            "op": self.op,
+            "kernel": self.kernel,
+            "provider": self.provider.to_dict(),
+            "location": self.location,
+            "setting": self.setting,
+        }
+
+    def __str__(self) -> str:
+        where = f"in op {self.op}, " if self.op else ""
+        change = f"; to go without it: {self.setting}" if self.setting else ""
+        return printable(f"raised {where}by {self.kernel} of {self.provider} at {self.location}{change}")
+
+
+def explain_exception(error: BaseException) -> Provenance | None:
+    """Name the op that raised, its provider with the version, the line, and the setting that switches it off.
+
+    All of it is read from the traceback, or that of the exception's cause. Of nested ops the innermost is named;
+    outside of ops, the plugin whose code ran last. ``None`` where neither ran, as in compiled code, which is its
+    compiler's.
+    """
+    raised = [list(traceback.walk_tb(each.__traceback__)) for each in reversed(list(_chain(error)))]
+    for tell in (_of_op, _of_plugin):
+        for places in raised:
+            for depth in reversed(range(len(places))):
+                told = tell(places[depth:])
+                if told is not None:
+                    return told
+    return None
+
+
+def install_excepthook() -> Callable[[], None]:
+    """Have an exception that ends the program be followed by a line of ``explain_exception``; returns the undo."""
+    former = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        former(kind, error, trace)
+        told = explain_exception(error)
+        if told is not None:
+            print(told, file=sys.stderr)  # noqa: T201 - as the hook before it does
+
+    def undo() -> None:
+        if sys.excepthook is hook:
+            sys.excepthook = former
+
+    sys.excepthook = hook
+    return undo
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception, and those that it was raised from."""
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        yield following
+        seen.add(id(following))
+        following = following.__cause__ or (None if following.__suppress_context__ else following.__context__)
+
+
+def _of_op(places: list[Place]) -> Provenance | None:
+    """Tell about the op that the outermost of some frames belongs to, if it does."""
+    frame, _ = places[0]
+    binding = _binding(frame)
+    if binding is None:
+        return None
+    choice = binding.replacement
+    replaced = choice.winner is not None
+    constructing = frame.f_code.co_name == "__init__"
+    kernel = f"{choice.cls.__qualname__}.__init__" if constructing else binding.kernel_name
+    provider = choice.provider if constructing else binding.provider
+    native = not replaced and (constructing or binding.kernel.winner.method in ("forward_native", "forward"))
+    plugin = (choice.winner.plugin or "") if choice.winner else ""
+    setting = "" if native else choosing(choice.settings, choice.op_name, [NATIVE_CHOICE], plugin)
+    location = _location(places) or binding.kernel.winner.location
+    return Provenance(choice.op_name or choice.target.__qualname__, kernel, provider, location, setting)
+
+
+def _binding(frame: FrameType) -> Binding | None:
+    """Return the binding of the op or the functional form that a frame is a method of."""
+    code = frame.f_code
+    own = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    if issubclass(type(own), CustomOp):  # not isinstance(), which asks the object
+        binding: Binding | None = vars(own).get("_binding")
+        return binding
+    try:
+        if isinstance(own, ReplaceableFunction):
+            return bind(own.op_class)
+        return binding_of(own) if isinstance(own, Functional) else None
+    except OpgraftError:  # it is the choice itself that failed, and its message says all
+        return None
+
+
+def _of_plugin(places: list[Place]) -> Provenance | None:
+    """Tell about the plugin that the outermost of some frames belongs to, if it does."""
+    frame, line = places[0]
+    package = str(frame.f_globals.get("__name__")).partition(".")[0]
+    offer = next((o for o in discover().offers if not o.built_in and _package(o) == package), None)
+    if offer is None:
+        return None
+    ways = f"{PLUGINS_DISABLE}={offer.name}"
+    setting = host_state().settings().to_change("plugins_disable", ways)
+    return Provenance("", frame.f_code.co_name, offer.provider, f"{frame.f_code.co_filename}:{line}", setting)
+
+
+def _package(offer: Offer) -> str:
+    return offer.module.partition(".")[0]
+
+
+def _location(places: list[Place]) -> str:
+    """Give ``file:line`` of the innermost code that is not torch's."""
+    own = [(f, n) for f, n in places if str(f.f_globals.get("__name__")).partition(".")[0] != "torch"]
+    return f"{own[-1][0].f_code.co_filename}:{own[-1][1]}" if own else ""

@@ -1,0 +1,32 @@
+"""``opgraft cache import``: take compiled code from a file that another machine has written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from opgraft.cli.cache_export import key_option
+from opgraft.cli.output import SettingsCommand, json_option, print_json, print_wrapped, with_settings
+from opgraft.compilation.bundles import import_entries, read_key
+from opgraft.compilation.cache import CompilationCache
+from opgraft.state import host_state
+
+
+@click.command("import", cls=SettingsCommand)
+@click.argument("file")
+@key_option
+@click.option("--sha256", metavar="DIGEST", help="The digest of the bundle, as 'opgraft cache export' has told it.")
+@json_option
+@with_settings
+def command(file: str, key: Path | None, sha256: str | None, as_json: bool) -> None:
+    """Take the entries of the bundle FILE, a path or a URL, that the cache of compiled code has not.
+
+    They are code that runs in processes to come, so the bundle must be the one that is meant, by --sha256, or signed
+    with a key of yours, by --key. One that was made in another environment is refused.
+    """
+    cache = CompilationCache.of(host_state().settings().config.compilation_config)
+    bundle = import_entries(cache, file, key=read_key(key) if key else None, sha256=sha256)
+    if as_json:
+        print_json("opgraft.cache.import/1", bundle.to_dict())
+    else:
+        print_wrapped(f"{cache.folder}: {bundle.taken} of {bundle.entries} entries are new")

@@ -1,0 +1,297 @@
+"""Bundles: the entries of a cache in one file, for machines with the same environment.
+
+A bundle is code that is loaded without a further look, so one is taken only where its digest is the one that the user
+names, or where it was signed with the user's key (HMAC-SHA256, RFC 2104: who can verify can sign).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import hmac
+import json
+import platform
+import re
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import torch
+from opgraft.compilation.cache import ENTRY, KEY, SUMS, CompilationCache
+from opgraft.compilation.key import package_digest
+from opgraft.errors import CacheEntryError, InputError
+from opgraft.plugins.discovery import discover
+from opgraft.plugins.selection import current_platform
+from opgraft.text import described
+from opgraft.version import __version__
+
+_MAGIC = b"opgraft bundle 1 "
+_UNSIGNED = b"0" * 64
+_HEADER = len(_MAGIC) + 64 + 1
+"""Bytes before the archive: what it is, the signature in hexadecimal digits, a line's end."""
+
+_INDEX = "bundle.json"
+_LARGEST_INDEX = 1 << 20
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_CHUNK = 1 << 20
+_SHORTEST_KEY = 32
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle that was written or taken.
+
+    Attributes:
+        file: its path or URL.
+        entries: that it holds.
+        taken: those of them that were not in the cache before; all of them where it was written.
+        nbytes: of the file.
+        sha256: of the file.
+        signed: with a key.
+    """
+
+    file: str
+    entries: int
+    taken: int
+    nbytes: int
+    sha256: str
+    signed: bool
+
+    def to_dict(self) -> dict[str, str | int | bool]:
+        """Return it as plain data."""
+        return {
+            "file": self.file,
+            "entries": self.entries,
+            "taken": self.taken,
+            "bytes": self.nbytes,
+            "sha256": self.sha256,
+            "signed": self.signed,
+        }
+
+
+def environment() -> dict[str, str]:
+    """Describe what compiled code of any model depends on. Imports no plugin, but the platform's class."""
+    chosen = current_platform()
+    known = {str(offer.provider) for offer in discover().offers if not offer.built_in}
+    return {
+        "torch": f"{torch.__version__} {torch.version.git_version}",
+        "Python": platform.python_version(),
+        "opgraft": f"{__version__} {package_digest('opgraft')[:12]}",
+        "the platform": f"{chosen.name} {chosen.capability()}",
+        "the processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "plugins": ", ".join(sorted(known)) or "none",
+    }
+
+
+def export_entries(cache: CompilationCache, file: str, key: bytes | None = None) -> Bundle:
+    """Write all entries of a cache to a bundle.
+
+    Args:
+        cache: whose entries are written; those that are damaged are left out.
+        file: a path, or a URL of fsspec such as ``s3://bucket/name``.
+        key: what signs it.
+
+    Raises:
+        InputError: there is no entry, or the file cannot be written.
+    """
+    with tempfile.TemporaryFile() as written:
+        written.write(_MAGIC + _UNSIGNED + b"\n")
+        entries = _write_archive(cache, written)
+        if not entries:
+            raise InputError(
+                f"the cache of compiled code in {cache.folder} has no entry to export: compile a model with "
+                "compilation_config.cache on first, or name its folder by compilation_config.cache_folder"
+            )
+        if key is not None:
+            header = _MAGIC + _signature(written, key) + b"\n"
+            written.seek(0)
+            written.write(header)
+        written.seek(0)
+        with _opened(file, "wb") as target:
+            digest, nbytes = _copied(written, target)
+    return Bundle(file, entries, entries, nbytes, digest, key is not None)
+
+
+def import_entries(
+    cache: CompilationCache, file: str, *, key: bytes | None = None, sha256: str | None = None
+) -> Bundle:
+    """Take the entries of a bundle into a cache, those that it has not.
+
+    Args:
+        cache: that gets them.
+        file: a path, or a URL of fsspec.
+        key: what it was signed with.
+        sha256: its digest, in hexadecimal digits; one of the two is needed.
+
+    Raises:
+        InputError: the file cannot be read, is not the one that was meant, was made in another environment, is
+            damaged, or is larger than the cache may be.
+    """
+    if key is None and sha256 is None:
+        raise InputError(
+            f"{file} holds code, which is taken only if you say that it is the one you mean: name its digest by "
+            "--sha256, or the key that it is signed with by --key"
+        )
+    with tempfile.TemporaryFile() as copy:
+        with _opened(file, "rb") as source:
+            digest, nbytes = _copied(source, copy, cache.limit)
+        if nbytes > cache.limit:
+            raise InputError(
+                f"{file} is larger than the cache may be, {cache.limit} bytes: raise compilation_config.cache_bytes"
+            )
+        signed = _expect_meant(file, copy, digest, key, sha256)
+        try:
+            with zipfile.ZipFile(copy) as archive:
+                entries = _contents(archive, cache.limit)
+                _expect_environment(file, json.loads(archive.read(_INDEX))["environment"])
+                taken = sum(_taken(cache, archive, name, files) for name, files in entries.items())
+        except InputError:
+            raise
+        except OSError as error:
+            raise InputError(f"the folder {cache.folder} takes no entry of {file}: {described(error)}") from error
+        except Exception as error:  # of an archive that another one wrote, whatever reading that raises
+            raise InputError(f"{file} is damaged: {described(error)}: export it anew") from error
+    return Bundle(file, len(entries), taken, nbytes, digest, signed)
+
+
+def read_key(file: Path) -> bytes:
+    """Read a key: any bytes, which nobody but their owner may read.
+
+    Raises:
+        InputError: it cannot be read, is too short, or others may read it.
+    """
+    try:
+        with file.open("rb") as opened:
+            key, mode = opened.read(1 << 16), file.stat().st_mode
+    except OSError as error:
+        raise InputError(f"the key {file} cannot be read: {error.strerror}") from error
+    if len(key) < _SHORTEST_KEY:
+        raise InputError(
+            f"the key {file} has {len(key)} bytes, expected {_SHORTEST_KEY} or more: make one by "
+            f"'head -c {_SHORTEST_KEY} /dev/urandom > {file}; chmod 600 {file}'"
+        )
+    if mode & 0o077:
+        raise InputError(f"others may read or write the key {file}: 'chmod 600 {file}', and make a new one if they did")
+    return key
+
+
+def _write_archive(cache: CompilationCache, file: IO[bytes]) -> int:
+    """Append an archive of all whole entries, each of which stays while it is read; returns how many there are."""
+    count = 0
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr(_INDEX, json.dumps({"environment": environment()}))
+        for key in cache.keys:
+            with cache.locked(key), contextlib.suppress(CacheEntryError):
+                found = cache.read(key)
+                if found is not None:
+                    for path in sorted(found[0].iterdir()):
+                        archive.write(path, f"{key}/{path.name}")
+                    count += 1
+    return count
+
+
+def _contents(archive: zipfile.ZipFile, limit: int) -> dict[str, list[str]]:
+    """Return the files of each entry, all of whose names and sizes are in order."""
+    entries: dict[str, list[str]] = {}
+    for info in archive.infolist():
+        if info.filename == _INDEX:
+            if info.file_size > _LARGEST_INDEX:
+                raise ValueError(f"{_INDEX} has {info.file_size} bytes")
+            continue
+        key, _, name = info.filename.partition("/")
+        if not KEY.fullmatch(key) or not _FILE.fullmatch(name):
+            raise ValueError(f"it holds {info.filename!r}, which is no file of an entry")
+        entries.setdefault(key, []).append(name)
+    if sum(info.file_size for info in archive.infolist()) > limit:
+        raise InputError(
+            f"its entries take more than {limit} bytes, which the cache may: raise compilation_config.cache_bytes"
+        )
+    return entries
+
+
+def _taken(cache: CompilationCache, archive: zipfile.ZipFile, key: str, files: list[str]) -> bool:
+    """Write an entry that the cache has not, and tell whether that was so."""
+    with cache.locked(key):
+        with contextlib.suppress(CacheEntryError):
+            if cache.read(key) is not None:
+                return False
+        with cache.written(key) as (folder, description):
+            description.update(json.loads(archive.read(f"{key}/{ENTRY}")))
+            for name in {*files} - {ENTRY, SUMS}:
+                (folder / name).write_bytes(archive.read(f"{key}/{name}"))
+    return True
+
+
+def _expect_meant(file: str, copy: IO[bytes], digest: str, key: bytes | None, sha256: str | None) -> bool:
+    """See that a bundle is the one that the user means, and tell whether its signature says so."""
+    copy.seek(0)
+    header = copy.read(_HEADER)
+    signature = header[len(_MAGIC) : -1]
+    if len(header) < _HEADER or not header.startswith(_MAGIC):
+        raise InputError(f"{file} is no bundle of compiled code: 'opgraft cache export' writes them")
+    if sha256 is not None and not hmac.compare_digest(sha256.lower().encode(), digest.encode()):
+        raise InputError(f"{file} has the SHA-256 {digest}, expected {sha256}: it is damaged or another one")
+    if key is None:
+        return False
+    if signature == _UNSIGNED:
+        raise InputError(f"{file} is not signed: export it with --key, or name its digest by --sha256")
+    if not hmac.compare_digest(signature, _signature(copy, key)):
+        raise InputError(f"{file} was not signed with this key, or has changed since: nothing of it is taken")
+    return True
+
+
+def _expect_environment(file: str, there: Mapping[str, str]) -> None:
+    other = [
+        f"{name}: {there.get(name)!s:.200} there, {value} here"
+        for name, value in environment().items()
+        if there.get(name) != value
+    ]
+    if other:
+        raise InputError(
+            f"{file} was made in another environment, in which code may differ ({'; '.join(other)}): import it on a "
+            "machine like that, or compile here"
+        )
+
+
+def _signature(file: IO[bytes], key: bytes) -> bytes:
+    """Return the signature of the archive in a bundle."""
+    signature = hmac.new(key, digestmod="sha256")
+    file.seek(_HEADER)
+    for chunk in _chunks(file):
+        signature.update(chunk)
+    return signature.hexdigest().encode()
+
+
+def _copied(source: IO[bytes], target: IO[bytes], limit: int | None = None) -> tuple[str, int]:
+    """Copy a file, or the beginning of one of more than ``limit`` bytes; returns the digest and their number."""
+    digest, nbytes = hashlib.sha256(), 0
+    for chunk in _chunks(source):
+        target.write(chunk)
+        digest.update(chunk)
+        nbytes += len(chunk)
+        if limit is not None and nbytes > limit:
+            break
+    return digest.hexdigest(), nbytes
+
+
+def _chunks(file: IO[bytes]) -> Iterator[bytes]:
+    return iter(functools.partial(file.read, _CHUNK), b"")
+
+
+@contextlib.contextmanager
+def _opened(file: str, mode: str) -> Iterator[IO[bytes]]:
+    """Open a path or a URL."""
+    import fsspec  # which comes with torch, and is imported by nothing else here
+
+    try:
+        with fsspec.open(file, mode) as opened:
+            yield opened
+    except InputError:
+        raise
+    except Exception as error:  # whatever file systems raise
+        done = "read" if mode == "rb" else "written"
+        raise InputError(f"the bundle {file} cannot be {done}: {described(error)}") from error

@@ -1,0 +1,49 @@
+"""Files of others, read with limits, and files of opgraft's own that readers find whole."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+
+def read_regular(path: str | Path, largest: int) -> bytes:
+    """Return what a file holds; of a pipe nothing is waited for.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no regular file, or has more than ``largest`` bytes.
+    """
+    with open(path, "rb", opener=without_waiting) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("it is no regular file")
+        content = file.read(largest + 1)
+    if len(content) > largest:
+        raise ValueError(f"it is larger than {largest:,} bytes")
+    return content
+
+
+def without_waiting(path: str | Path, flags: int) -> int:
+    """Open a file, a pipe without waiting for its other end."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+def replace_file(path: Path, text: str, mode: int) -> None:
+    """Write a file in one step: a reader finds the former one or this one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    import tempfile  # costs 3 ms, which only who writes should pay
+
+    descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(descriptor)
+        os.chmod(name, mode)  # a temporary file is for its owner alone
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

@@ -1,0 +1,225 @@
+"""Quarantine: whose code took down or held up the process that tried it is left alone, visibly, until it changes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import opgraft
+import pytest
+from opgraft import OpgraftConfig, load_plugins, set_config
+from opgraft.decision import Provider
+from opgraft.errors import PlatformError, PluginError
+from opgraft.machine.machine import Machine
+from opgraft.ops import RMSNorm
+from opgraft.plugins import quarantine
+from opgraft.plugins.discovery import PLATFORM_GROUP, discover
+from opgraft.plugins.probing import ProbeFailed, ask
+from opgraft.plugins.selection import selected_platform
+from opgraft.state import host_state
+
+PLUGIN = "import opgraft\nplatforms = 'any'\n@opgraft.hookimpl\ndef opgraft_veto(): pass\n"
+ACME = Provider("acme", "1.0")
+KILLS = "import os; open(__file__ + '.asked', 'a').write('x'); os.kill(os.getpid(), 11)"
+WAY_OUT = "'opgraft plugins release {}' has it tried again, as another version is"
+
+
+def record() -> Path:
+    """Where the record of the plugin acme is."""
+    return Path(os.environ["XDG_STATE_HOME"]) / "opgraft/quarantine/acme.json"
+
+
+def reason() -> str | None:
+    """What a fresh process has against acme."""
+    opgraft.reset()
+    return quarantine.against(ACME)
+
+
+def asked(name: str, time_limit: float = 10.0) -> str:
+    """What becomes of a probe that fails."""
+    (offer,) = (offer for offer in discover().of_group(PLATFORM_GROUP) if offer.name == name)
+    with pytest.raises(ProbeFailed) as failure:
+        ask(offer, Machine(), time_limit)
+    return str(failure.value)
+
+
+def test_a_probe_that_is_killed_is_not_asked_again(site, caplog) -> None:
+    """The first process says what happened, the next one that it is left alone; released, it is asked again."""
+    site.platform("acme", probe=KILLS, plugin=PLUGIN)
+    trace = site.folder / "acme_device.py.asked"
+
+    def loaded() -> str:
+        """What a fresh process says of the platform."""
+        opgraft.reset()
+        caplog.clear()
+        load_plugins()
+        (told,) = (row for row in selected_platform().decision.candidates if row.name == "acme")
+        assert "probe acme_device:SPEC: its process ended with status -11" in told.reason
+        assert told.reason.endswith(WAY_OUT.format("acme-dist"))
+        assert f"platform 'acme' of acme-dist 1.0 is left out: {told.reason}" in caplog.messages
+        plugin = host_state().plugins["acme"]
+        assert f"plugin 'acme' of acme-dist 1.0 is not used: {plugin.reason}" in caplog.messages
+        return told.reason
+
+    assert "it is in quarantine from now on" in loaded()
+    assert loaded().startswith("in quarantine since 20")
+    assert trace.read_text() == "x"
+    assert quarantine.release("acme-dist")
+    assert "it is in quarantine from now on" in loaded()
+    assert trace.read_text() == "xx"
+    assert RMSNorm(4).op_class is RMSNorm
+
+
+def test_a_probe_that_hangs(site) -> None:
+    """It costs its time limit once."""
+    site.platform("acme", probe="import time; time.sleep(60)")
+    text = asked("acme", 0.5)
+    assert "it gave no answer within 0.5 s and was stopped; it is in quarantine from now on" in text
+    assert "it gave no answer within 0.5 s" in str(quarantine.against(Provider("acme-dist", "1.0")))
+
+
+@pytest.mark.parametrize(
+    "probe",
+    [
+        "raise OSError('no driver')",
+        "raise KeyboardInterrupt",
+        "import os; os._exit(1)",
+        "os = __import__('os'); os.kill(os.getpid(), 15)",
+    ],
+)
+def test_what_is_no_reason(site, probe: str) -> None:
+    """An exception of Python's, and a signal by which processes are ended from outside, leave no record."""
+    site.platform("acme", probe=probe)
+    assert "quarantine" not in asked("acme")
+    assert quarantine.against(Provider("acme-dist", "1.0")) is None
+
+
+def test_a_process_that_ends_itself_without_an_answer(site) -> None:
+    """With status 0 too."""
+    site.platform("acme", probe="import os; os._exit(0)")
+    assert "its process ended with status 0; it is in quarantine" in asked("acme")
+
+
+def test_another_version_or_installation_is_tried(site) -> None:
+    """The record counts for what is installed as it was, under each spelling of its name."""
+    site.plugin("acme", PLUGIN)
+    quarantine.confine(ACME, "it crashed")
+    assert str(reason()).endswith(f": it crashed; {WAY_OUT.format('acme')}")
+    info = site.folder / "acme-1.0.dist-info/RECORD"
+    before = info.read_text()
+    info.write_text(f"{before}acme_more.py,,\n")
+    assert reason() is None
+    info.write_text(before)
+    assert reason()
+    assert quarantine.release("Acme")
+    assert not quarantine.release("acme")
+    assert reason() is None
+
+
+def test_an_editable_install_is_tried_again(site) -> None:
+    """Its source changes without a trace in its metadata."""
+    site.plugin("acme", PLUGIN)
+    origin = '{"url": "file:///x", "dir_info": {"editable": true}}'
+    (site.folder / "acme-1.0.dist-info/direct_url.json").write_text(origin)
+    assert quarantine.confine(ACME, "it crashed") == "it is tried again next time, as it is an editable install"
+    assert reason() is None
+
+
+def _directory(path: Path) -> None:
+    path.mkdir()
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "torn": (lambda path: path.write_text('{"schema": "opgraft.quar'), "JSONDecodeError"),
+    "empty": (lambda path: path.write_text(""), "JSONDecodeError"),
+    "binary": (lambda path: path.write_bytes(b"\xff\xfe\x00"), "Decode"),
+    "nested": (lambda path: path.write_text("[" * 30_000), "RecursionError"),
+    "a list": (lambda path: path.write_text("[]"), "holds no object of the schema"),
+    "another schema": (lambda path: path.write_text('{"schema": "opgraft.lock/1"}'), "holds no object of the schema"),
+    "numbers": (
+        lambda path: path.write_text(
+            '{"schema": "opgraft.quarantine/1", "name": 1, "version": 1, "digest": 1, "what": 1, "since": 1}'
+        ),
+        "other values than strings",
+    ),
+    "too large": (lambda path: path.write_text(" " * 70_000), "larger than 65,536 bytes"),
+    "a pipe": (os.mkfifo, "no regular file"),
+    "a folder": (_directory, "Is a directory"),
+    "a link to itself": (lambda path: path.symlink_to(path), "symbolic links"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_record_that_cannot_be_used(site, caplog, kind: str) -> None:
+    """It does not count; a warning and a finding name the file, the fault and the command that removes it."""
+    site.plugin("acme", PLUGIN)
+    record().parent.mkdir(parents=True)
+    make, fault = BROKEN[kind]
+    make(record())
+    load_plugins()
+    assert host_state().plugins["acme"].reason == "applies on any"
+    (finding,) = quarantine.findings()
+    assert f"the record of a quarantine of acme 1.0, {record()}, cannot be used and does not count: " in finding.message
+    assert fault in finding.message
+    assert finding.message.endswith("'opgraft plugins release acme' removes it")
+    assert finding.message in caplog.messages
+    if kind != "a folder":
+        assert quarantine.release("acme")
+        assert quarantine.findings() == []
+
+
+def test_where_nothing_can_be_remembered(site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A folder that cannot be written to, and no home at all: told with the fault, and nobody is held up."""
+    site.plugin("acme", PLUGIN)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    told = quarantine.confine(ACME, "it crashed")
+    assert told == f"it is tried again next time, as {record()} cannot be written: Not a directory"
+    monkeypatch.setenv("XDG_STATE_HOME", "")
+    monkeypatch.setenv("HOME", "~")
+    assert "no home folder in which to remember it" in quarantine.confine(ACME, "it crashed")
+    assert quarantine.against(ACME) is None
+    assert not quarantine.release("acme")
+
+
+def test_who_asks_for_it_by_name_or_strictly_gets_an_error(site) -> None:
+    """As for any other plugin that was asked for and is not used."""
+    site.plugin("acme", PLUGIN)
+    quarantine.confine(ACME, "it crashed")
+    for config, words in (({"plugins": ["acme"]}, "asks for plugin 'acme'"), ({"strict": True}, "strict mode: plugin")):
+        with set_config(OpgraftConfig(**config)), pytest.raises(PluginError, match=f"{words}.*it crashed"):
+            load_plugins()
+    site.platform("brix", probe="return Evidence(True, 'here')")
+    opgraft.reset()
+    quarantine.confine(Provider("brix-dist", "1.0"), "it crashed")
+    for config, words in (({"platform": "brix"}, "cannot be used here"), ({"strict": True}, "strict mode: platform")):
+        with set_config(OpgraftConfig(**config)), pytest.raises(PlatformError, match=f"{words}.*it crashed"):
+            load_plugins()
+
+
+def test_the_doctor_goes_on_without_whom_it_crashed_on(cli, site) -> None:
+    """One run names two plugins that end the process, and looks at the third; the next run imports neither."""
+    for name in ("acme", "brix"):
+        site.plugin(name, "import os\nopen(__file__ + '.tried', 'a').write('x')\nos.abort()\n")
+    site.plugin("cedar", PLUGIN)
+    for _ in range(2):
+        result = cli("plugins", "doctor", "--json")
+        answer = json.loads(result.stdout)
+        assert result.returncode == 4
+        statuses = {row["name"]: row["status"] for row in answer["plugins"]}
+        assert statuses == {"acme": "rejected", "brix": "rejected", "cedar": "activated"}
+        assert sorted(finding["provider"]["name"] for finding in answer["findings"]) == ["acme", "brix"]
+        for finding in answer["findings"]:
+            name = finding["provider"]["name"]
+            assert f"plugin '{name}' of {name} 1.0 while it was loaded crashed the process with" in finding["message"]
+            assert "SIGABRT" in finding["message"]
+            assert WAY_OUT.format(name) in finding["message"]
+        assert {file.read_text() for file in site.folder.glob("*.tried")} == {"x"}
+    assert "in quarantine since" in cli("plugins", "list").stdout
+    released = cli("plugins", "release", "acme")
+    assert released.stdout == "released: acme; to try it: opgraft plugins doctor\n"
+    assert cli("plugins", "release", "acme").returncode == 2
+    assert cli("plugins", "show", "acme", "--load").returncode == 4
+    assert (site.folder / "acme.py.tried").read_text() == "xx"
