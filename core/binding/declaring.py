@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
+from opgraft.errors import RegistrationError
 from opgraft.platform import Platform
 from opgraft.plugins.discovery import discover
 from opgraft.registry.declarations import Replacement
@@ -39,7 +42,8 @@ class Replaceable:
             The replacement class, or a decorator that returns it.
 
         Raises:
-            RegistrationError: it is no subclass of its target, or accepts fewer calls than the target.
+            RegistrationError: it is no subclass of its target, or accepts fewer calls than the target; an argument is of
+                another type than it must be.
             UnknownTargetError: plugins are loaded and nothing answers to ``name``.
         """
         first = _decorated_op_cls
@@ -50,7 +54,8 @@ class Replaceable:
             target, first = first, None
 
         def decorate(replacement: type) -> type:
-            _declare(replacement, target if target is not None else replacement.__name__, priority, when)
+            named = target if target is not None else getattr(replacement, "__name__", "")
+            _declare(replacement, named, priority, when)
             return replacement
 
         return decorate if first is None else decorate(first)
@@ -67,6 +72,7 @@ class Replaceable:
 
 
 def _declare(cls: type, target: str | type, priority: int, when: Callable[[Platform], bool] | None) -> None:
+    _check_arguments(cls, target, priority, when)
     state, discovery, transaction = host_state(), discover(), ACTIVATING.get()
     with state.lock:
         resolved = state.registry.find_target(target) if isinstance(target, str) else target
@@ -87,6 +93,35 @@ def _declare(cls: type, target: str | type, priority: int, when: Callable[[Platf
         # What a plugin's module declares waits until the plugin is activated.
         elif not discovery.has_plugin(provider) or (record and record.status is PluginStatus.ACTIVATED):
             state.activate(known)
+
+
+def _check_arguments(cls: object, target: object, priority: object, when: object) -> None:
+    """Reject what would fail far from here, when an op is constructed.
+
+    Raises:
+        RegistrationError: one of them is of another type than it must be.
+    """
+    wrong = None
+    if not isinstance(cls, type):
+        wrong = f"the replacement is {reprlib.repr(cls)}, expected a class"
+    elif not isinstance(target, (str, type)):
+        wrong = f"the target is {reprlib.repr(target)}, expected a class or its name"
+    elif not isinstance(priority, int) or isinstance(priority, bool):
+        wrong = f"priority is {reprlib.repr(priority)}, expected an integer"
+    elif when is not None and not (callable(when) and _takes_one(when)):
+        wrong = f"when is {reprlib.repr(when)}, expected a function of the platform"
+    if wrong:
+        raise RegistrationError(f"register_oot cannot declare {getattr(cls, '__qualname__', 'it')}: {wrong}")
+
+
+def _takes_one(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # a function in C, of which nobody knows
+        return True
+    return True
 
 
 def _asked_for(target: str | type) -> str:
