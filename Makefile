@@ -13,7 +13,7 @@ COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 .venv/lib build || tru
 TOY_NPU := reference_plugins/opgraft-toy-npu
 CPU_KERNELS := reference_plugins/opgraft-cpu-kernels
 FIGURES := docs/figures
-SOURCES := $(sort $(shell find core platforms plugins -name '*.py' -o -name py.typed -o -name proof.json -o -name page.html))
+SOURCES := $(sort $(shell find core platforms plugins -name '*.py' -o -name py.typed -o -name proof.json -o -name page.html -o -path '*/api/*.json'))
 PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -o -path '*/src/*' -type f \
 	-not -name '*.pyc' -not -name '*.so' -not -path '*.egg-info/*') $(wildcard $(CPU_KERNELS)/setup.py))
 
@@ -21,12 +21,13 @@ PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -
 OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-families test-xla test-ipex test-triton check prove op-pages settings-page bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex charts figures docs clean FORCE
+.PHONY: help run test test-slow test-faults test-families test-xla test-ipex test-triton check prove op-pages settings-page public-api bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex charts figures docs clean FORCE
 
 help:
 	@echo "make run    the demonstration: a sentence encoder and a language model on the CPU, then on a simulated NPU from a plugin"
 	@echo "make test   all tests, but for what 'make check' does"
 	@echo "make test-slow  tests whose shorter variants are in 'make test': ten thousand requests, long compilations"
+	@echo "make test-faults  the fault matrix: plugins that are broken in every way, in processes of their own too"
 	@echo "make test-families  graft a tiny model of each family of transformers, a quarter of an hour"
 	@echo "make test-xla   the TPU platform on torch_xla, and the core on torch 2.9 (the first time 8 GB)"
 	@echo "make test-ipex  the plugin for Intel's extension, and the core on torch 2.8 (the first time 8 GB)"
@@ -35,6 +36,7 @@ help:
 	@echo "make prove  prove every op, and write down what was proved; FORMS='rms_norm ...' renews those only"
 	@echo "make op-pages   the generated pages of the op reference, from what the code and the proofs say"
 	@echo "make settings-page  the generated table of settings in the reference"
+	@echo "make public-api  the listing of the public names of this version"
 	@echo "make bench  what the mechanism costs, against its limits"
 	@echo "make bench-ops     what the CPU kernels gain, op by op: table, JSON and plot in build/bench-ops"
 	@echo "make bench-quantized  what 4 and 8 bits gain over bfloat16 where memory is the limit: table, and JSON in build"
@@ -63,10 +65,14 @@ run: .demo/installed
 	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json $(OPGRAFT) run smollm2 "What is gravity?" --max-tokens 16
 
 # What a run has compiled, tests with their assertions above all, the next one reads.
-test test-slow test-families: export PYTHONDONTWRITEBYTECODE =
+test test-slow test-faults test-families: export PYTHONDONTWRITEBYTECODE =
 
 test: .venv/opgraft
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not types and not slow'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not types and not slow and not faults'
+
+# The others are a part of 'make test', too.
+test-faults: .venv/opgraft
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests/faults
 
 test-slow: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m slow
@@ -100,6 +106,9 @@ op-pages: .venv/opgraft
 
 settings-page: .venv/opgraft
 	$(BIN)/python tools/settings_page.py
+
+public-api: .venv/opgraft
+	$(BIN)/python tools/public_api.py
 
 bench: .venv/opgraft
 	$(BIN)/python benchmarks/mechanism.py

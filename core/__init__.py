@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from opgraft.plugins.hookspecs import hookimpl as hookimpl
     from opgraft.plugins.host import load_plugins as load_plugins
     from opgraft.plugins.selection import current_platform as current_platform
+    from opgraft.registry.conditions import When as When
     from opgraft.serving.async_llm import AsyncLLM as AsyncLLM
     from opgraft.serving.llm import LLM as LLM
     from opgraft.serving.llm import Interrupted as Interrupted
@@ -122,6 +123,7 @@ _HOME = {
     "opgraft.serving.async_llm": ("AsyncLLM",),
     "opgraft.serving.llm": ("LLM", "Interrupted"),
     "opgraft.serving.outputs": ("CompletionOutput", "EmbeddingOutput", "Logprob", "RequestMetrics", "RequestOutput"),
+    "opgraft.registry.conditions": ("When",),
     "opgraft.state": ("reset",),
     "opgraft.machine.evidence": ("Device", "Evidence", "Fact"),
     "opgraft.machine.machine": ("Machine", "TorchBuild"),

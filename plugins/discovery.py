@@ -20,6 +20,8 @@ from opgraft.version import __version__
 PLATFORM_GROUP = "opgraft.platforms"
 PLUGIN_GROUP = "opgraft.plugins"
 HOST_DISTRIBUTION = "opgraft"
+CHECKED = (HOST_DISTRIBUTION, "torch")
+"""The distributions whose versions a plugin must fit."""
 _MOST = 1000  # entry points of a distribution
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _VALUE = re.compile(r"\w[\w.]*(\s*:\s*\w[\w.]*)?(\s*\[.*\])?")
@@ -28,7 +30,7 @@ _BUILT_IN = "opgraft.platforms"  # where the built-in platforms lie; nobody else
 
 @dataclass(frozen=True)
 class Offer:
-    """One entry point of a distribution. ``requires`` holds the distribution's requirements on opgraft itself."""
+    """One entry point of a distribution. ``requires`` holds those of the distribution on opgraft and on torch."""
 
     group: str
     name: str
@@ -171,10 +173,11 @@ def is_editable(distribution: importlib_metadata.Distribution | None) -> bool:
 
 
 def _offers(distribution: importlib_metadata.Distribution, provider: Provider, requires: list[str]) -> Iterator[Offer]:
-    on_host = tuple(line for line in requires if _is_host((re.match(r"\s*([\w.-]*\w)", line) or [""])[0]))
+    names = (normalized((re.match(r"\s*([\w.-]*\w)", line) or [""])[0].strip()) for line in requires)
+    checked = tuple(line for name, line in zip(names, requires, strict=True) if name in CHECKED)
     for point in distribution.entry_points:
         if point.group in (PLATFORM_GROUP, PLUGIN_GROUP):
-            yield Offer(point.group, point.name, point.value, provider, on_host)
+            yield Offer(point.group, point.name, point.value, provider, checked)
 
 
 def _own_offers(distribution: importlib_metadata.Distribution, discovery: Discovery) -> list[Offer]:

@@ -290,8 +290,8 @@ def _overruled_platforms(plugin: object, offered: tuple[str, ...]) -> tuple[str,
         return ()
     names = ", ".join(offered)
     return (
-        f"states platforms = {reprlib.repr(stated)}, which is ignored: its distribution offers the platform {names}, and it "
-        f"applies there only. Remove platforms, or move the plugin to a distribution that offers no platform.",
+        f"states platforms = {reprlib.repr(stated)}, which is ignored: its distribution offers the platform {names}, "
+        f"and it applies there only. Remove platforms, or move the plugin to a distribution that offers no platform.",
     )
 
 

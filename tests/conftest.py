@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import hypothesis
-import opgraft
 import pytest
 from opgraft.plugins import discovery
-from opgraft.state import host_state
+from opgraft.testing.isolation import isolated_host
 from warm.interpreter import warm_interpreter
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # which its library reads when it is imported, here and in processes to come
@@ -87,16 +86,8 @@ def fresh_host(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
         return discovery.Discovery(own, [*found.problems], found.distributions)
 
     monkeypatch.setattr(discovery, "scan", scan_without_foreign_plugins)
-    opgraft.reset()
-    registry = host_state().registry
-    known = [(records, dict(records)) for records in (registry.ops, registry.classes)]
-    replacements = list(registry.replacements)
-    yield
-    for records, before in known:
-        records.clear()
-        records.update(before)
-    registry.replacements[:] = replacements
-    opgraft.reset()
+    with isolated_host(forget_plugins=True):
+        yield
 
 
 class Site:

@@ -12,8 +12,8 @@ from opgraft.binding.names import op_name_of
 from opgraft.binding.specialisation import Binding, bind, enforced
 from opgraft.decision import Decision
 from opgraft.errors import GraftError, MissingKernelError, RegistrationError
-from opgraft.platform import Platform
 from opgraft.plugins.discovery import discover
+from opgraft.registry.conditions import Condition
 from opgraft.registry.op_classes import location_of, reference_method
 from opgraft.state import host_state
 from torch import nn
@@ -242,11 +242,13 @@ class PluggableLayer(CustomOp):
         name: str | type | None = None,
         *,
         priority: int = 0,
-        when: Callable[[Platform], bool] | None = None,
+        when: Condition | None = None,
+        supports: Callable[..., Any] | None = None,
         _decorated_layer_cls: type | None = None,
     ) -> Any:
         """Register as ``CustomOp.register_oot`` does; vLLM calls the class here ``_decorated_layer_cls``."""
-        return super().register_oot(_decorated_layer_cls or _decorated_op_cls, name, priority=priority, when=when)
+        replacement = _decorated_layer_cls or _decorated_op_cls
+        return super().register_oot(replacement, name, priority=priority, when=when, supports=supports)
 
     def idle(self) -> frozenset[str]:
         """Return the names of the children that a call does not run as things are, if no gradient is required.

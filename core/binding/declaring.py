@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from opgraft.errors import RegistrationError
-from opgraft.platform import Platform
 from opgraft.plugins.discovery import discover
+from opgraft.registry.conditions import Condition, When
 from opgraft.registry.declarations import Replacement
+from opgraft.registry.op_classes import location_of, qualified
 from opgraft.state import ACTIVATING, PluginStatus, host_state
 
 
@@ -24,7 +25,8 @@ class Replaceable:
         name: str | type | None = None,
         *,
         priority: int = 0,
-        when: Callable[[Platform], bool] | None = None,
+        when: Condition | None = None,
+        supports: Callable[..., Any] | None = None,
     ) -> Any:
         """Declare a replacement for a class, as a decorator or by a call.
 
@@ -36,14 +38,17 @@ class Replaceable:
             name: the target: an op name, a class name, ``module:Class`` or the class. A name that is not known yet is
                 looked up again when all plugins have been loaded.
             priority: the highest wins among replacements of one target.
-            when: called with the platform; the replacement applies only where it returns true.
+            when: a ``When``, or a function of the platform; the replacement applies only where it holds. It is asked
+                once, when the platform is known.
+            supports: called with the arguments of each call of the op; where it is false the op's own kernel runs.
+                Compilers trace it. Without it a call tests nothing.
 
         Returns:
             The replacement class, or a decorator that returns it.
 
         Raises:
-            RegistrationError: it is no subclass of its target, or accepts fewer calls than the target; an argument is of
-                another type than it must be.
+            RegistrationError: it is no subclass of its target, or accepts fewer calls than the target; or ``supports``
+                does, or can have no effect.
             UnknownTargetError: plugins are loaded and nothing answers to ``name``.
         """
         first = _decorated_op_cls
@@ -55,7 +60,8 @@ class Replaceable:
 
         def decorate(replacement: type) -> type:
             named = target if target is not None else getattr(replacement, "__name__", "")
-            _declare(replacement, named, priority, when)
+            _check_options(replacement, named, priority, when, supports)
+            _declare(replacement, named, priority, when, supports)
             return replacement
 
         return decorate if first is None else decorate(first)
@@ -71,14 +77,49 @@ class Replaceable:
             state.invalidate()
 
 
-def _declare(cls: type, target: str | type, priority: int, when: Callable[[Platform], bool] | None) -> None:
-    _check_arguments(cls, target, priority, when)
+def _check_options(cls: object, target: object, priority: object, when: object, supports: object) -> None:
+    """Reject options of a registration that are of another type than they must be."""
+    if not isinstance(cls, type):
+        raise RegistrationError(f"register_oot got {reprlib.repr(cls)} as a replacement: use a class")
+    if not isinstance(target, (str, type)):
+        raise RegistrationError(f"register_oot got {reprlib.repr(target)} as a target: use a class or its name")
+    what = f"{qualified(cls)} at {location_of(cls)} is registered with"
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise RegistrationError(f"{what} priority={priority!r:.80}: use an integer")
+    if when is not None and not callable(when) and not isinstance(when, When):
+        raise RegistrationError(f"{what} when={when!r:.80}: use opgraft.When(...), or a function of the platform")
+    if callable(when) and not _takes_one(when):
+        raise RegistrationError(f"{what} when={when!r:.80}, which does not take the platform: give it one parameter")
+    if supports is not None and not callable(supports):
+        raise RegistrationError(f"{what} supports={supports!r:.80}: use a function of the arguments of a call")
+
+
+def _takes_one(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # a function in C, of which nobody knows
+        return True
+    return True
+
+
+def _declare(
+    cls: type, target: str | type, priority: int, when: Condition | None, supports: Callable[..., Any] | None
+) -> None:
     state, discovery, transaction = host_state(), discover(), ACTIVATING.get()
     with state.lock:
         resolved = state.registry.find_target(target) if isinstance(target, str) else target
         provider = transaction.provider if transaction else discovery.provider_of(cls.__module__)
         new = Replacement(
-            cls, _asked_for(target), resolved, provider, priority=priority, when=when, activation=transaction
+            cls,
+            _asked_for(target),
+            resolved,
+            provider,
+            priority=priority,
+            when=when,
+            supports=supports,
+            activation=transaction,
         )
         # No later pass looks for the target, so that a wrong name must be reported here.
         if resolved is None and state.plugins_loaded and transaction is None:
@@ -93,35 +134,6 @@ def _declare(cls: type, target: str | type, priority: int, when: Callable[[Platf
         # What a plugin's module declares waits until the plugin is activated.
         elif not discovery.has_plugin(provider) or (record and record.status is PluginStatus.ACTIVATED):
             state.activate(known)
-
-
-def _check_arguments(cls: object, target: object, priority: object, when: object) -> None:
-    """Reject what would fail far from here, when an op is constructed.
-
-    Raises:
-        RegistrationError: one of them is of another type than it must be.
-    """
-    wrong = None
-    if not isinstance(cls, type):
-        wrong = f"the replacement is {reprlib.repr(cls)}, expected a class"
-    elif not isinstance(target, (str, type)):
-        wrong = f"the target is {reprlib.repr(target)}, expected a class or its name"
-    elif not isinstance(priority, int) or isinstance(priority, bool):
-        wrong = f"priority is {reprlib.repr(priority)}, expected an integer"
-    elif when is not None and not (callable(when) and _takes_one(when)):
-        wrong = f"when is {reprlib.repr(when)}, expected a function of the platform"
-    if wrong:
-        raise RegistrationError(f"register_oot cannot declare {getattr(cls, '__qualname__', 'it')}: {wrong}")
-
-
-def _takes_one(function: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError:
-        return False
-    except ValueError:  # a function in C, of which nobody knows
-        return True
-    return True
 
 
 def _asked_for(target: str | type) -> str:

@@ -30,23 +30,27 @@ class Kernel:
         return self.method.removeprefix("forward_")
 
     @property
+    def definition(self) -> Any:
+        """The method as it stands in its class: getattr() would take what a static method is."""
+        return vars(self.owner)[self.method]
+
+    @property
     def location(self) -> str:
-        method = vars(self.owner)[self.method]
-        return location_of(self.owner if is_derived(method) else method)
+        return location_of(self.owner if is_derived(self.definition) else self.definition)
 
     @property
     def inference_only(self) -> bool:
         """Tell whether it has no backward, so that the native definition runs where a gradient is required."""
-        return is_inference_only(vars(self.owner)[self.method])
+        return is_inference_only(self.definition)
 
     @property
     def fallback(self) -> str | None:
         """Say when it runs something else instead, and which, as far as it tells."""
-        return fallback_of(vars(self.owner)[self.method])
+        return fallback_of(self.definition)
 
     def missing(self) -> str | None:
         """Name the requirement that this machine or installation lacks, or ``None``."""
-        return unmet_need(vars(self.owner)[self.method])
+        return unmet_need(self.definition)
 
     def functional(self, form: str) -> Callable[..., Any] | None:
         """Return the same kernel as a function with the signature of the named form, where its class brings one."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from opgraft.binding.branches import Branch
 from opgraft.binding.derivation import prepare
 from opgraft.binding.kernels import OWN_FORWARD, SWITCH, Kernel, KernelChoice, choose_kernel, continuations
 from opgraft.binding.marks import CHECK_RAISED, is_inference_only
@@ -174,7 +175,16 @@ def enforced(binding: Binding) -> Binding:
     choice = binding.replacement
     because = "enforce_enable=True"
     kernel = choose_kernel(choice.cls, binding.kernel.chain, True, because, choice.target, "enforce_enable")
-    return Binding(choice, kernel, specialise(kernel), binding.background, enforced=True)
+    return Binding(choice, kernel, specialise(kernel, _branch(choice, kernel)), binding.background, enforced=True)
+
+
+def _branch(choice: ReplacementChoice, kernel: KernelChoice) -> Branch | None:
+    """Return the test of arguments that the winner states, and what runs where it is false, if it states one."""
+    supports = choice.winner.supports if choice.winner else None
+    if supports is None or kernel.winner.owner in choice.target.__mro__:
+        return None
+    own = choose_kernel(choice.target, kernel.chain, kernel.enabled, kernel.enabled_because, choice.target)
+    return Branch(supports, own.winner)
 
 
 def _cached(cache: Callable[[Caches], dict[Key, Binding]], key: Key, decide: Callable[[], Binding]) -> Binding:
@@ -211,7 +221,7 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
     kernel = choose_kernel(choice.cls, effective_chain(selection.platform), enabled, because, cls, switch)
     _report_broken_checks(kernel)
     background = (plugins_decision(state.plugins.values(), settings), selection.decision)
-    binding = Binding(choice, kernel, specialise(kernel), background)
+    binding = Binding(choice, kernel, specialise(kernel, _branch(choice, kernel)), background)
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug("%s", binding.decision.summary())
     return binding
@@ -240,10 +250,10 @@ def _enabled(choice: ReplacementChoice, settings: Settings) -> tuple[bool, str, 
     return *settings.enabled(choice.op_name), settings.to_change("compilation_config.custom_ops", SWITCH)
 
 
-def specialise(choice: KernelChoice) -> Any:
+def specialise(choice: KernelChoice, branch: Branch | None = None) -> Any:
     """Make the subclass of the op class whose ``forward`` is the chosen kernel: one per choice, kept with the class."""
     op_class, kernel = choice.cls, choice.winner
-    key = (kernel, choice.chain, choice.enabled)  # all that a specialisation depends on
+    key = (kernel, choice.chain, choice.enabled, branch)  # all that a specialisation depends on
     with host_state().lock:
         # vars(), as getattr() would find the specialisations of a base class.
         cache = vars(op_class).get(_CACHE)
@@ -251,19 +261,19 @@ def specialise(choice: KernelChoice) -> Any:
             cache = {}
             setattr(op_class, _CACHE, cache)
         if key not in cache:
-            cache[key] = _specialisation(op_class, kernel, continuations(op_class, choice.chain, choice.enabled))
+            further = continuations(op_class, choice.chain, choice.enabled)
+            cache[key] = _specialisation(op_class, kernel, further, branch)
         return cache[key]
 
 
-def _specialisation(op_class: type, kernel: Kernel, further: dict[str, str | None]) -> type:
-    # As it stands in the class: getattr() would make a plain function, which is given self, of a static method.
-    raw = vars(kernel.owner)[kernel.method]
+def _specialisation(op_class: type, kernel: Kernel, further: dict[str, str | None], branch: Branch | None) -> type:
+    raw = kernel.definition
     prepare(raw)
     if isinstance(raw, staticmethod) and is_inference_only(raw.__func__):
         raise RegistrationError(f"{kernel} at {kernel.location} is inference_only and static: let it take self")
     own_forward = next((vars(base)["forward"] for base in own_classes(op_class) if "forward" in vars(base)), None)
     namespace = {
-        "forward": raw,
+        "forward": branch.around(raw) if branch else raw,
         OWN_FORWARD: own_forward,
         "op_class": op_class,
         "__module__": op_class.__module__,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from opgraft.binding.functional import Functional
+from opgraft.platform import HOST
 from torch import Tensor, nn
 
 Tolerance = tuple[float, float]
@@ -119,6 +120,7 @@ class OpSpec:
         outside: implementations by others.
         differentiable: whether gradients are defined.
         flops: floating-point operations of a call with the arguments.
+        device: where arguments are handed over, and modules hold what they do not get; a ``torch.device`` type.
     """
 
     functional: Functional[..., Any]
@@ -134,6 +136,7 @@ class OpSpec:
     tolerances: Mapping[torch.dtype, Tolerance] = field(default_factory=dict)
     outside: tuple[Outside, ...] = ()
     differentiable: bool = True
+    device: str = HOST
 
     def tolerance(self, dtype: torch.dtype) -> Tolerance:
         """Give absolute and relative tolerance for inputs of ``dtype``."""
@@ -147,7 +150,7 @@ class OpSpec:
         arguments = self.inputs(draw, lead, size)
         for name, value in self.variants[variant].items():
             arguments[name] = value(draw, lead, size) if callable(value) else value
-        return arguments
+        return {name: placed(v, self.device) if isinstance(v, Tensor) else v for name, v in arguments.items()}
 
     def traffic(self, arguments: Arguments) -> int:
         """Count the bytes that a call must move at least: each tensor taken is read once, each result written once."""
@@ -163,12 +166,21 @@ def tensors(result: Any) -> list[Tensor]:
     return [value for value in result or () if isinstance(value, Tensor)]
 
 
+def placed(x: Tensor, device: str) -> Tensor:
+    """Return a tensor on a device, with its strides and all that lies between its elements."""
+    if x.device.type == device:
+        return x
+    whole = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0)
+    return whole.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
 def in_float64(arguments: Arguments) -> Arguments:
-    """Return the arguments with floating-point tensors in float64."""
-    return {
-        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in arguments.items()
-    }
+    """Return the arguments in the memory of the host, floating-point tensors in float64."""
+    return {name: _wide(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(HOST, torch.float64) if x.is_floating_point() else x.to(HOST)
 
 
 def with_parameters(op: nn.Module, **parameters: Tensor | None) -> nn.Module:

@@ -12,7 +12,6 @@ from opgraft.errors import ConfigError, ConflictError, close_matches
 from opgraft.platform import Platform
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
 from opgraft.registry.op_classes import location_of, told_apart
-from opgraft.text import described
 
 _NOT_ASKED = "providers asks for"
 
@@ -70,7 +69,8 @@ class ReplacementChoice:
         if against or self.winner is None:
             return against or "not chosen"
         if row is self.winner:
-            return f"active here, priority {row.priority}"
+            branch = "; where its supports= is false of the arguments the op's own kernel runs" if row.supports else ""
+            return f"active here, priority {row.priority}{branch}"
         return f"priority {row.priority} is below {self.winner.priority}"
 
 
@@ -129,12 +129,7 @@ def objection_to(replacement: Replacement, platform: Platform, wanted: str | Non
         return f"applies on {', '.join(replacement.platforms)} only, this is {platform.name}"
     if wanted and wanted not in (replacement.provider.name, replacement.plugin):
         return f"{_NOT_ASKED} {wanted}"
-    if replacement.when is not None:
-        try:
-            return None if replacement.when(platform) else "its when= condition is false here"
-        except (Exception, SystemExit) as error:  # a plugin's code; the reason stays in the decision
-            return f"its when= condition raised {described(error)}"
-    return None
+    return replacement.objection_on(platform)
 
 
 def choosing(settings: Settings | None, op_name: str | None, names: Sequence[str], dispensable: str = "") -> str:

@@ -13,7 +13,8 @@ from typing import Any
 from opgraft.decision import Provider
 from opgraft.errors import ConflictError, RegistrationError, UnknownTargetError, close_matches
 from opgraft.platform import Platform
-from opgraft.registry.op_classes import check_replacement, location_of, qualified
+from opgraft.registry.conditions import Condition, objection_of
+from opgraft.registry.op_classes import check_replacement, check_supports, location_of, qualified
 
 ANY_PLATFORM = "any"
 
@@ -37,7 +38,8 @@ class Replacement:
         plugin: entry-point name of the plugin that declared it, ``None`` outside of plugins.
         platforms: names of the platforms it applies on, or ``("any",)``.
         priority: the highest one wins among replacements of one target.
-        when: narrows it further; called with the platform.
+        when: narrows it further; asked once for each platform.
+        supports: tells of the arguments of a call whether it takes them, else the op's own kernel does.
         findings: what is questionable about it, though it stands in for its target in every call that is made.
         activation: the activation of a plugin that was under way when it was declared, or ``None``.
     """
@@ -49,9 +51,19 @@ class Replacement:
     plugin: str | None = None
     platforms: tuple[str, ...] = (ANY_PLATFORM,)
     priority: int = 0
-    when: Callable[[Platform], bool] | None = None
+    when: Condition | None = None
+    supports: Callable[..., Any] | None = None
     findings: tuple[str, ...] = ()
     activation: object = None
+    _judged: tuple[Platform, str | None] | None = field(default=None, init=False, repr=False)
+
+    def objection_on(self, platform: Platform) -> str | None:
+        """Say why its condition does not hold on a platform, which is asked once, or ``None``."""
+        if self.when is None:
+            return None
+        if self._judged is None or self._judged[0] is not platform:
+            self._judged = (platform, objection_of(self.when, platform))
+        return self._judged[1]
 
     @property
     def location(self) -> str:
@@ -160,7 +172,10 @@ class Registry:
                 f"itself a replacement of {above.target.__qualname__} and would hide it: declare it for "
                 f"{above.target.__qualname__}, with a higher priority."
             )
-        return check_replacement(target, replacement.cls)
+        findings = check_replacement(target, replacement.cls)
+        if replacement.supports is not None:
+            check_supports(target, replacement.cls, replacement.supports)
+        return findings
 
     def find_target(self, name: str) -> type | None:
         """Return the op class called ``name``: an op name, a class name or ``module:Class``.

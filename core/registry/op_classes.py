@@ -7,7 +7,7 @@ import inspect
 import linecache
 import re
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from opgraft.errors import RegistrationError, close_matches
@@ -45,6 +45,26 @@ def check_replacement(target: type, cls: type) -> tuple[str, ...]:
         )
     narrower = [_narrowness(target, cls, method) for method in ("__init__", *_called_methods(target))]
     return tuple(finding for finding in (_without_effect(target, cls), *narrower) if finding)
+
+
+def check_supports(target: type, cls: type, supports: Callable[..., Any]) -> None:
+    """Reject a test of arguments that does not take those of a call, or would not be asked.
+
+    Raises:
+        RegistrationError: it is for a class that is no op, takes fewer calls than the op, or the class brings functions
+            for functional forms, which run without it.
+    """
+    what = f"supports= of {qualified(cls)} at {location_of(cls)}"
+    native = reference_method(target)
+    if native is None:
+        raise RegistrationError(f"{what} is for ops, and {target.__qualname__} is none: test in its methods")
+    forms = [name for base in own_classes(cls) for name in vars(base) if base not in target.__mro__]
+    forms = [name for name in forms if name.startswith("functional_")]
+    if forms:
+        raise RegistrationError(f"{what} would not be asked by functional forms: test in the functions of {forms[0]}")
+    rejected = rejected_call(method_signature(target, native), inspect.signature(supports))
+    if rejected:
+        raise RegistrationError(f"{what} does not take what the op is called with: {rejected}")
 
 
 def _narrowness(target: type, cls: type, method: str) -> str | None:

@@ -1,1 +1,26 @@
-"""The proof of ops, and the inventory of what a process has of them."""
+"""The proof of ops, the inventory of what a process has of them, and the conformance kit for plugins.
+
+``opgraft.testing.PluginConformance`` is the class that a plugin's tests derive from; it is imported when it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from opgraft.testing.isolation import isolated_host as isolated_host
+    from opgraft.testing.plugin_conformance import PluginConformance as PluginConformance
+
+_HOME = {
+    "PluginConformance": "opgraft.testing.plugin_conformance",
+    "isolated_host": "opgraft.testing.isolation",
+}
+
+__all__ = [*_HOME]  # strings, spelled once, in _HOME
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'opgraft.testing' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

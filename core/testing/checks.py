@@ -6,8 +6,9 @@ registered torch op, a module, a plugin's kernel.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,25 +30,35 @@ def by_module(spec: OpSpec) -> Implementation:
         raise ValueError(f"{spec.functional.name}: no module stands for this form")
 
     def call(**arguments: Any) -> Any:
-        op, inputs = build(**arguments)
+        with torch.device(spec.device):
+            op, inputs = build(**arguments)
         return op(**inputs) if isinstance(inputs, dict) else op(*inputs)
 
     return call
 
 
-def check_values(spec: OpSpec, variant: str, dtype: torch.dtype, call: Implementation, *, brief: bool = False) -> None:
+def check_values(spec: OpSpec, variant: str, dtype: torch.dtype, call: Implementation, *, brief: bool = False) -> float:
     """Results are those of the reference in float64, in number, shape and dtype too: small inputs, empty, realistic.
 
     ``brief``: on one small and one empty input only, for implementations that share their arithmetic with another.
+
+    Returns:
+        The largest error, as a share of its tolerance.
     """
     cases = [(lead, size) for lead in spec.leads for size in spec.sizes] + list(spec.large)
     if brief:
         cases = [(lead, spec.sizes[-1]) for lead in (spec.leads[1], spec.leads[-1])]
+    shares = [0.0]
     for lead, size in cases:
         arguments = spec.arguments(variant, dtype, lead, size)
         with torch.no_grad():
             expected = tensors(spec.reference(**in_float64(arguments)))
-            _compare(spec, dtype, _results(spec, call, arguments), expected)
+            results = results_of(spec, call, arguments)
+        try:
+            shares.append(compare(spec, dtype, results, expected))
+        except AssertionError as error:
+            raise AssertionError(f"of inputs {lead} by {size} in {dtype}: {error}") from error
+    return max(shares)
 
 
 def check_strides(spec: OpSpec, variant: str, call: Implementation) -> None:
@@ -60,7 +71,7 @@ def check_strides(spec: OpSpec, variant: str, call: Implementation) -> None:
         packed = {name: value.contiguous() if isinstance(value, Tensor) else value for name, value in views.items()}
         with torch.no_grad():
             expected = tensors(spec.reference(**in_float64(packed)))
-            _compare(spec, torch.float32, _results(spec, call, views), expected)
+            compare(spec, torch.float32, results_of(spec, call, views), expected)
 
 
 def check_effects(spec: OpSpec, variant: str, dtype: torch.dtype, call: Implementation) -> None:
@@ -84,7 +95,7 @@ def check_registration(spec: OpSpec, variant: str) -> None:
     """``torch.library.opcheck`` accepts the registered op: schema, fake rule, autograd, tracing with dynamic sizes."""
     arguments = spec.arguments(variant, torch.float32, spec.leads[1], max(spec.sizes[:2]))
     if spec.differentiable and not spec.functional.mutates:
-        arguments = _with_gradients(arguments)
+        arguments = with_gradients(arguments)
     signature = inspect.signature(spec.functional.native)
     ordered = signature.bind(**arguments)
     tools = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
@@ -99,7 +110,7 @@ def check_refusal(spec: OpSpec, variant: str, call: Implementation) -> None:
     The former is an op that writes to its arguments: it raises for each of them alone, and writes nothing.
     """
     drawn = spec.arguments(variant, torch.float32, spec.leads[1], max(spec.sizes[:2]))
-    required = _with_gradients(drawn)
+    required = with_gradients(drawn)
     if not spec.functional.mutates:
         if any(result.requires_grad for result in tensors(call(**required))):
             raise AssertionError(f"{spec.functional.name} has no gradient, and its results require one")
@@ -137,6 +148,20 @@ def check_fake(spec: OpSpec, variant: str, dtype: torch.dtype) -> None:
 
 def check_compilation(spec: OpSpec, variant: str, call: Implementation) -> None:
     """It compiles without a graph break, once for all sizes, to what it computes without compiling."""
+    lead, size = next(lead for lead in spec.leads if min(lead) > 1), max(spec.sizes[:2])
+    drawn = [spec.arguments(variant, torch.float32, tuple(n * factor for n in lead), size) for factor in (1, 2, 3)]
+    runs = [functools.partial(results_of, spec, arguments=arguments) for arguments in drawn]
+    expect_one_graph(spec.functional.name, call, runs)
+
+
+def expect_one_graph(name: str, call: Callable[..., Any], runs: Sequence[Callable[..., list[Tensor]]]) -> None:
+    """See that the runs of ``call``, each with inputs of another size, share one graph, and compute what it computes.
+
+    Args:
+        name: what to call it.
+        call: is compiled.
+        runs: each calls what it is given, and returns the results.
+    """
     graphs: list[Any] = []
 
     def backend(graph: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
@@ -145,15 +170,12 @@ def check_compilation(spec: OpSpec, variant: str, call: Implementation) -> None:
 
     torch.compiler.reset()
     compiled = torch.compile(call, backend=backend, fullgraph=True, dynamic=True)
-    lead, size = next(lead for lead in spec.leads if min(lead) > 1), max(spec.sizes[:2])
     with torch.no_grad():
-        for factor in (1, 2, 3):
-            arguments = spec.arguments(variant, torch.float32, tuple(n * factor for n in lead), size)
-            got, expected = _results(spec, compiled, arguments), _results(spec, call, arguments)
-            for ours, theirs in zip(got, expected, strict=True):
+        for run in runs:
+            for ours, theirs in zip(run(call=compiled), run(call=call), strict=True):
                 torch.testing.assert_close(ours, theirs, equal_nan=True)
     if len(graphs) != 1:
-        raise AssertionError(f"{spec.functional.name} was compiled {len(graphs)} times for three sizes")
+        raise AssertionError(f"{name} was compiled {len(graphs)} times for {len(runs)} sizes")
 
 
 def check_gradients(spec: OpSpec, variant: str, call: Implementation) -> None:
@@ -177,18 +199,18 @@ def check_outside(spec: OpSpec, variant: str, call: Implementation) -> list[str]
         sides = []
         for side in (call, outside.call):
             arguments = spec.arguments(variant, torch.float32, spec.leads[1], max(spec.sizes[:2]))
-            arguments = _with_gradients(arguments) if spec.differentiable else arguments
+            arguments = with_gradients(arguments) if spec.differentiable else arguments
             results = tensors(side(**arguments))
             sides.append((results, list(_gradients(arguments, results))))
         (ours, our_gradients), (theirs, their_gradients) = sides
         if theirs:
-            _compare(spec, torch.float32, ours, theirs)
+            compare(spec, torch.float32, ours, theirs)
             torch.testing.assert_close(our_gradients, their_gradients, atol=1e-4, rtol=1e-4)
             compared.append(outside.name)
     return compared
 
 
-def _results(spec: OpSpec, call: Implementation, arguments: Arguments) -> list[Tensor]:
+def results_of(spec: OpSpec, call: Implementation, arguments: Arguments) -> list[Tensor]:
     """Return the results of a call, or what it leaves in the arguments that it mutates, which are copied first."""
     if not spec.functional.mutates:
         return tensors(call(**arguments))
@@ -203,7 +225,9 @@ def _copy(x: Tensor) -> Tensor:
     return whole.clone().as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-def _compare(spec: OpSpec, dtype: torch.dtype, got: list[Tensor], expected: list[Tensor]) -> None:
+def compare(spec: OpSpec, dtype: torch.dtype, got: list[Tensor], expected: list[Tensor]) -> float:
+    """Compare results with those that are expected; returns the largest error, as a share of its tolerance."""
+    shares = [0.0]
     if len(got) != len(expected):
         raise AssertionError(f"{spec.functional.name} made {len(got)} tensors, expected {len(expected)}")
     for ours, theirs in zip(got, expected, strict=True):
@@ -216,10 +240,16 @@ def _compare(spec: OpSpec, dtype: torch.dtype, got: list[Tensor], expected: list
         elif theirs.itemsize == 1:
             atol, rtol = spec.tolerance(theirs.dtype)
             theirs = theirs.double()
-        torch.testing.assert_close(ours.to(theirs.dtype), theirs, atol=atol, rtol=rtol)
+        ours = ours.to(theirs)
+        torch.testing.assert_close(ours, theirs, atol=atol, rtol=rtol)
+        if atol and theirs.numel():
+            share = (ours - theirs).abs() / (atol + rtol * theirs.abs())
+            shares.append(share.nan_to_num(0, 0, 0).max().item())  # of infinities, which are equal
+    return max(shares)
 
 
-def _with_gradients(arguments: Arguments) -> Arguments:
+def with_gradients(arguments: Arguments) -> Arguments:
+    """Return copies of the floating-point tensors that require a gradient, and the other arguments as they are."""
     floating = {n: v for n, v in arguments.items() if isinstance(v, Tensor) and v.is_floating_point()}
     return {**arguments, **{name: value.clone().requires_grad_() for name, value in floating.items()}}
 

@@ -44,13 +44,13 @@ def test_what_is_known_before_loading(cli, site) -> None:
         "provider": {"name": "acme", "version": "1.0"},
         "entry_point": "acme",
         "editable": False,
-        "requires": ["opgraft>=0.1"],
+        "requires": ["opgraft>=0.1", "torch"],
         "lock": None,
         "status": "selected",
         "reason": "",
     }
     lines = cli("plugins", "show", "acme").stdout.splitlines()
-    assert "requires: opgraft>=0.1" in lines
+    assert "requires: opgraft>=0.1, torch" in lines
     assert lines[-1] == "to load it, and see what becomes of it: opgraft plugins show acme --load"
 
 
@@ -75,6 +75,7 @@ def test_how_it_compares_with_the_lockfile(cli, site) -> None:
     ("requires", "reason"),
     [
         ("opgraft>=99", "it requires 'opgraft>=99', this is"),
+        ("torch>=99", "it requires 'torch>=99', this is torch 2."),
         ("opgraft=>1", "its requirement 'opgraft=>1' is malformed"),
     ],
 )

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 import opgraft
-from opgraft import OpgraftConfig, set_config
+import pytest
+import torch
+from opgraft import CustomOp, DeviceCapability, OpgraftConfig, PluggableLayer, When, set_config
+from opgraft.distributed import Communicator
+from opgraft.errors import RegistrationError
+from opgraft.ops import RMSNorm
+from opgraft.platforms.cpu.platform import CpuPlatform
+from opgraft.registry.conditions import objection_of
+from opgraft.state import host_state
 
 
 def test_native_is_a_choice_that_no_other_setting_overrules(scale, fast_scale, monkeypatch) -> None:
@@ -20,3 +30,156 @@ def test_native_is_a_choice_that_no_other_setting_overrules(scale, fast_scale, m
         opgraft.reset()
         assert str(scale().binding.kernel.winner) == "Scale.forward_native"
     assert str(scale().binding.kernel.winner) == "Scale.forward_cpu"
+
+
+class Sm(CpuPlatform):
+    """A platform whose device has a compute level and no float64."""
+
+    name = "cuda"
+
+    def capability(self, index: int = 0) -> DeviceCapability:
+        return DeviceCapability("H100", (torch.float32, torch.bfloat16), features=("sm_90", "tma"))
+
+
+@pytest.mark.parametrize(
+    ("condition", "against"),
+    [
+        (When(platform="rocm, cuda"), None),
+        (When(platform="rocm"), "platform is cuda, wanted rocm"),
+        (When(capability=">=8.0,<10"), None),
+        (When(capability=">=8.0,<9"), "compute level of H100 is 9.0, wanted >=8.0,<9"),
+        (When(capability="tma,>=9"), None),
+        (When(capability="wgmma"), "capability wgmma is none of H100"),
+        (When(dtype="bfloat16,float32"), None),
+        (When(dtype="float64"), "dtype float64 is none of H100: float32, bfloat16"),
+        (When(package="torch>=2,<99,pytest"), None),
+        (When(package="pytest>=99"), "pytest is .*, wanted pytest>=99"),
+        (When(package="flash-attn"), "flash-attn is not installed, wanted flash-attn"),
+        (When(platform="cuda", package="flash-attn"), "flash-attn is not installed"),
+    ],
+)
+def test_conditions_say_what_does_not_hold(condition: When, against: str | None) -> None:
+    """Every part of a condition must hold; the reason names what is there and what was wanted."""
+    found = objection_of(condition, Sm())
+    if against is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert re.match(f"its when= condition is false here: {against}", found)
+
+
+def test_a_device_without_a_compute_level() -> None:
+    """Bounds of a level are not held by a device that has none."""
+    found = objection_of(When(capability=">=8"), CpuPlatform())
+    assert found is not None
+    assert "is not known, wanted >=8" in found
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: When(), "states no condition"),
+        (lambda: When(platform=("cuda", "rocm")), "use text, several joined by commas"),
+        (lambda: When(capability=">=eight"), "malformed"),
+        (lambda: When(package="flash attn"), "malformed"),
+        (lambda: RMSNorm.register_oot(priority="high")(type("A", (RMSNorm,), {})), "priority='high': use an integer"),
+        (lambda: RMSNorm.register_oot(when="cuda")(type("A", (RMSNorm,), {})), r"when='cuda': use opgraft\.When"),
+        (lambda: RMSNorm.register_oot(supports=8)(type("A", (RMSNorm,), {})), "supports=8: use a function"),
+    ],
+)
+def test_options_of_a_registration_are_checked(make, message: str) -> None:
+    """What no registration can mean is refused when it is made."""
+    with pytest.raises(RegistrationError, match=message):
+        make()
+
+
+def test_a_condition_is_asked_once(scale, fast_scale) -> None:
+    """Not for every class and every scope, nor at a call: once, until the platform is decided anew."""
+    asked = []
+
+    def condition(platform: opgraft.Platform) -> bool:
+        asked.append(platform.name)
+        return True
+
+    scale.register_oot(when=condition)(fast_scale)
+    for _ in range(3):
+        with set_config(OpgraftConfig(strict=True)):
+            scale()(torch.ones(4))
+            host_state().invalidate()
+    assert asked == ["cpu"]
+    opgraft.reset()
+    scale.register_oot(fast_scale)
+    assert scale().op_class is fast_scale
+    assert asked == ["cpu", "cpu"]
+
+
+def test_a_declared_condition_stands_in_the_decision(scale, fast_scale) -> None:
+    """The reason says which part of it does not hold."""
+    scale.register_oot(when=When(platform="tpu"))(fast_scale)
+    assert "its when= condition is false here: platform is cpu, wanted tpu" in str(scale().decision)
+
+
+class EvenScale(RMSNorm):
+    """A kernel for even sizes, which is off by one so that a test sees it."""
+
+    def forward_oot(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        out = self.forward_native(x, residual)
+        assert isinstance(out, torch.Tensor)
+        return out + 1
+
+
+def even(x: torch.Tensor, residual: torch.Tensor | None = None) -> bool:
+    return x.shape[0] % 2 == 0 and residual is None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_arguments_decide_where_an_op_declares_it(compiled: bool) -> None:
+    """The replacement computes what it supports, the op's own kernel the rest; in one graph, for both."""
+    RMSNorm.register_oot(supports=even)(EvenScale)
+    op = RMSNorm(4)
+    call = torch.compile(op, fullgraph=True, backend="eager", dynamic=False) if compiled else op
+    for rows, added in ((2, 1.0), (3, 0.0), (4, 1.0)):
+        x = torch.randn(rows, 4)
+        expected = torch.nn.functional.rms_norm(x.double(), (4,), eps=1e-6) + added
+        torch.testing.assert_close(call(x).double(), expected, rtol=1e-5, atol=1e-5)
+    assert "where its supports= is false of the arguments the op's own kernel runs" in str(op.decision)
+    with set_config(OpgraftConfig(providers="rms_norm=native")):
+        assert RMSNorm(4)(torch.zeros(2, 4)).sum() == 0
+
+
+def test_what_declares_nothing_tests_nothing(scale, fast_scale) -> None:
+    """Without supports= the bound method is the kernel itself, with no function around it."""
+    scale.register_oot(fast_scale)
+    assert type(scale()).forward is fast_scale.forward_oot
+
+
+class WithFunctions(RMSNorm):
+    functional_oot = {"rms_norm": torch.nn.functional.rms_norm}  # noqa: RUF012 - as plugins write it
+
+
+@pytest.mark.parametrize(
+    ("replacement", "supports", "message"),
+    [
+        (EvenScale, lambda y: True, r"does not take what the op is called with: the call \(x=…\) fails"),
+        (WithFunctions, even, "would not be asked by functional forms: test in the functions of functional_oot"),
+    ],
+)
+def test_a_test_of_arguments_that_could_not_work(replacement: type, supports, message: str) -> None:
+    """One that takes other arguments, or that functional forms would go past, is refused."""
+    with pytest.raises(RegistrationError, match=message):
+        RMSNorm.register_oot(supports=supports)(replacement)
+
+
+def test_a_class_that_is_no_op_has_no_call_to_test() -> None:
+    """The arguments of an op are tested, and those of no other class."""
+    with pytest.raises(RegistrationError, match="is for ops, and Communicator is none"):
+        Communicator.register_oot(supports=even)(type("Mine", (Communicator,), {"remark": lambda self, owner: ""}))
+
+
+def test_a_layer_takes_the_same_options(scale) -> None:
+    """``PluggableLayer.register_oot`` passes them on."""
+    replacement = type("Even", (scale,), {"forward_oot": lambda self, x, bias=None: x})
+    PluggableLayer.register_oot(replacement, "Scale", supports=lambda x, bias=None: x.shape[-1] == 4)
+    assert CustomOp.op_registry_oot["Scale"] is replacement
+    torch.testing.assert_close(scale()(torch.ones(4)), torch.ones(4))
+    torch.testing.assert_close(scale(2)(torch.ones(2)), torch.full((2,), 2.0))

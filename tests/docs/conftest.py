@@ -65,7 +65,9 @@ INTERPRETER = """sys.executable, *sys.argv = sys.argv
 if sys.argv[0] == "-u":
     del sys.argv[0]
     sys.stdout.reconfigure(write_through=True)
-if sys.argv[0] == "-m":
+if sys.argv[:2] == ["-m", "pytest"]:  # which rewrites what it is the first to import
+    os.execv({python!r}, [{python!r}, *sys.argv])
+elif sys.argv[0] == "-m":
     del sys.argv[0]
     sys.path[0] = os.getcwd()
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -112,23 +112,23 @@ REGISTER = "SiluAndMul.register_oot(Acme{})"
 REGISTRATION_ROWS = {
     f"register_oot(Acme{arguments})": (registers(REGISTER.format(arguments)), status, words)
     for arguments, status, words in (
-        (", priority='high'", "failed", "expected an integer"),
-        (", priority=None", "failed", "expected an integer"),
-        (", priority=1.5", "failed", "expected an integer"),
-        (", priority=float('nan')", "failed", "expected an integer"),
-        (", priority=True", "failed", "expected an integer"),
-        (", priority=[]", "failed", "expected an integer"),
-        (", when=3", "failed", "expected a function of the platform"),
-        (", when='cuda'", "failed", "expected a function of the platform"),
-        (", when=True", "failed", "expected a function of the platform"),
-        (", when=lambda: True", "failed", "expected a function of the platform"),
+        (", priority='high'", "failed", "use an integer"),
+        (", priority=None", "failed", "use an integer"),
+        (", priority=1.5", "failed", "use an integer"),
+        (", priority=float('nan')", "failed", "use an integer"),
+        (", priority=True", "failed", "use an integer"),
+        (", priority=[]", "failed", "use an integer"),
+        (", when=3", "failed", "platform"),
+        (", when='cuda'", "failed", "platform"),
+        (", when=True", "failed", "platform"),
+        (", when=lambda: True", "failed", "platform"),
     )
 } | {
-    "a replacement that is no class": (registers("SiluAndMul.register_oot(3)"), "failed", "is 3, expected a class"),
+    "a replacement that is no class": (registers("SiluAndMul.register_oot(3)"), "failed", "got 3 as a replacement"),
     "a replacement that is a function": (
         registers("SiluAndMul.register_oot(lambda x: x)"),
         "failed",
-        "expected a class",
+        "as a replacement: use a class",
     ),
     "a replacement that is its target": (registers("SiluAndMul.register_oot(SiluAndMul)"), "failed", "SiluAndMul"),
     "a replacement of another op": (registers("RMSNorm.register_oot(Acme)"), "failed", "not a subclass"),
@@ -140,7 +140,7 @@ REGISTRATION_ROWS = {
     "a target that is a number": (
         registers("opgraft.CustomOp.register_oot(3)(Acme)"),
         "failed",
-        "is 3, expected a class",
+        "got 3 as a replacement",
     ),
     "an op of a name that is taken": (registers("opgraft.CustomOp.register('rms_norm')(Acme)"), "failed", "rms_norm"),
     "an op without a name": (registers("opgraft.CustomOp.register('')(Acme)"), "failed", "name"),

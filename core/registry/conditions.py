@@ -1,0 +1,138 @@
+"""Conditions under which a replacement applies: of the platform, decided once it is known; of arguments, at a call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
+
+import importlib_metadata
+from opgraft.errors import RegistrationError
+from opgraft.platform import DeviceCapability, Platform
+from opgraft.text import described
+
+_LEVEL = re.compile(r"sm_(\d+)(\d)")
+"""A feature that is a compute level, such as ``sm_90``."""
+
+
+@dataclass(frozen=True)
+class When:
+    """A condition that a replacement states, so that a decision can say what does not hold.
+
+    Each field is text, or several joined by commas. All that are given must hold.
+
+    Attributes:
+        platform: names of platforms, one of which it must be.
+        capability: features that the device must have, such as ``avx512f``, and bounds of its compute level, such as
+            ``>=8.0,<10``, which are for platforms whose devices have one.
+        dtype: floating-point dtypes that kernels may be given there, such as ``bfloat16``.
+        package: distributions that must be installed, such as ``flash-attn>=2.5``.
+    """
+
+    platform: str = ""
+    capability: str = ""
+    dtype: str = ""
+    package: str = ""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, str):
+                raise RegistrationError(f"When({field.name}={value!r:.80}): use text, several joined by commas")
+        if not any(getattr(self, field.name) for field in fields(self)):
+            raise RegistrationError("When() states no condition: give platform, capability, dtype or package")
+        try:
+            _within("1.0", ",".join(_bounds(self.capability)))
+            for line in _requirements(self.package):
+                _name_and_bounds(line)
+        except ValueError as error:
+            raise RegistrationError(
+                f"{self} is malformed: {error}. A capability is like 'avx512f' or '>=8.0,<10', a package like 'x>=2'"
+            ) from error
+
+    def against(self, platform: Platform) -> str | None:
+        """Say what does not hold on a platform, or ``None``."""
+        if self.platform and platform.name not in _terms(self.platform):
+            return f"platform is {platform.name}, wanted {self.platform}"
+        for line in _requirements(self.package):
+            name, wanted = _name_and_bounds(line)
+            version = _version(name)
+            if version is None or not _within(version, wanted):
+                return f"{name} is {version or 'not installed'}, wanted {line}"
+        if self.capability or self.dtype:
+            return self._against_device(platform.capability())
+        return None
+
+    def _against_device(self, device: DeviceCapability) -> str | None:
+        dtypes = [str(dtype).removeprefix("torch.") for dtype in device.dtypes]
+        lacking = [dtype for dtype in _terms(self.dtype) if dtype not in dtypes]
+        if lacking:
+            return f"dtype {lacking[0]} is none of {device.name}: {', '.join(dtypes)}"
+        bounds = _bounds(self.capability)
+        missing = [term for term in _terms(self.capability) if term not in (*bounds, *device.features)]
+        if missing:
+            return f"capability {missing[0]} is none of {device.name}"
+        level = next((f"{m[1]}.{m[2]}" for m in map(_LEVEL.fullmatch, device.features) if m), None)
+        if bounds and (level is None or not _within(level, ",".join(bounds))):
+            return f"compute level of {device.name} is {level or 'not known'}, wanted {','.join(bounds)}"
+        return None
+
+    def __str__(self) -> str:
+        given = (f"{field.name}={getattr(self, field.name)!r}" for field in fields(self) if getattr(self, field.name))
+        return f"When({', '.join(given)})"
+
+
+Condition: TypeAlias = Callable[[Platform], Any] | When
+
+
+def objection_of(condition: Condition, platform: Platform) -> str | None:
+    """Say why the condition of a replacement does not hold on a platform, or ``None``."""
+    try:
+        if isinstance(condition, When):
+            against = condition.against(platform)
+            return against and f"its when= condition is false here: {against}"
+        return None if condition(platform) else "its when= condition is false here"
+    except (Exception, SystemExit) as error:  # a plugin's code; the reason stays in the decision
+        return f"its when= condition raised {described(error)}"
+
+
+def _terms(text: str) -> list[str]:
+    return [term.strip() for term in text.split(",") if term.strip()]
+
+
+def _bounds(text: str) -> list[str]:
+    """Return the terms that bound a compute level."""
+    return [term for term in _terms(text) if term[0] in "<>=!~"]
+
+
+def _requirements(text: str) -> Iterable[str]:
+    """Yield requirements, each with the bounds that follow it: ``x>=2,<3,y`` are two."""
+    line = ""
+    for term in _terms(text):
+        if line and term[0] not in "<>=!~":
+            yield line
+            line = ""
+        line += f",{term}" if line else term
+    if line:
+        yield line
+
+
+def _within(version: str, bounds: str) -> bool:
+    from packaging.specifiers import SpecifierSet  # costs 20 ms, only some plugins need it
+
+    return SpecifierSet(bounds).contains(version, prereleases=True)
+
+
+def _name_and_bounds(line: str) -> tuple[str, str]:
+    from packaging.requirements import Requirement  # likewise
+
+    requirement = Requirement(line)
+    return requirement.name, str(requirement.specifier)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib_metadata.version(distribution)
+    except importlib_metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,166 @@
+"""Checks of a plugin as a whole, of the platform that it brings, and of the parts that it brings for the engine.
+
+As those of ``checks``, each raises ``AssertionError`` where it fails.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from opgraft.config import OpgraftConfig, set_config
+from opgraft.errors import ChildError
+from opgraft.machine.child import run_child
+from opgraft.ops.spec import tensors
+from opgraft.platform import DeviceMemory, Platform, effective_chain
+from opgraft.plugins.host import load_plugins
+from opgraft.plugins.outcomes import findings_of
+from opgraft.plugins.selection import current_platform
+from opgraft.state import host_state, reset
+from opgraft.testing import diagnosis
+from opgraft.testing.contracts import check_attention_layout
+from opgraft.testing.part_contracts import check_sampler, check_step_graph
+from opgraft.testing.subjects import Subject, claimed_dtypes, names_of, subjects_of
+
+CONTRACTS: Mapping[str, Callable[[], None]] = {
+    "attention": lambda: check_attention_layout(device=current_platform().device_type),
+    "sampler": lambda: check_sampler(device=current_platform().device_type),
+    "step_graph": lambda: check_step_graph(device=current_platform().device_type),
+}
+"""By op or class, the contracts that need nothing beside it."""
+
+_SPAWNED = """
+import base64, pickle, torch
+from opgraft.config import OpgraftConfig, set_config
+from opgraft.ops.spec import tensors
+import opgraft
+wrong = []
+with set_config(OpgraftConfig(plugins=tuple(data["plugins"]))), torch.no_grad():
+    opgraft.load_plugins()
+    for name, op, inputs, expected in pickle.loads(base64.b64decode(data["ops"])):
+        for found, wanted in zip(tensors(op(*inputs)), expected, strict=True):
+            if not torch.allclose(found.double(), wanted.double(), 1e-2, 1e-2, equal_nan=True):
+                wrong.append(name)
+with open(reply_to, "w", closefd=False) as pipe:
+    pipe.write(",".join(wrong))
+"""
+_PATIENCE = 120.0  # seconds: a process imports torch first, and a plugin perhaps a runtime of its own
+
+
+def check_findings(plugin: str) -> None:
+    """Nothing is found wrong with how the plugin registers, as ``opgraft plugins doctor`` finds it."""
+    provider, names, _ = names_of(plugin)
+    found = [finding for name in names for finding in findings_of(host_state().plugins[name])]
+    found += [each for each in diagnosis.diagnose() if each.provider and each.provider.name == provider]
+    if found:
+        raise AssertionError("; ".join(map(str, found)))
+
+
+def check_isolation(plugin: str) -> None:
+    """A reset takes back what the plugin activated; loaded again it is what it was."""
+    before = _activated(plugin)
+    loaded_with = host_state().loaded_with
+    allowed = (loaded_with.plugins if loaded_with else None) or ()
+    reset()
+    with set_config(OpgraftConfig(plugins=())):
+        load_plugins()
+        left = _activated(plugin)
+    reset()
+    with set_config(OpgraftConfig(plugins=allowed)):
+        load_plugins()
+    after = _activated(plugin)
+    if left:
+        raise AssertionError(f"without the plugin there is still {', '.join(left)}")
+    if before != after:
+        raise AssertionError(f"loaded again it replaces {', '.join(after)}, at first {', '.join(before)}")
+
+
+def _activated(plugin: str) -> list[str]:
+    names = names_of(plugin)[1]
+    return sorted(f"{r.asked_for} by {r.cls.__qualname__}" for r in host_state().active if r.plugin in names)
+
+
+def check_spawn(plugin: str) -> None:
+    """Ops that are sent to a new process compute there what they compute here."""
+    sent = [_computed(subject) for subject in subjects_of(plugin) if subject.built]
+    data = {
+        "plugins": (host_state().settings().config.plugins or ()),
+        "ops": base64.b64encode(pickle.dumps(sent)).decode(),
+    }
+    try:
+        ended = run_child(_SPAWNED, data=data, time_limit=_PATIENCE, environ=os.environ)
+    except ChildError as error:
+        raise AssertionError(str(error)) from error
+    if ended.status != 0:
+        raise AssertionError(f"ops cannot be sent to another process: {ended.complaint()}")
+    if ended.reply:
+        raise AssertionError(f"in another process these compute something else: {ended.reply}")
+
+
+def _computed(subject: Subject) -> tuple[str, Any, Sequence[Any], list[torch.Tensor]]:
+    spec, variant = subject.proof, subject.built[0]
+    arguments = spec.arguments(variant, torch.float32, spec.leads[1], max(spec.sizes[:2]))
+    op, inputs = subject.build(variant, arguments)
+    with torch.no_grad():
+        return subject.name, op, inputs, tensors(op(*inputs))
+
+
+def check_devices(platform: Platform) -> None:
+    """It counts its devices, tells the capability of each, and torch knows their type."""
+    count = platform.device_count()
+    if type(count) is not int or count < 1:
+        raise AssertionError(f"device_count() returned {count!r}: where the platform is available it is at least 1")
+    torch.empty(1, device=platform.device_type)
+    effective_chain(platform)
+    for index in range(count):
+        dtypes = platform.capability(index).dtypes
+        wrong = [dtype for dtype in dtypes if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point]
+        if wrong or not dtypes:
+            raise AssertionError(f"capability({index}).dtypes is {dtypes!r}: it is to list floating-point dtypes")
+
+
+def check_memory(platform: Platform) -> None:
+    """It tells the memory of each device in bytes, of which no more is free than there is."""
+    for index in range(platform.device_count()):
+        memory = platform.memory(index)
+        if not isinstance(memory, DeviceMemory):
+            raise AssertionError(f"memory({index}) returned a {type(memory).__name__}: it is to return DeviceMemory")
+        if not 0 <= memory.free <= memory.total or memory.total == 0:
+            raise AssertionError(f"memory({index}) tells {memory.free} bytes free of {memory.total}")
+
+
+def check_seeding(platform: Platform) -> None:
+    """The same seed gives the same random numbers again, another one others."""
+    drawn = []
+    for seed in (7, 7, 8):
+        platform.manual_seed(seed)
+        drawn.append(torch.rand(64, device=platform.device_type).cpu())
+    if not torch.equal(drawn[0], drawn[1]):
+        raise AssertionError("manual_seed(7) twice was followed by other random numbers the second time")
+    if torch.equal(drawn[0], drawn[2]):
+        raise AssertionError("manual_seed(7) and manual_seed(8) were followed by the same random numbers")
+
+
+def check_synchronisation(platform: Platform) -> None:
+    """Work that was queued is done when it returns, on each device; with nothing queued it returns at once."""
+    for index in range(platform.device_count()):
+        platform.synchronize(index)
+        platform.synchronize(index)
+    x = torch.ones(64, 64, device=platform.device_type)
+    for _ in range(8):
+        x = (x @ x) / 64
+    platform.synchronize()
+    if not torch.equal(x.cpu(), torch.ones(64, 64)):
+        raise AssertionError("after synchronize() a chain of products has other numbers than those it computes")
+
+
+def check_dtypes(platform: Platform) -> None:
+    """Each dtype that it claims can be computed with."""
+    for dtype in claimed_dtypes(platform):
+        found = (torch.full((8,), 1.5, dtype=dtype, device=platform.device_type) * 2).cpu()
+        if found.dtype != dtype or not torch.equal(found.double(), torch.full((8,), 3.0, dtype=torch.float64)):
+            raise AssertionError(f"it claims {dtype}, and 1.5 * 2 is {found[0].item()} of {found.dtype} there")

@@ -1,0 +1,125 @@
+"""The conformance kit: plugins that conform pass, as pytest runs it for their authors, and it costs others nothing."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from opgraft.errors import ConfigError
+from opgraft.ops import GELU, RMSNorm
+from opgraft.state import host_state
+from opgraft.testing import isolated_host
+from opgraft.testing.conformance import Conformance, alone
+
+PLUGINS = Path(__file__).parents[2] / "reference_plugins"
+
+
+def own_tests(python: str, plugin: str, site: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run a plugin's own tests, as its author does who has it installed."""
+    warm = ("-W", "ignore:Module already imported")  # so that pytest cannot rewrite its assertions
+    folder = str(PLUGINS / plugin / "tests")
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *warm, folder, *options]
+    environ = {**os.environ, "PYTHONPATH": str(site)}
+    return subprocess.run(command, env=environ, cwd=PLUGINS.parent, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("options", [("--opgraft-brief",), pytest.param((), marks=pytest.mark.slow)])
+def test_the_toy_npu_conforms(toy_npu_site: Path, warm_python: str, options: tuple[str, ...]) -> None:
+    """Its test file, which is the class of the kit and a name, passes; its kernels are among what was asked."""
+    result = own_tests(warm_python, "opgraft-toy-npu", toy_npu_site, "-rp", *options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for case in ("(platform)-memory", "rms_norm-values-bfloat16", "gelu-gradients", "silu_and_mul-compilation"):
+        assert f"::test_conforms[{case}]\n" in result.stdout
+
+
+def test_a_test_file_of_the_kit_is_short() -> None:
+    """A plugin's whole test file is under 20 lines."""
+    for file in PLUGINS.glob("*/tests/test_conformance.py"):
+        assert len(file.read_text(encoding="utf-8").splitlines()) < 20
+
+
+def test_pytest_starts_without_torch(tmp_path: Path) -> None:
+    """Where no test uses the kit, pytest has imported neither torch nor any module of opgraft but the package's own."""
+    (tmp_path / "test_nothing.py").write_text("def test_nothing(): pass\n")
+    code = (
+        "import sys, pytest; pytest.main(['-q', '-p', 'no:cacheprovider', sys.argv[1]]); "
+        "print([name for name in sys.modules if name.partition('.')[0] in ('torch', 'opgraft')])"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    loaded = result.stdout.strip().splitlines()[-1]
+    expected = {"opgraft", "opgraft.moved", "opgraft.version", "opgraft.testing", "opgraft.testing.pytest_plugin"}
+    assert set(ast.literal_eval(loaded)) == expected
+
+
+WRONG = """
+import torch
+from opgraft.ops import GELU
+platforms = "any"
+
+@GELU.register_oot
+class AcmeGELU(GELU):
+    def forward_oot(self, input):
+        return torch.nn.functional.gelu(input.detach())  # whatever approximation is asked for
+"""
+
+
+ASKED = ("loading", "reachable", "values", "gradients", "operators")
+
+
+def test_failures_and_skips_say_why(site) -> None:
+    """A check that fails names variant, inputs and error; one that does not apply gives the reason."""
+    site.plugin("acme", WRONG)
+    with alone("acme"):
+        conformance = Conformance("acme")
+        told = {str(case): conformance.judge(case) for case in conformance.cases if case.check in ASKED}
+    assert told["(plugin)-loading"].status == told["gelu-reachable"].status == "passed"
+    values, gradients, operators = (told[f"gelu-{name}"] for name in ("values-float32", "gradients", "operators"))
+    assert (values.status, gradients.status, operators.status) == ("failed", "failed", "skipped")
+    assert values.reason.startswith("variant 'tanh': of inputs (1,) by 1 in torch.float32: ")
+    assert "AcmeGELU.forward_oot loses gradients" in gradients.reason
+    assert operators.reason == "it runs no operator of its own"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "check", "reason"),
+    [
+        ('@GELU.register_oot(name="Gelux")', "registration", "replaces 'Gelux', which no registered op answers to"),
+        ("raise OSError('no driver')", "loading", "OSError: no driver"),
+    ],
+)
+def test_a_plugin_that_does_not_load(site, wrong: str, check: str, reason: str) -> None:
+    """What keeps a plugin, or a part of it, from being loaded is an answer, and no more is asked than can be."""
+    site.plugin("acme", WRONG.replace("@GELU.register_oot", wrong))
+    with alone("acme"):
+        conformance = Conformance("acme")
+        answers = [conformance.judge(case) for case in conformance.cases if case.check in ("loading", check)]
+    failed = [outcome for outcome in answers if outcome.status == "failed"]
+    assert [outcome.check for outcome in failed] == [check]
+    assert reason in failed[0].reason
+
+
+def test_a_name_that_nothing_answers_to() -> None:
+    """Asking about a plugin that is not installed is an error."""
+    with pytest.raises(ConfigError, match="no plugin 'akme' is installed"):
+        Conformance("akme")
+
+
+def test_a_test_has_a_host_of_its_own(site) -> None:
+    """What a test declares is gone after it; what a plugin's module declared when it was imported is not."""
+    site.plugin("acme", WRONG)
+    for _ in range(2):
+        with isolated_host():
+
+            @RMSNorm.register_oot
+            class Own(RMSNorm):
+                def forward_oot(self, x, residual=None):
+                    return x
+
+            assert (GELU().op_class.__name__, RMSNorm(4).op_class.__name__) == ("AcmeGELU", "Own")
+        assert [each.cls.__name__ for each in host_state().registry.replacements] == ["AcmeGELU"]
+        assert not host_state().active
