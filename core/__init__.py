@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from opgraft.binding.provenance import explain_exception as explain_exception
     from opgraft.binding.provenance import install_excepthook as install_excepthook
     from opgraft.binding.rebinding import rebind as rebind
+    from opgraft.binding.replaceable import replaceable as replaceable
+    from opgraft.binding.replaceable import replaces as replaces
     from opgraft.compilation.compiled import Compiled as Compiled
     from opgraft.compilation.compiled import compile as compile
     from opgraft.compilation.graph_pass import GraphPass as GraphPass
@@ -136,6 +138,7 @@ _HOME = {
     "opgraft.binding.profiling": ("profile",),
     "opgraft.binding.provenance": ("Provenance", "explain_exception", "install_excepthook"),
     "opgraft.binding.rebinding": ("rebind",),
+    "opgraft.binding.replaceable": ("replaceable", "replaces"),
     "opgraft.torch_library": ("direct_register_custom_op",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

@@ -16,6 +16,7 @@ class Caches:
         existing: (target, class) → the ``Binding`` of existing ops of that class.
         classes: class that is no op → the ``ReplacementChoice`` for constructing it.
         functions: functional form → its kernel, and the stand-in where a gradient is required, if it needs one.
+        replaceable: reference of a replaceable function → the function that it runs.
         check_values: the setting of that name, ``None`` until it is asked for.
     """
 
@@ -23,4 +24,5 @@ class Caches:
     existing: dict[tuple[type, type], Any] = field(default_factory=dict)
     classes: dict[type, Any] = field(default_factory=dict)
     functions: dict[Any, tuple[Callable[..., Any], Callable[..., Any] | None]] = field(default_factory=dict)
+    replaceable: dict[Any, Callable[..., Any]] = field(default_factory=dict)
     check_values: bool | None = None

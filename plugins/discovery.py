@@ -11,6 +11,7 @@ from typing import Any
 
 import importlib_metadata
 from opgraft.decision import Provider
+from opgraft.errors import ConfigError, close_matches
 from opgraft.logger import logger
 from opgraft.plugins.metadata import Problem, distributions, entry_point_rows, headers_of, is_stray, place_of, text_of
 from opgraft.state import host_state
@@ -103,6 +104,22 @@ def discover() -> Discovery:
             state.discovery = scan()
         found: Discovery = state.discovery
         return found
+
+
+def names_of(plugin: str) -> tuple[str, list[str], list[str]]:
+    """Return the distribution that a name means, with the names of the plugins and of the platforms that it offers.
+
+    Raises:
+        ConfigError: nothing that is installed answers to the name.
+    """
+    offers = [offer for offer in discover().offers if not offer.built_in]
+    meant = next((offer.provider for offer in offers if offer.answers_to(plugin)), None)
+    if meant is None:
+        known = {offer.name for offer in offers} | {offer.provider.name for offer in offers}
+        raise ConfigError(f"no plugin {plugin!r} is installed: {close_matches(plugin, known)}")
+    own = [offer for offer in offers if offer.provider == meant]
+    plugins = [offer.name for offer in own if offer.group == PLUGIN_GROUP]
+    return meant.name, plugins, [offer.name for offer in own if offer.group == PLATFORM_GROUP]
 
 
 def scan() -> Discovery:

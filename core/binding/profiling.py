@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.functional import Functional, binding_of
-from opgraft.binding.specialisation import Binding
+from opgraft.binding.replaceable import ReplaceableFunction
+from opgraft.binding.specialisation import Binding, bind
 from torch.profiler import record_function
 
 
@@ -24,14 +25,16 @@ def profile() -> Iterator[None]:
     if "__call__" in vars(CustomOp):
         yield
         return
-    form_call = Functional.__call__
+    calls = {cls: cls.__call__ for cls in (Functional, ReplaceableFunction)}
     _set_call(CustomOp, _labelled(CustomOp.__call__, lambda op: _label(op.binding, op.binding.kernel_name)))
-    _set_call(Functional, _labelled(form_call, _label_of_form))
+    for cls, label in ((Functional, _label_of_form), (ReplaceableFunction, _label_of_function)):
+        _set_call(cls, _labelled(calls[cls], label))
     try:
         yield
     finally:
         del CustomOp.__call__  # which it inherits again
-        _set_call(Functional, form_call)
+        for cls, call in calls.items():
+            _set_call(cls, call)
 
 
 def _set_call(cls: Any, call: Callable[..., Any]) -> None:
@@ -52,6 +55,11 @@ def _label_of_form(form: Functional[..., Any]) -> str:
     binding = binding_of(form)
     native = binding.kernel.winner.functional(form.name) is None
     return _label(binding, f"{form.name}.native" if native else binding.kernel_name)
+
+
+def _label_of_function(reference: ReplaceableFunction[..., Any]) -> str:
+    binding = bind(reference.op_class)
+    return _label(binding, binding.kernel_name)
 
 
 def _label(binding: Binding, kernel: str) -> str:

@@ -14,7 +14,8 @@ from typing import Any
 
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.functional import Functional, binding_of
-from opgraft.binding.specialisation import Binding
+from opgraft.binding.replaceable import ReplaceableFunction
+from opgraft.binding.specialisation import Binding, bind
 from opgraft.config import NATIVE_CHOICE
 from opgraft.decision import Provider
 from opgraft.environment import PLUGINS_DISABLE
@@ -132,6 +133,8 @@ def _binding(frame: FrameType) -> Binding | None:
         binding: Binding | None = vars(own).get("_binding")
         return binding
     try:
+        if isinstance(own, ReplaceableFunction):
+            return bind(own.op_class)
         return binding_of(own) if isinstance(own, Functional) else None
     except OpgraftError:  # it is the choice itself that failed, and its message says all
         return None

@@ -19,6 +19,7 @@ _COMMANDS = {
     "bench": ("opgraft.cli.bench", "Measure how fast things run."),
     "cache": ("opgraft.cli.cache", "Look at the cache of compiled code, carry it to other machines, or empty it."),
     "chat": ("opgraft.cli.chat", "Chat with MODEL in the terminal, or over the lines of stdin."),
+    "conformance": ("opgraft.cli.conformance", "Put PLUGIN before every check of the conformance kit."),
     "detect": ("opgraft.cli.detect", "Show which platform this machine gets, and why."),
     "env": ("opgraft.cli.env", "Print versions, hardware, plugins and settings for a bug report."),
     "ops": ("opgraft.cli.ops", "Show the op catalogue, and which kernel an op gets."),

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +20,15 @@ from opgraft.finding import Finding
 from opgraft.machine.child import Ended, run_child
 from opgraft.machine.host_memory import host_memory
 from opgraft.plugins.quarantine import against, confine
-from opgraft.plugins.watching import BEGINS, logger
+from opgraft.plugins.watching import BEGINS, ENDS, logger
 from opgraft.state import host_state
 
 TIME_LIMIT = 600.0  # seconds: a plugin may compile its kernels when it is first imported
 
 MEMORY_SHARE = 2  # the memory of the host by the most that the child may have
+
+_TOLD = "told"
+"""The message by which ``tell`` reaches what writes to the other process."""
 
 _CHILD = "from opgraft.cli.isolation import answer; answer(reply_to, **data)"
 
@@ -49,18 +52,49 @@ def examined(module: str, function: str, *arguments: str) -> Outcome:
         tried.add(culprit)
 
 
-def isolated(module: str, function: str, *arguments: str, time_limit: float = TIME_LIMIT) -> Outcome:
-    """Call a function that returns plain data in a child process, with this process's environment and settings."""
+def isolated(
+    module: str,
+    function: str,
+    *arguments: str,
+    time_limit: float = TIME_LIMIT,
+    heard: Callable[[Any], None] | None = None,
+) -> Outcome:
+    """Call a function that returns plain data in a child process, with this process's environment and settings.
+
+    ``heard`` is called with what the function hands to ``tell`` meanwhile.
+    """
     given = {name: text for name, text, origin in host_state().settings().rows() if origin == COMMAND_LINE}
     scope = CURRENT_SCOPE.get()
     file = scope.file.path if scope and scope.file else None
     data = {"module": module, "function": function, "arguments": arguments, "given": given, "file": file}
     try:
-        ended = run_child(_CHILD, (), data, time_limit, os.environ, host_memory()[0] // MEMORY_SHARE)
+        limit = host_memory()[0] // MEMORY_SHARE
+        listen = _Lines(heard) if heard else None
+        ended = run_child(_CHILD, (), data, time_limit, os.environ, limit, listen)
     except ChildError as error:
         return Outcome(crash=Finding(f"the plugins cannot be tried in a process of their own: {error}", exit_code=4))
     last = _last_line(ended.reply)
     return Outcome(last["result"]) if "result" in last else Outcome(crash=_crash(last, ended, time_limit))
+
+
+class _Lines:
+    """Puts pieces of a reply together, and hands on what its lines tell."""
+
+    def __init__(self, heard: Callable[[Any], None]) -> None:
+        self.heard = heard
+        self.rest = b""
+
+    def __call__(self, piece: bytes) -> None:
+        *lines, self.rest = (self.rest + piece).split(b"\n")
+        for line in lines:
+            told = _last_line(line.decode(errors="replace"))
+            if "told" in told:
+                self.heard(told["told"])
+
+
+def tell(data: Any) -> None:
+    """Hand plain data to the process that waits for this one, while the function that it called goes on."""
+    logger.debug(_TOLD, extra={"told": data})
 
 
 def _last_line(reply: str) -> Mapping[str, Any]:
@@ -115,10 +149,12 @@ class _Reporter(logging.Handler):
         self.running: list[dict[str, Any]] = [{}]
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.msg == BEGINS:
+        if record.msg == _TOLD:
+            _write(self.reply_to, {"told": getattr(record, "told", None)})
+        elif record.msg == BEGINS:
             provider = getattr(record, "provider", None)
             self.running.append({"what": record.args[0], "provider": provider and provider.to_dict()})  # type: ignore[index]
-        else:
+        elif record.msg == ENDS:
             self.running.pop()
         _write(self.reply_to, self.running[-1])
 

@@ -11,6 +11,7 @@ _COMMANDS = {
     "compat": ("opgraft.cli.plugins_compat", "Show which names of opgraft a plugin uses, and what became of them."),
     "lock": ("opgraft.cli.plugins_lock", "Write down what is installed, so that nothing else is imported."),
     "release": ("opgraft.cli.plugins_release", "Have a plugin that is in quarantine tried again."),
+    "check": ("opgraft.cli.plugins_check", "Put a plugin before the checks that tell most, in less than a minute."),
     "doctor": ("opgraft.cli.plugins_doctor", "Load everything and report what is wrong."),
 }
 

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
@@ -89,6 +89,7 @@ def run_child(
     time_limit: float = 10.0,
     environ: Mapping[str, str] | None = None,
     memory_limit: int | None = None,
+    heard: Callable[[bytes], None] | None = None,
 ) -> Ended:
     """Run ``code`` in a new interpreter with this one's ``sys.path`` and wait until it ends or its time is over.
 
@@ -96,7 +97,8 @@ def run_child(
 
     The code finds a file descriptor to write to in ``reply_to``, its arguments in ``sys.argv[3:]``, and in ``data``
     what was handed over, which must be ready for ``json.dumps``. It runs in a minimal environment, or in ``environ``,
-    which must be this process's own: what a file says is handed over as data.
+    which must be this process's own: what a file says is handed over as data. ``heard`` is called with each piece of
+    the reply as it comes.
 
     Raises:
         ChildError: it could not be started.
@@ -118,7 +120,7 @@ def run_child(
             _stream(child.stdin) as question,
         ):
             watch = _MemoryWatch(child.pid, memory_limit)
-            answer, printed = _exchange(child, reply, output, question, handed_over, deadline, watch)
+            answer, printed = _exchange(child, reply, output, question, handed_over, deadline, watch, heard)
             # Before its pipes close, which would end it otherwise.
             status = _wait(child, time.monotonic() if watch.exceeded else deadline)
     except BaseException:  # an interrupt from the keyboard, which does not reach a child in a session of its own
@@ -168,6 +170,7 @@ def _exchange(
     data: bytes,
     deadline: float,
     watch: _MemoryWatch,
+    heard: Callable[[bytes], None] | None,
 ) -> tuple[bytes, bytes]:
     """Hand over ``data`` and collect the reply and the end of the output, until the child has ended or is to be."""
     import selectors
@@ -189,7 +192,10 @@ def _exchange(
                     selector.unregister(question)
                     question.close()
             for stream in open_streams.intersection(ready):
-                if not _read_into(received[stream], stream, stream is reply):
+                piece = _read_into(received[stream], stream, stream is reply)
+                if heard is not None and stream is reply:
+                    heard(piece)
+                if not piece:
                     selector.unregister(stream)
                     open_streams.discard(stream)
             if ended and not ready:
@@ -224,15 +230,15 @@ def _written(stream: IO[bytes], data: memoryview) -> int:
         return len(data)
 
 
-def _read_into(buffer: bytearray, stream: IO[bytes], from_start: bool) -> bool:
-    """Read a piece and say whether more may come; of what is too long the start is kept, or the end."""
+def _read_into(buffer: bytearray, stream: IO[bytes], from_start: bool) -> bytes:
+    """Read a piece, empty where no more will come, and add it; of what is too long the start is kept, or the end."""
     piece = os.read(stream.fileno(), _PIECE)
     buffer += piece
     if from_start:
         del buffer[_LARGEST_REPLY:]
     else:
         del buffer[:-_KEPT_OUTPUT]
-    return bool(piece)
+    return piece
 
 
 def _wait(child: subprocess.Popen[bytes], deadline: float) -> int | None:

@@ -23,6 +23,7 @@ class Found:
 
     error: float | None = None
     skipped: str = ""
+    speed: float | None = None
 
 
 Run = Callable[[Subject, torch.dtype], Found | None]
@@ -45,6 +46,7 @@ class Check:
         against: why it does not apply, or ``None``.
         dtypes: in which it is asked; ``None``: in every one that platform and form have.
         brief: belongs to the short form.
+        timed: measures, which only makes sense where nothing else runs.
     """
 
     summary: str
@@ -52,6 +54,7 @@ class Check:
     against: Applies
     dtypes: tuple[torch.dtype, ...] | None = (torch.float32,)
     brief: bool = False
+    timed: bool = False
 
 
 def _no_form(subject: Subject) -> str | None:
@@ -94,6 +97,10 @@ def _values(subject: Subject, dtype: torch.dtype) -> Found:
             shares.append(checks.check_values(subject.proof, variant, dtype, thorough))
             shares += [checks.check_values(subject.proof, variant, dtype, call, brief=True) for call in others]
     return Found(max(shares))
+
+
+def _speed(subject: Subject, dtype: torch.dtype) -> Found:
+    return Found(speed=kernel_checks.speed_of(subject, subject.variants[0], dtype))
 
 
 def _range(subject: Subject, dtype: torch.dtype) -> Found:
@@ -211,6 +218,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "switching": Check(
             "custom_ops switches it off and on", _each(_by_subject(kernel_checks.check_switching)), _fixed
         ),
+        "speed": Check("how many times as fast as the native definition it is", _speed, _no_form, None, timed=True),
         "contract": Check(
             "the part keeps the contract of what it replaces",
             lambda subject, _: plugin_checks.CONTRACTS[subject.op](),
@@ -228,6 +236,7 @@ class WholeCheck:
     summary: str
     run: Callable[[Any], None]
     brief: bool = False
+    timed: bool = False
 
 
 OF_PLUGIN: Mapping[str, WholeCheck] = MappingProxyType(

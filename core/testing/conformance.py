@@ -6,20 +6,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from opgraft.config import OpgraftConfig, set_config
+from opgraft.decision import Provider
 from opgraft.errors import OpgraftError
+from opgraft.plugins.discovery import discover, names_of
 from opgraft.plugins.host import load_plugins
 from opgraft.plugins.outcomes import findings_of
 from opgraft.plugins.selection import current_platform
 from opgraft.state import PluginStatus, host_state
 from opgraft.testing.check_table import CHECKS, OF_PLATFORM, OF_PLUGIN, Check, Found, WholeCheck, dtypes_of
-from opgraft.testing.subjects import names_of, subjects_of
+from opgraft.testing.subjects import subjects_of
 from opgraft.text import described
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
@@ -67,6 +69,11 @@ class Outcome:
         """The question."""
         return Case(self.op, self.check, self.dtype)
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Outcome:
+        """Return the outcome that ``to_dict`` wrote down."""
+        return cls(**data)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the same as plain data."""
         return asdict(self)
@@ -92,6 +99,7 @@ class Conformance:
     Attributes:
         plugin: the name of its entry point or of its distribution.
         brief: whether the questions are those of the short form, on small inputs.
+        timed: whether speed is measured, too.
         refused: why it is not active here, in which case there is one question; empty where it is.
         cases: the questions, in the order in which they are best asked.
 
@@ -99,13 +107,19 @@ class Conformance:
         ConfigError: nothing that is installed answers to the name.
     """
 
-    def __init__(self, plugin: str, *, brief: bool = False) -> None:
+    def __init__(self, plugin: str, *, brief: bool = False, timed: bool = False) -> None:
         self.plugin = plugin
         self.brief = brief
+        self.timed = timed
         self._provider, self._names, self._platforms = names_of(plugin)
         self.refused = self._load()
         self._subjects = {} if self.refused else {subject.name: subject for subject in subjects_of(plugin, brief=brief)}
         self.cases = [Case(PLUGIN, LOADING), *([] if self.refused else self._cases())]
+
+    @property
+    def provider(self) -> Provider:
+        """The distribution that brings the plugin."""
+        return next(offer.provider for offer in discover().offers if offer.provider.name == self._provider)
 
     def _load(self) -> str:
         try:
@@ -131,20 +145,20 @@ class Conformance:
                     yield Case(subject.name, name)
 
     def _asks(self, check: Check | WholeCheck) -> bool:
-        return check.brief or not self.brief
+        return (check.brief or not self.brief) and (self.timed or not check.timed)
 
     def judge(self, case: Case) -> Outcome:
         """Answer a question. Whatever the plugin's code raises is an outcome."""
         start = time.perf_counter()
         try:
             found = self._found(case)
-            status, reason, error = (SKIPPED if found.skipped else PASSED), found.skipped, found.error
+            status, reason = (SKIPPED if found.skipped else PASSED), found.skipped
         except AssertionError as failure:
-            status, reason, error = FAILED, " ".join(str(failure).split()), None
+            found, status, reason = Found(), FAILED, " ".join(str(failure).split())
         except (Exception, SystemExit) as failure:
-            status, reason, error = FAILED, described(failure), None
+            found, status, reason = Found(), FAILED, described(failure)
         seconds = round(time.perf_counter() - start, 3)
-        return Outcome(case.op, case.check, case.dtype, status, reason, error, seconds=seconds)
+        return Outcome(case.op, case.check, case.dtype, status, reason, found.error, found.speed, seconds)
 
     def _found(self, case: Case) -> Found:
         if case.check == LOADING:

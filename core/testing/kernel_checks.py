@@ -9,6 +9,8 @@ import copy
 import dataclasses
 import functools
 import pickle
+import statistics
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +21,7 @@ from opgraft.binding.specialisation import bind
 from opgraft.config import CompilationConfig, OpgraftConfig, set_config
 from opgraft.ops.spec import Arguments, OpSpec, in_float64, tensors
 from opgraft.platform import DISPATCH_KEYS
+from opgraft.plugins.selection import current_platform
 from opgraft.registry.op_classes import own_classes
 from opgraft.testing import checks, inventory
 from opgraft.testing.subjects import Subject
@@ -28,7 +31,10 @@ from torch.overrides import TorchFunctionMode
 LARGE = 300.0
 """By which inputs are multiplied where overflow is looked for: float16 holds the product, and not its square."""
 
-_OVERLOAD = type(torch.ops.aten.add.Tensor)
+ROUNDS = 7
+"""Pairs of calls by which speed is measured."""
+
+_OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
 
 _OF_OTHERS = frozenset({"aten", "opgraft", "prim", "prims", "mkldnn", "mkl", "quantized"})
 """Namespaces of operators that no plugin brings."""
@@ -274,9 +280,30 @@ class _Operators(TorchFunctionMode):
         self.calls: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(func, _OVERLOAD) and func.namespace not in _OF_OTHERS:
+        if isinstance(func, _OPERATORS) and str(func).partition(".")[0] not in _OF_OTHERS:
             self.calls.setdefault(str(func), (func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def speed_of(subject: Subject, variant: str, dtype: torch.dtype) -> float:
+    """Return how many times as fast as the native definition the plugin is, on the largest inputs of the spec."""
+    spec, wait = subject.proof, current_platform().synchronize
+    lead, size = spec.large[-1] if spec.large else (spec.leads[1], max(spec.sizes))
+    arguments = spec.arguments(variant, dtype, lead, size)
+    ours, native = subject.calls(variant)[0], spec.functional.native
+    ratios = []
+    with torch.no_grad():
+        for _ in range(ROUNDS):  # of the two, one after the other, as other processes slow both down
+            taken = []
+            for call in (native, ours):
+                checks.results_of(spec, call, arguments)
+                wait()
+                start = time.perf_counter()
+                checks.results_of(spec, call, arguments)
+                wait()
+                taken.append(time.perf_counter() - start)
+            ratios.append(taken[0] / taken[1])
+    return round(statistics.median(ratios), 3)
 
 
 def _is_floating(value: Any) -> bool:

@@ -17,6 +17,7 @@ from opgraft.errors import ChildError
 from opgraft.machine.child import run_child
 from opgraft.ops.spec import tensors
 from opgraft.platform import DeviceMemory, Platform, effective_chain
+from opgraft.plugins.discovery import names_of
 from opgraft.plugins.host import load_plugins
 from opgraft.plugins.outcomes import findings_of
 from opgraft.plugins.selection import current_platform
@@ -24,7 +25,7 @@ from opgraft.state import host_state, reset
 from opgraft.testing import diagnosis
 from opgraft.testing.contracts import check_attention_layout
 from opgraft.testing.part_contracts import check_sampler, check_step_graph
-from opgraft.testing.subjects import Subject, claimed_dtypes, names_of, subjects_of
+from opgraft.testing.subjects import Subject, claimed_dtypes, subjects_of
 
 CONTRACTS: Mapping[str, Callable[[], None]] = {
     "attention": lambda: check_attention_layout(device=current_platform().device_type),

@@ -11,10 +11,9 @@ import torch
 from opgraft.binding.functional import binding_of
 from opgraft.binding.names import op_name_of
 from opgraft.binding.pluggable_class import PluggableClass
-from opgraft.errors import ConfigError, close_matches
 from opgraft.ops.spec import Arguments, OpSpec
 from opgraft.platform import Platform
-from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, discover
+from opgraft.plugins.discovery import names_of
 from opgraft.plugins.selection import current_platform
 from opgraft.registry.declarations import Replacement
 from opgraft.state import host_state
@@ -114,22 +113,6 @@ class _Named(nn.Module):
     def forward(self, *inputs: Any) -> Any:
         """Call the op."""
         return self.op(**dict(zip(self.names, inputs, strict=True)))
-
-
-def names_of(plugin: str) -> tuple[str, list[str], list[str]]:
-    """Return the distribution that a name means, with the names of the plugins and of the platforms that it offers.
-
-    Raises:
-        ConfigError: nothing that is installed answers to the name.
-    """
-    offers = [offer for offer in discover().offers if not offer.built_in]
-    meant = next((offer.provider for offer in offers if offer.answers_to(plugin)), None)
-    if meant is None:
-        known = {offer.name for offer in offers} | {offer.provider.name for offer in offers}
-        raise ConfigError(f"no plugin {plugin!r} is installed: {close_matches(plugin, known)}")
-    own = [offer for offer in offers if offer.provider == meant]
-    plugins = [offer.name for offer in own if offer.group == PLUGIN_GROUP]
-    return meant.name, plugins, [offer.name for offer in own if offer.group == PLATFORM_GROUP]
 
 
 def subjects_of(plugin: str, *, brief: bool = False) -> list[Subject]:

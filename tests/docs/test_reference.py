@@ -16,6 +16,7 @@ import pytest
 import tomllib
 from opgraft import errors, ops
 from opgraft.cli import cli as root
+from opgraft.cli.evidence import SCHEMA as EVIDENCE
 from opgraft.config import FIELDS
 from opgraft.environment import VARIABLES
 from opgraft.plugins import hookspecs
@@ -106,10 +107,10 @@ def test_no_command_or_option_is_invented() -> None:
 
 
 def test_schemas_are_those_that_commands_print() -> None:
-    """The names of JSON schemas on the page are those in the source of the commands, and that of the lockfile."""
+    """The names of JSON schemas on the page are those in the source of the commands, and those of files."""
     source = "".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "core/cli").glob("*.py"))
     printed = set(re.findall(r'print_json\(\s*"([^"]+)"', source))
-    printed.add(LOCKFILE)
+    printed |= {LOCKFILE, EVIDENCE}  # which are written to files
     published = {
         json.loads(path.read_text())["properties"]["schema"]["const"] for path in SCHEMAS.glob("opgraft.*.json")
     }

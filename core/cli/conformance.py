@@ -1,0 +1,169 @@
+"""``opgraft conformance``: put a plugin before every check of the kit, and write down the evidence."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from opgraft.cli import evidence
+from opgraft.cli.evidence import Evidence
+from opgraft.cli.isolation import isolated, tell
+from opgraft.cli.output import SettingsCommand, print_wrapped, with_settings
+from opgraft.errors import InputError, PluginError
+from opgraft.plugins.discovery import names_of
+from opgraft.text import printable
+from opgraft.version import __version__
+
+TIME_LIMIT = 24 * 3600.0  # seconds: kernels of a simulated device may take long
+
+_FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+@click.command("conformance", cls=SettingsCommand)
+@click.argument("plugin")
+@click.option("--json", "json_file", metavar="FILE", type=_FILE, help="Write the evidence to FILE.")
+@click.option("--baseline", metavar="FILE", type=_FILE, help="Fail only on what passed in this earlier evidence.")
+@click.option("--resume", is_flag=True, help="Go on with the evidence in the FILE of --json.")
+@with_settings
+def command(plugin: str, json_file: Path | None, baseline: Path | None, resume: bool) -> None:
+    """Put PLUGIN before every check of the kit: its entry point's name, or its distribution's.
+
+    Exit codes: 1 a check failed, or with --baseline one that passed before, 2 usage, 4 the plugin took its process down
+    where it was loaded. What is answered when a run is interrupted is kept, and --resume goes on from there.
+    """
+    before = evidence.read(baseline) if baseline else None
+    if resume and json_file is None:
+        raise InputError("--resume goes on with the evidence in the file of --json: name it, too")
+    found = evidence.read(json_file) if resume and json_file and json_file.exists() else Evidence()
+    run = Run(plugin, found, json_file, brief=False)
+    run.judge()
+    regressions = found.regressions(before) if before else None
+    run.write(regressions)
+    report(found, regressions)
+    sys.exit(1 if (found.failed() if regressions is None else regressions) else 0)
+
+
+def report(found: Evidence, regressions: list[dict[str, Any]] | None) -> None:
+    """Print what failed, and how many passed."""
+    for outcome in found.failed():
+        print_wrapped(f"failed: {_name(outcome)}: {outcome['reason']}")
+    for outcome in regressions or ():
+        print_wrapped(f"regression: {_name(outcome)} passed before, now {outcome['status']}: {outcome['reason']}")
+    about, counts = found.about, found.counted()
+    where = f"{about['plugin']} {about['provider']['version']} on {about['platform']} ({about['device']})"
+    print_wrapped(f"{where}: {', '.join(f'{count} {status}' for status, count in counts.items())}")
+
+
+def _name(outcome: dict[str, Any]) -> str:
+    return " ".join(filter(None, (outcome["op"], outcome["check"], outcome["dtype"])))
+
+
+class Run:
+    """Judges a plugin in child processes: another one goes on where a check takes its process down.
+
+    Args:
+        plugin: its name.
+        found: takes the answers; those that it has already are not asked for again.
+        file: is written after each op, or ``None``.
+        brief: whether the short form is asked.
+    """
+
+    def __init__(self, plugin: str, found: Evidence, file: Path | None, *, brief: bool) -> None:
+        self.plugin = plugin
+        self.found = found
+        self.file = file
+        self.brief = brief
+        self.asked: dict[str, Any] = {}
+        self.op = ""
+
+    def judge(self) -> None:
+        """Ask every question.
+
+        Raises:
+            ConfigError: nothing that is installed answers to its name.
+            PluginError: the plugin takes the process down where it is loaded.
+            Abort: it was interrupted; what there is has been written.
+        """
+        names_of(self.plugin)
+        while True:
+            self.asked = {}
+            try:
+                done = json.dumps([list(key) for key in self.found.outcomes])
+                ended = isolated(
+                    __name__, "examine", self.plugin, str(self.brief), done, time_limit=TIME_LIMIT, heard=self.hear
+                )
+            except KeyboardInterrupt:
+                self.write()
+                told = f"{len(self.found.outcomes)} of {self.found.cases} questions answered"
+                click.echo(f"interrupted: {told}; --resume with the same --json goes on", err=True)
+                raise click.Abort from None
+            if ended.crash is None:
+                return
+            if not self.asked:
+                raise PluginError(str(ended.crash))
+            self.hear({"outcome": {**self.asked, **_CRASHED, "reason": str(ended.crash)}})
+
+    def hear(self, told: dict[str, Any]) -> None:
+        """Take note of what the child tells."""
+        if "about" in told:
+            if self.found.about and self.file:
+                self.found.expect_same(told["about"], self.file)
+            self.found.about, self.found.cases = told["about"], told["cases"]
+        elif "asked" in told:
+            self.asked = told["asked"]
+            self._progress()
+        else:
+            self.asked = {}
+            self.found.add(told["outcome"])
+
+    def _progress(self) -> None:
+        """Tell which op comes next, when it is another one, and write down what there is."""
+        op = self.asked["op"]
+        if op != self.op:
+            self.op = op
+            click.echo(f"[{len(self.found.outcomes)}/{self.found.cases}] {printable(op)}", err=True)
+            self.write()
+
+    def write(self, regressions: list[dict[str, Any]] | None = None) -> None:
+        """Write down what there is."""
+        if self.file is not None and self.found.about:
+            evidence.write(self.file, self.found.to_dict(regressions))
+
+
+_CRASHED = {"status": "failed", "error": None, "speed": None, "seconds": 0.0}
+
+
+def examine(plugin: str, brief: str, done: str) -> None:
+    """Answer the questions in this process that are not ``done``, and tell each answer."""
+    conformance = importlib.import_module("opgraft.testing.conformance")
+    watching = importlib.import_module("opgraft.plugins.watching")
+    known = {tuple(key) for key in json.loads(done)}
+    with conformance.alone(plugin):
+        judged = conformance.Conformance(plugin, brief=brief == str(True), timed=brief != str(True))
+        tell({"about": {**_about(judged), "brief": judged.brief}, "cases": len(judged.cases)})
+        for case in judged.cases:
+            asked = {"op": case.op, "check": case.check, "dtype": case.dtype}
+            if tuple(asked.values()) not in known:
+                tell({"asked": asked})
+                with watching.watched(f"{case} of {judged.provider}", None):  # nobody to confine: it is on trial
+                    outcome = judged.judge(case)
+                tell({"outcome": outcome.to_dict()})
+
+
+def _about(judged: Any) -> dict[str, Any]:
+    """Return what the answers are about: plugin, platform, device and versions."""
+    torch = importlib.import_module("torch")
+    selected = importlib.import_module("opgraft.plugins.selection").current_platform()
+    versions = {"opgraft": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {
+        "plugin": judged.plugin,
+        "provider": judged.provider.to_dict(),
+        "platform": selected.name,
+        "device": selected.capability().name,
+        "versions": versions,
+    }

@@ -1,0 +1,135 @@
+"""Evidence of conformance as a file: written while a plugin is judged, gone on with, and compared with another."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from opgraft.errors import InputError
+from opgraft.files import read_regular, replace_file
+
+SCHEMA = "opgraft.conformance/1"
+LARGEST = 1 << 26
+"""Bytes of a file with evidence."""
+
+_SUBJECT = ("plugin", "provider", "platform", "device", "versions", "brief")
+"""Fields that must be the same for an interrupted run to be gone on with."""
+
+_OUTCOME = {"op": str, "check": str, "status": str, "reason": str}
+
+Key = tuple[str, str, str | None]
+
+
+@dataclass
+class Evidence:
+    """Everything that is known of a plugin.
+
+    Attributes:
+        about: plugin, provider, platform, device and versions, as plain data.
+        cases: the number of questions.
+        outcomes: the answers so far, by question.
+    """
+
+    about: dict[str, Any] = field(default_factory=dict)
+    cases: int = 0
+    outcomes: dict[Key, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        """Tell whether every question is answered."""
+        return 0 < self.cases <= len(self.outcomes)
+
+    def add(self, outcome: Mapping[str, Any]) -> None:
+        """Take note of an answer."""
+        self.outcomes[key_of(outcome)] = dict(outcome)
+
+    def counted(self) -> dict[str, int]:
+        """Count the answers by status."""
+        found = Counter(outcome["status"] for outcome in self.outcomes.values())
+        return {status: found[status] for status in ("passed", "failed", "skipped")}
+
+    def failed(self) -> list[dict[str, Any]]:
+        """List the answers that are failures."""
+        return [outcome for outcome in self.outcomes.values() if outcome["status"] == "failed"]
+
+    def regressions(self, baseline: Evidence) -> list[dict[str, Any]]:
+        """List what passed in an earlier run, and now fails, is skipped, or is not asked any more."""
+        found = []
+        for key, before in baseline.outcomes.items():
+            now = self.outcomes.get(key)
+            if before["status"] == "passed" and (now is None or now["status"] != "passed"):
+                op, check, dtype = key
+                gone = {"status": "missing", "reason": "it is not asked any more"}
+                told = now or gone
+                found.append({"op": op, "check": check, "dtype": dtype, **{k: told[k] for k in gone}})
+        return found
+
+    def to_dict(self, regressions: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
+        """Return the same as plain data; ``regressions`` are ``None`` where there is no baseline."""
+        return {
+            "schema": SCHEMA,
+            **self.about,
+            "complete": self.complete,
+            "cases": self.cases,
+            "counts": self.counted(),
+            "outcomes": list(self.outcomes.values()),
+            "regressions": None if regressions is None else list(regressions),
+        }
+
+    def expect_same(self, about: Mapping[str, Any], path: Path) -> None:
+        """Check that earlier answers are about what is asked about now.
+
+        Raises:
+            InputError: they are about something else.
+        """
+        changed = [name for name in _SUBJECT if self.about.get(name) != about.get(name)]
+        if changed:
+            told = "; ".join(f"{name} was {self.about.get(name)!r} and is {about.get(name)!r}" for name in changed)
+            raise InputError(f"{path} cannot be gone on with: {told}. Run without --resume to begin anew.")
+
+
+def key_of(outcome: Mapping[str, Any]) -> Key:
+    """Return the question of an answer."""
+    return outcome["op"], outcome["check"], outcome["dtype"]
+
+
+def write(path: Path, data: Mapping[str, Any]) -> None:
+    """Write evidence in one step.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    try:
+        replace_file(path, json.dumps(data, indent=1) + "\n", 0o644)
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be written: {error.strerror}. Name a file in a folder that is there."
+        ) from error
+
+
+def read(path: Path) -> Evidence:
+    """Read evidence.
+
+    Raises:
+        InputError: there is none, or not of this schema.
+    """
+    try:
+        data = json.loads(read_regular(path, LARGEST))
+        if data["schema"] != SCHEMA:
+            raise ValueError(f"its schema is {data['schema']!r}, expected {SCHEMA!r}")
+        outcomes: Iterable[Mapping[str, Any]] = data["outcomes"]
+        found = Evidence({name: data[name] for name in _SUBJECT}, int(data["cases"]))
+        for outcome in outcomes:
+            if any(not isinstance(outcome[name], kind) for name, kind in _OUTCOME.items()):
+                raise ValueError("an outcome has a value of another type")
+            found.add(outcome)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise InputError(f"{path} holds no evidence that 'opgraft conformance --json' writes: {why}") from error
+    return found

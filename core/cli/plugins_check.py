@@ -1,0 +1,24 @@
+"""``opgraft plugins check``: the short form of ``opgraft conformance``, for authors while they work."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+from opgraft.cli.conformance import Run, report
+from opgraft.cli.evidence import Evidence
+from opgraft.cli.output import SettingsCommand, with_settings
+
+
+@click.command("check", cls=SettingsCommand)
+@click.argument("name")
+@with_settings
+def command(name: str) -> None:
+    """Put the plugin NAME before the checks that tell most, on small inputs, in less than a minute.
+
+    These are its registration, values, strides, gradients and compilation, and its platform. Exit code 1: one failed.
+    """
+    found = Evidence()
+    Run(name, found, None, brief=True).judge()
+    report(found, None)
+    sys.exit(1 if found.failed() else 0)

@@ -1,0 +1,120 @@
+"""``opgraft conformance`` and ``opgraft plugins check``: answers, evidence, interrupts and regressions."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from opgraft.cli import evidence
+from opgraft.errors import InputError
+from warm.interpreter import process_of
+
+PLUGIN = """
+import os
+import torch
+from opgraft.ops import GELU
+platforms = "any"
+
+@GELU.register_oot
+class AcmeGELU(GELU):
+    def forward_oot(self, input):
+        if input.dtype == torch.bfloat16:
+            os._exit(3)
+        return torch.nn.functional.gelu(input, approximate=self.approximate) * (1 + 4e-4 * (input.dim() == 3))
+"""
+
+
+def errors_of(answer: object) -> list[str]:
+    validator = runpy.run_path(str(Path(__file__).with_name("test_schemas.py")))["validator"]
+    return [error.message for error in validator("opgraft.conformance/1").iter_errors(answer)]
+
+
+def test_an_interrupted_run_is_gone_on_with(site, warm_python: str, cli, tmp_path: Path) -> None:
+    """What was answered is kept, and not asked again; a check that takes the process down is a failure of its own."""
+    site.plugin("acme", PLUGIN)
+    file = tmp_path / "evidence.json"
+    command = [warm_python, "-m", "opgraft", "conformance", "acme", "--json", str(file)]
+    environ = {**os.environ, "PYTHONPATH": str(site.folder)}
+    with subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as started:
+        assert started.stderr is not None
+        while "gelu" not in started.stderr.readline():
+            assert started.poll() is None
+        os.kill(process_of(started.pid), signal.SIGINT)
+        told = started.stderr.read()
+    assert started.returncode == 1
+    assert "questions answered; --resume with the same --json goes on" in told
+    first = json.loads(file.read_text())
+    assert not first["complete"]
+    assert first["outcomes"][0]["check"] == "loading"
+    result = cli("conformance", "acme", "--json", str(file), "--resume")
+    answer = json.loads(file.read_text())
+    assert (result.returncode, errors_of(answer), answer["complete"]) == (1, [], True)
+    assert answer["outcomes"][: len(first["outcomes"])] == first["outcomes"]
+    by_case = {(each["check"], each["dtype"]): each for each in answer["outcomes"]}
+    assert "ended the process with status 3" in by_case["values", "bfloat16"]["reason"]
+    assert by_case["values", "float32"]["status"] == "failed"
+    assert by_case["values", "float16"]["status"] == "passed"
+    assert by_case["speed", "float32"]["speed"] > 0
+    assert by_case["values", "float16"]["error"] <= 1
+    assert "failed: gelu values float32: of inputs (2, 3) by" in result.stdout
+    again = cli("conformance", "acme", "--json", str(file), "--resume", "--baseline", str(file))
+    assert (again.returncode, json.loads(file.read_text())["regressions"]) == (0, []), again.stderr
+
+
+def outcome(check: str, status: str) -> dict[str, object]:
+    return {"op": "gelu", "check": check, "dtype": None, "status": status, "reason": "so", "error": None}
+
+
+def test_regressions_are_what_passed_before() -> None:
+    """A check that failed before may fail; one that passed may neither fail, nor be skipped, nor be gone."""
+    before, now = evidence.Evidence(), evidence.Evidence()
+    for check, then, today in (
+        ("values", "passed", "failed"),
+        ("strides", "failed", "failed"),
+        ("copies", "passed", "skipped"),
+        ("range", "passed", "passed"),
+    ):
+        before.add(outcome(check, then))
+        now.add(outcome(check, today))
+    before.add(outcome("state", "passed"))
+    found = {each["check"]: each["status"] for each in now.regressions(before)}
+    assert found == {"values": "failed", "copies": "skipped", "state": "missing"}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "cannot be read: No such file"),
+        ("{", "holds no evidence that 'opgraft conformance --json' writes: JSONDecodeError"),
+        ('{"schema": "opgraft.env/2"}', "its schema is 'opgraft.env/2', expected 'opgraft.conformance/1'"),
+    ],
+)
+def test_what_is_no_evidence(tmp_path: Path, content: str | None, reason: str) -> None:
+    """A baseline that cannot be used is an error that names the file and why."""
+    file = tmp_path / "evidence.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(InputError, match=reason.replace("(", "[(]")):
+        evidence.read(file)
+
+
+def test_evidence_of_other_versions_is_not_gone_on_with(tmp_path: Path) -> None:
+    """Answers of two versions are not mixed: the error says what has changed."""
+    found = evidence.Evidence({"versions": {"torch": "2.8"}})
+    with pytest.raises(InputError, match=r"versions was {'torch': '2.8'} and is {'torch': '2.9'}"):
+        found.expect_same({"versions": {"torch": "2.9"}}, tmp_path / "evidence.json")
+
+
+def test_the_short_form(cli, site) -> None:
+    """It names op, check and numbers of what is wrong, and ends with 1; a name that nothing answers to is usage."""
+    site.plugin("acme", PLUGIN.replace("os._exit(3)", "pass"))
+    result = cli("plugins", "check", "acme")
+    assert result.returncode == 1
+    assert "failed: gelu values float32: of inputs (2, 3) by" in result.stdout
+    assert "failed: gelu compilation" not in result.stdout
+    assert cli("plugins", "check", "akme").returncode == 2
