@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 
 import pytest
 from faults.environment_rows import COMMANDS, ROWS
@@ -14,7 +15,7 @@ TIME_LIMIT = 60.0  # seconds, where a busy machine takes five
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_environment(site, tmp_path, warm_python: str, name: str) -> None:
+def test_environment(site, tmp_path, name: str) -> None:
     """A command answers, or ends with one message and its exit code; it never hangs, and never shows a traceback."""
     site.plugin("acme", PLUGIN)
     line, (code, words) = ROWS[name]
@@ -22,7 +23,7 @@ def test_environment(site, tmp_path, warm_python: str, name: str) -> None:
         folder = tmp_path / str(number)
         folder.mkdir()
         ended = subprocess.run(
-            ["/bin/bash", "-c", line.format(f"{warm_python} -m opgraft {command}")],
+            ["/bin/bash", "-c", line.format(f"{sys.executable} -m opgraft {command}")],
             env={**os.environ, "PYTHONPATH": str(site.folder)},
             cwd=folder,
             stdin=subprocess.DEVNULL,
