@@ -76,6 +76,7 @@ def fresh_host(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
         if name.startswith("OPGRAFT_"):
             monkeypatch.delenv(name)
     written = str(tmp_path_factory.getbasetemp())
+    monkeypatch.setenv("PYTEST_DEBUG_TEMPROOT", written)  # pytests that tests run tidy up where no other one does
     monkeypatch.setenv("XDG_STATE_HOME", f"{written}/states/{next(_numbers)}")  # no quarantine outlives its test
 
     def scan_without_foreign_plugins() -> discovery.Discovery:

@@ -21,6 +21,7 @@ _COMMANDS = {
     "conformance": ("opgraft.cli.conformance", "Put PLUGIN before every check of the conformance kit."),
     "detect": ("opgraft.cli.detect", "Show which platform this machine gets, and why."),
     "env": ("opgraft.cli.env", "Print versions, hardware, plugins and settings for a bug report."),
+    "new": ("opgraft.cli.new", "Make a plugin to begin with."),
     "ops": ("opgraft.cli.ops", "Show the op catalogue, and which kernel an op gets."),
     "plan": ("opgraft.cli.plan", "Say how MODEL may be split over devices, and how fast it is at best."),
     "plugins": ("opgraft.cli.plugins", "Show installed plugins, and check that they work."),

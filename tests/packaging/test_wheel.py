@@ -56,16 +56,17 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_holds_every_module(wheel: Path) -> None:
-    """The wheel holds every module of the three folders, py.typed, the proofs and the page, and no other file."""
+    """The wheel holds every module of the three folders, py.typed, proofs, page, template and API, and no other file."""
     expected = {
         f"{package}/{path.relative_to(REPOSITORY / folder).as_posix()}"
         for folder, package in FOLDERS.items()
         for path in (REPOSITORY / folder).rglob("*.py")
     }
-    proofs = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "core").rglob("proof.json")}
-    proofs = {name.replace("core/", "opgraft/", 1) for name in proofs}
+    template = [path for path in (REPOSITORY / "core/template").rglob("*") if path.is_file()]
+    data = [*(REPOSITORY / "core").rglob("proof.json"), *template, *(REPOSITORY / "plugins/api").glob("*.json")]
+    others = {f"opgraft/{path.relative_to(REPOSITORY).as_posix().removeprefix('core/')}" for path in data}
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert names == {*expected, *proofs, "opgraft/py.typed", "opgraft/server/page.html"}
+    assert names == {*expected, *others, "opgraft/py.typed", "opgraft/server/page.html"}
 
 
 def test_the_wheel_carries_its_licence(wheel: Path) -> None:
