@@ -22,12 +22,13 @@ PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -
 OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-families test-xla test-ipex test-triton check prove op-pages settings-page public-api bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex charts figures docs clean FORCE
+.PHONY: help run test test-slow test-faults test-families test-xla test-ipex test-triton check prove op-pages settings-page public-api bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex charts figures docs clean FORCE
 
 help:
 	@echo "make run    the demonstration: a sentence encoder and a language model on the CPU, then on a simulated NPU from a plugin"
 	@echo "make test   all tests, but for what 'make check' does"
 	@echo "make test-slow  tests whose shorter variants are in 'make test': ten thousand requests, long compilations"
+	@echo "make test-faults  the fault matrix: plugins that are broken in every way, in processes of their own too"
 	@echo "make test-families  graft a tiny model of each family of transformers, a quarter of an hour"
 	@echo "make test-xla   the TPU platform on torch_xla, and the core on torch 2.9 (the first time 8 GB)"
 	@echo "make test-ipex  the plugin for Intel's extension, and the core on torch 2.8 (the first time 8 GB)"
@@ -65,10 +66,14 @@ run: .demo/installed
 	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json $(OPGRAFT) run smollm2 "What is gravity?" --max-tokens 16
 
 # What a run has compiled, tests with their assertions above all, the next one reads.
-test test-slow test-families: export PYTHONDONTWRITEBYTECODE =
+test test-slow test-faults test-families: export PYTHONDONTWRITEBYTECODE =
 
 test: .venv/opgraft
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not types and not slow'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not types and not slow and not faults'
+
+# The others are a part of 'make test', too.
+test-faults: .venv/opgraft
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests/faults
 
 test-slow: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m slow

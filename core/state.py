@@ -212,7 +212,15 @@ def reset() -> None:
     Op classes stay registered. A plugin's replacements apply again when the plugin is activated again; one that was
     registered outside of plugins applies again when it is registered again. Existing ops keep their kernels; compiled
     code is dropped. Scopes of ``set_config`` that are open stay open.
+
+    Raises:
+        PluginError: a plugin calls it while it is loaded, which would forget those that were loaded before.
     """
+    transaction = ACTIVATING.get()
+    if transaction is not None:
+        raise PluginError(
+            f"plugin {transaction.plugin!r} called opgraft.reset() while it was loaded: leave that to who loads plugins"
+        )
     global _STATE  # the one place that replaces the one object
     if _STATE.environment is not None and _STATE.environment.log:
         set_level(None)

@@ -9,6 +9,8 @@ from itertools import zip_longest
 
 WIDTH = 80
 
+_LONGEST = 2000  # characters of a message
+
 _JOINERS = "\u200c\u200d"  # Persian words and emoji are spelled with them; they neither move nor hide other text
 
 
@@ -36,7 +38,12 @@ def described(error: BaseException) -> str:
         raise
     except BaseException as failure:  # a plugin's __str__ may raise whatever it likes
         return printable(f"{kind} (its message cannot be printed: {type(failure).__name__})")
-    return printable(f"{kind}: {message}" if message else kind)
+    return printable(shortened(f"{kind}: {message}" if message else kind))
+
+
+def shortened(text: str) -> str:
+    """Return text that somebody else may have made very long as far as anybody reads it."""
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text):,} characters)"
 
 
 def table(rows: Sequence[Sequence[object]], width: int | None = WIDTH) -> list[str]:

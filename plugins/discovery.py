@@ -7,14 +7,13 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from email.message import Message
-from email.parser import HeaderParser
 from typing import Any
 
 import importlib_metadata
 from opgraft.decision import Provider
 from opgraft.errors import ConfigError, close_matches
 from opgraft.logger import logger
+from opgraft.plugins.metadata import Problem, distributions, entry_point_rows, headers_of, is_stray, place_of, text_of
 from opgraft.state import host_state
 from opgraft.text import described, printable
 from opgraft.version import __version__
@@ -24,6 +23,9 @@ PLUGIN_GROUP = "opgraft.plugins"
 HOST_DISTRIBUTION = "opgraft"
 CHECKED = (HOST_DISTRIBUTION, "torch")
 """The distributions whose versions a plugin must fit."""
+_MOST = 1000  # entry points of a distribution
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+_VALUE = re.compile(r"\w[\w.]*(\s*:\s*\w[\w.]*)?(\s*\[.*\])?")
 _BUILT_IN = "opgraft.platforms"  # where the built-in platforms lie; nobody else's modules can, as imports find ours
 
 
@@ -54,14 +56,6 @@ class Offer:
     def answers_to(self, name: str) -> bool:
         """Tell whether a setting means this offer by ``name``: its entry-point name or its distribution's name."""
         return name == self.name or normalized(name) == normalized(self.provider.name)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Metadata that cannot be used, and why. ``provider`` is the folder where not even the name can be read."""
-
-    provider: Provider
-    reason: str
 
 
 @dataclass
@@ -129,51 +123,70 @@ def names_of(plugin: str) -> tuple[str, list[str], list[str]]:
 
 
 def scan() -> Discovery:
-    """Read the entry points of every distribution on ``sys.path``; the first distribution of a name counts."""
+    """Read the entry points of every distribution that can be found; the first distribution of a name counts."""
     discovery = Discovery()
-    seen: set[str] = set()
+    seen: dict[str, Provider] = {}
     offered: list[Offer] = []
-    for distribution in importlib_metadata.Distribution.discover():
-        provider = Provider(str(distribution.locate_file("")))
+    for found in distributions():
+        if isinstance(found, Problem):
+            discovery.problems.append(found)
+            continue
+        provider = Provider(type(found).__qualname__)
         try:
+            place = place_of(found)
+            provider = Provider(str(place)) if place else provider
             # Most distributions end here, before anything is parsed: start-up waits for this loop.
-            if "opgraft." not in (distribution.read_text("entry_points.txt") or ""):
+            text = text_of(found, "entry_points.txt")
+            if text is None or "opgraft." not in text:
                 continue
-            metadata = _headers(distribution)
-            provider = Provider(metadata["Name"], metadata["Version"])
+            headers = headers_of(found)
+            provider = Provider(headers["Name"], headers["Version"])
+            _check(text)
             if _is_host(provider.name):
-                own = _own_offers(distribution, discovery)
-                installed = distribution.read_text("METADATA") is not None  # an egg-info may be of another time
+                own = _own_offers(found, discovery)
+                installed = text_of(found, "METADATA") is not None  # an egg-info may be of another time
                 offered = own + offered if installed else offered + own
-            elif normalized(provider.name) not in seen:
-                seen.add(normalized(provider.name))
-                offered += list(_offers(distribution, provider, metadata.get_all("Requires-Dist") or []))
-                discovery.distributions[provider] = distribution
-        except (ValueError, TypeError, AttributeError, KeyError, OSError) as error:
+            elif is_stray(found):
+                raise ValueError("a build left it in the working folder, and nothing has installed it: remove it")
+            elif (first := seen.setdefault(normalized(provider.name), provider)) is provider:
+                offered += list(_offers(found, provider, headers.get_all("Requires-Dist") or []))
+                discovery.distributions[provider] = found
+            elif first != provider:
+                reason = f"it is another installation of {first}, which comes first on sys.path: uninstall one of them"
+                discovery.problems.append(Problem(provider, f"{reason} ({place})"))
+        except Exception as error:  # of metadata that may be anything, and finders that are somebody's code
             discovery.problems.append(Problem(provider, f"its plugin metadata is malformed: {described(error)}"))
+    discovery.problems = list(dict.fromkeys(discovery.problems))
+    known: dict[tuple[str, str], Offer] = {}
     for offer in sorted(offered, key=lambda offer: not offer.built_in):  # ours keep their names
-        _admit(offer, discovery)
+        _admit(offer, known, discovery)
     for problem in discovery.problems:
         logger.warning("plugin metadata of %s is ignored: %s", problem.provider, printable(problem.reason))
     return discovery
 
 
+def _check(text: str) -> None:
+    """Reject entry points for opgraft that are none.
+
+    Raises:
+        ValueError: one is there.
+    """
+    rows = list(entry_point_rows(text))
+    if len(rows) > _MOST:
+        raise ValueError(f"it has more than {_MOST:,} entry points")
+    for group, row in rows:
+        name, _, value = (part.strip() for part in row.partition("="))
+        if group in (PLATFORM_GROUP, PLUGIN_GROUP) and not (_NAME.fullmatch(name) and _VALUE.fullmatch(value)):
+            raise ValueError(f"{row!r} in {group}, expected 'name = package.module:object'")
+
+
 def is_editable(distribution: importlib_metadata.Distribution | None) -> bool:
     """Tell whether a distribution is an editable install: its source lies elsewhere, where no RECORD lists it."""
     try:
-        origin = json.loads((distribution and distribution.read_text("direct_url.json")) or "{}")
+        origin = json.loads((distribution and text_of(distribution, "direct_url.json")) or "{}")
         return origin.get("dir_info", {}).get("editable") is True
     except (ValueError, AttributeError, RecursionError):  # of another form than installers write
         return False
-
-
-def _headers(distribution: importlib_metadata.Distribution) -> Message:
-    """Return the fields of a distribution's metadata without its long description, which takes long to parse."""
-    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
-    headers = HeaderParser().parsestr(text)
-    if not headers["Name"] or not headers["Version"]:
-        raise ValueError("its metadata has no name or version")
-    return headers
 
 
 def _offers(distribution: importlib_metadata.Distribution, provider: Provider, requires: list[str]) -> Iterator[Offer]:
@@ -181,10 +194,6 @@ def _offers(distribution: importlib_metadata.Distribution, provider: Provider, r
     checked = tuple(line for name, line in zip(names, requires, strict=True) if name in CHECKED)
     for point in distribution.entry_points:
         if point.group in (PLATFORM_GROUP, PLUGIN_GROUP):
-            if not re.fullmatch(r"[A-Za-z0-9_.-]+", point.name) or not point.module:
-                raise ValueError(
-                    f"{point.name!r} = {point.value!r} in {point.group}, expected 'name = package.module:object'"
-                )
             yield Offer(point.group, point.name, point.value, provider, checked)
 
 
@@ -198,7 +207,7 @@ def _own_offers(distribution: importlib_metadata.Distribution, discovery: Discov
     foreign = [offer.value for offer in offers if not offer.built_in]
     if foreign:
         reason = f"it calls itself {HOST_DISTRIBUTION} and offers {', '.join(foreign)}, which is no part of opgraft"
-        place = Provider(str(distribution.locate_file("")))
+        place = Provider(str(place_of(distribution) or type(distribution).__qualname__))
         discovery.problems.append(Problem(place, f"{reason}: uninstall it, or give it a name of its own"))
     return [offer for offer in offers if offer.built_in and _exists(offer.module)]
 
@@ -214,10 +223,13 @@ def _is_host(name: str) -> bool:
     return normalized(name.strip()) == HOST_DISTRIBUTION
 
 
-def _admit(offer: Offer, discovery: Discovery) -> None:
-    rival = next((known for known in discovery.of_group(offer.group) if known.name == offer.name), None)
-    if rival is None:
+def _admit(offer: Offer, known: dict[tuple[str, str], Offer], discovery: Discovery) -> None:
+    rival = known.setdefault((offer.group, offer.name), offer)
+    if rival is offer:
         discovery.offers.append(offer)
+    elif rival.provider == offer.provider and not offer.built_in:
+        reason = f"its entry point {offer.name!r} in {offer.group} is there twice: {rival.value} counts"
+        discovery.problems.append(Problem(offer.provider, reason))
     elif not (rival.built_in and offer.built_in):
         reason = f"its entry point {offer.name!r} in {offer.group} is already provided by {rival.provider}"
         discovery.problems.append(Problem(offer.provider, f"{reason}: uninstall one of the two distributions"))

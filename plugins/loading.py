@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import reprlib
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +26,10 @@ from opgraft.plugins.watching import watched
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
 from opgraft.registry.op_classes import location_of
 from opgraft.state import ACTIVATING, HostState, PluginRecord, PluginStatus, Transaction
-from opgraft.text import described, printable
+from opgraft.text import described, printable, shortened
+
+_MOST_ADAPTERS = 10_000
+_LONGEST_TRACEBACK = 20_000  # characters, of its end
 
 
 class Loading:
@@ -150,7 +154,8 @@ class Loading:
 
     def _heed_veto(self, name: str, reason: str | None) -> None:
         if reason is not None:
-            self._withdraw(name, PluginStatus.VETOED, reason)
+            # Plain text: a plugin's own kind of it may raise whenever it is looked at.
+            self._withdraw(name, PluginStatus.VETOED, shortened(str.__str__(reason)))
 
     def _add_defaults(self, name: str, config: OpgraftConfig | None) -> None:
         if config is not None:
@@ -161,7 +166,9 @@ class Loading:
         """Ignore the result: registering ops has none, and its effects are in the registry."""
 
     def _add_adapters(self, name: str, adapters: Iterable[Adapter]) -> None:
-        for adapter in adapters:
+        for number, adapter in enumerate(adapters):
+            if number == _MOST_ADAPTERS:
+                raise PluginError(f"opgraft_graft_adapters returned more than {_MOST_ADAPTERS:,} of them")
             if not isinstance(adapter, Adapter):
                 raise PluginError(
                     f"opgraft_graft_adapters returned a {type(adapter).__name__} among its opgraft.Adapter"
@@ -215,7 +222,7 @@ class Loading:
             record = self.state.plugins[name]
             self._withdraw(name, PluginStatus.FAILED, f"{when}: {described(error)}")
             # As text: the traceback itself would keep alive what the plugin's frames hold.
-            record.traceback = "".join(traceback.format_exception(error))
+            record.traceback = "".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:]
             known = error.location if isinstance(error, PluginError) else None
             record.location = known or raised_in(record.value.partition(":")[0].partition(".")[0].strip(), error)
             message = failure_of(record)
@@ -283,8 +290,8 @@ def _overruled_platforms(plugin: object, offered: tuple[str, ...]) -> tuple[str,
         return ()
     names = ", ".join(offered)
     return (
-        f"states platforms = {stated!r}, which is ignored: its distribution offers the platform {names}, and it "
-        f"applies there only. Remove platforms, or move the plugin to a distribution that offers no platform.",
+        f"states platforms = {reprlib.repr(stated)}, which is ignored: its distribution offers the platform {names}, "
+        f"and it applies there only. Remove platforms, or move the plugin to a distribution that offers no platform.",
     )
 
 
@@ -301,7 +308,7 @@ def _stated_platforms(plugin: object) -> tuple[str, ...]:
         return tuple(stated)
     raise PluginError(
         f"its distribution offers no platform, so it must state where its kernels apply: platforms = ('cpu',) or "
-        f"platforms = 'any' (it has {stated!r})"
+        f"platforms = 'any' (it has {reprlib.repr(stated)})"
     )
 
 

@@ -23,7 +23,8 @@ from opgraft.config import Settings
 from opgraft.decision import Provider
 from opgraft.errors import ConfigError, InputError, PluginError
 from opgraft.files import read_regular, replace_file, without_waiting
-from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Problem, discover, is_editable, normalized
+from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, discover, is_editable, normalized
+from opgraft.plugins.metadata import Problem, text_of
 from opgraft.plugins.requirements import unfit
 from opgraft.state import host_state
 from opgraft.text import described
@@ -193,7 +194,7 @@ def as_installed(provider: Provider) -> Locked:
 
 
 def _record(distribution: importlib_metadata.Distribution) -> str:
-    text = distribution.read_text("RECORD")
+    text = text_of(distribution, "RECORD")
     if text is None:
         raise PluginError("it has no RECORD that its files could be compared with, as pip and its like write one")
     return text

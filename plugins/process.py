@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from opgraft.config import CURRENT_SCOPE, Scope
 from opgraft.text import described
 
 _ABSENT = object()
@@ -178,6 +179,10 @@ def _leave_inference_mode(enabled: bool) -> None:
     raise RuntimeError("it ends where it began")
 
 
+def _scope(scope: Scope | None) -> str:
+    return f"{len(scope.layers)} scopes" if scope else "none"
+
+
 def _stream(name: str) -> Value:
     return Value(f"sys.{name}", partial(getattr, sys, name), partial(setattr, sys, name), lambda s: type(s).__name__)
 
@@ -194,6 +199,7 @@ ASPECTS: tuple[Aspect, ...] = (
     Value("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
     Value("the working folder", os.getcwd, os.chdir),
     Value("the locale", partial(locale.setlocale, locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL)),
+    Value("the settings in force", CURRENT_SCOPE.get, CURRENT_SCOPE.set, _scope),
     *map(_stream, ("stdin", "stdout", "stderr")),
     Entries("the environment variable", os.environ, operator.eq),
     Entries("builtins", vars(builtins)),

@@ -80,7 +80,8 @@ def fresh_host(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
     monkeypatch.setenv("XDG_STATE_HOME", f"{written}/states/{next(_numbers)}")  # no quarantine outlives its test
 
     def scan_without_foreign_plugins() -> discovery.Discovery:
-        lasts = all(os.path.isabs(entry) and not entry.startswith(written) for entry in sys.path)
+        entries = [entry if isinstance(entry, str) else written for entry in sys.path]
+        lasts = all(os.path.isabs(entry) and not entry.startswith(written) for entry in entries)
         found = _lasting(tuple(sys.path)) if lasts else _scan()
         own = [offer for offer in found.offers if offer.provider.name not in _FOREIGN]
         return discovery.Discovery(own, [*found.problems], found.distributions)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -57,8 +59,9 @@ class Replaceable:
             target, first = first, None
 
         def decorate(replacement: type) -> type:
-            _check_options(replacement, priority, when, supports)
-            _declare(replacement, target if target is not None else replacement.__name__, priority, when, supports)
+            named = target if target is not None else getattr(replacement, "__name__", "")
+            _check_options(replacement, named, priority, when, supports)
+            _declare(replacement, named, priority, when, supports)
             return replacement
 
         return decorate if first is None else decorate(first)
@@ -74,15 +77,31 @@ class Replaceable:
             state.invalidate()
 
 
-def _check_options(cls: type, priority: object, when: object, supports: object) -> None:
+def _check_options(cls: object, target: object, priority: object, when: object, supports: object) -> None:
     """Reject options of a registration that are of another type than they must be."""
+    if not isinstance(cls, type):
+        raise RegistrationError(f"register_oot got {reprlib.repr(cls)} as a replacement: use a class")
+    if not isinstance(target, (str, type)):
+        raise RegistrationError(f"register_oot got {reprlib.repr(target)} as a target: use a class or its name")
     what = f"{qualified(cls)} at {location_of(cls)} is registered with"
     if not isinstance(priority, int) or isinstance(priority, bool):
         raise RegistrationError(f"{what} priority={priority!r:.80}: use an integer")
     if when is not None and not callable(when) and not isinstance(when, When):
         raise RegistrationError(f"{what} when={when!r:.80}: use opgraft.When(...), or a function of the platform")
+    if callable(when) and not _takes_one(when):
+        raise RegistrationError(f"{what} when={when!r:.80}, which does not take the platform: give it one parameter")
     if supports is not None and not callable(supports):
         raise RegistrationError(f"{what} supports={supports!r:.80}: use a function of the arguments of a call")
+
+
+def _takes_one(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # a function in C, of which nobody knows
+        return True
+    return True
 
 
 def _declare(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import io
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -41,11 +42,22 @@ def cli() -> None:
 
 def main() -> NoReturn:
     """Run the console script: an error becomes one message on stderr and its exit code."""
+    _open_standard_streams()
     faulthandler.enable()  # a plugin that crashes the process is named by its file
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal of another encoding must not end a command
     sys.exit(_run(sys.argv[1:]))
+
+
+def _open_standard_streams() -> None:
+    """Have what is written to a standard stream that was closed vanish, and no other file take its place."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # which takes the lowest number that is free
+            setattr(sys, name, open(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))  # noqa: SIM115  # it stays
 
 
 def _run(arguments: Sequence[str]) -> int:

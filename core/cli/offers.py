@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
-import importlib_metadata
 from opgraft.config import Settings
 from opgraft.decision import Provider
 from opgraft.errors import ConfigError, close_matches, near_matches
 from opgraft.finding import Finding
 from opgraft.plugins import quarantine
-from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, Problem, discover, is_editable, normalized
+from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover, is_editable, normalized
+from opgraft.plugins.metadata import Problem, distributions, groups_in, headers_of, text_of
 from opgraft.plugins.requirements import objection
 from opgraft.state import host_state
 
@@ -74,13 +74,12 @@ def problem_lines(further: Iterable[Problem] = ()) -> list[str]:
 
 def misspelt_groups() -> Iterator[Problem]:
     """Find groups of entry points that nothing reads and whose name is nearly that of one that opgraft reads."""
-    for distribution in importlib_metadata.Distribution.discover():
-        for group in _groups(distribution):
-            near = near_matches(group, KINDS)
+    for provider, groups in _groups():
+        for group in groups:
+            near = near_matches(group.lower(), KINDS)
             if group not in KINDS and near:
                 meant = " or ".join(map(repr, near))
-                reason = f"nothing reads its entry-point group {group!r}: did you mean {meant}?"
-                yield Problem(_provider(distribution), reason)
+                yield Problem(provider, f"nothing reads its entry-point group {group!r}: did you mean {meant}?")
 
 
 def plugins_of_vllm() -> Iterator[Problem]:
@@ -88,20 +87,30 @@ def plugins_of_vllm() -> Iterator[Problem]:
 
     Nothing is wrong with them: they are notes, not findings.
     """
-    for distribution in importlib_metadata.Distribution.discover():
-        groups = _groups(distribution)
+    for provider, groups in _groups():
         theirs = [f"{group} becomes {ours}" for group, ours in _OF_VLLM.items() if group in groups]
-        if theirs and not KINDS.keys() & set(groups) and normalized(_provider(distribution).name) != "vllm":
+        if theirs and not KINDS.keys() & set(groups) and normalized(provider.name) != "vllm":
             yield Problem(
-                _provider(distribution),
+                provider,
                 f"a plugin of vLLM, which opgraft does not load: its entry-point group {' and '.join(theirs)}, and the "
                 "imports of its op classes change; see docs/how-to/port-from-vllm.md",
             )
 
 
-def _groups(distribution: importlib_metadata.Distribution) -> list[str]:
-    return re.findall(r"^\s*\[([^\]\n]+)\]\s*$", distribution.read_text("entry_points.txt") or "", re.M)
+def _groups() -> Iterator[tuple[Provider, list[str]]]:
+    """Yield the distributions with a group of entry points that may be meant for opgraft, and all their groups.
+
+    Metadata that cannot be read is left to discovery, which tells of it.
+    """
+    for found in distributions():
+        if isinstance(found, Problem):
+            continue
+        with suppress(Exception):  # of metadata that may be anything
+            groups = groups_in(text_of(found, "entry_points.txt") or "")
+            if any(map(_may_be_meant, groups)):
+                headers = headers_of(found)
+                yield Provider(headers["Name"], headers["Version"]), groups
 
 
-def _provider(distribution: importlib_metadata.Distribution) -> Provider:
-    return Provider(str(distribution.metadata["Name"]), distribution.version)
+def _may_be_meant(group: str) -> bool:
+    return group in _OF_VLLM or (group not in KINDS and bool(near_matches(group.lower(), KINDS)))

@@ -15,6 +15,7 @@ from typing import Any
 import click
 from opgraft.config import FIELDS, Field, config_from_fields, parse_text, read_file, set_config, text_of
 from opgraft.environment import CONFIG, VARIABLES
+from opgraft.errors import OpgraftError
 from opgraft.text import WIDTH, printable, table
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON of a versioned schema instead of text.")
@@ -126,11 +127,18 @@ def _complete(name: str, context: click.Context, parameter: click.Parameter, inc
 
 
 def echo(text: str = "") -> None:
-    """Write a line to stdout. Once its reader has gone, as behind ``| head``, the rest is written nowhere."""
+    """Write a line to stdout. Once its reader has gone, as behind ``| head``, the rest is written nowhere.
+
+    Raises:
+        OpgraftError: it cannot be written, as where a disk is full.
+    """
     try:
         click.echo(text)
     except BrokenPipeError:
         discard_stdout()
+    except OSError as error:
+        discard_stdout()
+        raise OpgraftError(f"the answer cannot be written to stdout: {error.strerror}") from error
 
 
 def discard_stdout() -> None:

@@ -14,7 +14,7 @@ from opgraft.cli.offers import as_dicts, metadata_findings, plugins_of_vllm
 from opgraft.cli.output import SettingsCommand, echo, json_option, print_json, print_wrapped, with_settings
 from opgraft.decision import Provider
 from opgraft.finding import Finding
-from opgraft.plugins.discovery import Problem
+from opgraft.plugins.metadata import Problem
 from opgraft.plugins.outcomes import end_of, findings_of
 from opgraft.state import PluginRecord, PluginStatus, host_state
 

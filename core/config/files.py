@@ -7,15 +7,18 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from opgraft.config.declaration import subsections, without_duplicates
 from opgraft.config.whole import FIELDS, OpgraftConfig, check_known, config_from_fields
 from opgraft.errors import ConfigError, close_matches
+from opgraft.files import read_regular
 
 Layers = tuple[tuple[str, OpgraftConfig], ...]
 """Configs, lowest first, each with the words that name its origin."""
+
+
+_LARGEST = 1 << 20  # bytes of a file of settings
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,13 @@ def read_file(path: str) -> ConfigFile:
             setting does not take. The message names the file, and the line where there is one.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_regular(path, _LARGEST).decode()
     except OSError as error:
         raise ConfigError(f"the config file {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # not UTF-8, or a path with a zero byte
+    except UnicodeDecodeError as error:
         raise ConfigError(f"the config file {path} is not UTF-8 text: {error}") from error
+    except ValueError as error:  # a pipe, a device, too much, or a path with a zero byte
+        raise ConfigError(f"the config file {path} cannot be read: {error}") from error
     layers: list[tuple[str, OpgraftConfig]] = []
     seen: set[str] = set()
     for name, value in _fields(_content(path, text)):

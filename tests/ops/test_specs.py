@@ -1,8 +1,8 @@
 """Every op against its spec: the checks of the proof hold for each form, with the kernels that this machine has.
 
-Checks that take long are made here of a form's last variant, or of its first and last. 'make prove' makes every
-check of every variant, and test_proofs.py fails where the code has changed since. So what takes seconds to trace, and
-realistic sizes of the other variants and dtypes, are for 'make test-slow'.
+Checks that take long are made here of a form's last variant, or of its first and last, and what traces of one form in
+each family. 'make prove' makes every check of every variant, and test_proofs.py fails where the code has changed since.
+So the others, and realistic sizes of the other variants and dtypes, are for 'make test-slow'.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from opgraft import functional, ops
 from opgraft.binding.functional import FUNCTIONALS
 from opgraft.ops.spec import OpSpec
 from opgraft.testing import checks
-from opgraft.testing.catalogue import SPECS
+from opgraft.testing.catalogue import FAMILIES, SPECS
 from opgraft.testing.proof import CHECKS, checks_of
 
 Case = tuple[OpSpec, str]
@@ -30,15 +30,21 @@ ENDS = [
 LAST = [(spec, [*spec.variants][-1]) for spec in SPECS.values()]
 TRACED = [(spec, "" if spec.functional.name == "conv2d" else variant) for spec, variant in LAST]
 """The last variants, but for the plain convolution: to trace circular padding takes four times as long."""
-TRACED_LONG = (
+LONG_TO_TRACE = {
     *("conv3d", "dual_chunk_rotary_embedding", "fp8_linear", "mamba_chunk_scan", "mm_encoder_attn", "mrope"),
     *("paged_attention", "quantized_experts", "quantized_linear", "rotary_embedding", "rotary_embedding_"),
     "selective_scan",
-)
+}
 """Ops that take seconds to trace, by AOT autograd or by Dynamo; each has a relative that does not."""
+SHORTEST = [
+    next((spec for spec in family.SPECS if spec.functional.name not in LONG_TO_TRACE), None) for family in FAMILIES
+]
+TRACED_HERE = {spec.functional.name for spec in SHORTEST if spec is not None}
+"""One op of each family, which is traced in every run."""
 DIFFERENTIATED_LONG = ("conv3d", "mamba_chunk_scan", "paged_attention")
 """Ops that take seconds to differentiate by finite differences; so have these."""
-LONG = {"registration": TRACED_LONG, "compilation": TRACED_LONG, "gradients": DIFFERENTIATED_LONG}
+TRACED_ELSEWHERE = SPECS.keys() - TRACED_HERE
+LONG = {"registration": TRACED_ELSEWHERE, "compilation": TRACED_ELSEWHERE, "gradients": DIFFERENTIATED_LONG}
 HALF_AND_SINGLE = (torch.bfloat16, torch.float32)
 
 
@@ -63,7 +69,7 @@ def named(spec: OpSpec, variant: str) -> str:
 
 
 def made(check: str, spec: OpSpec, variant: str) -> Any:
-    """A check of a variant as a parameter; those of long ops are for 'make test-slow'."""
+    """A check of a variant as a parameter; some are for 'make test-slow'."""
     slow = spec.functional.name in LONG.get(check, ())
     return pytest.param(check, spec, variant, id=f"{check}-{named(spec, variant)}", marks=[pytest.mark.slow] * slow)
 

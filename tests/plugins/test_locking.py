@@ -130,7 +130,10 @@ CHANGES: dict[str, tuple[Callable[[Site], None], str]] = {
     "missing": (lambda site: (site.folder / "acme.py").unlink(), "acme.py, which RECORD lists, is missing"),
     "editable": (editable, "it is an editable install: "),
     "no RECORD": (lambda site: (site.folder / "acme-1.0.dist-info/RECORD").unlink(), "it has no RECORD"),
-    "RECORD that is no text": (bytes_for_a_record, "its metadata cannot be read: UnicodeDecodeError"),
+    "RECORD that is no text": (
+        bytes_for_a_record,
+        "its metadata cannot be read: ValueError: RECORD begins",
+    ),
 }
 
 

@@ -1,0 +1,139 @@
+"""Metadata of the installed distributions, read with limits: it is written by everybody, and may be anything."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from email.message import Message
+from email.parser import HeaderParser
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import importlib_metadata
+from opgraft.decision import Provider
+from opgraft.files import read_regular
+from opgraft.text import described
+
+LARGEST = {"entry_points.txt": 1 << 20, "RECORD": 1 << 26}
+"""Bytes of a file; of others ``_LARGEST``."""
+
+_LARGEST = 1 << 22
+_LONGEST = 200  # characters of a name or version
+_MOST = 10_000  # distributions of a finder
+_FAULTS = ("does not end", "is there twice")
+_GROUP = re.compile(r"^\s*\[([^\]\n]+)\]\s*$", re.M)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Metadata that cannot be used, and why. ``provider`` is its place where not even the name can be read."""
+
+    provider: Provider
+    reason: str
+
+
+def distributions() -> Iterator[importlib_metadata.Distribution | Problem]:
+    """Yield the distributions that can be found, and a problem for each finder that does not let itself be asked."""
+    context: Any = importlib_metadata.DistributionFinder.Context
+    everything = context(path=[entry for entry in sys.path if isinstance(entry, str)])  # as imports look there
+    for finder in list(sys.meta_path):
+        find = getattr(finder, "find_distributions", None)  # which a finder may have, as importlib.metadata asks
+        if find is None:
+            continue
+        try:
+            found = 0
+            for distribution in islice(find(everything), _MOST):
+                found += 1
+                yield distribution
+            if found == _MOST:
+                raise ValueError(f"it has more than {_MOST:,} distributions")
+        except (Exception, SystemExit) as error:  # somebody's code
+            name = f"{type(finder).__module__}.{type(finder).__qualname__}"
+            yield Problem(Provider(name), f"this finder on sys.meta_path cannot be asked: {described(error)}")
+
+
+def place_of(distribution: importlib_metadata.Distribution) -> Path | None:
+    """Return the folder of a distribution's metadata, ``None`` of one that lies in no folder of the file system."""
+    path = vars(distribution).get("_path")  # for which importlib-metadata has no public name
+    return path if isinstance(path, Path) else None
+
+
+def text_of(distribution: importlib_metadata.Distribution, name: str) -> str | None:
+    """Return a file of a distribution's metadata, ``None`` where there is none.
+
+    Raises:
+        ValueError: it is no text, no regular file or too large.
+        OSError: it cannot be read.
+    """
+    place = place_of(distribution)
+    if place is None:
+        return distribution.read_text(name)
+    try:
+        content = read_regular(place / name, LARGEST.get(name, _LARGEST))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, OSError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ValueError(f"{name} cannot be read: {why}") from error
+    if content.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
+        raise ValueError(f"{name} begins with a byte-order mark, which hides its first line: save it as UTF-8 without")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8: {error}") from error
+
+
+def headers_of(distribution: importlib_metadata.Distribution) -> Message:
+    """Return the fields of a distribution's metadata without its long description, which takes long to parse.
+
+    Raises:
+        ValueError: there is none, or it has no name or version.
+    """
+    text = text_of(distribution, "METADATA") or text_of(distribution, "PKG-INFO")
+    if not text:
+        raise ValueError("it has no METADATA")
+    headers = HeaderParser().parsestr(text)
+    for field in ("Name", "Version"):
+        value = headers[field]
+        if not value or not value.strip():
+            raise ValueError(f"its METADATA has no {field}")
+        if len(value) > _LONGEST:
+            raise ValueError(f"the {field} in its METADATA has more than {_LONGEST} characters")
+    return headers
+
+
+def groups_in(text: str) -> list[str]:
+    """List the groups of a file of entry points, in its order."""
+    return _GROUP.findall(text)
+
+
+def entry_point_rows(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the rows of a file of entry points, each with its group.
+
+    Raises:
+        ValueError: a section does not end, or is there twice.
+    """
+    group, seen = "", set()
+    for line in filter(None, map(str.strip, text.splitlines())):
+        if line.startswith("["):
+            group = line.removeprefix("[").removesuffix("]")
+            if not line.endswith("]") or group in seen:
+                raise ValueError(f"the section {line} of its entry_points.txt {_FAULTS[line.endswith(']')]}")
+            seen.add(group)
+        elif not line.startswith("#"):
+            yield group, line
+
+
+def is_stray(distribution: importlib_metadata.Distribution) -> bool:
+    """Tell whether metadata is what a build left in the working folder, from which Python was started by chance."""
+    place = place_of(distribution)
+    if place is None or place.suffix != ".egg-info":
+        return False
+    root, here = str(place.parent), os.path.abspath("")
+    return os.path.abspath(root) == here and [os.path.abspath(entry) for entry in sys.path].count(here) == 1 == (
+        os.path.abspath(sys.path[0]) == here
+    )

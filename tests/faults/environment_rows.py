@@ -1,0 +1,58 @@
+"""Rows of environments in which a command has to make do: streams, folders, variables, limits and files of settings."""
+
+from __future__ import annotations
+
+FINE = (0, "")
+NOT_WRITTEN = (1, "error: the answer cannot be written to stdout: No space left on device")
+NO_FILE = "cannot be read: it is no regular file"
+
+STREAMS = {
+    "no standard output": ("{} >&-", FINE),
+    "no standard error": ("{} 2>&- >/dev/null", FINE),
+    "no standard input": ("{} <&-", FINE),
+    "no standard stream": ("{} <&- >&- 2>&-", FINE),
+    "a full standard output": ("{} >/dev/full", NOT_WRITTEN),
+    "a full standard error": ("{} 2>/dev/full", FINE),
+    "a reader that leaves": ("set -o pipefail; {} | true", FINE),
+    "a reader of one line": ("set -o pipefail; {} | head -n 1 >/dev/null", FINE),
+}
+
+SURROUNDINGS = {
+    "one column": ("COLUMNS=1 {}", FINE),
+    "no column": ("COLUMNS=0 {}", FINE),
+    "columns that are no number": ("COLUMNS=wide {}", FINE),
+    "a locale of Latin-1": ("LC_ALL=C PYTHONUTF8=0 PYTHONIOENCODING=latin-1 {}", FINE),
+    "a locale that is not there": ("LC_ALL=xx_YY.klingon {}", FINE),
+    "no home": ("env -u HOME {}", FINE),
+    "a home that is none": ("HOME=/dev/null {}", FINE),
+    "a home that nobody knows": ("HOME='~' XDG_STATE_HOME= {}", FINE),
+    "no folder for states": ("XDG_STATE_HOME=/dev/null {}", FINE),
+    "no folder for temporary files": ("TMPDIR=/nowhere {}", FINE),
+    "no path": ("PATH= {}", FINE),
+    "a working folder that was removed": ("mkdir gone && cd gone && rmdir ../gone && {}", FINE),
+    "few open files": ("ulimit -n 16; {}", FINE),
+    "no room for files": ("ulimit -f 0; {}", FINE),
+    "no documentation in memory": ("PYTHONOPTIMIZE=2 {}", FINE),
+    "warnings that are errors": ("PYTHONWARNINGS=error {}", FINE),
+}
+
+FILES = {
+    "settings from a pipe": ("mkfifo pipe && OPGRAFT_CONFIG=pipe {}", (2, NO_FILE)),
+    "settings from a device": ("OPGRAFT_CONFIG=/dev/zero {}", (2, NO_FILE)),
+    "settings from a folder": ("OPGRAFT_CONFIG=/ {}", (2, "cannot be read: Is a directory")),
+    "settings without end": (
+        "yes a > many.toml & sleep 0.3; kill $!; OPGRAFT_CONFIG=many.toml {}",
+        (2, "it is larger"),
+    ),
+    "a lockfile that is a pipe": ("mkfifo pipe && OPGRAFT_LOCKFILE=pipe {}", (2, "it is no regular file")),
+    "a lockfile that is a device": ("OPGRAFT_LOCKFILE=/dev/zero {}", (2, "it is no regular file")),
+    "a lockfile that is empty": ("touch empty && OPGRAFT_LOCKFILE=empty {}", (2, "cannot be used")),
+    "a variable that nobody knows": ("OPGRAFT_PLUGIN=acme {}", (2, "unknown environment variable OPGRAFT_PLUGIN")),
+    "a flag that is none": ("OPGRAFT_STRICT=perhaps {}", (2, "is not a flag")),
+    "a plugin that is not installed": ("OPGRAFT_PLUGINS=acmee {}", (2, "did you mean 'acme'")),
+}
+
+ROWS = {**STREAMS, **SURROUNDINGS, **FILES}
+"""By name: a line for a shell with a command in it, and its exit code with words of what it prints."""
+
+COMMANDS = ("detect", "plugins list", "plugins show acme", "detect --json")

@@ -1,0 +1,40 @@
+"""Commands where streams, folders, limits and files of settings are not what they should be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from faults.environment_rows import COMMANDS, ROWS
+from faults.planting import PLUGIN
+
+pytestmark = pytest.mark.faults
+TIME_LIMIT = 60.0  # seconds, where a busy machine takes five
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_environment(site, tmp_path, name: str) -> None:
+    """A command answers, or ends with one message and its exit code; it never hangs, and never shows a traceback."""
+    site.plugin("acme", PLUGIN)
+    line, (code, words) = ROWS[name]
+    for number, command in enumerate(COMMANDS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        ended = subprocess.run(
+            ["/bin/bash", "-c", line.format(f"{sys.executable} -m opgraft {command}")],
+            env={**os.environ, "PYTHONPATH": str(site.folder)},
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIME_LIMIT,
+            check=False,
+        )
+        said = f"{ended.stdout}\n{ended.stderr}"
+        assert ended.returncode == code, f"{command}: {said}"
+        assert words in said, f"{command}: {said}"
+        assert "Traceback" not in said, f"{command}: {said}"
+        if words:
+            assert len(ended.stderr.splitlines()) == 1, f"{command}: {ended.stderr}"

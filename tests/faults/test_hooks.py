@@ -1,0 +1,35 @@
+"""Plugins that are wrong when they are loaded: each is told by name, taken back, and no other one's matter."""
+
+from __future__ import annotations
+
+import logging
+
+import opgraft
+import pytest
+from faults.hook_rows import ROWS
+from faults.planting import GOOD, in_time, others_are_as_they_were
+from opgraft.plugins.outcomes import findings_of
+from opgraft.state import host_state
+from opgraft.text import printable
+
+LONGEST = 4000  # characters of a message that anybody reads
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_hooks(site, caplog, name: str) -> None:
+    """The reason, or a finding, says what was wrong; nothing that a plugin says moves a terminal or fills it."""
+    source, status, words = ROWS[name]
+    site.plugin("acme", source)
+    site.plugin("brix", GOOD)
+    opgraft.reset()
+    with caplog.at_level(logging.WARNING, logger="opgraft"), in_time():
+        others_are_as_they_were()
+    record = host_state().plugins["acme"]
+    found = [str(finding) for finding in findings_of(record)]
+    assert record.status.value == status, record.reason
+    assert words in " ".join([record.reason, *found])
+    assert bool(found) == (status != "activated" or bool(words)), found
+    assert [said for said in caplog.messages if printable(said) != said] == []
+    assert [said[:LONGEST] for said in (*found, *caplog.messages) if len(said) > LONGEST] == []
+    if status != "activated":
+        assert not any(replacement.plugin == "acme" for replacement in host_state().active)
