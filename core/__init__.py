@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from opgraft.binding.rebinding import rebind as rebind
     from opgraft.binding.replaceable import replaceable as replaceable
     from opgraft.binding.replaceable import replaces as replaces
+    from opgraft.binding.sharing import share_decisions as share_decisions
     from opgraft.compilation.compiled import Compiled as Compiled
     from opgraft.compilation.compiled import compile as compile
     from opgraft.compilation.graph_pass import GraphPass as GraphPass
@@ -139,6 +140,7 @@ _HOME = {
     "opgraft.binding.provenance": ("Provenance", "explain_exception", "install_excepthook"),
     "opgraft.binding.rebinding": ("rebind",),
     "opgraft.binding.replaceable": ("replaceable", "replaces"),
+    "opgraft.binding.sharing": ("share_decisions",),
     "opgraft.torch_library": ("direct_register_custom_op",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

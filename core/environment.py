@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -19,10 +20,13 @@ LOCKFILE = "OPGRAFT_LOCKFILE"
 PROVIDERS = "OPGRAFT_PROVIDERS"
 CONFIG = "OPGRAFT_CONFIG"
 LOG = "OPGRAFT_LOG"
+DECISION = "OPGRAFT_DECISION"
 
 VARIABLES: Mapping[str, str] = {
     **{field.variable: field.help for field in FIELDS.values()},
     CONFIG: "a JSON or TOML file of settings, which stand below the environment's own",
+    DECISION: "what the process that started this one has decided, which must be decided alike; see "
+    "opgraft.share_decisions",
     LOG: "what is logged on stderr: debug, info, warning (default) or error",
 }
 """Every variable with its meaning: one for each setting, and those of the process as a whole."""
@@ -32,12 +36,28 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True)
+class SharedDecision:
+    """The decisions of the process of that number, each with what it is about."""
+
+    process: int
+    rows: Mapping[str, str]
+
+    def rows_for(self, process: int) -> Mapping[str, str] | None:
+        """Return them for another process than the one that has made them."""
+        return None if process == self.process else self.rows
+
+
+@dataclass(frozen=True)
 class Environment:
-    """The environment's say: a layer per variable that is set, the path of a file of settings, the level of logs."""
+    """The environment's say: a layer per variable that is set, the path of a file of settings, the level of logs.
+
+    ``decision`` is what another process has shared.
+    """
 
     layers: Layers = ()
     path: str | None = None
     log: str | None = None
+    decision: SharedDecision | None = None
 
     @functools.cached_property
     def file(self) -> ConfigFile | None:
@@ -64,7 +84,18 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
             raise ConfigError(
                 f"unknown environment variable {name}: {close_matches(name, VARIABLES)} Unset or rename it."
             )
-    return Environment(_layers(values), values.get(CONFIG), _log_level(values.get(LOG)))
+    return Environment(_layers(values), values.get(CONFIG), _log_level(values.get(LOG)), _shared(values.get(DECISION)))
+
+
+def _shared(text: str | None) -> SharedDecision | None:
+    if not text:
+        return None
+    try:
+        data = json.loads(text)
+        rows = {str(name): str(value) for name, value in data["rows"].items()}
+        return SharedDecision(int(data["process"]), rows)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{DECISION}={text!r:.80} is nothing that opgraft.share_decisions wrote: unset it") from error
 
 
 def _layers(values: Mapping[str, str]) -> Layers:

@@ -197,6 +197,10 @@ class PlatformConflictError(PlatformError, ConflictError):
     """Two out-of-tree platforms can be used here, and no setting chooses between them."""
 
 
+class AgreementError(OpgraftError):
+    """A worker process decides otherwise than the process that started it and shared its decisions."""
+
+
 class ChildError(OpgraftError):
     """A child process that was asked something gave no usable answer."""
 

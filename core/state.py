@@ -108,16 +108,20 @@ class HostState:
     parallelism: Any = None
     """The groups that this process belongs to, which ``opgraft.distributed`` keeps here; ``None``: it is alone."""
 
-    def settings(self) -> Settings:
-        """Return the settings that hold here and now: all layers, from the platform's defaults to the active scope."""
+    def known_environment(self) -> Environment:
+        """Return what the variables say, read once."""
         if self.environment is None:
             self.environment = read_environment()
             if self.environment.log:
                 set_level(self.environment.log)
-        scope = CURRENT_SCOPE.get()
-        file = scope.file if scope and scope.file else self.environment.file
+        return self.environment
+
+    def settings(self) -> Settings:
+        """Return the settings that hold here and now: all layers, from the platform's defaults to the active scope."""
+        environment, scope = self.known_environment(), CURRENT_SCOPE.get()
+        file = scope.file if scope and scope.file else environment.file
         from_file, scopes = file.layers if file else (), scope.layers if scope else ()
-        layers = [*self.adjustments, *from_file, *self.environment.layers]
+        layers = [*self.adjustments, *from_file, *environment.layers]
         if self.selection is not None:
             layers.insert(0, (f"platform {self.selection.platform.name}", self.selection.defaults))
         return resolve(layers, scopes)

@@ -10,6 +10,7 @@ from opgraft.decision import Candidate, Decision
 from opgraft.environment import PLATFORM, PLUGINS, PLUGINS_DISABLE
 from opgraft.errors import PlatformError, PluginError
 from opgraft.logger import logger
+from opgraft.plugins.agreement import expect_process_agrees
 from opgraft.plugins.loading import Loading
 from opgraft.plugins.selection import current_platform, selected_platform
 from opgraft.plugins.watching import watched
@@ -23,6 +24,7 @@ def load_plugins() -> None:
     Ops call it on first construction. A plugin that fails is recorded, reported once as a warning and left out.
 
     Raises:
+        AgreementError: the process that started this one has shared other decisions.
         ConfigError: the allow list names a plugin that is not installed, or the lockfile cannot be used.
         PluginError: in strict mode, or for a plugin that a setting asks for by name, instead of the warning.
         PlatformError, ConflictError: no platform could be decided.
@@ -40,6 +42,7 @@ def load_plugins() -> None:
                 Loading(state, current_platform(), undo_all).run()
                 config = state.settings().config
                 _prepare(selected_platform(), config)
+                expect_process_agrees()
                 undo_all.pop_all()  # nothing raised: what was activated stays
             state.loaded_with = config
             state.plugins_loaded = True

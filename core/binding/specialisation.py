@@ -18,12 +18,13 @@ from opgraft.binding.kernels import OWN_FORWARD, SWITCH, Kernel, KernelChoice, c
 from opgraft.binding.marks import CHECK_RAISED, is_inference_only
 from opgraft.binding.names import check_names, kin_of, op_name_of
 from opgraft.caches import Caches
-from opgraft.config import NATIVE_CHOICE, Settings
+from opgraft.config import CURRENT_SCOPE, NATIVE_CHOICE, Settings
 from opgraft.decision import Decision, Provider
 from opgraft.environment import PROVIDERS
 from opgraft.errors import RegistrationError
 from opgraft.logger import logger
 from opgraft.platform import effective_chain
+from opgraft.plugins.agreement import expect_kernel_agrees
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.host import check_loaded_with, load_plugins, plugins_decision
 from opgraft.plugins.selection import selected_platform
@@ -69,6 +70,11 @@ class Binding:
     def kernel_name(self) -> str:
         """The kernel as tables show it, such as ``RMSNorm.forward_native``."""
         return f"{self.owner.__qualname__}.{self.kernel.winner.method}"
+
+    @property
+    def chosen(self) -> str:
+        """The kernel and its provider, as processes tell each other what they run."""
+        return f"{self.kernel_name} of {self.provider}"
 
     @property
     def provider(self) -> Provider:
@@ -222,6 +228,10 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
     _report_broken_checks(kernel)
     background = (plugins_decision(state.plugins.values(), settings), selection.decision)
     binding = Binding(choice, kernel, specialise(kernel, _branch(choice, kernel)), background)
+    record = state.registry.ops.get(name or "")
+    # A scope is the word of this process alone.
+    if only is None and record is not None and record.cls is cls and CURRENT_SCOPE.get() is None:
+        expect_kernel_agrees(record.name, binding.chosen)
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug("%s", binding.decision.summary())
     return binding

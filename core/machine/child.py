@@ -22,9 +22,13 @@ if TYPE_CHECKING:
 
 _NEEDED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "LD_LIBRARY_PATH")
 _PREFACE = """
-import json, sys
+import json, os, sys, threading
 sys.path[:] = json.loads(sys.argv[1])
-reply_to = int(sys.argv[2])
+reply_to, parent = map(int, sys.argv[2].split())
+def end_with_parent():
+    os.read(parent, 1)  # until nobody has the other end any more, however that came
+    os.killpg(0, 9)
+threading.Thread(target=end_with_parent, daemon=True).start()
 data = json.load(sys.stdin)
 """
 _LARGEST_REPLY = 1 << 24  # bytes
@@ -105,13 +109,16 @@ def run_child(
     """
     handed_over = json.dumps(data).encode()
     read_end, write_end = os.pipe()
+    life, ours = os.pipe()
     try:
-        child = _start(code, arguments, environ, write_end)
+        child = _start(code, arguments, environ, (write_end, life))
     except (OSError, ValueError, TypeError) as error:
         os.close(read_end)
+        os.close(ours)
         raise ChildError(f"no child process could be started: {error}") from error
     finally:
         os.close(write_end)  # the reply ends when no process has this end open
+        os.close(life)
     deadline = time.monotonic() + time_limit
     try:
         with (
@@ -126,23 +133,25 @@ def run_child(
     except BaseException:  # an interrupt from the keyboard, which does not reach a child in a session of its own
         _kill(child)
         raise
+    finally:
+        os.close(ours)
     return Ended(status, answer.decode(errors="replace"), printed.decode(errors="replace"), watch.exceeded)
 
 
 def _start(
-    code: str, arguments: Sequence[str], environ: Mapping[str, str] | None, write_end: int
+    code: str, arguments: Sequence[str], environ: Mapping[str, str] | None, ends: tuple[int, int]
 ) -> subprocess.Popen[bytes]:
     import subprocess  # costs 10 ms, which detection should not pay where no child is asked
 
     # Isolated: neither variables nor the working folder decide what is imported before the preface sets the path.
-    command = [sys.executable, "-I", "-c", _PREFACE + code, _search_path(), str(write_end), *arguments]
+    command = [sys.executable, "-I", "-c", _PREFACE + code, _search_path(), " ".join(map(str, ends)), *arguments]
     return subprocess.Popen(  # noqa: S603  # our own interpreter
         command,
         env=_minimal_environment() if environ is None else dict(environ),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        pass_fds=(write_end,),
+        pass_fds=ends,
         start_new_session=True,  # a group of its own, which can be killed with all that it starts
     )
 

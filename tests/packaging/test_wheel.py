@@ -56,7 +56,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_holds_every_module(wheel: Path) -> None:
-    """The wheel holds every module of the three folders, py.typed, proofs, pages, template, API, and no other file."""
+    """The wheel holds every module of the three folders, py.typed, proofs, pages, template and API, and no other."""
     expected = {
         f"{package}/{path.relative_to(REPOSITORY / folder).as_posix()}"
         for folder, package in FOLDERS.items()

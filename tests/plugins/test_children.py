@@ -149,22 +149,35 @@ def test_a_child_of_the_child_holds_nobody_up() -> None:
     assert ask_child(code, time_limit=8.0) == [1]
 
 
-def test_an_interrupt_ends_the_child(tmp_path: Path) -> None:
-    """It has a session of its own, where the keyboard's signal does not reach it, and would go on after its parent."""
-    trace = tmp_path / "pid"
+@pytest.mark.parametrize("end", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
+def test_a_child_ends_with_its_parent(tmp_path: Path, end: str) -> None:
+    """It has a session of its own, and would go on where its parent is ended in any way; so would what it started."""
+    trace = tmp_path / "pids"
     code = (
-        f"import os, time; os.mkfifo({str(trace)!r}); open({str(trace)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+        f"import subprocess, time; os.mkfifo({str(trace)!r}); started = subprocess.Popen(['sleep', '60']).pid; "
+        f"open({str(trace)!r}, 'w').write(f'{{os.getpid()}} {{started}}'); time.sleep(60)"
     )
     parent = f"from opgraft.machine.child import run_child; run_child({code!r}, time_limit=50)"
     with subprocess.Popen([sys.executable, "-c", parent], stderr=subprocess.DEVNULL) as process:
         while not trace.exists():
             assert process.poll() is None
             time.sleep(0.02)
-        pid = int(trace.read_text())
-        process.send_signal(signal.SIGINT)
+        pids = list(map(int, trace.read_text().split()))
+        process.send_signal(getattr(signal, end))
         process.wait(60)
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    assert len(pids) == 2
+    deadline = time.monotonic() + 30
+    while any(map(_runs, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [pid for pid in pids if _runs(pid)] == []
+
+
+def _runs(pid: int) -> bool:
+    """Tell whether a process is there, and not only its exit status, which nobody may have asked for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_much_is_handed_over_and_much_comes_back() -> None:

@@ -1,0 +1,91 @@
+"""The agreement of processes: what a worker decides must be what the process that started it has decided."""
+
+from __future__ import annotations
+
+import os
+import platform as python
+from collections.abc import Mapping
+
+import importlib_metadata
+from opgraft.environment import DECISION, deciding_variables
+from opgraft.errors import AgreementError
+from opgraft.plugins.selection import current_platform
+from opgraft.registry.op_classes import qualified
+from opgraft.state import host_state
+from opgraft.text import printable
+from opgraft.version import __version__
+
+_LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers")
+"""Distributions that compute, read a checkpoint, or are part of a model."""
+
+_MOST_SHOWN = 8
+"""Lines of a message about differences."""
+
+
+def process_rows() -> dict[str, str]:
+    """Return versions, variables, platform, plugins and replacements of this process, by what they are.
+
+    Raises:
+        OpgraftError: the platform cannot be decided.
+    """
+    state = host_state()
+    rows = {"opgraft": __version__, "python": ".".join(python.python_version_tuple()[:2])}
+    rows |= {name: _installed(name) for name in _LIBRARIES} | {"platform": current_platform().name}
+    rows |= {f"variable {name}": value for name, value in deciding_variables().items()}
+    for plugin in state.plugins.values():
+        rows[f"plugin {plugin.name}"] = f"{plugin.provider}, {plugin.status.value}"
+    return rows | {f"replacement {qualified(each.cls)}": "active" for each in state.active}
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return importlib_metadata.version(distribution)
+    except importlib_metadata.PackageNotFoundError:
+        return "none"
+
+
+def differences(theirs: Mapping[str, str], own: Mapping[str, str], other: str, this: str) -> str:
+    """Say in one line how two processes differ; empty where they do not."""
+    names = [name for name in {**theirs, **own} if theirs.get(name) != own.get(name)]
+    lines = [
+        f"{name} is {theirs.get(name, 'none')} for {other}, and {own.get(name, 'none')} for {this}" for name in names
+    ]
+    more = f"; and {len(lines) - _MOST_SHOWN} more" if len(lines) > _MOST_SHOWN else ""
+    return printable("; ".join(lines[:_MOST_SHOWN])) + more
+
+
+def expect_process_agrees() -> None:
+    """Refuse to go on with other plugins, versions or another platform than the process that shared its decisions.
+
+    Raises:
+        AgreementError: they differ.
+    """
+    shared = _shared()
+    if shared is not None:
+        _expect({name: value for name, value in shared.items() if not name.startswith("kernel of ")}, process_rows())
+
+
+def expect_kernel_agrees(op: str, kernel: str) -> None:
+    """Refuse to bind an op otherwise than the process that shared its decisions, where that has the op.
+
+    Raises:
+        AgreementError: it has bound it otherwise.
+    """
+    name = f"kernel of {op}"
+    theirs = (_shared() or {}).get(name, kernel)
+    _expect({name: theirs}, {name: kernel})
+
+
+def _shared() -> Mapping[str, str] | None:
+    """Return what another process has shared with this one, if it did."""
+    environment = host_state().known_environment()
+    return None if environment.decision is None else environment.decision.rows_for(os.getpid())
+
+
+def _expect(theirs: Mapping[str, str], own: Mapping[str, str]) -> None:
+    found = differences(theirs, own, "the process that started it", "this one")
+    if found:
+        raise AgreementError(
+            f"process {os.getpid()} would compute otherwise than the process that started it: {found}. Give both the "
+            f"same environment, packages and settings, or unset {DECISION}"
+        )
