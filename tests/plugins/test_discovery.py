@@ -156,3 +156,12 @@ def test_other_distributions_names_begin_alike(site) -> None:
     """A requirement on opgraft-something says nothing about opgraft."""
     site.plugin("acme", "", requires=["opgraft-toy-npu>=9", "opgraft_cpu_kernels", "opgraft.x>=9"])
     assert discover().of_group(PLUGIN_GROUP)[0].requires == ()
+
+
+def test_a_torch_without_metadata(site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing tells its version before it is imported: the requirement rejects nobody."""
+    site.plugin("acme", "", requires=["torch>=99"])
+    (offer,) = discover().of_group(PLUGIN_GROUP)
+    assert "it requires 'torch>=99'" in str(objection(offer, resolve([])))
+    monkeypatch.setattr("sys.path", [str(site.folder)])
+    assert objection(offer, resolve([])) is None
