@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 from opgraft.cli.output import json_option, print_json, print_wrapped
 from opgraft.errors import InputError
-from opgraft.plugins.discovery import PLATFORM_GROUP, discover
+from opgraft.plugins.discovery import discover
 
 _TEMPLATE = Path(__file__).resolve().parents[1] / "template"  # links, as of editable installs, copier refuses
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
@@ -46,16 +46,16 @@ def _named(name: str) -> str:
     """Check the name of a plugin.
 
     Raises:
-        InputError: it cannot be the name of a distribution and a platform, or a platform of opgraft has it.
+        InputError: it cannot be the name of a distribution and a platform, or is taken.
     """
     if not _NAME.fullmatch(name) or len(name) > 40:
         raise InputError(
             f"{name!r} cannot be the name of a plugin: use up to 40 lower-case letters and digits, with single hyphens "
             "between words, such as acme-x1"
         )
-    platforms = {offer.name for offer in discover().of_group(PLATFORM_GROUP)}
-    if name.replace("-", "_") in platforms:
-        raise InputError(f"a platform that is installed is called {name.replace('-', '_')!r}: choose another name")
+    taken = {offer.name for offer in discover().offers}
+    if name.replace("-", "_") in taken:
+        raise InputError(f"an installed platform or plugin is called {name.replace('-', '_')!r}: choose another name")
     return name
 
 

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import hmac
 import json
+import os
 import platform
 import re
 import tempfile
@@ -24,6 +25,7 @@ import torch
 from opgraft.compilation.cache import ENTRY, KEY, SUMS, CompilationCache
 from opgraft.compilation.key import package_digest
 from opgraft.errors import CacheEntryError, InputError
+from opgraft.files import read_regular
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.selection import current_platform
 from opgraft.text import described
@@ -38,7 +40,7 @@ _INDEX = "bundle.json"
 _LARGEST_INDEX = 1 << 20
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _CHUNK = 1 << 20
-_SHORTEST_KEY = 32
+_SHORTEST_KEY, _LONGEST_KEY = 32, 1 << 16
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def export_entries(cache: CompilationCache, file: str, key: bytes | None = None)
     Raises:
         InputError: there is no entry, or the file cannot be written.
     """
-    with tempfile.TemporaryFile() as written:
+    with _temporary() as written:
         written.write(_MAGIC + _UNSIGNED + b"\n")
         entries = _write_archive(cache, written)
         if not entries:
@@ -136,9 +138,9 @@ def import_entries(
             f"{file} holds code, which is taken only if you say that it is the one you mean: name its digest by "
             "--sha256, or the key that it is signed with by --key"
         )
-    with tempfile.TemporaryFile() as copy:
+    with _temporary() as copy:
         with _opened(file, "rb") as source:
-            digest, nbytes = _copied(source, copy, cache.limit)
+            digest, nbytes = _copied(source, copy, _header(file, source), cache.limit)
         if nbytes > cache.limit:
             raise InputError(
                 f"{file} is larger than the cache may be, {cache.limit} bytes: raise compilation_config.cache_bytes"
@@ -151,7 +153,7 @@ def import_entries(
                 taken = sum(_taken(cache, archive, name, files) for name, files in entries.items())
         except InputError:
             raise
-        except OSError as error:
+        except (OSError, CacheEntryError) as error:
             raise InputError(f"the folder {cache.folder} takes no entry of {file}: {described(error)}") from error
         except Exception as error:  # of an archive that another one wrote, whatever reading that raises
             raise InputError(f"{file} is damaged: {described(error)}: export it anew") from error
@@ -165,17 +167,19 @@ def read_key(file: Path) -> bytes:
         InputError: it cannot be read, is too short, or others may read it.
     """
     try:
-        with file.open("rb") as opened:
-            key, mode = opened.read(1 << 16), file.stat().st_mode
-    except OSError as error:
-        raise InputError(f"the key {file} cannot be read: {error.strerror}") from error
+        key = read_regular(file, _LONGEST_KEY)
+        state = file.stat()
+    except (OSError, ValueError) as error:
+        raise InputError(f"the key {file} cannot be read: {described(error)}") from error
     if len(key) < _SHORTEST_KEY:
         raise InputError(
             f"the key {file} has {len(key)} bytes, expected {_SHORTEST_KEY} or more: make one by "
             f"'head -c {_SHORTEST_KEY} /dev/urandom > {file}; chmod 600 {file}'"
         )
-    if mode & 0o077:
-        raise InputError(f"others may read or write the key {file}: 'chmod 600 {file}', and make a new one if they did")
+    if state.st_uid != os.getuid() or state.st_mode & 0o077:
+        raise InputError(
+            f"the key {file} belongs to another user, or others may read or write it: make one of mode 0600"
+        )
     return key
 
 
@@ -228,11 +232,8 @@ def _taken(cache: CompilationCache, archive: zipfile.ZipFile, key: str, files: l
 
 def _expect_meant(file: str, copy: IO[bytes], digest: str, key: bytes | None, sha256: str | None) -> bool:
     """See that a bundle is the one that the user means, and tell whether its signature says so."""
-    copy.seek(0)
-    header = copy.read(_HEADER)
-    signature = header[len(_MAGIC) : -1]
-    if len(header) < _HEADER or not header.startswith(_MAGIC):
-        raise InputError(f"{file} is no bundle of compiled code: 'opgraft cache export' writes them")
+    copy.seek(len(_MAGIC))
+    signature = copy.read(len(_UNSIGNED))
     if sha256 is not None and not hmac.compare_digest(sha256.lower().encode(), digest.encode()):
         raise InputError(f"{file} has the SHA-256 {digest}, expected {sha256}: it is damaged or another one")
     if key is None:
@@ -266,9 +267,12 @@ def _signature(file: IO[bytes], key: bytes) -> bytes:
     return signature.hexdigest().encode()
 
 
-def _copied(source: IO[bytes], target: IO[bytes], limit: int | None = None) -> tuple[str, int]:
-    """Copy a file, or the beginning of one of more than ``limit`` bytes; returns the digest and their number."""
-    digest, nbytes = hashlib.sha256(), 0
+def _copied(source: IO[bytes], target: IO[bytes], begun: bytes = b"", limit: int | None = None) -> tuple[str, int]:
+    """Copy a file of which the first bytes were read, or the beginning of one of more than ``limit`` bytes.
+
+    Returns the digest of what was copied, and how many bytes it has.
+    """
+    digest, nbytes = hashlib.sha256(begun), target.write(begun)
     for chunk in _chunks(source):
         target.write(chunk)
         digest.update(chunk)
@@ -278,13 +282,23 @@ def _copied(source: IO[bytes], target: IO[bytes], limit: int | None = None) -> t
     return digest.hexdigest(), nbytes
 
 
+def _header(file: str, source: IO[bytes]) -> bytes:
+    """Read the header of a bundle, before anything else of it."""
+    header = source.read(_HEADER)
+    if len(header) < _HEADER or not header.startswith(_MAGIC):
+        raise InputError(f"{file} is no bundle of compiled code: 'opgraft cache export' writes them")
+    return header
+
+
 def _chunks(file: IO[bytes]) -> Iterator[bytes]:
     return iter(functools.partial(file.read, _CHUNK), b"")
 
 
 @contextlib.contextmanager
 def _opened(file: str, mode: str) -> Iterator[IO[bytes]]:
-    """Open a path or a URL."""
+    """Open a path or a URL; of a pipe or a device nothing is read."""
+    if mode == "rb" and os.path.exists(file) and not os.path.isfile(file):
+        raise InputError(f"the bundle {file} cannot be read: it is no regular file")
     import fsspec  # which comes with torch, and is imported by nothing else here
 
     try:
@@ -295,3 +309,16 @@ def _opened(file: str, mode: str) -> Iterator[IO[bytes]]:
     except Exception as error:  # whatever file systems raise
         done = "read" if mode == "rb" else "written"
         raise InputError(f"the bundle {file} cannot be {done}: {described(error)}") from error
+
+
+@contextlib.contextmanager
+def _temporary() -> Iterator[IO[bytes]]:
+    """Open a file without a name."""
+    with contextlib.ExitStack() as opened:
+        try:
+            file = opened.enter_context(tempfile.TemporaryFile())
+        except OSError as error:
+            raise InputError(
+                f"no temporary file can be made: {described(error)}: set TMPDIR to a folder with room"
+            ) from error
+        yield file

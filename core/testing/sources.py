@@ -6,7 +6,8 @@ import ast
 import functools
 import hashlib
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 PROOF = "opgraft.testing.proof"
@@ -57,10 +58,14 @@ def source_of(module: str) -> str | None:
     """Return the source of a module, with the line ends of Unix."""
     try:
         found = importlib.util.find_spec(module)
-        source: str | None = getattr(found.loader, "get_source", lambda _: None)(module) if found else None
-    except (ImportError, ValueError):  # gone, or a session, which has no file
+        if found is None or not found.has_location or found.origin is None:
+            return None
+        read: Callable[[str], str | None] | None = getattr(found.loader, "get_source", None)
+        if read is None:  # the loader of pytest, which rewrites assertions of modules that are plugins of it
+            return importlib.util.decode_source(Path(found.origin).read_bytes())
+        return read(module)
+    except (ImportError, ValueError, OSError):  # gone, or a session, which has no file
         return None
-    return source
 
 
 def _code(node: ast.AST) -> str:

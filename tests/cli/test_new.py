@@ -52,13 +52,16 @@ def test_names_that_cannot_be(cli: Any, tmp_path: Path, name: str) -> None:
 
 
 def test_nothing_is_overwritten(cli: Any, site: Any, tmp_path: Path) -> None:
-    """Neither a folder that is there nor the name of a platform that is installed is taken; a file is no folder."""
+    """Neither a folder that is there nor the name of an installed platform or plugin is taken; a file is no folder."""
     (tmp_path / "opgraft-acme").mkdir()
     told = cli("new", "acme", "--output", str(tmp_path))
     assert (told.returncode, "is there already" in told.stderr) == (2, True)
     site.platform("brix", probe="return Evidence(True, 'found')")
-    told = cli("new", "brix", "--output", str(tmp_path))
-    assert (told.returncode, "a platform that is installed is called 'brix'" in told.stderr) == (2, True)
+    site.plugin("dune-x1", "raise OSError('imported')")
+    for name in ("brix", "dune-x1"):
+        told = cli("new", name, "--output", str(tmp_path))
+        taken = f"an installed platform or plugin is called '{name.replace('-', '_')}'"
+        assert (told.returncode, taken in told.stderr) == (2, True)
     (tmp_path / "file").write_text("")
     assert cli("new", "cedar", "--output", str(tmp_path / "file")).returncode == 2
     assert {path.name for path in tmp_path.iterdir()} >= {"opgraft-acme", "file"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import zipfile
 from collections.abc import Callable
@@ -191,6 +192,32 @@ def test_keys(content: bytes | None, mode: int, message: str, tmp_path: Path) ->
         file.chmod(mode)
     with pytest.raises(InputError, match=message):
         read_key(file)
+
+
+def test_keys_and_bundles_are_files(full: CompilationCache, empty: CompilationCache, tmp_path: Path) -> None:
+    """A pipe or a device holds nobody up, and a key of another user signs nothing."""
+    pipe, file = tmp_path / "pipe", tmp_path / "key"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/zero")):
+        with pytest.raises(InputError, match="it is no regular file"):
+            read_key(path)
+        with pytest.raises(InputError, match="it is no regular file"):
+            import_entries(empty, str(path), key=SIGNING)
+    if os.getuid() == 0:
+        file.write_bytes(SIGNING)
+        file.chmod(0o600)
+        os.chown(file, 12345, 0)
+        with pytest.raises(InputError, match="belongs to another user"):
+            read_key(file)
+
+
+def test_a_folder_that_takes_nothing_is_told(full: CompilationCache, empty: CompilationCache, tmp_path: Path) -> None:
+    """It is the cache that is at fault, not the bundle."""
+    export_entries(full, str(tmp_path / "bundle"), SIGNING)
+    for key in KEYS:
+        (empty.folder / f"{key}.lock").mkdir()
+    with pytest.raises(InputError, match=r"the folder .*empty takes no entry of .*bundle: "):
+        import_entries(empty, str(tmp_path / "bundle"), key=SIGNING)
 
 
 def test_the_command_line(cli: Any, full: CompilationCache, tmp_path: Path) -> None:
