@@ -142,6 +142,13 @@ def test_a_relative_import_is_none_of_ours() -> None:
     assert uses_in(b"from .opgraft import x\nimport opgraft_toy\nfrom opgraft_toy import ops\nops.a") == []
 
 
+@pytest.mark.parametrize("function", ["def f(ops): return ops.own", "def f():\n    ops = g()\n    return ops.own"])
+def test_a_name_that_a_function_binds_is_its_own(function: str) -> None:
+    """A parameter or a variable called as an import is none of ours there, and elsewhere the import counts."""
+    found = uses_in(f"from opgraft import ops\n{function}\nops.RMSNorm".encode())
+    assert [use.name for use in found] == ["opgraft.ops", "opgraft.ops.RMSNorm"]
+
+
 def test_the_command(cli, site, tmp_path: Path, here) -> None:
     """The table, a line for each finding with its places, counts and the exit code; listings by version or file."""
     site.plugin("acme", PLUGIN)
