@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -29,13 +30,16 @@ def without_waiting(path: str | Path, flags: int) -> int:
 
 
 def replace_file(path: Path, text: str, mode: int) -> None:
-    """Write a file in one step: a reader finds the former one or this one.
+    """Write a file in one step: a reader finds the former one or this one. A link stays, and what it leads to changes.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written, or is there and no regular file.
     """
     import tempfile  # costs 3 ms, which only who writes should pay
 
+    path = Path(os.path.realpath(path))
+    if _is_other(path):
+        raise FileExistsError(errno.EEXIST, "it is no regular file")
     descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
@@ -47,3 +51,11 @@ def replace_file(path: Path, text: str, mode: int) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def _is_other(path: Path) -> bool:
+    """Tell of something that a file would take the place of, such as /dev/null."""
+    try:
+        return not stat.S_ISREG(os.stat(path).st_mode)
+    except FileNotFoundError:
+        return False

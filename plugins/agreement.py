@@ -6,9 +6,9 @@ import os
 import platform as python
 from collections.abc import Mapping
 
-import importlib_metadata
 from opgraft.environment import DECISION, deciding_variables
 from opgraft.errors import AgreementError
+from opgraft.plugins.metadata import version_of
 from opgraft.plugins.selection import current_platform
 from opgraft.registry.op_classes import qualified
 from opgraft.state import host_state
@@ -30,18 +30,11 @@ def process_rows() -> dict[str, str]:
     """
     state = host_state()
     rows = {"opgraft": __version__, "python": ".".join(python.python_version_tuple()[:2])}
-    rows |= {name: _installed(name) for name in _LIBRARIES} | {"platform": current_platform().name}
+    rows |= {name: version_of(name) or "none" for name in _LIBRARIES} | {"platform": current_platform().name}
     rows |= {f"variable {name}": value for name, value in deciding_variables().items()}
     for plugin in state.plugins.values():
         rows[f"plugin {plugin.name}"] = f"{plugin.provider}, {plugin.status.value}"
     return rows | {f"replacement {qualified(each.cls)}": "active" for each in state.active}
-
-
-def _installed(distribution: str) -> str:
-    try:
-        return importlib_metadata.version(distribution)
-    except importlib_metadata.PackageNotFoundError:
-        return "none"
 
 
 def differences(theirs: Mapping[str, str], own: Mapping[str, str], other: str, this: str) -> str:

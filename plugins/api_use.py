@@ -72,7 +72,10 @@ class _Uses(ast.NodeVisitor):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         if any(self._is_hook(mark) for mark in node.decorator_list):
             self.found.append(Use(f"{HOOKS}.{node.name}", node.lineno))
+        outer, taken = self.bound, _taken_in(node)
+        self.bound = {name: value for name, value in outer.items() if name not in taken}
         self.generic_visit(node)
+        self.bound = {**self.bound, **outer}  # an import may bind a global name
 
     def _is_hook(self, mark: ast.expr) -> bool:
         name = self._dotted(mark.func if isinstance(mark, ast.Call) else mark)
@@ -86,6 +89,13 @@ class _Uses(ast.NodeVisitor):
             node = node.value
         bound = self.bound.get(node.id) if isinstance(node, ast.Name) else None
         return ".".join([bound, *reversed(attributes)]) if bound else None
+
+
+def _taken_in(function: ast.FunctionDef) -> set[str]:
+    """Return the names that parameters and assignments bind in a function, or in one within it."""
+    nodes = [node for part in (function.args, *function.body) for node in ast.walk(part)]
+    parameters = {node.arg for node in nodes if isinstance(node, ast.arg)}
+    return parameters | {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
 
 def keywords_of(signature: str) -> set[str] | None:

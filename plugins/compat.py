@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import importlib_metadata
 from opgraft.errors import close_matches
+from opgraft.files import read_regular
 from opgraft.plugins.api_use import HOST, Use, keywords_of, uses_in
 from opgraft.plugins.discovery import Offer, discover
 from opgraft.plugins.listing import Listing
+from opgraft.plugins.metadata import place_of, text_of
 from opgraft.text import described
 
 PUBLIC, PRIVATE, DEPRECATED, CHANGED, GONE = "public", "private", "deprecated", "changed", "gone"
 _LARGEST = 1 << 22  # bytes of a source file
+_UNREADABLE = (OSError, SyntaxError, ValueError, RecursionError, MemoryError, csv.Error)  # of parsers too
 
 
 @dataclass(frozen=True)
@@ -50,32 +53,39 @@ class Examination:
 def examine(offers: Iterable[Offer], here: Listing, there: Listing) -> Examination:
     """Judge the names that plugins use in opgraft as it is ``here`` by those that there are ``there``."""
     found: dict[tuple[str, str, str], list[str]] = {}
-    unread = []
-    for file in _sources(offers):
+    files, unread = _sources(offers)
+    for file in files:
         try:
-            uses = uses_in(_content(file))
-        except (OSError, SyntaxError, ValueError, RecursionError) as error:
+            judged = [(_judged(use, here, there), use.line) for use in uses_in(read_regular(file, _LARGEST))]
+        except _UNREADABLE as error:
             unread.append((str(file), described(error)))
             continue
-        for use in uses:
-            found.setdefault(_judged(use, here, there), []).append(f"{file}:{use.line}")
+        for key, line in judged:
+            found.setdefault(key, []).append(f"{file}:{line}")
     rows = [TouchedName(*key, tuple(dict.fromkeys(places))) for key, places in sorted(found.items())]
     return Examination(tuple(rows), tuple(unread))
 
 
-def _sources(offers: Iterable[Offer]) -> list[Path]:
-    """List the source files of distributions, and of the packages that their entry points name."""
+def _sources(offers: Iterable[Offer]) -> tuple[list[Path], list[tuple[str, str]]]:
+    """List the source files of distributions, and of the packages that their entry points name; and unread RECORDs."""
     files: set[Path] = set()
+    unread: dict[str, str] = {}
     for offer in offers:
-        distribution = discover().distributions.get(offer.provider)
-        files |= set(_recorded(distribution) if distribution else ())
+        try:
+            files |= set(_recorded(offer))
+        except _UNREADABLE as error:
+            unread[f"RECORD of {offer.provider}"] = described(error)
         files |= set(_of_package(offer.module.partition(".")[0]))
-    return sorted(files)
+    return sorted(files), list(unread.items())
 
 
-def _recorded(distribution: importlib_metadata.Distribution) -> Iterator[Path]:
-    for listed in distribution.files or ():
-        path = Path(str(distribution.locate_file(listed)))
+def _recorded(offer: Offer) -> Iterator[Path]:
+    distribution = discover().distributions.get(offer.provider)
+    place = place_of(distribution) if distribution else None
+    if distribution is None or place is None:
+        return
+    for row in csv.reader((text_of(distribution, "RECORD") or "").splitlines()):
+        path = place.parent.joinpath(*row[:1])
         if path.suffix == ".py" and path.is_file():
             yield path.resolve()
 
@@ -87,14 +97,6 @@ def _of_package(package: str) -> Iterator[Path]:
         yield from (path.resolve() for path in Path(folder).rglob("*.py") if path.is_file())
     if spec and not spec.submodule_search_locations and (spec.origin or "").endswith(".py"):
         yield Path(str(spec.origin)).resolve()
-
-
-def _content(file: Path) -> bytes:
-    with file.open("rb") as stream:
-        content = stream.read(_LARGEST + 1)
-    if len(content) > _LARGEST:
-        raise ValueError(f"it has more than {_LARGEST:,} bytes")
-    return content
 
 
 def _judged(use: Use, here: Listing, there: Listing) -> tuple[str, str, str]:

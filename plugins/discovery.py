@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import importlib_metadata
+from opgraft.config import NATIVE_CHOICE
 from opgraft.decision import Provider
 from opgraft.errors import ConfigError, close_matches
 from opgraft.logger import logger
@@ -224,6 +225,11 @@ def _is_host(name: str) -> bool:
 
 
 def _admit(offer: Offer, known: dict[tuple[str, str], Offer], discovery: Discovery) -> None:
+    if (offer.group, offer.name) == (PLUGIN_GROUP, NATIVE_CHOICE):
+        reason = f"its entry point {offer.name!r} in {offer.group} could not be chosen by the setting providers"
+        means = "where that name means an op's native definition: give it another name"
+        discovery.problems.append(Problem(offer.provider, f"{reason}, {means}"))
+        return
     rival = known.setdefault((offer.group, offer.name), offer)
     if rival is offer:
         discovery.offers.append(offer)

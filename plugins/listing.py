@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from opgraft.errors import InputError, close_matches
+from opgraft.files import read_regular
+from opgraft.plugins.api_use import keywords_of
 from opgraft.text import described
 
 SCHEMA = "opgraft.api/1"
 FOLDER = "api"
+_TEXTS = ("signature", "since", "deprecated", "is")
 _HERE = Path(__file__).parent / FOLDER
+_LARGEST = 1 << 22  # bytes of a listing
 
 
 @dataclass(frozen=True)
@@ -71,12 +75,36 @@ def read_listing(version: str) -> Listing:
         near = close_matches(version, kept_versions())
         raise InputError(f"no listing of the public names of opgraft {version!r:.80} is kept: {near}")
     try:
-        return _listing(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        return _listing(json.loads(read_regular(path, _LARGEST)))
+    except (OSError, ValueError, SyntaxError, KeyError, RecursionError, MemoryError) as error:
         raise InputError(f"{path} is no listing of the schema {SCHEMA}: {described(error)}") from error
 
 
 def _listing(data: Any) -> Listing:
-    if data["schema"] != SCHEMA or not all(isinstance(row, dict) for row in data["names"].values()):
-        raise ValueError(f"its schema is {data['schema']!r:.80}")
-    return Listing(str(data["version"]), frozenset(data["modules"]), data["names"])
+    if not isinstance(data, dict) or data["schema"] != SCHEMA:
+        raise ValueError("its schema is another one")
+    modules, names = data["modules"], data["names"]
+    if not (_are_texts(modules) and isinstance(names, dict)):
+        raise ValueError("its modules are no list of texts, or its names no table")
+    for name, row in names.items():
+        _check(name, row, names)
+    return Listing(str(data["version"]), frozenset(modules), names)
+
+
+def _check(name: str, row: Any, names: dict[str, Any]) -> None:
+    """Reject a row that no tool has written.
+
+    Raises:
+        ValueError, SyntaxError: it is of another form.
+    """
+    if not (
+        isinstance(row, dict) and _are_texts(row.get("bases", [])) and _are_texts([row.get(key, "") for key in _TEXTS])
+    ):
+        raise ValueError(f"its row of {name!r:.80} is of another form")
+    if row.get("is", name) not in names:
+        raise ValueError(f"its row of {name!r:.80} stands for a name that it has not")
+    keywords_of(row.get("signature", ""))
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)

@@ -101,7 +101,7 @@ class Loading:
         else:
             record.platforms = _stated_platforms(plugin)
         if ANY_PLATFORM not in record.platforms and self.platform.name not in record.platforms:
-            self._withdraw(offer.name, PluginStatus.REJECTED, _not_here(record.platforms, self.platform))
+            record.status, record.reason = PluginStatus.REJECTED, _not_here(record.platforms, self.platform)
             return
         self._adopt_declarations(record)
         self._check_hook_names(plugin)
@@ -154,8 +154,9 @@ class Loading:
 
     def _heed_veto(self, name: str, reason: str | None) -> None:
         if reason is not None:
+            record = self.state.plugins[name]
             # Plain text: a plugin's own kind of it may raise whenever it is looked at.
-            self._withdraw(name, PluginStatus.VETOED, shortened(str.__str__(reason)))
+            record.status, record.reason = PluginStatus.VETOED, shortened(str.__str__(reason))
 
     def _add_defaults(self, name: str, config: OpgraftConfig | None) -> None:
         if config is not None:
@@ -209,17 +210,19 @@ class Loading:
                 self._attempt(origin.removeprefix("plugin "), "in its hook opgraft_config", step)
 
     def _attempt(self, name: str, when: str, step: Callable[[], None]) -> None:
-        """Run one step of a plugin inside its transaction; if it raises, take the plugin back and record why."""
-        transaction = self.transactions[name]
+        """Run one step of a plugin inside its transaction; take it back if it raises, recording why, or is not used."""
+        transaction, record = self.transactions[name], self.state.plugins[name]
         token = ACTIVATING.set(transaction)
         try:
             whose = f"plugin {name!r} of {transaction.provider}"
             with watched(f"{whose} {when}", transaction.provider), self._guarded(name, when):
                 step()
+            # Not in the step, which is looked at: what it adds must be known before, and no undo is a change by it.
+            if record.status in (PluginStatus.REJECTED, PluginStatus.VETOED):
+                self._withdraw(name, record.status, record.reason)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # SystemExit too: a plugin must not end the process
-            record = self.state.plugins[name]
             self._withdraw(name, PluginStatus.FAILED, f"{when}: {described(error)}")
             # As text: the traceback itself would keep alive what the plugin's frames hold.
             record.traceback = "".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:]

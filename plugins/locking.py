@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import csv
-import errno
 import hashlib
 import json
 import os
@@ -147,8 +146,6 @@ def write_rows(path: Path, rows: Iterable[Locked]) -> None:
     """
     content = {"schema": SCHEMA, "distributions": [row.to_dict() for row in rows]}
     try:
-        if path.exists() and not path.is_file():  # such as /dev/null, which would be a file afterwards
-            raise FileExistsError(errno.EEXIST, "it is no regular file")
         replace_file(path, f"{json.dumps(content, indent=2)}\n", 0o644)  # a fleet's lockfile is for everyone
     except OSError as error:
         why = error.strerror or described(error)

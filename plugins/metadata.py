@@ -56,6 +56,14 @@ def distributions() -> Iterator[importlib_metadata.Distribution | Problem]:
             yield Problem(Provider(name), f"this finder on sys.meta_path cannot be asked: {described(error)}")
 
 
+def version_of(name: str) -> str | None:
+    """Return the version of an installed distribution, ``None`` of one without metadata."""
+    try:
+        return importlib_metadata.version(name)
+    except importlib_metadata.PackageNotFoundError:
+        return None
+
+
 def place_of(distribution: importlib_metadata.Distribution) -> Path | None:
     """Return the folder of a distribution's metadata, ``None`` of one that lies in no folder of the file system."""
     path = vars(distribution).get("_path")  # for which importlib-metadata has no public name

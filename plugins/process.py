@@ -11,6 +11,7 @@ import locale
 import logging
 import operator
 import os
+import reprlib
 import signal
 import sys
 import warnings
@@ -94,18 +95,25 @@ class Entries:
 
 @dataclass(frozen=True)
 class Order:
-    """A list that is searched from its beginning: what a plugin puts there goes behind what others have."""
+    """A list that is searched from its beginning: what a plugin adds goes behind what others have, and with it."""
 
     name: str
     items: list[Any]
+    shown: Callable[[Any], str] = str
 
     def read(self) -> list[Any]:
         return list(self.items)
 
     def changes(self, before: list[Any], after: list[Any]) -> Iterator[Change]:
+        added = [item for item in after if item not in before]
         if after[: len(before)] != before:
-            ordered = [*before, *(item for item in after if item not in before)]
+            ordered = [*before, *added]
             yield Change(f"the order of {self.name}", partial(operator.setitem, self.items, slice(None), ordered))
+        for item in added:
+            yield Change(f"{self.name} {self.shown(item)} (new)", partial(self._remove, item), stays=True)
+
+    def _remove(self, item: Any) -> None:
+        self.items[:] = [each for each in self.items if each is not item]
 
 
 class Handlers:
@@ -205,7 +213,7 @@ ASPECTS: tuple[Aspect, ...] = (
     Entries("builtins", vars(builtins)),
     Entries("the module", sys.modules, additions=False),
     Order("sys.path", sys.path),
-    Order("sys.meta_path", sys.meta_path),
+    Order("sys.meta_path", sys.meta_path, reprlib.repr),
     Handlers(),
     Filters(),
     Loggers(),

@@ -11,12 +11,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+from importlib_metadata import Distribution
 from opgraft.decision import Provider
 from opgraft.environment import state_home
 from opgraft.files import read_regular, replace_file
 from opgraft.finding import Finding
 from opgraft.logger import logger
 from opgraft.plugins.discovery import discover, is_editable, normalized
+from opgraft.plugins.metadata import text_of
 from opgraft.text import described, printable
 
 QUARANTINED = "in quarantine since "
@@ -45,12 +47,15 @@ class Record:
 
 def against(provider: Provider) -> str | None:
     """Say why a distribution is left alone, or ``None``. A record of another version or installation does not count."""
+    distribution = discover().distributions.get(provider)
+    if distribution is None:  # opgraft itself
+        return None
     try:
         record = read(provider.name)
+        return record.reason if record is not None and record.digest == _digest(distribution) else None
     except (OSError, ValueError, RecursionError) as error:
         logger.warning("%s", printable(_unusable(provider, error)))
         return None
-    return record.reason if record is not None and record.digest == _digest(provider) else None
 
 
 def read(name: str) -> Record | None:
@@ -88,7 +93,11 @@ def confine(provider: Provider, what: str) -> str:
     if path is None:
         return "it is tried again next time, as there is no home folder in which to remember it"
     since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    record = Record(provider.name, str(provider.version), _digest(provider), what[:_LONGEST], since)
+    try:
+        digest = _digest(distribution)
+    except (OSError, ValueError) as error:
+        return f"it is tried again next time, as nothing tells this installation from others: {described(error)}"
+    record = Record(provider.name, str(provider.version), digest, what[:_LONGEST], since)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         replace_file(path, json.dumps({"schema": _SCHEMA, **asdict(record)}), 0o600)
@@ -137,17 +146,22 @@ def _way_out(name: str) -> str:
     return f"'opgraft plugins release {name}' has it tried again, as another version is"
 
 
-def _digest(provider: Provider) -> str:
-    """Return a digest of what an installer wrote down of a distribution; of one without RECORD, of its metadata."""
+def _digest(distribution: Distribution) -> str:
+    """Return a digest of what an installer wrote down of a distribution; of one without RECORD, of its metadata.
+
+    Raises:
+        OSError, ValueError: that cannot be read.
+    """
     import hashlib  # which start-up does not need, unless there is a record
 
-    distribution = discover().distributions[provider]
-    texts = (distribution.read_text(name) for name in ("RECORD", "METADATA", "PKG-INFO"))
-    return hashlib.sha256(next(filter(None, texts), "").encode(errors="surrogateescape")).hexdigest()
+    texts = (text_of(distribution, name) for name in ("RECORD", "METADATA", "PKG-INFO"))
+    return hashlib.sha256(next(filter(None, texts), "").encode(errors="surrogatepass")).hexdigest()
 
 
 def _path(name: str) -> Path | None:
     try:
-        return state_home() / "opgraft" / "quarantine" / f"{quote(normalized(name), safe='')}.json"
+        # Surrogates too, which stand in an argument for bytes that are no UTF-8.
+        file = quote(normalized(name), safe="", errors="surrogatepass")
+        return state_home() / "opgraft" / "quarantine" / f"{file}.json"
     except RuntimeError:  # nobody knows where the home folder is
         return None

@@ -6,11 +6,11 @@ import importlib
 from collections.abc import Iterable
 from typing import Any
 
-import importlib_metadata
 from opgraft.config import OpgraftConfig, Settings
 from opgraft.errors import ConfigError, PluginError, close_matches
 from opgraft.plugins import quarantine
 from opgraft.plugins.discovery import HOST_DISTRIBUTION, Offer, discover, normalized
+from opgraft.plugins.metadata import version_of
 from opgraft.version import __version__
 
 _EARLY = ("platform", "plugins", "plugins_disable", "lockfile", "strict")
@@ -115,7 +115,8 @@ def _unmet_requirement(offer: Offer) -> str | None:
             return f"its requirement {line!r} is malformed: {error}"
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         name = normalized(requirement.name)
-        version = __version__ if name == HOST_DISTRIBUTION else importlib_metadata.version(name)
-        if applies and not requirement.specifier.contains(version, prereleases=True):
+        version = __version__ if name == HOST_DISTRIBUTION else version_of(name)
+        # One that runs without metadata, as torch from a build folder may, has no version before it is imported.
+        if applies and version is not None and not requirement.specifier.contains(version, prereleases=True):
             return f"it requires {line!r}, this is {name} {version}: install one of them that fits"
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,13 @@ from opgraft.binding.replaceable import ReplaceableFunction
 from opgraft.binding.specialisation import Binding, bind
 from torch.profiler import record_function
 
+_lock = threading.Lock()
+_blocks: list[object] = []
+"""One per block that is active, in whichever thread."""
+
+_former: dict[Any, Callable[..., Any]] = {}
+"""By class, the call that the last block to end puts back; ops inherit theirs."""
+
 
 @contextmanager
 def profile() -> Iterator[None]:
@@ -22,19 +30,30 @@ def profile() -> Iterator[None]:
     process; a block within another one adds nothing. Outside of a block calls are what they are without profiling.
     Code that was compiled before has the ranges of its compiler.
     """
-    if "__call__" in vars(CustomOp):
-        yield
-        return
-    calls = {cls: cls.__call__ for cls in (Functional, ReplaceableFunction)}
-    _set_call(CustomOp, _labelled(CustomOp.__call__, lambda op: _label(op.binding, op.binding.kernel_name)))
-    for cls, label in ((Functional, _label_of_form), (ReplaceableFunction, _label_of_function)):
-        _set_call(cls, _labelled(calls[cls], label))
+    with _lock:
+        if not _blocks:
+            _begin()
+        _blocks.append(None)
     try:
         yield
     finally:
-        del CustomOp.__call__  # which it inherits again
-        for cls, call in calls.items():
-            _set_call(cls, call)
+        with _lock:
+            _blocks.pop()
+            if not _blocks:
+                _end()
+
+
+def _begin() -> None:
+    _set_call(CustomOp, _labelled(CustomOp.__call__, lambda op: _label(op.binding, op.binding.kernel_name)))
+    for cls, label in ((Functional, _label_of_form), (ReplaceableFunction, _label_of_function)):
+        _former[cls] = cls.__call__
+        _set_call(cls, _labelled(_former[cls], label))
+
+
+def _end() -> None:
+    del CustomOp.__call__  # which it inherits again
+    for cls, call in _former.items():
+        _set_call(cls, call)
 
 
 def _set_call(cls: Any, call: Callable[..., Any]) -> None:

@@ -5,11 +5,12 @@ A call that works pays nothing: nothing is written down until somebody asks abou
 
 from __future__ import annotations
 
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any
 
 from opgraft.binding.custom_op import CustomOp
@@ -128,16 +129,32 @@ def _of_op(places: list[Place]) -> Provenance | None:
 def _binding(frame: FrameType) -> Binding | None:
     """Return the binding of the op or the functional form that a frame is a method of."""
     code = frame.f_code
-    own = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-    if issubclass(type(own), CustomOp):  # not isinstance(), which asks the object
+    own: Any = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    # Not isinstance(), which asks the object.
+    kind = next((base for base in (CustomOp, ReplaceableFunction, Functional) if issubclass(type(own), base)), None)
+    if kind is None or code not in _codes(type(own), kind):
+        return None
+    if kind is CustomOp:
         binding: Binding | None = vars(own).get("_binding")
         return binding
     try:
-        if isinstance(own, ReplaceableFunction):
-            return bind(own.op_class)
-        return binding_of(own) if isinstance(own, Functional) else None
+        return bind(own.op_class) if kind is ReplaceableFunction else binding_of(own)
     except OpgraftError:  # it is the choice itself that failed, and its message says all
         return None
+
+
+def _codes(cls: type, base: type) -> Iterator[CodeType]:
+    """Yield the code of what a class and its bases down from ``base`` define. Others that take an op have none of it.
+
+    The bound kernel is among it, as ``forward`` of the specialisation, whoever defines it.
+    """
+    for each in cls.__mro__:
+        if issubclass(each, base):
+            for value in vars(each).values():
+                function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+                if isinstance(function, FunctionType):
+                    yield function.__code__
+                    yield inspect.unwrap(function).__code__
 
 
 def _of_plugin(places: list[Place]) -> Provenance | None:

@@ -114,13 +114,14 @@ class Run:
             except KeyboardInterrupt:
                 self.write()
                 told = f"{len(self.found.outcomes)} of {self.found.cases} questions answered"
-                click.echo(f"interrupted: {told}; --resume with the same --json goes on", err=True)
+                kept = "; --resume with the same --json goes on" if self.file is not None and self.found.about else ""
+                click.echo(f"interrupted: {told}{kept}", err=True)
                 raise click.Abort from None
             if ended.crash is None:
                 return
             if not self.asked:
                 raise PluginError(str(ended.crash))
-            self.hear({"outcome": {**self.asked, **_CRASHED, "reason": str(ended.crash)}})
+            self.hear({"outcome": {**self.asked, **_CRASHED, "reason": printable(str(ended.crash))}})
 
     def hear(self, told: dict[str, Any]) -> None:
         """Take note of what the child tells."""

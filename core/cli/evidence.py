@@ -107,7 +107,7 @@ def write(path: Path, data: Mapping[str, Any]) -> None:
         replace_file(path, json.dumps(data, indent=1) + "\n", 0o644)
     except OSError as error:
         raise InputError(
-            f"{path} cannot be written: {error.strerror}. Name a file in a folder that is there."
+            f"{path} cannot be written: {error.strerror}. Name another file, in a folder that is there."
         ) from error
 
 

@@ -16,8 +16,9 @@ from opgraft.plugins.quarantine import release
 def command(name: str, as_json: bool) -> None:
     """Have a plugin that is in quarantine tried again.
 
-    NAME is that of a plugin, a platform or a distribution, which need not be installed any more. A plugin or probe that
-    ended or held up the process which tried it is in quarantine: it is not used until it changes or is released.
+    NAME is that of a plugin, a platform or a distribution; once it is uninstalled, only that of the distribution. A
+    plugin or probe that ended or held up the process which tried it is in quarantine: it is not used until it changes
+    or is released.
     """
     distributions = dict.fromkeys(offer.provider.name for offer in shown_offers() if offer.answers_to(name)) or [name]
     released = []

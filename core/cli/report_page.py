@@ -33,5 +33,5 @@ def write_page(path: Path, data: Mapping[str, Any], docs: str | None) -> None:
         replace_file(path, page(data, docs), 0o644)
     except OSError as error:
         raise InputError(
-            f"{path} cannot be written: {error.strerror}. Name a file in a folder that is there."
+            f"{path} cannot be written: {error.strerror}. Name another file, in a folder that is there."
         ) from error

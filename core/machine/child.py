@@ -102,7 +102,7 @@ def run_child(
     The code finds a file descriptor to write to in ``reply_to``, its arguments in ``sys.argv[3:]``, and in ``data``
     what was handed over, which must be ready for ``json.dumps``. It runs in a minimal environment, or in ``environ``,
     which must be this process's own: what a file says is handed over as data. ``heard`` is called with each piece of
-    the reply as it comes.
+    the reply as it comes, of which the last line alone is kept.
 
     Raises:
         ChildError: it could not be started.
@@ -204,6 +204,7 @@ def _exchange(
                 piece = _read_into(received[stream], stream, stream is reply)
                 if heard is not None and stream is reply:
                     heard(piece)
+                    del received[reply][: received[reply].rfind(b"\n", 0, -1) + 1]
                 if not piece:
                     selector.unregister(stream)
                     open_streams.discard(stream)

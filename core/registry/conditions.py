@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 import importlib_metadata
-from opgraft.errors import RegistrationError
+from opgraft.errors import RegistrationError, close_matches
 from opgraft.platform import DeviceCapability, Platform
 from opgraft.text import described
 
@@ -42,6 +43,12 @@ class When:
                 raise RegistrationError(f"When({field.name}={value!r:.80}): use text, several joined by commas")
         if not any(getattr(self, field.name) for field in fields(self)):
             raise RegistrationError("When() states no condition: give platform, capability, dtype or package")
+        empty = [
+            field.name for field in fields(self) if getattr(self, field.name) and not _terms(getattr(self, field.name))
+        ]
+        if empty:
+            raise RegistrationError(f"{self} has no term in {empty[0]}: give one, or leave the field out")
+        _check_dtypes(_terms(self.dtype))
         try:
             _within("1.0", ",".join(_bounds(self.capability)))
             for line in _requirements(self.package):
@@ -95,6 +102,23 @@ def objection_of(condition: Condition, platform: Platform) -> str | None:
         return None if condition(platform) else "its when= condition is false here"
     except (Exception, SystemExit) as error:  # a plugin's code; the reason stays in the decision
         return f"its when= condition raised {described(error)}"
+
+
+def _check_dtypes(names: list[str]) -> None:
+    """Refuse names that no device can have among its dtypes.
+
+    Raises:
+        RegistrationError: there is one.
+    """
+    torch = sys.modules.get("torch")  # whoever registers a replacement has imported it; a condition alone needs none
+    if names and torch:
+        dtypes = [each for each in list(vars(torch).values()) if isinstance(each, torch.dtype)]
+        known = [str(dtype).removeprefix("torch.") for dtype in dtypes if dtype.is_floating_point]
+        unknown = next((name for name in names if name not in known), None)
+        if unknown:
+            raise RegistrationError(
+                f"When(dtype={unknown!r:.80}) is no floating-point dtype: {close_matches(unknown, known)}"
+            )
 
 
 def _terms(text: str) -> list[str]:

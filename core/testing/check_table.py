@@ -231,10 +231,13 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
 
 @dataclass(frozen=True)
 class WholeCheck:
-    """A check of a plugin, which is given its name, or of a platform, which is given it; ``summary`` as of a check."""
+    """A check of a plugin, which is given its name, or of a platform, which is given it; ``summary`` as of a check.
+
+    ``run`` returns why it does not apply, or ``None``.
+    """
 
     summary: str
-    run: Callable[[Any], None]
+    run: Callable[[Any], str | None]
     brief: bool = False
     timed: bool = False
 

@@ -21,8 +21,8 @@ from opgraft.plugins.outcomes import findings_of
 from opgraft.plugins.selection import current_platform
 from opgraft.state import PluginStatus, host_state
 from opgraft.testing.check_table import CHECKS, OF_PLATFORM, OF_PLUGIN, Check, Found, WholeCheck, dtypes_of
-from opgraft.testing.subjects import subjects_of
-from opgraft.text import described
+from opgraft.testing.subjects import Subject, subjects_of
+from opgraft.text import described, printable
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
@@ -113,7 +113,7 @@ class Conformance:
         self.timed = timed
         self._provider, self._names, self._platforms = names_of(plugin)
         self.refused = self._load()
-        self._subjects = {} if self.refused else {subject.name: subject for subject in subjects_of(plugin, brief=brief)}
+        self._subjects = {} if self.refused else self._subjects_now()
         self.cases = [Case(PLUGIN, LOADING), *([] if self.refused else self._cases())]
 
     @property
@@ -125,6 +125,9 @@ class Conformance:
     def ops(self) -> dict[str, str]:
         """The op that settings call each of what is judged by."""
         return {name: subject.op for name, subject in self._subjects.items()}
+
+    def _subjects_now(self) -> dict[str, Subject]:
+        return {subject.name: subject for subject in subjects_of(self.plugin, brief=self.brief)}
 
     def _load(self) -> str:
         try:
@@ -159,7 +162,7 @@ class Conformance:
             found = self._found(case)
             status, reason = (SKIPPED if found.skipped else PASSED), found.skipped
         except AssertionError as failure:
-            found, status, reason = Found(), FAILED, " ".join(str(failure).split())
+            found, status, reason = Found(), FAILED, printable(" ".join(str(failure).split()))
         except (Exception, SystemExit) as failure:
             found, status, reason = Found(), FAILED, described(failure)
         seconds = round(time.perf_counter() - start, 3)
@@ -171,11 +174,12 @@ class Conformance:
                 raise AssertionError(self.refused)
             return Found()
         if case.op == PLUGIN:
-            OF_PLUGIN[case.check].run(self.plugin)
-            return Found()
+            try:
+                return Found(skipped=OF_PLUGIN[case.check].run(self.plugin) or "")
+            finally:  # it may have reset the host, and the plugin have made its classes anew
+                self._subjects |= self._subjects_now()
         if case.op == PLATFORM:
-            OF_PLATFORM[case.check].run(current_platform())
-            return Found()
+            return Found(skipped=OF_PLATFORM[case.check].run(current_platform()) or "")
         subject, check = self._subjects[case.op], CHECKS[case.check]
         against = check.against(subject)
         if against:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from opgraft.binding.custom_op import CustomOp
 from opgraft.config import OpgraftConfig, set_config
 from opgraft.errors import ChildError
 from opgraft.machine.child import run_child
@@ -36,18 +37,23 @@ CONTRACTS: Mapping[str, Callable[[], None]] = {
 
 _SPAWNED = """
 import base64, io, torch
-from opgraft.config import OpgraftConfig, set_config
+from opgraft.config import config_from_fields, parse_text, set_config
 from opgraft.ops.spec import tensors
+from opgraft.testing.plugin_checks import kernels_of
 import opgraft
 wrong = []
-with set_config(OpgraftConfig(plugins=tuple(data["plugins"]))), torch.no_grad():
+settings = config_from_fields({name: parse_text(name, text) for name, text in data["settings"].items()})
+with set_config(settings), torch.no_grad():
     opgraft.load_plugins()
-    for name, op, inputs, expected in torch.load(io.BytesIO(base64.b64decode(data["ops"])), weights_only=False):
+    sent = torch.load(io.BytesIO(base64.b64decode(data["ops"])), weights_only=False)
+    for name, op, kernels, inputs, expected in sent:
+        if kernels_of(op) != kernels:
+            wrong.append(f"{name}, which runs {kernels_of(op)}, here {kernels}")
         for found, wanted in zip(tensors(op(*inputs)), expected, strict=True):
             if not torch.allclose(found.double(), wanted.double(), 1e-2, 1e-2, equal_nan=True):
                 wrong.append(name)
 with open(reply_to, "w", closefd=False) as pipe:
-    pipe.write(",".join(wrong))
+    pipe.write(", ".join(wrong))
 """
 _PATIENCE = 120.0  # seconds: a process imports torch first, and a plugin perhaps a runtime of its own
 
@@ -85,13 +91,15 @@ def _activated(plugin: str) -> list[str]:
     return sorted(f"{r.asked_for} by {r.cls.__qualname__}" for r in host_state().active if r.plugin in names)
 
 
-def check_spawn(plugin: str) -> None:
-    """Ops that are sent to a new process compute there what they compute here."""
+def check_spawn(plugin: str) -> str | None:
+    """Ops that are sent to a new process compute there what they compute here; returns why none was sent."""
     sent = [_computed(subject) for subject in subjects_of(plugin) if subject.built]
+    if not sent:
+        return "no module of it stands for a form, so there is no op to send"
     packed = io.BytesIO()
     torch.save(sent, packed)  # which plain pickle cannot do for every dtype
     data = {
-        "plugins": (host_state().settings().config.plugins or ()),
+        "settings": {name: text for name, text, _ in host_state().settings().rows() if text},
         "ops": base64.b64encode(packed.getvalue()).decode(),
     }
     try:
@@ -102,14 +110,20 @@ def check_spawn(plugin: str) -> None:
         raise AssertionError(f"ops cannot be sent to another process: {ended.complaint()}")
     if ended.reply:
         raise AssertionError(f"in another process these compute something else: {ended.reply}")
+    return None
 
 
-def _computed(subject: Subject) -> tuple[str, Any, Sequence[Any], list[torch.Tensor]]:
+def kernels_of(op: Any) -> str:
+    """Name the kernels that a module and the ops in it run."""
+    return ", ".join(str(part.decision.chosen) for part in op.modules() if isinstance(part, CustomOp))
+
+
+def _computed(subject: Subject) -> tuple[str, Any, str, Sequence[Any], list[torch.Tensor]]:
     spec, variant = subject.proof, subject.built[0]
     arguments = spec.arguments(variant, torch.float32, spec.leads[1], max(spec.sizes[:2]))
     op, inputs = subject.build(variant, arguments)
     with torch.no_grad():
-        return subject.name, op, inputs, tensors(op(*inputs))
+        return subject.name, op, kernels_of(op), inputs, tensors(op(*inputs))
 
 
 def check_devices(platform: Platform) -> None:

@@ -9,8 +9,10 @@ import signal
 import subprocess
 from pathlib import Path
 
+import click
 import pytest
 from opgraft.cli import evidence
+from opgraft.cli.conformance import Run
 from opgraft.errors import InputError
 from warm.interpreter import process_of
 
@@ -64,6 +66,25 @@ def test_an_interrupted_run_is_gone_on_with(site, warm_python: str, cli, tmp_pat
     assert "failed: gelu values float32: of inputs (2, 3) by" in result.stdout
     again = cli("conformance", "acme", "--json", str(file), "--resume", "--baseline", str(file))
     assert (again.returncode, json.loads(file.read_text())["regressions"]) == (0, []), again.stderr
+
+
+class Impatient(Run):
+    """Is interrupted as from the keyboard at the first answer."""
+
+    def hear(self, told: dict[str, object]) -> None:
+        super().hear(told)
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.usefixtures("warm_workers")
+def test_an_interrupt_where_nothing_is_kept(site, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a file there is nothing to go on with, and no advice to do so."""
+    site.plugin("acme", PLUGIN)
+    with pytest.raises(click.Abort):
+        Impatient("acme", evidence.Evidence(), None, brief=True).judge()
+    told = capsys.readouterr().err
+    assert "questions answered" in told
+    assert "--resume" not in told
 
 
 def outcome(check: str, status: str) -> dict[str, object]:

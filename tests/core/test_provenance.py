@@ -10,7 +10,7 @@ import pytest
 import torch
 from opgraft import OpgraftConfig, functional, set_config
 from opgraft.config import parse_text
-from opgraft.ops import GatedMLP, Linear, RMSNorm
+from opgraft.ops import GELU, GatedMLP, Linear, RMSNorm
 from opgraft.state import host_state
 from torch import nn
 
@@ -120,6 +120,41 @@ def test_outside_of_ops_the_plugin_is_named(site) -> None:
     assert told.setting == "OPGRAFT_PLUGINS_DISABLE=brix"
 
 
+def test_a_function_that_takes_an_op_is_no_kernel(acme) -> None:
+    """Code that has an op as its first argument, and raises by itself, is blamed on nobody."""
+
+    def train_step(layer: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return batch["missing"]
+
+    for op in (RMSNorm(4), functional.rms_norm):
+        assert opgraft.explain_exception(raised_by(lambda op=op: train_step(op, {}))) is None
+
+
+def test_a_kernel_behind_a_decorator_or_of_a_mixin_is_named(site) -> None:
+    """Its frame is none of the class's own functions, and still that of the bound kernel."""
+    kernel = "def forward_oot(self, x, residual=None):\n        raise RuntimeError('gone')"
+    source = f"""
+import torch
+from opgraft.ops import GELU, RMSNorm
+platforms = "any"
+class Fast:
+    {kernel}
+@RMSNorm.register_oot
+class Acme(Fast, RMSNorm):
+    pass
+@GELU.register_oot
+class AcmeGELU(GELU):
+    @torch.no_grad()
+    {kernel.replace(", residual=None", "")}
+"""
+    site.plugin("acme", source)
+    for op, kernel in ((RMSNorm(4), "Fast.forward_oot"), (GELU(), "AcmeGELU.forward_oot")):
+        told = opgraft.explain_exception(raised_by(lambda op=op: op(torch.randn(2, 4))))
+        assert told is not None
+        assert told.kernel == kernel
+        assert told.op
+
+
 def test_what_is_no_business_of_opgraft() -> None:
     """An exception of other code, or one that was never raised, has no op."""
     assert opgraft.explain_exception(ValueError("nobody raised it")) is None
@@ -162,3 +197,19 @@ def test_ranges_of_the_profiler_name_op_kernel_and_provider(site) -> None:
     ]
     assert (opgraft.CustomOp.__call__, type(functional.rms_norm).__call__) == plain
     assert host_state().plugins["acme"].status.value == "activated"
+
+
+def test_blocks_of_the_profiler_that_overlap() -> None:
+    """Blocks of two threads end in any order: there are ranges until the last has ended, and none afterwards."""
+    norm, x = RMSNorm(4), torch.randn(2, 4)
+    first, second = opgraft.profile(), opgraft.profile()
+    with torch.profiler.profile() as watched:
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        norm(x)
+        functional.silu_and_mul(x)
+        second.__exit__(None, None, None)
+        norm(x)
+    found = {e.key.split()[0]: e.count for e in watched.key_averages() if e.key.startswith("opgraft.")}
+    assert found == {"opgraft.rms_norm": 1, "opgraft.silu_and_mul": 1}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import opgraft
 import pytest
 from faults.hook_rows import ROWS
-from faults.planting import GOOD, in_time, others_are_as_they_were
+from faults.planting import GOOD, TooSlowError, in_time, others_are_as_they_were
 from opgraft.plugins.outcomes import findings_of
 from opgraft.state import host_state
 from opgraft.text import printable
@@ -33,3 +34,19 @@ def test_hooks(site, caplog, name: str) -> None:
     assert [said[:LONGEST] for said in (*found, *caplog.messages) if len(said) > LONGEST] == []
     if status != "activated":
         assert not any(replacement.plugin == "acme" for replacement in host_state().active)
+
+
+def test_a_hang_is_told_though_its_end_is_caught() -> None:
+    """The host catches what plugins raise, and a hang that goes on after that is ended too."""
+    ended = []
+
+    def hang_twice() -> None:
+        for _ in range(2):
+            try:
+                time.sleep(30)
+            except TooSlowError as error:
+                ended.append(error)
+
+    with pytest.raises(TooSlowError, match="no answer within"), in_time(0.02):
+        hang_twice()
+    assert len(ended) == 2

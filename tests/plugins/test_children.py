@@ -188,3 +188,15 @@ def test_much_is_handed_over_and_much_comes_back() -> None:
     assert run_child("import os; os._exit(3)", data=data).status == 3
     flood = "import os\nwhile True: os.write(reply_to, b'x' * 65536)"
     assert run_child(flood, time_limit=1.5).status is None
+
+
+def test_of_what_is_heard_the_last_line_is_kept() -> None:
+    """However much has come before, which whoever hears it has, the reply is the last line."""
+    heard: list[bytes] = []
+    code = (
+        "with open(reply_to, 'wb') as pipe:\n    for _ in range(3): pipe.write(b'x' * (1 << 23) + b'\\n')\n"
+        "    pipe.write(b'the last line\\n')"
+    )
+    ended = run_child(code, heard=heard.append)
+    assert (ended.status, ended.reply) == (0, "the last line\n")
+    assert sum(map(len, heard)) == 3 * (2**23 + 1) + len(ended.reply)

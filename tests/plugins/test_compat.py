@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 from pathlib import Path
 
@@ -108,7 +109,9 @@ def test_another_version(site, here) -> None:
     assert other.reason.endswith("and (x, weight) in 9.0")
 
 
-@pytest.mark.parametrize("source", ["def", "x = '\0'", "(" * 5000])
+@pytest.mark.parametrize(
+    "source", ["def", "x = '\0'", "(" * 5000, "-" * 200_000, f"import opgraft\nopgraft{'.a' * 2000}"]
+)
 def test_what_cannot_be_read_is_named(site, here, source: str) -> None:
     """A file that is no Python ends nothing: it stands there with the reason."""
     ((file, reason),) = examined(site, source, here).unread
@@ -119,12 +122,31 @@ def test_what_cannot_be_read_is_named(site, here, source: str) -> None:
 def test_source_of_any_size_is_bounded(site, here) -> None:
     """A file of megabytes is not read."""
     ((_, reason),) = examined(site, "#" * (5 << 20), here).unread
-    assert "more than 4,194,304 bytes" in reason
+    assert "larger than 4,194,304 bytes" in reason
+
+
+def test_a_record_that_cannot_be_read_is_named(site, here) -> None:
+    """A pipe in its place is not waited for, and the package of the entry point is examined all the same."""
+    site.plugin("acme", PLUGIN)
+    record = site.folder / "acme-1.0.dist-info/RECORD"
+    record.unlink(missing_ok=True)
+    os.mkfifo(record)
+    found = examine(discover().offers[-1:], here, here)
+    ((name, reason),) = found.unread
+    assert (name, "RECORD cannot be read: it is no regular file" in reason) == ("RECORD of acme 1.0", True)
+    assert found.names
 
 
 def test_a_relative_import_is_none_of_ours() -> None:
     """``from .opgraft import x`` and names that only begin alike are other packages."""
     assert uses_in(b"from .opgraft import x\nimport opgraft_toy\nfrom opgraft_toy import ops\nops.a") == []
+
+
+@pytest.mark.parametrize("function", ["def f(ops): return ops.own", "def f():\n    ops = g()\n    return ops.own"])
+def test_a_name_that_a_function_binds_is_its_own(function: str) -> None:
+    """A parameter or a variable called as an import is none of ours there, and elsewhere the import counts."""
+    found = uses_in(f"from opgraft import ops\n{function}\nops.RMSNorm".encode())
+    assert [use.name for use in found] == ["opgraft.ops", "opgraft.ops.RMSNorm"]
 
 
 def test_the_command(cli, site, tmp_path: Path, here) -> None:
@@ -151,8 +173,33 @@ def test_a_listing_that_is_not_there(version: str, message: str) -> None:
         read_listing(version)
 
 
-def test_a_listing_of_another_form(tmp_path: Path) -> None:
-    """A file of another schema is refused."""
-    (tmp_path / "x.json").write_text('{"schema": "other/1", "names": {}, "modules": [], "version": "1"}')
+OTHER = {"schema": "opgraft.api/1", "version": "9.0", "modules": ["opgraft"], "names": {"opgraft.ops": {}}}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {**OTHER, "schema": "other/1"},
+        [OTHER],
+        {**OTHER, "modules": 5},
+        {**OTHER, "names": [5]},
+        *(
+            {**OTHER, "names": {"opgraft.CustomOp": row}}
+            for row in (5, {"bases": 5}, {"bases": [5]}, {"is": "opgraft.gone"}, {"deprecated": 5}, {"signature": "(a"})
+        ),
+    ],
+)
+def test_a_listing_of_another_form(tmp_path: Path, data: object) -> None:
+    """A file of another schema, and one with rows that no tool has written, are refused."""
+    (tmp_path / "x.json").write_text(json.dumps(OTHER))
+    assert read_listing(str(tmp_path / "x.json")).version == "9.0"
+    (tmp_path / "x.json").write_text(json.dumps(data))
     with pytest.raises(InputError, match="is no listing of the schema"):
+        read_listing(str(tmp_path / "x.json"))
+
+
+def test_a_listing_that_is_a_pipe(tmp_path: Path) -> None:
+    """It is refused, and not waited for."""
+    os.mkfifo(tmp_path / "x.json")
+    with pytest.raises(InputError, match="it is no regular file"):
         read_listing(str(tmp_path / "x.json"))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from opgraft.config import CompilationConfig, OpgraftConfig, set_config
 from opgraft.errors import ConfigError
 from opgraft.ops import GELU, RMSNorm
 from opgraft.state import host_state
 from opgraft.testing import isolated_host
-from opgraft.testing.conformance import Conformance, alone
+from opgraft.testing.check_table import CHECKS, OF_PLATFORM, OF_PLUGIN
+from opgraft.testing.conformance import LOADING, Conformance, Outcome, alone
 
 PLUGINS = Path(__file__).parents[2] / "reference_plugins"
 
@@ -83,6 +86,100 @@ def test_failures_and_skips_say_why(site) -> None:
     assert values.reason.startswith("variant 'tanh': of inputs (1,) by 1 in torch.float32: ")
     assert "AcmeGELU.forward_oot loses gradients" in gradients.reason
     assert operators.reason == "it runs no operator of its own"
+
+
+def judged(plugin: str, *checks: str) -> dict[str, Outcome]:
+    """Answer the questions of some checks, in the order in which they are asked."""
+    with alone(plugin):
+        conformance = Conformance(plugin)
+        return {str(case): conformance.judge(case) for case in conformance.cases if case.check in checks}
+
+
+def test_a_class_that_is_made_when_the_plugin_registers(site) -> None:
+    """Loaded again it is another class of the same name, and that one is what later checks are about."""
+    kernel = """
+    class AcmeGELU(GELU):
+        def forward_oot(self, input):
+            return torch.nn.functional.gelu(input, approximate=self.approximate)
+    GELU.register_oot(AcmeGELU)
+"""
+    hook = "import opgraft, torch\nfrom opgraft.ops import GELU\nplatforms = 'any'\n@opgraft.hookimpl\n"
+    site.plugin("acme", f"{hook}def opgraft_register_ops():{kernel}")
+    told = judged("acme", "isolation", "reachable", "state", "strides")
+    assert [(name, each.reason) for name, each in told.items() if each.status == "failed"] == []
+
+
+LOCAL = """
+import os, torch
+from opgraft.ops import GELU
+platforms = "any"
+
+@GELU.register_oot
+class AcmeGELU(GELU):
+    def {kernel}(self, input):
+        return {factor} * torch.nn.functional.gelu(input, approximate=self.approximate)
+    {more}
+"""
+
+
+@pytest.mark.usefixtures("warm_workers")
+def test_another_process_has_the_same_settings(site) -> None:
+    """A scope that switches off a kernel, which is wrong, does so where ops are sent to."""
+    site.plugin("acme", LOCAL.format(kernel="forward_oot", factor=2, more=""))
+    with set_config(OpgraftConfig(compilation_config=CompilationConfig(custom_ops=("-gelu",)))):
+        spawned = judged("acme", "spawn")["(plugin)-spawn"]
+    assert (spawned.status, spawned.reason) == ("passed", "")
+
+
+@pytest.mark.usefixtures("warm_workers")
+def test_another_kernel_in_another_process(site) -> None:
+    """It computes the same, and is not the kernel that is asked about."""
+    more = f"locals()['forward_oot' if os.getpid() == {os.getpid()} else 'forward_cpu'] = kernel"
+    site.plugin("acme", LOCAL.format(kernel="kernel", factor=1, more=more))
+    spawned = judged("acme", "spawn")["(plugin)-spawn"]
+    assert spawned.status == "failed"
+    assert "gelu, which runs AcmeGELU.forward_cpu, here AcmeGELU.forward_oot" in spawned.reason
+
+
+OWN = """
+from opgraft import CustomOp
+platforms = "any"
+
+@CustomOp.register("acme_own")
+class Own(CustomOp):
+    def forward_native(self, x):
+        return x
+
+@Own.register_oot
+class Acme(Own):
+    def forward_oot(self, x):
+        return x
+"""
+
+
+def test_nothing_to_send_is_no_answer(site) -> None:
+    """Where no module of the plugin stands for a form, sending ops to a process is skipped, and says why."""
+    site.plugin("acme", OWN)
+    spawned = judged("acme", "spawn")["(plugin)-spawn"]
+    assert spawned.status == "skipped"
+    assert "no op to send" in spawned.reason
+
+
+def test_what_a_plugin_asserts_is_shown_harmlessly(site) -> None:
+    """The message of an AssertionError is the plugin's own text: marks that reorder it are escapes."""
+    wrong = WRONG.replace("return torch", "raise AssertionError('\\u202edne\\x1b[2J')\n        return torch")
+    site.plugin("acme", wrong)
+    told = judged("acme", "strides")["gelu-strides"]
+    assert told.status == "failed"
+    assert r"\u202edne\x1b[2J" in told.reason
+
+
+def test_the_page_lists_the_checks() -> None:
+    """Each check of the kit is in the table of the how-to, and each name of the table is a check."""
+    page = (PLUGINS.parent / "docs/how-to/check-a-plugin.md").read_text(encoding="utf-8")
+    rows = page.partition("| check | passing means |\n")[2].partition("\n\n")[0].splitlines()
+    names = [name for row in rows for name in re.findall("`([a-z]+)`", row.split("|")[1])]
+    assert sorted(names) == sorted([LOADING, *OF_PLUGIN, *OF_PLATFORM, *CHECKS])
 
 
 @pytest.mark.parametrize(

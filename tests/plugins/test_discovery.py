@@ -78,6 +78,16 @@ def test_a_name_that_is_taken_is_a_problem(site) -> None:
     assert "'acme' in opgraft.plugins is already provided by" in problem.reason
 
 
+def test_a_plugin_that_settings_could_not_choose_is_a_problem(site) -> None:
+    """``providers`` means an op's native definition by ``native``: no plugin of that name is admitted."""
+    site.install("acme", {"acme.py": ""}, {"opgraft.plugins": ["native = acme", "acme = acme"]})
+    (problem,) = discover().problems
+    assert [offer.name for offer in discover().of_group(PLUGIN_GROUP)] == ["acme"]
+    assert problem.provider == Provider("acme", "1.0")
+    assert "'native' in opgraft.plugins could not be chosen by the setting providers" in problem.reason
+    assert "give it another name" in problem.reason
+
+
 def test_a_built_in_platform_cannot_be_shadowed(site) -> None:
     """A third party that calls its platform cpu does not take the place of ours."""
     site.install("impostor", {"impostor.py": ""}, {"opgraft.platforms": ["cpu = impostor:SPEC"]})
@@ -156,3 +166,12 @@ def test_other_distributions_names_begin_alike(site) -> None:
     """A requirement on opgraft-something says nothing about opgraft."""
     site.plugin("acme", "", requires=["opgraft-toy-npu>=9", "opgraft_cpu_kernels", "opgraft.x>=9"])
     assert discover().of_group(PLUGIN_GROUP)[0].requires == ()
+
+
+def test_a_torch_without_metadata(site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing tells its version before it is imported: the requirement rejects nobody."""
+    site.plugin("acme", "", requires=["torch>=99"])
+    (offer,) = discover().of_group(PLUGIN_GROUP)
+    assert "it requires 'torch>=99'" in str(objection(offer, resolve([])))
+    monkeypatch.setattr("sys.path", [str(site.folder)])
+    assert objection(offer, resolve([])) is None

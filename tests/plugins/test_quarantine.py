@@ -118,6 +118,44 @@ def test_another_version_or_installation_is_tried(site) -> None:
     assert reason() is None
 
 
+UNREADABLE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a pipe": (os.mkfifo, "RECORD cannot be read: it is no regular file"),
+    "Latin-1": (lambda path: path.write_bytes(b"caf\xe9.py,,\n"), "RECORD is not UTF-8"),
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_an_installation_that_nothing_tells_from_others(site, caplog, kind: str) -> None:
+    """Where RECORD cannot be read, no record is made or counts, and the reason is told."""
+    site.plugin("acme", PLUGIN)
+    quarantine.confine(ACME, "it crashed")
+    make, fault = UNREADABLE[kind]
+    path = site.folder / "acme-1.0.dist-info/RECORD"
+    path.unlink()
+    make(path)
+    assert reason() is None
+    assert fault in caplog.text
+    told = quarantine.confine(ACME, "it crashed")
+    assert told.startswith("it is tried again next time, as nothing tells this installation from others: ")
+    assert fault in told
+
+
+def test_a_record_of_opgraft_itself_does_not_count(site) -> None:
+    """What it brings is always asked."""
+    site.plugin("acme", PLUGIN)
+    quarantine.confine(ACME, "it crashed")
+    record().rename(record().with_name("opgraft.json"))
+    assert quarantine.against(Provider("opgraft", opgraft.__version__)) is None
+
+
+def test_a_name_of_any_bytes(cli) -> None:
+    """It is not in quarantine, which is told without a traceback."""
+    result = cli("plugins", "release", "a\udcff")
+    assert result.returncode == 2
+    assert "is not in quarantine" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_an_editable_install_is_tried_again(site) -> None:
     """Its source changes without a trace in its metadata."""
     site.plugin("acme", PLUGIN)

@@ -1,0 +1,48 @@
+"""Files of opgraft's own are written whole, and only where a file is or could be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from opgraft.cli import evidence, report_page
+from opgraft.errors import InputError
+from opgraft.files import replace_file
+
+WRITERS: dict[str, Callable[[Path], None]] = {
+    "--json": partial(evidence.write, data={}),
+    "--html": partial(report_page.write_page, data={}, docs=None),
+}
+
+
+@pytest.mark.parametrize("option", WRITERS)
+@pytest.mark.parametrize("linked", [False, True])
+def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path, option: str, linked: bool) -> None:
+    """A pipe, which stands for a device, stays one; so does what a link leads to. The error names the path."""
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    path = link if linked else pipe
+    with pytest.raises(InputError, match=f"{path} cannot be written: it is no regular file"):
+        WRITERS[option](path)
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_link_stays_one(tmp_path: Path, there: bool) -> None:
+    """The file that it leads to is written, in its own folder, whether it was there before or not."""
+    folder, link = tmp_path / "folder", tmp_path / "link"
+    folder.mkdir()
+    link.symlink_to("folder/file")
+    if there:
+        link.write_text("before")
+    replace_file(link, "after", 0o640)
+    assert link.is_symlink()
+    assert (folder / "file").read_text() == "after"
+    assert (folder / "file").stat().st_mode & 0o777 == 0o640
+    assert len(list(folder.iterdir())) == 1
