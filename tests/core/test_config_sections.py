@@ -102,7 +102,7 @@ def test_variables_are_named_by_a_rule() -> None:
     """The variable of a setting is its dotted name, but for one that is older than the rule; no two are the same."""
     odd = {n: f.variable for n, f in FIELDS.items() if f.variable != f"OPGRAFT_{n.replace('.', '_').upper()}"}
     assert odd == {"compilation_config.custom_ops": "OPGRAFT_CUSTOM_OPS"}
-    assert len(VARIABLES) == len(FIELDS) + 2
+    assert len(VARIABLES) == len(FIELDS) + 3
 
 
 @pytest.mark.parametrize(
