@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from faults.environment_rows import COMMANDS, ROWS
+from faults.environment_rows import COMMANDS, ROWS, STREAMS
 from faults.planting import PLUGIN
 
 pytestmark = pytest.mark.faults
@@ -36,5 +36,7 @@ def test_environment(site, tmp_path, name: str) -> None:
         assert ended.returncode == code, f"{command}: {said}"
         assert words in said, f"{command}: {said}"
         assert "Traceback" not in said, f"{command}: {said}"
+        if not words and name not in STREAMS:
+            assert "acme" in ended.stdout or "platform" in ended.stdout, f"{command}: {said}"
         if words:
             assert len(ended.stderr.splitlines()) == 1, f"{command}: {ended.stderr}"
