@@ -229,6 +229,15 @@ def test_every_op_is_a_row_with_class_constructor_and_call() -> None:
         assert rows[name][3], f"{name} has no maths"
 
 
+def test_the_ops_of_vllm_are_rows() -> None:
+    """The page tells how many ops it has of vLLM's, and which: each is a row."""
+    told = re.search(r"The (\d+) ops of vLLM's documentation are all here, [^:]+: ([^.]+)\.", text_of("ops"))
+    assert told
+    named = re.findall(r"`(\w+)`", told[2])
+    assert len(set(named)) == len(named) == int(told[1])
+    assert set(named) <= {code(row[0]) for row in rows_of("ops", "name")}
+
+
 def test_every_exported_class_of_ops_is_mentioned() -> None:
     """The page names each class of opgraft.ops."""
     bases = ("CustomOp", "PluggableLayer", "maybe_get_oot_by_class")
