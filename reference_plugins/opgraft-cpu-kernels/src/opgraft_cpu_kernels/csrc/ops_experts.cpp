@@ -20,13 +20,13 @@ struct Chosen {
   int64_t expert, begin, count;
 };
 
-// Which row each choice of a token has, -1 for none, and which experts are chosen.
+// Which row each choice of a token has, -1 for none, of which token each row is, and which experts are chosen.
 struct Places {
-  std::vector<int64_t> rows;
+  std::vector<int64_t> rows, tokens;
   std::vector<Chosen> chosen;
   int64_t count = 0;
 
-  Places(const Tensor& ids, int64_t experts) : rows(ids.numel(), -1) {
+  Places(const Tensor& ids, int64_t experts) : rows(ids.numel(), -1), tokens(ids.numel()) {
     const int64_t* id = ids.const_data_ptr<int64_t>();
     std::vector<int64_t> counts(experts, 0), next(experts, 0);
     for (size_t pair = 0; pair < rows.size(); ++pair) {
@@ -40,36 +40,46 @@ struct Places {
       count += counts[expert];
     }
     for (size_t pair = 0; pair < rows.size(); ++pair) {
-      if (id[pair] >= 0) rows[pair] = next[id[pair]]++;
+      if (id[pair] < 0) continue;
+      rows[pair] = next[id[pair]]++;
+      tokens[rows[pair]] = int64_t(pair) / ids.size(1);
     }
   }
 };
 
-// A product of the rows of each chosen expert with that one's matrix.
-Tensor products(const Tensor& x, const Tensor& weight, const Tensor& bias, const Places& places) {
+// Some of the chosen, one after another, and how the work on them is shared among threads: by rows, beside which
+// reading a matrix takes as long as products of so many.
+struct Group {
+  static constexpr int64_t READING = 12;
+  const Chosen *first, *last;
+
+  int64_t begin() const { return first->begin; }
+  int64_t rows() const { return last[-1].begin + last[-1].count - first->begin; }
+  static int64_t cost(const Chosen& one) { return one.count + READING; }
+  int64_t cost() const { return rows() + (last - first) * READING; }
+};
+
+// A product of the rows of each expert of a group, which `x` has, with that one's matrix.
+void products(const Tensor& x, const Tensor& weight, const Tensor& bias, const Group& group, const Tensor& out) {
   const int64_t columns = weight.size(1), width = weight.size(2), size = x.element_size();
-  const Tensor out = fresh({places.count, columns}, x.scalar_type());
-  std::vector<Linear> linears;
-  for (const Chosen& one : places.chosen) {
-    Linear linear;
-    linear.x = {static_cast<const char*>(x.const_data_ptr()) + one.begin * width * size, width};
-    linear.weight = static_cast<const char*>(weight.const_data_ptr()) + one.expert * columns * width * size;
-    if (bias.defined()) linear.bias = static_cast<const char*>(bias.const_data_ptr()) + one.expert * columns * size;
-    linear.out = {static_cast<char*>(out.mutable_data_ptr()) + one.begin * columns * size, columns};
-    linear.rows = one.count;
-    linear.in_features = width;
-    linear.out_features = columns;
-    linears.push_back(linear);
-  }
   const LinearKernel kernel = path().linear[dtype_of(EXPERTS, x)];
-  share(int64_t(linears.size()) * columns, width, [&](int64_t begin, int64_t end) {
-    for (int64_t at = begin; at < end;) {
-      const int64_t first = at % columns, last = std::min(columns, first + end - at);
-      kernel(linears[at / columns], first, last);
-      at += last - first;
+  share(group.cost() * columns, width, [&](int64_t begin, int64_t end) {
+    int64_t at = 0;  // where an expert's share of the work begins
+    for (const Chosen* one = group.first; one != group.last && at < end; at += group.cost(*one++) * columns) {
+      const auto column = [&](int64_t work) { return std::clamp<int64_t>((work - at) / group.cost(*one), 0, columns); };
+      const int64_t first = column(begin), last = column(end), row = one->begin - group.begin();
+      if (first == last) continue;
+      Linear linear;
+      linear.x = {static_cast<const char*>(x.const_data_ptr()) + row * width * size, width};
+      linear.weight = static_cast<const char*>(weight.const_data_ptr()) + one->expert * columns * width * size;
+      if (bias.defined()) linear.bias = static_cast<const char*>(bias.const_data_ptr()) + one->expert * columns * size;
+      linear.out = {static_cast<char*>(out.mutable_data_ptr()) + row * columns * size, columns};
+      linear.rows = one->count;
+      linear.in_features = width;
+      linear.out_features = columns;
+      kernel(linear, first, last);
     }
   });
-  return out;
 }
 
 Tensor activated(const Tensor& gate_up, c10::string_view activation) {
@@ -80,16 +90,35 @@ Tensor activated(const Tensor& gate_up, c10::string_view activation) {
   return swigluoai_and_mul(gate_up, 1.702, 7.0);
 }
 
-// A row for each choice, those of an expert one after another.
-Tensor gathered(const Tensor& x, int64_t topk, const Places& places) {
-  const Tensor rows = fresh({places.count, x.size(1)}, x.scalar_type());
-  const size_t bytes = size_t(x.size(1)) * x.element_size();
-  char* const to = static_cast<char*>(rows.mutable_data_ptr());
+// Of each row of a group the token.
+Tensor gathered(const Tensor& x, const Places& places, const Group& group) {
+  const int64_t rows = group.rows(), bytes = x.size(1) * int64_t(x.element_size());
+  const Tensor out = fresh({rows, x.size(1)}, x.scalar_type());
+  char* const to = static_cast<char*>(out.mutable_data_ptr());
   const char* const from = static_cast<const char*>(x.const_data_ptr());
-  for (size_t pair = 0; pair < places.rows.size(); ++pair) {
-    if (places.rows[pair] >= 0) std::memcpy(to + places.rows[pair] * bytes, from + pair / topk * bytes, bytes);
+  const int64_t* const token = places.tokens.data() + group.begin();
+  share(rows, x.size(1), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) std::memcpy(to + row * bytes, from + token[row] * bytes, size_t(bytes));
+  });
+  return out;
+}
+
+// Results of all experts, computed by groups of so many rows that what lies between two products stays in the caches.
+Tensor results(const Tensor& x, const Tensor& w13, const Tensor& up_bias, const Tensor& w2, const Tensor& down_bias,
+               c10::string_view activation, const Places& places) {
+  constexpr int64_t BYTES = int64_t(8) << 20;  // of the first product, the larger
+  const Tensor out = fresh({places.count, x.size(1)}, x.scalar_type());
+  const int64_t most = BYTES / std::max<int64_t>(1, w13.size(1) * int64_t(x.element_size()));
+  const Chosen* const end = places.chosen.data() + places.chosen.size();
+  for (Group group{places.chosen.data(), places.chosen.data()}; group.first != end; group.first = group.last) {
+    int64_t rows = 0;
+    do rows += group.last++->count;
+    while (group.last != end && rows + group.last->count <= most);
+    const Tensor gate_up = fresh({rows, w13.size(1)}, x.scalar_type());
+    products(gathered(x, places, group), w13, up_bias, group, gate_up);
+    products(activated(gate_up, activation), w2, down_bias, group, out.narrow(0, group.begin(), rows));
   }
-  return rows;
+  return out;
 }
 
 template <class X>
@@ -128,8 +157,7 @@ Tensor fused_experts(const Tensor& x, const Tensor& w13, const Tensor& w2, const
   if (up_bias.defined()) expect("w13_bias", up_bias, {experts, 2 * intermediate}, x);
   if (down_bias.defined()) expect("w2_bias", down_bias, {experts, hidden}, x);
   const Places places(topk_ids.to(at::kLong).contiguous(), experts);
-  const Tensor rows = gathered(x.contiguous(), topk_ids.size(1), places);
-  const Tensor outputs = products(activated(products(rows, w13, up_bias, places), activation), w2, down_bias, places);
+  const Tensor outputs = results(x.contiguous(), w13, up_bias, w2, down_bias, activation, places);
   const Tensor out = fresh(x.sizes(), x.scalar_type()), weights = topk_weights.to(at::kFloat).contiguous();
   if (dtype == FLOAT32)
     combine<float>(outputs, weights, places, out);
