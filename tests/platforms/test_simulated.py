@@ -100,7 +100,7 @@ print(model[1].decision.chosen)
 PLUGIN = """
 from opgraft.ops import GELU
 import torch
-platforms = "simulated"
+platforms = ("simulated",)
 @GELU.register_oot
 class Acme(GELU):
     def forward_oot(self, input):
