@@ -16,7 +16,7 @@ _no_functions: Any = getattr(torch._C, "_disabled_torch_function_impl", None)
 _wrap: Any = getattr(torch.Tensor, "_make_wrapper_subclass", None)
 
 _kept: list[torch.library.Library] = []
-"""What holds the fallback in place; torch takes it back with the library that brought it."""
+"""Holds the fallback in place; torch takes it back with the library that brought it."""
 
 
 def why_not() -> str:

@@ -118,4 +118,4 @@ def probe(machine: Machine) -> Evidence:
 
 
 SPEC = PlatformSpec(probe, "opgraft.testing.simulated_platform:SimulatedPlatform", priority=1000)
-"""What is found where the variable is set, before any real device."""
+"""Found where the variable is set, before any real device."""
