@@ -105,6 +105,8 @@ class HostState:
     discovery: Any = None
     lockfiles: dict[str, Any] = field(default_factory=dict)
     """By path, as they were read first, with what the installed distributions were compared with."""
+    measurements: dict[Any, Any] = field(default_factory=dict)
+    """By path, what files of measurements say of this machine, or why they say nothing, as they were read first."""
     parallelism: Any = None
     """The groups that this process belongs to, which ``opgraft.distributed`` keeps here; ``None``: it is alone."""
 
