@@ -174,7 +174,8 @@ class HostState:
 
     def drop_superseded(self) -> None:
         """Deactivate replacements whose declaration a reloaded definition has taken over."""
-        self.active = [known for known in self.active if known in self.registry.replacements]
+        declared = set(self.registry.replacements)
+        self.active = [known for known in self.active if known in declared]
 
 
 _STATE = HostState()

@@ -278,7 +278,7 @@ def test_another_file_is_not_written_over(file: Path) -> None:
     with pytest.raises(InputError, match="remove the file and tune anew"):
         tuning.ProfileFile(file)
     assert file.read_text() == '{"mine": 1}'
-    with pytest.raises(InputError, match="cannot be written: .*: name another"):
+    with pytest.raises(InputError, match=r"cannot be written: .*: name another"):
         tuning.ProfileFile(file / "tuning.json")
 
 
