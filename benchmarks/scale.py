@@ -1,4 +1,4 @@
-"""What many distributions, plugins and replacements cost: a site of real ones, and the same process without them."""
+"""Costs of many distributions, plugins and replacements: a site of real ones, and the same process without them."""
 
 from __future__ import annotations
 
