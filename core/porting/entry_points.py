@@ -29,10 +29,15 @@ class EntryPoints:
 
     @classmethod
     def of(cls, groups: Mapping[str, Any]) -> EntryPoints | None:
-        """Pick vLLM's groups; ``None`` where there is neither."""
-        if not {PLATFORMS, GENERAL} & groups.keys():
-            return None
-        return cls(dict(groups.get(PLATFORMS, {})), dict(groups.get(GENERAL, {})))
+        """Pick vLLM's groups; ``None`` where nothing is in them.
+
+        Raises:
+            InputError: there are several platforms.
+        """
+        platforms, general = (dict(groups.get(group, {})) for group in (PLATFORMS, GENERAL))
+        if len(platforms) > 1:
+            raise InputError(f"the plugin offers the platforms {', '.join(platforms)}: leave one of them, and port it")
+        return cls(platforms, general) if platforms or general else None
 
 
 def requirement() -> str:

@@ -73,7 +73,12 @@ def device_module(module: str, function: str, platform: str) -> str:
 
 
 def plugin_module(functions: Sequence[tuple[str, str]], scoped: bool) -> str:
-    """Return the module of the plugin's entry point, which calls functions of modules; ``scoped`` by a platform."""
+    """Return the module of the plugin's entry point, which calls functions of modules.
+
+    Args:
+        functions: modules and names.
+        scoped: the plugin has a platform of its own, and applies there only.
+    """
     names = [f"{function}_{index}" if index else function for index, (_, function) in enumerate(functions)]
     imports = [
         f"from {module} import {function}" + (f" as {name}" if name != function else "")

@@ -116,7 +116,7 @@ def _groups(
         _package(source, module)
     if functions:
         package = _package(source, functions[0][0])
-        _add(made, f"{package[1]}opgraft_plugin.py", plugin_module(functions, "opgraft.platforms" in groups))
+        _add(made, f"{package[1]}opgraft_plugin.py", plugin_module(functions, bool(points.platforms)))
         groups["opgraft.plugins"] = {next(iter(points.general)): f"{package[0]}.opgraft_plugin"}
     return groups
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import libcst as cst
@@ -41,9 +41,7 @@ class Rewritten:
     """The new text of a file, and what of it has no counterpart."""
 
     code: str
-    uncovered: list[Uncovered] = field(default_factory=list)
-    platforms: list[str] = field(default_factory=list)
-    """Names of the classes that were made platforms of opgraft."""
+    uncovered: list[Uncovered]
 
 
 def rewrite(tree: cst.Module, file: str, platform: str) -> Rewritten:
@@ -51,13 +49,14 @@ def rewrite(tree: cst.Module, file: str, platform: str) -> Rewritten:
     wrapper = MetadataWrapper(tree)
     rewriter = _Rewriter(file, platform)
     module = wrapper.visit(rewriter)
-    needed = [("torch", None), ("opgraft", "DeviceCapability"), ("opgraft", "DeviceMemory")]
-    needed = (needed if rewriter.platforms else []) + ([("__future__", "annotations")] if rewriter.postponed else [])
+    needed: list[tuple[str, str | None]] = [("__future__", "annotations")] if rewriter.postponed else []
+    if rewriter.members:
+        needed += [("torch", None), ("opgraft", "DeviceCapability"), ("opgraft", "DeviceMemory")]
     context = CodemodContext()
     for home, name in needed:
         AddImportsVisitor.add_needed_import(context, home, name)
     module = AddImportsVisitor(context).transform_module(module) if needed else module
-    return Rewritten(module.code, sorted(rewriter.uncovered, key=lambda one: one.line), rewriter.platforms)
+    return Rewritten(module.code, sorted(rewriter.uncovered, key=lambda one: one.line))
 
 
 class _Rewriter(cst.CSTTransformer):
@@ -67,13 +66,12 @@ class _Rewriter(cst.CSTTransformer):
         super().__init__()
         self.file, self.platform = file, platform
         self.uncovered: list[Uncovered] = []
-        self.platforms: list[str] = []
         self.postponed = False
         """True where an annotation has a name that nothing defines any more: none may be evaluated then."""
         self._marked_before: list[int] = []
         self._statements: list[cst.CSTNode] = []
         self._marks: dict[cst.CSTNode, list[str]] = {}
-        self._members: dict[cst.CSTNode, PlatformMembers] = {}
+        self.members: dict[cst.CSTNode, PlatformMembers] = {}
         self._elifs: set[cst.CSTNode | None] = set()
         self._pending: list[list[cst.EmptyLine]] = []
         """For each block that is open, comments in the place of imports, for the statement that comes next."""
@@ -240,16 +238,15 @@ class _Rewriter(cst.CSTTransformer):
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
         if not any(is_platform(self._qualified(base.value)) for base in node.bases):
             return
-        self.platforms.append(node.name.value)
-        self._members[node] = PlatformMembers(self.platform, node)
-        for method in self._members[node].uncalled():
+        self.members[node] = PlatformMembers(self.platform, node)
+        for method in self.members[node].uncalled():
             self._statements.append(method)
             name = f"vllm.platforms.Platform.{method.name.value}"
             self._mark(method.name, name, told="opgraft does not call it")
             self._statements.pop()
 
     def leave_ClassDef(self, original_node: cst.ClassDef, updated_node: cst.ClassDef) -> cst.ClassDef:
-        members = self._members.get(original_node)
+        members = self.members.get(original_node)
         return members.added_to(updated_node) if members else updated_node
 
 

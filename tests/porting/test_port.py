@@ -113,7 +113,7 @@ def register():
 
 UNCOVERED = [
     ("vllm_acme/ops.py", 3, "vllm.config.get_current_vllm_config"),
-    ("vllm_acme/ops.py", 38, "vllm.config.get_current_vllm_config.model_config.enforce_eager"),
+    ("vllm_acme/ops.py", 39, "vllm.config.get_current_vllm_config.model_config.enforce_eager"),
     ("vllm_acme/platform.py", 2, "vllm.platforms.PlatformEnum"),
     ("vllm_acme/platform.py", 19, "vllm.platforms.Platform.check_and_update_config"),
     ("vllm_acme/platform.py", 20, "vllm.v1.worker.cpu_worker.CPUWorker"),

@@ -131,7 +131,6 @@ class AcmePlatform(Platform):
 def test_a_platform_gets_what_opgraft_asks_for() -> None:
     """Its members are made of those that it has; methods that nobody calls are listed, helpers of its own are not."""
     made = rewritten(PLATFORM)
-    assert made.platforms == ["AcmePlatform"]
     assert [name for _, name in named(made)] == [
         "vllm.platforms.PlatformEnum",
         "vllm.platforms.Platform.get_attn_backend_cls",
