@@ -40,7 +40,7 @@ _MEMBERS = {
             {seed}
         """,
 }
-"""What opgraft asks for, by name, in terms of what vLLM does."""
+"""Members that opgraft asks for, by name, in terms of those that vLLM asks for."""
 
 
 def is_platform(name: str | None) -> bool:
