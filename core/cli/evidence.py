@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,12 +14,15 @@ from opgraft.errors import InputError
 from opgraft.files import read_regular, replace_file
 
 SCHEMA = "opgraft.conformance/1"
+SHIPPED = "conformance.json"
+"""The file with evidence that a plugin ships in its package."""
 LARGEST = 1 << 26
 """Bytes of a file with evidence."""
 
 _SUBJECT = ("plugin", "provider", "platform", "device", "versions", "brief")
 """Fields that must be the same for an interrupted run to be gone on with."""
 
+_ABOUT = {"provider": dict, "platform": str, "device": str, "versions": dict}
 _OUTCOME = {"op": str, "check": str, "status": str, "reason": str}
 
 Key = tuple[str, str, str | None]
@@ -123,6 +127,10 @@ def read(path: Path) -> Evidence:
             raise ValueError(f"its schema is {data['schema']!r}, expected {SCHEMA!r}")
         outcomes: Iterable[Mapping[str, Any]] = data["outcomes"]
         found = Evidence({name: data[name] for name in (*_SUBJECT, "ops")}, int(data["cases"]))
+        if any(not isinstance(found.about[name], kind) for name, kind in _ABOUT.items()):
+            raise ValueError("what it is about has a value of another type")
+        if not {"name", "version"} <= found.about["provider"].keys():
+            raise ValueError("its provider has no name or no version")
         for outcome in outcomes:
             if any(not isinstance(outcome[name], kind) for name, kind in _OUTCOME.items()):
                 raise ValueError("an outcome has a value of another type")
@@ -133,3 +141,27 @@ def read(path: Path) -> Evidence:
         why = f"{type(error).__name__}: {error}"
         raise InputError(f"{path} holds no evidence that 'opgraft conformance --json' writes: {why}") from error
     return found
+
+
+def shipped(module: str) -> dict[str, Any] | None:
+    """Return a summary of the evidence that lies in a plugin's package, or ``None`` where none does.
+
+    Nothing of the package is imported. Evidence that cannot be read is told of by ``problem``.
+    """
+    found = importlib.util.find_spec(module.partition(".")[0])
+    places = (found and found.submodule_search_locations) or ()
+    files = [path for place in places if (path := Path(place) / SHIPPED).is_file()]
+    if not files:
+        return None
+    try:
+        evidence = read(files[0])
+    except InputError as error:
+        return {"file": str(files[0]), "problem": str(error)}
+    about = {name: evidence.about[name] for name in ("provider", "platform", "device", "versions")}
+    return {
+        "file": str(files[0]),
+        **about,
+        "complete": evidence.complete,
+        "counts": evidence.counted(),
+        "problem": None,
+    }

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
+from opgraft.cli import evidence
 from opgraft.cli.completion import offer_names
 from opgraft.cli.isolation import examined
 from opgraft.cli.loading import load_all
@@ -123,6 +124,8 @@ def _print_details(details: dict[str, Any]) -> None:
     for key, value in details.items():
         if key == "traceback":
             print_wrapped((value or "").splitlines(), indent="  | ")  # which no line of it can forge
+        elif key == "evidence" and value:
+            print_wrapped(f"evidence: {_evidence_in_words(value)}")
         elif value:
             print_wrapped(f"{key.replace('_', ' ')}: {_in_words(value)}")
     echo()
@@ -134,6 +137,15 @@ def _in_words(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(_replacement(item) if isinstance(item, dict) else item for item in value)
     return "yes" if value is True else str(value)
+
+
+def _evidence_in_words(shown: dict[str, Any]) -> str:
+    if shown["problem"]:
+        return str(shown["problem"])
+    counts = ", ".join(f"{count} {status}" for status, count in shown["counts"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in shown["versions"].items())
+    whole = "" if shown["complete"] else ", not all asked"
+    return f"{counts}{whole}; {_in_words(shown['provider'])} on {shown['platform']} ({shown['device']}), {versions}"
 
 
 def _replacement(row: dict[str, Any]) -> str:
@@ -148,6 +160,7 @@ def _metadata(offer: Offer) -> dict[str, Any]:
         **as_dict(offer),
         "requires": list(offer.requires),
         "lock": _lock_state(offer),
+        "evidence": None if offer.built_in else evidence.shipped(offer.module),
         "status": status,
         "reason": reason,
     }

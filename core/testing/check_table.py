@@ -200,6 +200,11 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
             _each(_by_subject(kernel_checks.check_repetition)),
             _no_form,
         ),
+        "reentrancy": Check(
+            "calls of several threads at once do not disturb each other",
+            _each(_by_subject(kernel_checks.check_reentrancy)),
+            _no_form,
+        ),
         "gradients": Check(
             "no gradient is lost, and each is the right one", _each(_gradients), _no_gradient, brief=True
         ),
@@ -246,6 +251,7 @@ OF_PLUGIN: Mapping[str, WholeCheck] = MappingProxyType(
     {
         "registration": WholeCheck("opgraft plugins doctor finds nothing wrong", plugin_checks.check_findings, True),
         "isolation": WholeCheck("a reset takes back what it did, loading it redoes it", plugin_checks.check_isolation),
+        "together": WholeCheck("beside the other installed plugins it does the same", plugin_checks.check_together),
         "spawn": WholeCheck("ops compute the same in a new process", plugin_checks.check_spawn),
     }
 )

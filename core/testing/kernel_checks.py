@@ -12,6 +12,8 @@ import pickle
 import statistics
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -33,6 +35,9 @@ LARGE = 300.0
 
 ROUNDS = 7
 """Pairs of calls by which speed is measured."""
+
+THREADS = 4
+"""Threads that call at once."""
 
 _OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
 
@@ -163,6 +168,27 @@ def check_repetition(subject: Subject, variant: str) -> None:
         shared = {v.untyped_storage().data_ptr() for v in first if v.numel()}
         if shared & {v.untyped_storage().data_ptr() for v in second if v.numel()}:
             raise AssertionError(f"two calls of {spec.functional.name} returned the same memory")
+
+
+def check_reentrancy(subject: Subject, variant: str) -> None:
+    """Threads that call it at once, each with inputs of its own, get what each gets alone."""
+    spec = subject.proof
+    leads = [lead for lead in spec.leads if min(lead) > 0]
+    drawn = [spec.arguments(variant, torch.float32, lead, max(spec.sizes[:2])) for lead in leads[:THREADS]]
+    for call in subject.calls(variant):
+        with torch.no_grad():
+            alone = [checks.results_of(spec, call, arguments) for arguments in drawn]
+        with ThreadPoolExecutor(THREADS) as threads:
+            together = [threads.submit(copy_context().run, _several, spec, call, each) for each in drawn]
+            found = [each.result() for each in together]
+        for expected, rounds in zip(alone, found, strict=True):
+            for results in rounds:
+                _expect_same(f"a call of {spec.functional.name} beside those of other threads", results, expected)
+
+
+@torch.no_grad()
+def _several(spec: OpSpec, call: checks.Implementation, arguments: Arguments) -> list[list[Tensor]]:
+    return [checks.results_of(spec, call, arguments) for _ in range(ROUNDS)]
 
 
 def _kept(subject: Subject, variant: str) -> list[checks.Implementation]:

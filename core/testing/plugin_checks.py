@@ -18,7 +18,7 @@ from opgraft.errors import ChildError
 from opgraft.machine.child import run_child
 from opgraft.ops.spec import tensors
 from opgraft.platform import DeviceMemory, Platform, effective_chain
-from opgraft.plugins.discovery import names_of
+from opgraft.plugins.discovery import PLUGIN_GROUP, discover, names_of
 from opgraft.plugins.host import load_plugins
 from opgraft.plugins.outcomes import findings_of
 from opgraft.plugins.selection import current_platform
@@ -84,6 +84,33 @@ def check_isolation(plugin: str) -> None:
         raise AssertionError(f"without the plugin there is still {', '.join(left)}")
     if before != after:
         raise AssertionError(f"loaded again it replaces {', '.join(after)}, at first {', '.join(before)}")
+
+
+def check_together(plugin: str) -> str | None:
+    """With every other installed plugin it activates the same, and none has a conflict; returns why none was tried."""
+    own = names_of(plugin)[1]
+    others = sorted({offer.name for offer in discover().of_group(PLUGIN_GROUP)} - set(own))
+    if not others:
+        return "no other plugin is installed"
+    before = _activated(plugin)
+    loaded_with = host_state().loaded_with
+    allowed = (loaded_with.plugins if loaded_with else None) or ()
+    try:
+        reset()
+        with set_config(OpgraftConfig(plugins=(*own, *others))):
+            load_plugins()
+            after, rivals = _activated(plugin), [str(finding) for finding in diagnosis.conflicts()]
+    finally:  # another plugin may keep the host from loading
+        reset()
+        with set_config(OpgraftConfig(plugins=allowed)):
+            load_plugins()
+    if rivals:
+        raise AssertionError(f"together with {', '.join(others)}: {'; '.join(rivals)}")
+    if before != after:
+        raise AssertionError(
+            f"together with {', '.join(others)} it replaces {', '.join(after)}, alone {', '.join(before)}"
+        )
+    return None
 
 
 def _activated(plugin: str) -> list[str]:

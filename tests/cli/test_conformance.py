@@ -11,7 +11,8 @@ from pathlib import Path
 
 import click
 import pytest
-from opgraft.cli import evidence
+from click.testing import CliRunner
+from opgraft.cli import evidence, plugins_show
 from opgraft.cli.conformance import Run
 from opgraft.errors import InputError
 from warm.interpreter import process_of
@@ -31,9 +32,9 @@ class AcmeGELU(GELU):
 """
 
 
-def errors_of(answer: object) -> list[str]:
+def errors_of(answer: object, schema: str = "opgraft.conformance/1") -> list[str]:
     validator = runpy.run_path(str(Path(__file__).with_name("test_schemas.py")))["validator"]
-    return [error.message for error in validator("opgraft.conformance/1").iter_errors(answer)]
+    return [error.message for error in validator(schema).iter_errors(answer)]
 
 
 def test_an_interrupted_run_is_gone_on_with(site, warm_python: str, cli, tmp_path: Path) -> None:
@@ -139,3 +140,35 @@ def test_the_short_form(cli, site) -> None:
     assert "failed: gelu values float32: of inputs (2, 3) by" in result.stdout
     assert "failed: gelu compilation" not in result.stdout
     assert cli("plugins", "check", "akme").returncode == 2
+
+
+def test_evidence_in_a_package_is_shown(site) -> None:
+    """A summary of what was asked, of which versions and where, without importing the plugin; damage is told of."""
+    about = {"plugin": "acme", "provider": {"name": "acme", "version": "1.0"}, "platform": "cpu", "device": "A CPU"}
+    versions = {"opgraft": "0.1.0", "torch": "2.13.0", "python": "3.11.7"}
+    found = evidence.Evidence({**about, "versions": versions, "brief": False, "ops": {}}, cases=2)
+    found.add(outcome("values", "passed"))
+    found.add(outcome("strides", "failed"))
+    files = {"acme/__init__.py": "raise ImportError('nobody asked')", "acme/plugin.py": ""}
+    site.install("acme", files, {"opgraft.plugins": ["acme = acme.plugin"]})
+    file = site.folder / "acme/conformance.json"
+    assert evidence.shipped("acme.plugin") is None
+    evidence.write(file, found.to_dict())
+    result = CliRunner().invoke(plugins_show.command, ["acme", "--json"])
+    answer = json.loads(result.stdout)
+    assert errors_of(answer, "opgraft.plugins.show/3") == []
+    assert answer["offers"][0]["evidence"] == {
+        "file": str(file),
+        **{name: about[name] for name in ("provider", "platform", "device")},
+        "versions": versions,
+        "complete": True,
+        "counts": {"passed": 1, "failed": 1, "skipped": 0},
+        "problem": None,
+    }
+    text = CliRunner().invoke(plugins_show.command, ["acme"]).stdout
+    assert "evidence: 1 passed, 1 failed, 0 skipped; acme 1.0 on cpu (A CPU), opgraft 0.1.0, torch 2.13.0" in text
+    evidence.write(file, {**found.to_dict(), "provider": {}})
+    assert "its provider has no name" in CliRunner().invoke(plugins_show.command, ["acme"]).stdout
+    file.write_text("{")
+    text = CliRunner().invoke(plugins_show.command, ["acme"]).stdout
+    assert "conformance.json holds no evidence that" in text

@@ -46,6 +46,7 @@ def test_what_is_known_before_loading(cli, site) -> None:
         "editable": False,
         "requires": ["opgraft>=0.1", "torch"],
         "lock": None,
+        "evidence": None,
         "status": "selected",
         "reason": "",
     }

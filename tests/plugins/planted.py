@@ -144,6 +144,18 @@ class Acme(LayerNorm):
     "another result each time": Defect(
         "gelu-repetition", "a second call of gelu", of_gelu(f"{EXACT}\nout = out + 1e-6 * torch.rand_like(out)")
     ),
+    "a buffer that threads share": Defect(
+        "gelu-reentrancy",
+        "beside those of other threads",
+        of_gelu(
+            "SHARED.append(input)\n"
+            "time.sleep(2e-3)\n"
+            "last = SHARED[-1]\n"
+            "out = gelu(input, approximate=self.approximate)\n"
+            "out = out if last is input else out + 1",
+            "import time\nSHARED = []\n",
+        ),
+    ),
     "an ignored stride": Defect(
         "gelu-strides",
         "not close",

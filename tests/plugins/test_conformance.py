@@ -172,6 +172,37 @@ def test_another_kernel_in_another_process(site) -> None:
     assert "gelu, which runs AcmeGELU.forward_cpu, here AcmeGELU.forward_oot" in spawned.reason
 
 
+OTHER = """
+from opgraft.ops import {base}
+platforms = "any"
+
+@{base}.register_oot
+class Other({base}):
+    def forward_oot(self, {argument}):
+        return self.forward_native({argument})
+"""
+
+
+@pytest.mark.parametrize(
+    ("base", "status", "reason"),
+    [
+        (None, "skipped", "no other plugin is installed"),
+        ("SiluAndMul", "passed", ""),
+        ("GELU", "failed", "together with"),
+    ],
+)
+def test_two_plugins_together(site, base: str | None, status: str, reason: str) -> None:
+    """Beside another plugin it does the same; one that replaces the same op is a conflict, which names both."""
+    site.plugin("acme", LOCAL.format(kernel="forward_oot", factor=1, more=""))
+    if base:
+        site.plugin("other", OTHER.format(base=base, argument="input" if base == "GELU" else "x"))
+    told = judged("acme", "together", "reachable")
+    found = told["(plugin)-together"]
+    assert (found.status, found.reason.startswith(reason)) == (status, True), found.reason
+    assert ("other 1.0" in found.reason) == (status == "failed")
+    assert told["gelu-reachable"].status == "passed"
+
+
 OWN = """
 from opgraft import CustomOp
 platforms = "any"
