@@ -297,9 +297,10 @@ def _of_worker(pid: int, name: str) -> list[str]:
 
 
 def _waited(pid: int) -> float:
-    """Return for how many seconds a child's code could have run and had no processor, 0 where nothing tells."""
+    """Return for how many seconds a child's code, which still wants to run, had no processor; 0 where nothing tells."""
     try:
-        return int(_of_worker(pid, "schedstat")[1]) / 1e9
+        asleep = _of_worker(pid, "stat")[2] == "S"  # and so not held up by others
+        return 0.0 if asleep else int(_of_worker(pid, "schedstat")[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return 0.0
 

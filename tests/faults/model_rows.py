@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,9 +15,7 @@ Harm = Callable[[Path], object]
 RUN = ("run", "{model}", "the cat")
 PLAN = ("plan", "{model}", "--devices", "2", "--device", "h100")
 CHAT = ("chat", "{model}")
-SERVE = ("serve", "{model}", "--parallel.executor", "in_process", "--port", "0")
-READS_ALL = (RUN, CHAT, SERVE)
-READS_CONFIG = (RUN, PLAN, CHAT, SERVE)
+SERVE = ("serve", "{model}", "--port", "0")
 
 
 def configured(file: str = "config.json", **values: object) -> Harm:
@@ -62,74 +59,137 @@ def to_zero(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
-def removed(name: str) -> Harm:
-    return lambda folder: (folder / name).unlink()
+def file(content: bytes) -> Harm:
+    return lambda path: path.write_bytes(content)
+
+
+def larger_than_any(path: Path) -> None:
+    """Write 200 MB, which take no room."""
+    with path.open("wb") as file:
+        file.truncate(200 << 20)
+
+
+def more_words(folder: Path) -> None:
+    """Have the tokenizer know a word that the model has no row for."""
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["cat"] = 10_000
+    path.write_text(json.dumps(content))
 
 
 NORM = "model.norm.weight"
+WORD = "</s>"
 HOSTILE = "ev\x1b[31m\u202eil\nFORGED: \0"
 
 CONFIGS: Mapping[str, tuple[Harm, str]] = {
-    "a million layers": (configured(num_hidden_layers=1_000_000), ""),
-    "a billion billion layers": (configured(num_hidden_layers=10**18), ""),
-    "no layers": (configured(num_hidden_layers=0), ""),
-    "layers below none": (configured(num_hidden_layers=-2), ""),
-    "layers in words": (configured(num_hidden_layers="two"), ""),
-    "half a layer": (configured(num_hidden_layers=1.5), ""),
-    "a vocabulary of a billion billion": (configured(vocab_size=10**18), ""),
-    "no vocabulary": (configured(vocab_size=0), ""),
-    "rows without end": (configured(hidden_size=2**62), ""),
-    "rows below none": (configured(hidden_size=-32), ""),
-    "heads that do not divide": (configured(num_attention_heads=3), ""),
-    "keys that do not divide": (configured(num_key_value_heads=3), ""),
-    "no heads": (configured(num_attention_heads=0), ""),
-    "a wide layer": (configured(intermediate_size=2**60), ""),
-    "an epsilon in words": (configured(rms_norm_eps="small"), ""),
-    "an activation that nobody knows": (configured(hidden_act="acmelu"), ""),
-    "a hostile activation": (configured(hidden_act=HOSTILE), ""),
-    "a hostile type": (configured(model_type=HOSTILE), ""),
-    "a hostile dtype": (configured(torch_dtype=HOSTILE, dtype=HOSTILE), ""),
-    "a rope that nobody knows": (configured(rope_scaling={"rope_type": "acme", "factor": 2.0}), ""),
-    "a quantisation that nobody knows": (configured(quantization_config={"quant_method": HOSTILE}), ""),
-    "a config that is a pipe": (instead("config.json", os.mkfifo), ""),
-    "a config that is a device": (instead("config.json", to_zero), ""),
-    "a config that is a folder": (instead("config.json", Path.mkdir), ""),
-    "a config that is binary": (instead("config.json", lambda path: path.write_bytes(b"\xff\xfe\0")), ""),
-    "a config that is a list": (instead("config.json", lambda path: path.write_text("[]")), ""),
-    "a config of 200 MB": (instead("config.json", lambda path: path.write_text(" " * (200 << 20))), ""),
+    "a million layers": (configured(num_hidden_layers=1_000_000), "no model has more than 4,096 layers"),
+    "a billion billion layers": (configured(num_hidden_layers=10**18), "no model has more than 4,096 layers"),
+    "no layers": (configured(num_hidden_layers=0), "num_hidden_layers is 0, expected an integer from 1"),
+    "layers below none": (configured(num_hidden_layers=-2), "num_hidden_layers is -2, expected"),
+    "layers in words": (configured(num_hidden_layers="two"), "num_hidden_layers"),
+    "half a layer": (configured(num_hidden_layers=1.5), "num_hidden_layers"),
+    "a vocabulary of a billion billion": (configured(vocab_size=10**18), "take the config of these weights"),
+    "no vocabulary": (configured(vocab_size=0), "vocab_size 0"),
+    "rows without end": (configured(hidden_size=2**62), "take the config of these weights"),
+    "rows below none": (configured(hidden_size=-32), "hidden_size -32"),
+    "heads that do not divide": (configured(num_attention_heads=3), "not a multiple of the"),
+    "keys that do not divide": (configured(num_key_value_heads=3), "which num_key_value_heads, 3, does not divide"),
+    "no heads": (configured(num_attention_heads=0), "cannot read the configuration"),
+    "a wide layer": (configured(intermediate_size=2**60), "intermediate_size is 1152921504606846976, expected"),
+    "an epsilon in words": (configured(rms_norm_eps="small"), "rms_norm_eps"),
+    "an activation that nobody knows": (configured(hidden_act="acmelu"), "the activation 'acmelu' is none of"),
+    "a hostile activation": (configured(hidden_act=HOSTILE), "the activation 'ev"),
+    "a hostile type": (configured(model_type=HOSTILE), "model_type is 'ev"),
+    "a rope that nobody knows": (
+        configured(rope_scaling={"rope_type": "acme", "factor": 2.0}),
+        "rope_type is 'acme'",
+    ),
+    "a quantisation that nobody knows": (
+        configured(quantization_config={"quant_method": HOSTILE}),
+        "no quantization is called",
+    ),
+    "a config that is a pipe": (instead("config.json", os.mkfifo), "has no config.json"),
+    "a config that is a device": (instead("config.json", to_zero), "has no config.json"),
+    "a config that is a folder": (instead("config.json", Path.mkdir), "has no config.json"),
+    "a config that is binary": (
+        instead("config.json", file(b"\xff\xfe\0")),
+        "config.json cannot be read as JSON",
+    ),
+    "a config that is a list": (
+        instead("config.json", file(b"[]")),
+        "config.json holds a list, expected a JSON object",
+    ),
+    "a config of 200 MB": (
+        instead("config.json", larger_than_any),
+        "config.json cannot be read as JSON: it is larger than",
+    ),
 }
 """Faults that every command finds, without a look at the weights."""
 
 CONTENTS: Mapping[str, tuple[Harm, str]] = {
-    "a tensor is missing": (weights(lambda tensors: tensors.pop(NORM)), ""),
-    "a tensor too many": (weights(lambda tensors: tensors.update(acme=torch.ones(2))), ""),
-    "a hostile tensor": (weights(lambda tensors: tensors.update({HOSTILE: torch.ones(2)})), ""),
-    "a tensor of another shape": (each(lambda tensor: tensor[:-1].clone(), NORM), ""),
-    "whole numbers for weights": (each(lambda tensor: tensor.to(torch.int32), NORM), ""),
-    "bits for weights": (each(lambda tensor: tensor > 0, "mlp"), ""),
-    "complex weights": (each(lambda tensor: tensor.to(torch.complex64), NORM), ""),
-    "weights that are no numbers": (each(lambda tensor: tensor * torch.nan), ""),
-    "weights that are pipes": (instead("model.safetensors", os.mkfifo), ""),
-    "weights that are a device": (instead("model.safetensors", to_zero), ""),
-    "weights that are a folder": (instead("model.safetensors", Path.mkdir), ""),
-    "a tokenizer that is a pipe": (instead("tokenizer.json", os.mkfifo), ""),
-    "a tokenizer that is a device": (instead("tokenizer.json", to_zero), ""),
-    "a tokenizer that is a folder": (instead("tokenizer.json", Path.mkdir), ""),
-    "a tokenizer of more words than the model": (configured(vocab_size=8), ""),
-    "an end outside the vocabulary": (configured("generation_config.json", eos_token_id=10**6), ""),
-    "an end below none": (configured("generation_config.json", eos_token_id=-5), ""),
-    "an end in words": (configured("generation_config.json", eos_token_id="</s>"), ""),
-    "a temperature below none": (configured("generation_config.json", temperature=-1.0), ""),
-    "a temperature in words": (configured("generation_config.json", temperature="warm"), ""),
-    "a share above all": (configured("generation_config.json", top_p=7.0), ""),
-    "candidates below none": (configured("generation_config.json", top_k=-7), ""),
-    "a penalty that is no number": (configured("generation_config.json", repetition_penalty="much"), ""),
+    "a tensor is missing": (weights(lambda tensors: tensors.pop(NORM)), "'model.norm.weight' is missing"),
+    "a tensor too many": (weights(lambda tensors: tensors.update(acme=torch.ones(2))), "'acme' has no place"),
+    "a hostile tensor": (weights(lambda tensors: tensors.update({HOSTILE: torch.ones(2)})), "has no place"),
+    "a tensor of another shape": (each(lambda tensor: tensor[:-1].clone(), NORM), "'model.norm.weight' has shape [31]"),
+    "whole numbers for weights": (each(lambda tensor: tensor.to(torch.int32), NORM), "has torch.int32"),
+    "bits for weights": (each(lambda tensor: tensor > 0, "mlp"), "has torch.bool"),
+    "complex weights": (each(lambda tensor: tensor.to(torch.complex64), NORM), "has torch.complex64"),
+    "weights that are no numbers": (each(lambda tensor: tensor * torch.nan), "logits are NaN"),
+    "weights that are pipes": (
+        instead("model.safetensors", os.mkfifo),
+        "model.safetensors is no whole safetensors file (it is no regular file)",
+    ),
+    "weights that are a device": (instead("model.safetensors", to_zero), "(it is no regular file)"),
+    "weights that are a folder": (instead("model.safetensors", Path.mkdir), "Is a directory"),
+    "a tokenizer that is a pipe": (instead("tokenizer.json", os.mkfifo), "cannot load the tokenizer"),
+    "a tokenizer that is a device": (instead("tokenizer.json", to_zero), "cannot load the tokenizer"),
+    "a tokenizer that is a folder": (instead("tokenizer.json", Path.mkdir), "cannot load the tokenizer"),
+    "a tokenizer of more words than the model": (configured(vocab_size=8), "take the config of these weights"),
+    "an end in words": (
+        configured("generation_config.json", eos_token_id=WORD),
+        "eos_token_id is '</s>', expected a token id",
+    ),
     "a generation config that is a list": (
-        instead("generation_config.json", lambda path: path.write_text("[]")),
+        instead("generation_config.json", file(b"[]")),
         "",
     ),
-    "a generation config that is a pipe": (instead("generation_config.json", os.mkfifo), ""),
-    "a template that is torn": (instead("chat_template.jinja", lambda path: path.write_text("{% for")), ""),
-    "a template that is a pipe": (instead("chat_template.jinja", os.mkfifo), ""),
+    "a word without a row": (more_words, "the token id 10000 at place 1, and the vocabulary has 16"),
+    "a template that is torn": (
+        instead("chat_template.jinja", file(b"{% for")),
+        "the chat template 'default'",
+    ),
 }
 """Faults in what is read after that, which a plan goes without."""
+
+EMBEDS = ("run", "{model}", "the cat")
+ENCODERS: Mapping[str, tuple[Harm, str]] = {
+    "a million layers in an encoder": (configured(num_hidden_layers=10**6), "no model has more than 4,096 layers"),
+    "a pooling that nobody knows": (configured("1_Pooling/config.json", pooling_mode="middle"), "the pooling mode"),
+    "a hostile pooling": (configured("1_Pooling/config.json", pooling_mode=HOSTILE), "the pooling mode"),
+    "a pooling that is a list of numbers": (configured("1_Pooling/config.json", pooling_mode=[3]), "the pooling mode"),
+    "a pooling of another form": (
+        instead("1_Pooling/config.json", file(b"[]")),
+        "holds a list, expected a JSON object",
+    ),
+    "fewer positions than the model": (configured(max_position_embeddings=8), "position_embeddings"),
+    "a layer that is missing": (weights(lambda tensors: tensors.pop("encoder.layer.1.output.dense.weight")), "missing"),
+    "embeddings that are no numbers": (each(lambda tensor: tensor * torch.nan), "NaN"),
+}
+"""Faults of an encoder."""
+
+
+INPUTS: Mapping[str, tuple[Harm, str]] = {
+    "no file": (lambda path: None, "cannot be read: No such file"),
+    "a folder": (Path.mkdir, "cannot be read: Is a directory"),
+    "a pipe that nobody writes to": (os.mkfifo, "is empty"),
+    "a device without end": (to_zero, "has more than 67,108,864 bytes"),
+    "an empty device": (lambda path: path.symlink_to("/dev/null"), "is empty"),
+    "a link to itself": (lambda path: path.symlink_to(path), "symbolic links"),
+    "nothing": (file(b""), "is empty"),
+    "white space": (file(b" \n\t\n"), "is empty"),
+    "UTF-16": (file("the cat".encode("utf-16")), "is not UTF-8"),
+    "Latin-1": (file(b"caf\xe9\n"), "is not UTF-8"),
+    "too many bytes": (larger_than_any, "has more than 67,108,864 bytes"),
+    "a line longer than the model": (file(b"the cat " * 5000), "2048"),
+}
+"""Files of input, and what is told of them."""
