@@ -22,7 +22,7 @@ PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -
 OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-faults test-families test-xla test-ipex test-triton check prove op-pages settings-page public-api bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex charts figures docs clean FORCE
+.PHONY: help run test test-slow test-faults test-families test-xla test-ipex test-triton test-jax check prove op-pages settings-page public-api bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex bench-jax charts figures docs clean FORCE
 
 help:
 	@echo "make run    the demonstration: a sentence encoder and a language model on the CPU, then on a simulated NPU from a plugin"
@@ -33,7 +33,8 @@ help:
 	@echo "make test-xla   the TPU platform on torch_xla, and the core on torch 2.9 (the first time 8 GB)"
 	@echo "make test-ipex  the plugin for Intel's extension, and the core on torch 2.8 (the first time 8 GB)"
 	@echo "make test-triton  the kernels for GPUs, interpreted and compiled, and the core beside Triton (the first time 2 GB)"
-	@echo "make check  lint, formatting, strict types, those of the guides' examples too"
+	@echo "make test-jax   the plugin that has JAX as a device runtime, on the CPU (the first time 2 GB)"
+	@echo "make check  lint, formatting, strict types, and the documentation: each page is followed, its examples are typed"
 	@echo "make prove  prove every op, and write down what was proved; FORMS='rms_norm ...' renews those only"
 	@echo "make op-pages   the generated pages of the op reference, from what the code and the proofs say"
 	@echo "make settings-page  the generated table of settings in the reference"
@@ -50,6 +51,7 @@ help:
 	@echo "make bench-compile what compilation gains and costs, against transformers, torch.compile and the model uncompiled"
 	@echo "make soak-serve    servers of a language model and an encoder under requests of every kind for MINUTES=20, and what is left"
 	@echo "make bench-ipex    the CPU kernels against Intel's extension, in its environment (8 GB)"
+	@echo "make bench-jax     what it costs that tensors cross between torch and JAX, in its environment (2 GB)"
 	@echo "make charts  measure mechanism, models, engine and workers, and draw the charts of README and documentation anew"
 	@echo "make figures draw charts and diagrams, and the tables of the engine, from the figures that are committed"
 	@echo "make docs   the documentation, into site/"
@@ -66,10 +68,10 @@ run: .demo/installed
 	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json $(OPGRAFT) run smollm2 "What is gravity?" --max-tokens 16
 
 # What a run has compiled, tests with their assertions above all, the next one reads.
-test test-slow test-faults test-families: export PYTHONDONTWRITEBYTECODE =
+test test-slow test-faults test-families check: export PYTHONDONTWRITEBYTECODE =
 
 test: .venv/opgraft
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not types and not slow and not faults'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not types and not documents and not slow and not faults'
 
 # The others are a part of 'make test', too.
 test-faults: .venv/opgraft
@@ -92,12 +94,16 @@ test-ipex:
 test-triton:
 	PYTHON=$(PYTHON) tools/lane.sh triton
 
+# Its torch is that of the main environment, and nothing of opgraft asks whether JAX is there: the suite would say the same.
+test-jax:
+	PYTHON=$(PYTHON) tools/lane.sh jax stack
+
 check: .venv/opgraft
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p opgraft
 	$(BIN)/mypy benchmarks tools reference_plugins/*/src
-	$(BIN)/pytest -q -m types tests/docs/test_types.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal -m 'types or documents' tests/docs
 
 prove: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/python tools/prove.py $(FORMS)
@@ -129,7 +135,10 @@ bench-gpu: $(if $(filter $(BIN)/python,$(BENCH_PYTHON)),.venv/opgraft)
 	$(BENCH_PYTHON) benchmarks/gpu.py
 
 bench-ipex:
-	PYTHON=$(PYTHON) tools/lane.sh ipex bench
+	PYTHON=$(PYTHON) tools/lane.sh ipex bench opgraft-cpu-kernels benchmarks/ipex.py
+
+bench-jax:
+	PYTHON=$(PYTHON) JAX_RUNTIME_DEVICE=cpu tools/lane.sh jax bench opgraft-jax benchmarks/jax_crossing.py
 
 bench-loading: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/loading.py

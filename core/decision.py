@@ -28,6 +28,11 @@ class Provider:
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, "version": self.version}
 
+    def attributes(self) -> dict[str, str]:
+        """Return attributes of what is logged about it; there is no version where none is known."""
+        found = {"opgraft.provider.name": printable(self.name)}
+        return found if self.version is None else {**found, "opgraft.provider.version": printable(self.version)}
+
     def __str__(self) -> str:
         return printable(f"{self.name} {self.version}" if self.version else self.name)
 
@@ -83,6 +88,11 @@ class Decision:
     def summary(self) -> str:
         """Return the decision in one line."""
         return printable(f"{self.subject}: {self.chosen or 'none'} ({self.reason})")
+
+    def attributes(self) -> dict[str, str]:
+        """Return attributes of the line that logs the decision."""
+        parts = {"subject": self.subject, "chosen": self.chosen or "", "reason": self.reason}
+        return {f"opgraft.decision.{name}": printable(text) for name, text in parts.items()}
 
     def lines(self) -> Iterator[str]:
         """Yield the decision in words, a line per candidate and per observation.

@@ -71,8 +71,8 @@ def set_level(level: str | None) -> None:
 def write_json() -> None:
     """Write everything that is logged to stderr as lines of JSON, whoever logs it.
 
-    Each has ``time``, ``level`` and ``logger``, and the record's ``fields`` if it has some, or else its ``message``;
-    an exception is its ``traceback``.
+    Each has ``time``, ``level`` and ``logger``, and the record's ``fields`` if it has some, or else its ``message`` and
+    its attributes with a dot in their names; an exception is its ``traceback``.
     """
     logger.removeHandler(_stderr)
     _stderr.setFormatter(_Json())
@@ -87,7 +87,8 @@ def writes_json() -> bool:
 class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds")
-        fields = getattr(record, "fields", None) or {"message": record.getMessage()}
+        told = {name: value for name, value in vars(record).items() if "." in name}
+        fields = getattr(record, "fields", None) or {"message": record.getMessage(), **told}
         line = {"time": time, "level": record.levelname, "logger": record.name, **fields}
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)

@@ -66,6 +66,11 @@ class PluginRecord:
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
 
+    def attributes(self) -> dict[str, str]:
+        """Return attributes of what is logged about the plugin."""
+        own = {"opgraft.plugin.name": printable(self.name), "opgraft.plugin.status": self.status.value}
+        return {**own, **self.provider.attributes()}
+
 
 @dataclass
 class Transaction:
@@ -148,7 +153,9 @@ class HostState:
         """Log at the level debug that a call ran the native definition instead of ``kernel``, once for each reason."""
         if logger.isEnabledFor(logging.DEBUG) and (kernel, reason) not in self.fallbacks:
             self.fallbacks.add((kernel, reason))
-            logger.debug("%s gives way to the native definition for the first time: %s", printable(kernel), reason)
+            words = "%s gives way to the native definition for the first time: %s"
+            extra = {"opgraft.kernel": printable(kernel), "opgraft.reason": reason}
+            logger.debug(words, printable(kernel), reason, extra=extra)
 
     def invalidate(self) -> None:
         """Forget what was decided, because what the choices rest on has changed."""

@@ -162,7 +162,8 @@ def scan() -> Discovery:
     for offer in sorted(offered, key=lambda offer: not offer.built_in):  # ours keep their names
         _admit(offer, known, discovery)
     for problem in discovery.problems:
-        logger.warning("plugin metadata of %s is ignored: %s", problem.provider, printable(problem.reason))
+        words = "plugin metadata of %s is ignored: %s"
+        logger.warning(words, problem.provider, printable(problem.reason), extra=problem.provider.attributes())
     return discovery
 
 

@@ -16,6 +16,7 @@ from opgraft.plugins.selection import current_platform, selected_platform
 from opgraft.plugins.watching import watched
 from opgraft.state import HostState, PlatformSelection, PluginRecord, PluginStatus, host_state, loading
 from opgraft.text import described, printable
+from opgraft.version import __version__
 
 
 def load_plugins() -> None:
@@ -46,14 +47,33 @@ def load_plugins() -> None:
                 undo_all.pop_all()  # nothing raised: what was activated stays
             state.loaded_with = config
             state.plugins_loaded = True
-            decision = plugins_decision(state.plugins.values(), state.settings())
-            logger.info("%s", decision.summary())
-            for row in decision.candidates:
-                logger.info("%s", printable(f"plugin {row.name} of {row.provider}: {row.reason}"))
+            _report(state)
         finally:
             # Ops that plugins constructed meanwhile were bound when a part of the plugins was active.
             state.plugins_loading = False
             state.invalidate()
+
+
+def _report(state: HostState) -> None:
+    """Log what this process runs with, the one line at the level INFO, and at DEBUG what became of each plugin."""
+    records = list(state.plugins.values())
+    active = [printable(record.name) for record in records if record.status is PluginStatus.ACTIVATED]
+    platform, count = printable(selected_platform().platform.name), len(state.active)
+    names = f": {', '.join(active)}" if active else ""
+    attributes = {
+        "event.name": "opgraft.started",
+        "opgraft.version": __version__,
+        "opgraft.platform": platform,
+        "opgraft.plugins.installed": len(records),
+        "opgraft.plugins.active": active,
+        "opgraft.plugins.failed": sum(record.status is PluginStatus.FAILED for record in records),
+        "opgraft.replacements": count,
+    }
+    words = "opgraft %s on platform %s: %d of %d installed plugins active%s; %d replacements"
+    logger.info(words, __version__, platform, len(active), len(records), names, count, extra=attributes)
+    for record in records:
+        words = f"plugin {record.name} of {record.provider}: {record.status.value}: {record.reason}"
+        logger.debug("%s", printable(words), extra=record.attributes())
 
 
 def _prepare(selection: PlatformSelection, config: OpgraftConfig) -> None:

@@ -89,7 +89,7 @@ class Loading:
         message = f"plugin {record.name!r} of {record.provider} is not used: {record.reason}"
         if self.config.strict:
             raise PluginError(f"strict mode: {message}")
-        logger.warning("%s", printable(message))
+        logger.warning("%s", printable(message), extra=record.attributes())
 
     def _load(self, offer: Offer, record: PluginRecord) -> None:
         began = time.perf_counter()
@@ -197,7 +197,9 @@ class Loading:
                 raise
             self.state.deactivate(replacement)
             replacement.findings = (str(error),)
-            logger.warning("%s It is left out; the rest of plugin %r stays.", error, replacement.plugin)
+            words = "%s It is left out; the rest of plugin %r stays."
+            record = self.state.plugins[replacement.plugin or ""]
+            logger.warning(words, error, replacement.plugin, extra=record.attributes())
 
     def _check_adjusted_names(self) -> None:
         for origin, config in list(self.state.adjustments):
@@ -231,7 +233,7 @@ class Loading:
             message = failure_of(record)
             if self.config.strict or any(offer.name == name for offer in self._named()):
                 raise PluginError(message) from error
-            logger.warning("%s It is left out.", printable(message))
+            logger.warning("%s It is left out.", printable(message), extra=record.attributes())
         finally:
             ACTIVATING.reset(token)
 
@@ -250,7 +252,8 @@ class Loading:
                     record.notes += (f"{told}: it stays as long as the plugin does",)
                 else:
                     record.findings += (f"{told}: {change.set_back()}",)
-                    logger.warning("%s", printable(f"plugin {name!r} of {record.provider} {record.findings[-1]}"))
+                    words = printable(f"plugin {name!r} of {record.provider} {record.findings[-1]}")
+                    logger.warning("%s", words, extra=record.attributes())
 
     def _withdraw(self, name: str, status: PluginStatus, reason: str) -> None:
         self.transactions[name].undos.close()

@@ -54,7 +54,7 @@ def against(provider: Provider) -> str | None:
         record = read(provider.name)
         return record.reason if record is not None and record.digest == _digest(distribution) else None
     except (OSError, ValueError, RecursionError) as error:
-        logger.warning("%s", printable(_unusable(provider, error)))
+        logger.warning("%s", printable(_unusable(provider, error)), extra=provider.attributes())
         return None
 
 

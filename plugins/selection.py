@@ -61,7 +61,8 @@ def selected_platform() -> PlatformSelection:
         with loading(state):
             if state.selection is None:
                 state.selection = _select(state.settings(), Machine())
-                logger.info("%s", state.selection.decision.summary())
+                decision = state.selection.decision
+                logger.debug("%s", decision.summary(), extra=decision.attributes())
                 # The platform's defaults are a layer of the settings from here on.
                 state.invalidate()
     settings, selection = state.settings(), state.selection

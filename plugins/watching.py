@@ -18,7 +18,7 @@ logger = logging.getLogger("opgraft.watching")
 @contextmanager
 def watched(what: str, provider: Provider | None) -> Iterator[None]:
     """Log at level DEBUG when the code of ``provider`` begins and ends; ``what`` names it and the occasion."""
-    logger.debug(BEGINS, printable(what), extra={"provider": provider})
+    logger.debug(BEGINS, printable(what), extra=provider.attributes() if provider else None)
     try:
         yield
     finally:

@@ -233,7 +233,8 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
     if only is None and record is not None and record.cls is cls and CURRENT_SCOPE.get() is None:
         expect_kernel_agrees(record.name, binding.chosen)
     if logger.isEnabledFor(logging.DEBUG):
-        logger.debug("%s", binding.decision.summary())
+        decision = binding.decision
+        logger.debug("%s", decision.summary(), extra=decision.attributes())
     return binding
 
 

@@ -152,8 +152,10 @@ class _Reporter(logging.Handler):
         if record.msg == _TOLD:
             _write(self.reply_to, {"told": getattr(record, "told", None)})
         elif record.msg == BEGINS:
-            provider = getattr(record, "provider", None)
-            self.running.append({"what": record.args[0], "provider": provider and provider.to_dict()})  # type: ignore[index]
+            said = vars(record)
+            name, version = said.get("opgraft.provider.name"), said.get("opgraft.provider.version")
+            provider = Provider(name, version).to_dict() if name else None
+            self.running.append({"what": record.args[0], "provider": provider})  # type: ignore[index]
         elif record.msg == ENDS:
             self.running.pop()
         _write(self.reply_to, self.running[-1])
