@@ -45,7 +45,7 @@ if worker:
 os.close(parent)
 data = json.load(sys.stdin)
 """
-"""What comes before the code: a process between it and this one, which ends as it does.
+"""The beginning of a child: a process between the code and this one, which ends as the code does.
 
 It runs nobody else's code, so that it always sees the end of this process, and is what the code finds as its parent.
 """

@@ -13,7 +13,7 @@ def content(text: bytes) -> Callable[[Path], object]:
 
 
 def with_digest(text: bytes) -> Callable[[Path], object]:
-    """What stands in a file whose digest is right."""
+    """Write a file whose digest is right."""
     return content(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
 
 
@@ -39,7 +39,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "a folder": (Path.mkdir, "Is a directory"),
     "a link to itself": (lambda path: path.symlink_to(path), "symbolic links"),
 }
-"""What a kept result of the doctor may have become, and what is told of it."""
+"""Files in the place of a kept result of the doctor, and words that are told of them."""
 
 WRITERS: dict[str, tuple[str, str]] = {
     "a lockfile": (
