@@ -17,12 +17,10 @@ from typing import Any
 
 from opgraft.decision import Provider
 from opgraft.errors import ChildError, LostChildError, PlatformError, close_matches, raised_at
-from opgraft.machine.child import NEEDED, ask_child
 from opgraft.machine.evidence import Evidence
 from opgraft.machine.machine import Machine, mapped, masked
 from opgraft.platform import PlatformSpec
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer
-from opgraft.plugins.quarantine import confine
 from opgraft.text import described, shortened
 
 TIME_LIMIT = 10.0  # seconds
@@ -91,9 +89,11 @@ def _spec(offer: Offer) -> Any:
 
 
 def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:
-    private = {name: value for name, value in os.environ.items() if name not in NEEDED} | machine.variables()
+    # What starts children, and what remembers those that were lost, built-in platforms need not wait for.
+    child = importlib.import_module("opgraft.machine.child")
+    private = {name: value for name, value in os.environ.items() if name not in child.NEEDED} | machine.variables()
     try:
-        reply = ask_child(_CHILD, (offer.name, offer.value, str(machine.root)), machine.to_dict(), time_limit)
+        reply = child.ask_child(_CHILD, (offer.name, offer.value, str(machine.root)), machine.to_dict(), time_limit)
         if "failure" in reply:
             raise ProbeFailed(masked(reply["failure"], private))
         asked = set(reply.pop("asked"))
@@ -101,6 +101,7 @@ def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:
         return Evidence.from_dict(mapped(masked(reply, unasked), shortened))
     except LostChildError as error:
         what = masked(f"probe {offer.value}: {error}", private)
+        confine = importlib.import_module("opgraft.plugins.quarantine").confine
         raise ProbeFailed(f"{what}; {confine(offer.provider, what)}") from error
     except (ChildError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ProbeFailed(masked(f"probe {offer.value}: {error}", private)) from error
