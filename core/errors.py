@@ -177,6 +177,8 @@ class WeightError(OpgraftError, ValueError):
 class QuantizationError(OpgraftError, NotImplementedError):
     """A weight method cannot do what a layer needs of it."""
 
+    exit_code = 2
+
 
 class QuantizationSettingError(QuantizationError, ConfigError):
     """A setting of quantization names a method or layers that there are none of, or contradicts the checkpoint."""
@@ -184,6 +186,8 @@ class QuantizationSettingError(QuantizationError, ConfigError):
 
 class ModelError(OpgraftError, ValueError):
     """A model cannot be made as its config describes it, or nothing is registered for its architecture."""
+
+    exit_code = 2
 
 
 class PlatformError(OpgraftError):

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from opgraft.decision import Provider
 from opgraft.errors import ChildError, LostChildError, PlatformError, close_matches, raised_at
 from opgraft.machine.evidence import Evidence
-from opgraft.machine.machine import Machine
+from opgraft.machine.machine import Machine, mapped, masked
 from opgraft.platform import PlatformSpec
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer
-from opgraft.text import described
+from opgraft.text import described, shortened
 
 TIME_LIMIT = 10.0  # seconds
 
@@ -87,29 +89,51 @@ def _spec(offer: Offer) -> Any:
 
 
 def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:
+    # What starts children, and what remembers those that were lost, built-in platforms need not wait for.
+    child = importlib.import_module("opgraft.machine.child")
+    private = {name: value for name, value in os.environ.items() if name not in child.NEEDED} | machine.variables()
     try:
-        # What starts children, and what remembers those that were lost, built-in platforms need not wait for.
-        child = importlib.import_module("opgraft.machine.child")
         reply = child.ask_child(_CHILD, (offer.name, offer.value, str(machine.root)), machine.to_dict(), time_limit)
         if "failure" in reply:
-            raise ProbeFailed(reply["failure"])
-        return Evidence.from_dict(reply)
+            raise ProbeFailed(masked(reply["failure"], private))
+        asked = set(reply.pop("asked"))
+        unasked = {name: value for name, value in private.items() if name not in asked}
+        return Evidence.from_dict(mapped(masked(reply, unasked), shortened))
     except LostChildError as error:
-        what = f"probe {offer.value}: {error}"
+        what = masked(f"probe {offer.value}: {error}", private)
         confine = importlib.import_module("opgraft.plugins.quarantine").confine
         raise ProbeFailed(f"{what}; {confine(offer.provider, what)}") from error
-    except (ChildError, ValueError, KeyError, TypeError) as error:
-        raise ProbeFailed(f"probe {offer.value}: {error}") from error
+    except (ChildError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ProbeFailed(masked(f"probe {offer.value}: {error}", private)) from error
+
+
+class _Asked(dict[str, str]):
+    """Variables, noting by which names they were asked for; who takes them all asks for none."""
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        super().__init__(variables)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> str:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
 
 
 def answer(reply_to: int, machine: Mapping[str, Any], name: str, value: str, root: str) -> None:
     """Run the probe on the child's side and write its evidence to the file descriptor ``reply_to``."""
     _ANSWERING.set()
     offer = Offer(PLATFORM_GROUP, name, value, Provider(name))
+    given = Machine.from_dict(Path(root), machine)
+    asked = _Asked(given.environ)
     try:
-        reply = run_probe(offer, Machine.from_dict(Path(root), machine)).to_dict()
+        reply = run_probe(offer, replace(given, environ=asked)).to_dict() | {"asked": sorted(asked.names)}
     except ProbeFailed as failure:
         reply = {"failure": str(failure)}
     # Not to the standard output, to which the probe and what it imports may print.
     with open(reply_to, "w", encoding="utf-8") as pipe:
         json.dump(reply, pipe)
+    os._exit(0)  # threads that it has started may go on for ever

@@ -134,7 +134,8 @@ def show_stream(llm: LLM, output: RequestOutput) -> None:
         finally:
             if not output.finished:
                 llm.engine.abort(output.request_id)
-    _show(f"{answer.text[shown:]}\n")
+    if answer.text or answer.error is None:
+        _show(f"{answer.text[shown:]}\n")
 
 
 def _show(piece: str) -> None:

@@ -18,6 +18,7 @@ from opgraft.state import host_state
 from opgraft.text import printable
 
 _MOST_TOKENS = 512
+_LONGEST_LINE = 1 << 22  # characters
 _PROMPT = "> "
 _KEYS = "/clear begins a new chat, /exit or Ctrl-D ends it, Ctrl-C ends an answer"
 
@@ -98,10 +99,17 @@ class _Chat:
 
 
 def _lines() -> Iterator[str]:
-    """Yield the lines of stdin."""
+    """Yield the lines of stdin.
+
+    Raises:
+        RequestError: one has no end.
+    """
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    yield from map(str.strip, sys.stdin)
+    while line := sys.stdin.readline(_LONGEST_LINE + 1):
+        if len(line) > _LONGEST_LINE:
+            raise RequestError(f"a line of stdin has more than {_LONGEST_LINE:,} characters: break it")
+        yield line.strip()
 
 
 def _typed() -> Iterator[str]:

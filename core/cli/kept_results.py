@@ -82,7 +82,7 @@ def look_up(key: str) -> Kept | None:
         return Kept(**json.loads(text))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         logger.warning("%s", printable(f"the kept result {path} cannot be used and is made anew: {described(error)}"))
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from opgraft.cli.output import COMMAND_LINE, SettingsCommand, json_option, with_
 from opgraft.config import CacheConfig, OpgraftConfig, set_config
 from opgraft.engine.sampling_params import SamplingParams
 from opgraft.errors import InputError
+from opgraft.files import without_waiting
 from opgraft.models.build import generates
 from opgraft.serving.llm import LLM, engine_config
 from opgraft.state import host_state
@@ -26,6 +28,7 @@ _SAMPLE = (
     "Bake the bread until the crust is golden.",
     "The loaf is done when it turns brown.",
 )
+_LARGEST_INPUT = 1 << 26  # bytes
 _PRECISIONS = ("highest", "high", "medium")
 _MEASURED = OpgraftConfig(cache=CacheConfig(prefix_reuse=False))
 """Rounds of a measurement compute the prompts anew."""
@@ -96,10 +99,15 @@ def read_lines(file: Path) -> tuple[str, ...]:
     """Return the lines of a text file, without empty ones.
 
     Raises:
-        InputError: it cannot be read, is not UTF-8, or has no text.
+        InputError: it cannot be read, is not UTF-8, has no text, or more than anybody waits for.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        with open(file, "rb", opener=without_waiting) as opened:  # a pipe that nobody writes to is empty
+            os.set_blocking(opened.fileno(), True)
+            content = opened.read(_LARGEST_INPUT + 1)
+        if len(content) > _LARGEST_INPUT:
+            raise InputError(f"the input file {file} has more than {_LARGEST_INPUT:,} bytes: split it")
+        text = content.decode()
     except OSError as error:
         raise InputError(f"the input file {file} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -20,17 +20,36 @@ from opgraft.errors import ChildError, LostChildError
 if TYPE_CHECKING:
     import subprocess
 
-_NEEDED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "LD_LIBRARY_PATH")
+NEEDED = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "LD_LIBRARY_PATH")
+"""Variables that an interpreter needs to start."""
+
 _PREFACE = """
-import json, os, sys, threading
+import json, os, signal, sys, threading
 sys.path[:] = json.loads(sys.argv[1])
 reply_to, parent = map(int, sys.argv[2].split())
-def end_with_parent():
-    os.read(parent, 1)  # until nobody has the other end any more, however that came
-    os.killpg(0, 9)
-threading.Thread(target=end_with_parent, daemon=True).start()
+worker = os.fork()
+if worker:
+    os.close(reply_to)
+    def end_with_parent():
+        os.read(parent, 1)  # until nobody has the other end any more, however that came
+        os.killpg(0, 9)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    status = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+    if status < 0:
+        import resource
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the worker's own is the one to look at
+        if status not in (-signal.SIGKILL, -signal.SIGSTOP):
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+os.close(parent)
 data = json.load(sys.stdin)
 """
+"""The beginning of a child: a process between the code and this one, which ends as the code does.
+
+It runs nobody else's code, so that it always sees the end of this process, and is what the code finds as its parent.
+"""
+
 _LARGEST_REPLY = 1 << 24  # bytes
 _KEPT_OUTPUT = 1 << 14  # bytes, of which the last line is quoted
 _LOOK_AGAIN = 0.05  # seconds; a child may have ended although its own children hold its pipes open
@@ -41,23 +60,26 @@ _PIECE = 1 << 16
 class Ended:
     """The remains of a child: its exit status, ``None`` where it was stopped, its answer, and the end of its output.
 
-    ``memory`` is what it had in bytes when it was stopped for that, else 0.
+    ``memory`` is what it had in bytes when it was stopped for that, else 0. ``starved`` tells of one that was stopped
+    and had waited for a processor for most of its time.
     """
 
     status: int | None
     reply: str
     output: str
     memory: int = 0
+    starved: bool = False
 
     @property
     def died(self) -> bool:
         """Tell of a child without an answer whether its code held it up or took it down.
 
-        Status 1 is what Python ends with after an exception, the host's own too; some signals come from outside.
+        Status 1 is what Python ends with after an exception, the host's own too; some signals come from outside. On a
+        machine that has no processor for it, it is held up by others.
         """
         import signal
 
-        return self.status not in (1, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+        return not self.starved and self.status not in (1, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
     def complaint(self) -> str:
         """Say how it ended, with the last line that it printed."""
@@ -76,10 +98,12 @@ def ask_child(code: str, arguments: Sequence[str] = (), data: Any = None, time_l
         LostChildError: it ran past ``time_limit`` seconds, or was taken down.
     """
     ended = run_child(code, arguments, data, time_limit)
+    fault = LostChildError if ended.died else ChildError
     if ended.status is None:
-        raise LostChildError(f"it gave no answer within {time_limit:g} s and was stopped")
+        why = "; this machine is too busy: it waited for a processor for most of that" if ended.starved else ""
+        raise fault(f"it gave no answer within {time_limit:g} s and was stopped{why}")
     if ended.status != 0 or not ended.reply:
-        raise (LostChildError if ended.died else ChildError)(ended.complaint())
+        raise fault(ended.complaint())
     try:
         return json.loads(ended.reply)
     except (ValueError, RecursionError) as error:
@@ -130,12 +154,12 @@ def run_child(
             answer, printed = _exchange(child, reply, output, question, handed_over, deadline, watch, heard)
             # Before its pipes close, which would end it otherwise.
             status = _wait(child, time.monotonic() if watch.exceeded else deadline)
-    except BaseException:  # an interrupt from the keyboard, which does not reach a child in a session of its own
+            starved = status is None and _waited(child.pid) > time_limit / 2
+    finally:  # after an interrupt from the keyboard too, which does not reach a child in a session of its own
         _kill(child)
-        raise
-    finally:
         os.close(ours)
-    return Ended(status, answer.decode(errors="replace"), printed.decode(errors="replace"), watch.exceeded)
+    texts = (answer.decode(errors="replace"), printed.decode(errors="replace"))
+    return Ended(status, *texts, watch.exceeded, starved)
 
 
 def _start(
@@ -162,7 +186,7 @@ def _search_path() -> str:
 
 def _minimal_environment() -> dict[str, str]:
     """Return the variables of this process that an interpreter needs; torch must load no device backend in it."""
-    return {name: os.environ[name] for name in _NEEDED if name in os.environ} | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    return {name: os.environ[name] for name in NEEDED if name in os.environ} | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 
 def _stream(stream: IO[bytes] | None) -> IO[bytes]:
@@ -217,15 +241,14 @@ class _MemoryWatch:
     """A look at the memory of a process, and what it had when that was more than its limit."""
 
     def __init__(self, pid: int, limit: int | None) -> None:
+        self.pid = pid
         self.limit = limit
-        self.path = f"/proc/{pid}/statm"
         self.exceeded = 0
 
     def look(self) -> int:
         if self.limit is not None:
             try:
-                with open(self.path, encoding="ascii") as file:
-                    resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+                resident = int(_of_worker(self.pid, "statm")[1]) * os.sysconf("SC_PAGE_SIZE")
             except (OSError, ValueError, IndexError):  # it has ended, or this system has no such file
                 return 0
             self.exceeded = resident if resident > self.limit else 0
@@ -252,18 +275,38 @@ def _read_into(buffer: bytearray, stream: IO[bytes], from_start: bool) -> bytes:
 
 
 def _wait(child: subprocess.Popen[bytes], deadline: float) -> int | None:
-    """Wait for the exit status of the child, or kill it at the deadline and return ``None``."""
+    """Wait for the exit status of the child until the deadline; ``None`` where there is none by then."""
     import subprocess
 
     try:
         return child.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        _kill(child)
         return None
 
 
+def _of_worker(pid: int, name: str) -> list[str]:
+    """Return the words of a file of the process that runs the code, which a child has started.
+
+    Raises:
+        OSError, IndexError: it has ended, or this system has no such file.
+    """
+    with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as children:
+        worker = children.read().split()[0]
+    with open(f"/proc/{worker}/{name}", encoding="ascii") as file:
+        return file.read().split()
+
+
+def _waited(pid: int) -> float:
+    """Return for how many seconds a child's code, which still wants to run, had no processor; 0 where nothing tells."""
+    try:
+        asleep = _of_worker(pid, "stat")[2] == "S"  # and so not held up by others
+        return 0.0 if asleep else int(_of_worker(pid, "schedstat")[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    """End a child with what it has started itself."""
+    """End a child, where it has not ended by itself, and what it has started and left behind."""
     import signal
     import subprocess
 
@@ -271,4 +314,5 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
         os.killpg(child.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):  # stuck in the kernel, where no signal reaches it
         child.wait(1.0)
-    child.returncode = -signal.SIGKILL  # Popen warns when it is collected without one
+    if child.returncode is None:
+        child.returncode = -signal.SIGKILL  # Popen warns when it is collected without one

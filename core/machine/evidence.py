@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from opgraft.text import printable
+
+_LARGEST = 1 << 60  # bytes of a device
+_MOST = 10_000  # devices or facts
 
 
 @dataclass(frozen=True)
@@ -15,6 +19,10 @@ class Fact:
 
     source: str
     value: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.source, str) or not isinstance(self.value, str):
+            raise TypeError(f"a Fact has a source or value that is no string: {reprlib.repr(self)}")
 
 
 @dataclass(frozen=True)
@@ -43,9 +51,11 @@ class Device:
         texts = (self.capability, self.pci_address, self.driver)
         numbers = (self.memory, self.numa_node)
         if not isinstance(self.name, str) or not all(text is None or isinstance(text, str) for text in texts):
-            raise TypeError(f"a Device has a name, capability, pci_address or driver that is no string: {self!r}")
+            raise TypeError(f"a Device has a name, capability, pci_address or driver that is no string: {self!r:.300}")
         if not all(number is None or isinstance(number, int) for number in numbers):
-            raise TypeError(f"a Device has a memory (bytes) or numa_node that is no integer: {self!r}")
+            raise TypeError(f"a Device has a memory (bytes) or numa_node that is no integer: {self!r:.300}")
+        if not all(number is None or 0 <= number < _LARGEST for number in numbers):
+            raise ValueError(f"a Device has a memory (bytes) or numa_node that none has: {self!r:.300}")
 
     def __str__(self) -> str:
         memory = _size(self.memory) if self.memory else None
@@ -73,8 +83,16 @@ class Evidence:
     remedy: str = ""
 
     def __post_init__(self) -> None:
-        if not all(isinstance(device, Device) for device in self.devices):
-            raise TypeError(f"Evidence takes opgraft.Device in devices, got {self.devices!r}")
+        if not isinstance(self.available, bool):
+            raise TypeError(f"Evidence takes True or False for available, got {reprlib.repr(self.available)}")
+        for name, text in (("reason", self.reason), ("remedy", self.remedy)):
+            if not isinstance(text, str):
+                raise TypeError(f"Evidence takes a string for {name}, got {reprlib.repr(text)}")
+        for name, kind, items in (("devices", Device, self.devices), ("facts", Fact, self.facts)):
+            if not isinstance(items, (tuple, list)) or not all(isinstance(item, kind) for item in items):
+                raise TypeError(f"Evidence takes opgraft.{kind.__name__} in {name}, got {reprlib.repr(items)}")
+            if len(items) > _MOST:
+                raise ValueError(f"Evidence takes {_MOST:,} {name} at most, got {len(items):,}")
 
     def device_lines(self) -> Iterator[str]:
         """Yield the devices in words, equal ones counted."""
@@ -97,11 +115,11 @@ class Evidence:
     def from_dict(cls, data: Mapping[str, Any]) -> Evidence:
         """Undo ``to_dict``, for evidence that a child process printed."""
         return cls(
-            available=bool(data["available"]),
-            reason=str(data["reason"]),
+            available=data["available"],
+            reason=data["reason"],
             devices=tuple(Device(**device) for device in data["devices"]),
             facts=tuple(Fact(**fact) for fact in data["facts"]),
-            remedy=str(data.get("remedy", "")),
+            remedy=data.get("remedy", ""),
         )
 
 

@@ -12,7 +12,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import importlib_metadata
 from opgraft.errors import InputError
 
 _LARGEST_FILE = 1 << 20  # bytes; the files of /proc and /sys that probes read are far smaller
+_SHORTEST_SECRET = 6  # characters
 _SECRET = re.compile(r"(?i)secret|token|passw|credential|_key")
 RECORD = "machine.json"
 """The file of a recorded machine that holds what is not in its tree: environment, packages, denied paths."""
@@ -208,6 +209,32 @@ class Machine:
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables whose names do not speak of secrets."""
     return {name: value for name, value in environ.items() if not _SECRET.search(name)}
+
+
+def masked(data: Any, variables: Mapping[str, str]) -> Any:
+    """Return plain data in whose texts the values of variables stand as ``$NAME``, as in ``"to $DATABASE_URL"``.
+
+    Short values, which are words that anybody uses, and paths stay.
+    """
+    values = {value: f"${name}" for name, value in variables.items() if _telling(value)}
+    if not values:
+        return data
+    longest_first = "|".join(map(re.escape, sorted(values, key=len, reverse=True)))
+    pattern = re.compile(rf"(?<!\w)(?:{longest_first})(?!\w)")
+    return mapped(data, lambda text: pattern.sub(lambda found: values[found[0]], text))
+
+
+def _telling(value: str) -> bool:
+    return len(value) >= _SHORTEST_SECRET and not value.startswith("/")
+
+
+def mapped(data: Any, change: Callable[[str], str]) -> Any:
+    """Return plain data with each of its texts changed, keys of mappings aside."""
+    if isinstance(data, str):
+        return change(data)
+    if isinstance(data, dict):
+        return {name: mapped(value, change) for name, value in data.items()}
+    return [mapped(value, change) for value in data] if isinstance(data, list) else data
 
 
 def _texts(value: Any) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from opgraft.text import described
 LOCAL_ONLY: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """Arguments under which transformers asks no hub and runs no code of a checkpoint."""
 
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+_MOST_LAYERS = 4096
 _IMPLEMENTATIONS = frozenset(f"{part}_implementation{end}" for part in ("attn", "experts") for end in ("", "_internal"))
 _LOCAL = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 """The implementations that transformers itself has; it may fetch others."""
@@ -36,18 +39,44 @@ def read_config(weights: Weights, *, plain: bool = False) -> Any:
     """
     file = weights.path if weights.is_gguf else _folder(weights) / "config.json"
     values = config_values(weights.metadata, weights.stored, file) if weights.is_gguf else check_config(file)
+    _expect_plausible(values, file)
     if (found := own_config(values, file) or (plain_config(values) if plain else None)) is not None:
         return found
     transformers = import_extra("transformers")
     try:
         if weights.is_gguf:
             return transformers.AutoConfig.for_model(values.pop("model_type"), **values)
-        return transformers.AutoConfig.from_pretrained(file.parent, **LOCAL_ONLY)
+        with _quiet(transformers):
+            return transformers.AutoConfig.from_pretrained(file.parent, **LOCAL_ONLY)
     except Exception as error:  # damaged values make transformers raise nearly anything
         version = f"transformers {transformers.__version__}"
         _refuse_code(file, error, version)
         _refuse_unknown(file, values.get("model_type"), transformers)
         raise CheckpointError(f"{version} cannot read the configuration in {file}: {described(error)}") from error
+
+
+def _expect_plausible(values: Mapping[str, Any], file: Path) -> None:
+    """Refuse as many layers as no machine holds, before anybody makes lists of them.
+
+    Raises:
+        CheckpointError: there are as many.
+    """
+    for key, value in _settings(values):
+        if key in _LAYERS and isinstance(value, int) and value > _MOST_LAYERS:
+            raise CheckpointError(
+                f"{file}: {key} is {value!r:.40}, and no model has more than {_MOST_LAYERS:,} layers: download it again"
+            )
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Keep transformers from warning of what an error tells, or what opgraft reads otherwise."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(before)
 
 
 def load_tokenizer(weights: Weights) -> Any:

@@ -32,6 +32,7 @@ from opgraft.ops.layernorm import GemmaRMSNorm, RMSNorm
 from opgraft.ops.linear import QKVParallelLinear, RowParallelLinear
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.rotary import DynamicNTKScalingRotaryEmbedding, Phi3LongRoPEScaledRotaryEmbedding, get_rope
+from opgraft.text import described
 from torch import Tensor, nn
 
 PACKED_MODULES: Mapping[str, Mapping[str, ShardId]] = {
@@ -287,10 +288,17 @@ class DecoderModel(DecoderStack):
 
 
 def rope_of(shape: DecoderShape, parameters: Mapping[str, Any]) -> Any:
-    """Construct a rope whose table has a row for each position of the longest context."""
+    """Construct a rope whose table has a row for each position of the longest context.
+
+    Raises:
+        ModelError: its parameters are none, or its table is shorter.
+    """
     sizes = (shape.head_size, shape.max_position)
     halves = shape.latent is None or not shape.latent.interleaved
-    rope = get_rope(*sizes, halves, rope_parameters=parameters, model_positions=shape.model_positions)
+    try:
+        rope = get_rope(*sizes, halves, rope_parameters=parameters, model_positions=shape.model_positions)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"the config describes a rope that cannot be made: {described(error)}") from error
     rows = len(getattr(rope, "cos_sin_cache", range(shape.max_position)))
     if rows < shape.max_position:
         raise ModelError(

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from opgraft.errors import CheckpointError, near_matches
+from opgraft.files import read_regular
 from opgraft.models.gguf_file import open_gguf
 from opgraft.models.gguf_names import renamed
 from opgraft.models.lazy import LazyTensor
 from opgraft.models.safetensors_file import open_safetensors
+
+_LARGEST_JSON = 1 << 26  # bytes of a file, of which an index of shards is the largest
 
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -283,7 +286,7 @@ def parse_json(file: Path) -> Any:
         CheckpointError: it cannot be read as JSON.
     """
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(read_regular(file, _LARGEST_JSON).decode())
     except (OSError, ValueError, RecursionError) as error:  # the last for lists nested a thousand deep
         raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
 

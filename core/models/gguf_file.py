@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from opgraft.errors import CheckpointError
+from opgraft.files import without_waiting
 from opgraft.models.extras import import_extra
 from opgraft.models.gguf_header import Row, read_header
 from opgraft.models.lazy import MAPPED_BYTES, Bounds, LazyTensor, StoredTensor
@@ -47,7 +48,7 @@ class _Mapped:
 
     def _mapped(self) -> mmap.mmap:
         try:
-            with self._path.open("rb") as file:
+            with open(self._path, "rb", opener=without_waiting) as file:
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:  # the latter for an empty file
             raise CheckpointError(f"{self._path} is no whole GGUF file ({error}): download or save it again") from error

@@ -8,6 +8,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
+import stat
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 from opgraft.errors import CheckpointError
+from opgraft.files import without_waiting
 from opgraft.models.extras import import_extra
 from opgraft.models.lazy import MAPPED_BYTES, Bounds, LazyTensor, StoredTensor, cut_short
 
@@ -118,8 +121,11 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
 def _header(path: Path) -> tuple[dict[str, Any], int]:
     """Return the header and the number of bytes of data behind it."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with open(path, "rb", opener=without_waiting) as file:
+            state = os.fstat(file.fileno())
+            if not stat.S_ISREG(state.st_mode):
+                raise ValueError("it is no regular file")
+            size = state.st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _LONGEST_HEADER):
                 raise ValueError(f"it has {size} bytes, and a header of {length}")

@@ -78,7 +78,7 @@ def tokenized(
             f"{excess} token{'s' * (excess != 1)}, or raise model.max_model_len as far as the model allows{advice}",
             code="context_length_exceeded",
         )
-    if text is None:
+    if text is None or max(ids) >= vocab_size:  # the tokenizer may be another model's
         _expect_tokens(ids, vocab_size, name)
     return text, list(ids)
 

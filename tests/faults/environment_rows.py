@@ -32,6 +32,13 @@ SURROUNDINGS = {
     "a working folder that was removed": ("mkdir gone && cd gone && rmdir ../gone && {}", FINE),
     "few open files": ("ulimit -n 16; {}", FINE),
     "no room for files": ("ulimit -f 0; {}", FINE),
+    "few processes": ("ulimit -u 1; {}", FINE),
+    "little room in memory": ("ulimit -v 400000; {}", FINE),
+    "a small stack": ("ulimit -s 256; {}", FINE),
+    "a home that takes no file": ("HOME=/proc XDG_STATE_HOME= XDG_CACHE_HOME= {}", FINE),
+    "a folder for states that takes no file": ("XDG_STATE_HOME=/proc {}", FINE),
+    "a folder for temporary files that takes none": ("TMPDIR=/proc {}", FINE),
+    "a zipped opgraft": ("PYTHONPATH=$ZIPPED:$PYTHONPATH {}", FINE),
     "no documentation in memory": ("PYTHONOPTIMIZE=2 {}", FINE),
     "warnings that are errors": ("PYTHONWARNINGS=error {}", FINE),
 }

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -149,13 +150,71 @@ def test_a_child_of_the_child_holds_nobody_up() -> None:
     assert ask_child(code, time_limit=8.0) == [1]
 
 
-@pytest.mark.parametrize("end", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL"])
-def test_a_child_ends_with_its_parent(tmp_path: Path, end: str) -> None:
-    """It has a session of its own, and would go on where its parent is ended in any way; so would what it started."""
+def test_what_a_child_leaves_behind_ends_too() -> None:
+    """A process that it has started does not outlive its answer."""
+    code = (
+        "import subprocess\nstarted = subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL).pid\n"
+        "with open(reply_to, 'w') as pipe: json.dump(started, pipe)"
+    )
+    started = ask_child(code, time_limit=20.0)
+    wait_until(lambda: not _runs(started))
+
+
+@pytest.mark.parametrize(
+    ("deed", "status"),
+    [
+        ("os.kill(os.getppid(), 9); import time; time.sleep(60)", -signal.SIGKILL),
+        ("os.kill(os.getppid(), 15); import time; time.sleep(60)", -signal.SIGTERM),
+        ("os.killpg(0, 9)", -signal.SIGKILL),
+        ("import resource; resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (0, 0))", 0),
+        ("os.kill(os.getpid(), 11)", -signal.SIGSEGV),
+        ("os.abort()", -signal.SIGABRT),
+        ("os.kill(os.getpid(), 2)", -signal.SIGINT),
+        ("os._exit(7)", 7),
+    ],
+)
+def test_what_a_child_does_to_its_parent(deed: str, status: int) -> None:
+    """It finds a process there that is not this one; how it ended itself is told as it was."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert run_child(deed, time_limit=20.0).status == status
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == limits
+
+
+def test_a_child_that_got_no_processor_is_not_to_blame() -> None:
+    """On one that others keep busy it is late, which is told, and no reason for quarantine."""
+    processor = max(os.sched_getaffinity(0))
+    pinned = f"import os; os.sched_setaffinity(0, {{{processor}}})\n"
+    others = [subprocess.Popen([sys.executable, "-c", f"{pinned}while True: pass"]) for _ in range(2)]
+    try:
+        idle = run_child("import time; time.sleep(60)", time_limit=1.0)
+        late = run_child(f"{pinned}os.nice(19)\nwhile True: pass", time_limit=3.0)
+    finally:
+        for process in others:
+            process.kill()
+            process.wait()
+    assert (idle.status, idle.starved, idle.died) == (None, False, True)
+    assert (late.status, late.starved, late.died) == (None, True, False)
+
+
+@pytest.mark.parametrize(
+    ("end", "deed"),
+    [
+        ("SIGINT", "import time; time.sleep(60)"),
+        ("SIGTERM", "import time; time.sleep(60)"),
+        ("SIGHUP", "import time; time.sleep(60)"),
+        ("SIGKILL", "import time; time.sleep(60)"),
+        ("SIGKILL", "import itertools; sum(itertools.repeat(0))"),
+    ],
+)
+def test_a_child_ends_with_its_parent(tmp_path: Path, end: str, deed: str) -> None:
+    """It has a session of its own, and would go on where its parent is ended in any way; so would what it started.
+
+    No thread of it can run while it is in a function of C.
+    """
     trace = tmp_path / "pids"
     code = (
-        f"import subprocess, time; os.mkfifo({str(trace)!r}); started = subprocess.Popen(['sleep', '60']).pid; "
-        f"open({str(trace)!r}, 'w').write(f'{{os.getpid()}} {{started}}'); time.sleep(60)"
+        f"import subprocess; os.mkfifo({str(trace)!r}); started = subprocess.Popen(['sleep', '60']).pid; "
+        f"open({str(trace)!r}, 'w').write(f'{{os.getpid()}} {{started}}'); {deed}"
     )
     parent = f"from opgraft.machine.child import run_child; run_child({code!r}, time_limit=50)"
     with subprocess.Popen([sys.executable, "-c", parent], stderr=subprocess.DEVNULL) as process:
@@ -166,10 +225,15 @@ def test_a_child_ends_with_its_parent(tmp_path: Path, end: str) -> None:
         process.send_signal(getattr(signal, end))
         process.wait(60)
     assert len(pids) == 2
+    wait_until(lambda: not any(map(_runs, pids)))
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    """Wait for what comes soon."""
     deadline = time.monotonic() + 30
-    while any(map(_runs, pids)) and time.monotonic() < deadline:
+    while not true():
+        assert time.monotonic() < deadline
         time.sleep(0.02)
-    assert [pid for pid in pids if _runs(pid)] == []
 
 
 def _runs(pid: int) -> bool:

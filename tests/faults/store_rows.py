@@ -1,0 +1,62 @@
+"""Rows of files that opgraft keeps for itself, as other processes and disks leave them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+
+def content(text: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(text)
+
+
+def with_digest(text: bytes) -> Callable[[Path], object]:
+    """Write a file whose digest is right."""
+    return content(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+
+
+def huge(path: Path) -> None:
+    """Write 100 MB, which take no room."""
+    with path.open("wb") as file:
+        file.truncate(100 << 20)
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "empty": (content(b""), "it is not as it was written"),
+    "torn": (lambda path: path.write_bytes(path.read_bytes()[:-10]), "it is not as it was written"),
+    "edited": (lambda path: path.write_bytes(path.read_bytes().replace(b"1", b"2")), "it is not as it was written"),
+    "binary": (content(b"\xff\xfe\0\n{}"), "can't decode"),
+    "zeros": (content(b"\0" * 4096), "it is not as it was written"),
+    "of another time": (with_digest(b'{"results": []}'), "unexpected keyword argument"),
+    "a list": (with_digest(b"[]"), "must be a mapping"),
+    "no JSON": (with_digest(b"{"), "JSONDecodeError"),
+    "nested": (with_digest(b"[" * 100_000), "RecursionError"),
+    "too large": (huge, "larger than 16,777,216 bytes"),
+    "a pipe": (os.mkfifo, "no regular file"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "no regular file"),
+    "a folder": (Path.mkdir, "Is a directory"),
+    "a link to itself": (lambda path: path.symlink_to(path), "symbolic links"),
+}
+"""Files in the place of a kept result of the doctor, and words that are told of them."""
+
+WRITERS: dict[str, tuple[str, str]] = {
+    "a lockfile": (
+        "from opgraft.plugins.locking import Locked, write_rows\n"
+        "def write(n): write_rows(Path(folder, 'opgraft.lock'), [Locked('acme', str(n), 'x' * 100_000, False, ())])",
+        "from opgraft.plugins.locking import read_rows\n"
+        "def read(): return len(read_rows(folder + '/opgraft.lock')[0].record)",
+    ),
+    "a result of the doctor": (
+        "from opgraft.cli.kept_results import keep\ndef write(n): keep('acme', {'n': n, 'x': 'x' * 100_000})",
+        "from opgraft.cli.kept_results import look_up\n"
+        "def read():\n    found = look_up('acme')\n    return len(found.report['x'])",
+    ),
+    "a record of a quarantine": (
+        "from opgraft.plugins.quarantine import confine\nfrom opgraft.decision import Provider\n"
+        "def write(n): assert 'from now on' in confine(Provider('acme', '1.0'), 'x' * 1000)",
+        "from opgraft.plugins.quarantine import read as of\ndef read(): return 100 * len(of('acme').what)",
+    ),
+}
+"""Code that writes a file anew, and code that reads it: 100,000 is what a whole one gives."""

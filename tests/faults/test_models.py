@@ -1,0 +1,134 @@
+"""Checkpoints and input that are wrong: exit code 2 and one message, from each command that reads them."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import opgraft
+import pytest
+from faults.model_rows import CHAT, CONFIGS, CONTENTS, EMBEDS, ENCODERS, INPUTS, PLAN, RUN, SERVE
+from faults.planting import in_time
+from opgraft.cli import chat, plan, run
+from opgraft.errors import OpgraftError
+from opgraft.text import printable
+from small_words import word_llama, word_tokenizer
+
+COMMANDS = {"chat": chat.command, "plan": plan.command, "run": run.command}
+BLOCKS = ("--cache.num_blocks", "300")
+LONGEST = 4000  # characters of a message that anybody reads
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random decoder that chats."""
+    return word_llama(tmp_path_factory.mktemp("llama"), chats=True)
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random sentence encoder."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("encoder")
+    tokenizer = word_tokenizer()
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.BertConfig(vocab_size=len(tokenizer), **sizes)
+    transformers.BertModel(config, add_pooling_layer=False).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling/config.json").write_text('{"pooling_mode": "mean"}')
+    return folder
+
+
+def copied(source: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(source, tmp_path / "model"))
+
+
+def expect_refused(capfd, command: Sequence[str], words: str) -> None:
+    """The command ends with exit code 2 and one line, and shows neither an answer nor a warning."""
+    opgraft.reset()
+    capfd.readouterr()
+    with in_time(), pytest.raises(OpgraftError) as refused:
+        COMMANDS[command[0]].main(command[1:], standalone_mode=False)
+    said = str(refused.value)
+    assert refused.value.exit_code == 2, said
+    assert words in said
+    assert (printable(said), said[:LONGEST]) == (said, said)
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert [line for line in printed.err.splitlines() if not line.startswith("the cache holds")] == []
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configs(capfd, llama: Path, tmp_path: Path, name: str) -> None:
+    """No command that reads a model goes on with such a config."""
+    harm, words = CONFIGS[name]
+    folder = copied(llama, tmp_path)
+    harm(folder)
+    for command in (RUN, PLAN, CHAT):
+        expect_refused(capfd, [part.format(model=folder) for part in command], words)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", ["a million layers", "a hostile type", "a rope that nobody knows"])
+def test_configs_of_a_server(cli, llama: Path, tmp_path: Path, name: str) -> None:
+    """Nor does a server, which is a process of its own, as what it logs is for its own log."""
+    harm, words = CONFIGS[name]
+    folder = copied(llama, tmp_path)
+    harm(folder)
+    served = cli(*(part.format(model=folder) for part in SERVE))
+    assert (served.returncode, served.stdout) == (2, "")
+    assert words in served.stderr
+    assert len(served.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_contents(capfd, llama: Path, tmp_path: Path, name: str) -> None:
+    """Nothing is answered from weights, tokenizers and settings that are not those of the model."""
+    harm, words = CONTENTS[name]
+    folder = copied(llama, tmp_path)
+    harm(folder)
+    expect_refused(capfd, [*(part.format(model=folder) for part in RUN), *BLOCKS], words)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoders(capfd, encoder: Path, tmp_path: Path, name: str) -> None:
+    """Nor is anything embedded."""
+    harm, words = ENCODERS[name]
+    folder = copied(encoder, tmp_path)
+    harm(folder)
+    expect_refused(capfd, [part.format(model=folder) for part in EMBEDS], words)
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_inputs(capfd, llama: Path, tmp_path: Path, name: str) -> None:
+    """A file of prompts that is none is named; nobody waits for one that never ends, or never begins."""
+    harm, words = INPUTS[name]
+    harm(tmp_path / "input")
+    expect_refused(capfd, ["run", str(llama), "--input", str(tmp_path / "input"), *BLOCKS], words)
+
+
+def test_a_line_without_end_in_a_chat(capfd, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before memory is full of it."""
+    with open("/dev/zero", encoding="utf-8") as endless:
+        monkeypatch.setattr(sys, "stdin", endless)
+        expect_refused(capfd, ["chat", str(llama), *BLOCKS], "a line of stdin has more than 4,194,304 characters")
+
+
+def test_what_is_in_order(capfd, llama: Path, encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same models answer where nothing is wrong."""
+    (tmp_path / "input").write_text("the cat\na dog\n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\n"))
+    for command in (
+        ["run", str(llama), "--input", str(tmp_path / "input"), *BLOCKS],
+        ["chat", str(llama), *BLOCKS],
+        ["run", str(encoder), "the cat", "a dog"],
+        ["plan", str(llama), "--devices", "2", "--device", "h100"],
+    ):
+        opgraft.reset()
+        capfd.readouterr()
+        assert not COMMANDS[command[0]].main(command[1:], standalone_mode=False)
+        assert capfd.readouterr().out

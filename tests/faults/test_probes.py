@@ -1,0 +1,70 @@
+"""Probes that answer nonsense, or harm the process that asks: told by name, and nobody else's matter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import opgraft
+import pytest
+from faults.planting import in_time
+from faults.probe_rows import ROWS, SECRETS
+from opgraft.decision import Candidate
+from opgraft.machine.machine import Machine
+from opgraft.plugins.selection import decide_platform
+from opgraft.state import host_state
+from opgraft.text import printable
+
+HEAD = "from opgraft import Device, Fact\n    "
+LONGEST = 4000  # characters of a line that anybody reads
+PASSWORD = "postgres://acme:hunter2@db"  # noqa: S105  # a planted one
+
+
+def decided(site, probe: str) -> tuple[Candidate, str]:
+    """The end of the platform acme, and all that is told of the decision."""
+    body = probe if probe.startswith("pass") else HEAD + probe.lstrip()
+    site.platform("acme", probe=body)
+    opgraft.reset()
+    with in_time():
+        _, decision = decide_platform(host_state().settings(), Machine())
+    (acme,) = (candidate for candidate in decision.candidates if candidate.name == "acme")
+    assert decision.chosen == "cpu"
+    assert not acme.accepted
+    return acme, str(decision)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_probes(site, name: str) -> None:
+    """The platform is left out for the reason that is told, in lines that do nothing, and another one is chosen."""
+    probe, words, counts = ROWS[name]
+    acme, told = decided(site, probe)
+    assert words in printable(acme.reason)
+    if words:
+        assert (acme.evidence is not None) == counts
+    assert [line for line in told.splitlines() if printable(line) != line or len(line) > LONGEST] == []
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_probes_that_tell_secrets(site, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Of a variable that a probe quotes without having asked for it, the name stands in a report."""
+    secrets = {"DATABASE_URL": PASSWORD, "ACME_TOKEN": "t0psecret"}
+    monkeypatch.setenv("ACME_PROCESS", str(os.getpid()))
+    for variable, value in secrets.items():
+        monkeypatch.setenv(variable, value)
+    holder = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        monkeypatch.setenv("ACME_PROCESS", str(holder.pid))
+        acme, told = decided(site, SECRETS[name])
+    finally:
+        holder.communicate(b"\n")
+    assert [value for value in secrets.values() if value in told + repr(acme)] == []
+    if "machine.environ" in SECRETS[name] and "ACME_PROCESS" not in SECRETS[name]:
+        assert "$" in told
+
+
+def test_a_variable_that_a_probe_asks_for_is_shown(site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It decides, and a report needs it."""
+    monkeypatch.setenv("ACME_VISIBLE_DEVICES", "GPU-1,GPU-2")
+    acme, _ = decided(site, "return Evidence(False, machine.environ['ACME_VISIBLE_DEVICES'] + ' hides all')")
+    assert acme.reason == "GPU-1,GPU-2 hides all"
