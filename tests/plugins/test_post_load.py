@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import opgraft
 import pytest
 import torch
@@ -86,16 +88,18 @@ def test_replacements_of_plugins_are_served(site, load: str) -> None:
 
 @pytest.mark.parametrize("load", ["load_weights", "process_weights_after_loading", "graft"])
 def test_a_hook_that_raises(site, load: str) -> None:
-    """The error names the module's path, its class, the distribution and the line; a graft leaves the model as it was."""
+    """The error names the module's path, class, distribution and line; a graft leaves the model as it was."""
     site.plugin("acme", PLUGIN.format(body="1 / 0") + RELEASED, version="3.2")
     norm = nn.RMSNorm(8) if load == "graft" else RMSNorm(8)
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.Identity(), norm])})
     words = r"process_weights_after_loading of 'layers.1', a AcmeRMSNorm of acme 3.2, raised at .*acme.py:9: ZeroDiv"
+    ways = {
+        "load_weights": partial(load_weights, weights={"layers.1.weight": torch.ones(8)}),
+        "process_weights_after_loading": process_weights_after_loading,
+        "graft": opgraft.graft,
+    }
     with pytest.raises(WeightError, match=words) as raised:
-        if load == "load_weights":
-            load_weights(model, {"layers.1.weight": torch.ones(8)})
-        else:
-            getattr(opgraft, load, process_weights_after_loading)(model)
+        ways[load](model)
     told = opgraft.explain_exception(raised.value)
     assert told is not None
     assert (told.op, str(told.provider)) == ("rms_norm", "acme 3.2")
