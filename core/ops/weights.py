@@ -75,18 +75,19 @@ def call_post_load_hook(path: str, module: PostLoadHook) -> None:
     """Call a module's hook, which may be a plugin's.
 
     Raises:
-        WeightError: it raised; the message names ``path``, by which the model has the module. An ``OpgraftError`` says
-            enough by itself.
+        WeightError: it raised; the message names ``path``, by which the model has the module. An error of opgraft's own,
+            or of memory, says enough and stays as it is.
     """
     try:
         module.process_weights_after_loading()
-    except OpgraftError:
+    except (OpgraftError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         cls = type(module)
+        provider = discover().provider_of(cls.__module__)
         raise WeightError(
-            f"process_weights_after_loading of {path!r}, a {cls.__qualname__} of "
-            f"{discover().provider_of(cls.__module__)}, raised at {raised_at(error)}",
+            f"process_weights_after_loading of {path!r}, a {cls.__qualname__} of {provider}, raised at "
+            f"{raised_at(error)}",
             described(error),
         ) from error
 

@@ -106,6 +106,17 @@ def test_a_hook_that_raises(site, load: str) -> None:
     assert load != "graft" or type(model["layers"][1]) is nn.RMSNorm
 
 
+def test_errors_that_say_enough_stay_what_they_are() -> None:
+    """Memory that ran out is no fault of the hook: whoever looks for that finds it."""
+
+    class Hungry(nn.Module):
+        def process_weights_after_loading(self) -> None:
+            raise MemoryError("no room")
+
+    with pytest.raises(MemoryError, match="no room"):
+        process_weights_after_loading(nn.ModuleDict({"layer": Hungry()}))
+
+
 def test_a_graft_leaves_alone_what_it_could_not_take_back(site) -> None:
     """A replacement that changes weights and cannot change them back takes no module's place."""
     site.plugin("acme", PLUGIN.format(body="pass"))
