@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import click
+from opgraft.cli import kept_results
 from opgraft.cli.isolation import examined
 from opgraft.cli.loading import load_all
 from opgraft.cli.offers import as_dicts, metadata_findings, plugins_of_vllm
@@ -18,25 +19,43 @@ from opgraft.plugins.metadata import Problem
 from opgraft.plugins.outcomes import end_of, findings_of
 from opgraft.state import PluginRecord, PluginStatus, host_state
 
+_FAILED = 4
+"""The exit code of a finding that a plugin failed, for which the machine may be the cause."""
+
 
 @click.command("doctor", cls=SettingsCommand)
+@click.option("--no-cache", is_flag=True, help="Load everything, whatever is known from before.")
 @json_option
 @with_settings
-def command(as_json: bool) -> None:
+def command(no_cache: bool, as_json: bool) -> None:
     """Load everything and report what is wrong.
 
     Exit codes: 1 findings, 2 a setting that cannot be used, 3 no platform, 4 a plugin failed. Everything is loaded in
-    a child process, so that a plugin that ends or crashes its process is reported, too.
+    a child process, so that a plugin that ends or crashes its process is reported, too. Where no plugin failed, and
+    neither plugins nor drivers, devices and settings have changed since, the last result is told again.
     """
-    outcome = examined(__name__, "examine")
-    report: dict[str, Any] = {"plugins": [], "findings": [], "notes": []}
-    report |= {"findings": [outcome.crash.to_dict()]} if outcome.crash else outcome.result
-    report["notes"] += as_dicts(plugins_of_vllm())
+    key = kept_results.key()
+    kept = kept_results.look_up(key) if key and not no_cache else None
+    report = {**kept.report} if kept else _report()
+    if key and not kept and _exit_code(report) < _FAILED:
+        kept_results.keep(key, report)
+    report |= {"notes": report["notes"] + as_dicts(plugins_of_vllm()), "cached": kept and kept.since}
     if as_json:
         print_json("opgraft.plugins.doctor/2", report)
     else:
         _print(report)
-    sys.exit(max((finding["exit_code"] for finding in report["findings"]), default=0))
+    sys.exit(_exit_code(report))
+
+
+def _report() -> dict[str, Any]:
+    """Load everything in a child process; returns the plugins, findings and notes as plain data."""
+    outcome = examined(__name__, "examine")
+    report: dict[str, Any] = {"plugins": [], "findings": [], "notes": []}
+    return report | ({"findings": [outcome.crash.to_dict()]} if outcome.crash else outcome.result)
+
+
+def _exit_code(report: Mapping[str, Any]) -> int:
+    return max((finding["exit_code"] for finding in report["findings"]), default=0)
 
 
 def _print(report: Mapping[str, Any]) -> None:
@@ -51,6 +70,8 @@ def _print(report: Mapping[str, Any]) -> None:
         active = sum(row["status"] == PluginStatus.ACTIVATED.value for row in report["plugins"])
         rest = "; why a platform is not there: opgraft detect --all" if active < len(report["plugins"]) else ""
         echo(f"{active} of {len(report['plugins'])} plugins active, nothing wrong{rest}")
+    if report["cached"]:
+        echo(f"as of {report['cached']}, since when nothing has changed: --no-cache loads everything again")
 
 
 def _told(row: Mapping[str, Any], findings: Iterable[Mapping[str, Any]]) -> bool:
