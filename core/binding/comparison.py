@@ -1,4 +1,4 @@
-"""Two runs of one op compared: copies of what they are given, the differences of what they leave, and words for both."""
+"""Two runs of one op compared: copies of what they are given, differences of what they leave, and words for both."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ class ShadowReport:
 
 
 def shadow_report() -> ShadowReport:
-    """Tell which kernels shadow mode watches in this process, how many of their calls it compared, and what differed."""
+    """Tell which kernels shadow mode watches in this process, how many calls it compared, and what differed."""
     shadows = sorted(host_state().shadows.values(), key=lambda each: (each.op, each.kernel))
     return ShadowReport(tuple(map(_row, shadows)))
 

@@ -187,8 +187,8 @@ def enforced(binding: Binding) -> Binding:
 
 
 _NO_SHADOW = (
-    "a layer made of other ops may keep state, such as pages of a cache, which a second run would find changed; its ops "
-    "are compared one by one"
+    "a layer made of other ops may keep state, such as pages of a cache, which a second run would find changed; its "
+    "ops are compared one by one"
 )
 
 

@@ -75,8 +75,8 @@ def call_post_load_hook(path: str, module: PostLoadHook) -> None:
     """Call a module's hook, which may be a plugin's.
 
     Raises:
-        WeightError: it raised; the message names ``path``, by which the model has the module. An error of opgraft's own,
-            or of memory, says enough and stays as it is.
+        WeightError: it raised; the message names ``path``, by which the model has the module. An error of opgraft's
+            own, or of memory, says enough and stays as it is.
     """
     try:
         module.process_weights_after_loading()

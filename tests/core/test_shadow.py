@@ -1,4 +1,4 @@
-"""Shadow mode: kernels compared with native definitions, on inputs of every kind, and never at a cost where it is off."""
+"""Shadow mode: kernels compared with native definitions, on inputs of every kind, and at no cost where it is off."""
 
 from __future__ import annotations
 
