@@ -22,7 +22,7 @@ PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -
 OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-faults test-families test-xla test-ipex test-triton check prove op-pages settings-page public-api bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex charts figures docs clean FORCE
+.PHONY: help run test test-slow test-faults test-families test-xla test-ipex test-triton test-jax check prove op-pages settings-page public-api bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex bench-jax charts figures docs clean FORCE
 
 help:
 	@echo "make run    the demonstration: a sentence encoder and a language model on the CPU, then on a simulated NPU from a plugin"
@@ -33,6 +33,7 @@ help:
 	@echo "make test-xla   the TPU platform on torch_xla, and the core on torch 2.9 (the first time 8 GB)"
 	@echo "make test-ipex  the plugin for Intel's extension, and the core on torch 2.8 (the first time 8 GB)"
 	@echo "make test-triton  the kernels for GPUs, interpreted and compiled, and the core beside Triton (the first time 2 GB)"
+	@echo "make test-jax   the plugin that has JAX as a device runtime, on the CPU (the first time 2 GB)"
 	@echo "make check  lint, formatting, strict types, those of the guides' examples too"
 	@echo "make prove  prove every op, and write down what was proved; FORMS='rms_norm ...' renews those only"
 	@echo "make op-pages   the generated pages of the op reference, from what the code and the proofs say"
@@ -50,6 +51,7 @@ help:
 	@echo "make bench-compile what compilation gains and costs, against transformers, torch.compile and the model uncompiled"
 	@echo "make soak-serve    servers of a language model and an encoder under requests of every kind for MINUTES=20, and what is left"
 	@echo "make bench-ipex    the CPU kernels against Intel's extension, in its environment (8 GB)"
+	@echo "make bench-jax     what it costs that tensors cross between torch and JAX, in its environment (2 GB)"
 	@echo "make charts  measure mechanism, models, engine and workers, and draw the charts of README and documentation anew"
 	@echo "make figures draw charts and diagrams, and the tables of the engine, from the figures that are committed"
 	@echo "make docs   the documentation, into site/"
@@ -92,6 +94,10 @@ test-ipex:
 test-triton:
 	PYTHON=$(PYTHON) tools/lane.sh triton
 
+# Its torch is that of the main environment, and nothing of opgraft asks whether JAX is there: the suite would say the same.
+test-jax:
+	PYTHON=$(PYTHON) tools/lane.sh jax stack
+
 check: .venv/opgraft
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -129,7 +135,10 @@ bench-gpu: $(if $(filter $(BIN)/python,$(BENCH_PYTHON)),.venv/opgraft)
 	$(BENCH_PYTHON) benchmarks/gpu.py
 
 bench-ipex:
-	PYTHON=$(PYTHON) tools/lane.sh ipex bench
+	PYTHON=$(PYTHON) tools/lane.sh ipex bench opgraft-cpu-kernels benchmarks/ipex.py
+
+bench-jax:
+	PYTHON=$(PYTHON) JAX_RUNTIME_DEVICE=cpu tools/lane.sh jax bench opgraft-jax benchmarks/jax_crossing.py
 
 bench-loading: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/loading.py

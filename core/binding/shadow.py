@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 _NESTED: ContextVar[bool] = ContextVar("opgraft_shadow_nested", default=False)
-"""Whether a native definition runs for comparison, whose own ops are not compared."""
+"""Is true while a native definition runs for comparison, whose own ops are not compared."""
 
 _RANDOM = "it draws random numbers, which differ from run to run"
 

@@ -23,13 +23,16 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("src/opgraft_cpu_kernels/csrc")
-COMPILE = ["-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fvisibility=hidden"]
+COMPILE = ["-std=c++17", "-fPIC", "-fno-math-errno", "-fvisibility=hidden"]
+# Kernels need all that a compiler can do. What is around them gains nothing by it, and those for a CPU without vectors
+# are there to be right.
+KERNELS, OTHERS = "-O3", "-O2"
 # Compiled for OpenMP and not linked with it: its functions are to be those that torch has loaded, so that there is one
 # pool of threads.
 OPENMP = ["-fopenmp"]
-# The headers of torch take longer to read than a file of ops to compile, so that some of these share a reading: few
-# enough that a change compiles little of what is left as it was.
-OPS_AT_ONCE = 5
+# The headers of torch take longer to read than a file that uses them to compile, so that some of these share a reading:
+# few enough that a change compiles little of what is left as it was, and that two processors have as much to do.
+TORCH_AT_ONCE = 8
 TIME_LIMIT = 1800
 
 
@@ -109,8 +112,11 @@ def compile_library(target: Path, objects: Path) -> str:
 
     def compile_together(sources: list[Path]) -> str:
         made = str(objects / sources[0].with_suffix(".o").name)
+        name = sources[0].stem
+        level = KERNELS if name.startswith("path_") and name != "path_scalar" else OTHERS
         text = "".join(f'#include "{source}"\n' for source in sources)
-        run([*command, *COMPILE, *OPENMP, *includes, *more, "-c", "-x", "c++", "-", "-o", made], text.encode())
+        options = [*COMPILE, level, *OPENMP, *includes, *more]
+        run([*command, *options, "-c", "-x", "c++", "-", "-o", made], text.encode())
         return made
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -122,9 +128,9 @@ def compile_library(target: Path, objects: Path) -> str:
 
 def translation_units() -> list[list[Path]]:
     """List the sources that are compiled together, those that take longest first."""
-    ops = sorted(SOURCES.glob("ops_*.cpp"))
-    alone = sorted(set(SOURCES.glob("*.cpp")) - set(ops), reverse=True)
-    return [[source] for source in alone] + [ops[i : i + OPS_AT_ONCE] for i in range(0, len(ops), OPS_AT_ONCE)]
+    paths = sorted(SOURCES.glob("path_*.cpp"), reverse=True)
+    others = sorted(set(SOURCES.glob("*.cpp")) - set(paths))
+    return [[path] for path in paths] + [others[i : i + TORCH_AT_ONCE] for i in range(0, len(others), TORCH_AT_ONCE)]
 
 
 def run(command: list[str], text: bytes = b"") -> None:

@@ -37,7 +37,7 @@ def test_every_requirement_is_pinned(lane: str) -> None:
 def test_every_lane_has_a_target_and_a_test() -> None:
     """'make test-<lane>' exists for each environment and runs a test file of its own."""
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
-    assert LANES == ["ipex", "triton", "xla"]
+    assert LANES == ["ipex", "jax", "triton", "xla"]
     for lane in LANES:
         assert f"\ntest-{lane}:\n" in makefile
         assert (Path(__file__).parent / f"test_{lane}.py").is_file()

@@ -1,0 +1,91 @@
+"""Each op as one torch op, ``torch.ops.opgraft.jax_<name>``, with its fake rule, by which compilers keep it whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from opgraft import direct_register_custom_op
+from torch import Tensor
+
+from opgraft_jax import pallas, programs
+from opgraft_jax.crossing import call, device
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Compute the norm in Pallas."""
+    (out,) = call(pallas.rms_norm, x, None, weight, eps=eps, interpret=_interpreted())
+    return out
+
+
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """Compute the norm of a sum, and the sum, in Pallas."""
+    out, total = call(pallas.rms_norm, x, residual, weight, eps=eps, interpret=_interpreted())
+    return out, total
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """Compute the gate in Pallas."""
+    (out,) = call(pallas.silu_and_mul, x, interpret=_interpreted())
+    return out
+
+
+def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Compute Gemma's norm."""
+    (out,) = call(programs.gemma_rms_norm, x, None, weight, eps=eps)
+    return out
+
+
+def fused_add_gemma_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Compute Gemma's norm of a sum, and the sum."""
+    out, total = call(programs.gemma_rms_norm, x, residual, weight, eps=eps)
+    return out, total
+
+
+def layer_norm(x: Tensor, dims: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Compute the layer norm over the last ``dims`` dimensions."""
+    (out,) = call(programs.layer_norm, x, weight, bias, dims=dims, eps=eps)
+    return out
+
+
+def gelu(x: Tensor, approximate: str) -> Tensor:
+    """Compute GELU, exact or by tanh."""
+    (out,) = call(programs.gelu, x, approximate=approximate == "tanh")
+    return out
+
+
+def gelu_and_mul(x: Tensor, approximate: str) -> Tensor:
+    """Compute GELU's gate."""
+    (out,) = call(programs.gelu_and_mul, x, approximate=approximate == "tanh")
+    return out
+
+
+def _interpreted() -> bool:
+    return bool(device().platform == "cpu")
+
+
+def _like(x: Tensor, *others: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _pair_like(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return _like(x), _like(x)
+
+
+def _half_of(x: Tensor, *others: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+FAKES: dict[Callable[..., Any], Callable[..., Any]] = {
+    rms_norm: _like,
+    fused_add_rms_norm: _pair_like,
+    silu_and_mul: _half_of,
+    gemma_rms_norm: _like,
+    fused_add_gemma_rms_norm: _pair_like,
+    layer_norm: _like,
+    gelu: _like,
+    gelu_and_mul: _half_of,
+}
+
+for function, fake in FAKES.items():
+    direct_register_custom_op(f"jax_{function.__name__}", function, fake_impl=fake)

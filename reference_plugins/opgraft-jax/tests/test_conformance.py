@@ -1,0 +1,11 @@
+"""The plugin before the checks of opgraft, on JAX for the CPU."""
+
+import os
+
+from opgraft.testing import PluginConformance
+
+os.environ.setdefault("JAX_RUNTIME_DEVICE", "cpu")
+
+
+class TestJax(PluginConformance):
+    plugin = "jax"
