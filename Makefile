@@ -34,7 +34,7 @@ help:
 	@echo "make test-ipex  the plugin for Intel's extension, and the core on torch 2.8 (the first time 8 GB)"
 	@echo "make test-triton  the kernels for GPUs, interpreted and compiled, and the core beside Triton (the first time 2 GB)"
 	@echo "make test-jax   the plugin that has JAX as a device runtime, on the CPU (the first time 2 GB)"
-	@echo "make check  lint, formatting, strict types, those of the guides' examples too"
+	@echo "make check  lint, formatting, strict types, and the documentation: each page is followed, its examples are typed"
 	@echo "make prove  prove every op, and write down what was proved; FORMS='rms_norm ...' renews those only"
 	@echo "make op-pages   the generated pages of the op reference, from what the code and the proofs say"
 	@echo "make settings-page  the generated table of settings in the reference"
@@ -68,10 +68,10 @@ run: .demo/installed
 	TOY_NPU_DEVICE=$(CURDIR)/$(TOY_NPU)/device.json $(OPGRAFT) run smollm2 "What is gravity?" --max-tokens 16
 
 # What a run has compiled, tests with their assertions above all, the next one reads.
-test test-slow test-faults test-families: export PYTHONDONTWRITEBYTECODE =
+test test-slow test-faults test-families check: export PYTHONDONTWRITEBYTECODE =
 
 test: .venv/opgraft
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not types and not slow and not faults'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not types and not documents and not slow and not faults'
 
 # The others are a part of 'make test', too.
 test-faults: .venv/opgraft
@@ -103,7 +103,7 @@ check: .venv/opgraft
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p opgraft
 	$(BIN)/mypy benchmarks tools reference_plugins/*/src
-	$(BIN)/pytest -q -m types tests/docs/test_types.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal -m 'types or documents' tests/docs
 
 prove: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/python tools/prove.py $(FORMS)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.documents
+
 REPOSITORY = Path(__file__).parents[2]
 GENERATED = REPOSITORY / "docs/reference/ops"  # which show signatures, and nothing to follow
 WRITTEN = sorted(page for page in (REPOSITORY / "docs").rglob("*.md") if page.parent != GENERATED)

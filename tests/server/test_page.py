@@ -16,6 +16,7 @@ from server.processes import Server, expect_idle, serving
 pytest.importorskip("fastapi")
 
 PHONE = {"width": 360, "height": 740}
+DESK = {"width": 1280, "height": 800}
 HOSTILE = "<img src=x onerror=document.title='hit'><script>document.title='hit'</script><b>bold</b>"
 SEVERAL = re.compile(r"about \d+ tokens")
 REFUSED = "Failed to load resource: the server responded with a status of 401"
@@ -153,8 +154,12 @@ def test_an_encoder_compares_texts(visit: Callable[..., Any]) -> None:
         assert page.get_by_text("Options").is_hidden()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", [{"width": 1280, "height": 800}, PHONE], ids=["desk", "phone"])
+@pytest.mark.parametrize(("scheme", "size"), [
+    ("light", DESK),
+    ("dark", PHONE),
+    pytest.param("dark", DESK, marks=pytest.mark.slow),
+    pytest.param("light", PHONE, marks=pytest.mark.slow),
+], ids=["light-desk", "dark-phone", "dark-desk", "light-phone"])  # fmt: skip
 def test_it_is_accessible(server: Server, visit: Callable[..., Any], scheme: str, size: dict[str, int]) -> None:
     """Light and dark, wide and narrow, axe finds no fault, contrast included, and nothing is wider than the window."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
