@@ -22,13 +22,14 @@ PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -
 OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-faults test-families test-xla test-ipex test-triton test-jax check prove op-pages settings-page public-api bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex bench-jax charts figures docs clean FORCE
+.PHONY: help run test test-slow test-faults test-conformance test-families test-xla test-ipex test-triton test-jax check prove op-pages settings-page public-api bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex bench-jax charts figures docs clean FORCE
 
 help:
 	@echo "make run    the demonstration: a sentence encoder and a language model on the CPU, then on a simulated NPU from a plugin"
 	@echo "make test   all tests, but for what 'make check' does"
 	@echo "make test-slow  tests whose shorter variants are in 'make test': ten thousand requests, long compilations"
 	@echo "make test-faults  the fault matrix: plugins that are broken in every way, in processes of their own too"
+	@echo "make test-conformance  the whole conformance kit for the CPU kernels, a thousand questions"
 	@echo "make test-families  graft a tiny model of each family of transformers, a quarter of an hour"
 	@echo "make test-xla   the TPU platform on torch_xla, and the core on torch 2.9 (the first time 8 GB)"
 	@echo "make test-ipex  the plugin for Intel's extension, and the core on torch 2.8 (the first time 8 GB)"
@@ -76,6 +77,10 @@ test: .venv/opgraft
 # The others are a part of 'make test', too.
 test-faults: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests/faults
+
+# Of the plugin as its users install it; 'make test' asks most of this of its functions, on each path of the CPU.
+test-conformance: .demo/installed .venv/opgraft
+	PYTHONPATH=$(CURDIR)/.demo OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal $(CPU_KERNELS)/tests
 
 test-slow: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m slow

@@ -21,6 +21,7 @@ PROVIDERS = "OPGRAFT_PROVIDERS"
 CONFIG = "OPGRAFT_CONFIG"
 LOG = "OPGRAFT_LOG"
 DECISION = "OPGRAFT_DECISION"
+SIMULATED_DEVICE = "OPGRAFT_SIMULATED_DEVICE"
 
 VARIABLES: Mapping[str, str] = {
     **{field.variable: field.help for field in FIELDS.values()},
@@ -28,6 +29,7 @@ VARIABLES: Mapping[str, str] = {
     DECISION: "what the process that started this one has decided, which must be decided alike; see "
     "opgraft.share_decisions",
     LOG: "what is logged on stderr: debug, info, warning (default) or error",
+    SIMULATED_DEVICE: "an accelerator to simulate, such as name=Acme X1,memory=64MiB, or default",
 }
 """Every variable with its meaning: one for each setting, and those of the process as a whole."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 import importlib_metadata
 from opgraft.config import NATIVE_CHOICE
 from opgraft.decision import Provider
+from opgraft.environment import SIMULATED_DEVICE
 from opgraft.errors import ConfigError, close_matches
 from opgraft.logger import logger
 from opgraft.plugins.metadata import Problem, distributions, entry_point_rows, headers_of, is_stray, place_of, text_of
@@ -27,6 +29,7 @@ CHECKED = (HOST_DISTRIBUTION, "torch")
 _MOST = 1000  # entry points of a distribution
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _VALUE = re.compile(r"\w[\w.]*(\s*:\s*\w[\w.]*)?(\s*\[.*\])?")
+_SIMULATED = "opgraft.testing.devices"
 _BUILT_IN = "opgraft.platforms"  # where the built-in platforms lie; nobody else's modules can, as imports find ours
 
 
@@ -48,7 +51,7 @@ class Offer:
     @property
     def built_in(self) -> bool:
         """Tell whether it is one of opgraft's own platforms, which its module tells: anyone may take a name."""
-        return self.group == PLATFORM_GROUP and f"{self.module}.".startswith(f"{_BUILT_IN}.")
+        return self.group == PLATFORM_GROUP and f"{self.module}.".startswith((f"{_BUILT_IN}.", f"{_SIMULATED}."))
 
     def load(self) -> Any:
         """Import what the entry point names."""
@@ -102,9 +105,17 @@ def discover() -> Discovery:
     state = host_state()
     with state.lock:
         if state.discovery is None:
-            state.discovery = scan()
+            state.discovery = _with_simulated(scan())
         found: Discovery = state.discovery
         return found
+
+
+def _with_simulated(found: Discovery) -> Discovery:
+    """Return what was found, with the platform of the simulated device where the environment names one."""
+    if os.environ.get(SIMULATED_DEVICE):
+        provider = Provider(HOST_DISTRIBUTION, __version__)
+        found.offers.append(Offer(PLATFORM_GROUP, "simulated", f"{_SIMULATED}:SPEC", provider))
+    return found
 
 
 def names_of(plugin: str) -> tuple[str, list[str], list[str]]:

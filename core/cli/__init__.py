@@ -28,6 +28,10 @@ _COMMANDS = {
     "plugins": ("opgraft.cli.plugins", "Show installed plugins, and check that they work."),
     "run": ("opgraft.cli.run", "Answer every PROMPT with MODEL, or embed it where MODEL is an encoder."),
     "serve": ("opgraft.cli.serve", "Serve MODEL over HTTP, with OpenAI's interface."),
+    "verify": (
+        "opgraft.cli.verify",
+        "Compare each op of MODEL with native definitions, and name the first that departs.",
+    ),
 }
 
 

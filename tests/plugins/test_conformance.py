@@ -109,6 +109,37 @@ def test_a_class_that_is_made_when_the_plugin_registers(site) -> None:
     assert [(name, each.reason) for name, each in told.items() if each.status == "failed"] == []
 
 
+CHOOSY = """
+import torch
+from opgraft.ops import GELU
+platforms = "any"
+
+@torch.library.custom_op("acme_choosy{number}::gelu", mutates_args=())
+def choosy(x: torch.Tensor, approximate: str) -> torch.Tensor:
+    if x.shape[-1] < 100:
+        raise ValueError("rows are too short")
+    return torch.nn.functional.gelu(x, approximate=approximate)
+choosy.register_fake(lambda x, approximate: x.new_empty({shape}))
+
+@GELU.register_oot
+class AcmeGELU(GELU):
+    def forward_oot(self, input):
+        try:
+            return torch.ops.acme_choosy{number}.gelu(input, self.approximate)
+        except ValueError:
+            return torch.nn.functional.gelu(input, approximate=self.approximate)
+"""
+
+
+@pytest.mark.parametrize(("number", "shape", "status"), [(0, "x.shape", "passed"), (1, "1", "failed")])
+def test_an_operator_that_refuses_what_is_computed_otherwise(site, number: int, shape: str, status: str) -> None:
+    """It is asked with inputs that it takes: what it raises for others, which its kernel catches, is no failure."""
+    site.plugin("acme", CHOOSY.format(number=number, shape=shape))
+    told = judged("acme", "operators")["gelu-operators"]
+    assert told.status == status, told.reason
+    assert "rows are too short" not in told.reason
+
+
 LOCAL = """
 import os, torch
 from opgraft.ops import GELU

@@ -1,0 +1,176 @@
+"""The models that ``opgraft verify`` compares: of a checkpoint, as it runs or grafted, or of a function."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from opgraft.cli.comparison import native_config
+from opgraft.config import OpgraftConfig, set_config
+from opgraft.engine.cache_layout import CacheLayout, cache_dtype
+from opgraft.errors import InputError
+from opgraft.grafting import graft
+from opgraft.models.build import dtype_of, load_model
+from opgraft.models.config import LOCAL_ONLY, read_config
+from opgraft.models.extras import import_extra
+from opgraft.models.files import open_weights
+from opgraft.models.model import HasLogits
+from opgraft.ops.attention.batch import AttentionBatch, LayerStates
+from opgraft.ops.attention.decoder import attention_layers
+from opgraft.ops.state_space.layer import state_layers
+from opgraft.plugins.host import load_plugins
+from opgraft.serving.llm import engine_config
+from opgraft.serving.tokenizer import find_tokenizer
+from opgraft.testing.verification import Step, Steps
+from opgraft.text import described, printable
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A model without kernels and plugins' ops, the same model with them, and what both are called with.
+
+    Attributes:
+        native: the one without.
+        grafted: the other.
+        steps: makes the calls.
+        paths: folders that their classes are imported from, beside what is installed.
+    """
+
+    native: nn.Module
+    grafted: nn.Module
+    steps: Steps
+    paths: list[str]
+
+
+def as_it_runs(name: str, prompt: str | None, tokens: int) -> Pair:
+    """Load the model of a checkpoint twice, as ``opgraft run`` does: all tokens but the last at once, then that one.
+
+    Raises:
+        InputError: there are fewer than two tokens, or a prompt and no tokenizer.
+        OpgraftError: as ``load_model``.
+    """
+    config = engine_config(name, None, {}).resolved()
+    with set_config(native_config()):
+        native = load_model(engine_config(name, None, {}).resolved())
+    model, ids = load_model(config), _token_ids(name, prompt, tokens)
+
+    def steps(model: nn.Module) -> Sequence[Step]:
+        return _decoder_steps(model, ids, config)
+
+    return Pair(native, model, steps, [])
+
+
+def grafted(name: str, prompt: str | None, tokens: int) -> Pair:
+    """Load the model of a checkpoint by its own class in transformers, and graft a copy of it.
+
+    Raises:
+        InputError: it is a GGUF file, transformers cannot load it, or as ``as_it_runs``.
+    """
+    weights = open_weights(name)
+    if weights.is_gguf:
+        raise InputError(f"{weights.path} is a GGUF file, which transformers has no class for: leave --graft out")
+    config, transformers = read_config(weights), import_extra("transformers")
+    folder = weights.path if weights.path.is_dir() else weights.path.parent
+    try:
+        cls = getattr(transformers, (config.architectures or ["AutoModel"])[0])
+        dtype = dtype_of(engine_config(name, None, {}).resolved(), config)
+        native = cls.from_pretrained(folder, dtype=dtype, use_safetensors=True, **LOCAL_ONLY).eval()
+    except Exception as error:  # whatever the code of the model raises
+        raise InputError(f"transformers cannot load {folder}: {described(error)}") from error
+    ids = _token_ids(name, prompt, tokens)[None]
+    return _grafted(native, lambda model: model(input_ids=ids, use_cache=False), [])
+
+
+def made_by(name: str) -> Pair:
+    """Call a function ``module:function``, which returns a model and what to call it with, and graft a copy of that.
+
+    Raises:
+        InputError: there is no such function, it raises, or returns something else.
+    """
+    module, _, function = name.partition(":")
+    folder = str(Path.cwd())
+    sys.path.insert(0, folder)
+    try:
+        native, given = getattr(importlib.import_module(module), function)()
+    except Exception as error:  # the function's own
+        raise InputError(
+            f"{printable(name)} gives no model: {described(error)}. MODEL is a checkpoint, or module:function, of a "
+            "function without arguments that returns a model and a tuple or a dict of what to call it with"
+        ) from error
+    if not isinstance(native, nn.Module) or not isinstance(given, tuple | dict):
+        raise InputError(
+            f"{printable(name)} returned {type(native).__name__} and {type(given).__name__}: it is to return a "
+            "torch.nn.Module, and a tuple or a dict of what to call it with"
+        )
+    call = (lambda model: model(**given)) if isinstance(given, dict) else (lambda model: model(*given))
+    return _grafted(native.eval(), call, [folder])
+
+
+def _grafted(native: nn.Module, call: Callable[[nn.Module], Any], paths: list[str]) -> Pair:
+    load_plugins()
+    model = copy.deepcopy(native)
+    graft(model)
+    return Pair(native, model, lambda _: [Step(call)], paths)
+
+
+def _token_ids(name: str, prompt: str | None, tokens: int) -> Tensor:
+    """Return the tokens of a prompt, or random ones, the same each time."""
+    weights = open_weights(name)
+    if prompt is None:
+        size = int(read_config(weights).get_text_config().vocab_size)
+        return torch.randint(size, (tokens,), generator=torch.Generator().manual_seed(0))
+    tokenizer = find_tokenizer(weights)
+    if tokenizer is None:
+        raise InputError(f"{weights.path} has no tokenizer for the prompt: leave it out, for --tokens random tokens")
+    ids = torch.tensor(tokenizer.encode(prompt))
+    if len(ids) < 2:
+        raise InputError(f"the prompt is {len(ids)} tokens long: give one of two tokens at least")
+    return ids
+
+
+def _decoder_steps(model: Any, ids: Tensor, config: OpgraftConfig) -> Sequence[Step]:
+    """Call a model of ours: where it has a cache, for all tokens but the last, then for the last."""
+    device = next(model.parameters()).device
+    ids, positions = ids.to(device), torch.arange(len(ids), device=device)
+    layers, states = attention_layers(model), state_layers(model)
+    if not layers and not states:
+        return [Step(_called(ids, positions))]
+    size = config.cache.block_size
+    dtype, blocks = cache_dtype(config.cache.dtype, model.dtype), -(-len(ids) // size)
+    caches = {
+        name: CacheLayout.of({name: each}, size, dtype).allocate(blocks + 1, device)[name]
+        for name, each in layers.items()
+    }
+    for cache in caches.values():
+        cache.zero_()
+    layout = CacheLayout.of(layers, size, dtype, states)
+    slots = torch.ones(1, dtype=torch.int64, device=device)
+    kept = {
+        name: LayerStates(tensors, slots)
+        for name, tensors in layout.states_of_layers(layout.allocate_states(2, device)).items()
+    }
+    table = torch.arange(1, blocks + 1)[None]
+    steps = []
+    for start, end in ((0, len(ids) - 1), (len(ids) - 1, len(ids))):
+        batch = AttentionBatch.of_sequences(
+            [end - start], [end], table, caches, block_size=size, max_context_len=len(ids), device=device
+        )
+        batch = dataclasses.replace(batch, states=kept)
+        steps.append(Step(_called(ids[start:end], positions[start:end]), batch))
+    return steps
+
+
+def _called(ids: Tensor, positions: Tensor) -> Callable[[nn.Module], Any]:
+    def call(model: Any) -> Any:
+        hidden = model(ids, positions)
+        return model.compute_logits(hidden) if isinstance(model, HasLogits) else hidden
+
+    return call

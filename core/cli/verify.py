@@ -1,0 +1,129 @@
+"""``opgraft verify``: compare a model with itself on native definitions, op by op, and name the first that departs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from opgraft.cli.output import (
+    COMMAND_LINE,
+    SettingsCommand,
+    json_option,
+    print_json,
+    print_table,
+    print_wrapped,
+    with_model_settings,
+)
+from opgraft.cli.verified_models import as_it_runs, grafted, made_by
+from opgraft.plugins.selection import selected_platform
+from opgraft.state import host_state
+from opgraft.testing.reproduction import write_case
+from opgraft.testing.verification import Departure, Place, Verification, verify
+
+_WHOLE = "(model)"
+
+
+@click.command("verify", cls=SettingsCommand)
+@click.argument("model")
+@click.argument("prompt", required=False)
+@click.option("--graft", "as_graft", is_flag=True, help="Take the model's own class in transformers, and graft it.")
+@click.option("--tokens", type=click.IntRange(2), default=16, show_default=True, help="Random ones, without PROMPT.")
+@click.option(
+    "--save",
+    "folder",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("opgraft-verify"),
+    show_default=True,
+    help="Where the script goes that makes the call again.",
+)
+@json_option
+@with_model_settings
+def command(model: str, prompt: str | None, as_graft: bool, tokens: int, folder: Path, as_json: bool) -> None:
+    """Compare each op of MODEL with native definitions, on the same inputs, and name the first that departs.
+
+    MODEL is as for 'opgraft run', or module:function, of a function that returns a PyTorch model and what to call it
+    with. Exit code 1: a result left its tolerance. The call then goes to --save, with a script that makes it again.
+    """
+    if host_state().settings().origins["model.name"] == COMMAND_LINE:
+        raise click.UsageError("MODEL names the model: leave --model.name out")
+    made = _is_function(model)
+    if made and (prompt is not None or as_graft):
+        raise click.UsageError(f"{model} makes a model and its inputs: leave PROMPT and --graft out")
+    pair = made_by(model) if made else (grafted if as_graft else as_it_runs)(model, prompt, tokens)
+    found = verify(pair.native, pair.grafted, pair.steps)
+    script = write_case(found.departure, folder, model, pair.paths) if found.departure else None
+    if as_json:
+        _print_as_json(model, found, script)
+    else:
+        _print_as_text(found, script)
+    sys.exit(1 if found.departure else 0)
+
+
+def _is_function(model: str) -> bool:
+    module, colon, function = model.partition(":")
+    named = colon and function.isidentifier() and all(part.isidentifier() for part in module.split("."))
+    return bool(named) and not Path(model).exists()
+
+
+def _print_as_json(model: str, found: Verification, script: Path | None) -> None:
+    departure = found.departure
+    data = {
+        "model": model,
+        "platform": selected_platform().platform.name,
+        "places": [_row(place) for place in found.places],
+        "unreached": list(found.unreached),
+        "departure": departure and {**_row(departure.place), "inputs": list(departure.inputs), "script": str(script)},
+    }
+    print_json("opgraft.verify/1", data)
+
+
+def _row(place: Place) -> dict[str, Any]:
+    served = [{**asdict(each), "provider": each.provider.to_dict()} for each in place.served]
+    return {
+        "path": place.path,
+        "ops": served,
+        "calls": place.calls,
+        "error": place.error,
+        "reason": place.reason,
+    }
+
+
+def _print_as_text(found: Verification, script: Path | None) -> None:
+    grouped: dict[str, list[Place]] = {}
+    for place in found.places:
+        grouped.setdefault(_kernels(place), []).append(place)
+    rows = [(len(places), name, _worst(places), _state(places)) for name, places in grouped.items()]
+    print_table(("modules", "op", "largest error", "result"), rows)
+    if found.unreached:
+        print_wrapped(f"not compared, as the native model calls nothing there: {', '.join(found.unreached)}")
+    if found.departure:
+        _print_departure(found.departure, script)
+
+
+def _kernels(place: Place) -> str:
+    return "; ".join(dict.fromkeys(f"{each.op} by {each.kernel} of {each.provider}" for each in place.served))
+
+
+def _worst(places: Sequence[Place]) -> str:
+    errors = [place.error for place in places]
+    told = [error for error in errors if error is not None]
+    return "?" if len(told) < len(errors) else f"{max(told):.2g}"
+
+
+def _state(places: Sequence[Place]) -> str:
+    departed = sum(bool(place.reason) for place in places)
+    return f"{departed} left their tolerance" if departed else "within tolerance"
+
+
+def _print_departure(departure: Departure, script: Path | None) -> None:
+    place = departure.place
+    print_wrapped(f"first departure: {place.path or _WHOLE}: {_kernels(place)}")
+    print_wrapped([f"at {each.location}" for each in place.served], indent="  ")
+    print_wrapped(place.reason, indent="  ")
+    print_wrapped([f"called with {line}" for line in departure.inputs], indent="  ")
+    print_wrapped(f"to make that call again: python {script}", indent="  ")

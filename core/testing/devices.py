@@ -1,0 +1,121 @@
+"""Simulated accelerators for machines without one: what they are like, and the platform that is found by them.
+
+Importing this module does not import torch, as it is what ``opgraft detect`` finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from opgraft.environment import SIMULATED_DEVICE
+from opgraft.errors import InputError, close_matches
+from opgraft.machine.evidence import Device, Evidence, Fact
+from opgraft.machine.machine import Machine
+from opgraft.planning.units import parse_quantity
+from opgraft.platform import PlatformSpec
+
+DEVICE_TYPE = "simulated"
+"""The ``torch.device`` type of its tensors, and the name of its platform."""
+
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class SimulatedDevice:
+    """A simulated accelerator, as ``OPGRAFT_SIMULATED_DEVICE`` describes it.
+
+    Attributes:
+        name: of the device, of any vendor.
+        features: its compute level or instruction sets.
+        memory: bytes; one byte more raises ``torch.OutOfMemoryError``.
+        dtypes: floating-point dtypes that it computes with; a tensor of another raises.
+        fails_after: kernels that run before every further one raises; ``None``: it does not fail.
+        seconds: that each kernel takes in addition.
+    """
+
+    name: str = "Simulated accelerator"
+    features: tuple[str, ...] = ()
+    memory: int = 8 << 30
+    dtypes: tuple[str, ...] = _DTYPES[1:]
+    fails_after: int | None = None
+    seconds: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> SimulatedDevice:
+        """Return the device of a text such as ``name=Acme X1,memory=64MiB,dtypes=float32 bfloat16,fails_after=100``.
+
+        What is left out is as usual; ``default`` leaves out everything.
+
+        Raises:
+            InputError: a name is not known, stands twice, or has a value that it does not take.
+        """
+        found: dict[str, Any] = {}
+        for part in text.split(",") if text.strip() != "default" else []:
+            name, _, value = (each.strip() for each in part.partition("="))
+            if name not in _PARSERS or name in found:
+                raise InputError(
+                    f"{SIMULATED_DEVICE}={text!r:.80}: {name!r:.40} is no part of a simulated device, or stands twice: "
+                    f"{close_matches(name, _PARSERS)} Give name=value pairs separated by commas, or 'default'."
+                )
+            found[name] = _PARSERS[name](value)
+        return cls(**found)
+
+
+def _bytes(text: str) -> int:
+    return int(parse_quantity(text, "bytes", f"memory of {SIMULATED_DEVICE}"))
+
+
+def _seconds(text: str) -> float:
+    return parse_quantity(text, "seconds", f"seconds of {SIMULATED_DEVICE}")
+
+
+def _calls(text: str) -> int:
+    if not text.isdecimal():
+        raise InputError(f"fails_after of {SIMULATED_DEVICE} is {text!r:.40}: give a number of kernels, such as 100")
+    return int(text)
+
+
+def _dtypes(text: str) -> tuple[str, ...]:
+    names = tuple(text.split())
+    if not names or not set(names) <= set(_DTYPES):
+        raise InputError(f"dtypes of {SIMULATED_DEVICE} is {text!r:.80}: give some of {' '.join(_DTYPES)}")
+    return names
+
+
+_PARSERS: Mapping[str, Callable[[str], Any]] = {
+    "name": str,
+    "features": lambda text: tuple(text.split()),
+    "memory": _bytes,
+    "dtypes": _dtypes,
+    "fails_after": _calls,
+    "seconds": _seconds,
+}
+
+
+def simulated_device(machine: Machine) -> SimulatedDevice | None:
+    """Return the simulated device of a machine, ``None`` where its environment names none.
+
+    Raises:
+        InputError: as ``SimulatedDevice.parse``.
+    """
+    text = machine.environ.get(SIMULATED_DEVICE)
+    return SimulatedDevice.parse(text) if text else None
+
+
+def probe(machine: Machine) -> Evidence:
+    """Tell of the simulated device of a machine."""
+    facts = (Fact(SIMULATED_DEVICE, machine.environ.get(SIMULATED_DEVICE, "")),)
+    try:
+        device = simulated_device(machine)
+    except InputError as error:
+        return Evidence(False, str(error), facts=facts)
+    if device is None:
+        return Evidence(False, f"{SIMULATED_DEVICE} is not set", facts=facts)
+    found = Device(device.name, " ".join(device.features) or None, device.memory)
+    return Evidence(True, f"1 simulated device: {device.name}", (found,), facts)
+
+
+SPEC = PlatformSpec(probe, "opgraft.testing.simulated_platform:SimulatedPlatform", priority=1000)
+"""Found where the variable is set, before any real device."""

@@ -1,0 +1,59 @@
+"""The platform of a simulated accelerator."""
+
+from __future__ import annotations
+
+import torch
+from opgraft.compat.python_device import register_device, why_not
+from opgraft.errors import PlatformError
+from opgraft.machine.machine import Machine
+from opgraft.platform import DeviceCapability, DeviceMemory, Platform
+from opgraft.testing import simulated_tensors
+from opgraft.testing.devices import DEVICE_TYPE, SimulatedDevice, simulated_device
+
+
+class SimulatedPlatform(Platform):
+    """One simulated device, which torch knows by a type of its own.
+
+    Raises:
+        PlatformError: this torch cannot have devices that are written in Python.
+    """
+
+    def __init__(self) -> None:
+        reason = why_not()
+        if reason:
+            raise PlatformError(f"a simulated device cannot be made: {reason}")
+        self.device = simulated_device(Machine()) or SimulatedDevice()
+        register_device(DEVICE_TYPE, simulated_tensors.compute)
+        simulated_tensors.begin(self.device)
+
+    @property
+    def name(self) -> str:
+        return DEVICE_TYPE
+
+    @property
+    def device_type(self) -> str:
+        return DEVICE_TYPE
+
+    @property
+    def dispatch_chain(self) -> tuple[str, ...]:
+        return ("native",)
+
+    @property
+    def compile_backend(self) -> str:
+        return "eager"
+
+    def device_count(self) -> int:
+        return 1
+
+    def capability(self, index: int = 0) -> DeviceCapability:
+        dtypes = tuple(getattr(torch, name) for name in self.device.dtypes)
+        return DeviceCapability(self.device.name, dtypes, features=self.device.features)
+
+    def memory(self, index: int = 0) -> DeviceMemory:
+        return DeviceMemory(self.device.memory, self.device.memory - simulated_tensors.bytes_in_use())
+
+    def synchronize(self, index: int = 0) -> None:
+        """Do nothing: kernels return when they are done."""
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)

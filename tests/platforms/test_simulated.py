@@ -1,0 +1,204 @@
+"""The simulated accelerator: found by a variable, and a device to torch, with all that can be wrong on one.
+
+Each test is a process of its own, as torch keeps a backend to the end of one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from opgraft.compat.python_device import why_not
+from opgraft.environment import SIMULATED_DEVICE
+from opgraft.errors import InputError
+from opgraft.machine.machine import Machine
+from opgraft.testing.devices import SimulatedDevice, probe
+from opgraft.testing.simulated_tensors import Running
+
+needs_backend = pytest.mark.skipif(bool(why_not()), reason="this torch takes a device's guard in C++ only")
+
+OPERATORS = """
+import copy, io, pickle
+import torch, opgraft
+platform = opgraft.current_platform()
+assert (platform.name, platform.device_type, platform.capability().name) == ("simulated", "simulated", "Acme X1")
+generator = torch.Generator().manual_seed(0)
+host = torch.randn(3, 4, generator=generator)
+x = host.to("simulated")
+assert (x.device.type, x.shape, x.t().stride(), x[:, 1:].stride()) == ("simulated", (3, 4), (1, 4), (4, 1))
+assert torch.equal((x @ x.t()).relu().cpu(), (host @ host.t()).relu())
+x[1].mul_(2)
+host[1].mul_(2)
+assert torch.equal(x.cpu(), host) and x.tolist() == host.tolist()
+assert torch.equal(x[torch.tensor([2, 0])].cpu(), host[[2, 0]])
+ours = torch.nn.Linear(4, 5)
+theirs = copy.deepcopy(ours).to("simulated")
+for model, inputs in ((ours, host), (theirs, x)):
+    model(inputs).square().sum().backward()
+assert isinstance(theirs.weight, torch.nn.Parameter) and theirs.weight.grad.device.type == "simulated"
+torch.testing.assert_close(theirs.weight.grad.cpu(), ours.weight.grad)
+again = pickle.loads(pickle.dumps(theirs))
+assert again.weight.device.type == "simulated" and torch.equal(again.weight.cpu(), ours.weight)
+file = io.BytesIO()
+torch.save(theirs.state_dict(), file)
+ours.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=False))
+"""
+
+MEMORY = """
+import torch, opgraft
+platform = opgraft.current_platform()
+kept = torch.empty(1 << 18, device="simulated")
+view = kept[1:]
+assert platform.memory().total - platform.memory().free == 1 << 20
+try:
+    torch.empty((3 << 18) + 1, device="simulated")
+except torch.OutOfMemoryError as error:
+    print(error)
+torch.empty(3 << 18, device="simulated")
+del kept
+assert platform.memory().free == 3 << 20
+del view
+assert platform.memory().free == platform.memory().total
+"""
+
+FAILING = """
+import torch, opgraft
+opgraft.current_platform()
+x = torch.ones(2, device="simulated")
+for number in range(9):
+    try:
+        x = x + 1
+    except RuntimeError as error:
+        print(number, error)
+"""
+
+REFUSING = """
+import torch, opgraft
+opgraft.current_platform()
+x = torch.ones(2, 2, device="simulated")
+for call in (lambda: x + torch.ones(2, 2), lambda: x.half(), lambda: torch.nn.Linear(2, 2)(x)):
+    try:
+        call()
+    except RuntimeError as error:
+        print(error)
+print((x + torch.tensor(1.0)).cpu().sum().item(), x.to(torch.bfloat16).dtype)
+"""
+
+GRAFTED = """
+import copy, torch, opgraft
+model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.GELU(), torch.nn.LayerNorm(6))
+inputs = torch.randn(5, 8)
+expected = model(inputs)
+model.to(opgraft.current_platform().device_type)
+opgraft.graft(model)
+torch.testing.assert_close(model(inputs.to("simulated")).cpu(), expected)
+print(model[1].decision.chosen)
+"""
+
+PLUGIN = """
+from opgraft.ops import GELU
+import torch
+platforms = ("simulated",)
+@GELU.register_oot
+class Acme(GELU):
+    def forward_oot(self, input):
+        return torch.nn.functional.gelu(input, approximate=self.approximate)
+"""
+
+
+def on(device: str, python: str, code: str, site: Path | None = None) -> list[str]:
+    """Run code in a process with that device; returns the lines that it prints."""
+    environ = {**os.environ, SIMULATED_DEVICE: device, "PYTHONPATH": str(site or "")}
+    command = [python, "-c", code]
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+@needs_backend
+def test_operators_compute_what_the_host_computes(warm_python: str) -> None:
+    """Views, writing in place, gradients, modules, pickles and checkpoints are those of the host, on the device."""
+    on("name=Acme X1,dtypes=float64 float32", warm_python, OPERATORS)
+
+
+@needs_backend
+def test_memory_is_limited_and_given_back(warm_python: str) -> None:
+    """What does not fit is torch's own error; views take no memory, and hold it."""
+    (line,) = on("name=Acme X1,memory=4MiB", warm_python, MEMORY)
+    assert line == "Acme X1 out of memory: 3145732 bytes were asked for, 1048576 of 4194304 are in use"
+
+
+@needs_backend
+def test_it_fails_after_so_many_kernels(warm_python: str) -> None:
+    """Every further kernel raises, as on a device that is lost."""
+    lines = on("fails_after=5", warm_python, FAILING)
+    assert [int(line.split()[0]) for line in lines] == list(range(9 - len(lines), 9))
+    assert 4 <= len(lines) < 9
+    assert "Simulated accelerator failed: it has run 5 kernels, and aten::add would be another" in lines[-1]
+
+
+@needs_backend
+def test_what_a_device_refuses(warm_python: str) -> None:
+    """Tensors of the host beside those of the device, but for single numbers, and dtypes that it does not have."""
+    mixed, half, weights, fine = on("dtypes=float32 bfloat16", warm_python, REFUSING)
+    assert mixed.startswith("Expected all tensors to be on the same device, but aten::add was given one on cpu")
+    assert half == "Simulated accelerator computes no float16, which aten::_to_copy was to give"
+    assert weights.startswith("Expected all tensors to be on the same device")
+    assert fine == "8.0 torch.bfloat16"
+
+
+@needs_backend
+def test_a_plugin_serves_it(warm_python: str, site) -> None:
+    """A model is moved there and grafted, and takes the kernel that a plugin has for that platform."""
+    site.plugin("acme", PLUGIN)
+    assert on("default", warm_python, GRAFTED, site.folder) == ["Acme.forward_oot"]
+
+
+def test_without_the_variable_there_is_none(cli) -> None:
+    """The platform is offered where the variable names a device, and only there."""
+    assert "simulated" not in cli("detect", "--all").stdout
+    told = cli("detect", "--all", **{SIMULATED_DEVICE: "name=Acme X1,memory=64MiB,features=x1 x2"}).stdout
+    assert "platform: simulated" in told
+    assert "1 x Acme X1, x1 x2, 64 MiB" in told
+
+
+def test_what_the_variable_says() -> None:
+    """Each part is read; what is left out is as usual."""
+    text = "name=Acme X1, memory=1.5KiB,dtypes=float16 float32,fails_after=0,seconds=2ms,features=a b"
+    expected = SimulatedDevice("Acme X1", ("a", "b"), 1536, ("float16", "float32"), 0, 0.002)
+    assert SimulatedDevice.parse(text) == expected
+    assert SimulatedDevice.parse("default") == SimulatedDevice()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("memry=1GiB", "'memry' is no part of a simulated device, or stands twice: did you mean 'memory'"),
+        ("memory=1GiB,memory=2GiB", "'memory' is no part of a simulated device, or stands twice"),
+        ("memory=much", "memory of OPGRAFT_SIMULATED_DEVICE is 'much', expected bytes"),
+        ("dtypes=int8", "give some of float64 float32 bfloat16 float16"),
+        ("dtypes=", "give some of float64 float32 bfloat16 float16"),
+        ("fails_after=-1", "fails_after of OPGRAFT_SIMULATED_DEVICE is '-1': give a number of kernels"),
+        ("seconds=0", "seconds of OPGRAFT_SIMULATED_DEVICE is '0', expected seconds above zero"),
+    ],
+)
+def test_a_variable_that_describes_nothing(text: str, reason: str) -> None:
+    """It is an error that names the part; the probe, which never raises, tells the same."""
+    with pytest.raises(InputError) as caught:
+        SimulatedDevice.parse(text)
+    evidence = probe(Machine(environ={SIMULATED_DEVICE: text}))
+    assert reason in str(caught.value)
+    assert (evidence.available, evidence.reason) == (False, str(caught.value))
+
+
+def test_kernels_may_be_slow() -> None:
+    """A device that takes time takes it for each kernel."""
+    waited: list[float] = []
+    device = Running(wait=waited.append)
+    device.about = SimulatedDevice(seconds=0.25)
+    device.run("aten::add")
+    device.run("aten::mul")
+    assert waited == [0.25, 0.25]
+    assert device.kernels == 2

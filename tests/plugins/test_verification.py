@@ -1,0 +1,124 @@
+"""A model beside itself on native definitions: what departs, where first, and what is told of it."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from opgraft import graft
+from opgraft.errors import InputError
+from opgraft.testing.reproduction import write_case
+from opgraft.testing.verification import Step, Verification, verify
+from torch import nn
+
+PLUGIN = """
+import torch
+from opgraft.ops import GELU, LayerNorm
+platforms = "any"
+
+@GELU.register_oot
+class AcmeGELU(GELU):
+    def forward_oot(self, input):
+        out = torch.nn.functional.gelu(input, approximate=self.approximate)
+        {wrong}
+        return out
+
+@LayerNorm.register_oot
+class AcmeNorm(LayerNorm):
+    def forward_oot(self, input):
+        return torch.nn.functional.layer_norm(input.double(), self.normalized_shape).to(input.dtype) * 1.01
+"""
+
+
+def verified(site, wrong: str) -> Verification:
+    """Compare a model of torch's modules with a graft of it, whose GELU does ``wrong`` and whose norm is 1 % off."""
+    site.plugin("acme", PLUGIN.format(wrong=wrong))
+    model = nn.Sequential(nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 5), nn.GELU(), nn.LayerNorm(5))
+    grafted = copy.deepcopy(model)
+    graft(grafted)
+    inputs = torch.randn(7, 8)
+    return verify(model, grafted, lambda _: [Step(lambda each: each(inputs))])
+
+
+def test_each_op_is_called_with_the_native_inputs(site) -> None:
+    """An op that is wrong is the first to depart; others answer for themselves only, and each is told of once."""
+    found = verified(site, "out = out + 1e-3 * (input.shape[-1] == 5)")
+    states = [(place.path, place.served[0].op, bool(place.reason)) for place in found.places]
+    linear = [("0", "linear", False), ("1", "gelu", False), ("2", "linear", False)]
+    assert states == [*linear, ("3", "gelu", True), ("4", "layer_norm", True)]
+    assert found.departure is not None
+    assert found.departure.place is found.places[3]
+    assert found.departure.place.served[0].kernel == "AcmeGELU.forward_oot"
+    assert found.departure.inputs[0].startswith("input: float32 [7, 5], cpu, from ")
+    assert 30 < (found.places[3].error or 0) < 100
+    assert (found.places[1].error or 0) <= 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (
+            "out[0] = torch.nan",
+            "6 of 42 numbers are off by more than is allowed: at [0, 0] of float32 [7, 6] it has",
+        ),
+        ("out = out.double()", "its result is float64 [7, 6], that of the native model float32 [7, 6]"),
+        ("out = out[:, :5]", "its result is float32 [7, 5]"),
+        ("input.mul_(2)", "it returned or wrote 2 tensors, the native model 1"),
+        ("out = None", "it returned or wrote 0 tensors, the native model 1"),
+        ("raise ValueError('\\x1b[2J')", r"it raised ValueError: \x1b[2J"),
+    ],
+)
+def test_what_departs_is_told(site, wrong: str, reason: str) -> None:
+    """Numbers, dtype, shape, what is written to and what is raised: the reason tells, and the model goes on."""
+    found = verified(site, wrong)
+    assert found.departure is not None
+    assert found.departure.place.path == "1"
+    assert found.departure.place.reason.startswith(reason)
+    assert found.places[-1].path == "4"
+
+
+def test_a_model_without_ops(site) -> None:
+    """Where nothing is grafted there is nothing to compare, which is an error."""
+    model = nn.Sequential(nn.Tanh())
+    with pytest.raises(InputError, match="calls no op of opgraft"):
+        verify(model, copy.deepcopy(model), lambda _: [Step(lambda each: each(torch.randn(2)))])
+
+
+def test_a_departure_is_made_again_alone(site, tmp_path: Path, warm_python: str) -> None:
+    """The script runs in a process of its own, gives the same reason, and is content once the plugin is mended."""
+    found = verified(site, "out = out + 1e-3")
+    assert found.departure is not None
+    script = write_case(found.departure, tmp_path / "case", 'a "model"\\', [])
+    command = [warm_python, str(script)]
+    environ = {"PYTHONPATH": str(site.folder), "OMP_NUM_THREADS": "1"}
+    wrong = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (wrong.returncode, wrong.stdout.splitlines()[-1]) == (1, found.departure.place.reason), wrong.stderr
+    assert "called with float32 [7, 6], cpu" in wrong.stdout
+    (site.folder / "acme.py").write_text(PLUGIN.format(wrong="pass"))
+    mended = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (mended.returncode, mended.stdout.splitlines()[-1][:21]) == (0, "within its tolerance:"), mended.stderr
+
+
+def test_what_cannot_be_saved(site, tmp_path: Path) -> None:
+    """A class that cannot be imported cannot be pickled: the error names the place and why."""
+    found = verified(site, "out = out + 1e-3")
+    assert found.departure is not None
+
+    class Local(nn.GELU):
+        pass
+
+    found.departure.module.add_module("local", Local())
+    with pytest.raises(InputError, match=r"1 cannot be saved, so there is no script: .*Local"):
+        write_case(found.departure, tmp_path, "model", [])
+
+
+def test_a_folder_that_cannot_be_written_to(site, tmp_path: Path) -> None:
+    """The error names the folder, and the option that gives another one."""
+    found = verified(site, "out = out + 1e-3")
+    assert found.departure is not None
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"file cannot be written to: .* Name another folder by --save"):
+        write_case(found.departure, tmp_path / "file", "model", [])
