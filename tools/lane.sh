@@ -55,6 +55,7 @@ echo "==> The $lane stack itself"
 PJRT_DEVICE=CPU "${pytest[@]}" --quiet "tests/lanes/test_$lane"*.py # the variable is for torch_xla: XLA's CPU client
 [ "${2:-test}" = stack ] && exit
 echo "==> The suite of the main environment, on this torch"
-# The second and third are about the main environment; the last needs clients of the server, which no stack has.
-others=(--ignore tests/lanes --ignore tests/packaging --ignore tests/docs --ignore tests/server)
+# The second and third are about the main environment; the others need clients of the server and libcst, which no stack
+# has.
+others=(--ignore tests/lanes --ignore tests/packaging --ignore tests/docs --ignore tests/server --ignore tests/porting)
 "${pytest[@]}" --quiet --numprocesses 2 --dist worksteal "${others[@]}"

@@ -15,7 +15,14 @@ _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 
 
 @click.command("new")
-@click.argument("name")
+@click.argument("name", required=False)
+@click.option(
+    "--from-vllm",
+    "from_vllm",
+    metavar="PATH",
+    type=click.Path(path_type=Path),
+    help="Port the vLLM device plugin in that folder, in place of a new one; none of it is run.",
+)
 @click.option(
     "--output",
     metavar="DIR",
@@ -25,15 +32,18 @@ _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
     help="The folder that gets the plugin's.",
 )
 @json_option
-def command(name: str, output: Path, as_json: bool) -> None:
+def command(name: str | None, from_vllm: Path | None, output: Path, as_json: bool) -> None:
     """Make the folder opgraft-NAME with a plugin: a platform, two kernels, tests, CI.
 
     NAME is that of a device or a collection of kernels, such as acme-x1. The plugin works before a line is changed, on
-    a simulated device.
+    a simulated device. A plugin of vLLM that is ported has the name of its entry point, unless another is given.
     """
-    folder = output / f"opgraft-{_named(name).replace('_', '-')}"
-    if folder.exists():
-        raise InputError(f"{folder} is there already: remove it, or choose another name or --output")
+    if from_vllm is not None:
+        _port(from_vllm, name, output, as_json)
+        return
+    if name is None:
+        raise click.UsageError("a new plugin needs a NAME; one of vLLM is ported by --from-vllm PATH")
+    folder = _folder(output, _named(name))
     files = _render(name, folder)
     if as_json:
         print_json("opgraft.new/1", {"folder": str(folder), "files": files})
@@ -42,20 +52,61 @@ def command(name: str, output: Path, as_json: bool) -> None:
     print_wrapped(f"next: cd {folder} && pip install -e '.[test]' && pytest --opgraft-brief")
 
 
+def _folder(output: Path, name: str) -> Path:
+    folder = output / f"opgraft-{name.replace('_', '-')}"
+    if folder.exists():
+        raise InputError(f"{folder} is there already: remove it, or choose another name or --output")
+    return folder
+
+
+def _port(path: Path, name: str | None, output: Path, as_json: bool) -> None:
+    """Port a plugin of vLLM, and tell what has no counterpart."""
+    try:
+        from opgraft.porting.port import GUIDE, port
+        from opgraft.porting.source import read_source
+    except ImportError as error:
+        raise InputError(f"a plugin cannot be ported ({error}): pip install 'opgraft[new]'") from error
+    ported = port(read_source(path))
+    folder = _folder(output, _spelled(name or ported.name))
+    if folder.resolve().is_relative_to(path.resolve()):
+        raise InputError(f"{folder} lies in the plugin that is read: choose another --output")
+    try:
+        for file, content in ported.files.items():
+            target = folder / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written: {error.strerror}") from error
+    if as_json:
+        uncovered = [vars(one) for one in ported.uncovered]
+        print_json("opgraft.new/1", {"folder": str(folder), "files": sorted(ported.files), "uncovered": uncovered})
+        return
+    print_wrapped(f"written: {folder} ({len(ported.files)} files)")
+    if ported.uncovered:
+        print_wrapped(f"without a counterpart in opgraft ({len(ported.uncovered)}), and marked by a comment:")
+    for one in ported.uncovered:
+        print_wrapped(f"  {one}")
+    print_wrapped(f"next: read {folder / GUIDE}; cd {folder} && pip install -e . && opgraft plugins doctor")
+
+
 def _named(name: str) -> str:
     """Check the name of a plugin.
 
     Raises:
         InputError: it cannot be the name of a distribution and a platform, or is taken.
     """
+    taken = {offer.name for offer in discover().offers}
+    if _spelled(name).replace("-", "_") in taken:
+        raise InputError(f"an installed platform or plugin is called {name.replace('-', '_')!r}: choose another name")
+    return name
+
+
+def _spelled(name: str) -> str:
     if not _NAME.fullmatch(name) or len(name) > 40:
         raise InputError(
             f"{name!r} cannot be the name of a plugin: use up to 40 lower-case letters and digits, with single hyphens "
             "between words, such as acme-x1"
         )
-    taken = {offer.name for offer in discover().offers}
-    if name.replace("-", "_") in taken:
-        raise InputError(f"an installed platform or plugin is called {name.replace('-', '_')!r}: choose another name")
     return name
 
 

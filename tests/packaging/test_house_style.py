@@ -91,6 +91,7 @@ LAYERS = [
     "opgraft.server",
     "opgraft.bench",
     "opgraft.testing",
+    "opgraft.porting",
     # The command line.
     "opgraft.cli",
     "opgraft.__main__",

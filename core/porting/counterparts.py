@@ -1,0 +1,128 @@
+"""The names of vLLM that have a counterpart in opgraft, by module, and hints for some that have none.
+
+A name stays what it is. A test compares the signatures with those of a vLLM that is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_OPS: Mapping[str, str] = {
+    "activation": "FastGELU FatreluAndMul GELU GELUTanh GeluAndMul GeluAndMulSparse MulAndSilu NewGELU QuickGELU "
+    "ReLUSquaredActivation SiluAndMul SiluAndMulWithClamp SwigluOAIAndMul SwigluStepAndMul XIELU",
+    "attention": "Attention MLAAttention MMEncoderAttention",
+    "attention.attention": "Attention",
+    "attention.mla_attention": "MLAAttention",
+    "attention.mm_encoder_attention": "MMEncoderAttention",
+    "conv": "Conv2dLayer Conv3dLayer",
+    "fused_moe": "FusedMoE UnquantizedFusedMoEMethod",
+    "fused_moe.fused_moe_modular_method": "FusedMoEModularMethod",
+    "fused_moe.layer": "FusedMoE UnquantizedFusedMoEMethod",
+    "fused_moe.router.grouped_topk_router": "GroupedTopk",
+    "fused_moe.unquantized_fused_moe_method": "UnquantizedFusedMoEMethod",
+    "layernorm": "GemmaRMSNorm RMSNorm RMSNormGated",
+    "linear": "ColumnParallelLinear LinearBase MergedColumnParallelLinear QKVParallelLinear ReplicatedLinear "
+    "RowParallelLinear",
+    "logits_processor": "LogitsProcessor",
+    "mamba.mamba_mixer": "MambaMixer",
+    "mamba.mamba_mixer2": "MambaMixer2 Mixer2RMSNormGated",
+    "mamba.short_conv": "ShortConv",
+    "mla": "MLAModules MultiHeadLatentAttentionWrapper",
+    "quantization.input_quant_fp8": "QuantFP8",
+    "quantization.utils.quant_utils": "GroupShape",
+    "rotary_embedding": "DeepseekScalingRotaryEmbedding DualChunkRotaryEmbedding DynamicNTKAlphaRotaryEmbedding "
+    "DynamicNTKScalingRotaryEmbedding LinearScalingRotaryEmbedding Llama3RotaryEmbedding Llama4VisionRotaryEmbedding "
+    "MRotaryEmbedding NTKScalingRotaryEmbedding Phi3LongRoPEScaledRotaryEmbedding RotaryEmbedding "
+    "YaRNScalingRotaryEmbedding get_rope",
+    "rotary_embedding.base": "RotaryEmbedding RotaryEmbeddingBase",
+    "rotary_embedding.common": "ApplyRotaryEmb",
+    "rotary_embedding.deepseek_scaling_rope": "DeepseekScalingRotaryEmbedding",
+    "rotary_embedding.dual_chunk_rope": "DualChunkRotaryEmbedding",
+    "rotary_embedding.dynamic_ntk_alpha_rope": "DynamicNTKAlphaRotaryEmbedding",
+    "rotary_embedding.dynamic_ntk_scaling_rope": "DynamicNTKScalingRotaryEmbedding",
+    "rotary_embedding.linear_scaling_rope": "LinearScalingRotaryEmbedding",
+    "rotary_embedding.llama3_rope": "Llama3RotaryEmbedding",
+    "rotary_embedding.llama4_vision_rope": "Llama4VisionRotaryEmbedding",
+    "rotary_embedding.mrope": "MRotaryEmbedding apply_interleaved_rope",
+    "rotary_embedding.ntk_scaling_rope": "NTKScalingRotaryEmbedding",
+    "rotary_embedding.phi3_long_rope_scaled_rope": "Phi3LongRoPEScaledRotaryEmbedding",
+    "rotary_embedding.yarn_scaling_rope": "YaRNScalingRotaryEmbedding",
+    "vocab_parallel_embedding": "ParallelLMHead VocabParallelEmbedding",
+}
+"""By module below ``vllm.model_executor.layers``, the names that ``opgraft.ops`` has."""
+
+_OTHERS: Mapping[str, tuple[str, str]] = {
+    "vllm.config": ("opgraft", "CompilationMode"),
+    "vllm.config.compilation": ("opgraft", "CompilationMode"),
+    "vllm.distributed": (
+        "opgraft.distributed",
+        "get_dp_group get_ep_group get_pp_group get_tensor_model_parallel_rank get_tensor_model_parallel_world_size "
+        "get_tp_group get_world_group tensor_model_parallel_all_gather tensor_model_parallel_all_reduce "
+        "tensor_model_parallel_gather tensor_model_parallel_reduce_scatter",
+    ),
+    "vllm.distributed.communication_op": (
+        "opgraft.distributed",
+        "tensor_model_parallel_all_gather tensor_model_parallel_all_reduce tensor_model_parallel_gather "
+        "tensor_model_parallel_reduce_scatter",
+    ),
+    "vllm.distributed.parallel_state": (
+        "opgraft.distributed",
+        "get_dp_group get_ep_group get_pp_group get_tensor_model_parallel_rank get_tensor_model_parallel_world_size "
+        "get_tp_group get_world_group",
+    ),
+    "vllm.logger": ("opgraft.logger", "init_logger logger"),
+    "vllm.model_executor.custom_op": (
+        "opgraft.custom_op",
+        "CustomOp PluggableLayer maybe_get_oot_by_class op_registry op_registry_oot",
+    ),
+    "vllm.model_executor.layers.quantization.base_config": ("opgraft.ops.linear.methods", "QuantizeMethodBase"),
+    "vllm.model_executor.model_loader.weight_utils": ("opgraft.ops.weights", "default_weight_loader"),
+    "vllm.model_executor.utils": ("opgraft.ops.weights", "set_weight_attrs"),
+    "vllm.platforms": ("opgraft", "Platform current_platform"),
+    "vllm.platforms.interface": ("opgraft", "Platform"),
+    "vllm.utils": ("opgraft", "direct_register_custom_op"),
+    "vllm.utils.torch_utils": ("opgraft", "direct_register_custom_op"),
+}
+
+COUNTERPARTS: Mapping[str, Mapping[str, str]] = {
+    **{module: dict.fromkeys(names.split(), home) for module, (home, names) in _OTHERS.items()},
+    **{
+        f"vllm.model_executor.layers.{module}": dict.fromkeys(names.split(), "opgraft.ops")
+        for module, names in _OPS.items()
+    },
+}
+"""By module of vLLM and name, the module of opgraft that has that name."""
+
+HINTS: Mapping[str, str] = {
+    "vllm.config.get_current_vllm_config": "an op is given its settings by its constructor; those of opgraft are "
+    "opgraft.OpgraftConfig",
+    "vllm.config.VllmConfig": "settings are opgraft.OpgraftConfig; a platform changes them by default_config",
+    "vllm.envs": "read variables of your own from os.environ; opgraft's settings are opgraft.OpgraftConfig",
+    "vllm.forward_context.get_forward_context": "the batch of a step is opgraft.ops.current_batch()",
+    "vllm.model_executor.layers.layernorm.LayerNorm": "opgraft.ops.LayerNorm has the constructor of torch's",
+    "vllm.platforms.PlatformEnum": "a platform of opgraft is told by its name",
+    "vllm.platforms.interface.DeviceCapability": "opgraft.DeviceCapability has a name, dtypes and features",
+    "vllm.platforms.DeviceCapability": "opgraft.DeviceCapability has a name, dtypes and features",
+}
+"""By qualified name of what has no counterpart, the next step."""
+
+PLATFORM: Mapping[str, str] = {
+    "device_control_env_var": "visibility_variable",
+    "device_name": "name",
+    "device_type": "device_type",
+    "dist_backend": "distributed_backend",
+    "manual_seed_all": "manual_seed",
+    "ray_device_key": "ray_device_key",
+    "simple_compile_backend": "compile_backend",
+}
+"""By attribute of vLLM's ``Platform`` and ``current_platform``, that of opgraft's."""
+
+
+def home_of(module: str, name: str) -> str | None:
+    """Return the module of opgraft that has a name of a module of vLLM, or ``None``."""
+    return COUNTERPARTS.get(module, {}).get(name)
+
+
+def hint(qualified: str) -> str:
+    """Say what to do about a name without a counterpart, where that is known; an empty text else."""
+    return HINTS.get(qualified) or HINTS.get(qualified.rpartition(".")[0], "")

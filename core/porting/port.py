@@ -1,0 +1,163 @@
+"""A vLLM plugin's source made that of an opgraft plugin, file by file, without running any of it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import libcst as cst
+from opgraft.errors import InputError
+from opgraft.porting.entry_points import (
+    EntryPoints,
+    moved_setup,
+    moved_toml,
+    needs_vllm,
+    read_setup,
+    read_toml,
+)
+from opgraft.porting.hooks import device_module, guide, plugin_module
+from opgraft.porting.rewriting import Rewritten, Uncovered, rewrite
+from opgraft.porting.source import Source
+
+GUIDE = "PORTING.md"
+_ENTRY = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+
+
+@dataclass
+class Port:
+    """A ported plugin: the contents of its files by path, and what has no counterpart."""
+
+    name: str
+    files: dict[str, bytes] = field(default_factory=dict)
+    uncovered: list[Uncovered] = field(default_factory=list)
+
+
+def port(source: Source) -> Port:
+    """Port a plugin.
+
+    Raises:
+        InputError: a file cannot be parsed, there are no entry points of vLLM, or they lead to no file of the plugin.
+    """
+    trees = {path: _parsed(path, content) for path, content in source.files.items() if path.endswith(".py")}
+    where, document, points = _entry_points(source, trees)
+    name = next(iter({**points.platforms, **points.general}))
+    made = Port(name, dict(source.files))
+    groups = _groups(source, trees, points, made)
+    if document is None:
+        trees[where] = cst.parse_module(moved_setup(trees[where], groups))
+    else:
+        made.files[where] = moved_toml(document, groups).encode()
+    for path, tree in trees.items():
+        rewritten = _rewritten(tree, path, next(iter(points.platforms), name))
+        made.uncovered += rewritten.uncovered
+        made.files[path] = rewritten.code.encode(tree.encoding)
+    for path, content in source.files.items():
+        if re.fullmatch(r"(.*/)?[\w-]*requirements[\w-]*\.txt", path):
+            made.uncovered += _requirements(path, content)
+    if GUIDE in made.files:
+        raise InputError(f"{source.root} has a {GUIDE}, which the port writes: rename it")
+    made.files[GUIDE] = guide(name, groups, made.uncovered).encode()
+    return made
+
+
+def _parsed(path: str, content: bytes) -> cst.Module:
+    try:
+        ast.parse(content, path)  # tells the line, and ends where nesting is deeper than anybody writes
+        return cst.parse_module(content)
+    except SyntaxError as error:
+        raise InputError(f"{path}:{error.lineno}: cannot be parsed ({error.msg}): mend it, or remove it") from error
+    except (ValueError, RecursionError, MemoryError, cst.ParserSyntaxError) as error:
+        raise InputError(f"{path}: cannot be parsed ({type(error).__name__}): mend it, or remove it") from error
+
+
+def _rewritten(tree: cst.Module, path: str, platform: str) -> Rewritten:
+    try:
+        return rewrite(tree, path, platform)
+    except RecursionError as error:
+        raise InputError(f"{path}: an expression is nested too deeply to be ported: divide it") from error
+
+
+def _entry_points(source: Source, trees: Mapping[str, cst.Module]) -> tuple[str, Any, EntryPoints]:
+    document = None
+    if "pyproject.toml" in source.files:
+        document, points = read_toml("pyproject.toml", source.files["pyproject.toml"])
+        if points:
+            return "pyproject.toml", document, points
+    points = read_setup(trees["setup.py"]) if "setup.py" in trees else None
+    if points is None:
+        raise InputError(
+            f"{source.root} has no entry points of vLLM in pyproject.toml or setup.py: a device plugin offers some in "
+            "the groups vllm.platform_plugins and vllm.general_plugins"
+        )
+    return "setup.py", None, points
+
+
+def _groups(
+    source: Source, trees: Mapping[str, cst.Module], points: EntryPoints, made: Port
+) -> dict[str, dict[str, str]]:
+    """Write the modules that opgraft's entry points name, and return these by group."""
+    groups: dict[str, dict[str, str]] = {}
+    for name, target in points.platforms.items():
+        module, function = _target(name, target)
+        package = _package(source, module)
+        classes = sorted(set(_returned(trees[source.module(module) or ""], function)))
+        if len(classes) != 1:
+            told = "its function returns no path, or several, that can be read: write a PlatformSpec by hand"
+            made.uncovered.append(Uncovered(source.module(module) or "", 1, f"vllm.platform_plugins {name}", told))
+            continue
+        _add(made, f"{package[1]}opgraft_device.py", device_module(module, function, classes[0]))
+        groups["opgraft.platforms"] = {name: f"{package[0]}.opgraft_device:SPEC"}
+    functions = [_target(name, target) for name, target in points.general.items()]
+    for module, _ in functions:
+        _package(source, module)
+    if functions:
+        package = _package(source, functions[0][0])
+        _add(made, f"{package[1]}opgraft_plugin.py", plugin_module(functions, bool(points.platforms)))
+        groups["opgraft.plugins"] = {next(iter(points.general)): f"{package[0]}.opgraft_plugin"}
+    return groups
+
+
+def _target(name: str, target: str) -> tuple[str, str]:
+    found = _ENTRY.fullmatch(target.strip())
+    if not found:
+        raise InputError(f"the entry point {name!r} is {target!r}: expected module:function")
+    return found[1], found[2]
+
+
+def _package(source: Source, module: str) -> tuple[str, str]:
+    """Return the top package of a module, and its folder with a slash behind it."""
+    top = module.partition(".")[0]
+    path, own = source.module(top), source.module(module)
+    if own is None:
+        raise InputError(f"an entry point names the module {module!r}, of which {source.root} has no file")
+    if path is None or not path.endswith("/__init__.py"):
+        raise InputError(f"an entry point names {module!r}, whose top is no package: make it a folder with __init__.py")
+    return top, path.removesuffix("__init__.py")
+
+
+def _returned(tree: cst.Module, function: str) -> Iterator[str]:
+    """Yield the dotted paths of classes that a function returns, as ``module:Class``."""
+    for statement in ast.walk(ast.parse(tree.code)):
+        if not isinstance(statement, ast.FunctionDef) or statement.name != function:
+            continue
+        for node in ast.walk(statement):
+            text = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(text, str) and _DOTTED.fullmatch(text):
+                module, _, name = text.rpartition(".")
+                yield f"{module}:{name}"
+
+
+def _requirements(path: str, content: bytes) -> Iterator[Uncovered]:
+    for number, line in enumerate(content.decode(errors="replace").splitlines(), 1):
+        if needs_vllm(line):
+            yield Uncovered(path, number, "the requirement of vllm", "remove it; opgraft is what the port needs")
+
+
+def _add(made: Port, path: str, text: str) -> None:
+    if path in made.files:
+        raise InputError(f"the plugin has a file {path}, which the port writes: rename it")
+    made.files[path] = text.encode()

@@ -1,0 +1,249 @@
+"""'opgraft new --from-vllm': a plugin of vLLM's kind, ported, installed and called, and sources that are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import opgraft
+import pytest
+import tomllib
+import torch
+from opgraft import load_plugins, ops
+from opgraft.errors import InputError
+from opgraft.plugins import discovery
+from opgraft.porting.port import port
+from opgraft.porting.source import LARGEST_FILE, read_source
+
+SCHEMA = Path(__file__).parents[2] / "docs/reference/schemas/opgraft.new.1.json"
+
+PROJECT = """
+[project]
+name = "vllm-acme"
+version = "0.3.0"
+dependencies = ["vllm>=0.11", "packaging"]  # the engine
+
+[project.entry-points."vllm.platform_plugins"]
+acme = "vllm_acme:register"
+
+[project.entry-points."vllm.general_plugins"]
+acme_ops = "vllm_acme:register_ops"
+"""
+
+PACKAGE = """
+def register():
+    return "vllm_acme.platform.AcmePlatform"
+
+
+def register_ops():
+    from vllm_acme import ops
+
+    ops.register()
+"""
+
+PLATFORM = """
+from vllm.platforms import Platform, PlatformEnum
+
+
+class AcmePlatform(Platform):
+    _enum = PlatformEnum.OOT
+    device_name = "acme"
+    device_type = "cpu"
+
+    @classmethod
+    def get_device_name(cls, device_id=0):
+        return "Acme N1"
+
+    @classmethod
+    def get_device_total_memory(cls, device_id=0):
+        return 4 * 2**30
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config):
+        vllm_config.parallel_config.worker_cls = "vllm.v1.worker.cpu_worker.CPUWorker"
+"""
+
+OPS = """
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.custom_op import CustomOp
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import direct_register_custom_op
+
+logger = init_logger(__name__)
+
+
+def acme_silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+def _fake(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+direct_register_custom_op("acme_silu_and_mul", acme_silu_and_mul, fake_impl=_fake)
+
+
+class AcmeSiluAndMul(SiluAndMul):
+    def forward_oot(self, x):
+        return torch.ops.vllm.acme_silu_and_mul(x)
+
+
+@CustomOp.register_oot(name="RMSNorm")
+class AcmeRMSNorm(RMSNorm):
+    def forward_oot(self, x, residual=None):
+        if residual is not None or x.device.type != current_platform.device_type:
+            return self.forward_native(x, residual)
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+
+    def eager(self):
+        return get_current_vllm_config().model_config.enforce_eager
+
+
+def register():
+    CustomOp.register_oot(_decorated_op_cls=AcmeSiluAndMul, name="SiluAndMul")
+"""
+
+UNCOVERED = [
+    ("vllm_acme/ops.py", 3, "vllm.config.get_current_vllm_config"),
+    ("vllm_acme/ops.py", 39, "vllm.config.get_current_vllm_config.model_config.enforce_eager"),
+    ("vllm_acme/platform.py", 2, "vllm.platforms.PlatformEnum"),
+    ("vllm_acme/platform.py", 19, "vllm.platforms.Platform.check_and_update_config"),
+    ("vllm_acme/platform.py", 20, "vllm.v1.worker.cpu_worker.CPUWorker"),
+]
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Path:
+    """The source of a plugin for vLLM."""
+    folder = tmp_path / "vllm-acme"
+    (folder / "vllm_acme").mkdir(parents=True)
+    (folder / "pyproject.toml").write_text(PROJECT)
+    for name, text in {"__init__": PACKAGE, "platform": PLATFORM, "ops": OPS}.items():
+        (folder / f"vllm_acme/{name}.py").write_text(text)
+    return folder
+
+
+def test_a_ported_plugin_runs(site: Any, plugin: Path) -> None:
+    """Installed, its platform is chosen and its ops are those that run, one of them as a torch op of its own."""
+    made = port(read_source(plugin))
+    project = tomllib.loads(made.files["pyproject.toml"].decode())["project"]
+    assert project["dependencies"] == ["packaging", "opgraft>=0.1,<0.2"]
+    points = {group: [f"{a} = {b}" for a, b in table.items()] for group, table in project["entry-points"].items()}
+    assert points == {
+        "opgraft.platforms": ["acme = vllm_acme.opgraft_device:SPEC"],
+        "opgraft.plugins": ["acme_ops = vllm_acme.opgraft_plugin"],
+    }
+    site.install("vllm-acme", {name: text.decode() for name, text in made.files.items()}, points)
+    load_plugins()
+    assert opgraft.current_platform().name == "acme"
+    assert [offer.name for offer in discovery.discover().offers if not offer.built_in] == ["acme", "acme_ops"]
+    norm, gate = ops.RMSNorm(16), ops.SiluAndMul()
+    assert [op.decision.chosen for op in (norm, gate)] == ["AcmeRMSNorm.forward_oot", "AcmeSiluAndMul.forward_oot"]
+    x = torch.randn(3, 16)
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        torch.testing.assert_close(norm(x), norm.forward_native(x))
+        torch.testing.assert_close(gate(x), gate.forward_native(x))
+    assert "opgraft::acme_silu_and_mul" in {event.name for event in profile.events()}
+    with pytest.raises(NameError, match="get_current_vllm_config"):
+        norm.eager()
+
+
+def test_what_has_no_counterpart_is_listed(cli: Any, plugin: Path, tmp_path: Path) -> None:
+    """By file and line, in JSON, on the terminal and in PORTING.md; each stands below a comment."""
+    told = cli("new", "--from-vllm", str(plugin), "--output", str(tmp_path / "a"), "--json")
+    report = json.loads(told.stdout)
+    jsonschema.validate(report, json.loads(SCHEMA.read_text()))
+    assert [(one["file"], one["line"], one["name"]) for one in report["uncovered"]] == UNCOVERED
+    folder = Path(report["folder"])
+    assert folder == tmp_path / "a" / "opgraft-acme"
+    assert sorted(report["files"]) == sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+    printed = cli("new", "named", "--from-vllm", str(plugin), "--output", str(tmp_path / "a")).stdout
+    assert "opgraft-named" in printed
+    guide = (folder / "PORTING.md").read_text()
+    marked = "".join((folder / f"vllm_acme/{name}.py").read_text() for name in ("ops", "platform"))
+    for file, line, name in UNCOVERED:
+        assert f"{file}:{line}: {name}" in printed
+        assert f"| `{file}:{line}` | `{name}` |" in guide
+    assert marked.count("# opgraft: no counterpart: ") == len(UNCOVERED)
+
+
+def test_a_setup_script_is_read_and_not_run(plugin: Path) -> None:
+    """Its entry points and requirements are those of opgraft, the rest of it is as it was."""
+    (plugin / "pyproject.toml").write_text("[build-system]\nrequires = ['setuptools']\n")
+    begin = "from setuptools import setup\nraise SystemExit('run')\nsetup(\n    name='vllm-acme',\n"
+    entries = "{'console_scripts': ['a = b:c'], 'vllm.general_plugins': ['acme = vllm_acme:register_ops']}"
+    script = f"{begin}    install_requires=['vllm == 0.11', 'numpy'],\n    entry_points={entries},\n)\n"
+    (plugin / "setup.py").write_text(script)
+    made = port(read_source(plugin))
+    text = made.files["setup.py"].decode()
+    assert text.startswith(begin)
+    assert "vllm == " not in text
+    assert "vllm.general_plugins" not in text
+    assert "['numpy', \"opgraft>=0.1,<0.2\"]" in text
+    assert "'console_scripts': ['a = b:c'], \"opgraft.plugins\": [\"acme = vllm_acme.opgraft_plugin\"]" in text
+    assert b'platforms = "any"' in made.files["vllm_acme/opgraft_plugin.py"]
+    (plugin / "setup.py").write_text(f"{begin}    entry_points=made(),\n)\n")
+    with pytest.raises(InputError, match="no dictionary that can be read without running it"):
+        port(read_source(plugin))
+
+
+def write(path: str, content: str | bytes) -> Callable[[Path], object]:
+    data = content.encode() if isinstance(content, str) else content
+    return lambda folder: (folder / path).write_bytes(data)
+
+
+BAD = "vllm_acme/bad.py"
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a syntax error": (write(BAD, "x = 1\ndef f(:\n"), r"vllm_acme/bad.py:2: cannot be parsed"),
+    "bytes that are no text": (write(BAD, b"x = '\xff\xfe'\n"), "vllm_acme/bad.py.*cannot be parsed"),
+    "a null byte": (write(BAD, b"x = 1\x00\n"), "vllm_acme/bad.py.*cannot be parsed"),
+    "deep nesting": (write(BAD, "x = " + "(" * 5000 + ")" * 5000), "vllm_acme/bad.py.*cannot be parsed"),
+    "a long chain": (write(BAD, "x = 1" + "+1" * 50_000), "vllm_acme/bad.py.*cannot be parsed"),
+    "a shorter one": (write(BAD, "x = 1" + "+1" * 600), "vllm_acme/bad.py.*nested too deeply"),
+    "a huge file": (write(BAD, b"#" * (LARGEST_FILE + 1)), "bad.py has more than 1 MiB"),
+    "a link that leads out": (lambda f: (f / "passwd").symlink_to("/etc/passwd"), "passwd is a link that leads out of"),
+    "a link to a folder": (lambda f: (f / "all").symlink_to("/etc"), "all is a link to a folder"),
+    "no entry points": (write("pyproject.toml", '[project]\nname = "a"\n'), "no entry points of vLLM"),
+    "no project": (write("pyproject.toml", "[tool.x]\n"), "no entry points of vLLM"),
+    "no TOML": (write("pyproject.toml", "[project\n"), "pyproject.toml cannot be read"),
+    "entry points of no kind": (write("pyproject.toml", "[project]\nentry-points = 3\n"), "cannot be read"),
+    "no function": (write("pyproject.toml", PROJECT.replace(":register_ops", "")), "expected module:function"),
+    "no such module": (write("pyproject.toml", PROJECT.replace("vllm_acme:", "other:")), "names the module 'other'"),
+    "a guide already": (write("PORTING.md", ""), "has a PORTING.md"),
+    "a hook already": (write("vllm_acme/opgraft_plugin.py", ""), "has a file vllm_acme/opgraft_plugin.py"),
+    "no project file": (lambda f: (f / "pyproject.toml").unlink(), "no pyproject.toml and no setup.py"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(plugin: Path, name: str) -> None:
+    """The message says which file, what is wrong with it and what to do."""
+    spoil, message = REFUSED[name]
+    spoil(plugin)
+    with pytest.raises(InputError, match=message):
+        port(read_source(plugin))
+
+
+def test_nothing_is_written_where_it_cannot_be(cli: Any, site: Any, plugin: Path, tmp_path: Path) -> None:
+    """Neither over a folder, nor into the plugin; and without the library the extra is named."""
+    (tmp_path / "opgraft-acme").mkdir()
+    for arguments, message in {
+        (str(plugin),): "is there already",
+        (str(plugin), "--output", str(plugin)): "lies in the plugin that is read",
+        (str(tmp_path / "none"),): "is no folder",
+    }.items():
+        told = cli("new", "--from-vllm", *arguments)
+        assert (told.returncode, message in told.stderr) == (2, True), told.stderr
+    assert cli("new").returncode == 2
+    (site.folder / "libcst.py").write_text("raise ImportError('no module named libcst')")
+    told = cli("new", "--from-vllm", str(plugin), "--output", str(tmp_path / "b"))
+    assert (told.returncode, "pip install 'opgraft[new]'" in told.stderr) == (2, True)
+    assert not list((tmp_path / "opgraft-acme").iterdir())
