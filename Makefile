@@ -125,6 +125,7 @@ public-api: .venv/opgraft
 bench: .venv/opgraft
 	$(BIN)/python benchmarks/mechanism.py
 	$(BIN)/python benchmarks/detection.py
+	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/scheduler.py
 
 # What kernels gain: of the installed demonstration, as an editable install would measure the same and need a build.

@@ -5,7 +5,6 @@ Each message says what failed, which thing was concerned, why, and the next step
 
 from __future__ import annotations
 
-import difflib
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -227,6 +226,8 @@ def near_matches(name: str, known: Iterable[str], cutoff: float = 0.6) -> list[s
 
     Names that are much farther than the nearest are left out.
     """
+    import difflib  # which no command needs that goes well
+
     found = difflib.get_close_matches(name, sorted(set(known)), n=3, cutoff=cutoff)
     ratios = [difflib.SequenceMatcher(None, match, name).ratio() for match in found]
     return [match for match, ratio in zip(found, ratios, strict=True) if ratio >= ratios[0] - _FARTHER]

@@ -6,7 +6,6 @@ import importlib
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import MappingProxyType, ModuleType
 
@@ -27,14 +26,17 @@ MOVED: Mapping[str, str] = MappingProxyType(
 _PACKAGES = frozenset(name.rpartition(".")[0] for name in MOVED)
 
 
-class MovedModules(MetaPathFinder, Loader):
-    """Finds the modules of ``MOVED`` under their former names."""
+class MovedModules:
+    """Finds the modules of ``MOVED`` under their former names, and loads them.
+
+    It derives from no class of ``importlib.abc``, which takes milliseconds of each start to import.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname in MOVED or fullname in _PACKAGES:
-            return ModuleSpec(fullname, self, is_package=fullname in _PACKAGES)
+            return ModuleSpec(fullname, self, is_package=fullname in _PACKAGES)  # type: ignore[arg-type]
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:

@@ -112,6 +112,8 @@ class HostState:
     discovery: Any = None
     lockfiles: dict[str, Any] = field(default_factory=dict)
     """By path, as they were read first, with what the installed distributions were compared with."""
+    measurements: dict[Any, Any] = field(default_factory=dict)
+    """By path, what files of measurements say of this machine, or why they say nothing, as they were read first."""
     parallelism: Any = None
     """The groups that this process belongs to, which ``opgraft.distributed`` keeps here; ``None``: it is alone."""
 
@@ -181,7 +183,8 @@ class HostState:
 
     def drop_superseded(self) -> None:
         """Deactivate replacements whose declaration a reloaded definition has taken over."""
-        self.active = [known for known in self.active if known in self.registry.replacements]
+        declared = set(self.registry.replacements)
+        self.active = [known for known in self.active if known in declared]
 
 
 _STATE = HostState()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 HOST = "opgraft"
@@ -18,23 +19,40 @@ class Use:
     keywords: tuple[str, ...] = ()
 
 
-def uses_in(source: bytes) -> list[Use]:
+def uses_in(source: bytes, exported: Mapping[str, Collection[str]]) -> list[Use]:
     """List the uses of opgraft in a module, in the order of its lines.
+
+    Args:
+        source: of the module.
+        exported: by module of opgraft, the names that ``import *`` takes of it.
 
     Raises:
         SyntaxError, ValueError, RecursionError: it is no Python that this interpreter reads.
     """
-    visitor = _Uses()
+    visitor = _Uses(exported)
     visitor.visit(ast.parse(source))
     return sorted(dict.fromkeys(visitor.found), key=lambda use: (use.line, use.name))
 
 
 class _Uses(ast.NodeVisitor):
-    """Follows what imports bind, wherever they stand, to the attributes that are taken of it."""
+    """Follows what imports bind, wherever they stand, and instances of it, to the attributes that are taken of them.
 
-    def __init__(self) -> None:
+    Attributes:
+        bound: the names that imports bind, each with what it stands for.
+        starred: those that ``import *`` binds.
+        instances: variables that hold an instance of a class of opgraft, each with the class.
+        base: of the class whose body is visited, the base of opgraft.
+        own: the methods that this class defines.
+    """
+
+    def __init__(self, exported: Mapping[str, Collection[str]]) -> None:
+        self.exported = exported
         self.found: list[Use] = []
         self.bound: dict[str, str] = {}
+        self.starred: set[str] = set()
+        self.instances: dict[str, str] = {}
+        self.base: str | None = None
+        self.own: set[str] = set()
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
@@ -43,11 +61,35 @@ class _Uses(ast.NodeVisitor):
                 self.found.append(Use(alias.name, node.lineno))
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        if not node.level and (node.module or "").partition(".")[0] == HOST:
-            for alias in node.names:
-                name = str(node.module) if alias.name == "*" else f"{node.module}.{alias.name}"
-                self.bound[alias.asname or alias.name] = name
-                self.found.append(Use(name, node.lineno))
+        if node.level or (node.module or "").partition(".")[0] != HOST:
+            return
+        module = str(node.module)
+        for alias in node.names:
+            if alias.name == "*":
+                names = {name: f"{module}.{name}" for name in self.exported.get(module, ())}
+                self.bound |= names
+                self.starred |= names.keys()
+                self.found.append(Use(module, node.lineno))
+            else:
+                self.bound[alias.asname or alias.name] = f"{module}.{alias.name}"
+                self.found.append(Use(f"{module}.{alias.name}", node.lineno))
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if node.id in self.starred and node.id in self.bound:  # of others the import is the use
+            self.found.append(Use(self.bound[node.id], node.lineno))
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.generic_visit(node)
+        made = self._dotted(node.value.func) if isinstance(node.value, ast.Call) else None
+        for target in node.targets:
+            if isinstance(target, ast.Name):
+                self._hold(target.id, made)
+
+    def _hold(self, name: str, cls: str | None) -> None:
+        """Let a variable stand for an instance of a class of opgraft, or for nothing of ours any more."""
+        self.instances.pop(name, None)
+        if cls and cls.rpartition(".")[2][:1].isupper():
+            self.instances[name] = cls
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         name = self._dotted(node)
@@ -65,17 +107,26 @@ class _Uses(ast.NodeVisitor):
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         bases = [name for name in map(self._dotted, node.bases) if name]
-        functions = [each for each in node.body if isinstance(each, ast.FunctionDef) and not each.name.startswith("_")]
-        self.found += [Use(f"{base}.{function.name}", function.lineno) for base in bases for function in functions]
+        functions = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+        overridden = [each for each in functions if not each.name.startswith("_")]
+        self.found += [Use(f"{base}.{function.name}", function.lineno) for base in bases for function in overridden]
+        outer = self.base, self.own
+        self.base, self.own = next(iter(bases), None), {function.name for function in functions}
         self.generic_visit(node)
+        self.base, self.own = outer
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         if any(self._is_hook(mark) for mark in node.decorator_list):
             self.found.append(Use(f"{HOOKS}.{node.name}", node.lineno))
-        outer, taken = self.bound, _taken_in(node)
+        outer, held, taken = self.bound, self.instances, _taken_in(node)
+        annotated = {each.arg: self._dotted(each.annotation) if each.annotation else None for each in node.args.args}
         self.bound = {name: value for name, value in outer.items() if name not in taken}
+        self.instances = {name: value for name, value in held.items() if name not in taken}
+        for name, cls in annotated.items():
+            self._hold(name, cls)
         self.generic_visit(node)
         self.bound = {**self.bound, **outer}  # an import may bind a global name
+        self.instances = held
 
     def _is_hook(self, mark: ast.expr) -> bool:
         name = self._dotted(mark.func if isinstance(mark, ast.Call) else mark)
@@ -87,8 +138,17 @@ class _Uses(ast.NodeVisitor):
         while isinstance(node, ast.Attribute):
             attributes.append(node.attr)
             node = node.value
-        bound = self.bound.get(node.id) if isinstance(node, ast.Name) else None
-        return ".".join([bound, *reversed(attributes)]) if bound else None
+        name = self._inherited(node, attributes[-1]) if attributes else None
+        if isinstance(node, ast.Name) and name is None:
+            name = self.bound.get(node.id) or (self.instances.get(node.id) if attributes else None)
+        return ".".join([name, *reversed(attributes)]) if name else None
+
+    def _inherited(self, node: ast.expr, attribute: str) -> str | None:
+        """Return the base of opgraft from which an attribute of ``self`` or ``super()`` comes, as far as that shows."""
+        if isinstance(node, ast.Name):
+            return self.base if node.id == "self" and attribute not in self.own else None
+        above = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
+        return self.base if above else None
 
 
 def _taken_in(function: ast.FunctionDef) -> set[str]:

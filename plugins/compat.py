@@ -54,9 +54,14 @@ def examine(offers: Iterable[Offer], here: Listing, there: Listing) -> Examinati
     """Judge the names that plugins use in opgraft as it is ``here`` by those that there are ``there``."""
     found: dict[tuple[str, str, str], list[str]] = {}
     files, unread = _sources(offers)
+    exported: dict[str, list[str]] = {}
+    for name in here.names:
+        module, _, own = name.rpartition(".")
+        if module in here.modules:
+            exported.setdefault(module, []).append(own)
     for file in files:
         try:
-            judged = [(_judged(use, here, there), use.line) for use in uses_in(read_regular(file, _LARGEST))]
+            judged = [(_judged(use, here, there), use.line) for use in uses_in(read_regular(file, _LARGEST), exported)]
         except _UNREADABLE as error:
             unread.append((str(file), described(error)))
             continue

@@ -16,7 +16,16 @@ from opgraft.decision import Provider
 from opgraft.environment import SIMULATED_DEVICE
 from opgraft.errors import ConfigError, close_matches
 from opgraft.logger import logger
-from opgraft.plugins.metadata import Problem, distributions, entry_point_rows, headers_of, is_stray, place_of, text_of
+from opgraft.plugins.metadata import (
+    Problem,
+    distributions,
+    entry_point_rows,
+    fields_of,
+    groups_in,
+    is_stray,
+    place_of,
+    text_of,
+)
 from opgraft.state import host_state
 from opgraft.text import described, printable
 from opgraft.version import __version__
@@ -66,12 +75,14 @@ class Offer:
 class Discovery:
     """The result of one scan of the installed distributions.
 
-    ``distributions`` has those that offer something, opgraft itself aside.
+    ``distributions`` has those that offer something, opgraft itself aside. ``groups`` has for each group of entry
+    points, whoever reads it, the distributions with that group.
     """
 
     offers: list[Offer] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     distributions: dict[Provider, importlib_metadata.Distribution] = field(default_factory=dict)
+    groups: dict[str, list[importlib_metadata.Distribution]] = field(default_factory=dict)
 
     def of_group(self, group: str) -> list[Offer]:
         return [offer for offer in self.offers if offer.group == group]
@@ -148,11 +159,13 @@ def scan() -> Discovery:
             place = place_of(found)
             provider = Provider(str(place)) if place else provider
             # Most distributions end here, before anything is parsed: start-up waits for this loop.
-            text = text_of(found, "entry_points.txt")
-            if text is None or "opgraft." not in text:
+            text = text_of(found, "entry_points.txt") or ""
+            for group in groups_in(text):
+                discovery.groups.setdefault(group, []).append(found)
+            if "opgraft." not in text:
                 continue
-            headers = headers_of(found)
-            provider = Provider(headers["Name"], headers["Version"])
+            fields = fields_of(found)
+            provider = Provider(fields["name"][0], fields["version"][0])
             _check(text)
             if _is_host(provider.name):
                 own = _own_offers(found, discovery)
@@ -161,7 +174,7 @@ def scan() -> Discovery:
             elif is_stray(found):
                 raise ValueError("a build left it in the working folder, and nothing has installed it: remove it")
             elif (first := seen.setdefault(normalized(provider.name), provider)) is provider:
-                offered += list(_offers(found, provider, headers.get_all("Requires-Dist") or []))
+                offered += list(_offers(found, provider, fields.get("requires-dist", [])))
                 discovery.distributions[provider] = found
             elif first != provider:
                 reason = f"it is another installation of {first}, which comes first on sys.path: uninstall one of them"

@@ -20,8 +20,7 @@ from opgraft.platform import Platform
 from opgraft.plugins import hookspecs
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover
 from opgraft.plugins.outcomes import failure_of, replacements_of
-from opgraft.plugins.quarantine import QUARANTINED
-from opgraft.plugins.requirements import asked_for, check_adjustment, check_admission, objection
+from opgraft.plugins.requirements import QUARANTINED, asked_for, check_adjustment, check_admission, objection
 from opgraft.plugins.watching import watched
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
 from opgraft.registry.op_classes import location_of
@@ -181,7 +180,7 @@ class Loading:
         self.transactions[name].undos.callback(items.remove, item)
 
     def _resolve_pending(self) -> None:
-        for replacement in list(self.state.active):
+        for replacement in [each for each in self.state.active if each.target is None]:
             if replacement.plugin is None:
                 self.state.registry.resolve_pending(replacement)
             elif replacement.plugin in self._alive():

@@ -7,8 +7,6 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from email.message import Message
-from email.parser import HeaderParser
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ _LARGEST = 1 << 22
 _LONGEST = 200  # characters of a name or version
 _MOST = 10_000  # distributions of a finder
 _FAULTS = ("does not end", "is there twice")
+_LINE = re.compile(r"([^\r\n]*)(?:\r\n|\r|\n|$)")
 _GROUP = re.compile(r"^\s*\[([^\]\n]+)\]\s*$", re.M)
 
 
@@ -39,7 +38,8 @@ class Problem:
 def distributions() -> Iterator[importlib_metadata.Distribution | Problem]:
     """Yield the distributions that can be found, and a problem for each finder that does not let itself be asked."""
     context: Any = importlib_metadata.DistributionFinder.Context
-    everything = context(path=[entry for entry in sys.path if isinstance(entry, str)])  # as imports look there
+    # As imports look there. What is not there would be taken for an archive, which takes milliseconds to find out.
+    everything = context(path=[entry for entry in sys.path if isinstance(entry, str) and os.path.exists(entry or ".")])
     for finder in list(sys.meta_path):
         find = getattr(finder, "find_distributions", None)  # which a finder may have, as importlib.metadata asks
         if find is None:
@@ -95,8 +95,10 @@ def text_of(distribution: importlib_metadata.Distribution, name: str) -> str | N
         raise ValueError(f"{name} is not UTF-8: {error}") from error
 
 
-def headers_of(distribution: importlib_metadata.Distribution) -> Message:
-    """Return the fields of a distribution's metadata without its long description, which takes long to parse.
+def fields_of(distribution: importlib_metadata.Distribution) -> dict[str, list[str]]:
+    """Return the fields of a distribution's metadata, the values of each by its name in lower case.
+
+    The long description is left out, which would take long. So would the import of ``email``, whose format this is.
 
     Raises:
         ValueError: there is none, or it has no name or version.
@@ -104,14 +106,24 @@ def headers_of(distribution: importlib_metadata.Distribution) -> Message:
     text = text_of(distribution, "METADATA") or text_of(distribution, "PKG-INFO")
     if not text:
         raise ValueError("it has no METADATA")
-    headers = HeaderParser().parsestr(text)
+    fields: dict[str, list[str]] = {}
+    last: list[str] = []
+    for line in (found[1] for found in _LINE.finditer(text)):
+        name, colon, value = line.partition(":")
+        if line[:1] in (" ", "\t") and last:
+            last[-1] += f"\n{line}"
+        elif not colon or not name.strip():  # empty, as that before the description, or no field
+            break
+        else:
+            last = fields.setdefault(name.lower(), [])
+            last.append(value.strip())
     for field in ("Name", "Version"):
-        value = headers[field]
-        if not value or not value.strip():
+        value = fields.get(field.lower(), [""])[0]
+        if not value.strip():
             raise ValueError(f"its METADATA has no {field}")
         if len(value) > _LONGEST:
             raise ValueError(f"the {field} in its METADATA has more than {_LONGEST} characters")
-    return headers
+    return fields
 
 
 def groups_in(text: str) -> list[str]:

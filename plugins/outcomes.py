@@ -8,8 +8,7 @@ from opgraft.environment import PLUGINS_DISABLE
 from opgraft.errors import near_matches
 from opgraft.finding import Finding
 from opgraft.plugins.discovery import PLATFORM_GROUP, discover
-from opgraft.plugins.quarantine import QUARANTINED
-from opgraft.plugins.requirements import LOCKED_OUT
+from opgraft.plugins.requirements import LOCKED_OUT, QUARANTINED
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
 from opgraft.state import PluginRecord, PluginStatus, host_state
 

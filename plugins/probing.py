@@ -15,12 +15,10 @@ from typing import Any
 
 from opgraft.decision import Provider
 from opgraft.errors import ChildError, LostChildError, PlatformError, close_matches, raised_at
-from opgraft.machine.child import ask_child
 from opgraft.machine.evidence import Evidence
 from opgraft.machine.machine import Machine
 from opgraft.platform import PlatformSpec
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer
-from opgraft.plugins.quarantine import confine
 from opgraft.text import described
 
 TIME_LIMIT = 10.0  # seconds
@@ -90,12 +88,15 @@ def _spec(offer: Offer) -> Any:
 
 def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:
     try:
-        reply = ask_child(_CHILD, (offer.name, offer.value, str(machine.root)), machine.to_dict(), time_limit)
+        # What starts children, and what remembers those that were lost, built-in platforms need not wait for.
+        child = importlib.import_module("opgraft.machine.child")
+        reply = child.ask_child(_CHILD, (offer.name, offer.value, str(machine.root)), machine.to_dict(), time_limit)
         if "failure" in reply:
             raise ProbeFailed(reply["failure"])
         return Evidence.from_dict(reply)
     except LostChildError as error:
         what = f"probe {offer.value}: {error}"
+        confine = importlib.import_module("opgraft.plugins.quarantine").confine
         raise ProbeFailed(f"{what}; {confine(offer.provider, what)}") from error
     except (ChildError, ValueError, KeyError, TypeError) as error:
         raise ProbeFailed(f"probe {offer.value}: {error}") from error

@@ -19,10 +19,8 @@ from opgraft.finding import Finding
 from opgraft.logger import logger
 from opgraft.plugins.discovery import discover, is_editable, normalized
 from opgraft.plugins.metadata import text_of
+from opgraft.plugins.requirements import QUARANTINED
 from opgraft.text import described, printable
-
-QUARANTINED = "in quarantine since "
-"""The beginning of the reason of an offer that is left alone for what it did before."""
 
 _SCHEMA = "opgraft.quarantine/1"
 _LARGEST = 1 << 16  # bytes of a record

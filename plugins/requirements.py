@@ -7,14 +7,17 @@ from collections.abc import Iterable
 from typing import Any
 
 from opgraft.config import OpgraftConfig, Settings
+from opgraft.decision import Provider
 from opgraft.errors import ConfigError, PluginError, close_matches
-from opgraft.plugins import quarantine
 from opgraft.plugins.discovery import HOST_DISTRIBUTION, Offer, discover, normalized
 from opgraft.plugins.metadata import version_of
 from opgraft.version import __version__
 
 _EARLY = ("platform", "plugins", "plugins_disable", "lockfile", "strict")
 """Settings that are decided before a platform or plugin is asked."""
+
+QUARANTINED = "in quarantine since "
+"""The beginning of the reason of an offer that is left alone for what it did before."""
 
 LOCKED_OUT = "locked out by "
 """The beginning of the reason of an offer that the lockfile speaks against."""
@@ -30,7 +33,16 @@ def objection(offer: Offer, settings: Settings) -> str | None:
     if against or offer.built_in:
         return against
     change = change_since_locked(offer, settings)
-    return f"{LOCKED_OUT}{settings.named('lockfile')}: {change}" if change else quarantine.against(offer.provider)
+    return f"{LOCKED_OUT}{settings.named('lockfile')}: {change}" if change else quarantined(offer.provider)
+
+
+def quarantined(provider: Provider) -> str | None:
+    """Say why a distribution is left alone for what it did before, or ``None``.
+
+    What reads records of that is imported where there is a distribution of others: start-up waits for imports.
+    """
+    reason: str | None = importlib.import_module("opgraft.plugins.quarantine").against(provider)
+    return reason
 
 
 def change_since_locked(offer: Offer, settings: Settings) -> str | None:

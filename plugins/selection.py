@@ -17,8 +17,7 @@ from opgraft.machine.machine import Machine
 from opgraft.platform import Platform, PlatformSpec, effective_chain
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer, discover
 from opgraft.plugins.probing import ProbeFailed, ask
-from opgraft.plugins.quarantine import QUARANTINED, against
-from opgraft.plugins.requirements import check_adjustment, check_admission, objection
+from opgraft.plugins.requirements import QUARANTINED, check_adjustment, check_admission, objection, quarantined
 from opgraft.plugins.watching import watched
 from opgraft.state import PlatformSelection, host_state, loading
 from opgraft.text import described, printable
@@ -124,7 +123,7 @@ def _ask(offer: Offer, settings: Settings, machine: Machine) -> _Asked:
         evidence = ask(offer, machine)
     except ProbeFailed as failure:
         if offer.name != config.platform and not config.strict:
-            exit_code = 4 if against(offer.provider) else 1  # in quarantine for what it has done now
+            exit_code = 4 if quarantined(offer.provider) else 1  # in quarantine for what it has done now
             _report(offer, f"platform {offer.name!r} of {offer.provider} is left out: {failure}", exit_code)
         return _Asked(offer, None, str(failure), failed=True)
     return _Asked(offer, evidence, evidence.reason)

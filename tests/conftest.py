@@ -86,7 +86,7 @@ def fresh_host(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
         lasts = all(os.path.isabs(entry) and not entry.startswith(written) for entry in entries)
         found = _lasting(tuple(sys.path)) if lasts else _scan()
         own = [offer for offer in found.offers if offer.provider.name not in _FOREIGN]
-        return discovery.Discovery(own, [*found.problems], found.distributions)
+        return discovery.Discovery(own, [*found.problems], found.distributions, found.groups)
 
     monkeypatch.setattr(discovery, "scan", scan_without_foreign_plugins)
     with isolated_host(forget_plugins=True):

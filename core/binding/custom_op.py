@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 from opgraft.binding.declaring import Replaceable
 from opgraft.binding.derivation import derive_kernels
 from opgraft.binding.functional import Functional
+from opgraft.binding.measurements import follow
 from opgraft.binding.names import op_name_of
 from opgraft.binding.specialisation import Binding, bind, enforced, without_drift
 from opgraft.decision import Decision
@@ -142,7 +143,8 @@ class CustomOp(Replaceable, nn.Module):
     def enabled(cls) -> bool:
         """Return whether an instance constructed now would be enabled by ``custom_ops``."""
         state = host_state()
-        return not cls.switchable or state.settings().enabled(op_name_of(cls, state))[0]
+        name = op_name_of(cls, state)
+        return not cls.switchable or follow(cls, name, state.settings(), state.active)[0].enabled(name)[0]
 
     @staticmethod
     def default_on() -> bool:

@@ -83,15 +83,17 @@ def _check_options(cls: object, target: object, priority: object, when: object, 
         raise RegistrationError(f"register_oot got {reprlib.repr(cls)} as a replacement: use a class")
     if not isinstance(target, (str, type)):
         raise RegistrationError(f"register_oot got {reprlib.repr(target)} as a target: use a class or its name")
-    what = f"{qualified(cls)} at {location_of(cls)} is registered with"
+    against = ""
     if not isinstance(priority, int) or isinstance(priority, bool):
-        raise RegistrationError(f"{what} priority={priority!r:.80}: use an integer")
-    if when is not None and not callable(when) and not isinstance(when, When):
-        raise RegistrationError(f"{what} when={when!r:.80}: use opgraft.When(...), or a function of the platform")
-    if callable(when) and not _takes_one(when):
-        raise RegistrationError(f"{what} when={when!r:.80}, which does not take the platform: give it one parameter")
-    if supports is not None and not callable(supports):
-        raise RegistrationError(f"{what} supports={supports!r:.80}: use a function of the arguments of a call")
+        against = f"priority={priority!r:.80}: use an integer"
+    elif when is not None and not callable(when) and not isinstance(when, When):
+        against = f"when={when!r:.80}: use opgraft.When(...), or a function of the platform"
+    elif callable(when) and not _takes_one(when):
+        against = f"when={when!r:.80}, which does not take the platform: give it one parameter"
+    elif supports is not None and not callable(supports):
+        against = f"supports={supports!r:.80}: use a function of the arguments of a call"
+    if against:  # only then is the class looked up in its source, which takes a millisecond
+        raise RegistrationError(f"{qualified(cls)} at {location_of(cls)} is registered with {against}")
 
 
 def _takes_one(function: Callable[..., Any]) -> bool:

@@ -16,6 +16,7 @@ from opgraft.binding.branches import Branch, method_of
 from opgraft.binding.derivation import prepare
 from opgraft.binding.kernels import OWN_FORWARD, SWITCH, Kernel, KernelChoice, choose_kernel, continuations
 from opgraft.binding.marks import CHECK_RAISED, is_inference_only
+from opgraft.binding.measurements import follow
 from opgraft.binding.names import check_names, kin_of, op_name_of
 from opgraft.binding.shadow import Shadow
 from opgraft.caches import Caches
@@ -267,25 +268,26 @@ def _cached(cache: Callable[[Caches], dict[Key, Binding]], key: Key, decide: Cal
 
 
 def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
-    """Decide for constructing ``cls``, among all active replacements or ``only`` the given ones."""
+    """Decide for constructing ``cls``, among all active replacements; an existing op has ``only`` these."""
     selection = selected_platform()
     state = host_state()
     with state.lock:
         settings = state.settings()
-        active = list(state.active if only is None else only)
+        active = list(state.active)
         name = op_name_of(cls, state)
     check_names(settings, state.registry)
     check_loaded_with(settings, state)
+    settings, measured = follow(cls, name, settings, active) if only is None else (settings, ())
     own = discover().provider_of(cls.__module__)
-    if only:
-        choice = ReplacementChoice(cls, own, name, ((only[0], None),), only[0])
-    else:
+    if only is None:
         choice = choose_replacement(cls, name, own, active, selection.platform, settings, kin_of(cls, active))
+    else:  # an existing op keeps its class, whatever providers asks for
+        choice = ReplacementChoice(cls, own, name, tuple((r, None) for r in only), next(iter(only), None))
     enabled, because, switch = _enabled(choice, settings)
     kernel = choose_kernel(choice.cls, effective_chain(selection.platform), enabled, because, cls, switch)
     _report_broken_checks(kernel)
     kernel = _shadowed(choice, kernel, settings)
-    background = (plugins_decision(state.plugins.values(), settings), selection.decision)
+    background = (*measured, plugins_decision(state.plugins.values(), settings), selection.decision)
     binding = Binding(choice, kernel, specialise(kernel, _branch(choice, kernel)), background)
     record = state.registry.ops.get(name or "")
     # A scope is the word of this process alone.

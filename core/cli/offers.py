@@ -10,9 +10,8 @@ from opgraft.config import Settings
 from opgraft.decision import Provider
 from opgraft.errors import ConfigError, close_matches, near_matches
 from opgraft.finding import Finding
-from opgraft.plugins import quarantine
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover, is_editable, normalized
-from opgraft.plugins.metadata import Problem, distributions, groups_in, headers_of, text_of
+from opgraft.plugins.metadata import Problem, fields_of
 from opgraft.plugins.requirements import objection
 from opgraft.state import host_state
 
@@ -64,6 +63,8 @@ def metadata_findings() -> Iterator[Finding]:
         if not any(offer.answers_to(name) for offer in shown_offers()):
             near = close_matches(name, known)
             yield Finding(f"the deny list names {name!r}, which is not installed: {near}")
+    from opgraft.plugins import quarantine  # of which 'detect' needs nothing
+
     yield from quarantine.findings()
 
 
@@ -102,14 +103,13 @@ def _groups() -> Iterator[tuple[Provider, list[str]]]:
 
     Metadata that cannot be read is left to discovery, which tells of it.
     """
-    for found in distributions():
-        if isinstance(found, Problem):
-            continue
+    known = discover().groups
+    meant = dict.fromkeys(each for group in known if _may_be_meant(group) for each in known[group])
+    for found in meant:
         with suppress(Exception):  # of metadata that may be anything
-            groups = groups_in(text_of(found, "entry_points.txt") or "")
-            if any(map(_may_be_meant, groups)):
-                headers = headers_of(found)
-                yield Provider(headers["Name"], headers["Version"]), groups
+            fields = fields_of(found)
+            groups = [group for group in known if found in known[group]]
+            yield Provider(fields["name"][0], fields["version"][0]), groups
 
 
 def _may_be_meant(group: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -188,7 +187,11 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None
 
 def width() -> int | None:
     """Return the columns of the terminal that stdout is, or ``None`` where it is a pipe or a file."""
-    return shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else None
+    if not sys.stdout.isatty():
+        return None
+    import shutil  # costs 2 ms, which no pipe needs
+
+    return shutil.get_terminal_size((WIDTH, 24)).columns
 
 
 def _parameter(field: str) -> str:

@@ -69,8 +69,9 @@ class CompilationConfig(Section):
     """The settings of compilation, and of which custom ops are enabled.
 
     Attributes:
-        custom_ops: ``all`` or ``none`` (one of them at most), ``+op``, ``-op``; ``["none,+a"]`` is ``["none", "+a"]``.
-            Without either, ``none`` holds if ``backend`` is ``inductor`` and ``mode`` is not ``NONE``, else ``all``.
+        custom_ops: ``all``, ``none`` or ``auto`` (one of them at most), ``+op``, ``-op``; ``["none,+a"]`` is
+            ``["none", "+a"]``. Without ``all`` and ``none``, ``none`` holds if ``backend`` is ``inductor`` and ``mode``
+            is not ``NONE``, else ``all``. Under ``auto`` an op that is enabled so takes what was measured to be best.
         backend: name of the ``torch.compile`` backend.
         mode: a ``CompilationMode``, its name or its number.
         user_passes: ``module:Class`` of passes that run after opgraft's own, under the mode ``FULL``.
@@ -82,12 +83,13 @@ class CompilationConfig(Section):
         cache: whether code that the mode ``FULL`` has generated is kept for other processes.
         cache_folder: where.
         cache_bytes: that it may take.
+        tuning_file: what ``opgraft bench --tune`` has measured on this machine, for ``custom_ops`` ``auto``.
     """
 
     section: ClassVar[str] = "compilation_config"
 
     custom_ops: Sequence[str] | None = setting(
-        "which ops are enabled: all or none, one of them at most, +op and -op",
+        "which ops are enabled: all or none, or auto, which takes what was measured to be best; +op and -op",
         default=(),
         variable="OPGRAFT_CUSTOM_OPS",
     )
@@ -126,6 +128,10 @@ class CompilationConfig(Section):
     cache_bytes: int = setting(
         "bytes that the folder may take; what was not used for longest goes", default=1 << 30, minimum=1
     )
+    tuning_file: str | None = setting(
+        "file of measurements that 'opgraft bench --tune' writes and custom_ops auto follows",
+        unset="opgraft/tuning.json in XDG_STATE_HOME or ~/.local/state",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -154,32 +160,49 @@ _OF_FULL = ("user_passes", "dump_graphs", "pass_config", "compile_sizes")
 
 @dataclass(frozen=True)
 class CustomOpsSetting:
-    """A parsed ``custom_ops``: the default (``None`` where not stated) and the ops switched on and off by name."""
+    """A parsed ``custom_ops``.
+
+    Attributes:
+        default: of ops that are not named, ``None`` where it is not stated.
+        on, off: the ops that are switched by name.
+        auto: whether measurements choose for the others.
+    """
 
     tokens: tuple[str, ...]
     default: bool | None
     on: frozenset[str]
     off: frozenset[str]
+    auto: bool
 
     @classmethod
     def parse(cls, value: Sequence[str]) -> CustomOpsSetting:
         """Parse tokens, each possibly several joined by commas.
 
         Raises:
-            ConfigError: a token of another form, ``all`` with ``none``, or ``+x`` with ``-x``.
+            ConfigError: a token of another form, two of ``all``, ``none`` and ``auto``, or ``+x`` with ``-x``.
         """
         tokens = tuple(part.strip() for name in value for part in name.split(",") if part.strip())
-        wrong = [t for t in tokens if t not in ("all", "none") and not (t[0] in "+-" and len(t) > 1)]
+        wrong = [t for t in tokens if t not in _FOR_ALL and not (t[0] in "+-" and len(t) > 1)]
         if wrong:
             raise ConfigError(
-                f"custom_ops has {wrong[0]!r}: each entry is 'all', 'none', '+op' or '-op' (got {tokens})"
+                f"custom_ops has {wrong[0]!r}: each entry is 'all', 'none', 'auto', '+op' or '-op' (got {tokens})"
             )
-        if "all" in tokens and "none" in tokens:
-            raise ConfigError(f"custom_ops has both 'all' and 'none' (got {tokens}): keep one of them")
+        rivals = [token for token in _FOR_ALL if token in tokens]
+        if len(rivals) > 1:
+            both = " and ".join(map(repr, rivals[:2]))
+            raise ConfigError(f"custom_ops has both {both} (got {tokens}): keep one of them")
         on = frozenset(token[1:] for token in tokens if token[0] == "+")
         off = frozenset(token[1:] for token in tokens if token[0] == "-")
         if on & off:
             name = min(on & off)
             raise ConfigError(f"custom_ops has both '+{name}' and '-{name}' (got {tokens}): keep one of them")
         default = True if "all" in tokens else False if "none" in tokens else None
-        return cls(tokens, default, on, off)
+        return cls(tokens, default, on, off, "auto" in tokens)
+
+    def leaves_to_measurements(self, op: str) -> bool:
+        """Tell whether measurements may choose for an op, as nobody switches it by name."""
+        return self.auto and op not in self.on | self.off
+
+
+_FOR_ALL = ("all", "none", "auto")
+"""Entries of ``custom_ops`` that are no op's."""

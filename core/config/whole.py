@@ -142,6 +142,12 @@ class Settings:
         """Return what ``providers`` asks for by the registered name of an op or class."""
         return (self.config.providers or {}).get(op_name or "")
 
+    def with_provider(self, op_name: str, provider: str, origin: str) -> Settings:
+        """Return the settings for one op, of which something else than a layer chooses the provider."""
+        providers = {**(self.config.providers or {}), op_name: provider}
+        config = dataclasses.replace(self.config, providers=providers)
+        return Settings(config, {**self.origins, "providers": origin}, self.scoped - {"providers"})
+
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """Yield every setting by its dotted name, its value as the command line takes it, and the layer that set it."""
         for field, value in values_of(self.config):

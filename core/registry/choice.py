@@ -20,8 +20,8 @@ _NOT_ASKED = "providers asks for"
 class ReplacementChoice:
     """The class constructed for ``target``.
 
-    ``rows`` pairs each active replacement with what speaks against it. ``kept`` says which setting keeps the op's own
-    class, where one does.
+    ``rows`` pairs each active replacement with what speaks against it. ``asked`` says which setting chooses, where one
+    does.
     """
 
     target: type
@@ -29,7 +29,7 @@ class ReplacementChoice:
     op_name: str | None
     rows: tuple[tuple[Replacement, str | None], ...]
     winner: Replacement | None
-    kept: str = ""
+    asked: str = ""
     settings: Settings | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -42,7 +42,7 @@ class ReplacementChoice:
 
     @property
     def decision(self) -> Decision:
-        kept = f"kept, as {self.kept}" if self.kept else "no active replacement applies"
+        kept = f"kept, as {self.asked}" if self.asked else "no active replacement applies"
         own_reason = f"replaced by {self._shown(self.cls)}" if self.winner else kept
         rows = [
             Candidate(self._shown(r.cls), r is self.winner, self._verdict(r, against), r.provider, r.location)
@@ -51,7 +51,8 @@ class ReplacementChoice:
         rows.append(
             Candidate(self._shown(self.target), self.winner is None, own_reason, self.own, location_of(self.target))
         )
-        reason = f"provided by {_who(self.winner)}" if self.winner else own_reason
+        asked = f", as {self.asked}" if self.asked else ""
+        reason = f"provided by {_who(self.winner)}{asked}" if self.winner else own_reason
         subject = f"class of {self.target.__qualname__}"
         return Decision(subject, self._shown(self.cls), reason, tuple(rows), self._setting())
 
@@ -60,10 +61,12 @@ class ReplacementChoice:
 
     def _setting(self) -> str:
         """Say which setting would choose another class, or return "" where none does."""
-        free = [_name(r) for r, no in self.rows if r is not self.winner and (no is None or no.startswith(_NOT_ASKED))]
+        free = [
+            choice_name(r) for r, no in self.rows if r is not self.winner and (no is None or no.startswith(_NOT_ASKED))
+        ]
         if self.winner is None:
             return choosing(self.settings, self.op_name, free)
-        return choosing(self.settings, self.op_name, [self.own.name, *free], _name(self.winner))
+        return choosing(self.settings, self.op_name, [self.own.name, *free], choice_name(self.winner))
 
     def _verdict(self, row: Replacement, against: str | None) -> str:
         if against or self.winner is None:
@@ -100,7 +103,7 @@ def choose_replacement(
     best = max((r.priority for r in eligible), default=0)
     top = [r for r in eligible if r.priority == best]
     if len(top) > 1:
-        choices = f"Choose by {choosing(settings, op_name, [_name(r) for r in top], _name(top[0]))}."
+        choices = f"Choose by {choosing(settings, op_name, [choice_name(r) for r in top], choice_name(top[0]))}."
         # Settings name providers and plugins, so none tells these apart.
         if len({(r.provider, r.plugin) for r in top}) == 1:
             choices = "They have one provider, which decides by register_oot(priority=...) or unregister_oot."
@@ -112,15 +115,16 @@ def choose_replacement(
     # Passed over, the native kernel would run without a word where a plugin's was asked for.
     if wanted and not top and wanted not in own_choices and not any(wanted in (r.provider.name, r.plugin) for r in kin):
         offered = ", ".join(_who(r) for r, _ in rows) or "none"
-        known = {*own_choices, *(_name(r) for r in (*(r for r, _ in rows), *kin))}
+        known = {*own_choices, *(choice_name(r) for r in (*(r for r, _ in rows), *kin))}
         raise ConfigError(
             f"{asked}, which has no replacement of {target.__qualname__} that "
             f"applies on {platform.name} (active: {offered}; {own.name!r} keeps the op's own class, "
             f"{NATIVE_CHOICE!r} runs its native definition): "
             f"{close_matches(wanted, known)}"
         )
-    kept = f"{asked}{'' if wanted in own_choices else ', which serves other classes of that op'}" if wanted else ""
-    return ReplacementChoice(target, own, op_name, rows, top[0] if top else None, kept, settings)
+    elsewhere = "" if top or wanted in own_choices else ", which serves other classes of that op"
+    why = f"{asked}{elsewhere}" if wanted else ""
+    return ReplacementChoice(target, own, op_name, rows, top[0] if top else None, why, settings)
 
 
 def objection_to(replacement: Replacement, platform: Platform, wanted: str | None) -> str | None:
@@ -150,7 +154,8 @@ def choosing(settings: Settings | None, op_name: str | None, names: Sequence[str
     return "; or ".join(ways)
 
 
-def _name(replacement: Replacement) -> str:
+def choice_name(replacement: Replacement) -> str:
+    """Return the name by which ``providers`` chooses a replacement."""
     return replacement.plugin or replacement.provider.name
 
 

@@ -85,6 +85,8 @@ def method_signature(cls: type, name: str) -> Signature:
 
 def rejected_call(target: Signature, replacement: Signature) -> str | None:
     """Describe the first call that ``target`` accepts and ``replacement`` does not; ``None`` if there is none."""
+    if _takes_whatever(replacement) or _form(replacement) == _form(target):  # most do, and are spared the calls
+        return None
     for args, kwargs in _extreme_calls(target):
         try:
             wanted = target.bind(*args, **kwargs)
@@ -98,6 +100,16 @@ def rejected_call(target: Signature, replacement: Signature) -> str | None:
         if moved:
             return f"in the call {_render(args, kwargs)} {moved}"
     return None
+
+
+def _takes_whatever(signature: Signature) -> bool:
+    kinds = [p.kind for p in signature.parameters.values()]
+    return kinds == [Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD]
+
+
+def _form(signature: Signature) -> list[tuple[str, Any, bool]]:
+    """Return what decides which calls a signature accepts, and where their values land."""
+    return [(p.name, p.kind, p.default is Parameter.empty) for p in signature.parameters.values()]
 
 
 def _extreme_calls(signature: Signature) -> Iterator[tuple[list[str], dict[str, str]]]:

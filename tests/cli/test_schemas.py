@@ -28,6 +28,21 @@ def opgraft_register_ops():
     RotaryEmbedding.register_oot(AcmeRotary)
 """
 
+OF_MEASUREMENTS = """
+import time
+from opgraft.ops import ReLUSquaredActivation, SiLU
+platforms = "any"
+@ReLUSquaredActivation.register_oot
+class AcmeReLU(ReLUSquaredActivation):
+    def forward_oot(self, x):
+        time.sleep(0.01)
+        return self.forward_native(x)
+@SiLU.register_oot
+class AcmeSiLU(SiLU):
+    def forward_oot(self, input):
+        raise OSError("bus error")
+"""
+
 
 def strict(schema: Any) -> Any:
     """The schema with no room for a key that it does not name, as a version that is published may only gain keys."""
@@ -98,6 +113,26 @@ def test_a_lockfile_fits_its_schema(site, tmp_path) -> None:
     answer = json.loads((tmp_path / "opgraft.lock").read_text())
     assert (len(rows), left_out) == (1, [])
     assert [error.message for error in validator("opgraft.lock/1").iter_errors(answer)] == []
+
+
+def test_measurements_are_written_followed_and_of_their_schema(cli, site, tmp_path: Path) -> None:
+    """Ops are measured, a kernel that raises is a finding, and 'auto' takes the fastest in processes to come."""
+    site.plugin("acme", OF_MEASUREMENTS)
+    ours = {"XDG_STATE_HOME": str(tmp_path)}
+    options = ("--seconds", "1e-4", "--dtype", "float32", "--json")
+    answer = cli("bench", "--tune", "relu2", "silu", "gelu", *options, **ours)
+    told = json.loads(answer.stdout)
+    assert answer.returncode == 1
+    assert [error.message for error in validator("opgraft.bench.tune/1").iter_errors(told)] == []
+    assert {op: row["chosen"] for op, row in told["ops"].items()} == {"relu2": "native"}
+    assert told["failed"] == {"silu": {"acme": "at silu 1x5120 float32 it raised OSError: bus error"}}
+    assert told["left_out"] == {"gelu": "native is the only candidate here"}
+    file = tmp_path / "opgraft" / "tuning.json"
+    assert (told["file"], file.stat().st_mode & 0o777) == (str(file), 0o600)
+    assert [e.message for e in validator("opgraft.tuning/1").iter_errors(json.loads(file.read_text()))] == []
+    shown = json.loads(cli("ops", "explain", "relu2", "--json", OPGRAFT_CUSTOM_OPS="auto", **ours).stdout)
+    assert shown["decision"]["chosen"] == "ReLUSquaredActivation.forward_native"
+    assert shown["decision"]["parts"][1]["chosen"] == "native"
 
 
 def test_run_fits_its_schema(cli) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 
 import opgraft
@@ -30,6 +31,15 @@ def test_native_is_a_choice_that_no_other_setting_overrules(scale, fast_scale, m
         opgraft.reset()
         assert str(scale().binding.kernel.winner) == "Scale.forward_native"
     assert str(scale().binding.kernel.winner) == "Scale.forward_cpu"
+
+
+def test_an_existing_op_keeps_its_class_whatever_is_chosen(scale, fast_scale) -> None:
+    """A provider that is chosen for what is constructed does not keep an op that was saved before from loading."""
+    saved = pickle.dumps(scale())
+    scale.register_oot(fast_scale)
+    with set_config(OpgraftConfig(providers={"scale": "tests"})):
+        assert scale().op_class is fast_scale
+        assert pickle.loads(saved).op_class is scale  # noqa: S301  # its own bytes
 
 
 class Sm(CpuPlatform):

@@ -15,6 +15,7 @@ import opgraft
 import pytest
 import tomllib
 from opgraft import errors, ops
+from opgraft.binding.measurements import SCHEMA as TUNING
 from opgraft.cli import cli as root
 from opgraft.cli.evidence import SCHEMA as EVIDENCE
 from opgraft.config import FIELDS
@@ -100,7 +101,7 @@ def test_every_command_is_described_with_its_options_and_schema(path: str) -> No
 
 def test_no_command_or_option_is_invented() -> None:
     """Headings and option rows name only what the command line has."""
-    headings = re.findall(r"^## `(opgraft [a-z ]+?)(?: [A-Z]+)?(?: \[[A-Z]+\](?:\.\.\.)?)?`$", text_of("cli"), re.M)
+    headings = re.findall(r"^## `(opgraft [a-z -]+?)(?: [A-Z]+)?(?: \[[A-Z]+\](?:\.\.\.)?)?`$", text_of("cli"), re.M)
     assert sorted(headings) == sorted(COMMANDS)
     real = {option for command in COMMANDS.values() for p in command.params for option in p.opts}
     assert {cell.split()[0] for cell in names("cli", "option")} <= real
@@ -110,7 +111,7 @@ def test_schemas_are_those_that_commands_print() -> None:
     """The names of JSON schemas on the page are those in the source of the commands, and those of files."""
     source = "".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "core/cli").glob("*.py"))
     printed = set(re.findall(r'print_json\(\s*"([^"]+)"', source))
-    printed |= {LOCKFILE, EVIDENCE}  # which are written to files
+    printed |= {LOCKFILE, EVIDENCE, TUNING}  # which are written to files
     published = {
         json.loads(path.read_text())["properties"]["schema"]["const"] for path in SCHEMAS.glob("opgraft.*.json")
     }

@@ -95,6 +95,41 @@ def test_a_name_and_its_status(site, here, source: str, name: str, status: str, 
     assert re.search(reason, row.reason)
 
 
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("from opgraft import *\ndef register(cls):\n    rebind(cls)", 3),
+        ("from opgraft.ops import RMSNorm\nnorm = RMSNorm(8)\nnorm.rebind(2)", 3),
+        ("from opgraft import ops\nclass A(ops.RMSNorm):\n    def go(self): return self.rebind(2)", 3),
+        ("from opgraft.ops import RMSNorm\nclass A(RMSNorm):\n    def rebind(self, x): super().rebind(x)", 3),
+        ("import opgraft\ndef go(platform: opgraft.Platform):\n    platform.rebind()", 3),
+    ],
+)
+def test_names_that_are_not_written_out_are_found(site, here, source: str, line: int) -> None:
+    """What ``import *`` binds, and methods of instances, of ``self`` and of ``super()``, are uses of what has them."""
+    members = {f"{cls}.rebind": {"signature": "(self, x)"} for cls in ("opgraft.ops.RMSNorm", "opgraft.Platform")}
+    before = Listing(here.version, here.modules, {**here.names, **members})
+    there = changed(here, without="opgraft.rebind")
+    gone = [row for row in examined(site, source, before, there).names if row.status == "gone"]
+    assert [place.rpartition(":")[2] for row in gone for place in row.locations] == [str(line)]
+    assert gone[0].name.endswith(".rebind")
+
+
+def test_attributes_of_its_own_are_none_of_ours(site, here) -> None:
+    """A method that the class defines takes what it takes; a variable that is bound anew is no instance any more."""
+    source = """
+from opgraft.ops import *
+class A(RMSNorm):
+    def forward_native(self, x, residual=None, further=1): ...
+    def go(self): return self.forward_native(x, further=2), self.weight, self.mine
+norm = RMSNorm(8)
+norm = open(norm.weight)
+norm.read(further=3)
+def f(RMSNorm): return RMSNorm.nothing
+"""
+    assert {row.status for row in examined(site, source, here).names} == {"public"}
+
+
 def test_another_version(site, here) -> None:
     """Against another listing, names that it has not are gone, and those with other parameters have changed."""
     there = changed(
@@ -139,13 +174,13 @@ def test_a_record_that_cannot_be_read_is_named(site, here) -> None:
 
 def test_a_relative_import_is_none_of_ours() -> None:
     """``from .opgraft import x`` and names that only begin alike are other packages."""
-    assert uses_in(b"from .opgraft import x\nimport opgraft_toy\nfrom opgraft_toy import ops\nops.a") == []
+    assert uses_in(b"from .opgraft import x\nimport opgraft_toy\nfrom opgraft_toy import ops\nops.a", {}) == []
 
 
 @pytest.mark.parametrize("function", ["def f(ops): return ops.own", "def f():\n    ops = g()\n    return ops.own"])
 def test_a_name_that_a_function_binds_is_its_own(function: str) -> None:
     """A parameter or a variable called as an import is none of ours there, and elsewhere the import counts."""
-    found = uses_in(f"from opgraft import ops\n{function}\nops.RMSNorm".encode())
+    found = uses_in(f"from opgraft import ops\n{function}\nops.RMSNorm".encode(), {})
     assert [use.name for use in found] == ["opgraft.ops", "opgraft.ops.RMSNorm"]
 
 

@@ -1,0 +1,102 @@
+"""Costs of many distributions, plugins and replacements: a site of real ones, and the same process without them."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from timing import Row, report
+
+DISTRIBUTIONS, PLUGINS, REPLACEMENTS = 1000, 50, 500
+ROUNDS = 5
+
+PLUGIN = """
+import opgraft.ops
+from opgraft.state import host_state
+platforms = "any"
+ops = list(host_state().registry.ops.values())
+for number in range({each}):
+    target = ops[({plugin} * {each} + number) % len(ops)].cls
+    def forward_oot(self, *args, **kwargs):
+        return self.forward_native(*args, **kwargs)
+    members = {{"forward_oot": forward_oot, "__module__": __name__}}
+    target.register_oot(priority={plugin} + 1)(type(f"Scale{plugin}x{{number}}", (target,), members))
+"""
+
+RESOLVE = """
+import json, sys, time, tracemalloc
+start = time.perf_counter()
+import torch
+torch_seconds = time.perf_counter() - start
+import opgraft, opgraft.ops
+from opgraft.ops import ReLUSquaredActivation
+from opgraft.state import host_state
+if sys.argv[1] == "memory":
+    tracemalloc.start()
+start = time.perf_counter()
+opgraft.load_plugins()
+ReLUSquaredActivation()
+seconds = time.perf_counter() - start
+held = tracemalloc.get_traced_memory()[0] if sys.argv[1] == "memory" else 0
+constructions = []
+for _ in range(9):
+    start = time.perf_counter()
+    for _ in range(1000):
+        ReLUSquaredActivation()
+    constructions.append((time.perf_counter() - start) / 1000)
+state = host_state()
+print(json.dumps({"torch": torch_seconds, "resolve": seconds, "construct": min(constructions), "held": held,
+    "plugins": sum(each.status.value == "activated" for each in state.plugins.values()), "active": len(state.active)}))
+"""
+
+
+def build(folder: Path) -> None:
+    """Install the distributions: each has a module, metadata and scripts, some a plugin."""
+    for number in range(DISTRIBUTIONS):
+        name = f"scale_{number}"
+        plugin = number * PLUGINS // DISTRIBUTIONS
+        offers = number * PLUGINS % DISTRIBUTIONS == 0
+        source = PLUGIN.format(plugin=plugin, each=REPLACEMENTS // PLUGINS) if offers else "def main(): ...\n"
+        (folder / f"{name}.py").write_text(source)
+        info = folder / f"{name}-1.0.dist-info"
+        info.mkdir()
+        text = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.0\nRequires-Dist: opgraft\n\n"
+        (info / "METADATA").write_text(text + "A description.\n" * 100)
+        group = "opgraft.plugins" if offers else "console_scripts"
+        (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {name}{'' if offers else ':main'}\n")
+        (info / "RECORD").write_text(f"{name}.py,,\n{info.name}/METADATA,,\n{info.name}/RECORD,,\n")
+
+
+def resolve(folder: Path | None, kind: str = "time") -> dict[str, Any]:
+    environ = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPATH": str(folder or "")}
+    command = [sys.executable, "-c", RESOLVE, kind]
+    return dict(json.loads(subprocess.run(command, env=environ, check=True, stdout=subprocess.PIPE).stdout))
+
+
+def measure() -> list[Row]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        build(folder)
+        rounds = [(resolve(folder), resolve(None)) for _ in range(ROUNDS + 1)][1:]  # the first one writes bytecode
+        held = [resolve(place, "memory")["held"] for place in (folder, None)]
+    large, none = rounds[0]
+    if (large["plugins"], large["active"] - none["active"]) != (PLUGINS, REPLACEMENTS):
+        raise RuntimeError(f"not all plugins are active, so these would be figures of less: {large}")
+    detail = f"{DISTRIBUTIONS:,} distributions, {PLUGINS} plugins, {REPLACEMENTS} replacements"
+    shares = [many["resolve"] / many["torch"] for many, _ in rounds]
+    slower = [many["construct"] / few["construct"] for many, few in rounds]
+    return [
+        Row("resolving / import torch", statistics.median(shares), 0.2, f"{detail}, {ROUNDS} rounds"),
+        Row("constructing an op there / without them", statistics.median(slower), 1.1, f"{ROUNDS} rounds of 9,000"),
+        Row("memory that the records take, MB", (held[0] - held[1]) / 1e6, 10, detail),
+    ]
+
+
+if __name__ == "__main__":
+    report("What many distributions and plugins cost.", measure)

@@ -1,0 +1,311 @@
+"""Choices by measurement: what ``opgraft bench --tune`` has written down of the candidates of ops on this machine.
+
+Measurements hold for the machine and the versions that they were made with. Where those are others they are not
+followed, and the decision says why.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from opgraft.config import NATIVE_CHOICE, CustomOpsSetting, Settings
+from opgraft.decision import Candidate, Decision, Provider
+from opgraft.environment import state_home
+from opgraft.errors import InputError
+from opgraft.files import read_regular
+from opgraft.logger import logger
+from opgraft.platform import Platform
+from opgraft.plugins.discovery import discover
+from opgraft.plugins.selection import selected_platform
+from opgraft.registry.choice import choice_name, objection_to
+from opgraft.registry.declarations import Replacement
+from opgraft.state import host_state
+from opgraft.text import described, printable
+from opgraft.version import __version__
+
+SCHEMA = "opgraft.tuning/1"
+MARGIN = 0.97
+"""Part of the time of another candidate that one must stay below to count as faster: less is the clock's noise."""
+
+_LARGEST = 1 << 24  # bytes of a file of measurements
+_ANEW = "'opgraft bench --tune' measures here"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The machine and the versions that measurements are made with."""
+
+    platform: str
+    device: str
+    capability: str
+    driver: str
+    torch: str
+    opgraft: str
+
+    @property
+    def machine(self) -> tuple[str, str, str]:
+        """Return what tells machines apart; the rest may change on one of them."""
+        return self.platform, self.device, self.capability
+
+    def change_to(self, here: Setup) -> str | None:
+        """Say in which version this differs from another setup of the same machine, or ``None``."""
+        rows = [(name, getattr(self, name), getattr(here, name)) for name in ("driver", "torch", "opgraft")]
+        changed = [f"{name} {then or 'none'}, here is {now or 'none'}" for name, then, now in rows if then != now]
+        return f"measured with {' and '.join(changed)}" if changed else None
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A candidate: the choice of ``providers`` that it is, its kernel, and the seconds of a call by shape."""
+
+    choice: str
+    provider: Provider
+    kernel: str
+    seconds: Mapping[str, float]
+
+    @property
+    def mean(self) -> float:
+        """Return the geometric mean, in which each shape has the same weight, however long it takes."""
+        return math.exp(sum(map(math.log, self.seconds.values())) / len(self.seconds))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "choice": self.choice,
+            "provider": self.provider.to_dict(),
+            "kernel": self.kernel,
+            "seconds": dict(self.seconds),
+        }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The candidates of an op, the best of them, the threads that they ran with, and when in UTC."""
+
+    chosen: str
+    threads: int
+    when: str
+    candidates: tuple[Timed, ...]
+
+    @property
+    def winner(self) -> Timed:
+        return next(each for each in self.candidates if each.choice == self.chosen)
+
+    @property
+    def versions(self) -> dict[str, str | None]:
+        """Return the version that each candidate had."""
+        return {each.choice: each.provider.version for each in self.candidates}
+
+    @property
+    def verdict(self) -> str:
+        """Quote the figures of the best candidate, over those of the best other one."""
+        best = self.winner
+        other = min((each for each in self.candidates if each is not best), key=lambda each: each.mean)
+        shapes = f"{len(best.seconds)} shape{'s' if len(best.seconds) > 1 else ''}"
+        return f"{best.choice} {_time(best.mean)}, {other.choice} {_time(other.mean)} in the mean of {shapes}"
+
+    def figures(self, of: Timed) -> str:
+        """Give the figures of a candidate: its mean, and the shapes at which it is faster or slower than the best."""
+        best = self.winner
+        text = f"{_time(of.mean)} in the mean"
+        if of is not best:
+            ratios = {shape: of.seconds[shape] / best.seconds[shape] for shape in best.seconds}
+            text += f", {of.mean / best.mean:.2f} of the time of {best.choice}"
+            faster = [f"{ratio:.2f} at {shape}" for shape, ratio in ratios.items() if ratio < MARGIN]
+            text += f", though {', '.join(faster)}" if faster else ""
+        return text
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = [each.to_dict() for each in self.candidates]
+        return {"chosen": self.chosen, "threads": self.threads, "when": self.when, "candidates": rows}
+
+
+Profile = dict[Setup, dict[str, Measured]]
+"""The measurements of a file: by setup, of which each machine has one, and by name of the op or variant."""
+
+
+def follow(
+    cls: type, name: str | None, settings: Settings, active: Sequence[Replacement]
+) -> tuple[Settings, tuple[Decision, ...]]:
+    """Let measurements choose the provider of an op where ``custom_ops`` says ``auto`` and nothing chooses by hand.
+
+    Returns:
+        The settings, with the choice if there is one, and the record of it; none where nobody asked.
+    """
+    custom_ops = CustomOpsSetting.parse(settings.config.compilation_config.custom_ops or ())
+    if name is None or settings.chosen_provider(name) or not custom_ops.leaves_to_measurements(name):
+        return settings, ()
+    source = f"'auto' in custom_ops ({settings.origins['compilation_config.custom_ops']})"
+    subject, found = subject_of(cls, name), _measured_here(cls, name, settings, active)
+    if isinstance(found, str):
+        return settings, (Decision(f"measurement of {subject}", None, f"{source}, but {found}"),)
+    rows = tuple(
+        Candidate(each.choice, each is found.winner, found.figures(each), each.provider) for each in found.candidates
+    )
+    threads = f"{found.threads} thread{'s' if found.threads > 1 else ''}"
+    reason = f"{source}; measured {found.when} with {threads}, {profile_path(settings)}"
+    change = f"OPGRAFT_PROVIDERS={name}=..., or measure anew by 'opgraft bench --tune {subject}'"
+    decision = Decision(f"measurement of {subject}", found.chosen, reason, rows, change)
+    return settings.with_provider(name, found.chosen, f"measured: {found.verdict}"), (decision,)
+
+
+def _measured_here(cls: type, name: str, settings: Settings, active: Sequence[Replacement]) -> Measured | str:
+    """Return what was measured of the candidates that an op has here, or say why that is not followed."""
+    enabled, because = settings.enabled(name)
+    if not enabled:  # a compiler fuses native definitions, of which no measurement tells
+        return because
+    try:
+        found = _known(profile_path(settings))
+    except InputError as error:
+        return str(error)
+    if isinstance(found, str):
+        return found
+    subject = subject_of(cls, name)
+    if subject not in found:
+        return f"it was not measured: 'opgraft bench --tune {subject}' does"
+    measured, own = found[subject], discover().provider_of(cls.__module__)
+    here = versions_here(cls, own, active, selected_platform().platform)
+    then = {choice: version for choice, version in measured.versions.items() if choice != own.name}
+    if then != here:
+        return (
+            f"measured were {_listed(then)}, here are {_listed(here)}: 'opgraft bench --tune {subject}' measures them"
+        )
+    return measured
+
+
+def subject_of(cls: type, name: str) -> str:
+    """Return the name by which an op is measured; of a variant, which may have other kernels, that of its class."""
+    record = host_state().registry.ops.get(name)
+    return name if record is not None and record.cls is cls else cls.__qualname__
+
+
+def versions_here(cls: type, own: Provider, active: Sequence[Replacement], platform: Platform) -> dict[str, str | None]:
+    """Return the version of each provider whose replacement of an op applies here, and of the native definition."""
+    here = [r for r in active if r.target is cls and objection_to(r, platform, None) is None]
+    return {**{choice_name(r): r.provider.version for r in here}, NATIVE_CHOICE: own.version}
+
+
+def _listed(versions: Mapping[str, str | None]) -> str:
+    return ", ".join(f"{choice} {version or ''}".rstrip() for choice, version in sorted(versions.items()))
+
+
+def profile_path(settings: Settings) -> Path:
+    """Return the file of measurements.
+
+    Raises:
+        InputError: no setting names one, and there is no home folder.
+    """
+    given = settings.config.compilation_config.tuning_file
+    try:
+        return Path(given) if given else state_home() / "opgraft" / "tuning.json"
+    except RuntimeError as error:
+        raise InputError(
+            "there is no home folder for measurements: name a file by compilation_config.tuning_file"
+        ) from error
+
+
+def _known(path: Path) -> dict[str, Measured] | str:
+    """Return the rows that a file has for this machine, or why there are none; read once in a process."""
+    known = host_state().measurements
+    if path not in known:
+        known[path] = _rows_here(path)
+        if isinstance(known[path], str):
+            logger.warning("%s", printable(f"custom_ops auto follows no measurements: {known[path]}"))
+    rows: dict[str, Measured] | str = known[path]
+    return rows
+
+
+def _rows_here(path: Path) -> dict[str, Measured] | str:
+    try:
+        profile, here = read_profile(path), setup_here()
+    except FileNotFoundError:
+        return f"there is no file {path}: {_ANEW}"
+    except InputError as error:
+        return str(error)
+    setup = next((setup for setup in profile if setup.machine == here.machine), None)
+    if setup is None:
+        others = ", ".join(each.device for each in profile)
+        return f"{path} is of other machines ({others}), this one has {here.device}: {_ANEW}"
+    change = setup.change_to(here)
+    return f"{path} was {change}: {_ANEW} anew" if change else profile[setup]
+
+
+def setup_here() -> Setup:
+    """Describe this machine, and the versions of what runs on it."""
+    selection = selected_platform()
+    platform = selection.platform
+    device = platform.capability()
+    chosen = next((each for each in selection.decision.candidates if each.accepted), None)
+    devices = chosen.evidence.devices if chosen and chosen.evidence else ()
+    driver = next((each.driver for each in devices if each.driver), None) or ""
+    features = " ".join(device.features)
+    return Setup(platform.name, device.name, features, driver, str(torch.__version__), __version__)
+
+
+def read_profile(path: Path) -> Profile:
+    """Read a file of measurements.
+
+    Raises:
+        FileNotFoundError: there is none.
+        InputError: it cannot be used.
+    """
+    try:
+        content = json.loads(read_regular(path, _LARGEST))
+        if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+            raise ValueError(f"it holds no object of the schema {SCHEMA!r}")
+        return {
+            Setup(**{field.name: _text(row["setup"][field.name]) for field in fields(Setup)}): {
+                name: _measured(each) for name, each in row["ops"].items()
+            }
+            for row in content["machines"]
+        }
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else described(error)
+        raise InputError(
+            f"the measurements {path} cannot be used: {why}: remove the file and tune anew, or name another by "
+            "compilation_config.tuning_file"
+        ) from error
+
+
+def written(profile: Profile) -> str:
+    """Return the text of a file of measurements."""
+    rows = [
+        {"setup": asdict(setup), "ops": {name: ops[name].to_dict() for name in sorted(ops)}}
+        for setup, ops in profile.items()
+    ]
+    return json.dumps({"schema": SCHEMA, "machines": rows}, indent=1) + "\n"
+
+
+def _measured(row: Any) -> Measured:
+    candidates = tuple(_timed(each) for each in row["candidates"])
+    shapes = {tuple(each.seconds) for each in candidates}
+    choices = [each.choice for each in candidates]
+    if len(shapes) != 1 or row["chosen"] not in choices or len(set(choices)) < max(2, len(choices)):
+        raise ValueError("the rows of its candidates do not belong together")
+    return Measured(row["chosen"], int(row["threads"]), _text(row["when"]), candidates)
+
+
+def _timed(row: Any) -> Timed:
+    seconds = {_text(shape): float(value) for shape, value in row["seconds"].items()}
+    if not seconds or not all(0 < value < math.inf for value in seconds.values()):
+        raise ValueError("it holds times that are none")
+    version = row["provider"]["version"]
+    provider = Provider(_text(row["provider"]["name"]), None if version is None else _text(version))
+    return Timed(_text(row["choice"]), provider, _text(row["kernel"]), seconds)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.80} stands for a text")
+    return value
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"

@@ -1,0 +1,93 @@
+"""``opgraft bench --tune``: measure which kernel of each op is fastest on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import click
+import torch
+from opgraft.binding.measurements import Measured, profile_path
+from opgraft.cli.completion import op_names
+from opgraft.cli.output import SettingsCommand, echo, json_option, print_json, print_table, print_wrapped, with_settings
+from opgraft.plugins.host import load_plugins
+from opgraft.plugins.selection import current_platform
+from opgraft.serving.progress import progress_bar
+from opgraft.state import host_state
+from opgraft.testing import tuning
+from opgraft.testing.subjects import claimed_dtypes
+from opgraft.text import printable
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in tuning.DTYPES}
+
+
+@click.command("--tune", cls=SettingsCommand)
+@click.argument("ops", nargs=-1, shell_complete=op_names)
+@click.option("--dtype", "dtypes", type=click.Choice(list(_DTYPES)), multiple=True, help="Of inputs; may be repeated.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    default=0.02,
+    show_default=True,
+    help="For which a kernel is timed at a shape.",
+)
+@json_option
+@with_settings
+def command(ops: tuple[str, ...], dtypes: tuple[str, ...], seconds: float, as_json: bool) -> int:
+    """Time the kernels that OPS have here, and write down which is best, for 'auto' in custom_ops.
+
+    Without OPS all that have more than one kernel. Each is written when it is done, so that an interrupted run keeps
+    what it has. Exit code 1: a kernel raised.
+    """
+    load_plugins()
+    races, left_out = tuning.races(ops)
+    file = tuning.ProfileFile(profile_path(host_state().settings()))
+    wanted = [_DTYPES[name] for name in dtypes] or _claimed()
+    measured: dict[str, Measured] = {}
+    failed: dict[str, Mapping[str, str]] = {}
+    with progress_bar("ops measured", len(races)) as done:
+        for race in races:
+            outcome = tuning.run(race, wanted, seconds)
+            failed |= {race.name: outcome.left_out} if outcome.left_out else {}
+            if outcome.measured:
+                measured[race.name] = outcome.measured
+                file.add({race.name: outcome.measured})
+            done(1)
+    if as_json:
+        data: dict[str, Any] = {
+            "file": str(file.path),
+            "setup": asdict(file.setup),
+            "ops": {op: row.to_dict() for op, row in measured.items()},
+            "failed": failed,
+            "left_out": left_out,
+        }
+        print_json("opgraft.bench.tune/1", data)
+    else:
+        _show(measured, failed, left_out, file)
+    return int(bool(failed))
+
+
+def _claimed() -> list[torch.dtype]:
+    """Return the dtypes of models among those that the device takes: float16 where it has no bfloat16."""
+    claimed = claimed_dtypes(current_platform())
+    half = torch.bfloat16 if torch.bfloat16 in claimed else torch.float16
+    return [dtype for dtype in (torch.float32, half) if dtype in claimed]
+
+
+def _show(
+    measured: Mapping[str, Measured],
+    failed: Mapping[str, Mapping[str, str]],
+    left_out: Mapping[str, str],
+    file: tuning.ProfileFile,
+) -> None:
+    if measured:
+        print_table(("op", "best", "why"), [(op, row.chosen, row.verdict) for op, row in measured.items()])
+    for op, reasons in failed.items():
+        print_wrapped(f"{op}: {choice} was left out: {why}" for choice, why in reasons.items())
+    print_wrapped(f"{op} was not measured: {why}" for op, why in left_out.items())
+    if not measured:
+        echo("nothing was measured: no op that was asked for has two kernels which run here")
+        return
+    print_wrapped(f"{len(measured)} ops measured on {file.setup.device}, written to {printable(str(file.path))}")
+    echo("OPGRAFT_CUSTOM_OPS=auto follows it")
