@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from opgraft.binding.rebinding import rebind as rebind
     from opgraft.binding.replaceable import replaceable as replaceable
     from opgraft.binding.replaceable import replaces as replaces
+    from opgraft.binding.shadow import ShadowReport as ShadowReport
+    from opgraft.binding.shadow import ShadowRow as ShadowRow
+    from opgraft.binding.shadow import shadow_report as shadow_report
     from opgraft.binding.sharing import share_decisions as share_decisions
     from opgraft.compilation.compiled import Compiled as Compiled
     from opgraft.compilation.compiled import compile as compile
@@ -140,6 +143,7 @@ _HOME = {
     "opgraft.binding.provenance": ("Provenance", "explain_exception", "install_excepthook"),
     "opgraft.binding.rebinding": ("rebind",),
     "opgraft.binding.replaceable": ("replaceable", "replaces"),
+    "opgraft.binding.shadow": ("ShadowReport", "ShadowRow", "shadow_report"),
     "opgraft.binding.sharing": ("share_decisions",),
     "opgraft.torch_library": ("direct_register_custom_op",),
 }

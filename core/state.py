@@ -106,6 +106,8 @@ class HostState:
     caches: Caches = field(default_factory=Caches)
     fallbacks: set[tuple[str, str]] = field(default_factory=set)
     """Kernels that gave way to the native definition at a call, each with the reason, as they were logged."""
+    shadows: dict[Any, Any] = field(default_factory=dict)
+    """By kernel and settings, the ``Shadow`` that counts its calls; all scopes that share settings share it."""
     generation: int = 0
     discovery: Any = None
     lockfiles: dict[str, Any] = field(default_factory=dict)

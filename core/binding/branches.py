@@ -21,7 +21,7 @@ class Branch:
     def around(self, kernel: Any) -> Callable[..., Any]:
         """Return the method that runs ``kernel`` where the test holds of the arguments."""
         prepare(self.otherwise.definition)
-        run, otherwise, supports = _method(kernel), _method(self.otherwise.definition), self.supports
+        run, otherwise, supports = method_of(kernel), method_of(self.otherwise.definition), self.supports
 
         @functools.wraps(run)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -30,7 +30,7 @@ class Branch:
         return forward
 
 
-def _method(raw: Any) -> Callable[..., Any]:
+def method_of(raw: Any) -> Callable[..., Any]:
     """Return a definition as it stands in a class as a function that takes ``self``."""
     if not isinstance(raw, staticmethod):
         method: Callable[..., Any] = raw

@@ -10,7 +10,7 @@ from opgraft.binding.derivation import derive_kernels
 from opgraft.binding.functional import Functional
 from opgraft.binding.measurements import follow
 from opgraft.binding.names import op_name_of
-from opgraft.binding.specialisation import Binding, bind, enforced
+from opgraft.binding.specialisation import Binding, bind, enforced, without_drift
 from opgraft.decision import Decision
 from opgraft.errors import GraftError, MissingKernelError, RegistrationError
 from opgraft.plugins.discovery import discover
@@ -74,6 +74,8 @@ class CustomOp(Replaceable, nn.Module):
     """The class of an instance without its specialisation; use it where the exact class matters."""
     switchable: ClassVar[bool] = True
     """The switch of ``custom_ops`` for this op; ``False``: it is always enabled."""
+    repeatable: ClassVar[bool] = True
+    """A call changes nothing but its arguments, so that shadow mode may run it twice, the second time on copies."""
     op_registry: ClassVar[Mapping[str, type]] = _OpsByName()
     op_registry_oot: ClassVar[Mapping[str, type]] = _ReplacementsByName()
     __continuations__: ClassVar[Mapping[str, str | None]] = {}
@@ -127,7 +129,10 @@ class CustomOp(Replaceable, nn.Module):
     def binding(self) -> Binding:
         """The class and the kernel that were chosen for this op, with the record of both choices."""
         binding: Binding = self.__dict__["_binding"]
-        return binding
+        now = without_drift(binding)
+        if now is not binding and type(self) is binding.specialisation:
+            self._adopt(now)
+        return now
 
     @property
     def decision(self) -> Decision:
@@ -234,6 +239,7 @@ class PluggableLayer(CustomOp):
     """
 
     __op_base__ = True
+    repeatable: ClassVar[bool] = False
     called: ClassVar[bool] = True
     """A model calls such a layer; ``False`` for one with whose weight another layer computes."""
 

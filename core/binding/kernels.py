@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from opgraft.binding.derivation import is_derived
+from opgraft.binding.derivation import NATIVE, is_derived
 from opgraft.binding.marks import fallback_of, is_inference_only, unmet_need
+from opgraft.binding.shadow import Shadow
 from opgraft.decision import Candidate, Decision
 from opgraft.errors import MissingKernelError
 from opgraft.platform import DISPATCH_KEYS
@@ -19,10 +20,14 @@ SWITCH = "OPGRAFT_CUSTOM_OPS or compilation_config.custom_ops (+op, -op)"
 
 @dataclass(frozen=True)
 class Kernel:
-    """The method that an op is bound to: ``method`` as ``owner``, a class in the op's MRO, defines it."""
+    """The method that an op is bound to: ``method`` as ``owner``, a class in the op's MRO, defines it.
+
+    ``shadow`` counts and compares its calls, where the settings ask for that.
+    """
 
     owner: type
     method: str
+    shadow: Shadow | None = field(default=None, compare=False, repr=False)
 
     @property
     def key(self) -> str:
@@ -54,7 +59,10 @@ class Kernel:
 
     def functional(self, form: str) -> Callable[..., Any] | None:
         """Return the same kernel as a function with the signature of the named form, where its class brings one."""
-        return (self.functions or {}).get(form)
+        function = (self.functions or {}).get(form)
+        if function is None or self.shadow is None or self.shadow.excluded:
+            return function
+        return self.shadow.of_form(form, function, getattr(NATIVE, form))
 
     @property
     def functions(self) -> Mapping[str, Callable[..., Any]] | None:
@@ -115,6 +123,8 @@ class KernelChoice:
                 notes.append("without a backward, so forward_native runs where a gradient is required")
             if kernel.fallback:
                 notes.append(kernel.fallback)
+            if kernel.shadow:
+                notes.append(str(kernel.shadow))
             if kernel.key != "native" and kernel.functions is None and definer(self.cls, "forward_native"):
                 notes.append(
                     f"its class brings no functional_{kernel.key}, so functional forms, if the op has any, run their "

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from opgraft.binding.branches import Branch
+from opgraft.binding.branches import Branch, method_of
 from opgraft.binding.derivation import prepare
 from opgraft.binding.kernels import OWN_FORWARD, SWITCH, Kernel, KernelChoice, choose_kernel, continuations
 from opgraft.binding.marks import CHECK_RAISED, is_inference_only
 from opgraft.binding.measurements import follow
 from opgraft.binding.names import check_names, kin_of, op_name_of
+from opgraft.binding.shadow import Shadow
 from opgraft.caches import Caches
 from opgraft.config import CURRENT_SCOPE, NATIVE_CHOICE, Settings
 from opgraft.decision import Decision, Provider
@@ -182,7 +183,64 @@ def enforced(binding: Binding) -> Binding:
     choice = binding.replacement
     because = "enforce_enable=True"
     kernel = choose_kernel(choice.cls, binding.kernel.chain, True, because, choice.target, "enforce_enable")
+    kernel = _shadowed(choice, kernel, host_state().settings())
     return Binding(choice, kernel, specialise(kernel, _branch(choice, kernel)), binding.background, enforced=True)
+
+
+_NO_SHADOW = (
+    "a layer made of other ops may keep state, such as pages of a cache, which a second run would find changed; its "
+    "ops are compared one by one"
+)
+
+
+def _shadowed(choice: ReplacementChoice, kernel: KernelChoice, settings: Settings) -> KernelChoice:
+    """Have calls of the kernel compared with the native definition, where that is asked for and is another one.
+
+    Where an earlier comparison has demoted the kernel, the native definition is chosen.
+    """
+    wanted = settings.config.shadow
+    native = _native(choice, kernel) if kernel.enabled and (wanted.share or wanted.first_call) else kernel.winner
+    if native == kernel.winner:
+        return kernel
+    state, key = host_state(), (choice.target, kernel.cls, kernel.winner, wanted)
+    with state.lock:
+        shadow = state.shadows.get(key)
+        if shadow is None:
+            excluded = "" if choice.target.repeatable else _NO_SHADOW  # type: ignore[attr-defined]  # of a CustomOp
+            name = choice.op_name or choice.target.__qualname__
+            provider = choice.own if kernel.winner.owner in choice.target.__mro__ else choice.provider
+            watched = choice.target, name, str(kernel.winner), provider, native.definition
+            shadow = state.shadows[key] = Shadow(*watched, wanted, excluded)
+    if shadow.demotion is not None:
+        return _demoted(kernel, native, shadow.demotion, settings)
+    return replace(kernel, found=(replace(kernel.winner, shadow=shadow), *kernel.found[1:]))
+
+
+def _native(choice: ReplacementChoice, kernel: KernelChoice) -> Kernel:
+    """Return the definition that the op would run if it were disabled; of one that a replacement brings, its target's.
+
+    A replacement may hold its weights in a layout of its own, of which its own native definition knows.
+    """
+    native = choose_kernel(kernel.cls, kernel.chain, False, "", choice.target).winner
+    if native == kernel.winner:
+        native = choose_kernel(choice.target, kernel.chain, False, "", choice.target).winner
+    return native
+
+
+def _demoted(kernel: KernelChoice, native: Kernel, because: str, settings: Settings) -> KernelChoice:
+    found = (native, *(each for each in kernel.found if each != native))
+    switch = settings.to_change("shadow.demote", "OPGRAFT_SHADOW_DEMOTE or shadow.demote")
+    return replace(kernel, found=found, enabled=False, enabled_because=because, switch=switch)
+
+
+def without_drift(binding: Binding) -> Binding:
+    """Return a binding as it is, or with the native definition where shadow mode has demoted its kernel since."""
+    shadow = binding.kernel.winner.shadow
+    if shadow is None or shadow.demotion is None:
+        return binding
+    native = _native(binding.replacement, binding.kernel)
+    kernel = _demoted(binding.kernel, native, shadow.demotion, host_state().settings())
+    return replace(binding, kernel=kernel, specialisation=specialise(kernel))
 
 
 def _branch(choice: ReplacementChoice, kernel: KernelChoice) -> Branch | None:
@@ -228,6 +286,7 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
     enabled, because, switch = _enabled(choice, settings)
     kernel = choose_kernel(choice.cls, effective_chain(selection.platform), enabled, because, cls, switch)
     _report_broken_checks(kernel)
+    kernel = _shadowed(choice, kernel, settings)
     background = (*measured, plugins_decision(state.plugins.values(), settings), selection.decision)
     binding = Binding(choice, kernel, specialise(kernel, _branch(choice, kernel)), background)
     record = state.registry.ops.get(name or "")
@@ -266,7 +325,7 @@ def _enabled(choice: ReplacementChoice, settings: Settings) -> tuple[bool, str, 
 def specialise(choice: KernelChoice, branch: Branch | None = None) -> Any:
     """Make the subclass of the op class whose ``forward`` is the chosen kernel: one per choice, kept with the class."""
     op_class, kernel = choice.cls, choice.winner
-    key = (kernel, choice.chain, choice.enabled, branch)  # all that a specialisation depends on
+    key = (kernel, choice.chain, choice.enabled, branch, kernel.shadow)  # all that a specialisation depends on
     with host_state().lock:
         # vars(), as getattr() would find the specialisations of a base class.
         cache = vars(op_class).get(_CACHE)
@@ -285,8 +344,12 @@ def _specialisation(op_class: type, kernel: Kernel, further: dict[str, str | Non
     if isinstance(raw, staticmethod) and is_inference_only(raw.__func__):
         raise RegistrationError(f"{kernel} at {kernel.location} is inference_only and static: let it take self")
     own_forward = next((vars(base)["forward"] for base in own_classes(op_class) if "forward" in vars(base)), None)
+    watched = raw
+    if kernel.shadow and not kernel.shadow.excluded:
+        prepare(kernel.shadow.native)
+        watched = kernel.shadow.around(method_of(raw), method_of(kernel.shadow.native))
     namespace = {
-        "forward": branch.around(raw) if branch else raw,
+        "forward": branch.around(watched) if branch else watched,
         OWN_FORWARD: own_forward,
         "op_class": op_class,
         "__module__": op_class.__module__,

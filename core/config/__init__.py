@@ -18,6 +18,7 @@ from opgraft.config.sections import (
     QuantizationSettings,
     SchedulerConfig,
     ServerConfig,
+    ShadowConfig,
 )
 from opgraft.config.whole import (
     FIELDS,
@@ -52,6 +53,7 @@ __all__ = [
     "Section",
     "ServerConfig",
     "Settings",
+    "ShadowConfig",
     "config_from_fields",
     "parse_text",
     "read_file",

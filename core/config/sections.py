@@ -194,6 +194,22 @@ class QuantizationSettings(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShadowConfig(Section):
+    """Shadow mode: calls of kernels that are compared with the native definitions of their ops."""
+
+    section: ClassVar[str] = "shadow"
+
+    share: float = setting(
+        "share of the calls of each kernel that run the op's native definition, too, and compare the two",
+        default=0,
+        minimum=0,
+        maximum=1,
+    )
+    first_call: bool = setting("compare the first call of each kernel with each choice of dtypes", default=False)
+    demote: bool = setting("an op whose kernel differs runs its native definition from then on", default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerConfig(Section):
     """The HTTP server: where it listens, whom it admits, and what a request may ask for."""
 

@@ -25,6 +25,7 @@ from opgraft.config.sections import (
     QuantizationSettings,
     SchedulerConfig,
     ServerConfig,
+    ShadowConfig,
 )
 from opgraft.errors import ConfigError, close_matches
 
@@ -46,7 +47,8 @@ class OpgraftConfig(Section):
         lockfile: file that pins the distributions of plugins and platforms. Read when the platform is decided.
         providers: op name to the entry-point or distribution name of the provider whose replacement is to be used, or
             to ``native``; a mapping, or text as the command line takes it.
-        compilation_config, model, cache, scheduler, parallel, load, quantization, server: sections, see their classes.
+        compilation_config, model, cache, scheduler, parallel, load, quantization, shadow, server: sections, see their
+            classes.
     """
 
     platform: str | None = setting("the platform to use; decided once per process", unset="detected")
@@ -80,6 +82,7 @@ class OpgraftConfig(Section):
     parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig, kw_only=True)
     load: LoadConfig = dataclasses.field(default_factory=LoadConfig, kw_only=True)
     quantization: QuantizationSettings = dataclasses.field(default_factory=QuantizationSettings, kw_only=True)
+    shadow: ShadowConfig = dataclasses.field(default_factory=ShadowConfig, kw_only=True)
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig, kw_only=True)
 
     def op_names(self) -> dict[str, list[str]]:

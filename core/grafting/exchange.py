@@ -11,8 +11,8 @@ import torch
 from opgraft.adapter import LeaveAlone
 from opgraft.binding.custom_op import CustomOp
 from opgraft.errors import GraftError, PackError
-from opgraft.ops.composites.composite import Composite
 from opgraft.ops.pack import restore
+from opgraft.ops.weights import ReleasesWeights, call_post_load_hook, has_post_load_hook
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -70,9 +70,13 @@ def build_op(
     on the device of the module's, or on ``device`` where the module has none.
 
     Raises:
-        LeaveAlone: the op's parameters are not those of the module.
+        LeaveAlone: the op's parameters are not those of the module, or would not become those again.
     """
     op = _constructed(op_class, arguments, module, torch.device("meta"))
+    if has_post_load_hook(op) and not isinstance(op, ReleasesWeights):
+        raise LeaveAlone(
+            f"{type(op).__qualname__} defines process_weights_after_loading, and no release_weights that takes it back"
+        )
     real = next((t.device for t in _tensors(module).values()), device)
     # What an op computes for itself, such as a table of cosines, must be there in numbers.
     if real.type != "meta" and any(tensor.is_meta for tensor in _all_tensors(op)):
@@ -84,12 +88,16 @@ def build_op(
     return op
 
 
-def install(op: nn.Module, module: nn.Module) -> None:
-    """Let an op of ``build_op`` share the module's dictionaries of tensors, and remember the module."""
+def install(op: nn.Module, module: nn.Module, path: str) -> None:
+    """Let an op of ``build_op`` share the module's dictionaries of tensors, and remember the module at ``path``.
+
+    Raises:
+        WeightError: the op has a hook for weights that are loaded, which raised.
+    """
     attributes = {name: getattr(op, name, value) for name, value in _public_attributes(module).items()}
     op.__dict__[_KEPT] = Original(module, tuple(_share(op, module)), attributes)
-    if isinstance(op, Composite):
-        op.process_weights_after_loading()
+    if has_post_load_hook(op):
+        call_post_load_hook(path, op)
 
 
 def original_of(module: nn.Module) -> nn.Module | None:
@@ -133,7 +141,7 @@ def put_back(op: nn.Module, sharing: bool = False) -> nn.Module:
     if not isinstance(kept, Original):
         return op
     _restore(op)
-    if isinstance(op, Composite):
+    if isinstance(op, ReleasesWeights):
         op.release_weights()
     original, held = kept.module, _tensors(op)
     lost = sorted({name for row in kept.shared for name in row.tensors()} - held.keys())

@@ -50,7 +50,8 @@ def graft(model: nn.Module, *, dry_run: bool = False) -> GraftReport:
 
     Raises:
         OpgraftError: a setting or a conflict prevents choosing an implementation.
-        GraftError: in strict mode, an adapter or the class of an op raised. Whatever is raised, the model is as before.
+        GraftError: in strict mode, an adapter or the class of an op raised.
+        WeightError: the hook of an op for weights that are loaded raised. Whatever is raised, the model is as before.
     """
     expect_module("graft", model)
     load_plugins()
@@ -68,8 +69,8 @@ def _apply(plan: Plan, undo: ExitStack) -> None:
         undo.callback(place.parent._modules.__setitem__, place.name, place.parent._modules[place.name])
         place.parent._modules[place.name] = place.op
     for row in plan.exchanges():
-        install(row.op, row.module)
         undo.callback(put_back, row.op)
+        install(row.op, row.module, row.path)
     for call in plan.calls():
         undo.callback(restore_forward, call.module, substitutions_of(call.module))
         substitute(call.module, call.op, call.substitution)

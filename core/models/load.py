@@ -15,7 +15,7 @@ from opgraft.errors import CheckpointError, OpgraftError, WeightError
 from opgraft.machine.memory import release_free_memory
 from opgraft.models.names import IGNORED, ShardId, Target, Targets, WeightsMapper, is_ignored
 from opgraft.ops.embedding.vocab import ParallelLMHead, VocabParallelEmbedding
-from opgraft.ops.weights import LoadedTensor, default_weight_loader, has_post_load_hook
+from opgraft.ops.weights import LoadedTensor, call_post_load_hook, default_weight_loader, has_post_load_hook
 from opgraft.state import host_state
 from opgraft.text import described
 from rich.console import Console
@@ -63,6 +63,7 @@ def load_weights(
 
     Raises:
         CheckpointError: tensors are missing, have no place, or do not fit. The message lists all of them.
+        WeightError: the hook of a module raised.
     """
     start = time.perf_counter()
     targets = Targets(model)
@@ -252,25 +253,32 @@ def _size(target: Target, loaded: LoadedTensor) -> int:
 
 
 class _Hooks:
-    """Calls the hook of each module once all tensors at and below it are filled, the inner ones first."""
+    """Calls the hook of each module once all tensors at and below it are filled, the inner ones first.
+
+    A module without tensors has its turn with the next one above it that has some and a hook, or in the end.
+    """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
-        self._waiting = {
-            path: module for path, module in reversed([*model.named_modules()]) if has_post_load_hook(module)
-        }
+        self._modules = dict(model.named_modules())
+        self._waiting = {path for path, module in self._modules.items() if has_post_load_hook(module)}
         self._unfilled = Counter(path for name in names for path in _above(name))
 
     def filled(self, name: str) -> None:
         for path in _above(name):
             self._unfilled[path] -= 1
             if not self._unfilled[path] and path in self._waiting:
-                self._waiting.pop(path).process_weights_after_loading()
+                self._call_below(path)
 
     def finish(self) -> None:
         """Call the hooks of modules that have no tensors."""
-        for module in self._waiting.values():
-            module.process_weights_after_loading()
-        self._waiting.clear()
+        self._call_below("")
+
+    def _call_below(self, top: str) -> None:
+        """Call the hooks of a module and of those below it that wait still."""
+        for path, _ in reversed(list(self._modules[top].named_modules(prefix=top))):
+            if path in self._waiting:
+                self._waiting.remove(path)
+                call_post_load_hook(path, self._modules[path])
 
 
 def _above(name: str) -> Iterator[str]:

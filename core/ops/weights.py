@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
-from opgraft.errors import WeightError
+from opgraft.errors import OpgraftError, WeightError, raised_at
+from opgraft.plugins.discovery import discover
+from opgraft.text import described
 from torch import Tensor, nn
 
 
@@ -45,16 +47,49 @@ class PostLoadHook(Protocol):
         """Bring the weights into the layout that the module computes with."""
 
 
+@runtime_checkable
+class ReleasesWeights(Protocol):
+    """A module that can take back what its hook has made of its weights."""
+
+    def release_weights(self) -> None:
+        """Make the weights what they were when they had been loaded, also after a hook that raised half-way."""
+
+
 def has_post_load_hook(module: nn.Module) -> TypeGuard[PostLoadHook]:
     """Tell whether a module is to be called when its weights have been loaded."""
     return isinstance(module, PostLoadHook) and not isinstance(module, WeightMethod)
 
 
 def process_weights_after_loading(model: nn.Module) -> None:
-    """Call the hook of every module below ``model`` that has one, and its own: a module after those that it holds."""
-    for module in reversed(list(model.modules())):
+    """Call the hook of every module below ``model`` that has one, and its own: a module after those that it holds.
+
+    Raises:
+        WeightError: a hook raised; the message names the module's path.
+    """
+    for path, module in reversed(list(model.named_modules())):
         if has_post_load_hook(module):
-            module.process_weights_after_loading()
+            call_post_load_hook(path, module)
+
+
+def call_post_load_hook(path: str, module: PostLoadHook) -> None:
+    """Call a module's hook, which may be a plugin's.
+
+    Raises:
+        WeightError: it raised; the message names ``path``, by which the model has the module. An error of opgraft's
+            own, or of memory, says enough and stays as it is.
+    """
+    try:
+        module.process_weights_after_loading()
+    except (OpgraftError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        cls = type(module)
+        provider = discover().provider_of(cls.__module__)
+        raise WeightError(
+            f"process_weights_after_loading of {path!r}, a {cls.__qualname__} of {provider}, raised at "
+            f"{raised_at(error)}",
+            described(error),
+        ) from error
 
 
 def set_weight_attrs(weight: Tensor, attributes: Mapping[str, Any] | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from opgraft.binding.custom_op import CustomOp, PluggableLayer
 from opgraft.compat.hooks import hooks_on_every_module
@@ -15,6 +15,8 @@ from torch import nn
 
 class Composite(PluggableLayer):
     """A layer that may compute several of its children at once."""
+
+    repeatable: ClassVar[bool] = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,0 +1,311 @@
+"""Shadow mode: some calls of a kernel run the op's native definition, too, and the two are compared."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from opgraft.binding import comparison
+from opgraft.binding.comparison import leaves
+from opgraft.compat.packed_linear import version_of
+from opgraft.compat.tracing import constant_while_tracing, followed_or_transformed
+from opgraft.config import ShadowConfig
+from opgraft.decision import Provider
+from opgraft.logger import logger
+from opgraft.state import host_state
+from opgraft.text import described, printable, table
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+_NESTED: ContextVar[bool] = ContextVar("opgraft_shadow_nested", default=False)
+"""Is true while a native definition runs for comparison, whose own ops are not compared."""
+
+_RANDOM = "it draws random numbers, which differ from run to run"
+
+
+class Shadow:
+    """The watch over one kernel: which of its calls are compared, and what came of it.
+
+    Attributes:
+        target: the class of the op, by whose proof tolerances are chosen.
+        op: the name of the op, or its class.
+        kernel: the kernel that is watched, such as ``AcmeRMSNorm.forward_oot``.
+        native: the definition that it is compared with, as it stands in its class.
+        provider: who provides it.
+        excluded: why none of its calls is compared; empty where they are.
+        calls: how many there were outside of compiled code.
+        compared: how many of these were compared.
+        drifted: how many of these differed.
+        skipped: by reason, how many could not be compared though it was their turn.
+        traced: how often a compiler traced a call: what it made of it runs without a shadow.
+        demotion: why the op runs its native definition instead, which the setting ``shadow.demote`` asks for.
+        first_drift: the first difference, in words.
+    """
+
+    def __init__(
+        self,
+        target: type,
+        op: str,
+        kernel: str,
+        provider: Provider,
+        native: Any,
+        settings: ShadowConfig,
+        excluded: str = "",
+    ) -> None:
+        self.target, self.op, self.kernel, self.provider = target, op, kernel, provider
+        self.native = native
+        self.settings = settings
+        self.excluded = excluded
+        self.calls = self.compared = self.drifted = self.traced = 0
+        self.skipped: Counter[str] = Counter()
+        self.demotion: str | None = None
+        self.first_drift = ""
+        self._lock = threading.Lock()
+        self._seen: set[object] = set()
+        self._forms: dict[str, Callable[..., Any]] = {}
+
+    def around(self, run: Callable[..., Any], native: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function or method that runs ``run`` and, when it is its turn, ``native`` on copies."""
+
+        @constant_while_tracing
+        def trace() -> None:
+            with self._lock:
+                self.traced += 1
+
+        @functools.wraps(run)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # Compilers guard what is read here, so that what they have made of a kernel goes with it.
+            if self.demotion is not None:
+                return native(*args, **kwargs)
+            if is_compiling():
+                trace()
+                return run(*args, **kwargs)
+            if _NESTED.get() or not self._is_due(run, args, kwargs):
+                return run(*args, **kwargs)
+            return self._watched(run, native, args, kwargs)
+
+        return call
+
+    def of_form(self, name: str, run: Callable[..., Any], native: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the same of a functional form, always the same function."""
+        with self._lock:
+            return self._forms.setdefault(name, self.around(run, native))
+
+    def _is_due(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Count a call, and decide whether it is compared: by its number, so that ranks of a model do so together."""
+        share, kinds = self.settings.share, None
+        if self.settings.first_call:
+            kinds = run, *(leaf.dtype for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        with self._lock:
+            number = self.calls
+            self.calls += 1
+            new = kinds is not None and kinds not in self._seen
+            if new:
+                self._seen.add(kinds)
+        return new or math.floor(number * share) > math.floor((number - 1) * share)
+
+    def _watched(
+        self, run: Callable[..., Any], native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        obstacle = _obstacle(args, kwargs)
+        if obstacle:
+            self._skip(obstacle)
+            return run(*args, **kwargs)
+        known: dict[int, Tensor] = {}
+        copies: Any = comparison.copied(args, known), comparison.copied(kwargs, known)
+        randomness, state = _Randomness(copies), _State(args)
+        result = run(*args, **kwargs)
+        reason = _RANDOM if randomness.has_changed() else state.change()
+        if not reason:
+            try:
+                with _nested(), torch.no_grad():
+                    expected = native(*copies[0], **copies[1])
+            except Exception as error:  # of a definition that is not the one which the caller asked for
+                reason = f"its native definition raised {described(error)}"
+            if randomness.has_changed():
+                randomness.restore()
+                reason = _RANDOM
+        if reason:
+            self._skip(reason)
+        else:
+            given = comparison.arguments_of(run, args, kwargs), comparison.arguments_of(run, *copies)
+            self._compare(*given, result, expected)
+        return result
+
+    def _compare(self, given: dict[str, Any], copies: dict[str, Any], result: Any, expected: Any) -> None:
+        """Compare results, and what was left in the arguments; report the first difference."""
+        floating = [x for _, x in leaves((copies, expected)) if isinstance(x, Tensor) and x.is_floating_point()]
+        tolerance = comparison.tolerance_of(self.target, {x.dtype for x in floating})
+        ours, theirs = list(leaves(result, "the result")), list(leaves(expected, "the result"))
+        if [place for place, _ in ours] != [place for place, _ in theirs]:
+            found = [f"the result has {len(ours)} parts, expected {len(theirs)}"]
+        else:
+            tensors = [(f"the argument {n}", x, copies[n]) for n, x in given.items() if isinstance(x, Tensor)]
+            rows = [*((place, x, y) for (place, x), (_, y) in zip(ours, theirs, strict=True)), *tensors]
+            found = [text for row in rows if (text := comparison.difference(*row, tolerance))]
+        with self._lock:
+            self.compared += 1
+            self.drifted += bool(found)
+            first = bool(found) and not self.first_drift
+            if first:
+                words = ", ".join(f"{name}: {comparison.described(leaf)}" for name, leaf in copies.items())
+                self.first_drift = printable(f"{'; '.join(found)}, where it was called with {words}")
+        if first:
+            self._report()
+
+    def _report(self) -> None:
+        """Log the first difference, and demote the kernel where the settings ask for it."""
+        demoted = ""
+        if self.settings.demote:
+            self.demotion = f"shadow mode has found that {self.kernel} differs: {self.first_drift}"
+            demoted = " From now on the native definition runs, as shadow.demote asks."
+            state = host_state()
+            with state.lock:
+                state.invalidate()
+        whose = printable(f"{self.kernel} of {self.provider} differs from the native definition of op {self.op}: ")
+        extra = {
+            "event.name": "opgraft.shadow.drift",
+            "opgraft.op": printable(self.op),
+            "opgraft.kernel": printable(self.kernel),
+            "opgraft.shadow.drift": self.first_drift,
+            "opgraft.shadow.demoted": bool(demoted),
+            **self.provider.attributes(),
+        }
+        logger.warning("%s", f"{whose}{self.first_drift}.{demoted}", extra=extra)
+
+    def _skip(self, reason: str) -> None:
+        with self._lock:
+            self.skipped[reason] += 1
+
+    def __str__(self) -> str:
+        if self.excluded:
+            return f"no call is compared with the native definition: {self.excluded}"
+        parts = [f"{self.compared} of {self.calls} calls compared with the native definition, {self.drifted} differ"]
+        parts += [f"{count} not compared: {reason}" for reason, count in self.skipped.items()]
+        if self.traced:
+            parts.append(f"compiled {self.traced} times, and what was compiled is not compared")
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True)
+class ShadowRow:
+    """The counts of one kernel; attributes as those of ``Shadow``, ``remark`` its words about what is not compared."""
+
+    op: str
+    kernel: str
+    provider: Provider
+    calls: int
+    compared: int
+    drifted: int
+    demoted: bool
+    remark: str
+    first_drift: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as plain data."""
+        return {**vars(self), "provider": self.provider.to_dict()}
+
+
+@dataclass(frozen=True)
+class ShadowReport:
+    """The kernels that shadow mode has watched in this process; printed, a table."""
+
+    rows: tuple[ShadowRow, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the table as plain data, ready for ``json.dumps``."""
+        return {"kernels": [row.to_dict() for row in self.rows]}
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "no kernel is watched: set shadow.share or shadow.first_call before ops are constructed"
+        names = ("op", "kernel", "provider", "calls", "compared", "differ", "remark")
+        cells = [
+            (r.op, r.kernel, r.provider, r.calls, r.compared, r.drifted, "demoted" if r.demoted else r.remark)
+            for r in self.rows
+        ]
+        first = [printable(f"{row.kernel}: {row.first_drift}") for row in self.rows if row.first_drift]
+        return "\n".join([*table([names, *cells]), *(["", *first] if first else [])])
+
+
+def shadow_report() -> ShadowReport:
+    """Tell which kernels shadow mode watches in this process, how many calls it compared, and what differed."""
+    shadows = sorted(host_state().shadows.values(), key=lambda each: (each.op, each.kernel))
+    return ShadowReport(tuple(map(_row, shadows)))
+
+
+def _row(shadow: Shadow) -> ShadowRow:
+    _, _, remark = str(shadow).partition("; ")
+    return ShadowRow(
+        shadow.op,
+        shadow.kernel,
+        shadow.provider,
+        shadow.calls,
+        shadow.compared,
+        shadow.drifted,
+        shadow.demotion is not None,
+        shadow.excluded or remark,
+        shadow.first_drift,
+    )
+
+
+@contextmanager
+def _nested() -> Iterator[None]:
+    token = _NESTED.set(True)
+    try:
+        yield
+    finally:
+        _NESTED.reset(token)
+
+
+def _obstacle(args: Any, kwargs: Any) -> str:
+    """Say why a call cannot be run twice, or return ""."""
+    if followed_or_transformed():
+        return "something follows its operators, such as torch.func, a dispatch mode or a trace"
+    devices = {leaf.device for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+    modules = [torch.get_device_module(device) for device in devices if device.type not in ("cpu", "meta")]
+    if any(getattr(module, "is_current_stream_capturing", bool)() for module in modules):
+        return "its device captures a graph"
+    return comparison.obstacle_to_copies((args, kwargs))
+
+
+class _Randomness:
+    """The generators that a call may draw from, as they are now."""
+
+    def __init__(self, values: Any) -> None:
+        devices = {leaf.device for _, leaf in leaves(values) if isinstance(leaf, Tensor)}
+        self._before = [(torch.get_device_module(d), d) for d in devices if d.type not in ("cpu", "meta")]
+        self._states = self._now()
+
+    def _now(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *(module.get_rng_state(device) for module, device in self._before)]
+
+    def has_changed(self) -> bool:
+        return not all(map(torch.equal, self._states, self._now()))
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._states[0])
+        for (module, device), state in zip(self._before, self._states[1:], strict=True):
+            module.set_rng_state(state, device)
+
+
+class _State:
+    """The tensors of the op that is called, whose counts of changes tell whether a call writes to them."""
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        op = args[0] if args and isinstance(args[0], nn.Module) else None
+        own = itertools.chain(op.named_parameters(), op.named_buffers()) if op is not None else ()
+        self._before = [(name, tensor, version_of(tensor)) for name, tensor in own if not tensor.is_inference()]
+
+    def change(self) -> str:
+        written = [name for name, tensor, version in self._before if version_of(tensor) != version]
+        return f"it writes to {', '.join(written)} of its own, which a second run would find changed" if written else ""
