@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -98,7 +99,8 @@ class HostState:
     plugins: dict[str, PluginRecord] = field(default_factory=dict)
     plugins_loaded: bool = False
     loaded_with: OpgraftConfig | None = None
-    plugins_loading: bool = False
+    loading_thread: int | None = None
+    """The thread that is loading plugins; ops that these construct meanwhile are bound to what is active by then."""
     active: list[Replacement] = field(default_factory=list)
     adjustments: list[tuple[str, OpgraftConfig]] = field(default_factory=list)
     graft_adapters: list[tuple[Provider, Any]] = field(default_factory=list)
@@ -190,6 +192,12 @@ class HostState:
 _STATE = HostState()
 
 
+def _begin_anew() -> None:
+    global _STATE  # the one place that replaces the one object
+    # The generation goes on, so that scopes which are open see that their caches are stale.
+    _STATE = HostState(registry=_STATE.registry, generation=_STATE.generation + 1)
+
+
 LOADING_PATIENCE = 60.0
 """Seconds that a thread waits for another one that loads plugins."""
 
@@ -225,6 +233,9 @@ def reset() -> None:
     registered outside of plugins applies again when it is registered again. Existing ops keep their kernels; compiled
     code is dropped. Scopes of ``set_config`` that are open stay open.
 
+    Where another thread loads plugins it waits for the end of that, and ops that others construct meanwhile are bound
+    before or after it.
+
     Raises:
         PluginError: a plugin calls it while it is loaded, which would forget those that were loaded before.
     """
@@ -233,10 +244,38 @@ def reset() -> None:
         raise PluginError(
             f"plugin {transaction.plugin!r} called opgraft.reset() while it was loaded: leave that to who loads plugins"
         )
-    global _STATE  # the one place that replaces the one object
-    if _STATE.environment is not None and _STATE.environment.log:
-        set_level(None)
-    # The generation goes on, so that scopes which are open see that their caches are stale.
-    _STATE = HostState(registry=_STATE.registry, generation=_STATE.generation + 1)
+    with loading(_STATE):
+        if _STATE.environment is not None and _STATE.environment.log:
+            set_level(None)
+        _begin_anew()
     if "torch" in sys.modules:  # who never imported it has compiled nothing
         sys.modules["torch"].compiler.reset()
+
+
+class _Fork(threading.local):
+    """The locks that the thread which forks holds, so that no other thread holds them in the child for ever."""
+
+    def __init__(self) -> None:
+        self.held: list[threading.RLock] = []
+
+    def begins(self) -> None:
+        """Wait for another thread that loads plugins: a child could not go on with what that has begun."""
+        locks = (_STATE.loading_lock, _STATE.lock)
+        self.held = [lock for lock in locks if lock.acquire(timeout=LOADING_PATIENCE)]
+
+    def ends(self) -> None:
+        for lock in reversed(self.held):
+            lock.release()
+        self.held = []
+
+    def begins_child(self) -> None:
+        """Go on in the child, with a fresh state where that of the parent was in the hands of another thread."""
+        whole = len(self.held) == 2
+        self.ends()
+        if not whole:
+            _begin_anew()
+
+
+_fork = _Fork()
+if hasattr(os, "register_at_fork"):  # where processes fork
+    os.register_at_fork(before=_fork.begins, after_in_parent=_fork.ends, after_in_child=_fork.begins_child)

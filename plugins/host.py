@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from threading import get_ident
+from typing import TypeVar
 
 from opgraft.config import OpgraftConfig, Settings
 from opgraft.decision import Candidate, Decision
 from opgraft.environment import PLATFORM, PLUGINS, PLUGINS_DISABLE
-from opgraft.errors import PlatformError, PluginError
+from opgraft.errors import OpgraftError, PlatformError, PluginError
 from opgraft.logger import logger
 from opgraft.plugins.agreement import expect_process_agrees
 from opgraft.plugins.loading import Loading
@@ -17,6 +19,8 @@ from opgraft.plugins.watching import watched
 from opgraft.state import HostState, PlatformSelection, PluginRecord, PluginStatus, host_state, loading
 from opgraft.text import described, printable
 from opgraft.version import __version__
+
+Result = TypeVar("Result")
 
 
 def load_plugins() -> None:
@@ -35,9 +39,9 @@ def load_plugins() -> None:
     if state.plugins_loaded:
         return
     with loading(state):
-        if state.plugins_loaded or state.plugins_loading:  # the latter: a plugin constructs an op while it is loaded
+        if state.plugins_loaded or state.loading_thread:  # the latter: a plugin constructs an op while it is loaded
             return
-        state.plugins_loading = True
+        state.loading_thread = get_ident()
         try:
             with ExitStack() as undo_all:
                 Loading(state, current_platform(), undo_all).run()
@@ -50,8 +54,27 @@ def load_plugins() -> None:
             _report(state)
         finally:
             # Ops that plugins constructed meanwhile were bound when a part of the plugins was active.
-            state.plugins_loading = False
+            state.loading_thread = None
             state.invalidate()
+
+
+def with_plugins(decide: Callable[[], Result]) -> Result:
+    """Load the plugins and decide something that rests on them; again where another thread has called ``reset``.
+
+    Raises:
+        OpgraftError: as ``load_plugins``, or as ``decide``.
+    """
+    while True:
+        load_plugins()
+        state = host_state()
+        try:
+            result = decide()
+        except OpgraftError:
+            if host_state() is state:
+                raise
+            continue
+        if host_state() is state and (state.plugins_loaded or state.loading_thread == get_ident()):
+            return result
 
 
 def _report(state: HostState) -> None:

@@ -9,7 +9,7 @@ from opgraft.binding.declaring import Replaceable
 from opgraft.binding.names import check_names, kin_of, op_name_of
 from opgraft.errors import RegistrationError
 from opgraft.plugins.discovery import discover
-from opgraft.plugins.host import check_loaded_with, load_plugins
+from opgraft.plugins.host import check_loaded_with, with_plugins
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.choice import ReplacementChoice, choose_replacement
 from opgraft.state import host_state
@@ -75,7 +75,10 @@ def choose_class(cls: type) -> ReplacementChoice:
     Raises:
         OpgraftError: the platform, a plugin asked for by name, a conflict or a setting prevents a choice.
     """
-    load_plugins()
+    return with_plugins(lambda: _choose(cls))
+
+
+def _choose(cls: type) -> ReplacementChoice:
     state = host_state()
     known: ReplacementChoice | None = state.current_caches().classes.get(cls)
     if known is not None:

@@ -28,7 +28,7 @@ from opgraft.logger import logger
 from opgraft.platform import effective_chain
 from opgraft.plugins.agreement import expect_kernel_agrees
 from opgraft.plugins.discovery import discover
-from opgraft.plugins.host import check_loaded_with, load_plugins, plugins_decision
+from opgraft.plugins.host import check_loaded_with, plugins_decision, with_plugins
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.choice import ReplacementChoice, choose_replacement, objection_to
 from opgraft.registry.declarations import Replacement
@@ -108,8 +108,11 @@ def bind(cls: type) -> Binding:
         OpgraftError: the platform, a plugin asked for by name, a conflict or a setting prevents a choice; see
             ``load_plugins``, ``choose_replacement`` and ``choose_kernel``.
     """
-    load_plugins()
-    return _cached(lambda caches: caches.constructed, cls, lambda: _decide(cls))
+    state = host_state()
+    known: Binding | None = state.current_caches().constructed.get(cls) if state.plugins_loaded else None
+    if known is not None:  # as every construction but the first
+        return known
+    return with_plugins(lambda: _cached(lambda caches: caches.constructed, cls, lambda: _decide(cls)))
 
 
 def bind_exact(target: type, cls: type, enforce: bool = False) -> Binding:
@@ -121,8 +124,8 @@ def bind_exact(target: type, cls: type, enforce: bool = False) -> Binding:
 
     ``enforce`` enables the op whatever the settings say.
     """
-    load_plugins()
-    binding = _cached(lambda caches: caches.existing, (target, cls), lambda: _decide_exact(target, cls))
+    key = (target, cls)
+    binding = with_plugins(lambda: _cached(lambda caches: caches.existing, key, lambda: _decide_exact(target, cls)))
     # What was disabled because its class is gone stays so: enforcing is a word about settings.
     if enforce and (binding.kernel.enabled or _gone(target, cls)[1] is None):
         return enforced(binding)
