@@ -162,6 +162,11 @@ def _number(values: Mapping[str, str], name: str, otherwise: int) -> int:
     return int(text)
 
 
+def read_simulated(variables: Mapping[str, str] | None = None) -> str:
+    """Return what describes the simulated device, by default as ``os.environ`` says; empty where there is none."""
+    return (os.environ if variables is None else variables).get(SIMULATED_DEVICE, "")
+
+
 _OF_COMPILERS = re.compile(
     "(TORCHINDUCTOR|TORCHDYNAMO|TORCH_COMPILE|ATEN|OMP|GOMP|KMP|MKL|ONEDNN|DNNL|TRITON)_.*|CC|CXX|C(XX|PP)?FLAGS|LDFLAGS|CPATH"
 )

@@ -29,7 +29,7 @@ def without_waiting(path: str | Path, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
-def replace_file(path: Path, text: str, mode: int) -> None:
+def replace_file(path: Path, content: str | bytes, mode: int) -> None:
     """Write a file in one step: a reader finds the former one or this one. A link stays, and what it leads to changes.
 
     Raises:
@@ -42,8 +42,8 @@ def replace_file(path: Path, text: str, mode: int) -> None:
         raise FileExistsError(errno.EEXIST, "it is no regular file")
     descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
     try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(descriptor, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(descriptor)
         os.chmod(name, mode)  # a temporary file is for its owner alone

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from typing import Any
 import importlib_metadata
 from opgraft.config import NATIVE_CHOICE
 from opgraft.decision import Provider
-from opgraft.environment import SIMULATED_DEVICE
+from opgraft.environment import read_simulated
 from opgraft.errors import ConfigError, close_matches
 from opgraft.logger import logger
 from opgraft.plugins.metadata import (
@@ -116,17 +115,9 @@ def discover() -> Discovery:
     state = host_state()
     with state.lock:
         if state.discovery is None:
-            state.discovery = _with_simulated(scan())
+            state.discovery = scan()
         found: Discovery = state.discovery
         return found
-
-
-def _with_simulated(found: Discovery) -> Discovery:
-    """Return what was found, with the platform of the simulated device where the environment names one."""
-    if os.environ.get(SIMULATED_DEVICE):
-        provider = Provider(HOST_DISTRIBUTION, __version__)
-        found.offers.append(Offer(PLATFORM_GROUP, "simulated", f"{_SIMULATED}:SPEC", provider))
-    return found
 
 
 def names_of(plugin: str) -> tuple[str, list[str], list[str]]:
@@ -146,7 +137,10 @@ def names_of(plugin: str) -> tuple[str, list[str], list[str]]:
 
 
 def scan() -> Discovery:
-    """Read the entry points of every distribution that can be found; the first distribution of a name counts."""
+    """Read the entry points of every distribution that can be found; the first distribution of a name counts.
+
+    The platform of the simulated device is offered where the environment names one.
+    """
     discovery = Discovery()
     seen: dict[str, Provider] = {}
     offered: list[Offer] = []
@@ -182,6 +176,9 @@ def scan() -> Discovery:
         except Exception as error:  # of metadata that may be anything, and finders that are somebody's code
             discovery.problems.append(Problem(provider, f"its plugin metadata is malformed: {described(error)}"))
     discovery.problems = list(dict.fromkeys(discovery.problems))
+    if read_simulated():
+        host = Provider(HOST_DISTRIBUTION, __version__)
+        offered.append(Offer(PLATFORM_GROUP, "simulated", f"{_SIMULATED}:SPEC", host))
     known: dict[tuple[str, str], Offer] = {}
     for offer in sorted(offered, key=lambda offer: not offer.built_in):  # ours keep their names
         _admit(offer, known, discovery)

@@ -28,7 +28,7 @@ from opgraft.ops.state_space.layer import state_layers
 from opgraft.plugins.host import load_plugins
 from opgraft.serving.llm import engine_config
 from opgraft.serving.tokenizer import find_tokenizer
-from opgraft.testing.verification import Step, Steps
+from opgraft.testing.verification import Step, Steps, copied
 from opgraft.text import described, printable
 from torch import Tensor, nn
 
@@ -86,7 +86,7 @@ def grafted(name: str, prompt: str | None, tokens: int) -> Pair:
     except Exception as error:  # whatever the code of the model raises
         raise InputError(f"transformers cannot load {folder}: {described(error)}") from error
     ids = _token_ids(name, prompt, tokens)[None]
-    return _grafted(native, lambda model: model(input_ids=ids, use_cache=False), [])
+    return _grafted(native, {"input_ids": ids, "use_cache": False}, [])
 
 
 def made_by(name: str) -> Pair:
@@ -110,11 +110,14 @@ def made_by(name: str) -> Pair:
             f"{printable(name)} returned {type(native).__name__} and {type(given).__name__}: it is to return a "
             "torch.nn.Module, and a tuple or a dict of what to call it with"
         )
-    call = (lambda model: model(**given)) if isinstance(given, dict) else (lambda model: model(*given))
-    return _grafted(native.eval(), call, [folder])
+    return _grafted(native.eval(), given, [folder])
 
 
-def _grafted(native: nn.Module, call: Callable[[nn.Module], Any], paths: list[str]) -> Pair:
+def _grafted(native: nn.Module, given: tuple[Any, ...] | dict[str, Any], paths: list[str]) -> Pair:
+    def call(model: nn.Module) -> Any:
+        fresh = copied(given, {})  # a model may write to its arguments, such as a cache
+        return model(**fresh) if isinstance(fresh, dict) else model(*fresh)
+
     load_plugins()
     model = copy.deepcopy(native)
     graft(model)

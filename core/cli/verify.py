@@ -106,7 +106,8 @@ def _print_as_text(found: Verification, script: Path | None) -> None:
 
 
 def _kernels(place: Place) -> str:
-    return "; ".join(dict.fromkeys(f"{each.op} by {each.kernel} of {each.provider}" for each in place.served))
+    told = dict.fromkeys(f"{each.op} by {each.kernel} of {each.provider}" for each in place.served)
+    return "; ".join(told) or "what the whole model returns"
 
 
 def _worst(places: Sequence[Place]) -> str:

@@ -14,7 +14,8 @@ from opgraft.state import host_state
 from opgraft.testing.verification import Departure
 from opgraft.text import described, printable
 
-_SWITCHES = "compilation_config.custom_ops"
+_DECIDING = ("compilation_config.custom_ops", "compilation_config.tuning_file")
+"""Settings in sections that decide which kernels run."""
 
 CASE, SCRIPT = "case.pt", "reproduce.py"
 
@@ -30,7 +31,7 @@ from pathlib import Path
 import opgraft
 import torch
 from opgraft.config import config_from_fields, parse_text, set_config
-from opgraft.testing.verification import description_of, outcome_of
+from opgraft.testing.differences import description_of, outcome_of
 
 SETTINGS = {settings}
 
@@ -79,7 +80,7 @@ def write_case(departure: Departure, folder: Path, model: str, paths: list[str])
     )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / CASE).write_bytes(packed.getvalue())
+        replace_file(folder / CASE, packed.getvalue(), 0o644)
         replace_file(folder / SCRIPT, script, 0o644)
     except OSError as error:
         raise InputError(f"{folder} cannot be written to: {error.strerror}. Name another folder by --save") from error
@@ -89,7 +90,7 @@ def write_case(departure: Departure, folder: Path, model: str, paths: list[str])
 def _settings() -> Mapping[str, Any]:
     """Return the settings that decide which kernels run, as text by name."""
     rows = host_state().settings().rows()
-    return {name: text for name, text, _ in rows if text and ("." not in name or name == _SWITCHES)}
+    return {name: text for name, text, _ in rows if text and ("." not in name or name in _DECIDING)}
 
 
 def _quoted(text: str) -> str:

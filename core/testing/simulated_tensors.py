@@ -66,8 +66,10 @@ class Running:
                 self.taken[place] = [1, size]
         return place if size else None
 
-    def free(self, place: int) -> None:
+    def free(self, place: int | None) -> None:
         """Give memory back that nothing holds any more."""
+        if place is None:
+            return
         with self.lock:
             self.taken[place][0] -= 1
             if not self.taken[place][0]:
@@ -100,21 +102,38 @@ class SimulatedTensor(Tensor):
     """
 
     numbers: Tensor
+    _give_back: Callable[[], object]
 
     @staticmethod
     def __new__(cls, values: Tensor) -> SimulatedTensor:
         made: SimulatedTensor = wrapper_of(cls, values, torch.device(DEVICE_TYPE, 0))
-        place = _device.hold(values)
-        made.numbers = values
-        if place is not None:
-            weakref.finalize(made, _device.free, place)
+        made._hold(values)
         return made
+
+    def _hold(self, values: Tensor) -> None:
+        place = _device.hold(values)
+        self.numbers = values
+        self._give_back = weakref.finalize(self, _device.free, place)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch calls it on the class
         cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         return compute(operator, *args, **(kwargs or {}))
+
+    @property
+    def data(self) -> Tensor:
+        """The same numbers, without gradients; another tensor of the device may take their place."""
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]  # a descriptor of C
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        if not isinstance(other, SimulatedTensor):
+            raise RuntimeError(f"a tensor of {other.device} cannot be the data of one of {self.device}: move it there")
+        Tensor.data.__set__(self, other)  # type: ignore[attr-defined]  # a descriptor of C
+        former = self._give_back
+        self._hold(other.numbers.detach())
+        former()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
         return f"{repr(self.numbers)[:-1]}, device='{self.device}')"
@@ -157,12 +176,33 @@ def compute(operator: Any, *args: Any, **kwargs: Any) -> Any:
             f"one on {ours[0].device}"
         )
     _device.run(name)
+    known = {id(_on_host(each)): each for each in given}
+    before = [(each, each.numbers, _form(each.numbers), each.numbers.untyped_storage()) for each in ours]
     result = operator(*_on_host(args), **_on_host(kwargs))
+    for each, numbers, form, memory in before:
+        if _form(numbers) != form:
+            _follow(each, numbers, form, memory)
     target = kwargs.get("device")
     if target is not None and torch.device(target).type != DEVICE_TYPE:
         return result
-    known = {id(_on_host(each)): each for each in given}
     return _on_device(result, known, name)
+
+
+def _follow(tensor: SimulatedTensor, numbers: Tensor, form: tuple[Any, ...], memory: Any) -> None:
+    """Give a tensor the shape and the memory that its numbers have got in place; what does not fit is taken back."""
+    try:
+        tensor.data = SimulatedTensor(numbers)
+    except torch.OutOfMemoryError:
+        shape, strides, offset, _, size = form
+        memory.resize_(size)
+        numbers.set_(memory, offset, shape, strides)
+        raise
+
+
+def _form(values: Tensor) -> tuple[Any, ...]:
+    """Return how numbers lie in memory, with the address and the size of that."""
+    memory = values.untyped_storage()
+    return tuple(values.shape), values.stride(), values.storage_offset(), memory.data_ptr(), memory.nbytes()
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

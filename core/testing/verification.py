@@ -6,6 +6,7 @@ of the same inputs, so that no op answers for the errors of those before it.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -26,13 +27,18 @@ from opgraft.ops.state_space.layer import StateLayer
 from opgraft.state import host_state
 from opgraft.testing import inventory
 from opgraft.testing.catalogue import SPECS
+from opgraft.testing.differences import (
+    allowed_in_eight_bits,
+    description_of,
+    in_eight_bits,
+    outcome_of,
+    same,
+    tensors_within,
+)
 from opgraft.text import described
 from torch import Tensor, nn
 
 _EXACT: Tolerance = (0.0, 0.0)
-
-_EIGHT_BITS: Tolerance = (0.0, 0.25)
-"""Of floating point in 8 bits, where no spec says another: a step to the next number."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,8 @@ class Place:
 
     Attributes:
         path: in both models; empty for the whole.
-        served: the op there, or the ops within, where the module has no op for a counterpart.
+        served: the op there, or the ops within, where the module has no op for a counterpart. None where all of these
+            have places of their own, as in the whole.
         calls: how often it was called and compared.
         error: the largest error, as a share of what is allowed; ``None`` where that could not be told.
         reason: how the first result that left its tolerance did so; empty where none has.
@@ -129,22 +136,30 @@ def verify(native: nn.Module, grafted: nn.Module, steps: Steps) -> Verification:
 
     Raises:
         InputError: ``grafted`` calls no op.
+        Exception: of ``grafted``, which raised it where every op is within its tolerance.
     """
     with torch.no_grad():
-        comparer = _Comparer(native, grafted, _places(native, grafted, steps))
+        places, failure = _places(native, grafted, steps)
+        comparer = _Comparer(native, grafted, places)
         with comparer.attached():
-            for ours, theirs in zip(steps(native), steps(grafted), strict=True):
-                comparer.batch = theirs.batch
+            for ours, theirs, whole in zip(steps(native), steps(grafted), steps(grafted), strict=True):
+                comparer.batch, comparer.whole = theirs.batch, whole.batch
                 with ours.attending():
                     ours.call(native)
-    reached = [place for place in comparer.places.values() if place.calls]
-    unreached = [place.path for place in comparer.places.values() if not place.calls]
+    if failure and not comparer.found:
+        raise failure
+    reached = [place for place in places.values() if place.calls]
+    unreached = [place.path for place in places.values() if place.served and not place.calls]
     return Verification(sorted(reached, key=lambda place: comparer.order.index(place.path)), unreached, comparer.found)
 
 
-def _places(native: nn.Module, grafted: nn.Module, steps: Steps) -> dict[str, Place]:
-    """Return where the models are compared: at each op that is called, or at the nearest module that both have."""
+def _places(native: nn.Module, grafted: nn.Module, steps: Steps) -> tuple[dict[str, Place], Exception | None]:
+    """Return where the models are compared, and what the grafted one raised.
+
+    That is at each op that is called, or at the nearest module that both have, and last at the model itself.
+    """
     called: dict[str, CustomOp] = {}
+    failure = None
 
     def note(path: str) -> Callable[..., None]:
         def hook(module: CustomOp, *_: Any) -> None:
@@ -162,14 +177,15 @@ def _places(native: nn.Module, grafted: nn.Module, steps: Steps) -> dict[str, Pl
                     step.call(grafted)
         except Exception as error:  # of an op, which is told when that is compared
             logger.debug("the model raised %s, so all of its ops are compared", described(error))
+            failure = error
             called = {path: module for path, module in grafted.named_modules() if isinstance(module, CustomOp)}
     if not called:
         raise InputError("the model calls no op of opgraft, so there is nothing to compare")
     known = {path for path, _ in native.named_modules()}
-    found: dict[str, list[Served]] = {}
+    found: dict[str, list[Served]] = {"": []}
     for path, op in called.items():
         found.setdefault(_nearest(path, known), []).append(_served(op))
-    return {path: Place(path, tuple(served)) for path, served in found.items()}
+    return {path: Place(path, tuple(served)) for path, served in found.items()}, failure
 
 
 def _nearest(path: str, known: set[str]) -> str:
@@ -191,10 +207,11 @@ class _Comparer:
         self.native = native
         self.places = places
         self.batch: AttentionBatch | None = None
+        self.whole: AttentionBatch | None = None  # which only calls of the whole model write to
         self.found: Departure | None = None
         self.order: list[str] = []
         self._grafted = dict(grafted.named_modules(remove_duplicate=False))
-        self._twins = {module: self._grafted.get(path) for path, module in native.named_modules()}
+        self._twins = {id(module): self._grafted.get(path, module) for path, module in native.named_modules()}
         self._given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def attached(self) -> ExitStack:
@@ -208,12 +225,12 @@ class _Comparer:
         return undo
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._given.append((self._copied(args), self._copied(kwargs)))
+        self._given.append(copied((args, kwargs), self._twins))
 
     def _after(self, place: Place) -> Callable[..., None]:
         def compare(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
             given = self._given.pop()
-            written = [after for before, after in _pairs(given, (args, kwargs)) if not _same(before, after)]
+            written = [after for before, after in _pairs(given, (args, kwargs)) if not same(before, after)]
             expected = [*tensors_within(result), *written]
             if place.path not in self.order:
                 self.order.append(place.path)
@@ -232,8 +249,10 @@ class _Comparer:
     ) -> None:
         twin = self._grafted[place.path]
         allowed = [_allowed(twin, each.dtype) for each in expected]
-        batch = None if self.batch is None or self.found else _batch_of(twin, self.batch)
-        error, reason = outcome_of(twin, self._copied(args), self._copied(kwargs), self.batch, expected, allowed)
+        current = self.batch if place.path else self.whole
+        batch = None if current is None or self.found else _batch_of(twin, current)
+        taken, named = copied((args, kwargs), {})
+        error, reason = outcome_of(twin, taken, named, current, expected, allowed)
         place.error = None if place.error is None or error is None else max(place.error, error)
         if reason and not place.reason:
             place.reason = reason
@@ -241,85 +260,48 @@ class _Comparer:
             kept = [each.clone() for each in expected]  # which the rest of the model may write to
             self.found = Departure(place, twin, args, kwargs, batch, kept, allowed, _inputs(module, args, kwargs))
 
-    def _copied(self, value: Any) -> Any:
-        """Copy the tensors in a value; a module in it becomes that of the grafted model."""
-        if isinstance(value, Tensor):
-            return value.clone()
-        if isinstance(value, nn.Module):
-            return self._twins.get(value) or value
-        if type(value) in (tuple, list):
-            return type(value)(map(self._copied, value))
-        return {name: self._copied(each) for name, each in value.items()} if type(value) is dict else value
 
+def copied(value: Any, twins: Mapping[int, Any]) -> Any:
+    """Copy a value with the tensors in it, in objects such as caches too.
 
-def outcome_of(
-    module: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    batch: AttentionBatch | None,
-    expected: Sequence[Tensor],
-    allowed: Sequence[Tolerance],
-) -> tuple[float | None, str]:
-    """Call a module, and compare its results, and what it has written to its arguments, with what is expected.
-
-    Returns:
-        The largest error as a share of what is allowed, or ``None`` where results cannot be compared; and how the
-        results leave their tolerance, empty if they do not.
+    Modules are not copied: one becomes what ``twins`` has for its ``id``. Of what cannot be copied the original is
+    taken.
     """
-    given = [value.clone() for value in tensors_within((args, kwargs))]
+    return _copied(value, dict(twins))
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, nn.Module):
+        return memo.get(id(value), value)
+    if isinstance(value, Tensor):  # deepcopy refuses results that have gradients
+        if id(value) not in memo:
+            memo[id(value)] = value.clone()
+        return memo[id(value)]
+    if type(value) in (tuple, list):
+        return type(value)(_copied(each, memo) for each in value)
+    if type(value) is dict:
+        return {name: _copied(each, memo) for name, each in value.items()}
     try:
-        with nullcontext() if batch is None else attending(batch):
-            results = tensors_within(module(*args, **kwargs))
-    except Exception as error:  # the kernel's own
-        return None, f"it raised {described(error)}"
-    taken = tensors_within((args, kwargs))
-    found = [*results, *(after for before, after in zip(given, taken, strict=True) if not _same(before, after))]
-    if len(found) != len(expected):
-        return None, f"it returned or wrote {len(found)} tensors, the native model {len(expected)}"
-    told = [_difference(*row) for row in zip(found, expected, allowed, strict=True)]
-    reasons = [reason for _, reason in told if reason]
-    shares = [share for share, _ in told]
-    return (None if None in shares else max(filter(None, shares), default=0.0)), (reasons or [""])[0]
-
-
-def _difference(ours: Tensor, theirs: Tensor, allowed: Tolerance) -> tuple[float | None, str]:
-    """Compare two tensors; of each row the relative tolerance is of its largest number."""
-    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-        return None, f"its result is {_shape(ours)}, that of the native model {_shape(theirs)}"
-    if not theirs.numel():
-        return 0.0, ""
-    (atol, rtol), mine, wanted = allowed, ours.detach().double(), theirs.detach().to(ours.device).double()
-    same = (mine == wanted) | (mine.isnan() & wanted.isnan())
-    largest = wanted.abs().nan_to_num(0, 0, 0).amax(-1, keepdim=True) if wanted.dim() else wanted.abs()
-    room = (atol + rtol * largest).expand_as(wanted)
-    off = (mine - wanted).abs().masked_fill(same, 0.0)
-    outside = ~(off <= room)  # which a NaN is, too
-    share = (off / room).masked_fill(off == 0, 0.0)
-    error = share.max().item() if share.isfinite().all() else None
-    if not outside.any():
-        return error, ""
-    worst = int(share.nan_to_num(torch.inf).argmax())
-    index = [int(each) for each in torch.unravel_index(torch.tensor(worst), wanted.shape)]
-    return error, (
-        f"{int(outside.sum())} of {wanted.numel()} numbers are off by more than is allowed: at {index} of "
-        f"{_shape(theirs)} it has {mine[tuple(index)].item():.6g}, the native model {wanted[tuple(index)].item():.6g}, "
-        f"allowed is {room[tuple(index)].item():.2g}"
-    )
+        return copy.deepcopy(value, memo)
+    except Exception:  # of somebody's class
+        return value
 
 
 def _allowed(module: nn.Module, dtype: torch.dtype) -> Tolerance:
     """Return by how much a module may differ from the native one: twice what the specs of its ops allow either.
 
-    A module that is made of several such ops may differ by as many times that.
+    A module that is made of several such ops may differ by as many times that. In 8 bits it is a step, as both round
+    what is nearly the same.
     """
+    dtype = dtype.to_real() if dtype.is_complex else dtype
     if not dtype.is_floating_point:
         return _EXACT
     ops = [part for part in module.modules() if isinstance(part, CustomOp)]
     forms = [[f for f in inventory.functionals_of(op.binding.replacement.target) if f.name in SPECS] for op in ops]
     specs = [SPECS[form.name] for group in forms for form in group]
-    usual = {**TOLERANCES, **dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), _EIGHT_BITS)}
-    each = [{**usual, **spec.tolerances}.get(dtype, _EIGHT_BITS) for spec in specs] or [usual.get(dtype, _EIGHT_BITS)]
-    times = 2 * max(sum(map(bool, forms)), 1)
+    usual = TOLERANCES[dtype] if dtype in TOLERANCES else allowed_in_eight_bits(dtype)
+    each = [spec.tolerances.get(dtype, usual) for spec in specs] or [usual]
+    times = 1 if in_eight_bits(dtype) else 2 * max(sum(map(bool, forms)), 1)
     return times * max(atol for atol, _ in each), times * max(rtol for _, rtol in each)
 
 
@@ -336,47 +318,11 @@ def _batch_of(module: nn.Module, batch: AttentionBatch) -> AttentionBatch:
     return dataclasses.replace(batch, pages=pages, states=states)
 
 
-def tensors_within(value: Any) -> list[Tensor]:
-    """Return the tensors in a value, in order: of sequences and mappings too."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        return [each for part in value.values() for each in tensors_within(part)]
-    return [each for part in value for each in tensors_within(part)] if isinstance(value, tuple | list) else []
-
-
 def _pairs(before: Any, after: Any) -> list[tuple[Tensor, Tensor]]:
     return list(zip(tensors_within(before), tensors_within(after), strict=True))
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    if not one.is_floating_point() or one.itemsize == 1:
-        return torch.equal(one, other)
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
-
-
-def description_of(value: Any) -> str:
-    """Describe an argument in a line: of a tensor its dtype, shape, strides, device and range."""
-    if not isinstance(value, Tensor):
-        parts = tensors_within(value)
-        return f"{type(value).__name__} of {', '.join(map(description_of, parts))}" if parts else f"{value!r:.80}"
-    told = [_shape(value), str(value.device)]
-    if not value.is_contiguous():
-        told.append(f"strides {list(value.stride())}")
-    if value.numel() and not value.is_complex():
-        wide = value.detach().double()
-        told.append(f"from {wide.nan_to_num().min().item():.4g} to {wide.nan_to_num().max().item():.4g}")
-        told += [
-            f"{int(odd.sum())} {name}" for name, odd in (("NaN", wide.isnan()), ("infinite", wide.isinf())) if odd.any()
-        ]
-    return ", ".join(told)
 
 
 def _inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
     """Describe what a module is called with, a line for each argument by its name."""
     bound = inspect.signature(module.forward).bind(*args, **kwargs)
     return [f"{name}: {description_of(value)}" for name, value in bound.arguments.items()]
-
-
-def _shape(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"

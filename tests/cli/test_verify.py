@@ -9,8 +9,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 from opgraft.cli import verify
+from opgraft.cli.verified_models import made_by
 from opgraft.errors import InputError
 
 WRONG = """
@@ -44,6 +46,14 @@ def tuples():
 
 def names():
     return Own(), {"x": torch.randn(3, 8)}
+
+class Keeping(Own):
+    def forward(self, x, cache):
+        cache.append(x)
+        return self.norm(sum(cache))
+
+def kept():
+    return Keeping(), (torch.randn(3, 8), [])
 
 def nothing():
     return Own()
@@ -121,6 +131,14 @@ def test_a_model_of_a_function(cli, site, warm_python: str, tmp_path: Path) -> N
     assert "to make that call again: python found/reproduce.py" in result.stdout
     again = made_again(str(tmp_path / "found/reproduce.py"), warm_python, site.folder)
     assert (again.returncode, "called with float32 [3, 8]" in again.stdout) == (1, True), again.stderr
+
+
+def test_each_call_has_inputs_of_its_own(site) -> None:
+    """A model that writes to what it is called with finds the same the next time."""
+    (site.folder / "own_model.py").write_text(MODEL)
+    pair = made_by("own_model:kept")
+    (step,) = pair.steps(pair.native)
+    assert torch.equal(step.call(pair.native), step.call(pair.native))
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,13 @@ assert isinstance(theirs.weight, torch.nn.Parameter) and theirs.weight.grad.devi
 torch.testing.assert_close(theirs.weight.grad.cpu(), ours.weight.grad)
 again = pickle.loads(pickle.dumps(theirs))
 assert again.weight.device.type == "simulated" and torch.equal(again.weight.cpu(), ours.weight)
+for weight in (x, theirs.weight):
+    kept = torch.randn(weight.shape, generator=generator)
+    weight.data = kept.to("simulated")
+    assert torch.equal(weight.detach().cpu(), kept)
+ours.weight.data = theirs.weight.detach().cpu()
+again = copy.deepcopy(theirs).double()
+assert again.weight.dtype == torch.float64 and torch.equal(again.weight.cpu(), ours.weight.double())
 file = io.BytesIO()
 torch.save(theirs.state_dict(), file)
 ours.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=False))
@@ -60,6 +67,10 @@ torch.empty(3 << 18, device="simulated")
 del kept
 assert platform.memory().free == 3 << 20
 del view
+replaced = torch.empty(1 << 18, device="simulated")
+replaced.data = torch.empty(1 << 17, device="simulated")
+assert platform.memory().free == (4 << 20) - (1 << 19) and replaced.shape == (1 << 17,)
+del replaced
 assert platform.memory().free == platform.memory().total
 """
 
@@ -84,6 +95,33 @@ for call in (lambda: x + torch.ones(2, 2), lambda: x.half(), lambda: torch.nn.Li
     except RuntimeError as error:
         print(error)
 print((x + torch.tensor(1.0)).cpu().sum().item(), x.to(torch.bfloat16).dtype)
+"""
+
+IN_PLACE = """
+import torch, opgraft
+platform = opgraft.current_platform()
+x, y = torch.arange(6.0, device="simulated").view(2, 3).clone(), torch.empty(0, device="simulated")
+host, free = torch.arange(6.0).view(2, 3), platform.memory().free
+for change in (
+    lambda x: x.t_(),
+    lambda x: x.unsqueeze_(0),
+    lambda x: x.resize_(4),
+    lambda x: torch.add(torch.ones(3, device=x.device), 1, out=x),
+    lambda x: x.set_(torch.full((2, 5), 7.0, device=x.device)),
+):
+    change(x), change(host)
+    assert (x.shape, x.stride()) == (host.shape, host.stride()) and torch.equal(x.cpu(), host), (x, host)
+    assert torch.equal((x + 1).cpu(), host + 1)
+assert platform.memory().free == free - 16
+y.resize_(1 << 18)
+assert (y.shape, platform.memory().free) == ((1 << 18,), free - 16 - (1 << 20))
+for call in (lambda: y.resize_(1 << 22), lambda: setattr(x, "data", torch.zeros(2, 3))):
+    try:
+        call()
+    except RuntimeError as error:
+        print(error)
+    assert (y.shape, y.untyped_storage().nbytes()) == ((1 << 18,), 1 << 20)
+    assert (x.shape, platform.memory().free) == ((2, 5), free - 16 - (1 << 20))
 """
 
 GRAFTED = """
@@ -147,6 +185,14 @@ def test_what_a_device_refuses(warm_python: str) -> None:
     assert half == "Simulated accelerator computes no float16, which aten::_to_copy was to give"
     assert weights.startswith("Expected all tensors to be on the same device")
     assert fine == "8.0 torch.bfloat16"
+
+
+@needs_backend
+def test_tensors_change_in_place(warm_python: str) -> None:
+    """Shape, strides and memory are those of the host afterwards; what does not fit leaves the tensor as it was."""
+    memory, data = on("memory=4MiB", warm_python, IN_PLACE)
+    assert memory.startswith("Simulated accelerator out of memory: 16777216 bytes were asked for")
+    assert data == "a tensor of cpu cannot be the data of one of simulated:0: move it there"
 
 
 @needs_backend

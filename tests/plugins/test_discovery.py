@@ -11,6 +11,7 @@ import opgraft
 import pytest
 from opgraft.config import resolve
 from opgraft.decision import Provider
+from opgraft.environment import SIMULATED_DEVICE
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, discover
 from opgraft.plugins.requirements import objection
 
@@ -93,6 +94,16 @@ def test_a_built_in_platform_cannot_be_shadowed(site) -> None:
     site.install("impostor", {"impostor.py": ""}, {"opgraft.platforms": ["cpu = impostor:SPEC"]})
     (cpu,) = (offer for offer in discover().of_group(PLATFORM_GROUP) if offer.name == "cpu")
     assert cpu.built_in
+
+
+def test_the_simulated_platform_is_one(site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is offered where its variable is set; another of its name is a problem then, and is told of."""
+    site.install("impostor", {"impostor.py": ""}, {"opgraft.platforms": ["simulated = impostor:SPEC"]})
+    monkeypatch.setenv(SIMULATED_DEVICE, "default")
+    (simulated,) = (offer for offer in discover().of_group(PLATFORM_GROUP) if offer.name == "simulated")
+    (problem,) = discover().problems
+    assert simulated.built_in
+    assert "'simulated' in opgraft.platforms is already provided by opgraft" in problem.reason
 
 
 def test_an_older_copy_further_down_the_path_is_ignored(site, tmp_path, monkeypatch) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from opgraft import graft
+from opgraft.config import CompilationConfig, OpgraftConfig, set_config
 from opgraft.errors import InputError
+from opgraft.testing.differences import allowed_in_eight_bits, outcome_of
 from opgraft.testing.reproduction import write_case
 from opgraft.testing.verification import Step, Verification, verify
 from torch import nn
@@ -46,7 +49,7 @@ def verified(site, wrong: str) -> Verification:
 def test_each_op_is_called_with_the_native_inputs(site) -> None:
     """An op that is wrong is the first to depart; others answer for themselves only, and each is told of once."""
     found = verified(site, "out = out + 1e-3 * (input.shape[-1] == 5)")
-    states = [(place.path, place.served[0].op, bool(place.reason)) for place in found.places]
+    states = [(place.path, place.served[0].op, bool(place.reason)) for place in found.places[:-1]]
     linear = [("0", "linear", False), ("1", "gelu", False), ("2", "linear", False)]
     assert states == [*linear, ("3", "gelu", True), ("4", "layer_norm", True)]
     assert found.departure is not None
@@ -55,6 +58,7 @@ def test_each_op_is_called_with_the_native_inputs(site) -> None:
     assert found.departure.inputs[0].startswith("input: float32 [7, 5], cpu, from ")
     assert 30 < (found.places[3].error or 0) < 100
     assert (found.places[1].error or 0) <= 1
+    assert (found.places[-1].path, found.places[-1].served) == ("", ())
 
 
 @pytest.mark.parametrize(
@@ -77,7 +81,90 @@ def test_what_departs_is_told(site, wrong: str, reason: str) -> None:
     assert found.departure is not None
     assert found.departure.place.path == "1"
     assert found.departure.place.reason.startswith(reason)
-    assert found.places[-1].path == "4"
+    assert [place.path for place in found.places[-2:]] == ["4", ""]
+
+
+class Whole(nn.Module):
+    """A model that keeps what it was given in an object, and may be wrong where no op is."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.inner, self.dtype, self.wrong = nn.GELU(), dtype, ""
+
+    def forward(self, x: torch.Tensor, cache: SimpleNamespace) -> torch.Tensor:
+        cache.kept.append(x)
+        out = self.inner(torch.stack(cache.kept).sum(0))
+        if self.wrong == "raises":
+            raise ValueError("no more")
+        return (out + 1 if self.wrong else out).to(self.dtype)
+
+
+def whole(model: Whole, wrong: str = "") -> Verification:
+    """Compare it with a graft of it that is wrong."""
+    grafted = copy.deepcopy(model)
+    graft(grafted)
+    grafted.wrong = wrong
+    x = torch.rand(4, 32) * torch.logspace(0, 2, 32)
+    return verify(model, grafted, lambda _: [Step(lambda each: each(x, SimpleNamespace(kept=[x])))])
+
+
+def test_what_a_model_keeps_is_its_own(site) -> None:
+    """A cache in an object of any class is copied, so that the other model does not find what this one has written."""
+    found = whole(Whole())
+    assert (found.departure, [place.path for place in found.places]) == (None, ["inner", ""])
+
+
+@pytest.mark.parametrize(("wrong", "reason"), [("raises", "it raised ValueError: no more"), ("adds", "128 of 128")])
+def test_what_is_wrong_between_ops(site, wrong: str, reason: str) -> None:
+    """Where each op is right, the model itself departs: by what it raises, or by what it returns."""
+    found = whole(Whole(), wrong)
+    assert found.departure is not None
+    assert (found.departure.place.path, [bool(place.reason) for place in found.places]) == ("", [False, True])
+    assert found.departure.place.reason.startswith(reason)
+
+
+def test_a_call_that_raises_outside_of_the_model(site) -> None:
+    """It is told, and is no success, although every module is within its tolerance."""
+    model = nn.Sequential(nn.GELU())
+    grafted, x = copy.deepcopy(model), torch.randn(3)
+    graft(grafted)
+
+    def call(each: nn.Module) -> None:
+        if each(x) is not None and each is grafted:
+            raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        verify(model, grafted, lambda _: [Step(call)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_numbers_of_eight_bits(site, dtype: torch.dtype) -> None:
+    """They may differ by a step, which is of the number itself: half as much again is found beside a large number."""
+    site.plugin("acme", PLUGIN.format(wrong="out[..., :8] *= 1.5"))
+    assert whole(Whole(dtype)).places[-1].reason
+    near = torch.tensor([1.0, 448.0]).to(dtype)
+    step = torch.tensor([1 + torch.finfo(dtype).eps, 448.0]).to(dtype)
+    allowed = [allowed_in_eight_bits(dtype)]
+    assert outcome_of(nn.Identity(), (step,), {}, None, [near], allowed) == (1.0, "")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "told"),
+    [
+        (torch.tensor(1 + 2j), torch.tensor(1 + 3j), "it has 2, the native model 3"),
+        (torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j]), "it has -2, the native model 2"),
+        (
+            torch.tensor([2**53 + 1]),
+            torch.tensor([2**53]),
+            "it has 9007199254740993, the native",
+        ),
+        (torch.tensor([True, False]), torch.tensor([True, True]), "it has False, the native model True"),
+    ],
+)
+def test_numbers_of_every_dtype(ours: torch.Tensor, theirs: torch.Tensor, told: str) -> None:
+    """Imaginary parts count, and integers beyond what double precision holds, and truth."""
+    assert told in outcome_of(nn.Identity(), (ours,), {}, None, [theirs], [(1e-5, 1e-5)])[1]
+    assert outcome_of(nn.Identity(), (theirs,), {}, None, [theirs.clone()], [(1e-5, 1e-5)]) == (0.0, "")
 
 
 def test_a_model_without_ops(site) -> None:
@@ -100,6 +187,19 @@ def test_a_departure_is_made_again_alone(site, tmp_path: Path, warm_python: str)
     (site.folder / "acme.py").write_text(PLUGIN.format(wrong="pass"))
     mended = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (mended.returncode, mended.stdout.splitlines()[-1][:21]) == (0, "within its tolerance:"), mended.stderr
+
+
+def test_files_are_replaced_whole_and_say_what_is_set(site, tmp_path: Path) -> None:
+    """Who has an earlier case open keeps that; settings that choose kernels go into the script, measurements too."""
+    found = verified(site, "out = out + 1e-3")
+    assert found.departure is not None
+    case = write_case(found.departure, tmp_path, "model", []).with_name("case.pt")
+    former = tmp_path / "former.pt"
+    former.hardlink_to(case)
+    with set_config(OpgraftConfig(compilation_config=CompilationConfig(tuning_file="/acme/measured.json"))):
+        script = write_case(found.departure, tmp_path, "model", [])
+    assert not former.samefile(case)
+    assert "'compilation_config.tuning_file': '/acme/measured.json'" in script.read_text()
 
 
 def test_what_cannot_be_saved(site, tmp_path: Path) -> None:
