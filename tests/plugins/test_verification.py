@@ -145,7 +145,8 @@ def test_numbers_of_eight_bits(site, dtype: torch.dtype) -> None:
     near = torch.tensor([1.0, 448.0]).to(dtype)
     step = torch.tensor([1 + torch.finfo(dtype).eps, 448.0]).to(dtype)
     allowed = [allowed_in_eight_bits(dtype)]
-    assert outcome_of(nn.Identity(), (step,), {}, None, [near], allowed) == (1.0, "")
+    error, reason = outcome_of(nn.Identity(), (step,), {}, None, [near], allowed)
+    assert (0.9 < (error or 0) <= 1, reason) == (True, "")
 
 
 @pytest.mark.parametrize(
