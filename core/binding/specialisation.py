@@ -280,7 +280,7 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
         name = op_name_of(cls, state)
     check_names(settings, state.registry)
     check_loaded_with(settings, state)
-    settings, measured = follow(cls, name, settings, active) if only is None else (settings, ())
+    settings, measured = follow(cls, name, settings, active)
     own = discover().provider_of(cls.__module__)
     if only is None:
         choice = choose_replacement(cls, name, own, active, selection.platform, settings, kin_of(cls, active))
