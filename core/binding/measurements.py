@@ -112,7 +112,8 @@ class Measured:
     @property
     def versions(self) -> dict[str, str | None]:
         """Return the version that each candidate had, of those that raised too."""
-        return {each.choice: each.provider.version for each in (*self.candidates, *self.left_out)}
+        ran = {each.choice: each.provider.version for each in self.candidates}
+        return ran | {each.choice: each.provider.version for each in self.left_out}
 
     @property
     def verdict(self) -> str:
