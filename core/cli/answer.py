@@ -83,7 +83,7 @@ def answer_prompts(
     if comparison and not as_json:
         echo()
         comparison.print()
-    if not as_json:
+    if not as_json and _tokens(outputs):  # none where every request has failed
         click.echo(_speed(outputs, seconds), err=True)
     if any(output.outputs[0].finish_reason == "abort" for output in outputs):
         raise click.Abort

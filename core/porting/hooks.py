@@ -98,7 +98,8 @@ def guide(name: str, groups: Mapping[str, Mapping[str, str]], uncovered: Iterabl
     ]
     rows = [f"| `{_cell(one.file)}:{one.line}` | `{_cell(one.name)}` | {_cell(one.hint)} |" for one in uncovered]
     head = [
-        "Each stands below a comment `# opgraft: no counterpart`, an import in it. Lines are those of the original.",
+        "Code stands below a comment `# opgraft: no counterpart`, an import in it; requirements are as they were.",
+        "Lines are those of the original.",
         "",
         "| where | what | |",
         "|---|---|---|",

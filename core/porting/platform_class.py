@@ -71,7 +71,7 @@ class PlatformMembers:
         return cls.with_changes(body=body.with_changes(body=[*kept, *self._made()]))
 
     def _made(self) -> Iterator[cst.BaseStatement]:
-        lines = [f'name = "{self._name}"']
+        lines = [f"name = {self._name!r}"]
         lines += [f"{ours} = {theirs}" for theirs, ours in _RENAMED.items() if theirs in self._attributes]
         dtypes = "(torch.float32, torch.bfloat16, torch.float16)"
         values = {

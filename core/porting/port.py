@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import libcst as cst
 from opgraft.errors import InputError
 from opgraft.porting.entry_points import (
+    GENERAL,
+    PLATFORMS,
     EntryPoints,
+    left_in_setup,
+    left_in_toml,
     moved_setup,
     moved_toml,
     needs_vllm,
     read_setup,
     read_toml,
+    requirement,
 )
 from opgraft.porting.hooks import device_module, guide, plugin_module
 from opgraft.porting.rewriting import Rewritten, Uncovered, rewrite
@@ -24,6 +29,8 @@ from opgraft.porting.source import Source
 
 GUIDE = "PORTING.md"
 _ENTRY = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
+_OPTION = re.compile(r"^[\w.-]+\s*=(?!=)\s*")
+"""The name of an option of ``setup.cfg``, before its value."""
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
@@ -47,17 +54,15 @@ def port(source: Source) -> Port:
     name = next(iter({**points.platforms, **points.general}))
     made = Port(name, dict(source.files))
     groups = _groups(source, trees, points, made)
-    if document is None:
-        trees[where] = cst.parse_module(moved_setup(trees[where], groups))
-    else:
-        made.files[where] = moved_toml(document, groups).encode()
     for path, tree in trees.items():
-        rewritten = _rewritten(tree, path, next(iter(points.platforms), name))
+        moved = path == where
+        rewritten = _rewritten(tree, path, next(iter(points.platforms), name), (PLATFORMS, GENERAL) if moved else ())
         made.uncovered += rewritten.uncovered
-        made.files[path] = rewritten.code.encode(tree.encoding)
-    for path, content in source.files.items():
-        if re.fullmatch(r"(.*/)?[\w-]*requirements[\w-]*\.txt", path):
-            made.uncovered += _requirements(path, content)
+        code = moved_setup(rewritten.code, groups) if moved else rewritten.code
+        made.files[path] = code.encode(tree.encoding, errors="backslashreplace")  # comments that tell of escapes
+    if where == "pyproject.toml":
+        made.files[where] = moved_toml(document, groups).encode()
+    made.uncovered += _requirements(source, document, where)
     if GUIDE in made.files:
         raise InputError(f"{source.root} has a {GUIDE}, which the port writes: rename it")
     made.files[GUIDE] = guide(name, groups, made.uncovered).encode()
@@ -74,9 +79,9 @@ def _parsed(path: str, content: bytes) -> cst.Module:
         raise InputError(f"{path}: cannot be parsed ({type(error).__name__}): mend it, or remove it") from error
 
 
-def _rewritten(tree: cst.Module, path: str, platform: str) -> Rewritten:
+def _rewritten(tree: cst.Module, path: str, platform: str, moved: Collection[str]) -> Rewritten:
     try:
-        return rewrite(tree, path, platform)
+        return rewrite(tree, path, platform, moved)
     except RecursionError as error:
         raise InputError(f"{path}: an expression is nested too deeply to be ported: divide it") from error
 
@@ -93,7 +98,7 @@ def _entry_points(source: Source, trees: Mapping[str, cst.Module]) -> tuple[str,
             f"{source.root} has no entry points of vLLM in pyproject.toml or setup.py: a device plugin offers some in "
             "the groups vllm.platform_plugins and vllm.general_plugins"
         )
-    return "setup.py", None, points
+    return "setup.py", document, points
 
 
 def _groups(
@@ -151,10 +156,24 @@ def _returned(tree: cst.Module, function: str) -> Iterator[str]:
                 yield f"{module}:{name}"
 
 
-def _requirements(path: str, content: bytes) -> Iterator[Uncovered]:
-    for number, line in enumerate(content.decode(errors="replace").splitlines(), 1):
-        if needs_vllm(line):
-            yield Uncovered(path, number, "the requirement of vllm", "remove it; opgraft is what the port needs")
+def _requirements(source: Source, document: Any, where: str) -> Iterator[Uncovered]:
+    """Yield the requirements of vLLM that stay, and those that opgraft could not be added to."""
+    left: dict[str, Iterable[tuple[int, str]]] = {}
+    for path, content in source.files.items():
+        if path == "pyproject.toml":
+            left[path] = left_in_toml(document, content, where == path)
+        elif path == "setup.py":
+            left[path] = left_in_setup(content, where == path)
+        elif path == "setup.cfg" or re.fullmatch(r"(.*/)?[\w-]*requirements[\w-]*\.txt", path):
+            lines = [_OPTION.sub("", line) for line in content.decode(errors="replace").splitlines()]
+            left[path] = [(number, line) for number, line in enumerate(lines, 1) if needs_vllm(line)]
+    for path, found in left.items():
+        for number, text in sorted(found):
+            if needs_vllm(text):
+                yield Uncovered(path, number, "the requirement of vllm", "remove it; opgraft is what the port needs")
+            else:
+                told = f"no list that is written out: add {requirement()} where it is made, and leave vllm out"
+                yield Uncovered(path, number, text, told)
 
 
 def _add(made: Port, path: str, text: str) -> None:

@@ -7,7 +7,7 @@ file can be tried. Only text is read and written.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,10 +44,10 @@ class Rewritten:
     uncovered: list[Uncovered]
 
 
-def rewrite(tree: cst.Module, file: str, platform: str) -> Rewritten:
-    """Rewrite a file; ``platform`` is the name that a platform class gets."""
+def rewrite(tree: cst.Module, file: str, platform: str, moved: Collection[str] = ()) -> Rewritten:
+    """Rewrite a file; ``platform`` is the name that a platform class gets, ``moved`` are texts that others replace."""
     wrapper = MetadataWrapper(tree)
-    rewriter = _Rewriter(file, platform)
+    rewriter = _Rewriter(file, platform, moved)
     module = wrapper.visit(rewriter)
     needed: list[tuple[str, str | None]] = [("__future__", "annotations")] if rewriter.postponed else []
     if rewriter.members:
@@ -62,9 +62,9 @@ def rewrite(tree: cst.Module, file: str, platform: str) -> Rewritten:
 class _Rewriter(cst.CSTTransformer):
     METADATA_DEPENDENCIES = (PositionProvider, QualifiedNameProvider)
 
-    def __init__(self, file: str, platform: str) -> None:
+    def __init__(self, file: str, platform: str, moved: Collection[str]) -> None:
         super().__init__()
-        self.file, self.platform = file, platform
+        self.file, self.platform, self.moved = file, platform, moved
         self.uncovered: list[Uncovered] = []
         self.postponed = False
         """True where an annotation has a name that nothing defines any more: none may be evaluated then."""
@@ -227,8 +227,9 @@ class _Rewriter(cst.CSTTransformer):
         return updated_node
 
     def visit_SimpleString(self, node: cst.SimpleString) -> None:
-        if isinstance(node.evaluated_value, str) and _PATH.fullmatch(node.evaluated_value):
-            self._mark(node, node.evaluated_value)
+        text = node.evaluated_value
+        if isinstance(text, str) and _PATH.fullmatch(text) and text not in self.moved:
+            self._mark(node, text)
 
     # Platforms.
 

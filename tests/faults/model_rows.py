@@ -153,7 +153,7 @@ CONTENTS: Mapping[str, tuple[Harm, str]] = {
         instead("generation_config.json", file(b"[]")),
         "",
     ),
-    "a word without a row": (more_words, "the token id 10000 at place 1, and the vocabulary has 16"),
+    "a word without a row": (more_words, "the token id 10000 at place 2, and the vocabulary has 16"),
     "a template that is torn": (
         instead("chat_template.jinja", file(b"{% for")),
         "the chat template 'default'",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -219,6 +221,19 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no such module": (write("pyproject.toml", PROJECT.replace("vllm_acme:", "other:")), "names the module 'other'"),
     "a guide already": (write("PORTING.md", ""), "has a PORTING.md"),
     "a hook already": (write("vllm_acme/opgraft_plugin.py", ""), "has a file vllm_acme/opgraft_plugin.py"),
+    "a name with a quote": (
+        write("pyproject.toml", PROJECT.replace("acme =", """'a"b' =""")),
+        "is no name: use letters",
+    ),
+    "dotted keys": (
+        write("pyproject.toml", '[project]\nentry-points."vllm.general_plugins".a = "vllm_acme:register_ops"\n'),
+        "write them as tables",
+    ),
+    "a requirement alone": (
+        write("pyproject.toml", f"{PROJECT[: PROJECT.index('dep')]}dependencies = 'vllm'\n"),
+        "no list",
+    ),
+    "a kind of dynamic": (write("pyproject.toml", "[project]\ndynamic = 3\n"), "project.dynamic is no list of texts"),
     "no project file": (lambda f: (f / "pyproject.toml").unlink(), "no pyproject.toml and no setup.py"),
 }
 
@@ -247,3 +262,82 @@ def test_nothing_is_written_where_it_cannot_be(cli: Any, site: Any, plugin: Path
     told = cli("new", "--from-vllm", str(plugin), "--output", str(tmp_path / "b"))
     assert (told.returncode, "pip install 'opgraft[new]'" in told.stderr) == (2, True)
     assert not list((tmp_path / "opgraft-acme").iterdir())
+
+
+def test_requirements_that_stay_are_listed(plugin: Path) -> None:
+    """By the original's lines, in files of all kinds; so is a list that opgraft could not be added to."""
+    extras = '\n[project.optional-dependencies]\nname = ["numpy"]\nvllm = [\n  "torch",\n  "vllm>=0.11",\n]\n'
+    extras += '[dependency-groups]\ntest = ["vllm>=0.11"]\n'
+    (plugin / "pyproject.toml").write_text(PROJECT + extras)
+    (plugin / "setup.cfg").write_text("[options]\ninstall_requires =\n    vllm==0.11\n[x]\nname = vllm\nurl = vllm-x\n")
+    (plugin / "requirements-dev.txt").write_text("numpy\nvllm-tests\nvllm [a] >= 0.9  # here\n")
+    name, line = "the requirement of vllm", (PROJECT + extras).count("\n")
+    found = {(one.file, one.line, one.name) for one in port(read_source(plugin)).uncovered}
+    assert found - set(UNCOVERED) == {
+        ("pyproject.toml", line - 3, name),
+        ("pyproject.toml", line, name),
+        ("setup.cfg", 3, name),
+        ("setup.cfg", 5, name),
+        ("requirements-dev.txt", 3, name),
+    }
+    (plugin / "pyproject.toml").write_text(PROJECT.replace("dependencies = [", 'dynamic = ["dependencies"]\nx = ['))
+    assert ("pyproject.toml", 5, "dynamic dependencies") in {
+        (one.file, one.line, one.name) for one in port(read_source(plugin)).uncovered
+    }
+
+
+@pytest.mark.parametrize(
+    ("requirements", "left"),
+    [
+        ('reqs() + ["vllm>=0.9"]', {(9, "install_requires"), (9, "the requirement of vllm")}),
+        ('["vllm>" "=0.9", "numpy"]', set()),
+        ('["numpy", f"vllm=={VERSION}"]', {(9, "the requirement of vllm")}),
+        (None, {(4, "install_requires")}),
+    ],
+)
+def test_a_setup_script_is_told_of_by_its_own_lines(plugin: Path, requirements: str | None, left: set[Any]) -> None:
+    """What stands behind its requirements and entry points keeps its line, and the file its encoding."""
+    (plugin / "pyproject.toml").unlink()
+    given = f"install_requires={requirements}" if requirements else ""
+    script = f"""# coding: latin-1
+import vllm.envs
+from setuptools import setup
+setup(
+    name="vllm", author="Zoë", keywords=["vllm"],
+    entry_points={{
+        "vllm.general_plugins": ["acme = vllm_acme:register_ops"],
+    }},
+    {given}{"," if given else ""}
+    extras_require={{"vllm": ["vllm<1"]}},
+)
+print(vllm.envs.FOO, "vllm.\\u4e2d")
+"""
+    (plugin / "setup.py").write_bytes(script.encode("latin-1"))
+    made = port(read_source(plugin))
+    assert {(one.line, one.name) for one in made.uncovered if one.file == "setup.py"} == left | {
+        (2, "vllm.envs"),
+        (10, "the requirement of vllm"),
+        (12, "vllm.envs.FOO"),
+        (12, "vllm.\u4e2d"),
+    }
+    text = made.files["setup.py"].decode("latin-1")
+    assert 'author="Zoë"' in text
+    assert ("opgraft>=0.1" in text) == ((9 if given else 4, "install_requires") not in left)
+
+
+def test_a_copy_is_whole_or_not_there(cli: Any, plugin: Path, tmp_path: Path) -> None:
+    """A file that cannot be written leaves no folder behind, and executable files stay so."""
+    (plugin / "run.sh").write_text("#!/bin/sh\n")
+    (plugin / "run.sh").chmod(0o755)
+    command = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024)); "
+    command += "sys.argv[0] = 'opgraft'; runpy.run_module('opgraft', run_name='__main__')"
+    arguments = ["new", "--from-vllm", str(plugin), "--output", str(tmp_path / "a")]
+    told = subprocess.run([sys.executable, "-c", command, *arguments], capture_output=True, text=True, check=False)
+    assert (told.returncode, "cannot be written: File too large" in told.stderr) == (2, True), told.stderr
+    assert not list((tmp_path / "a").iterdir())
+    assert cli(*arguments).returncode == 0
+    copy = tmp_path / "a/opgraft-acme"
+    assert [path.name for path in copy.parent.iterdir()] == [copy.name]
+    modes = {name: (copy / name).stat().st_mode & 0o777 for name in ("run.sh", "pyproject.toml")}
+    assert modes == {name: (plugin / name).stat().st_mode & 0o777 for name in modes}
+    assert modes["run.sh"] == 0o755
