@@ -284,7 +284,7 @@ def _obstacle(args: Any, kwargs: Any) -> str:
 
 
 class _Beyond:
-    """What two runs share beyond their arguments, as it is now: the tensors of the op, and generators.
+    """Notes the tensors of an op and the generators as they are now, which two runs share beyond their arguments.
 
     No generator is ever set back: other threads draw from the same, and would draw the same numbers again.
     """

@@ -17,7 +17,7 @@ from opgraft.ops import RMSNorm, SiluAndMul
 
 
 def row(op: str) -> ShadowRow:
-    """What shadow mode says of the one kernel of an op."""
+    """Return the row of the one kernel of an op."""
     (found,) = [each for each in opgraft.shadow_report().rows if each.op == op]
     return found
 
@@ -115,7 +115,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What both runs may share."""
+    """Holds no more than both runs may share."""
 
     of: tuple[int, ...] = (1, 2)
 
