@@ -54,6 +54,8 @@ _LARGEST_REPLY = 1 << 24  # bytes
 _KEPT_OUTPUT = 1 << 14  # bytes, of which the last line is quoted
 _LOOK_AGAIN = 0.05  # seconds; a child may have ended although its own children hold its pipes open
 _PIECE = 1 << 16
+_CHILDREN = "/proc/{0}/task/{0}/children"
+"""The file that names the children of a process, which kernels without ``CONFIG_PROC_CHILDREN`` lack."""
 
 
 @dataclass(frozen=True)
@@ -290,10 +292,20 @@ def _of_worker(pid: int, name: str) -> list[str]:
     Raises:
         OSError, IndexError: it has ended, or this system has no such file.
     """
-    with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as children:
-        worker = children.read().split()[0]
-    with open(f"/proc/{worker}/{name}", encoding="ascii") as file:
+    with open(f"/proc/{_first_child(pid)}/{name}", encoding="ascii") as file:
         return file.read().split()
+
+
+def _first_child(pid: int) -> int:
+    """Return the first child of a process, looked for among all processes where no file names it."""
+    with suppress(FileNotFoundError), open(_CHILDREN.format(pid), encoding="ascii") as children:
+        return int(children.read().split()[0])
+    others = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    for each in sorted(others, key=lambda other: (other < pid, other)):  # mostly the next
+        with suppress(OSError, IndexError), open(f"/proc/{each}/stat", encoding="ascii", errors="replace") as file:
+            if int(file.read().rpartition(")")[2].split()[1]) == pid:
+                return each
+    raise ProcessLookupError(f"{pid} has no child")
 
 
 def _waited(pid: int) -> float:

@@ -21,7 +21,8 @@ import importlib_metadata
 from opgraft.errors import InputError
 
 _LARGEST_FILE = 1 << 20  # bytes; the files of /proc and /sys that probes read are far smaller
-_SHORTEST_SECRET = 6  # characters
+_SHORTEST_SECRET = 3  # characters
+_SHORTEST_VALUE = 6  # of variables whose names speak of no secret
 _SECRET = re.compile(r"(?i)secret|token|passw|credential|_key")
 RECORD = "machine.json"
 """The file of a recorded machine that holds what is not in its tree: environment, packages, denied paths."""
@@ -214,18 +215,22 @@ def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
 def masked(data: Any, variables: Mapping[str, str]) -> Any:
     """Return plain data in whose texts the values of variables stand as ``$NAME``, as in ``"to $DATABASE_URL"``.
 
-    Short values, which are words that anybody uses, and paths stay.
+    Paths that exist stay. So do values of less than 3 characters and, where the name speaks of no secret, words of
+    less than 6 and parts of longer words.
     """
-    values = {value: f"${name}" for name, value in variables.items() if _telling(value)}
+    values: dict[str, str] = {}
+    patterns: dict[str, str] = {}
+    for name in sorted(variables, key=lambda name: bool(_SECRET.search(name))):  # which count where values are equal
+        value, secret = variables[name], _SECRET.search(name)
+        if len(value) < (_SHORTEST_SECRET if secret else _SHORTEST_VALUE):
+            continue
+        if not (value.startswith("/") and os.path.lexists(value)):
+            values[value] = f"${name}"
+            patterns[value] = re.escape(value) if secret else rf"(?<!\w){re.escape(value)}(?!\w)"
     if not values:
         return data
-    longest_first = "|".join(map(re.escape, sorted(values, key=len, reverse=True)))
-    pattern = re.compile(rf"(?<!\w)(?:{longest_first})(?!\w)")
+    pattern = re.compile("|".join(patterns[value] for value in sorted(values, key=len, reverse=True)))
     return mapped(data, lambda text: pattern.sub(lambda found: values[found[0]], text))
-
-
-def _telling(value: str) -> bool:
-    return len(value) >= _SHORTEST_SECRET and not value.startswith("/")
 
 
 def mapped(data: Any, change: Callable[[str], str]) -> Any:

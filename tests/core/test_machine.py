@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from opgraft.errors import ChildError, InputError
+from opgraft.machine import child
 from opgraft.machine.child import ask_child, run_child
-from opgraft.machine.machine import RECORD, Machine
+from opgraft.machine.machine import RECORD, Machine, masked
 
 GOOD = {"environ": {"A": "1"}, "packages": {}, "torch": None, "denied": []}
 
@@ -71,11 +72,24 @@ def test_a_child_that_gives_no_answer(code: str, message: str) -> None:
         ask_child(code, time_limit=0.5 if "sleep" in code else 10)
 
 
-def test_a_child_that_takes_too_much_memory_is_stopped() -> None:
-    """Well before its time is over; one that keeps within it is not."""
+@pytest.mark.parametrize("children", [child._CHILDREN, "/proc/{0}/of/another/kernel"])
+def test_a_child_that_takes_too_much_memory_is_stopped(monkeypatch: pytest.MonkeyPatch, children: str) -> None:
+    """Well before its time is over; one that keeps within it is not. A kernel may name no children of processes."""
+    monkeypatch.setattr(child, "_CHILDREN", children)
     hungry = "import time; kept = bytearray(200 << 20); time.sleep(60)"
     ended = run_child(hungry, time_limit=50, memory_limit=100 << 20)
     assert ended.status is None
     assert ended.memory > 100 << 20
     modest = run_child("open(reply_to, 'w').write('1')", memory_limit=1 << 30)
     assert (modest.status, modest.memory, modest.reply) == (0, 0, "1")
+
+
+def test_values_of_variables_are_masked(tmp_path: Path) -> None:
+    """Secrets wherever they stand, others as words; paths that exist are told."""
+    there, gone = str(tmp_path), str(tmp_path / "gone")
+    variables = {"ACME_TOKEN": "x9q", "ACME_KEY": "/k/9z+", "CI_KEY": "ab", "ACME_URL": "db.host", "ACME_HOME": there}
+    variables |= {"ACME_SHORT": "short", "ACME_GONE": gone, "AN_ACME_URL_SECRET": "same as", "ZACME": "same as"}
+    told = f"key_x9q /k/9z+2 ab my_db.host db.host {there} short {gone} same as"
+    assert masked([told], variables) == [
+        f"key_$ACME_TOKEN $ACME_KEY2 ab my_db.host $ACME_URL {there} short $ACME_GONE $AN_ACME_URL_SECRET"
+    ]
