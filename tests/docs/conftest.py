@@ -24,6 +24,7 @@ import opgraft.serving.llm
 import pytest
 import tomllib
 from cpu_kernels.building import compiler
+from opgraft.logger import logger
 from opgraft.plugins import discovery
 
 REPOSITORY = Path(__file__).parents[2]
@@ -265,10 +266,12 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) ->
         variables["CXX"] = compiler()
     if FOREIGN:
         variables["OPGRAFT_PLUGINS_DISABLE"] = ",".join(FOREIGN)
-    before = set(sys.modules)
+    before, level = set(sys.modules), logger.level
+    monkeypatch.setattr(logger, "handlers", [*logger.handlers])  # a page adds its own
     made = Reader(folder, environment, variables)
     yield made
     made.end()
+    logger.setLevel(level)
     for name in set(sys.modules) - before:
         if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
