@@ -129,6 +129,17 @@ def deciding_variables(variables: Mapping[str, str] | None = None) -> dict[str, 
     return {name: value for name, value in values.items() if name in _DECIDING or name.startswith(_OF_TORCH)}
 
 
+_OF_SESSIONS = re.compile(
+    "_|PWD|OLDPWD|SHLVL|TERM|TERM_.*|COLORTERM|COLUMNS|LINES|WINDOWID|TMUX.*|STY|SSH_.*|XDG_SESSION_ID|PYTEST_.*"
+)
+
+
+def lasting_variables(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables, by default of ``os.environ``, less those that differ from one terminal to the next."""
+    values = os.environ if variables is None else variables
+    return {name: values[name] for name in sorted(values) if not _OF_SESSIONS.fullmatch(name)}
+
+
 @dataclass(frozen=True)
 class Launch:
     """The place of a process among those that a launcher such as ``torchrun`` has started.

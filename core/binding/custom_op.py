@@ -128,11 +128,7 @@ class CustomOp(Replaceable, nn.Module):
     @property
     def binding(self) -> Binding:
         """The class and the kernel that were chosen for this op, with the record of both choices."""
-        binding: Binding = self.__dict__["_binding"]
-        now = without_drift(binding)
-        if now is not binding and type(self) is binding.specialisation:
-            self._adopt(now)
-        return now
+        return without_drift(self.__dict__["_binding"])
 
     @property
     def decision(self) -> Decision:

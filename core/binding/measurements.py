@@ -84,13 +84,26 @@ class Timed:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """A candidate that raised, which is no choice until it has another version."""
+
+    choice: str
+    provider: Provider
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"choice": self.choice, "provider": self.provider.to_dict(), "reason": self.reason}
+
+
+@dataclass(frozen=True)
 class Measured:
-    """The candidates of an op, the best of them, the threads that they ran with, and when in UTC."""
+    """The candidates of an op, the best of them, the threads that they ran with, when in UTC, and those that raised."""
 
     chosen: str
     threads: int
     when: str
     candidates: tuple[Timed, ...]
+    left_out: tuple[LeftOut, ...] = ()
 
     @property
     def winner(self) -> Timed:
@@ -98,16 +111,18 @@ class Measured:
 
     @property
     def versions(self) -> dict[str, str | None]:
-        """Return the version that each candidate had."""
-        return {each.choice: each.provider.version for each in self.candidates}
+        """Return the version that each candidate had, of those that raised too."""
+        ran = {each.choice: each.provider.version for each in self.candidates}
+        return ran | {each.choice: each.provider.version for each in self.left_out}
 
     @property
     def verdict(self) -> str:
-        """Quote the figures of the best candidate, over those of the best other one."""
+        """Quote the figures of the best candidate, and those of the best other one, if another one ran."""
         best = self.winner
-        other = min((each for each in self.candidates if each is not best), key=lambda each: each.mean)
+        others = sorted((each for each in self.candidates if each is not best), key=lambda each: each.mean)
+        times = ", ".join(f"{each.choice} {_time(each.mean)}" for each in (best, *others[:1]))
         shapes = f"{len(best.seconds)} shape{'s' if len(best.seconds) > 1 else ''}"
-        return f"{best.choice} {_time(best.mean)}, {other.choice} {_time(other.mean)} in the mean of {shapes}"
+        return f"{times} in the mean of {shapes}{'' if others else '; no other ran'}"
 
     def figures(self, of: Timed) -> str:
         """Give the figures of a candidate: its mean, and the shapes at which it is faster or slower than the best."""
@@ -121,8 +136,13 @@ class Measured:
         return text
 
     def to_dict(self) -> dict[str, Any]:
-        rows = [each.to_dict() for each in self.candidates]
-        return {"chosen": self.chosen, "threads": self.threads, "when": self.when, "candidates": rows}
+        return {
+            "chosen": self.chosen,
+            "threads": self.threads,
+            "when": self.when,
+            "candidates": [each.to_dict() for each in self.candidates],
+            "left_out": [each.to_dict() for each in self.left_out],
+        }
 
 
 Profile = dict[Setup, dict[str, Measured]]
@@ -144,11 +164,11 @@ def follow(
     subject, found = subject_of(cls, name), _measured_here(cls, name, settings, active)
     if isinstance(found, str):
         return settings, (Decision(f"measurement of {subject}", None, f"{source}, but {found}"),)
-    rows = tuple(
-        Candidate(each.choice, each is found.winner, found.figures(each), each.provider) for each in found.candidates
+    rows = (
+        *(Candidate(row.choice, row is found.winner, found.figures(row), row.provider) for row in found.candidates),
+        *(Candidate(row.choice, False, f"left out, as {row.reason}", row.provider) for row in found.left_out),
     )
-    threads = f"{found.threads} thread{'s' if found.threads > 1 else ''}"
-    reason = f"{source}; measured {found.when} with {threads}, {profile_path(settings)}"
+    reason = f"{source}; measured {found.when} with {_threads(found.threads)}, {profile_path(settings)}"
     change = f"OPGRAFT_PROVIDERS={name}=..., or measure anew by 'opgraft bench --tune {subject}'"
     decision = Decision(f"measurement of {subject}", found.chosen, reason, rows, change)
     return settings.with_provider(name, found.chosen, f"measured: {found.verdict}"), (decision,)
@@ -168,12 +188,18 @@ def _measured_here(cls: type, name: str, settings: Settings, active: Sequence[Re
     subject = subject_of(cls, name)
     if subject not in found:
         return f"it was not measured: 'opgraft bench --tune {subject}' does"
-    measured, own = found[subject], discover().provider_of(cls.__module__)
-    here = versions_here(cls, own, active, selected_platform().platform)
+    measured, own, platform = found[subject], discover().provider_of(cls.__module__), selected_platform().platform
+    here = versions_here(cls, own, active, platform)
     then = {choice: version for choice, version in measured.versions.items() if choice != own.name}
     if then != here:
         return (
             f"measured were {_listed(then)}, here are {_listed(here)}: 'opgraft bench --tune {subject}' measures them"
+        )
+    threads = torch.get_num_threads()
+    if platform.device_type == "cpu" and measured.threads != threads:
+        return (
+            f"it was measured with {_threads(measured.threads)}, here are {threads}: "
+            f"'OMP_NUM_THREADS={threads} opgraft bench --tune {subject}' measures with as many"
         )
     return measured
 
@@ -266,7 +292,7 @@ def read_profile(path: Path) -> Profile:
         }
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else described(error)
         raise InputError(
             f"the measurements {path} cannot be used: {why}: remove the file and tune anew, or name another by "
@@ -285,26 +311,35 @@ def written(profile: Profile) -> str:
 
 def _measured(row: Any) -> Measured:
     candidates = tuple(_timed(each) for each in row["candidates"])
+    left_out = tuple(LeftOut(_text(r["choice"]), _provider(r), _text(r["reason"])) for r in row["left_out"])
     shapes = {tuple(each.seconds) for each in candidates}
-    choices = [each.choice for each in candidates]
-    if len(shapes) != 1 or row["chosen"] not in choices or len(set(choices)) < max(2, len(choices)):
+    ran = [each.choice for each in candidates]
+    choices = [*ran, *(each.choice for each in left_out)]
+    if len(shapes) != 1 or row["chosen"] not in ran or len(set(choices)) < max(2, len(choices)):
         raise ValueError("the rows of its candidates do not belong together")
-    return Measured(row["chosen"], int(row["threads"]), _text(row["when"]), candidates)
+    return Measured(row["chosen"], int(row["threads"]), _text(row["when"]), candidates, left_out)
 
 
 def _timed(row: Any) -> Timed:
     seconds = {_text(shape): float(value) for shape, value in row["seconds"].items()}
     if not seconds or not all(0 < value < math.inf for value in seconds.values()):
         raise ValueError("it holds times that are none")
+    return Timed(_text(row["choice"]), _provider(row), _text(row["kernel"]), seconds)
+
+
+def _provider(row: Any) -> Provider:
     version = row["provider"]["version"]
-    provider = Provider(_text(row["provider"]["name"]), None if version is None else _text(version))
-    return Timed(_text(row["choice"]), provider, _text(row["kernel"]), seconds)
+    return Provider(_text(row["provider"]["name"]), None if version is None else _text(version))
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{value!r:.80} stands for a text")
     return value
+
+
+def _threads(number: int) -> str:
+    return f"{number} thread{'s' if number > 1 else ''}"
 
 
 def _time(seconds: float) -> str:

@@ -29,7 +29,7 @@ from torch.compiler import is_compiling
 _NESTED: ContextVar[bool] = ContextVar("opgraft_shadow_nested", default=False)
 """Is true while a native definition runs for comparison, whose own ops are not compared."""
 
-_RANDOM = "it draws random numbers, which differ from run to run"
+_RANDOM = "random numbers were drawn meanwhile, by it or by another thread, and two runs may differ by them"
 
 
 class Shadow:
@@ -116,49 +116,53 @@ class Shadow:
     def _watched(
         self, run: Callable[..., Any], native: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        obstacle = _obstacle(args, kwargs)
-        if obstacle:
-            self._skip(obstacle)
-            return run(*args, **kwargs)
-        known: dict[int, Tensor] = {}
-        copies: Any = comparison.copied(args, known), comparison.copied(kwargs, known)
-        randomness, state = _Randomness(copies), _State(args)
+        copies: Any = ()
+        try:
+            reason = _obstacle(args, kwargs)
+            if not reason:
+                known: dict[int, Tensor] = {}
+                copies = comparison.copied(args, known), comparison.copied(kwargs, known)
+                beyond = _Beyond(args, copies)
+        except Exception as error:  # the caller did not ask for copies, and shall not suffer by them
+            reason = f"copying its arguments raised {described(error)}"
         result = run(*args, **kwargs)
-        reason = _RANDOM if randomness.has_changed() else state.change()
         if not reason:
             try:
                 with _nested(), torch.no_grad():
-                    expected = native(*copies[0], **copies[1])
-            except Exception as error:  # of a definition that is not the one which the caller asked for
-                reason = f"its native definition raised {described(error)}"
-            if randomness.has_changed():
-                randomness.restore()
-                reason = _RANDOM
+                    reason = beyond.change()
+                    expected = None if reason else native(*copies[0], **copies[1])
+                    reason = reason or beyond.change()
+                    if not reason:
+                        given = comparison.arguments_of(run, args, kwargs), comparison.arguments_of(run, *copies)
+                        self._compare(*given, result, expected)
+            except Exception as error:  # nor by the comparison
+                reason = f"its native definition, or the comparison with it, raised {described(error)}"
         if reason:
             self._skip(reason)
-        else:
-            given = comparison.arguments_of(run, args, kwargs), comparison.arguments_of(run, *copies)
-            self._compare(*given, result, expected)
         return result
 
     def _compare(self, given: dict[str, Any], copies: dict[str, Any], result: Any, expected: Any) -> None:
         """Compare results, and what was left in the arguments; report the first difference."""
-        floating = [x for _, x in leaves((copies, expected)) if isinstance(x, Tensor) and x.is_floating_point()]
-        tolerance = comparison.tolerance_of(self.target, {x.dtype for x in floating})
+        tensors = [x for _, x in leaves((copies, expected)) if isinstance(x, Tensor)]
+        dtypes = {x.dtype.to_real() for x in tensors if x.is_floating_point() or x.is_complex()}
+        tolerance = comparison.tolerance_of(self.target, dtypes)
         ours, theirs = list(leaves(result, "the result")), list(leaves(expected, "the result"))
         if [place for place, _ in ours] != [place for place, _ in theirs]:
             found = [f"the result has {len(ours)} parts, expected {len(theirs)}"]
         else:
-            tensors = [(f"the argument {n}", x, copies[n]) for n, x in given.items() if isinstance(x, Tensor)]
-            rows = [*((place, x, y) for (place, x), (_, y) in zip(ours, theirs, strict=True)), *tensors]
+            left = [(f"the argument {n}", x, copies[n]) for n, x in given.items() if isinstance(x, Tensor)]
+            rows = [*((place, x, y) for (place, x), (_, y) in zip(ours, theirs, strict=True)), *left]
             found = [text for row in rows if (text := comparison.difference(*row, tolerance))]
+        drift = ""
+        if found and not self.first_drift:
+            words = ", ".join(f"{name}: {comparison.described(leaf)}" for name, leaf in copies.items())
+            drift = printable(f"{'; '.join(found)}, where it was called with {words}")
         with self._lock:
             self.compared += 1
             self.drifted += bool(found)
             first = bool(found) and not self.first_drift
             if first:
-                words = ", ".join(f"{name}: {comparison.described(leaf)}" for name, leaf in copies.items())
-                self.first_drift = printable(f"{'; '.join(found)}, where it was called with {words}")
+                self.first_drift = drift
         if first:
             self._report()
 
@@ -275,37 +279,30 @@ def _obstacle(args: Any, kwargs: Any) -> str:
     modules = [torch.get_device_module(device) for device in devices if device.type not in ("cpu", "meta")]
     if any(getattr(module, "is_current_stream_capturing", bool)() for module in modules):
         return "its device captures a graph"
-    return comparison.obstacle_to_copies((args, kwargs))
+    own = bool(args) and isinstance(args[0], nn.Module)  # the op itself, which is watched instead
+    return comparison.obstacle_to_copies((args[own:], kwargs))
 
 
-class _Randomness:
-    """The generators that a call may draw from, as they are now."""
+class _Beyond:
+    """Notes the tensors of an op and the generators as they are now, which two runs share beyond their arguments.
 
-    def __init__(self, values: Any) -> None:
-        devices = {leaf.device for _, leaf in leaves(values) if isinstance(leaf, Tensor)}
-        self._before = [(torch.get_device_module(d), d) for d in devices if d.type not in ("cpu", "meta")]
-        self._states = self._now()
+    No generator is ever set back: other threads draw from the same, and would draw the same numbers again.
+    """
 
-    def _now(self) -> list[Tensor]:
-        return [torch.get_rng_state(), *(module.get_rng_state(device) for module, device in self._before)]
-
-    def has_changed(self) -> bool:
-        return not all(map(torch.equal, self._states, self._now()))
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._states[0])
-        for (module, device), state in zip(self._before, self._states[1:], strict=True):
-            module.set_rng_state(state, device)
-
-
-class _State:
-    """The tensors of the op that is called, whose counts of changes tell whether a call writes to them."""
-
-    def __init__(self, args: tuple[Any, ...]) -> None:
+    def __init__(self, args: tuple[Any, ...], copies: Any) -> None:
         op = args[0] if args and isinstance(args[0], nn.Module) else None
         own = itertools.chain(op.named_parameters(), op.named_buffers()) if op is not None else ()
-        self._before = [(name, tensor, version_of(tensor)) for name, tensor in own if not tensor.is_inference()]
+        self._own = [(name, tensor, version_of(tensor)) for name, tensor in own if not tensor.is_inference()]
+        devices = {leaf.device for _, leaf in leaves(copies) if isinstance(leaf, Tensor)}
+        self._devices = [(torch.get_device_module(d), d) for d in devices if d.type not in ("cpu", "meta")]
+        self._states = self._generators()
+
+    def _generators(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *(module.get_rng_state(device) for module, device in self._devices)]
 
     def change(self) -> str:
-        written = [name for name, tensor, version in self._before if version_of(tensor) != version]
+        """Say what has changed since, by which two runs may differ, or return ""."""
+        if not all(map(torch.equal, self._states, self._generators())):
+            return _RANDOM
+        written = [name for name, tensor, version in self._own if version_of(tensor) != version]
         return f"it writes to {', '.join(written)} of its own, which a second run would find changed" if written else ""

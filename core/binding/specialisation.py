@@ -237,13 +237,16 @@ def _demoted(kernel: KernelChoice, native: Kernel, because: str, settings: Setti
 
 
 def without_drift(binding: Binding) -> Binding:
-    """Return a binding as it is, or with the native definition where shadow mode has demoted its kernel since."""
+    """Return a binding as it is, or with the native definition where shadow mode has demoted its kernel since.
+
+    The specialisation stays: its calls have run the native definition from then on.
+    """
     shadow = binding.kernel.winner.shadow
     if shadow is None or shadow.demotion is None:
         return binding
     native = _native(binding.replacement, binding.kernel)
     kernel = _demoted(binding.kernel, native, shadow.demotion, host_state().settings())
-    return replace(binding, kernel=kernel, specialisation=specialise(kernel))
+    return replace(binding, kernel=kernel)
 
 
 def _branch(choice: ReplacementChoice, kernel: KernelChoice) -> Branch | None:
@@ -280,7 +283,7 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
         name = op_name_of(cls, state)
     check_names(settings, state.registry)
     check_loaded_with(settings, state)
-    settings, measured = follow(cls, name, settings, active) if only is None else (settings, ())
+    settings, measured = follow(cls, name, settings, active)
     own = discover().provider_of(cls.__module__)
     if only is None:
         choice = choose_replacement(cls, name, own, active, selection.platform, settings, kin_of(cls, active))

@@ -87,7 +87,7 @@ def _show(
         print_wrapped(f"{op}: {choice} was left out: {why}" for choice, why in reasons.items())
     print_wrapped(f"{op} was not measured: {why}" for op, why in left_out.items())
     if not measured:
-        echo("nothing was measured: no op that was asked for has two kernels which run here")
+        echo("nothing was measured: no op that was asked for has two kernels here of which one runs")
         return
     print_wrapped(f"{len(measured)} ops measured on {file.setup.device}, written to {printable(str(file.path))}")
     echo("OPGRAFT_CUSTOM_OPS=auto follows it")

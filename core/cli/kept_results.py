@@ -19,7 +19,7 @@ from typing import Any
 
 from importlib_metadata import Distribution
 from opgraft import version
-from opgraft.environment import deciding_variables, state_home
+from opgraft.environment import lasting_variables, state_home
 from opgraft.errors import OpgraftError
 from opgraft.files import read_regular, replace_file
 from opgraft.logger import logger
@@ -45,7 +45,8 @@ class Kept:
 
 
 def key() -> str | None:
-    """Return a digest of all that a result depends on: versions, files, settings, drivers and devices.
+    """Return a digest of all that a result depends on: versions, files, settings, variables, drivers
+    and devices.
 
     ``None`` where something may change without a trace: the source of an editable install, or metadata that cannot be
     read.
@@ -61,7 +62,7 @@ def key() -> str | None:
             "quarantine": list(map(against, discover().distributions)),
             "settings": list(settings.rows()),
             "lockfile": list(_states(filter(None, [settings.config.lockfile]))),
-            "variables": deciding_variables(),
+            "variables": lasting_variables(),
             "platform": decide_platform(settings, Machine())[1].to_dict(),
         }
     except (OpgraftError, OSError, ValueError, csv.Error) as error:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from opgraft.binding.measurements import (
     MARGIN,
+    LeftOut,
     Measured,
     Profile,
     Timed,
@@ -71,7 +72,7 @@ class Race:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a race: the measurement, ``None`` where too few candidates ran, and what speaks against others."""
+    """The result of a race: the measurement, ``None`` where no candidate ran, and what speaks against others."""
 
     measured: Measured | None
     left_out: Mapping[str, str]
@@ -166,28 +167,42 @@ def run(race: Race, dtypes: Iterable[torch.dtype], seconds: float) -> Outcome:
         name = f"{spec.functional.name} {'x'.join(map(str, (*lead, size)))} {str(dtype).removeprefix('torch.')}"
         sides = {}
         for choice in (choice for choice in race.candidates if choice not in left_out):
-            try:
+            with _unless_it_raises(choice, name, left_out):
                 sides[choice] = _Side(race.op, choice, _call(race.op, choice, spec, dtype, lead, size))
-            except Exception as error:  # a kernel of others
-                left_out[choice] = f"at {name} it raised {described(error)}"
         for _ in range(_ROUNDS):
-            for side in sides.values():
-                side.go(seconds / _ROUNDS)
+            for choice, side in sides.items():
+                if choice not in left_out:
+                    with _unless_it_raises(choice, name, left_out):
+                        side.go(seconds / _ROUNDS)
         for choice, side in sides.items():
-            times[choice][name] = min(side.taken)  # another process's work only ever adds
+            if choice not in left_out:
+                times[choice][name] = min(side.taken)  # another process's work only ever adds
     ran = {choice: found for choice, found in times.items() if choice not in left_out and found}
-    return Outcome(best_of(race, ran) if len(ran) > 1 else None, left_out)
+    return Outcome(best_of(race, ran, left_out) if ran else None, left_out)
 
 
-def best_of(race: Race, times: Mapping[str, Mapping[str, float]]) -> Measured:
-    """Choose among candidates by their times: what would run anyway, unless another one is clearly faster."""
+@contextlib.contextmanager
+def _unless_it_raises(choice: str, case: str, left_out: dict[str, str]) -> Iterator[None]:
+    """Leave a candidate out, with the reason, where what runs in this scope raises."""
+    try:
+        yield
+    except Exception as error:  # a kernel of others
+        left_out[choice] = f"at {case} it raised {described(error)}"
+
+
+def best_of(race: Race, times: Mapping[str, Mapping[str, float]], left_out: Mapping[str, str]) -> Measured:
+    """Choose among candidates by their times: what would run anyway, unless another one is clearly faster.
+
+    Those that raised are written down with their reasons, as what was measured holds for them too.
+    """
     bound = race.candidates
     rows = [Timed(each, bound[each].provider, bound[each].kernel_name, times[each]) for each in times]
     best = min(rows, key=lambda row: row.mean)
     usual = next((row for row in rows if row.choice == race.usual), best)
     winner = best if best.mean < MARGIN * usual.mean else usual
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    return Measured(winner.choice, torch.get_num_threads(), when, tuple(rows))
+    others = tuple(LeftOut(choice, bound[choice].provider, why) for choice, why in left_out.items())
+    return Measured(winner.choice, torch.get_num_threads(), when, tuple(rows), others)
 
 
 def _call(

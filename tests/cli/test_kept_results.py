@@ -40,6 +40,21 @@ def test_the_last_result_is_told_again(cli, site) -> None:
     assert tried.read_text() == "xx"
 
 
+def test_a_variable_that_a_plugin_reads_makes_another_result(cli, site) -> None:
+    """What the plugin says under another value is told; another terminal is no reason to load it again."""
+    site.plugin(
+        "acme",
+        TRACED.replace("import opgraft\n", "import opgraft, os\n").replace(
+            "'an old driver'", "os.environ['ACME_MODE']"
+        ),
+    )
+    tried = site.folder / "acme.py.tried"
+    for mode, folder, loaded in (("fast", "/", "x"), ("fast", "/etc", "x"), ("slow", "/", "xx")):
+        told = cli("plugins", "doctor", ACME_MODE=mode, OLDPWD=folder).stdout
+        assert f"vetoed itself: {mode}" in told
+        assert tried.read_text() == loaded
+
+
 def test_a_failure_is_never_told_again(cli, site) -> None:
     """Its cause may be the machine, which somebody has mended meanwhile."""
     site.plugin("acme", "import libacme_of_the_system\n")
@@ -72,7 +87,8 @@ CHANGES: dict[str, Callable[[Site], object]] = {
     "another package": lambda site: site.install("brix", {}, ""),
     "a lockfile that is edited": lock,
     "a quarantine": lambda site: quarantine.confine(Provider("acme-dist", "1.0"), "it crashed"),
-    "a variable": lambda site: os.environ.update(ATEN_CPU_CAPABILITY="default"),
+    "a variable of torch": lambda site: os.environ.update(ATEN_CPU_CAPABILITY="default"),
+    "a variable of a plugin": lambda site: os.environ.update(ACME_MODE="slow"),
 }
 
 
@@ -80,7 +96,8 @@ CHANGES: dict[str, Callable[[Site], object]] = {
 def test_a_change_makes_another_result(site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: str) -> None:
     """A driver, a file, a setting: each gives another key, and without a change it is the same."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "")
+    for variable in ("ATEN_CPU_CAPABILITY", "ACME_MODE"):
+        monkeypatch.setenv(variable, "")
     (tmp_path / "driver").write_text("acme 1.0")
     (tmp_path / "lock.json").write_text('{"schema": "opgraft.lock/1", "distributions": []}\n')
     site.platform("acme", probe=PROBE.replace("'driver'", repr(str(tmp_path / "driver"))))
