@@ -22,7 +22,7 @@ PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -
 OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-faults test-conformance test-families test-xla test-ipex test-triton test-jax check prove op-pages settings-page public-api bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex bench-jax charts figures docs clean FORCE
+.PHONY: help run test test-slow test-faults test-conformance test-families test-xla test-ipex test-triton test-jax test-vllm-bridge check prove op-pages settings-page vllm-bridge-table public-api bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex bench-jax charts figures docs clean FORCE
 
 help:
 	@echo "make run    the demonstration: a sentence encoder and a language model on the CPU, then on a simulated NPU from a plugin"
@@ -33,12 +33,14 @@ help:
 	@echo "make test-families  graft a tiny model of each family of transformers, a quarter of an hour"
 	@echo "make test-xla   the TPU platform on torch_xla, and the core on torch 2.9 (the first time 8 GB)"
 	@echo "make test-ipex  the plugin for Intel's extension, and the core on torch 2.8 (the first time 8 GB)"
-	@echo "make test-triton  the kernels for GPUs, interpreted and compiled, and the core beside Triton (the first time 2 GB)"
+	@echo "make test-triton  the kernels for GPUs, interpreted and compiled, and the core beside Triton (10 minutes; the first time 2 GB)"
 	@echo "make test-jax   the plugin that has JAX as a device runtime, on the CPU (the first time 2 GB)"
-	@echo "make check  lint, formatting, strict types, and the documentation: each page is followed, its examples are typed"
+	@echo "make test-vllm-bridge  the names of vLLM that the bridge answers, against its wheel (the first time 840 MB)"
+	@echo "make check  lint, formatting, strict types, the rules of this house, and the documentation: each page is followed, its examples are typed"
 	@echo "make prove  prove every op, and write down what was proved; FORMS='rms_norm ...' renews those only"
 	@echo "make op-pages   the generated pages of the op reference, from what the code and the proofs say"
 	@echo "make settings-page  the generated table of settings in the reference"
+	@echo "make vllm-bridge-table  the generated table of names in the README of opgraft-vllm-bridge"
 	@echo "make public-api  the listing of the public names of this version"
 	@echo "make bench  what the mechanism costs, against its limits"
 	@echo "make bench-ops     what the CPU kernels gain, op by op: table, JSON and plot in build/bench-ops"
@@ -72,7 +74,7 @@ run: .demo/installed
 test test-slow test-faults test-families check: export PYTHONDONTWRITEBYTECODE =
 
 test: .venv/opgraft
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not types and not documents and not slow and not faults'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m 'not types and not documents and not source and not slow and not faults'
 
 # The others are a part of 'make test', too.
 test-faults: .venv/opgraft
@@ -103,12 +105,24 @@ test-triton:
 test-jax:
 	PYTHON=$(PYTHON) tools/lane.sh jax stack
 
+# The wheel alone, of which only the source is read: what it depends on would be gigabytes.
+VLLM := vllm==0.33.0
+VLLM_WHEEL := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/opgraft/envs/$(subst ==,-wheel-,$(VLLM))
+
+$(VLLM_WHEEL)/complete:
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps $(VLLM)
+	touch $@
+
+test-vllm-bridge: .venv/opgraft $(VLLM_WHEEL)/complete
+	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet tests/lanes/test_vllm_names.py tests/lanes/test_vllm_bridge.py
+
 check: .venv/opgraft
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p opgraft
 	$(BIN)/mypy benchmarks tools reference_plugins/*/src
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal -m 'types or documents' tests/docs
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal -m 'types or documents or source' tests/docs tests/packaging
 
 prove: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/python tools/prove.py $(FORMS)
@@ -118,6 +132,9 @@ op-pages: .venv/opgraft
 
 settings-page: .venv/opgraft
 	$(BIN)/python tools/settings_page.py
+
+vllm-bridge-table: .venv/opgraft
+	$(BIN)/python tools/vllm_bridge_table.py
 
 public-api: .venv/opgraft
 	$(BIN)/python tools/public_api.py

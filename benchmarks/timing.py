@@ -14,6 +14,9 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+NEAR = 1.25
+"""Times what is possible, up to which a row counts as near it."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -39,12 +42,16 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """Return "ok", "over", or "beyond" for a limit that this machine does not allow; "" without a limit."""
+        """Return "ok", "over", or "beyond" for a limit that this machine does not allow; "" without a limit.
+
+        What is far above what is possible is over, whatever the limit.
+        """
         if self.limit is None:
             return ""
         if self.measured <= self.limit:
             return "ok"
-        return "beyond" if self.possible is not None and self.possible > self.limit else "over"
+        beyond = self.possible is not None and self.limit < self.possible and self.measured <= NEAR * self.possible
+        return "beyond" if beyond else "over"
 
 
 def ratio(

@@ -1,6 +1,6 @@
 """opgraft: a plugin host that grafts device kernels onto PyTorch models.
 
-``import opgraft`` imports neither torch nor a plugin; a public name is imported when it is first used.
+``import opgraft`` imports neither torch nor a plugin; a public name or module is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from opgraft.version import __version__ as __version__
 moved.install()
 
 if TYPE_CHECKING:
+    from opgraft import errors as errors
+    from opgraft import functional as functional
+    from opgraft import ops as ops
+    from opgraft import testing as testing
     from opgraft.adapter import Adapter as Adapter
     from opgraft.adapter import LeaveAlone as LeaveAlone
     from opgraft.binding.derivation import NATIVE as NATIVE
@@ -148,15 +152,19 @@ _HOME = {
     "opgraft.torch_library": ("direct_register_custom_op",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+_MODULES = ("errors", "functional", "ops", "testing")
+"""Public modules that are imported, as names are, when they are first used."""
 
 __all__ = ["__version__", *_MODULE_OF]  # strings, spelled once, in _HOME
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"opgraft.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'opgraft' has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULE_OF[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*__all__, *_MODULES})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import re
@@ -39,12 +40,21 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 @dataclass(frozen=True)
 class SharedDecision:
-    """The decisions of the process of that number, each with what it is about."""
+    """The decisions of the process of that identity, each with what it is about."""
 
-    process: int
+    process: str
     rows: Mapping[str, str]
 
-    def rows_for(self, process: int) -> Mapping[str, str] | None:
+    @property
+    def digest(self) -> str:
+        """Tell these decisions from others, and from what is left of them where a variable was cut."""
+        return hashlib.sha256(json.dumps(dict(self.rows), sort_keys=True).encode()).hexdigest()[:16]
+
+    def to_text(self) -> str:
+        """Return what the variable holds."""
+        return json.dumps({"digest": self.digest, "process": self.process, "rows": dict(self.rows)})
+
+    def rows_for(self, process: str) -> Mapping[str, str] | None:
         """Return them for another process than the one that has made them."""
         return None if process == self.process else self.rows
 
@@ -95,7 +105,10 @@ def _shared(text: str | None) -> SharedDecision | None:
     try:
         data = json.loads(text)
         rows = {str(name): str(value) for name, value in data["rows"].items()}
-        return SharedDecision(int(data["process"]), rows)
+        shared = SharedDecision(str(data["process"]), rows)
+        if data["digest"] != shared.digest:
+            raise ValueError("its digest is that of other decisions")
+        return shared
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{DECISION}={text!r:.80} is nothing that opgraft.share_decisions wrote: unset it") from error
 
@@ -105,6 +118,8 @@ def _layers(values: Mapping[str, str]) -> Layers:
     layers = []
     for field in FIELDS.values():
         text = values.get(field.variable)
+        if text == "" and field.variable == LOCKFILE:
+            raise ConfigError(f"{LOCKFILE} is empty, which pins nothing: name one, or unset it to go without")
         if text is None or not (text or field.kind.metavar == "LIST"):
             continue
         value = parse_text(field.name, text, field.variable)

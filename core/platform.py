@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ class PlatformSpec:
 
     Attributes:
         probe: tells from a machine's files and environment whether the platform can be used there. Never raises.
-        platform_class: dotted path ``package.module:Class`` of the ``Platform``, imported once it is selected.
+        platform_class: dotted path ``package.module:Class`` of the ``Platform``, or a function that returns the class;
+            imported, or called, once it is selected.
         priority: among built-in platforms the highest available one wins.
         sightings: of a built-in platform, recognises hardware that is another platform's and may have no plugin here.
         devices: dotted path ``package.module:NAME`` of a sequence of ``DeviceFigures``, by which ``opgraft plan`` knows
@@ -36,10 +38,18 @@ class PlatformSpec:
     """
 
     probe: Callable[[Machine], Evidence]
-    platform_class: str
+    platform_class: str | Callable[[], type[Platform]]
     priority: int = 0
     sightings: Callable[[Machine], Iterable[Sighting]] | None = None
     devices: str | None = None
+
+    def load_class(self) -> type[Platform]:
+        """Return the class of the platform. Raises whatever its module does."""
+        if callable(self.platform_class):
+            return self.platform_class()
+        module, _, name = self.platform_class.partition(":")
+        found: type[Platform] = getattr(importlib.import_module(module), name)
+        return found
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,10 @@ class Transaction:
 ACTIVATING: ContextVar[Transaction | None] = ContextVar("opgraft_activating", default=None)
 
 
+def _new_identity() -> str:
+    return os.urandom(8).hex()
+
+
 @dataclass
 class HostState:
     """Everything that opgraft remembers in a process."""
@@ -111,6 +115,8 @@ class HostState:
     shadows: dict[Any, Any] = field(default_factory=dict)
     """By kernel and settings, the ``Shadow`` that counts its calls; all scopes that share settings share it."""
     generation: int = 0
+    identity: str = field(default_factory=_new_identity)
+    """Tells this process from every other one, as numbers of processes, which are alike in containers, do not."""
     discovery: Any = None
     lockfiles: dict[str, Any] = field(default_factory=dict)
     """By path, as they were read first, with what the installed distributions were compared with."""
@@ -195,7 +201,7 @@ _STATE = HostState()
 def _begin_anew() -> None:
     global _STATE  # the one place that replaces the one object
     # The generation goes on, so that scopes which are open see that their caches are stale.
-    _STATE = HostState(registry=_STATE.registry, generation=_STATE.generation + 1)
+    _STATE = HostState(registry=_STATE.registry, generation=_STATE.generation + 1, identity=_STATE.identity)
 
 
 LOADING_PATIENCE = 60.0
@@ -274,6 +280,7 @@ class _Fork(threading.local):
         self.ends()
         if not whole:
             _begin_anew()
+        _STATE.identity = _new_identity()
 
 
 _fork = _Fork()

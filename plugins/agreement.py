@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 from opgraft.environment import DECISION, deciding_variables
 from opgraft.errors import AgreementError
-from opgraft.plugins.metadata import version_of
+from opgraft.installed import version_of
+from opgraft.plugins.requirements import lockfile_in_words
 from opgraft.plugins.selection import current_platform
 from opgraft.registry.op_classes import qualified
 from opgraft.state import host_state
@@ -21,9 +22,12 @@ _LIBRARIES = ("torch", "transformers", "safetensors", "tokenizers")
 _MOST_SHOWN = 8
 """Lines of a message about differences."""
 
+_LOCKFILE = "lockfile"
+"""The row of the lockfile, by what it holds: a scope or a command may have set it, where no variable tells of it."""
+
 
 def process_rows() -> dict[str, str]:
-    """Return versions, variables, platform, plugins and replacements of this process, by what they are.
+    """Return versions, variables, lockfile, platform, plugins and replacements of this process, by what they are.
 
     Raises:
         OpgraftError: the platform cannot be decided.
@@ -32,6 +36,7 @@ def process_rows() -> dict[str, str]:
     rows = {"opgraft": __version__, "python": ".".join(python.python_version_tuple()[:2])}
     rows |= {name: version_of(name) or "none" for name in _LIBRARIES} | {"platform": current_platform().name}
     rows |= {f"variable {name}": value for name, value in deciding_variables().items()}
+    rows[_LOCKFILE] = lockfile_in_words(state.settings().config.lockfile)
     for plugin in state.plugins.values():
         rows[f"plugin {plugin.name}"] = f"{plugin.provider}, {plugin.status.value}"
     return rows | {f"replacement {qualified(each.cls)}": "active" for each in state.active}
@@ -45,6 +50,18 @@ def differences(theirs: Mapping[str, str], own: Mapping[str, str], other: str, t
     ]
     more = f"; and {len(lines) - _MOST_SHOWN} more" if len(lines) > _MOST_SHOWN else ""
     return printable("; ".join(lines[:_MOST_SHOWN])) + more
+
+
+def expect_lockfile_agrees() -> None:
+    """Refuse to probe and import what another lockfile admits than that of the process that shared its decisions.
+
+    Raises:
+        AgreementError: what they hold differs, or one of the two processes has none.
+        ConfigError: that of this process cannot be used.
+    """
+    theirs = (_shared() or {}).get(_LOCKFILE)
+    if theirs is not None:
+        _expect({_LOCKFILE: theirs}, {_LOCKFILE: lockfile_in_words(host_state().settings().config.lockfile)})
 
 
 def expect_process_agrees() -> None:
@@ -72,7 +89,7 @@ def expect_kernel_agrees(op: str, kernel: str) -> None:
 def _shared() -> Mapping[str, str] | None:
     """Return what another process has shared with this one, if it did."""
     environment = host_state().known_environment()
-    return None if environment.decision is None else environment.decision.rows_for(os.getpid())
+    return None if environment.decision is None else environment.decision.rows_for(host_state().identity)
 
 
 def _expect(theirs: Mapping[str, str], own: Mapping[str, str]) -> None:

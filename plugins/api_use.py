@@ -29,21 +29,24 @@ def uses_in(source: bytes, exported: Mapping[str, Collection[str]]) -> list[Use]
     Raises:
         SyntaxError, ValueError, RecursionError: it is no Python that this interpreter reads.
     """
-    visitor = _Uses(exported)
+    visitor = Uses(exported)
     visitor.visit(ast.parse(source))
     return sorted(dict.fromkeys(visitor.found), key=lambda use: (use.line, use.name))
 
 
-class _Uses(ast.NodeVisitor):
+class Uses(ast.NodeVisitor):
     """Follows what imports bind, wherever they stand, and instances of it, to the attributes that are taken of them.
 
     Attributes:
+        host: the package whose names are followed.
         bound: the names that imports bind, each with what it stands for.
         starred: those that ``import *`` binds.
         instances: variables that hold an instance of a class of opgraft, each with the class.
         base: of the class whose body is visited, the base of opgraft.
         own: the methods that this class defines.
     """
+
+    host = HOST
 
     def __init__(self, exported: Mapping[str, Collection[str]]) -> None:
         self.exported = exported
@@ -56,12 +59,12 @@ class _Uses(ast.NodeVisitor):
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
-            if alias.name.partition(".")[0] == HOST:
-                self.bound[alias.asname or HOST] = alias.name if alias.asname else HOST
+            if alias.name.partition(".")[0] == self.host:
+                self.bound[alias.asname or self.host] = alias.name if alias.asname else self.host
                 self.found.append(Use(alias.name, node.lineno))
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        if node.level or (node.module or "").partition(".")[0] != HOST:
+        if node.level or (node.module or "").partition(".")[0] != self.host:
             return
         module = str(node.module)
         for alias in node.names:
@@ -119,7 +122,7 @@ class _Uses(ast.NodeVisitor):
         if any(self._is_hook(mark) for mark in node.decorator_list):
             self.found.append(Use(f"{HOOKS}.{node.name}", node.lineno))
         outer, held, taken = self.bound, self.instances, _taken_in(node)
-        annotated = {each.arg: self._dotted(each.annotation) if each.annotation else None for each in node.args.args}
+        annotated = {each.arg: self._annotated(each.annotation) for each in node.args.args}
         self.bound = {name: value for name, value in outer.items() if name not in taken}
         self.instances = {name: value for name, value in held.items() if name not in taken}
         for name, cls in annotated.items():
@@ -127,6 +130,15 @@ class _Uses(ast.NodeVisitor):
         self.generic_visit(node)
         self.bound = {**self.bound, **outer}  # an import may bind a global name
         self.instances = held
+
+    def _annotated(self, annotation: ast.expr | None) -> str | None:
+        """Return the class that an annotation names, one in quotes too."""
+        if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+            try:
+                annotation = ast.parse(annotation.value, mode="eval").body
+            except (SyntaxError, ValueError):
+                return None
+        return self._dotted(annotation) if annotation else None
 
     def _is_hook(self, mark: ast.expr) -> bool:
         name = self._dotted(mark.func if isinstance(mark, ast.Call) else mark)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,43 +33,64 @@ from opgraft.version import __version__
 
 PLATFORM_GROUP = "opgraft.platforms"
 PLUGIN_GROUP = "opgraft.plugins"
+PLATFORM_BRIDGES = "opgraft.platform_bridges"
+BRIDGE_GROUPS = {PLATFORM_BRIDGES: PLATFORM_GROUP, "opgraft.plugin_bridges": PLUGIN_GROUP}
+"""Groups of bridges, each with the group of what its bridges make. The name of a bridge's entry point is a group of
+another host, and its function makes of an ``Offer`` that stands in that group a ``PlatformSpec`` or a plugin."""
 HOST_DISTRIBUTION = "opgraft"
 CHECKED = (HOST_DISTRIBUTION, "torch")
 """The distributions whose versions a plugin must fit."""
+_OWN = (PLATFORM_GROUP, PLUGIN_GROUP, *BRIDGE_GROUPS)
 _MOST = 1000  # entry points of a distribution
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _VALUE = re.compile(r"\w[\w.]*(\s*:\s*\w[\w.]*)?(\s*\[.*\])?")
 _SIMULATED = "opgraft.testing.devices"
-_BUILT_IN = "opgraft.platforms"  # where the built-in platforms lie; nobody else's modules can, as imports find ours
+_BUILT_IN = "opgraft.platforms"
+_NO_MODULE = "__main__"
 
 
 @dataclass(frozen=True)
 class Offer:
-    """One entry point of a distribution. ``requires`` holds those of the distribution on opgraft and on torch."""
+    """One entry point of a distribution.
+
+    Attributes:
+        group: that of opgraft, which tells what it is.
+        requires: requirements of the distribution on opgraft and on torch.
+        bridge: makes it a platform or plugin of opgraft, where it stands in a group of another host.
+    """
 
     group: str
     name: str
     value: str
     provider: Provider
     requires: tuple[str, ...] = ()
+    bridge: Offer | None = None
 
     @property
     def module(self) -> str:
         """The module that the entry point names."""
-        return self.value.partition(":")[0].strip()
+        return self.value.partition(":")[0].partition("[")[0].strip()
 
     @property
     def built_in(self) -> bool:
-        """Tell whether it is one of opgraft's own platforms, which its module tells: anyone may take a name."""
-        return self.group == PLATFORM_GROUP and f"{self.module}.".startswith((f"{_BUILT_IN}.", f"{_SIMULATED}."))
+        """Tell whether it is one of opgraft's own platforms, beside which others may lay modules of theirs."""
+        own = self.group == PLATFORM_GROUP and _is_host(self.provider.name)
+        return own and f"{self.module}.".startswith((f"{_BUILT_IN}.", f"{_SIMULATED}."))
+
+    @property
+    def stands_in(self) -> str:
+        """The group of the entry point, which is another host's where there is a bridge."""
+        return self.bridge.name if self.bridge else self.group
 
     def load(self) -> Any:
-        """Import what the entry point names."""
+        """Import what the entry point names; with a bridge, have that make what opgraft expects."""
+        if self.bridge is not None:
+            return self.bridge.load()(self)
         return importlib_metadata.EntryPoint(name=self.name, value=self.value, group=self.group).load()
 
     def answers_to(self, name: str) -> bool:
         """Tell whether a setting means this offer by ``name``: its entry-point name or its distribution's name."""
-        return name == self.name or normalized(name) == normalized(self.provider.name)
+        return normalized(name) in (normalized(self.name), normalized(self.provider.name))
 
 
 @dataclass
@@ -91,8 +114,14 @@ class Discovery:
         package = module.partition(".")[0]
         if package == HOST_DISTRIBUTION:
             return Provider(HOST_DISTRIBUTION, __version__)
-        owners = (offer.provider for offer in self.offers if offer.module.partition(".")[0] == package)
-        return next(owners, Provider(package))
+        offers = [offer for offer in self.offers if offer.module.partition(".")[0] == package]
+        above = [offer for offer in offers if f"{module}.".startswith(f"{offer.module}.")]
+        owners = list(dict.fromkeys(offer.provider for offer in offers))
+        if above:
+            return max(above, key=lambda offer: len(offer.module)).provider
+        if len(owners) > 1:  # of a namespace that they share
+            owners = [each for each in owners if _lists(self.distributions.get(each), module)] or owners
+        return owners[0] if owners else Provider(package)
 
     def has_plugin(self, provider: Provider) -> bool:
         """Tell whether a distribution offers plugins, on whose activation what its modules declare depends."""
@@ -118,6 +147,18 @@ def discover() -> Discovery:
             state.discovery = scan()
         found: Discovery = state.discovery
         return found
+
+
+def _lists(distribution: importlib_metadata.Distribution | None, module: str) -> bool:
+    """Tell whether the RECORD of a distribution has the file of a module."""
+    if distribution is None:
+        return False
+    try:
+        record = text_of(distribution, "RECORD") or ""
+    except (ValueError, OSError):
+        return False
+    path = re.escape(module.replace(".", "/"))
+    return re.search(rf"^{path}(/__init__)?\.[^/,]+,", record, re.M) is not None
 
 
 def names_of(plugin: str) -> tuple[str, list[str], list[str]]:
@@ -148,33 +189,17 @@ def scan() -> Discovery:
         if isinstance(found, Problem):
             discovery.problems.append(found)
             continue
-        provider = Provider(type(found).__qualname__)
-        try:
-            place = place_of(found)
-            provider = Provider(str(place)) if place else provider
+        with _reported(found, discovery):
             # Most distributions end here, before anything is parsed: start-up waits for this loop.
             text = text_of(found, "entry_points.txt") or ""
             for group in groups_in(text):
                 discovery.groups.setdefault(group, []).append(found)
-            if "opgraft." not in text:
-                continue
-            fields = fields_of(found)
-            provider = Provider(fields["name"][0], fields["version"][0])
-            _check(text)
-            if _is_host(provider.name):
-                own = _own_offers(found, discovery)
-                installed = text_of(found, "METADATA") is not None  # an egg-info may be of another time
-                offered = own + offered if installed else offered + own
-            elif is_stray(found):
-                raise ValueError("a build left it in the working folder, and nothing has installed it: remove it")
-            elif (first := seen.setdefault(normalized(provider.name), provider)) is provider:
-                offered += list(_offers(found, provider, fields.get("requires-dist", [])))
-                discovery.distributions[provider] = found
-            elif first != provider:
-                reason = f"it is another installation of {first}, which comes first on sys.path: uninstall one of them"
-                discovery.problems.append(Problem(provider, f"{reason} ({place})"))
-        except Exception as error:  # of metadata that may be anything, and finders that are somebody's code
-            discovery.problems.append(Problem(provider, f"its plugin metadata is malformed: {described(error)}"))
+            if "opgraft." in text:
+                offered = _read(found, text, discovery, seen, offered)
+    for bridge in [offer for offer in offered if offer.group in BRIDGE_GROUPS]:
+        for found in discovery.groups.get(bridge.name, ()):
+            with _reported(found, discovery):
+                offered += _bridged(found, bridge, discovery, seen)
     discovery.problems = list(dict.fromkeys(discovery.problems))
     if read_simulated():
         host = Provider(HOST_DISTRIBUTION, __version__)
@@ -188,8 +213,78 @@ def scan() -> Discovery:
     return discovery
 
 
-def _check(text: str) -> None:
-    """Reject entry points for opgraft that are none.
+@contextmanager
+def _reported(found: importlib_metadata.Distribution, discovery: Discovery) -> Iterator[None]:
+    """Report a distribution whose metadata cannot be read, by its name where at least that can."""
+    try:
+        yield
+    except Exception as error:  # of metadata that may be anything, and finders that are somebody's code
+        provider = Provider(str(place_of(found) or type(found).__qualname__))
+        with suppress(Exception):
+            provider = _provider(fields_of(found))
+        discovery.problems.append(Problem(provider, f"its plugin metadata is malformed: {described(error)}"))
+
+
+def _provider(fields: Mapping[str, list[str]]) -> Provider:
+    return Provider(fields["name"][0], fields["version"][0])
+
+
+def _read(
+    found: importlib_metadata.Distribution,
+    text: str,
+    discovery: Discovery,
+    seen: dict[str, Provider],
+    offered: list[Offer],
+) -> list[Offer]:
+    """Return what is ``offered`` with a distribution that names opgraft among its entry points, the ``text``."""
+    fields = fields_of(found)
+    provider = _provider(fields)
+    _check(text, _OWN)
+    if _is_host(provider.name):
+        own = _own_offers(found, discovery)
+        installed = text_of(found, "METADATA") is not None  # an egg-info may be of another time
+        return own + offered if installed else offered + own
+    counts = _counts(found, provider, discovery, seen)
+    return offered + list(_offers(found, provider, fields.get("requires-dist", []))) if counts else offered
+
+
+def _bridged(
+    found: importlib_metadata.Distribution, bridge: Offer, discovery: Discovery, seen: dict[str, Provider]
+) -> list[Offer]:
+    """Return what a distribution offers through a bridge: nothing where it offers something to opgraft itself.
+
+    Neither does the host count to which the group belongs, whose name begins the group's.
+    """
+    text = text_of(found, "entry_points.txt") or ""
+    fields = fields_of(found)
+    provider = _provider(fields)
+    if {PLATFORM_GROUP, PLUGIN_GROUP} & set(groups_in(text)) or normalized(provider.name) == bridge.name.split(".")[0]:
+        return []
+    _check(text, (bridge.name,))
+    if not _counts(found, provider, discovery, seen):
+        return []
+    checked = _checked(fields.get("requires-dist", []))
+    points = [point for point in found.entry_points if point.group == bridge.name]
+    group = BRIDGE_GROUPS[bridge.group]
+    return [Offer(group, point.name, point.value, provider, checked, bridge) for point in points]
+
+
+def _counts(
+    found: importlib_metadata.Distribution, provider: Provider, discovery: Discovery, seen: dict[str, Provider]
+) -> bool:
+    """Tell whether a distribution is the first of its name; a later one of another version is a problem."""
+    if is_stray(found):
+        raise ValueError("a build left it in the working folder, and nothing has installed it: remove it")
+    first = seen.setdefault(normalized(provider.name), provider)
+    if first != provider:
+        reason = f"it is another installation of {first}, which comes first on sys.path: uninstall one of them"
+        discovery.problems.append(Problem(provider, f"{reason} ({place_of(found)})"))
+        return False
+    return discovery.distributions.setdefault(provider, found) is found
+
+
+def _check(text: str, groups: Collection[str]) -> None:
+    """Reject entry points in ``groups`` that are none.
 
     Raises:
         ValueError: one is there.
@@ -199,7 +294,9 @@ def _check(text: str) -> None:
         raise ValueError(f"it has more than {_MOST:,} entry points")
     for group, row in rows:
         name, _, value = (part.strip() for part in row.partition("="))
-        if group in (PLATFORM_GROUP, PLUGIN_GROUP) and not (_NAME.fullmatch(name) and _VALUE.fullmatch(value)):
+        module = value.partition(":")[0].partition(".")[0].strip()
+        fits = _NAME.fullmatch(name) and _VALUE.fullmatch(value) and module != _NO_MODULE
+        if group in groups and not fits:
             raise ValueError(f"{row!r} in {group}, expected 'name = package.module:object'")
 
 
@@ -213,11 +310,16 @@ def is_editable(distribution: importlib_metadata.Distribution | None) -> bool:
 
 
 def _offers(distribution: importlib_metadata.Distribution, provider: Provider, requires: list[str]) -> Iterator[Offer]:
-    names = (normalized((re.match(r"\s*([\w.-]*\w)", line) or [""])[0].strip()) for line in requires)
-    checked = tuple(line for name, line in zip(names, requires, strict=True) if name in CHECKED)
+    checked = _checked(requires)
     for point in distribution.entry_points:
-        if point.group in (PLATFORM_GROUP, PLUGIN_GROUP):
+        if point.group in _OWN:
             yield Offer(point.group, point.name, point.value, provider, checked)
+
+
+def _checked(requires: list[str]) -> tuple[str, ...]:
+    """Return the requirements on distributions whose versions are checked."""
+    names = (normalized((re.match(r"\s*([\w.-]*\w)", line) or [""])[0].strip()) for line in requires)
+    return tuple(line for name, line in zip(names, requires, strict=True) if name in CHECKED)
 
 
 def _own_offers(distribution: importlib_metadata.Distribution, discovery: Discovery) -> list[Offer]:
@@ -247,9 +349,17 @@ def _is_host(name: str) -> bool:
 
 
 def _admit(offer: Offer, known: dict[tuple[str, str], Offer], discovery: Discovery) -> None:
+    """Add an offer, or the reason why it is none."""
     if (offer.group, offer.name) == (PLUGIN_GROUP, NATIVE_CHOICE):
         reason = f"its entry point {offer.name!r} in {offer.group} could not be chosen by the setting providers"
         means = "where that name means an op's native definition: give it another name"
+        discovery.problems.append(Problem(offer.provider, f"{reason}, {means}"))
+        return
+    owners = {normalized(name): name for name in (HOST_DISTRIBUTION, *(p.name for p in discovery.distributions))}
+    namesake = owners.get(normalized(offer.name), offer.provider.name)
+    if not offer.built_in and normalized(namesake) != normalized(offer.provider.name):
+        reason = f"its entry point {offer.name!r} in {offer.group} has the name of the distribution {namesake}"
+        means = "which a setting with that name means: give it another name, or uninstall one of the two"
         discovery.problems.append(Problem(offer.provider, f"{reason}, {means}"))
         return
     rival = known.setdefault((offer.group, offer.name), offer)
@@ -263,6 +373,7 @@ def _admit(offer: Offer, known: dict[tuple[str, str], Offer], discovery: Discove
         discovery.problems.append(Problem(offer.provider, f"{reason}: uninstall one of the two distributions"))
 
 
+@functools.lru_cache(maxsize=4096)  # each name is compared with many others
 def normalized(name: str) -> str:
     """Return a distribution's name in the one spelling that all its spellings share."""
     return re.sub(r"[-_.]+", "-", name).lower()

@@ -12,7 +12,7 @@ from opgraft.decision import Candidate, Decision
 from opgraft.environment import PLATFORM, PLUGINS, PLUGINS_DISABLE
 from opgraft.errors import OpgraftError, PlatformError, PluginError
 from opgraft.logger import logger
-from opgraft.plugins.agreement import expect_process_agrees
+from opgraft.plugins.agreement import expect_lockfile_agrees, expect_process_agrees
 from opgraft.plugins.loading import Loading
 from opgraft.plugins.selection import current_platform, selected_platform
 from opgraft.plugins.watching import watched
@@ -43,6 +43,7 @@ def load_plugins() -> None:
             return
         state.loading_thread = get_ident()
         try:
+            expect_lockfile_agrees()
             with ExitStack() as undo_all:
                 Loading(state, current_platform(), undo_all).run()
                 config = state.settings().config
@@ -111,7 +112,9 @@ def _prepare(selection: PlatformSelection, config: OpgraftConfig) -> None:
     try:
         with watched(f"platform {name!r}{by} in its method prepare", provider):
             selection.platform.prepare(config)
-    except (Exception, SystemExit) as error:  # a plugin's code
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plugin's code
         raise PlatformError(
             f"platform {name!r}{by} cannot be set up: its prepare() raised {described(error)}. Choose another by "
             f"{PLATFORM}, or go without its plugin by {PLUGINS_DISABLE}."

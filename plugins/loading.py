@@ -20,7 +20,7 @@ from opgraft.platform import Platform
 from opgraft.plugins import hookspecs
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover
 from opgraft.plugins.outcomes import failure_of, replacements_of
-from opgraft.plugins.requirements import QUARANTINED, asked_for, check_adjustment, check_admission, objection
+from opgraft.plugins.requirements import FAULTS, asked_for, check_adjustment, check_admission, objection
 from opgraft.plugins.watching import watched
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
 from opgraft.registry.op_classes import location_of
@@ -74,7 +74,7 @@ class Loading:
                     f"{self.settings.origins['plugins']} asks for plugin {offer.name!r} of {offer.provider}, which is "
                     f"not used: {record.reason}. 'opgraft detect --all' tells about its platform."
                 )
-            if record.reason.startswith(QUARANTINED):
+            if record.reason.startswith(FAULTS):
                 self._warn_of(record)
             return
         record.status = PluginStatus.SELECTED
@@ -84,7 +84,7 @@ class Loading:
         self._attempt(offer.name, "while it was loaded", partial(self._load, offer, record))
 
     def _warn_of(self, record: PluginRecord) -> None:
-        """Say that a plugin is left alone for what it did before, which whoever relies on it must see."""
+        """Say that a plugin is shut out by what is wrong with it, which whoever relies on it must see."""
         message = f"plugin {record.name!r} of {record.provider} is not used: {record.reason}"
         if self.config.strict:
             raise PluginError(f"strict mode: {message}")
@@ -244,15 +244,23 @@ class Loading:
         try:
             yield
         finally:
+            findings = []
             for change in self.process.changes_since(before):
                 told = f"changed {change.what} {when}"
-                if change.stays:
+                if change.stays or (change.patch and self._brings_device(record)):
                     undos.callback(change.set_back)
                     record.notes += (f"{told}: it stays as long as the plugin does",)
                 else:
-                    record.findings += (f"{told}: {change.set_back()}",)
-                    words = printable(f"plugin {name!r} of {record.provider} {record.findings[-1]}")
-                    logger.warning("%s", words, extra=record.attributes())
+                    findings.append(f"{told}: {change.set_back()}")
+            record.findings += tuple(findings)
+            for finding in findings:  # once all is set back, the handlers of logs too
+                words = printable(f"plugin {name!r} of {record.provider} {finding}")
+                logger.warning("%s", words, extra=record.attributes())
+
+    def _brings_device(self, record: PluginRecord) -> bool:
+        """Tell whether a plugin is of the distribution whose platform this is, for whose device torch may need it."""
+        offers = discover().of_group(PLATFORM_GROUP)
+        return any(each.provider == record.provider and each.name == self.platform.name for each in offers)
 
     def _withdraw(self, name: str, status: PluginStatus, reason: str) -> None:
         self.transactions[name].undos.close()

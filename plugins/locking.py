@@ -11,19 +11,21 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.machinery import PathFinder, all_suffixes
+from importlib.machinery import all_suffixes
 from pathlib import Path
 from typing import Any
 
 import importlib_metadata
 from opgraft.config import Settings
+from opgraft.config.declaration import without_duplicates
 from opgraft.decision import Provider
 from opgraft.errors import ConfigError, InputError, PluginError
 from opgraft.files import read_regular, replace_file, without_waiting
-from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, discover, is_editable, normalized
-from opgraft.plugins.metadata import Problem, text_of
+from opgraft.plugins.discovery import discover, is_editable, normalized
+from opgraft.plugins.metadata import Problem, distributions, specs_of, text_of
 from opgraft.plugins.requirements import unfit
 from opgraft.state import host_state
 from opgraft.text import described
@@ -82,6 +84,12 @@ class Lockfile:
         self.rows = {normalized(row.name): row for row in rows}
         self.verdicts: dict[Provider, str | None] = {}
 
+    def __str__(self) -> str:
+        """Tell by a digest what it holds, in whichever order."""
+        rows = [self.rows[name].to_dict() for name in sorted(self.rows)]
+        digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+        return f"one of {len(rows)} distributions with the SHA-256 {digest:.16}"
+
     def against(self, provider: Provider) -> str | None:
         """Say what tells a distribution from its row, or its files from its RECORD, or ``None``; compared once."""
         if provider not in self.verdicts:
@@ -125,7 +133,7 @@ def read_rows(path: str) -> list[Locked]:
     Raises:
         OSError, ValueError, RecursionError: it cannot be read, or is none.
     """
-    content = json.loads(read_regular(path, _LARGEST))
+    content = json.loads(read_regular(path, _LARGEST), object_pairs_hook=without_duplicates)
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise ValueError(f"it holds no object of the schema {SCHEMA!r}")
     if content.keys() != {"schema", "distributions"} or not isinstance(content["distributions"], list):
@@ -182,7 +190,8 @@ def as_installed(provider: Provider) -> Locked:
     """
     distribution = discover().distributions[provider]
     try:
-        points = [point for point in distribution.entry_points if point.group in (PLATFORM_GROUP, PLUGIN_GROUP)]
+        read = {offer.stands_in for offer in discover().offers if offer.provider == provider}
+        points = [point for point in distribution.entry_points if point.group in read]
         digest = hashlib.sha256(_record(distribution).encode()).hexdigest()
     except (ValueError, TypeError, AttributeError, OSError) as error:
         raise PluginError(f"its metadata cannot be read: {described(error)}") from error
@@ -241,8 +250,41 @@ def _stray(provider: Provider, distribution: importlib_metadata.Distribution, li
             stray = next((file for file in found if file not in files), None)
             if stray:
                 return f"its module {offer.module} would be imported from {stray}, which its RECORD does not list"
-    added = next(_added(root, files), None)
+    for module in sorted(set(_top_modules(listed))):
+        stray = next((file for file in _files_of(module) if file not in files), None)
+        if stray:
+            return f"its module {module} would be imported from {stray}, which its RECORD does not list"
+    tops = {offer.module.partition(".")[0] for offer in discover().offers if offer.provider == provider}
+    own = {os.path.dirname(file) for file in files if os.path.basename(file).startswith("__init__.")}
+    added = next((file for file in _added(root, files) if not _is_anothers(file, root, own, tops)), None)
     return f"{added} lies in a package of its own, and its RECORD does not list it" if added else None
+
+
+def _top_modules(listed: Iterable[str]) -> Iterator[str]:
+    """Yield the modules and packages that a distribution brings at the top, by whose names it imports its own."""
+    for path in listed:
+        first, _, rest = path.partition("/")
+        name = first if rest else first.partition(".")[0]
+        if path.endswith(_SUFFIXES) and name.isidentifier():
+            yield name
+
+
+def _is_anothers(file: str, root: str, own: Collection[str], tops: Collection[str]) -> bool:
+    """Tell whether a module is another distribution's, by its RECORD, in a folder that both have.
+
+    That is one without a module of its own, as vendors divide among distributions, or one that no plugin is in, such as
+    the ``tests`` that many install by mistake.
+    """
+    path = os.path.relpath(file, root)
+    if path.partition(os.sep)[0] in tops and any(file.startswith(f"{folder}{os.sep}") for folder in own):
+        return False
+    for found in distributions():
+        with suppress(ValueError, OSError, csv.Error):
+            text = "" if isinstance(found, Problem) else text_of(found, "RECORD") or ""
+            rows = [row for row in csv.reader(text.splitlines()) if row[:1] == [path]] if path in text else []
+            if any(row[1] and _difference(Path(file), *row) is None for row in rows):
+                return True
+    return False
 
 
 def _added(root: str, listed: set[str]) -> Iterator[str]:
@@ -251,6 +293,8 @@ def _added(root: str, listed: set[str]) -> Iterator[str]:
     packages.discard(root)  # where others lie too
     for package in sorted(packages):
         for folder, folders, names in os.walk(package):
+            # Into a link to a folder, which no wheel has, nothing goes here, and imports do.
+            yield from (os.path.join(folder, each) for each in folders if os.path.islink(os.path.join(folder, each)))
             folders[:] = [each for each in folders if os.path.join(folder, each) not in packages]
             if os.path.basename(folder) != "__pycache__":
                 files = (os.path.join(folder, name) for name in names if name.endswith(_SUFFIXES))
@@ -267,8 +311,11 @@ def _difference(place: Path, path: str, digest: str, size: str) -> str | None:
             state = os.fstat(file.fileno())
             if not stat.S_ISREG(state.st_mode):
                 return f"{path} is no regular file"
-            if size and str(state.st_size) != size:
-                return f"{path} is not the file that RECORD lists: it has {state.st_size} bytes, listed are {size}"
+            if str(state.st_size) != size:
+                listed = size or "none"
+                return f"{path} is not the file that RECORD lists: it has {state.st_size} bytes, listed are {listed}"
+            if path.startswith(("..", "/")) and state.st_size > _LARGEST:
+                return f"{path}, which lies elsewhere, has more than {_LARGEST:,} bytes"
             found = hashlib.new(kind)
             while piece := file.read(_PIECE):
                 found.update(piece)
@@ -283,13 +330,7 @@ def _difference(place: Path, path: str, digest: str, size: str) -> str | None:
 
 
 def _files_of(module: str) -> Iterator[str]:
-    """Yield the files that the import of a module would run, those of packages above it first; imports nothing."""
-    name, folders = "", None
-    for part in module.split("."):
-        name = f"{name}.{part}" if name else part
-        spec = PathFinder.find_spec(name, folders)
-        if spec is None:
-            return
+    """Yield the files that the import of a module would run, those of packages above it first."""
+    for spec in specs_of(module):
         if spec.origin is not None:  # of a namespace package there is none
             yield os.path.abspath(spec.origin)
-        folders = list(spec.submodule_search_locations or ())

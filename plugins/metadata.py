@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from importlib.machinery import ModuleSpec
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,11 @@ _LONGEST = 200  # characters of a name or version
 _MOST = 10_000  # distributions of a finder
 _FAULTS = ("does not end", "is there twice")
 _LINE = re.compile(r"([^\r\n]*)(?:\r\n|\r|\n|$)")
+_SPELLED = {
+    "Name": re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"),
+    "Version": re.compile(r"[A-Za-z0-9.!+_-]+"),
+}
+"""The spelling of names and versions, which stand in reports, and in commands that are shown to be pasted."""
 _GROUP = re.compile(r"^\s*\[([^\]\n]+)\]\s*$", re.M)
 
 
@@ -45,29 +52,27 @@ def distributions() -> Iterator[importlib_metadata.Distribution | Problem]:
         if find is None:
             continue
         try:
-            found = 0
-            for distribution in islice(find(everything), _MOST):
-                found += 1
-                yield distribution
-            if found == _MOST:
+            number = 0
+            # By folder, as on sys.path, and by name within one: the order of a listing is another on each machine.
+            for _, found in groupby(islice(find(everything), _MOST), lambda each: _place(each).rpartition(os.sep)[0]):
+                for distribution in sorted(found, key=_place):
+                    number += 1
+                    yield distribution
+            if number == _MOST:
                 raise ValueError(f"it has more than {_MOST:,} distributions")
         except (Exception, SystemExit) as error:  # somebody's code
             name = f"{type(finder).__module__}.{type(finder).__qualname__}"
             yield Problem(Provider(name), f"this finder on sys.meta_path cannot be asked: {described(error)}")
 
 
-def version_of(name: str) -> str | None:
-    """Return the version of an installed distribution, ``None`` of one without metadata."""
-    try:
-        return importlib_metadata.version(name)
-    except importlib_metadata.PackageNotFoundError:
-        return None
-
-
 def place_of(distribution: importlib_metadata.Distribution) -> Path | None:
     """Return the folder of a distribution's metadata, ``None`` of one that lies in no folder of the file system."""
-    path = vars(distribution).get("_path")  # for which importlib-metadata has no public name
+    path = getattr(distribution, "_path", None)  # for which importlib-metadata has no public name
     return path if isinstance(path, Path) else None
+
+
+def _place(distribution: importlib_metadata.Distribution) -> str:
+    return str(place_of(distribution) or "")
 
 
 def text_of(distribution: importlib_metadata.Distribution, name: str) -> str | None:
@@ -123,6 +128,8 @@ def fields_of(distribution: importlib_metadata.Distribution) -> dict[str, list[s
             raise ValueError(f"its METADATA has no {field}")
         if len(value) > _LONGEST:
             raise ValueError(f"the {field} in its METADATA has more than {_LONGEST} characters")
+        if not _SPELLED[field].fullmatch(value):
+            raise ValueError(f"the {field} in its METADATA is {value!a}, as none may be spelled")
     return fields
 
 
@@ -157,3 +164,32 @@ def is_stray(distribution: importlib_metadata.Distribution) -> bool:
     return os.path.abspath(root) == here and [os.path.abspath(entry) for entry in sys.path].count(here) == 1 == (
         os.path.abspath(sys.path[0]) == here
     )
+
+
+def specs_of(module: str) -> Iterator[ModuleSpec]:
+    """Yield where a module and the packages above it would be imported from, those first, as far as they are there.
+
+    Imports nothing.
+    """
+    name, folders = "", [entry for entry in sys.path if isinstance(entry, str)]
+    for part in module.split("."):
+        name = f"{name}.{part}" if name else part
+        spec = _spec_in(name, folders)
+        if spec is None:
+            return
+        yield spec
+        folders = list(spec.submodule_search_locations or ())
+
+
+def _spec_in(name: str, folders: list[str]) -> ModuleSpec | None:
+    """Find a module as imports do; they would want the package above to be imported, where that is a namespace."""
+    portions: list[str] = []
+    for folder in folders:
+        importer = pkgutil.get_importer(folder)
+        spec = importer.find_spec(name) if importer else None
+        if spec is not None and spec.loader is not None:
+            return spec
+        portions += (spec and spec.submodule_search_locations) or ()
+    namespace = ModuleSpec(name, None, is_package=True)
+    namespace.submodule_search_locations = portions
+    return namespace if portions else None

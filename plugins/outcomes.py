@@ -8,7 +8,7 @@ from opgraft.environment import PLUGINS_DISABLE
 from opgraft.errors import near_matches
 from opgraft.finding import Finding
 from opgraft.plugins.discovery import PLATFORM_GROUP, discover
-from opgraft.plugins.requirements import LOCKED_OUT, QUARANTINED
+from opgraft.plugins.requirements import FAULTS, QUARANTINED
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
 from opgraft.state import PluginRecord, PluginStatus, host_state
 
@@ -17,9 +17,6 @@ _PLATFORM_CUTOFF = 0.7
 
 SLOW = 5.0
 """Seconds from which on an import is slow; that of torch takes one or two."""
-
-_FAULTS = ("it requires", "its requirement", LOCKED_OUT, QUARANTINED)
-"""Beginnings of reasons for rejecting a plugin that are faults, not wishes."""
 
 
 def findings_of(record: PluginRecord) -> Iterator[Finding]:
@@ -46,7 +43,7 @@ def end_of(record: PluginRecord) -> Finding | None:
         return Finding(failure_of(record), record.provider, record.location, exit_code=4)
     if record.status is PluginStatus.VETOED:
         return _finding(record, f"is not used, as it vetoed itself: {record.reason}")
-    if record.status is PluginStatus.REJECTED and record.reason.startswith(_FAULTS):
+    if record.status is PluginStatus.REJECTED and record.reason.startswith(FAULTS):
         return _finding(record, f"is not used: {record.reason}", 4 if record.reason.startswith(QUARANTINED) else 1)
     return None
 

@@ -10,17 +10,17 @@ import importlib
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from opgraft.decision import Provider
-from opgraft.errors import ChildError, LostChildError, PlatformError, close_matches, raised_at
+from opgraft.errors import ChildError, LostChildError, PlatformError, PluginError, close_matches, raised_at
 from opgraft.machine.evidence import Evidence
 from opgraft.machine.machine import Machine, mapped, masked
 from opgraft.platform import PlatformSpec
-from opgraft.plugins.discovery import PLATFORM_GROUP, Offer
+from opgraft.plugins.discovery import PLATFORM_BRIDGES, PLATFORM_GROUP, Offer
 from opgraft.text import described, shortened
 
 TIME_LIMIT = 10.0  # seconds
@@ -65,6 +65,8 @@ def run_probe(offer: Offer, machine: Machine) -> Evidence:
     except (Exception, SystemExit) as error:
         if isinstance(error, ProbeFailed):
             raise
+        if isinstance(error, PluginError):  # of a bridge, which says where the fault is
+            raise ProbeFailed(f"probe {offer.value}: {error}") from error
         raise ProbeFailed(f"probe {offer.value} raised {described(error)} at {raised_at(error)}") from error
     if not isinstance(evidence, Evidence):
         raise ProbeFailed(f"probe {offer.value} returned a {type(evidence).__name__}, expected opgraft.Evidence")
@@ -77,6 +79,8 @@ def _spec(offer: Offer) -> Any:
     Raises:
         ProbeFailed: its module has nothing of that name.
     """
+    if offer.bridge is not None:
+        return offer.load()
     module = importlib.import_module(offer.module)
     name = offer.value.partition(":")[2].partition("[")[0].strip()
     # Of a dotted name the import tells itself which part is missing.
@@ -93,7 +97,9 @@ def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:
     child = importlib.import_module("opgraft.machine.child")
     private = {name: value for name, value in os.environ.items() if name not in child.NEEDED} | machine.variables()
     try:
-        reply = child.ask_child(_CHILD, (offer.name, offer.value, str(machine.root)), machine.to_dict(), time_limit)
+        bridge = offer.bridge.value if offer.bridge else ""
+        arguments = (offer.name, offer.value, str(machine.root), bridge)
+        reply = child.ask_child(_CHILD, arguments, machine.to_dict(), time_limit)
         if "failure" in reply:
             raise ProbeFailed(masked(reply["failure"], private))
         asked = set(reply.pop("asked"))
@@ -108,11 +114,37 @@ def _ask_child(offer: Offer, machine: Machine, time_limit: float) -> Evidence:
 
 
 class _Asked(dict[str, str]):
-    """Variables, noting by which names they were asked for; who takes them all asks for none."""
+    """Variables, noting by which names they were asked for; who goes through them all asks for none."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         super().__init__(variables)
         self.names: set[str] = set()
+        self.listed = False
+
+    @property
+    def asked(self) -> list[str]:
+        """Return the names by which single variables were asked for."""
+        return [] if self.listed else sorted(self.names)
+
+    def __iter__(self) -> Iterator[str]:
+        self.listed = True
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        self.listed = True
+        return super().keys()
+
+    def items(self) -> Any:
+        self.listed = True
+        return super().items()
+
+    def values(self) -> Any:
+        self.listed = True
+        return super().values()
+
+    def copy(self) -> dict[str, str]:
+        self.listed = True
+        return super().copy()
 
     def __getitem__(self, name: str) -> str:
         self.names.add(name)
@@ -123,14 +155,15 @@ class _Asked(dict[str, str]):
         return super().get(name, default)
 
 
-def answer(reply_to: int, machine: Mapping[str, Any], name: str, value: str, root: str) -> None:
+def answer(reply_to: int, machine: Mapping[str, Any], name: str, value: str, root: str, bridge: str) -> None:
     """Run the probe on the child's side and write its evidence to the file descriptor ``reply_to``."""
     _ANSWERING.set()
-    offer = Offer(PLATFORM_GROUP, name, value, Provider(name))
+    through = Offer(PLATFORM_BRIDGES, name, bridge, Provider(name)) if bridge else None
+    offer = Offer(PLATFORM_GROUP, name, value, Provider(name), bridge=through)
     given = Machine.from_dict(Path(root), machine)
     asked = _Asked(given.environ)
     try:
-        reply = run_probe(offer, replace(given, environ=asked)).to_dict() | {"asked": sorted(asked.names)}
+        reply = run_probe(offer, replace(given, environ=asked)).to_dict() | {"asked": asked.asked}
     except ProbeFailed as failure:
         reply = {"failure": str(failure)}
     # Not to the standard output, to which the probe and what it imports may print.

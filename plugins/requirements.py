@@ -9,8 +9,8 @@ from typing import Any
 from opgraft.config import OpgraftConfig, Settings
 from opgraft.decision import Provider
 from opgraft.errors import ConfigError, PluginError, close_matches
-from opgraft.plugins.discovery import HOST_DISTRIBUTION, Offer, discover, normalized
-from opgraft.plugins.metadata import version_of
+from opgraft.installed import version_of
+from opgraft.plugins.discovery import BRIDGE_GROUPS, HOST_DISTRIBUTION, Offer, discover, normalized
 from opgraft.version import __version__
 
 _EARLY = ("platform", "plugins", "plugins_disable", "lockfile", "strict")
@@ -22,9 +22,14 @@ QUARANTINED = "in quarantine since "
 LOCKED_OUT = "locked out by "
 """The beginning of the reason of an offer that the lockfile speaks against."""
 
+FAULTS = ("it requires", "its requirement", LOCKED_OUT, QUARANTINED)
+"""Beginnings of reasons for rejecting an offer that are faults, not wishes."""
+
 
 def objection(offer: Offer, settings: Settings) -> str | None:
     """Say why an offer is not used, or ``None``: ``unfit``, not as the lockfile has it, or in quarantine.
+
+    An offer that stands behind a bridge is not used without that, either.
 
     Raises:
         ConfigError: the lockfile cannot be used.
@@ -33,7 +38,11 @@ def objection(offer: Offer, settings: Settings) -> str | None:
     if against or offer.built_in:
         return against
     change = change_since_locked(offer, settings)
-    return f"{LOCKED_OUT}{settings.named('lockfile')}: {change}" if change else quarantined(offer.provider)
+    if change:
+        return f"{LOCKED_OUT}{settings.named('lockfile')}: {change}"
+    bridge = offer.bridge
+    bridged = objection(bridge, settings) if bridge else None
+    return f"{bridged} (its bridge, {bridge.provider})" if bridge and bridged else quarantined(offer.provider)
 
 
 def quarantined(provider: Provider) -> str | None:
@@ -64,7 +73,8 @@ def unfit(offer: Offer, settings: Settings) -> str | None:
     config = settings.config
     if asked_for(offer, config.plugins_disable or ()):
         return f"on the deny list {settings.named('plugins_disable')}"
-    if config.plugins is not None and not asked_for(offer, config.plugins):
+    # Who names a plugin has its bridge run, too.
+    if config.plugins is not None and offer.group not in BRIDGE_GROUPS and not asked_for(offer, config.plugins):
         return f"not on the allow list {settings.named('plugins')}"
     return _unmet_requirement(offer)
 
@@ -109,10 +119,22 @@ def check_allow_list(settings: Settings) -> None:
             raise ConfigError(f"plugins names {name!r} ({settings.origins['plugins']}), which is not installed: {near}")
 
 
+def lockfile_in_words(path: str | None) -> str:
+    """Tell lockfiles apart by what they hold, wherever they lie.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    return str(_read_lockfile(path, "the setting lockfile")) if path is not None else "none"
+
+
 def _lockfile(settings: Settings) -> Any:
-    """Return the lockfile that is set. What reads it is imported with the first one: start-up waits for imports."""
-    locking = importlib.import_module("opgraft.plugins.locking")
-    return locking.lockfile(settings.config.lockfile, settings.origins["lockfile"])
+    return _read_lockfile(settings.config.lockfile, settings.origins["lockfile"])
+
+
+def _read_lockfile(path: str | None, origin: str) -> Any:
+    """Return a lockfile. What reads it is imported with the first one: start-up waits for imports."""
+    return importlib.import_module("opgraft.plugins.locking").lockfile(path, origin)
 
 
 def _unmet_requirement(offer: Offer) -> str | None:

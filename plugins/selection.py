@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from opgraft.machine.machine import Machine
 from opgraft.platform import Platform, PlatformSpec, effective_chain
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer, discover
 from opgraft.plugins.probing import ProbeFailed, ask
-from opgraft.plugins.requirements import QUARANTINED, check_adjustment, check_admission, objection, quarantined
+from opgraft.plugins.requirements import FAULTS, QUARANTINED, check_adjustment, check_admission, objection, quarantined
 from opgraft.plugins.watching import watched
 from opgraft.state import PlatformSelection, host_state, loading
 from opgraft.text import described, printable
@@ -115,9 +114,9 @@ def _ask(offer: Offer, settings: Settings, machine: Machine) -> _Asked:
         return _Asked(offer, None, f"{NOT_PROBED}platform {config.platform!r} was asked for")
     refused = objection(offer, settings)
     if refused:
-        failed = refused.startswith(QUARANTINED)
+        failed = refused.startswith(FAULTS)
         if failed and offer.name != config.platform and not config.strict:
-            _report(offer, f"platform {offer.name!r} of {offer.provider} is left out: {refused}", exit_code=4)
+            _report(offer, f"platform {offer.name!r} of {offer.provider} is left out: {refused}", _exit_code(refused))
         return _Asked(offer, None, refused, failed)
     try:
         evidence = ask(offer, machine)
@@ -127,6 +126,10 @@ def _ask(offer: Offer, settings: Settings, machine: Machine) -> _Asked:
             _report(offer, f"platform {offer.name!r} of {offer.provider} is left out: {failure}", exit_code)
         return _Asked(offer, None, str(failure), failed=True)
     return _Asked(offer, evidence, evidence.reason)
+
+
+def _exit_code(refused: str) -> int:
+    return 4 if refused.startswith(QUARANTINED) else 1
 
 
 def _winner(asked: Sequence[_Asked], settings: Settings) -> tuple[_Asked, str]:
@@ -203,9 +206,8 @@ def _load(offer: Offer) -> tuple[Platform, OpgraftConfig]:
     """Load the platform and the settings that it changes, both checked."""
     try:
         spec: PlatformSpec = offer.load()
-        module, _, name = spec.platform_class.partition(":")
         with watched(f"platform {offer.name!r} of {offer.provider} while its class was loaded", offer.provider):
-            platform = getattr(importlib.import_module(module), name)()
+            platform = spec.load_class()()
         if not isinstance(platform, Platform):
             raise TypeError(f"it is a {type(platform).__name__}, expected an opgraft.Platform")
         if platform.name != offer.name:
@@ -215,7 +217,9 @@ def _load(offer: Offer) -> tuple[Platform, OpgraftConfig]:
         if not isinstance(defaults, OpgraftConfig):
             raise TypeError(f"default_config returned a {type(defaults).__name__}, expected an opgraft.OpgraftConfig")
         check_adjustment(defaults)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise PlatformError(
             f"the class of platform {offer.name!r} ({offer.provider}, {offer.value}) cannot be used: {described(error)}"
         ) from error

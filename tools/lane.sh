@@ -54,8 +54,12 @@ pytest=("$environment/bin/pytest") # "python -m" would put the source tree befor
 echo "==> The $lane stack itself"
 PJRT_DEVICE=CPU "${pytest[@]}" --quiet "tests/lanes/test_$lane"*.py # the variable is for torch_xla: XLA's CPU client
 [ "${2:-test}" = stack ] && exit
-echo "==> The suite of the main environment, on this torch"
 # The second and third are about the main environment; the others need clients of the server and libcst, which no stack
 # has.
-others=(--ignore tests/lanes --ignore tests/packaging --ignore tests/docs --ignore tests/server --ignore tests/porting)
-"${pytest[@]}" --quiet --numprocesses 2 --dist worksteal -m 'not types and not slow and not faults' "${others[@]}"
+tests=(tests)
+for folder in lanes packaging docs server porting; do tests+=(--ignore "tests/$folder"); done
+if [ "$lane" = triton ]; then # on the torch of the main environment: where it matters that Triton is there
+    tests=(tests/kernels tests/ops tests/layers tests/platforms tests/compilation)
+fi
+echo "==> Of the suite of the main environment, on this torch: ${tests[*]}"
+"${pytest[@]}" --quiet --numprocesses 2 --dist worksteal -m 'not types and not slow and not faults' "${tests[@]}"

@@ -68,8 +68,18 @@ class Replaceable:
 
     @classmethod
     def unregister_oot(cls, replacement: type) -> None:
-        """Take back every registration of a replacement class; ops that exist keep it until ``rebind``."""
-        state = host_state()
+        """Take back every registration of a replacement class; ops that exist keep it until ``rebind``.
+
+        Raises:
+            RegistrationError: a plugin, while it is loaded, takes back what another one has registered.
+        """
+        state, transaction = host_state(), ACTIVATING.get()
+        whose = next((known for known in state.registry.replacements if known.cls is replacement), None)
+        if transaction is not None and whose is not None and whose.provider != transaction.provider:
+            raise RegistrationError(
+                f"plugin {transaction.plugin!r} unregisters {qualified(replacement)} at {whose.location}, which "
+                f"{whose.provider} has registered: register one of a higher priority, or leave the choice to providers"
+            )
         with state.lock:
             registry = state.registry
             registry.replacements = [known for known in registry.replacements if known.cls is not replacement]

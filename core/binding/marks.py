@@ -44,7 +44,9 @@ def unmet_need(kernel: object) -> str | None:
     check = getattr(kernel, NEEDS, None)
     try:
         missing = check() if check else None
-    except (Exception, SystemExit) as error:  # a plugin's code; the reason stays in the decision
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plugin's code; the reason stays in the decision
         return f"{CHECK_RAISED} {described(error)} at {raised_at(error)}"
     if missing is None or isinstance(missing, str):
         return missing

@@ -21,7 +21,7 @@ from opgraft.config import NATIVE_CHOICE
 from opgraft.decision import Provider
 from opgraft.environment import PLUGINS_DISABLE
 from opgraft.errors import OpgraftError
-from opgraft.plugins.discovery import Offer, discover
+from opgraft.plugins.discovery import discover
 from opgraft.registry.choice import choosing
 from opgraft.state import host_state
 from opgraft.text import printable
@@ -160,17 +160,15 @@ def _codes(cls: type, base: type) -> Iterator[CodeType]:
 def _of_plugin(places: list[Place]) -> Provenance | None:
     """Tell about the plugin that the outermost of some frames belongs to, if it does."""
     frame, line = places[0]
-    package = str(frame.f_globals.get("__name__")).partition(".")[0]
-    offer = next((o for o in discover().offers if not o.built_in and _package(o) == package), None)
+    module = str(frame.f_globals.get("__name__"))
+    provider = discover().provider_of(module)
+    offers = [each for each in discover().offers if not each.built_in and each.provider == provider]
+    offer = max(offers, key=lambda each: (f"{module}.".startswith(f"{each.module}."), each.module), default=None)
     if offer is None:
         return None
     ways = f"{PLUGINS_DISABLE}={offer.name}"
     setting = host_state().settings().to_change("plugins_disable", ways)
     return Provenance("", frame.f_code.co_name, offer.provider, f"{frame.f_code.co_filename}:{line}", setting)
-
-
-def _package(offer: Offer) -> str:
-    return offer.module.partition(".")[0]
 
 
 def _location(places: list[Place]) -> str:

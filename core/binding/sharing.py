@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Callable
 
 from opgraft.binding.specialisation import bind
-from opgraft.environment import DECISION
+from opgraft.environment import DECISION, SharedDecision
 from opgraft.errors import ConflictError
 from opgraft.plugins.agreement import process_rows
 from opgraft.plugins.host import load_plugins
@@ -18,9 +16,9 @@ from opgraft.state import host_state
 def share_decisions() -> Callable[[], None]:
     """Have processes that this one starts decide as it does now, or stop with both decisions; returns the undo.
 
-    Platform, plugins, versions and the kernel of each op stand in an environment variable, with a digest. A worker
-    compares them when it loads its plugins and when it binds an op outside of ``set_config``. Call it before the first
-    worker is started: a fork server keeps the environment that it began with.
+    Platform, plugins, versions, the lockfile's digest and the kernel of each op stand in an environment variable. A
+    worker compares them when it loads its plugins and when it binds an op outside of ``set_config``. Call it before the
+    first worker is started: a fork server keeps the environment that it began with.
 
     Raises:
         OpgraftError: the platform, a plugin asked for by name or a setting prevents a choice.
@@ -28,8 +26,7 @@ def share_decisions() -> Callable[[], None]:
     load_plugins()
     rows = {**process_rows(), **_kernels()}
     former = os.environ.get(DECISION)
-    digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
-    os.environ[DECISION] = json.dumps({"digest": digest, "process": os.getpid(), "rows": rows})
+    os.environ[DECISION] = SharedDecision(host_state().identity, rows).to_text()
 
     def undo() -> None:
         if former is None:

@@ -34,7 +34,7 @@ from opgraft.registry.choice import ReplacementChoice, choose_replacement, objec
 from opgraft.registry.declarations import Replacement
 from opgraft.registry.op_classes import definer, location_of, own_classes, qualified
 from opgraft.state import HostState, host_state
-from opgraft.text import printable
+from opgraft.text import described, printable
 
 Key = TypeVar("Key")
 
@@ -322,16 +322,29 @@ def _enabled(choice: ReplacementChoice, settings: Settings) -> tuple[bool, str, 
         return *settings.enabled(choice.op_name), settings.to_change("providers", PROVIDERS)
     owner = definer(cls, "enabled")
     if owner is not None:
-        return bool(cls.enabled()), f"{owner.__qualname__}.enabled() says so", ""
+        return *_says(cls, owner), ""
     if not choice.target.switchable:  # type: ignore[attr-defined]  # of a CustomOp
         return True, "this op is not switched by custom_ops", ""
     return *settings.enabled(choice.op_name), settings.to_change("compilation_config.custom_ops", SWITCH)
 
 
+def _says(cls: Any, owner: type) -> tuple[bool, str]:
+    """Ask a class whether it is enabled; where that raises it is not."""
+    try:
+        return bool(cls.enabled()), f"{owner.__qualname__}.enabled() says so"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plugin's code
+        says = printable(f"{owner.__qualname__}.enabled() at {location_of(owner)} raised {described(error)}")
+        logger.warning_once("%s", says)
+        return False, says
+
+
 def specialise(choice: KernelChoice, branch: Branch | None = None) -> Any:
     """Make the subclass of the op class whose ``forward`` is the chosen kernel: one per choice, kept with the class."""
     op_class, kernel = choice.cls, choice.winner
-    key = (kernel, choice.chain, choice.enabled, branch, kernel.shadow)  # all that a specialisation depends on
+    # All that a specialisation depends on: a method that a plugin has replaced for a while may have been bound, too.
+    key = (kernel, id(kernel.definition), choice.chain, choice.enabled, branch, kernel.shadow)
     with host_state().lock:
         # vars(), as getattr() would find the specialisations of a base class.
         cache = vars(op_class).get(_CACHE)

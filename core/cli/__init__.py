@@ -84,7 +84,7 @@ def _run(arguments: Sequence[str]) -> int:
         if isinstance(error, OpgraftError):
             click.echo(f"error: {error}", err=True)
         else:
-            sys.excepthook(type(error), error, error.__traceback__)
+            _output().print_traceback(error)
         if told is not None:
             click.echo(str(told), err=True)
         return error.exit_code if isinstance(error, OpgraftError) else 1

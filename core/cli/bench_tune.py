@@ -38,7 +38,7 @@ def command(ops: tuple[str, ...], dtypes: tuple[str, ...], seconds: float, as_js
     """Time the kernels that OPS have here, and write down which is best, for 'auto' in custom_ops.
 
     Without OPS all that have more than one kernel. Each is written when it is done, so that an interrupted run keeps
-    what it has. Exit code 1: a kernel raised.
+    what it has. Exit code 1: a kernel raised, or computes something else than its op.
     """
     load_plugins()
     races, left_out = tuning.races(ops)

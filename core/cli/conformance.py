@@ -12,7 +12,7 @@ from typing import Any
 import click
 from opgraft.cli import evidence
 from opgraft.cli.evidence import Evidence
-from opgraft.cli.isolation import isolated, tell
+from opgraft.cli.isolation import Limits, isolated, tell
 from opgraft.cli.output import SettingsCommand, print_wrapped, with_settings
 from opgraft.cli.report_page import write_page
 from opgraft.errors import InputError, PluginError
@@ -108,9 +108,8 @@ class Run:
             self.asked = {}
             try:
                 done = json.dumps([list(key) for key in self.found.outcomes])
-                ended = isolated(
-                    __name__, "examine", self.plugin, str(self.brief), done, time_limit=TIME_LIMIT, heard=self.hear
-                )
+                given = (self.plugin, str(self.brief), done)
+                ended = isolated(__name__, "examine", *given, limits=Limits(TIME_LIMIT), heard=self.hear)
             except KeyboardInterrupt:
                 self.write()
                 told = f"{len(self.found.outcomes)} of {self.found.cases} questions answered"

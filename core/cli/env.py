@@ -7,12 +7,12 @@ import platform as host
 import sys
 
 import click
-import importlib_metadata
 from opgraft.cli.offers import KINDS, admission, shown_offers
 from opgraft.cli.output import SettingsCommand, echo, json_option, print_json, with_settings
 from opgraft.config import resolve
 from opgraft.environment import VARIABLES
 from opgraft.errors import ConfigError, OpgraftError
+from opgraft.installed import version_of
 from opgraft.machine.machine import Machine
 from opgraft.machine.scrubbing import Scrubber
 from opgraft.plugins.discovery import discover
@@ -101,7 +101,4 @@ def _platform(scrubber: Scrubber) -> dict[str, str]:
 
 
 def _version(package: str) -> str:
-    try:
-        return importlib_metadata.version(package)
-    except importlib_metadata.PackageNotFoundError:
-        return "not installed"
+    return version_of(package) or "not installed"

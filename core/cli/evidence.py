@@ -137,7 +137,7 @@ def read(path: Path) -> Evidence:
             found.add(outcome)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
         raise InputError(f"{path} holds no evidence that 'opgraft conformance --json' writes: {why}") from error
     return found

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from opgraft.cli.output import COMMAND_LINE
@@ -18,83 +18,164 @@ from opgraft.environment import PLUGINS_DISABLE
 from opgraft.errors import ChildError
 from opgraft.finding import Finding
 from opgraft.machine.child import Ended, run_child
-from opgraft.machine.host_memory import host_memory
+from opgraft.machine.host_memory import memory_limit
 from opgraft.plugins.quarantine import against, confine
-from opgraft.plugins.watching import BEGINS, ENDS, logger
+from opgraft.plugins.watching import LISTENERS
 from opgraft.state import host_state
 
 TIME_LIMIT = 600.0  # seconds: a plugin may compile its kernels when it is first imported
-
-MEMORY_SHARE = 2  # the memory of the host by the most that the child may have
-
-_TOLD = "told"
-"""The message by which ``tell`` reaches what writes to the other process."""
+MEMORY_SHARE = 2  # the memory that there is by the most that the child may have
+_LINGER = 10.0  # seconds: who does harm some time after it was loaded does so by then, or is not found out
 
 _CHILD = "from opgraft.cli.isolation import answer; answer(reply_to, **data)"
 
 
 @dataclass(frozen=True)
+class Limits:
+    """The most that a child may take: ``seconds`` without a word of what it does, and ``memory`` in bytes."""
+
+    seconds: float = TIME_LIMIT
+    memory: int = field(default_factory=lambda: memory_limit() // MEMORY_SHARE)
+
+
+@dataclass(frozen=True)
 class Outcome:
-    """The result of a function in a child process, or the finding that tells whose code ended or held up the child."""
+    """The result of a function in a child process, or the finding that tells whose code ended or held up the child.
+
+    Attributes:
+        left_out: what was found about those without whom the result came about.
+        begun: whose code had begun, in that order.
+        end: how the child ended, in words.
+        guilty: whether that is a reason for quarantine.
+        late: whether it had to be ended, as it did not come back.
+        seconds: that it lived.
+    """
 
     result: Any = None
     crash: Finding | None = None
+    left_out: tuple[Finding, ...] = ()
+    begun: tuple[Provider, ...] = ()
+    end: str = ""
+    guilty: bool = False
+    late: bool = False
+    seconds: float = 0.0
 
 
-def examined(module: str, function: str, *arguments: str) -> Outcome:
-    """Call a function as ``isolated`` does; again without whom it put into quarantine, until it comes back."""
-    tried: set[Provider] = set()
+def examined(module: str, function: str, *arguments: str, limits: Limits | None = None) -> Outcome:
+    """Call a function as ``isolated`` does; again without whom it was ended by, until it comes back.
+
+    Where the child was taken down, who does so alone as well is to blame, and is put into quarantine: whose code ran
+    may have met what another one's thread did.
+    """
+    limits, left_out = limits or Limits(), list[Finding]()
     while True:
-        outcome = isolated(module, function, *arguments)
-        culprit = outcome.crash.provider if outcome.crash else None
-        if culprit is None or culprit in tried or against(culprit) is None:
-            return outcome
-        tried.add(culprit)
+        without = [finding.provider.name for finding in left_out if finding.provider]
+        outcome = isolated(module, function, *arguments, limits=limits, given=_going_without(without))
+        crash = outcome.crash
+        if crash is None or crash.provider is None or crash.provider.name in without:
+            return replace(outcome, crash=crash and _advised(crash), left_out=tuple(left_out))
+        found = _tried(outcome, crash, limits)
+        if found.provider is None or against(found.provider) is None:
+            left_out.append(found)
+
+
+def _tried(outcome: Outcome, crash: Finding, limits: Limits) -> Finding:
+    """Return the finding about who has ended a child, in quarantine from now on where that is certain."""
+    if not outcome.guilty:
+        return _advised(crash)
+    if outcome.late:
+        return _confined(crash)
+    for provider in dict.fromkeys((crash.provider, *reversed(outcome.begun))):
+        linger, given = str(min(_LINGER, outcome.seconds)), {"plugins": provider.name if provider else ""}
+        alone = isolated(__name__, "load_alone", linger, limits=limits, given=given)
+        if alone.guilty:
+            later = Finding(f"{provider}, some time after it was loaded alone, {alone.end}", provider, exit_code=4)
+            return _confined(alone.crash if alone.crash and alone.crash.provider == provider else later)
+    words = f"{crash.message}; it is not in quarantine, as neither it nor one before it does so when it is loaded alone"
+    return _advised(replace(crash, message=words))
+
+
+def _confined(crash: Finding) -> Finding:
+    outcome = confine(crash.provider, crash.message) if crash.provider else ""
+    return _advised(replace(crash, message=f"{crash.message}; {outcome}"))
+
+
+def _advised(crash: Finding) -> Finding:
+    name = crash.provider.name if crash.provider else "<name>"
+    return replace(crash, message=f"{crash.message}. {PLUGINS_DISABLE}={name} goes without a plugin.")
+
+
+def _going_without(names: Sequence[str]) -> dict[str, str]:
+    denied = host_state().settings().config.plugins_disable or ()
+    return {"plugins_disable": ",".join([*denied, *names])} if names else {}
+
+
+def load_alone(linger: str) -> None:
+    """Load what the settings of this process admit, and wait for what that may do later."""
+    importlib.import_module("opgraft.cli.loading").load_all()
+    time.sleep(float(linger))
 
 
 def isolated(
     module: str,
     function: str,
     *arguments: str,
-    time_limit: float = TIME_LIMIT,
+    limits: Limits | None = None,
     heard: Callable[[Any], None] | None = None,
+    given: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Call a function that returns plain data in a child process, with this process's environment and settings.
 
-    ``heard`` is called with what the function hands to ``tell`` meanwhile.
+    ``heard`` is called with what the function hands to ``tell`` meanwhile. ``given`` settings stand above the others.
     """
-    given = {name: text for name, text, origin in host_state().settings().rows() if origin == COMMAND_LINE}
+    limits = limits or Limits()
+    settings = {name: text for name, text, origin in host_state().settings().rows() if origin == COMMAND_LINE}
     scope = CURRENT_SCOPE.get()
     file = scope.file.path if scope and scope.file else None
-    data = {"module": module, "function": function, "arguments": arguments, "given": given, "file": file}
+    above = {**settings, **(given or {})}
+    data = {"module": module, "function": function, "arguments": arguments, "given": above, "file": file}
+    began, lines = time.monotonic(), _Lines(heard)
     try:
-        limit = host_memory()[0] // MEMORY_SHARE
-        listen = _Lines(heard) if heard else None
-        ended = run_child(_CHILD, (), data, time_limit, os.environ, limit, listen)
+        ended = run_child(_CHILD, (), data, limits.seconds, os.environ, limits.memory, lines)
     except ChildError as error:
         return Outcome(crash=Finding(f"the plugins cannot be tried in a process of their own: {error}", exit_code=4))
-    last = _last_line(ended.reply)
-    return Outcome(last["result"]) if "result" in last else Outcome(crash=_crash(last, ended, time_limit))
+    last, end = _last_line(ended.reply), _end_in_words(ended, limits)
+    provider = Provider(**last["provider"]) if last.get("provider") else None
+    crash = Finding(f"{last.get('what', 'loading the plugins')} {end}", provider, exit_code=4)
+    return Outcome(
+        last.get("result"),
+        None if "result" in last else crash,
+        begun=tuple(lines.begun),
+        end=end,
+        guilty=ended.died and not (ended.status == 0 and "result" in last),
+        late=ended.status is None and not ended.memory,
+        seconds=time.monotonic() - began,
+    )
 
 
 class _Lines:
-    """Puts pieces of a reply together, and hands on what its lines tell."""
+    """Puts pieces of a reply together, notes whose code began, and hands on what lines tell."""
 
-    def __init__(self, heard: Callable[[Any], None]) -> None:
+    def __init__(self, heard: Callable[[Any], None] | None) -> None:
         self.heard = heard
+        self.begun: dict[Provider, None] = {}
         self.rest = b""
 
     def __call__(self, piece: bytes) -> None:
         *lines, self.rest = (self.rest + piece).split(b"\n")
         for line in lines:
-            told = _last_line(line.decode(errors="replace"))
-            if "told" in told:
-                self.heard(told["told"])
+            said = _last_line(line.decode(errors="replace"))
+            if said.get("provider"):
+                self.begun[Provider(**said["provider"])] = None
+            if "told" in said and self.heard:
+                self.heard(said["told"])
 
 
 def tell(data: Any) -> None:
     """Hand plain data to the process that waits for this one, while the function that it called goes on."""
-    logger.debug(_TOLD, extra={"told": data})
+    for listener in LISTENERS:
+        if isinstance(listener, _Reporter):
+            listener.tell(data)
 
 
 def _last_line(reply: str) -> Mapping[str, Any]:
@@ -104,30 +185,24 @@ def _last_line(reply: str) -> Mapping[str, Any]:
         return {}
 
 
-def _crash(running: Mapping[str, Any], ended: Ended, time_limit: float) -> Finding:
-    provider = Provider(**running["provider"]) if running.get("provider") else None
+def _end_in_words(ended: Ended, limits: Limits) -> str:
     if ended.memory:
-        end = f"took {ended.memory / 2**30:.1f} GiB of memory, more than half of the machine's, and was stopped"
+        most = f"{limits.memory / 2**30:.1f} GiB that it may have"
+        end = f"took {ended.memory / 2**30:.1f} GiB of memory, more than the {most}, and was stopped"
     elif ended.status is None:
-        end = f"did not come back within {time_limit:g} s"
+        end = f"did not come back within {limits.seconds:g} s"
     elif ended.status < 0:
         end = f"crashed the process with signal {_signal_name(-ended.status)}"
     else:
         end = f"ended the process with status {ended.status}"
-    said = ended.output.strip().splitlines()[-1:]
-    words = ": ".join([f"{running.get('what', 'loading the plugins')} {end}", *said])
-    outcome = f"; {confine(provider, words)}" if provider is not None and ended.died else ""
-    advice = f"{PLUGINS_DISABLE}={provider.name if provider else '<name>'} goes without a plugin."
-    return Finding(f"{words}{outcome}. {advice}", provider, exit_code=4)
+    return ": ".join([end, *ended.output.strip().splitlines()[-1:]])
 
 
 def answer(
     reply_to: int, module: str, function: str, arguments: Sequence[str], given: Mapping[str, str], file: str | None
 ) -> None:
     """Call the function on the child's side; write whose code runs, then what it returned, a line of JSON each."""
-    logger.addHandler(_Reporter(reply_to))
-    logger.setLevel(logging.DEBUG)
-    logger.propagate = False
+    LISTENERS.append(_Reporter(reply_to))
     values = {name: parse_text(name, text) for name, text in given.items()}
     settings_file = read_file(file) if file is not None else None
     with set_config(config_from_fields(values), origin=COMMAND_LINE, file=settings_file):
@@ -140,24 +215,23 @@ def _write(reply_to: int, data: Mapping[str, Any]) -> None:
         pipe.write(f"{json.dumps(data)}\n")
 
 
-class _Reporter(logging.Handler):
-    """Writes whose code runs whenever that changes."""
+class _Reporter:
+    """Writes whose code runs whenever that changes, and what there is to tell."""
 
     def __init__(self, reply_to: int) -> None:
-        super().__init__(logging.DEBUG)
         self.reply_to = reply_to
         self.running: list[dict[str, Any]] = [{}]
 
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.msg == _TOLD:
-            _write(self.reply_to, {"told": getattr(record, "told", None)})
-        elif record.msg == BEGINS:
-            said = vars(record)
-            name, version = said.get("opgraft.provider.name"), said.get("opgraft.provider.version")
-            provider = Provider(name, version).to_dict() if name else None
-            self.running.append({"what": record.args[0], "provider": provider})  # type: ignore[index]
-        elif record.msg == ENDS:
-            self.running.pop()
+    def begins(self, what: str, provider: Provider | None) -> None:
+        self.running.append({"what": what, "provider": provider.to_dict() if provider else None})
+        _write(self.reply_to, self.running[-1])
+
+    def ends(self) -> None:
+        self.running.pop()
+        _write(self.reply_to, self.running[-1])
+
+    def tell(self, data: Any) -> None:
+        _write(self.reply_to, {"told": data})
         _write(self.reply_to, self.running[-1])
 
 

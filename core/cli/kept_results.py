@@ -26,7 +26,7 @@ from opgraft.logger import logger
 from opgraft.machine.machine import Machine
 from opgraft.plugins.discovery import discover, is_editable
 from opgraft.plugins.metadata import text_of
-from opgraft.plugins.quarantine import against
+from opgraft.plugins.requirements import objection
 from opgraft.plugins.selection import decide_platform
 from opgraft.state import host_state
 from opgraft.text import described, printable
@@ -59,7 +59,7 @@ def key() -> str | None:
             "opgraft": sorted(_states(_own_files())),
             "offers": [_described(distribution) for distribution in discover().distributions.values()],
             "problems": list(map(str, discover().problems)),
-            "quarantine": list(map(against, discover().distributions)),
+            "objections": [objection(offer, settings) for offer in discover().offers],
             "settings": list(settings.rows()),
             "lockfile": list(_states(filter(None, [settings.config.lockfile]))),
             "variables": lasting_variables(),

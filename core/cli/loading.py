@@ -23,6 +23,8 @@ def load_all() -> OpgraftError | None:
         load_plugins()
     except OpgraftError as error:
         return error
-    except (Exception, SystemExit) as error:  # of a platform that prepares the process
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # of a platform that prepares the process
         return PluginError(f"loading the plugins ended with {described(error)}")
     return None

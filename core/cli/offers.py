@@ -10,7 +10,15 @@ from opgraft.config import Settings
 from opgraft.decision import Provider
 from opgraft.errors import ConfigError, close_matches, near_matches
 from opgraft.finding import Finding
-from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover, is_editable, normalized
+from opgraft.plugins.discovery import (
+    BRIDGE_GROUPS,
+    PLATFORM_GROUP,
+    PLUGIN_GROUP,
+    Offer,
+    discover,
+    is_editable,
+    normalized,
+)
 from opgraft.plugins.metadata import Problem, fields_of
 from opgraft.plugins.requirements import objection
 from opgraft.state import host_state
@@ -78,7 +86,7 @@ def misspelt_groups() -> Iterator[Problem]:
     for provider, groups in _groups():
         for group in groups:
             near = near_matches(group.lower(), KINDS)
-            if group not in KINDS and near:
+            if group not in (*KINDS, *BRIDGE_GROUPS) and near:
                 meant = " or ".join(map(repr, near))
                 yield Problem(provider, f"nothing reads its entry-point group {group!r}: did you mean {meant}?")
 
@@ -86,15 +94,21 @@ def misspelt_groups() -> Iterator[Problem]:
 def plugins_of_vllm() -> Iterator[Problem]:
     """Find distributions with entry points for vLLM and none for opgraft, other than vLLM itself, and say what to do.
 
-    Nothing is wrong with them: they are notes, not findings.
+    Nothing is wrong with them: they are notes, not findings. A bridge loads those that there are then.
     """
+    bridged = {offer.provider for offer in discover().offers if offer.bridge}
     for provider, groups in _groups():
         theirs = [f"{group} becomes {ours}" for group, ours in _OF_VLLM.items() if group in groups]
-        if theirs and not KINDS.keys() & set(groups) and normalized(provider.name) != "vllm":
+        if (
+            theirs
+            and not KINDS.keys() & set(groups)
+            and normalized(provider.name) != "vllm"
+            and provider not in bridged
+        ):
             yield Problem(
                 provider,
                 f"a plugin of vLLM, which opgraft does not load: its entry-point group {' and '.join(theirs)}, and the "
-                "imports of its op classes change; see docs/how-to/port-from-vllm.md",
+                "imports of its op classes change, or opgraft-vllm-bridge runs it; see docs/how-to/port-from-vllm.md",
             )
 
 

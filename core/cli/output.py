@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -143,6 +144,13 @@ def echo(text: str = "") -> None:
 def discard_stdout() -> None:
     """Let what is still written to stdout, at the end of the process too, vanish without an error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def print_traceback(error: BaseException) -> None:
+    """Print the traceback of an error that is not opgraft's on stderr, where no text of it can forge or hide a line."""
+    for part in traceback.format_exception(error):
+        for line in part.splitlines():
+            click.echo(printable(line), err=True)
 
 
 def print_json(schema: str, data: dict[str, Any]) -> None:

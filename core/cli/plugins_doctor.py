@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 from opgraft.cli import kept_results
-from opgraft.cli.isolation import examined
+from opgraft.cli.isolation import TIME_LIMIT, Limits, examined
 from opgraft.cli.loading import load_all
 from opgraft.cli.offers import as_dicts, metadata_findings, plugins_of_vllm
 from opgraft.cli.output import SettingsCommand, echo, json_option, print_json, print_wrapped, with_settings
@@ -25,9 +25,21 @@ _FAILED = 4
 
 @click.command("doctor", cls=SettingsCommand)
 @click.option("--no-cache", is_flag=True, help="Load everything, whatever is known from before.")
+@click.option(
+    "--time-limit",
+    type=click.FloatRange(min=1),
+    default=TIME_LIMIT,
+    show_default=True,
+    help="Seconds for the import, each hook and each check of a plugin.",
+)
+@click.option(
+    "--memory-limit",
+    type=click.FloatRange(min=0, min_open=True),
+    help="GiB for all plugins. [default: half of what there is]",
+)
 @json_option
 @with_settings
-def command(no_cache: bool, as_json: bool) -> None:
+def command(no_cache: bool, time_limit: float, memory_limit: float | None, as_json: bool) -> None:
     """Load everything and report what is wrong.
 
     Exit codes: 1 findings, 2 a setting that cannot be used, 3 no platform, 4 a plugin failed. Everything is loaded in
@@ -36,7 +48,8 @@ def command(no_cache: bool, as_json: bool) -> None:
     """
     key = kept_results.key()
     kept = kept_results.look_up(key) if key and not no_cache else None
-    report = {**kept.report} if kept else _report()
+    limits = Limits(time_limit) if memory_limit is None else Limits(time_limit, int(memory_limit * 2**30))
+    report = {**kept.report} if kept else _report(limits)
     if key and not kept and _exit_code(report) < _FAILED:
         kept_results.keep(key, report)
     report |= {"notes": report["notes"] + as_dicts(plugins_of_vllm()), "cached": kept and kept.since}
@@ -47,11 +60,16 @@ def command(no_cache: bool, as_json: bool) -> None:
     sys.exit(_exit_code(report))
 
 
-def _report() -> dict[str, Any]:
+def _report(limits: Limits) -> dict[str, Any]:
     """Load everything in a child process; returns the plugins, findings and notes as plain data."""
-    outcome = examined(__name__, "examine")
-    report: dict[str, Any] = {"plugins": [], "findings": [], "notes": []}
-    return report | ({"findings": [outcome.crash.to_dict()]} if outcome.crash else outcome.result)
+    outcome = examined(__name__, "examine", limits=limits)
+    report: dict[str, Any] = {"plugins": [], "findings": [], "notes": []} | (outcome.result or {})
+    lost = [finding for finding in (*outcome.left_out, outcome.crash) if finding is not None]
+    by_provider = {str(finding.provider): finding.message for finding in lost}
+    for row in report["plugins"]:
+        said = by_provider.get(_in_words(row["provider"]))  # on the deny list of the child, and failed all the same
+        row |= {"status": PluginStatus.FAILED.value, "reason": said} if said else {}
+    return report | {"findings": [finding.to_dict() for finding in lost] + report["findings"]}
 
 
 def _exit_code(report: Mapping[str, Any]) -> int:
@@ -78,7 +96,7 @@ def _told(row: Mapping[str, Any], findings: Iterable[Mapping[str, Any]]) -> bool
     """Tell whether one of the findings is the end of this very plugin."""
     record = PluginRecord(row["name"], "", Provider(**row["provider"]), PluginStatus(row["status"]), row["reason"])
     end = end_of(record)
-    return end is not None and any(finding["message"] == end.message for finding in findings)
+    return any(finding["message"] in (row["reason"], end and end.message) for finding in findings)
 
 
 def _in_words(provider: Mapping[str, Any]) -> str:

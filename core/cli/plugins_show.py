@@ -90,8 +90,12 @@ def _refusal(offer: Offer) -> Finding | None:
 def _loaded(name: str, offers: Sequence[Offer]) -> dict[str, Any]:
     """Report what becomes of plugins and platforms in a child process that loads all."""
     outcome = examined(__name__, "examine", name)
+    providers = {offer.provider for offer in offers}
+    lost = [finding for finding in (*outcome.left_out, outcome.crash) if finding and finding.concerns(providers)]
+    if outcome.result is None or lost:
+        return _report([_metadata(offer) for offer in offers], [], next(iter(lost), outcome.crash))
     report: dict[str, Any] = outcome.result
-    return _report([_metadata(offer) for offer in offers], [], outcome.crash) if outcome.crash else report
+    return report
 
 
 def examine(name: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from opgraft.compat.ahead_of_time import Package
 from opgraft.compilation.backends import Runner, built
 from opgraft.compilation.capture import Captured
+from opgraft.compilation.execution import Execution, executed
 from opgraft.compilation.graph_pass import PassReport
 from opgraft.compilation.lowering import lower, prepared
 from opgraft.compilation.manager import ALL_SIZES, run_passes
@@ -51,6 +52,7 @@ class Code:
         run: called with the tensors of the placeholders.
         joint: parameters over whose memory the graph has joint tensors, each with its address.
         packaged: what is known of the package that it was written to.
+        execution: the pieces and static graphs that ``run`` consists of; ``None`` where it is one function.
     """
 
     graph: fx.GraphModule | None
@@ -59,6 +61,19 @@ class Code:
     run: Runner
     joint: tuple[tuple[nn.Parameter, int], ...]
     packaged: Packaged | None = None
+    execution: Execution | None = None
+
+    @property
+    def recorded(self) -> tuple[int, ...]:
+        """The sizes of the batch that have static graphs, and one that is padded."""
+        sizes = self.execution.recorded if self.execution else ()
+        padded = next((size - 1 for size in sizes if size - 1 not in (0, *sizes)), None)
+        return sizes if padded is None else (*sizes, padded)
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """Tell for each form what its nodes have become, and how the graph runs."""
+        return (*self.lowerings, *((self.execution.decision,) if self.execution else ()))
 
     def expect_unmoved(self, model: nn.Module) -> None:
         """Raise ``CompilationError`` where parameters of ``joint`` lie elsewhere now."""
@@ -98,6 +113,9 @@ def generate(
     reports = run_passes(passes, graph, model, folder, ALL_SIZES if size is None else range(size, size + 1))
     parameters = [part for node in graph.graph.nodes for part in node.meta.get(PARTS, ())]
     joint = tuple((parameter, parameter.data_ptr()) for parameter in parameters)
+    if settings.executed_otherwise:
+        execution = executed(captured, settings, size)
+        return Code(graph, reports, prepared(execution.forms), execution.run, joint, execution=execution)
     lowered, forms = lower(graph)
     lowerings = prepared(forms)
     if packages is None:

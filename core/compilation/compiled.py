@@ -62,7 +62,7 @@ class Compiled:
         return self._signature.out_spec.unflatten(self._computed(self._signature.tensors(args, kwargs)))
 
     def verify(self, example: Example) -> None:
-        """Compare the code with the model for a batch of one, and for the sizes that have code of their own.
+        """Compare the code with the model for a batch of one, and for sizes that have code or graphs of their own.
 
         Where no size is dynamic the example is what both compute.
 
@@ -78,7 +78,8 @@ class Compiled:
             return found
 
         tensors = [flat[place] for place in signature.inputs]
-        for size in sorted({1, *self.sizes}):
+        sizes = {1, *self.sizes, *self._code.recorded}
+        for size in sorted(sizes, reverse=True):  # the memory of the largest serves the others
             cut = of_size(tensors, signature.expected, size)
             expect_alike(self.model, eager, self._computed, cut or tensors, None if cut is None else size)
 
@@ -150,7 +151,8 @@ def _compiled(model: nn.Module, example: Example) -> Any:
         backend = settings.backend or "inductor"
         backend_of(backend)
         return torch.compile(model, backend=backend, dynamic=True)
-    if not settings.cache or settings.backend not in _KEPT or settings.dump_graphs:
+    kept = settings.cache and settings.backend in _KEPT and not settings.executed_otherwise
+    if not kept or settings.dump_graphs:
         return _verified(_built(model, example, settings), example)
     return _cached(model, example, settings, CompilationCache.of(settings))
 
@@ -246,7 +248,7 @@ def _built(
     reason = "one graph for any size, in which each op runs the kernel that it is bound to"
     subject = f"compilation of {type(model).__name__}"
     by = (Candidate(str(backend), True, setting), *([Candidate("the cache", False, cached)] if cached else []))
-    decision = Decision(subject, backend, reason, by, setting, (captured.decision, *code.lowerings))
+    decision = Decision(subject, backend, reason, by, setting, (captured.decision, *code.decisions))
     return Compiled(model, captured.signature, code, sizes, decision)
 
 

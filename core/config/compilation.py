@@ -55,6 +55,21 @@ LEVELS: tuple[Mapping[str, Any], ...] = (
 
 Level 1 generates no code, so it starts soon. Above it linear layers keep their kernel, which knows packed weights."""
 
+GRAPH_MODES = ("none", "piecewise", "full")
+"""The parts of a call that static graphs record: none, each piece between ``splitting_ops``, or the whole."""
+
+ATTENTION = (
+    "opgraft::attend_layer",
+    "opgraft::paged_attention",
+    "opgraft::mla_paged_attention",
+    "opgraft::scaled_dot_product_attention",
+    "aten::scaled_dot_product_attention",
+)
+"""The operators at which a graph is split for ``piecewise`` unless ``splitting_ops`` says otherwise."""
+
+CAPTURE_SIZES = (1, 2, 4, 8, 16, 32)
+"""Sizes of the batch that static graphs are recorded for unless ``capture_sizes`` says otherwise."""
+
 DEFAULT_LEVEL = 2
 """The level of those who ask for compilation, and not for how much of it."""
 
@@ -84,6 +99,10 @@ class CompilationConfig(Section):
         cache_folder: where.
         cache_bytes: that it may take.
         tuning_file: what ``opgraft bench --tune`` has measured on this machine, for ``custom_ops`` ``auto``.
+        splitting_ops: operators at which the graph is cut into pieces, ``namespace::name``; ``ATTENTION`` where it is
+            not set and ``graph_mode`` is ``piecewise``. The operators themselves run as they are, in no compiled code.
+        graph_mode: one of ``GRAPH_MODES``.
+        capture_sizes: sizes of the batch that static graphs are recorded for; a call is padded to the next of them.
     """
 
     section: ClassVar[str] = "compilation_config"
@@ -132,21 +151,60 @@ class CompilationConfig(Section):
         "file of measurements that 'opgraft bench --tune' writes and custom_ops auto follows",
         unset="opgraft/tuning.json in XDG_STATE_HOME or ~/.local/state",
     )
+    splitting_ops: Sequence[str] | None = setting(
+        "operators at which the graph is cut into pieces, as namespace::name; for the mode FULL",
+        unset="attention under graph_mode piecewise, else none",
+    )
+    graph_mode: str | None = setting(
+        "what is recorded once and replayed, on devices that can: none, the pieces between splitting_ops, or all; for "
+        "the mode FULL",
+        default="none",
+        choices=GRAPH_MODES,
+    )
+    capture_sizes: Sequence[int] | None = setting(
+        "sizes of the batch that are recorded, to the next of which others are padded; for a graph_mode",
+        unset=f"{', '.join(map(str, CAPTURE_SIZES))} under a graph_mode",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.custom_ops is not None:
             object.__setattr__(self, "custom_ops", CustomOpsSetting.parse(self.custom_ops).tokens)
-        if any(size < 1 for size in self.compile_sizes or ()):
-            raise ConfigError(f"compilation_config.compile_sizes is {self.compile_sizes}: use sizes of at least 1")
+        for name, sizes in ("compile_sizes", self.compile_sizes), ("capture_sizes", self.capture_sizes):
+            if any(size < 1 for size in sizes or ()):
+                raise ConfigError(f"compilation_config.{name} is {sizes}: use sizes of at least 1")
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """The operators at which the graph is cut."""
+        if self.splitting_ops is not None:
+            return tuple(self.splitting_ops)
+        return ATTENTION if self.graph_mode == "piecewise" else ()
+
+    @property
+    def executed_otherwise(self) -> bool:
+        """Tell whether the graph runs in pieces or from static graphs, and not as one function."""
+        return bool(self.cuts or self.recorded_sizes)
+
+    @property
+    def recorded_sizes(self) -> tuple[int, ...]:
+        """The sizes of the batch that static graphs are recorded for, ascending; none without a ``graph_mode``."""
+        if self.graph_mode in (None, "none"):
+            return ()
+        return tuple(sorted({*(CAPTURE_SIZES if self.capture_sizes is None else self.capture_sizes)}))
 
     def expect_followed(self) -> None:
         """Refuse settings of the compiler that the mode does not use.
 
         Raises:
-            ConfigError: one of them is set, and the mode is not ``FULL``.
+            ConfigError: one of them is set, and the mode is not ``FULL``; or sizes of graphs, and no ``graph_mode``.
         """
-        unused = [name for name in _OF_FULL if getattr(self, name)]
+        if self.capture_sizes and not self.recorded_sizes:
+            raise ConfigError(
+                "compilation_config.capture_sizes is set, and compilation_config.graph_mode is none: set it to "
+                "piecewise or full, or leave the sizes out"
+            )
+        unused = [name for name in _OF_FULL if getattr(self, name) not in (None, "none", (), {})]
         if unused and self.mode is not CompilationMode.FULL:
             raise ConfigError(
                 f"compilation_config.{unused[0]} is set, and is for the mode FULL; compilation_config.mode is "
@@ -154,7 +212,7 @@ class CompilationConfig(Section):
             )
 
 
-_OF_FULL = ("user_passes", "dump_graphs", "pass_config", "compile_sizes")
+_OF_FULL = ("user_passes", "dump_graphs", "pass_config", "compile_sizes", "splitting_ops", "graph_mode")
 """Settings that only the mode ``FULL`` follows."""
 
 

@@ -89,6 +89,13 @@ class BlockPool:
             self._by_key[key] = block
             self._keys[block] = key
 
+    def discard(self, keys: Iterable[Hashable]) -> None:
+        """Forget the contents of some keys."""
+        for key in keys:
+            block = self._by_key.pop(key, None)
+            if block is not None:
+                self._keys[block] = None
+
     def forget(self) -> None:
         """Forget all contents."""
         self._keys = [None] * self.num_blocks

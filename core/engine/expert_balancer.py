@@ -60,12 +60,17 @@ class ExpertBalancer:
         return made if made.layers else None
 
     @torch.no_grad()
-    def after_step(self) -> int:
-        """Move experts that wait for it, else place them anew if it is time to; return how many were moved."""
+    def after_step(self, started: float | None = None) -> int:
+        """Move experts that wait for it, else place them anew if it is time to; return how many were moved.
+
+        Args:
+            started: when the step began, by ``time.perf_counter``: a pause is to be short beside it. The end of the
+                last call if not given, where idle time counts as a part of a step.
+        """
         self._steps += 1
         moved = 0
         if self.waiting:
-            moved = self._move()
+            moved = self._move(perf_counter() - (self._left if started is None else started))
         elif self._steps >= self.every:
             self._steps = 0
             self._plan()
@@ -93,8 +98,8 @@ class ExpertBalancer:
             if after < before:
                 self.waiting.extend((number, together) for together in moves(placement.experts, target))
 
-    def _move(self) -> int:
-        self._set_pace(perf_counter() - self._left)
+    def _move(self, step: float) -> int:
+        self._set_pace(step)
         started = perf_counter()  # after the ranks have met: waiting for one that is late is no reason to send less
         made, left = 0, self._bytes
         while left > 0 and self.waiting and made + len(self.waiting[0][1]) <= self.most:

@@ -315,6 +315,12 @@ class KVCacheManager(PluggableClass):
         end = min(start + count, request.num_tokens - 1) // self.block_size * self.block_size
         return end - start if end > start else count
 
+    def discard(self, request: Request) -> None:
+        """Have nothing of a sequence found any more that failed by what it computed: NaN is in its blocks, perhaps."""
+        self.pool.discard((kind, digest) for kind in range(len(self.kinds)) for digest in request.block_hashes)
+        if self.states:
+            self.states.pool.discard(request.block_hashes)
+
     def close(self, request: Request) -> None:
         """Give the blocks of a sequence back; they keep their contents until they are needed."""
         for table in self._tables.pop(request.request_id):

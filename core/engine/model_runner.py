@@ -133,22 +133,24 @@ class ModelRunner(PluggableClass):
         sequences: Sequence[Scheduled] = step.sequences
         if not sequences:
             if self.opgraft_config.parallel.in_rounds:
-                self._take_part()
+                self._take_part(started)
             return StepResult({})
         if errors:  # of the last stage, which nevertheless computes what the others do
             sequences = [each._replace(samples=each.samples and each.request_id not in errors) for each in sequences]
-        result = self._compute(sequences, started, continues=not step.added)
-        if self.balancer is not None:
-            self.balancer.after_step()
+        try:
+            result = self._compute(sequences, started, continues=not step.added)
+        finally:  # sampling may fail on one rank alone, and the ranks count steps alike
+            if self.balancer is not None:
+                self.balancer.after_step(started)
         errors, refused = {**errors, **result.errors}, errors.keys() | result.refused
         return dataclasses.replace(result, errors=errors, refused=refused)
 
-    def _take_part(self) -> None:
+    def _take_part(self, started: float) -> None:
         """Run the model on no tokens, as replicas that share its experts run it now."""
         none = torch.zeros(0, dtype=torch.long, device=self.device)
         self.model(none, none)
         if self.balancer is not None:
-            self.balancer.after_step()
+            self.balancer.after_step(started)
 
     def _compute(self, sequences: Sequence[Scheduled], started: float, *, continues: bool) -> StepResult:
         """Run the model on the sequences of a step and, on the last stage, sample; a subclass may do so in another way.
@@ -320,8 +322,9 @@ def _expect_own_steps(parallel: ParallelConfig) -> None:
         raise ConfigError(
             f"parallel.expert is {parallel.expert}, and the engine's tensor group has {ranks} "
             f"rank{'s' * (ranks > 1)}: an engine steps when it has work, and would wait for data replicas that have "
-            f"none. Set parallel.expert to 1{f' or {ranks}' * (ranks > 1)}, or run the model in a loop of your own, in "
-            "which all replicas make the same steps"
+            f"none. Set parallel.expert to 1{f' or {ranks}' * (ranks > 1)}, or have as many ranks share the experts: "
+            f"parallel.data {parallel.expert // ranks or 1} with parallel.tensor {ranks}, which step together, or "
+            f"parallel.tensor {parallel.expert}"
         )
 
 

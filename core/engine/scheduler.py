@@ -160,6 +160,7 @@ class Scheduler(PluggableClass):
             request.computing = None
             if failed and request.request_id in failed:
                 request.finish_reason = "error"
+                self.cache.discard(request)
                 self._finish(request)
                 continue
             request.num_computed += scheduled.count
@@ -301,8 +302,7 @@ class Scheduler(PluggableClass):
     def _start(self, request: Request, prefix: Prefix, count: int, draft: Draft) -> None:
         _take_out(self.waiting, request)
         insort(self.running, request, key=_rank)
-        request.status = "running"
-        request.num_admitted = request.num_tokens
+        request.status, request.num_admitted = "running", request.num_tokens
         request.num_computed = request.num_cached = prefix.num_tokens
         request.admitted = request.admitted or monotonic()
         self.counters.prefix_queries += request.num_tokens

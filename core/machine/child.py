@@ -128,7 +128,7 @@ def run_child(
     The code finds a file descriptor to write to in ``reply_to``, its arguments in ``sys.argv[3:]``, and in ``data``
     what was handed over, which must be ready for ``json.dumps``. It runs in a minimal environment, or in ``environ``,
     which must be this process's own: what a file says is handed over as data. ``heard`` is called with each piece of
-    the reply as it comes, of which the last line alone is kept.
+    the reply as it comes, of which the last line alone is kept; the time limit holds from one piece to the next.
 
     Raises:
         ChildError: it could not be started.
@@ -145,7 +145,7 @@ def run_child(
     finally:
         os.close(write_end)  # the reply ends when no process has this end open
         os.close(life)
-    deadline = time.monotonic() + time_limit
+    deadline = _Deadline(time_limit)
     try:
         with (
             open(read_end, "rb", buffering=0) as reply,
@@ -155,7 +155,7 @@ def run_child(
             watch = _MemoryWatch(child.pid, memory_limit)
             answer, printed = _exchange(child, reply, output, question, handed_over, deadline, watch, heard)
             # Before its pipes close, which would end it otherwise.
-            status = _wait(child, time.monotonic() if watch.exceeded else deadline)
+            status = _wait(child, 0.0 if watch.exceeded else deadline.left())
             starved = status is None and _waited(child.pid) > time_limit / 2
     finally:  # after an interrupt from the keyboard too, which does not reach a child in a session of its own
         _kill(child)
@@ -203,7 +203,7 @@ def _exchange(
     output: IO[bytes],
     question: IO[bytes],
     data: bytes,
-    deadline: float,
+    deadline: _Deadline,
     watch: _MemoryWatch,
     heard: Callable[[bytes], None] | None,
 ) -> tuple[bytes, bytes]:
@@ -218,9 +218,9 @@ def _exchange(
         os.set_blocking(question.fileno(), False)  # the child may read nothing while it fills its own pipes
         selector.register(question, selectors.EVENT_WRITE)
         open_streams = set(received)
-        while open_streams and (now := time.monotonic()) < deadline and not watch.look():
+        while open_streams and (left_over := deadline.left()) > 0 and not watch.look():
             ended = child.poll() is not None  # before the pipes are looked at: what it wrote last is still in them
-            ready = [key.fileobj for key, _ in selector.select(0 if ended else min(_LOOK_AGAIN, deadline - now))]
+            ready = [key.fileobj for key, _ in selector.select(0 if ended else min(_LOOK_AGAIN, left_over))]
             if question in ready:
                 left = left[_written(question, left) :]
                 if not left:
@@ -230,6 +230,7 @@ def _exchange(
                 piece = _read_into(received[stream], stream, stream is reply)
                 if heard is not None and stream is reply:
                     heard(piece)
+                    deadline.begin()
                     del received[reply][: received[reply].rfind(b"\n", 0, -1) + 1]
                 if not piece:
                     selector.unregister(stream)
@@ -237,6 +238,21 @@ def _exchange(
             if ended and not ready:
                 break
     return bytes(received[reply]), bytes(received[output])
+
+
+class _Deadline:
+    """The end of a time that may begin anew."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.begin()
+
+    def begin(self) -> None:
+        self.end = time.monotonic() + self.seconds
+
+    def left(self) -> float:
+        """Return the seconds that are left, below 0 where it is over."""
+        return self.end - time.monotonic()
 
 
 class _MemoryWatch:
@@ -276,12 +292,12 @@ def _read_into(buffer: bytearray, stream: IO[bytes], from_start: bool) -> bytes:
     return piece
 
 
-def _wait(child: subprocess.Popen[bytes], deadline: float) -> int | None:
-    """Wait for the exit status of the child until the deadline; ``None`` where there is none by then."""
+def _wait(child: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """Wait for the exit status of the child for so many seconds; ``None`` where there is none by then."""
     import subprocess
 
     try:
-        return child.wait(max(0.0, deadline - time.monotonic()))
+        return child.wait(max(0.0, seconds))
     except subprocess.TimeoutExpired:
         return None
 

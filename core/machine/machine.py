@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import importlib_metadata
 from opgraft.errors import InputError
+from opgraft.installed import version_of
 
 _LARGEST_FILE = 1 << 20  # bytes; the files of /proc and /sys that probes read are far smaller
 _SHORTEST_SECRET = 3  # characters
@@ -191,12 +191,7 @@ class Machine:
 
     def version_of(self, package: str) -> str | None:
         """Return the version of an installed distribution, or ``None``."""
-        if self.packages is not None:
-            return self.packages.get(package)
-        try:
-            return importlib_metadata.version(package)
-        except importlib_metadata.PackageNotFoundError:
-            return None
+        return self.packages.get(package) if self.packages is not None else version_of(package)
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables that a child process is told: all but those whose names speak of secrets."""

@@ -241,6 +241,7 @@ class MambaForCausalLM(HybridForCausalLM):
                 use_rms_norm=False,
                 activation=config.hidden_act,
                 prefix=f"{prefix}.{number}.mixer",
+                quant_config=quant_config,
             )
             layers.append(HybridLayer(mixer, None, config.hidden_size, config.layer_norm_epsilon))
         return layers, config.layer_norm_epsilon

@@ -27,7 +27,7 @@ _OPS: Mapping[str, str] = {
     "mamba.mamba_mixer": "MambaMixer",
     "mamba.mamba_mixer2": "MambaMixer2 Mixer2RMSNormGated",
     "mamba.short_conv": "ShortConv",
-    "mla": "MLAModules MultiHeadLatentAttentionWrapper",
+    "mla": "MLAAttention MLAModules MultiHeadLatentAttentionWrapper",
     "quantization.input_quant_fp8": "QuantFP8",
     "quantization.utils.quant_utils": "GroupShape",
     "rotary_embedding": "DeepseekScalingRotaryEmbedding DualChunkRotaryEmbedding DynamicNTKAlphaRotaryEmbedding "
@@ -51,46 +51,67 @@ _OPS: Mapping[str, str] = {
 }
 """By module below ``vllm.model_executor.layers``, the names that ``opgraft.ops`` has."""
 
-_OTHERS: Mapping[str, tuple[str, str]] = {
-    "vllm.config": ("opgraft", "CompilationMode"),
-    "vllm.config.compilation": ("opgraft", "CompilationMode"),
-    "vllm.distributed": (
-        "opgraft.distributed",
-        "get_dp_group get_ep_group get_pp_group get_tensor_model_parallel_rank get_tensor_model_parallel_world_size "
-        "get_tp_group get_world_group tensor_model_parallel_all_gather tensor_model_parallel_all_reduce "
-        "tensor_model_parallel_gather tensor_model_parallel_reduce_scatter",
-    ),
-    "vllm.distributed.communication_op": (
-        "opgraft.distributed",
-        "tensor_model_parallel_all_gather tensor_model_parallel_all_reduce tensor_model_parallel_gather "
-        "tensor_model_parallel_reduce_scatter",
-    ),
-    "vllm.distributed.parallel_state": (
-        "opgraft.distributed",
-        "get_dp_group get_ep_group get_pp_group get_tensor_model_parallel_rank get_tensor_model_parallel_world_size "
-        "get_tp_group get_world_group",
-    ),
-    "vllm.logger": ("opgraft.logger", "init_logger logger"),
-    "vllm.model_executor.custom_op": (
-        "opgraft.custom_op",
-        "CustomOp PluggableLayer maybe_get_oot_by_class op_registry op_registry_oot",
-    ),
-    "vllm.model_executor.layers.quantization.base_config": ("opgraft.ops.linear.methods", "QuantizeMethodBase"),
-    "vllm.model_executor.model_loader.weight_utils": ("opgraft.ops.weights", "default_weight_loader"),
-    "vllm.model_executor.utils": ("opgraft.ops.weights", "set_weight_attrs"),
-    "vllm.platforms": ("opgraft", "Platform current_platform"),
-    "vllm.platforms.interface": ("opgraft", "Platform"),
-    "vllm.utils": ("opgraft", "direct_register_custom_op"),
-    "vllm.utils.torch_utils": ("opgraft", "direct_register_custom_op"),
-}
+_COLLECTIVES = (
+    "tensor_model_parallel_all_gather tensor_model_parallel_all_reduce tensor_model_parallel_gather "
+    "tensor_model_parallel_reduce_scatter"
+)
+_GROUPS = (
+    "get_dp_group get_ep_group get_pp_group get_tensor_model_parallel_rank get_tensor_model_parallel_world_size "
+    "get_tp_group get_world_group"
+)
+_EXPERTS = "opgraft.ops.fused_moe.methods"
+_WEIGHT_METHODS = "opgraft.ops.linear.methods"
 
-COUNTERPARTS: Mapping[str, Mapping[str, str]] = {
-    **{module: dict.fromkeys(names.split(), home) for module, (home, names) in _OTHERS.items()},
-    **{
+_OTHERS: Mapping[str, Mapping[str, str]] = {
+    "vllm": {"opgraft": "SamplingParams"},
+    "vllm.config": {"opgraft": "CompilationMode"},
+    "vllm.config.compilation": {"opgraft": "CompilationMode"},
+    "vllm.distributed": {"opgraft.distributed": f"{_GROUPS} {_COLLECTIVES}"},
+    "vllm.distributed.communication_op": {"opgraft.distributed": _COLLECTIVES},
+    "vllm.distributed.parallel_state": {"opgraft.distributed": _GROUPS},
+    "vllm.logger": {"opgraft.logger": "init_logger logger"},
+    "vllm.model_executor.custom_op": {
+        "opgraft.custom_op": "CustomOp PluggableLayer maybe_get_oot_by_class op_registry op_registry_oot"
+    },
+    "vllm.model_executor.layers.fused_moe": {_EXPERTS: "FusedMoEConfig FusedMoEMethodBase"},
+    "vllm.model_executor.layers.fused_moe.config": {_EXPERTS: "FusedMoEConfig"},
+    "vllm.model_executor.layers.fused_moe.fused_moe_method_base": {_EXPERTS: "FusedMoEMethodBase"},
+    "vllm.model_executor.layers.linear": {
+        _WEIGHT_METHODS: "LinearMethodBase UnquantizedLinearMethod",
+        "opgraft.ops.weights": "set_weight_attrs",
+    },
+    "vllm.model_executor.layers.quantization": {"opgraft.ops.linear.quantization_config": "QuantizationConfig"},
+    "vllm.model_executor.layers.quantization.base_config": {
+        _WEIGHT_METHODS: "QuantizeMethodBase",
+        "opgraft.ops.linear.quantization_config": "QuantizationConfig",
+    },
+    "vllm.model_executor.layers.vocab_parallel_embedding": {
+        _WEIGHT_METHODS: "UnquantizedEmbeddingMethod",
+        "opgraft.ops.embedding.ranges": "DEFAULT_VOCAB_PADDING_SIZE pad_vocab_size",
+    },
+    "vllm.model_executor.model_loader.weight_utils": {"opgraft.ops.weights": "default_weight_loader"},
+    "vllm.model_executor.utils": {"opgraft.ops.weights": "set_weight_attrs"},
+    "vllm.platforms": {"opgraft": "Platform current_platform"},
+    "vllm.platforms.interface": {"opgraft": "Platform"},
+    "vllm.sampling_params": {"opgraft": "SamplingParams"},
+    "vllm.utils": {"opgraft": "direct_register_custom_op"},
+    "vllm.utils.torch_utils": {"opgraft": "direct_register_custom_op"},
+}
+"""By module of vLLM and module of opgraft, the names that both have."""
+
+
+def _counterparts() -> dict[str, dict[str, str]]:
+    found = {
         f"vllm.model_executor.layers.{module}": dict.fromkeys(names.split(), "opgraft.ops")
         for module, names in _OPS.items()
-    },
-}
+    }
+    for module, homes in _OTHERS.items():
+        for home, names in homes.items():
+            found.setdefault(module, {}).update(dict.fromkeys(names.split(), home))
+    return found
+
+
+COUNTERPARTS: Mapping[str, Mapping[str, str]] = _counterparts()
 """By module of vLLM and name, the module of opgraft that has that name."""
 
 HINTS: Mapping[str, str] = {
@@ -98,11 +119,15 @@ HINTS: Mapping[str, str] = {
     "opgraft.OpgraftConfig",
     "vllm.config.VllmConfig": "settings are opgraft.OpgraftConfig; a platform changes them by default_config",
     "vllm.envs": "read variables of your own from os.environ; opgraft's settings are opgraft.OpgraftConfig",
-    "vllm.forward_context.get_forward_context": "the batch of a step is opgraft.ops.current_batch()",
+    "vllm.forward_context": "the batch of a step is opgraft.ops.current_batch()",
     "vllm.model_executor.layers.layernorm.LayerNorm": "opgraft.ops.LayerNorm has the constructor of torch's",
     "vllm.platforms.PlatformEnum": "a platform of opgraft is told by its name",
     "vllm.platforms.interface.DeviceCapability": "opgraft.DeviceCapability has a name, dtypes and features",
     "vllm.platforms.DeviceCapability": "opgraft.DeviceCapability has a name, dtypes and features",
+    "vllm.v1.attention": "a vendor's attention is a replacement of opgraft.ops.Attention or MLAAttention",
+    "vllm.v1.core.sched": "a scheduler is a replacement of the class 'scheduler'",
+    "vllm.v1.sample": "a sampler is a replacement of the class 'sampler'",
+    "vllm.v1.worker": "a worker is a replacement of the class 'worker', a runner of 'model_runner'",
 }
 """By qualified name of what has no counterpart, the next step."""
 
@@ -125,4 +150,6 @@ def home_of(module: str, name: str) -> str | None:
 
 def hint(qualified: str) -> str:
     """Say what to do about a name without a counterpart, where that is known; an empty text else."""
-    return HINTS.get(qualified) or HINTS.get(qualified.rpartition(".")[0], "")
+    while qualified and qualified not in HINTS:
+        qualified = qualified.rpartition(".")[0]
+    return HINTS.get(qualified, "")

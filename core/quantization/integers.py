@@ -158,8 +158,9 @@ class Int4LinearMethod(LooksUpCodes, OnlineLinearMethod):
     def expect_fits(self, name: str, in_features: int) -> None:
         if self.group_size < 1 or in_features % self.group_size:
             raise QuantizationError(
-                f"{name} has {in_features} inputs on this rank, which groups of {self.group_size} do not divide: take "
-                "another group_size, fewer ranks, or put the layer on the list 'ignore'"
+                f"{name} has {in_features} inputs on this rank, which groups of {self.group_size} do not divide: leave "
+                "the layer out by quantization.skip, or take another method or fewer ranks; where the checkpoint's own "
+                "quantization_config says so, another group_size, or its list 'ignore'"
             )
 
     def quantize(self, weight: Tensor) -> Mapping[str, Tensor | None]:

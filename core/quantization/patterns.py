@@ -106,7 +106,9 @@ def _spellings(name: str) -> Iterator[str]:
 
 
 def _meant(pattern: str, names: Iterable[str]) -> str:
-    near = [] if pattern.startswith("re:") else near_matches(pattern, names, cutoff=0.8)
+    last = "*." + pattern.rpartition(".")[2]  # the same, below modules that are called otherwise here
+    names = list(names)
+    near = [] if pattern.startswith("re:") else [*near_matches(pattern, names, cutoff=0.8), *({last} & {*names})]
     return f" (did you mean {near[0]!r}?)" if near else ""  # the next ones are the same in other layers
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
-import importlib_metadata
 from opgraft.errors import RegistrationError, close_matches
+from opgraft.installed import version_of
 from opgraft.platform import DeviceCapability, Platform
 from opgraft.text import described
 
@@ -64,7 +64,7 @@ class When:
             return f"platform is {platform.name}, wanted {self.platform}"
         for line in _requirements(self.package):
             name, wanted = _name_and_bounds(line)
-            version = _version(name)
+            version = version_of(name)
             if version is None or not _within(version, wanted):
                 return f"{name} is {version or 'not installed'}, wanted {line}"
         if self.capability or self.dtype:
@@ -100,7 +100,9 @@ def objection_of(condition: Condition, platform: Platform) -> str | None:
             against = condition.against(platform)
             return against and f"its when= condition is false here: {against}"
         return None if condition(platform) else "its when= condition is false here"
-    except (Exception, SystemExit) as error:  # a plugin's code; the reason stays in the decision
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a plugin's code; the reason stays in the decision
         return f"its when= condition raised {described(error)}"
 
 
@@ -153,10 +155,3 @@ def _name_and_bounds(line: str) -> tuple[str, str]:
 
     requirement = Requirement(line)
     return requirement.name, str(requirement.specifier)
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib_metadata.version(distribution)
-    except importlib_metadata.PackageNotFoundError:
-        return None

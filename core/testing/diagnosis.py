@@ -28,6 +28,7 @@ from opgraft.registry.signatures import rejected_call
 from opgraft.state import PluginStatus, host_state
 from opgraft.testing import checks, inventory
 from opgraft.testing.catalogue import SPECS
+from opgraft.testing.kernel_checks import hidden_by
 from opgraft.text import described
 from torch import Tensor
 
@@ -40,7 +41,9 @@ def diagnose() -> list[Finding]:
     for check in CHECKS:
         try:
             found += list(check())
-        except (Exception, SystemExit) as error:  # code of plugins, which these checks call
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # code of plugins, which these checks call
             found.append(Finding(f"the check '{_words(check)}' ended with {described(error)}", exit_code=4))
     return list(dict.fromkeys(found))
 
@@ -101,6 +104,22 @@ def never_used() -> Iterator[Finding]:
             row = next(c for c in choice.decision.candidates if c.location == replacement.location)
             message = f"{row.name} at {row.location} ({row.provider}) is never used: {row.reason}"
             yield Finding(message, replacement.provider)
+
+
+def never_fire() -> Iterator[Finding]:
+    """Find kernels that a ``forward`` hides, and replacements that are constructed here and have none that can run."""
+    for replacement, binding in _bound():
+        kernel, target = binding.kernel, _target(replacement)
+        own = [k for k in declared_kernels(replacement.cls, DISPATCH_KEYS) if k.owner not in target.__mro__]
+        for each in own:
+            hiding = hidden_by(each, own)
+            if hiding:
+                message = f"{each} can never run: {hiding} of that op hides it"
+                yield Finding(message, replacement.provider, each.location)
+        lacking = [f"{each}: {why}" for each, why in kernel.missing if each in own]
+        if binding.replacement.winner is replacement and kernel.enabled and lacking and kernel.winner not in own:
+            message = f"{replacement.cls.__qualname__} has no kernel that can run here, so {kernel.winner} does"
+            yield Finding(f"{message}: {'; '.join(lacking)}", replacement.provider, replacement.location)
 
 
 def broken_needs() -> Iterator[Finding]:
@@ -247,6 +266,7 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     unknown_device_type,
     conflicts,
     never_used,
+    never_fire,
     broken_needs,
     wrong_functions,
     wrong_fakes,

@@ -7,7 +7,6 @@ decision answers for the platform of the process.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -75,8 +74,7 @@ def _declared(offer: Offer) -> DeclaredPlatform:
         return DeclaredPlatform(offer.name, unknown=f"plugins of {offer.provider} are not active here")
     try:
         spec: PlatformSpec = offer.load()
-        module, _, name = spec.platform_class.partition(":")
-        cls: type[Platform] = getattr(importlib.import_module(module), name)
+        cls = spec.load_class()
         # __init__ may need a runtime or a device that is not here; a chain that needs what it sets is unknown.
         platform = cls.__new__(cls)
         return DeclaredPlatform(offer.name, platform, effective_chain(platform))

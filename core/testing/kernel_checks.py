@@ -54,7 +54,7 @@ def check_reached(subject: Subject) -> None:
         raise AssertionError(f"{row.name} at {row.location} is never constructed here: {row.reason}")
     own = _own_kernels(subject) if subject.is_op else []
     for kernel in own:
-        hiding = _hidden_by(kernel, own)
+        hiding = hidden_by(kernel, own)
         if hiding:
             raise AssertionError(f"{kernel} at {kernel.location} is never called: {hiding} of that op hides it")
     if own and _bound(subject).winner not in own and any(kernel in _in_chain(subject) for kernel in own):
@@ -76,7 +76,7 @@ def _in_chain(subject: Subject) -> list[Kernel]:
     return declared_kernels(subject.replacement.cls, _bound(subject).chain)
 
 
-def _hidden_by(kernel: Kernel, own: list[Kernel]) -> Kernel | None:
+def hidden_by(kernel: Kernel, own: list[Kernel]) -> Kernel | None:
     """Return the ``forward`` that hides a kernel for any device, if there is one."""
     if kernel.key in ("forward", "native"):
         return None

@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import fcntl
 import functools
+import itertools
 import math
 import os
 import time
@@ -38,6 +39,7 @@ from opgraft.plugins.discovery import discover
 from opgraft.plugins.selection import current_platform
 from opgraft.state import host_state
 from opgraft.testing.catalogue import SPECS
+from opgraft.testing.checks import by_module, check_values
 from opgraft.text import described
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -154,7 +156,7 @@ def shapes(spec: OpSpec) -> list[tuple[tuple[int, ...], int]]:
 def run(race: Race, dtypes: Iterable[torch.dtype], seconds: float) -> Outcome:
     """Time the candidates of an op in turns, on each shape, so that all meet the same neighbours.
 
-    A candidate that raises is left out.
+    A candidate that raises is left out, and so is one whose results on small inputs are not those of the reference.
 
     Args:
         dtypes: of the inputs; those that an op does not take are passed over.
@@ -162,8 +164,11 @@ def run(race: Race, dtypes: Iterable[torch.dtype], seconds: float) -> Outcome:
     """
     times: dict[str, dict[str, float]] = {choice: {} for choice in race.candidates}
     left_out: dict[str, str] = {}
-    cases = [(s, d, *shape) for s in race.specs for d in dtypes if d in s.dtypes for shape in shapes(s)]
-    for spec, dtype, lead, size in cases:
+    kinds = [(spec, dtype) for spec in race.specs for dtype in dtypes if dtype in spec.dtypes]
+    for choice, (spec, dtype) in itertools.product(race.candidates, kinds):
+        with _unless_it_raises(choice, f"{spec.functional.name} {dtype}", left_out):
+            _expect_right(race.op, choice, spec, dtype)
+    for spec, dtype, lead, size in ((*kind, *shape) for kind in kinds for shape in shapes(kind[0])):
         name = f"{spec.functional.name} {'x'.join(map(str, (*lead, size)))} {str(dtype).removeprefix('torch.')}"
         sides = {}
         for choice in (choice for choice in race.candidates if choice not in left_out):
@@ -186,8 +191,29 @@ def _unless_it_raises(choice: str, case: str, left_out: dict[str, str]) -> Itera
     """Leave a candidate out, with the reason, where what runs in this scope raises."""
     try:
         yield
+    except Differs as error:
+        left_out[choice] = f"at {case} its results are wrong: {error}"
     except Exception as error:  # a kernel of others
         left_out[choice] = f"at {case} it raised {described(error)}"
+
+
+class Differs(Exception):
+    """A kernel computes something else than its op."""
+
+
+def _expect_right(op: str, choice: str, spec: OpSpec, dtype: torch.dtype) -> None:
+    """Compare a candidate with the reference in float64, on a small input and an empty one.
+
+    Raises:
+        Differs: they differ.
+    """
+    placed = dataclasses.replace(spec, device=current_platform().device_type)
+    call = by_module(placed) if placed.module else placed.functional
+    try:
+        with chosen(op, choice):
+            check_values(placed, next(iter(placed.variants)), dtype, call, brief=True)
+    except AssertionError as error:
+        raise Differs(str(error)) from error
 
 
 def best_of(race: Race, times: Mapping[str, Mapping[str, float]], left_out: Mapping[str, str]) -> Measured:

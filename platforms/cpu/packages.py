@@ -24,6 +24,8 @@ KERNEL_PACKAGES: Mapping[str, Collection[str]] = {
             "int8_dynamic_linear",
             "layer_norm",
             "linear",
+            "mixer2_gated_rms_norm",
+            "mla_attention",
             "mla_paged_attention",
             "mul_and_silu",
             "quant_fp8",

@@ -33,6 +33,7 @@ def test_a_limit_that_the_machine_does_not_allow_is_told_apart(load: Load) -> No
     assert not row("over", 0.6, 0.5, "", 0.4).ok
     assert row("beyond", 0.6, 0.5, "", 0.55).verdict == "beyond"
     assert row("beyond", 0.6, 0.5, "", 0.55).ok
+    assert row("far beyond", 0.7, 0.5, "", 0.55).verdict == "over"
     assert row("no limit", 0.6, None, "").verdict == ""
 
 

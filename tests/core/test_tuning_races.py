@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
 import torch
 from opgraft import CompilationConfig
 from opgraft.errors import ConfigError, InputError
-from opgraft.ops import MRotaryEmbedding
+from opgraft.ops import MRotaryEmbedding, SiluAndMul
 from opgraft.testing import tuning
 from opgraft.testing.catalogue import SPECS
 
@@ -36,6 +37,21 @@ def test_variants_are_measured_by_their_class() -> None:
 def _of_opgraft() -> list[str]:
     """Ops that have a kernel of opgraft's own on this machine."""
     return [race.name for race in tuning.races()[0] if race.name != "MRotaryEmbedding"]
+
+
+def test_a_kernel_that_is_wrong_wins_no_race() -> None:
+    """However fast, it is left out with what it does, and the others are measured."""
+
+    class Half(SiluAndMul):
+        def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
+            return x[..., : x.shape[-1] // 2]
+
+    SiluAndMul.register_oot(Half)
+    (race,) = tuning.races(["silu_and_mul"])[0]
+    outcome = tuning.run(race, [torch.float32], 1e-4)
+    assert re.match(r"at silu_and_mul torch.float32 its results are wrong: of inputs", outcome.left_out[MINE])
+    assert outcome.measured is not None
+    assert outcome.measured.chosen == "native"
 
 
 def test_names_that_nothing_has_are_refused() -> None:

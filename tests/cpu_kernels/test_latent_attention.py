@@ -9,7 +9,7 @@ import opgraft
 import pytest
 import torch
 from opgraft import functional
-from opgraft.ops import MLAPagedAttention
+from opgraft.ops import ColumnParallelLinear, MLAAttention, MLAPagedAttention
 from opgraft.testing import checks
 from opgraft.testing.catalogue import SPECS
 from torch import Tensor
@@ -135,3 +135,53 @@ def test_the_form_and_the_op_run_it(plugin: object) -> None:
     query = given["query"].clone().requires_grad_()
     functional.mla_paged_attention(**{**given, "query": query}).sum().backward()
     assert query.grad is not None
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("tokens", "heads", "inputs", "outputs"), [(1, 16, 128, 512), (3, 5, 33, 7), (8, 2, 512, 128)])
+def test_products_by_head(tokens: int, heads: int, inputs: int, outputs: int, dtype: torch.dtype, path: str) -> None:
+    """Rows of each head meet its own weight, as a part of wider ones too; with gaps between elements; none at all."""
+    wide = torch.randn(tokens, heads, inputs + 9).to(dtype)
+    weight = (torch.randn(heads, outputs, inputs) / inputs**0.5).to(dtype)
+    spread = torch.full((tokens, heads, 2 * inputs), torch.nan, dtype=dtype)
+    spread[..., ::2] = wide[..., :inputs]
+    expected = torch.einsum("thi,hoi->tho", wide[..., :inputs].double(), weight.double())
+    for x in (wide[..., :inputs], spread[..., ::2]):
+        found = torch.ops.opgraft_cpu_kernels.linear_by_heads(x, weight)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), expected, **TOLERANCES[dtype])
+    assert torch.ops.opgraft_cpu_kernels.linear_by_heads(wide[:0, :, :inputs], weight).shape == (0, heads, outputs)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.zeros(3, 4, 6),
+        torch.zeros(2, 4, 5),
+        torch.zeros(3, 4),
+        torch.zeros(3, 4, 5).half(),
+        torch.zeros(3, 5, 4).mT,
+    ],
+    ids=["inputs", "heads", "dimensions", "dtype", "rows and columns swapped"],
+)
+def test_weights_of_heads_that_are_refused(weight: Tensor, kernels: Any) -> None:
+    """What does not fit is refused before anything is read."""
+    with pytest.raises(ValueError, match=r"linear_by_heads: x has shape .2, 3, 5. and weight"):
+        kernels.linear_by_heads(torch.zeros(2, 3, 5), weight)
+
+
+def test_the_layer_multiplies_by_heads(plugin: object) -> None:
+    """Few tokens go by the kernel, more of them and gradients by torch, and the layer's results stay the same."""
+    opgraft.load_plugins()
+    proj = ColumnParallelLinear(64, 3 * (16 + 24), bias=False, return_bias=False)
+    torch.nn.init.normal_(proj.weight)
+    layer = MLAAttention(3, 0.2, 16, 8, 24, None, 64, proj)
+    assert type(layer).__module__ == "opgraft_cpu_kernels.ops"
+    to_key, _ = layer._projections(torch.zeros(1))
+    few, many = torch.randn(2, 3, 16), torch.randn(40, 3, 16)
+    by_torch = torch.bmm(many.transpose(0, 1), to_key).transpose(0, 1)
+    with torch.no_grad():
+        assert torch.equal(layer.by_heads(few, to_key), torch.ops.opgraft_cpu_kernels.linear_by_heads(few, to_key.mT))
+        assert torch.equal(layer.by_heads(many, to_key), by_torch)
+    layer.by_heads(few.requires_grad_(), to_key).sum().backward()
+    torch.testing.assert_close(few.grad, to_key.sum(-1).expand(2, -1, -1))

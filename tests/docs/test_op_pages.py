@@ -28,6 +28,7 @@ def tool() -> ModuleType:
     return module
 
 
+@pytest.mark.source
 def test_what_is_generated_is_current(tool: ModuleType) -> None:
     """The pages, the table and the navigation are what 'make op-pages' writes, and no page is left of an op gone."""
     load_plugins()

@@ -18,7 +18,7 @@ from opgraft.ops.attention import Attention
 from opgraft.ops.attention.node import nodes_of
 from random_decoders import DECODERS, THROUGH_TRANSFORMERS, through_transformers, written
 
-FAMILIES = ("llama 3, with biases, tied", pytest.param("gemma2", marks=pytest.mark.slow), "deepseek v2")
+FAMILIES = ("llama 3, with biases, tied", pytest.param("gemma2", marks=pytest.mark.slow), "deepseek v2", "mixtral")
 
 
 def with_mode(
@@ -63,6 +63,15 @@ def test_at_a_level(family: str, tmp_path: Path) -> None:
     assert tokens(core) == tokens(EngineCore(given))
     (runner,) = [row for row in core.explain().classes if row.name == "model_runner"]
     assert runner.remark == "the model is compiled by eager"
+
+
+def test_in_pieces_that_are_recorded(tmp_path: Path) -> None:
+    """What is between attention layers is padded and replayed, attention itself sees the tokens of the step alone."""
+    written("Llama", tmp_path)
+    given = settings(tmp_path)
+    compilation = CompilationConfig(level=1, graph_mode="piecewise", capture_sizes=(1, 4))
+    core = EngineCore(dataclasses.replace(given, compilation_config=compilation))
+    assert tokens(core) == tokens(EngineCore(given))
 
 
 @pytest.mark.slow

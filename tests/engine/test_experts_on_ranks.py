@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine.engines import prompts, recorded, replaced, serve, settings
+from engine.engines import news, prompts, recorded, replaced, serve, settings
 from opgraft.distributed import get_ep_group
 from opgraft.engine.engine_core import EngineCore
 from opgraft.errors import ConfigError
@@ -77,6 +78,30 @@ def test_two_ranks(redundant: int, folder: Path, two: Ranks) -> None:
         first = tuple(place % EXPERTS for place in range(EXPERTS + redundant))
         assert all(experts != first for experts in placed)
     assert answers[0][2] == answers[1][2]
+
+
+def counted(folder: str) -> int:
+    """Steps that the balancer counts, of which the first rank cannot sample the last one."""
+    parallel = {"expert": get_ep_group().world_size, "expert_balance_steps": 100}
+    core = EngineCore(replaced(settings(Path(folder)), parallel=parallel))
+    runner, first = core.executor.worker.runner, get_ep_group().rank_in_group == 0
+    sample, steps = runner._sample, itertools.count(1)
+
+    def failing(*given: Any) -> Any:
+        if next(steps) == 3:
+            raise MemoryError
+        return sample(*given)
+
+    if first:
+        runner._sample = failing
+    core.add([recorded("r", prompts(5)[0], 3)[0]])
+    assert any(output.error for output in news(core)) == first
+    return runner.balancer._steps
+
+
+def test_a_step_that_fails_on_one_rank(folder: Path, two: Ranks) -> None:
+    """The ranks go on to count alike, as later they place experts together."""
+    assert two.run(counted, str(folder)) == [3, 3]
 
 
 def refused(folder: str) -> str:

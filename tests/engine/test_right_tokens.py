@@ -80,6 +80,23 @@ def test_from_a_reused_prefix_beside_random_neighbours(checkpoint: tuple[Path, A
         expect_right(model, request, logits)
 
 
+@pytest.mark.parametrize("checkpoint", ["llama", "gemma2", "deepseek v2"], indirect=True)
+def test_nothing_is_found_of_a_request_that_failed(checkpoint: tuple[Path, Any]) -> None:
+    """One that is NaN from some token on leaves nothing to those that begin as it did before."""
+    folder, model = checkpoint
+    core = engine(folder, max_num_batched_tokens=32)
+    spoilt = core.executor.worker.runner.model.get_submodule("model.embed_tokens").register_forward_hook(
+        lambda module, given, found: found.masked_fill((given[0] == 98)[:, None], torch.nan)
+    )
+    first, second = ([token for token in prompt if token != 98] for prompt in prompts(18, 30))
+    core.add([Request("sick", [*first, 98, *second], SamplingParams(max_tokens=2))])
+    assert [output.request_id for output in news(core) if output.error] == ["sick"]
+    spoilt.remove()
+    request, recorder = recorded("well", [*first, 5, 6, 7])
+    serve(core, [request])
+    expect_right(model, request, recorder)
+
+
 @with_and_without_windows
 @pytest.mark.parametrize("budget", [1, 2, 5, 64])
 def test_chunks_of_any_size(checkpoint: tuple[Path, Any], budget: int) -> None:

@@ -162,6 +162,21 @@ def test_a_failed_step_leaves_no_state_behind(tmp_path: Path, monkeypatch: pytes
     expect_right(model, request, recorder)
 
 
+def test_a_sequence_that_is_not_a_number(model: Any, tmp_path: Path) -> None:
+    """It fails alone: those in its batch, and the next in its slot, have their tokens."""
+    core = engine(tmp_path)
+    sick, *well = prompts(22, 28, 9, 17)
+    core.executor.worker.runner.model.get_submodule("model.embed_tokens").register_forward_hook(
+        lambda module, given, found: found.masked_fill((given[0] == 98)[:, None], torch.nan)
+    )
+    given = [recorded(f"r{number}", [each for each in prompt if each != 98]) for number, prompt in enumerate(well)]
+    core.add([recorded("sick", [*sick[:5], 98, *sick[5:]])[0], *(request for request, _ in given[:2])])
+    assert [output.request_id for output in news(core) if output.error] == ["sick"]
+    serve(core, [given[2][0]])
+    for request, recorder in given:
+        expect_right(model, request, recorder)
+
+
 def test_no_room_for_one_state(tmp_path: Path) -> None:
     """A cache that has no room for a state is refused, in numbers."""
     hybrid("mamba2", tmp_path)

@@ -149,7 +149,7 @@ ROWS: dict[str, tuple[Plant, tuple[str, ...], str | None]] = {
     ),
     "a rival of the same name": (
         impostor("acme-two", "[opgraft.plugins]\nbrix = acme"),
-        ("'brix' in opgraft.plugins is already provided by",),
+        ("'brix' in opgraft.plugins has the name of the distribution brix",),
         None,
     ),
 }

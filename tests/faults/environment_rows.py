@@ -32,7 +32,6 @@ SURROUNDINGS = {
     "a working folder that was removed": ("mkdir gone && cd gone && rmdir ../gone && {}", FINE),
     "few open files": ("ulimit -n 16; {}", FINE),
     "no room for files": ("ulimit -f 0; {}", FINE),
-    "few processes": ("ulimit -u 1; {}", FINE),
     "little room in memory": ("ulimit -v 400000; {}", FINE),
     "a small stack": ("ulimit -s 256; {}", FINE),
     "a home that takes no file": ("HOME=/proc XDG_STATE_HOME= XDG_CACHE_HOME= {}", FINE),
@@ -58,6 +57,41 @@ FILES = {
     "a flag that is none": ("OPGRAFT_STRICT=perhaps {}", (2, "is not a flag")),
     "a plugin that is not installed": ("OPGRAFT_PLUGINS=acmee {}", (2, "did you mean 'acme'")),
 }
+
+SMALL = "mkdir small && unshare -rm bash -c 'mount -t tmpfs -o size=8k small small; cat /dev/zero > small/all; {}'"
+"""A folder whose disk is full; ``cat`` says so."""
+
+PROBED = "acme: looked at"
+LOCK = "plugins lock --output"
+
+LIMITS = {
+    "no further process": (
+        "ulimit -u 1; {}",
+        {
+            "detect": (0, "acme: probe acme_device:SPEC: no child process could be started"),
+            "plugins doctor": (4, "the plugins cannot be tried in a process of their own: no child process could be"),
+            f"{LOCK} lock": (0, "written to lock"),
+        },
+    ),
+    "few files": ("ulimit -n 24; {}", {"detect": (0, PROBED), "plugins list": (0, "acme")}),
+    "no file of any size": (
+        "ulimit -f 0; {}",
+        {"detect": (0, PROBED), f"{LOCK} lock": (2, "the lockfile lock cannot be written: File too large")},
+    ),
+    "a full folder for temporary files": (
+        SMALL.replace("{}", "TMPDIR=$PWD/small {}"),
+        {"detect": (0, PROBED), "plugins doctor": (0, "nothing wrong"), f"{LOCK} lock": (0, "written to lock")},
+    ),
+    "a full folder for what is kept": (
+        SMALL.replace("{}", "XDG_STATE_HOME=$PWD/small XDG_CACHE_HOME=$PWD/small {}"),
+        {
+            "plugins doctor": (0, "nothing wrong"),
+            f"{LOCK} small/lock": (2, "the lockfile small/lock cannot be written: No space left on device"),
+            "bench --tune relu2": (2, "tuning.json cannot be written: No space left on device"),
+        },
+    ),
+}
+"""By name: a line for a shell with a command in it; by command, its exit code and words of what it prints."""
 
 ROWS = {**STREAMS, **SURROUNDINGS, **FILES}
 """By name: a line for a shell with a command in it, and its exit code with words of what it prints."""

@@ -90,6 +90,10 @@ POINT_ROWS = {
     "a path for a module": Fault(
         points("[opgraft.plugins]\nacme = acme/plugin.py\n"), ("'acme = acme/plugin.py' in", EXPECTED)
     ),
+    "the module of the program": Fault(
+        points("[opgraft.plugins]\nacme = __main__:x\n"), ("'acme = __main__:x'", EXPECTED)
+    ),
+    "extras": Fault(points("[opgraft.plugins]\nacme = acme [fast]\n"), (), "activated"),
     "a module that is not there": Fault(points("[opgraft.plugins]\nacme = acme_kernels\n"), (), "failed"),
     "an object that is not there": Fault(points("[opgraft.plugins]\nacme = acme:plugin\n"), (), "failed"),
     "a section that does not end": Fault(
@@ -102,7 +106,7 @@ POINT_ROWS = {
     "nothing in it": Fault(points("")),
     "comments alone": Fault(points("# [opgraft.plugins]\n# acme = acme\n")),
     "another distribution's name": Fault(
-        points("[opgraft.plugins]\nbrix = acme\n"), ("'brix' in opgraft.plugins is already provided by brix 1.0",)
+        points("[opgraft.plugins]\nbrix = acme\n"), ("'brix' in opgraft.plugins has the name of the distribution brix",)
     ),
     "a built-in platform's name": Fault(
         points("[opgraft.platforms]\ncpu = acme:SPEC\n"), ("'cpu' in opgraft.platforms is already provided by opgraft",)
@@ -139,7 +143,12 @@ METADATA_ROWS = {
     "a version that is none": Fault(metadata("Name: acme\nVersion: latest\n"), (), "activated"),
     "the name twice": Fault(metadata("Name: acme\nName: acme2\nVersion: 1\n"), (), "activated"),
     "a description of 3 MB": Fault(metadata(f"{METADATA}\n{'word ' * 600_000}"), (), "activated"),
-    "a NUL in the name": Fault(metadata("Name: ac\0me\nVersion: 1\n"), (), "activated"),
+    "a NUL in the name": Fault(metadata("Name: ac\0me\nVersion: 1\n"), (r"the Name in its METADATA is 'ac\x00me'",)),
+    "a joiner in the name": Fault(metadata("Name: ac\u200dme\nVersion: 1\n"), (r"is 'ac\u200dme', as none may be",)),
+    "a name that is a command": Fault(metadata("Name: acme'; rm x\nVersion: 1\n"), ("as none may be spelled",)),
+    "a version that is a command": Fault(
+        metadata("Name: acme\nVersion: 1; rm x\n"), ("the Version in its METADATA is",)
+    ),
 }
 
 

@@ -131,6 +131,9 @@ ENDS = {
 
 SECRETS = {
     "all variables of the machine": "return Evidence(False, str(machine.environ))",
+    "each variable by its name": "return Evidence(False, str({k: machine.environ[k] for k in machine.environ}))",
+    "a copy of the variables": "return Evidence(False, str({k: v for k, v in machine.environ.copy().items()}))",
+    "names that were listed": "return Evidence(False, str([machine.environ[k] for k in list(machine.environ.keys())]))",
     "all that its process has": "import os; return Evidence(False, str(dict(os.environ)))",
     "what its parent was started with": (
         "import os; found = open(f'/proc/{os.getppid()}/environ').read()\n    return Evidence(False, found)"

@@ -53,6 +53,14 @@ WRITERS: dict[str, tuple[str, str]] = {
         "from opgraft.cli.kept_results import look_up\n"
         "def read():\n    found = look_up('acme')\n    return len(found.report['x'])",
     ),
+    "measurements": (
+        "from opgraft.testing.tuning import ProfileFile\nfrom opgraft.decision import Provider\n"
+        "from opgraft.binding.measurements import Measured, Timed\n"
+        "timed = tuple(Timed(name, Provider(name, '1'), 'kernel', {'shape': 1.0}) for name in 'ab')\n"
+        "def write(n): ProfileFile(Path(folder, 'tuning.json')).add({'op': Measured('a', 1, 'x' * 100_000, timed)})",
+        "from opgraft.binding.measurements import read_profile\n"
+        "def read():\n    (ops,) = read_profile(Path(folder, 'tuning.json')).values()\n    return len(ops['op'].when)",
+    ),
     "a record of a quarantine": (
         "from opgraft.plugins.quarantine import confine\nfrom opgraft.decision import Provider\n"
         "def write(n): assert 'from now on' in confine(Provider('acme', '1.0'), 'x' * 1000)",

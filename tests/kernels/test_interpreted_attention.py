@@ -325,14 +325,14 @@ def test_refusals(case: str) -> None:
 @pytest.mark.parametrize("dtype", ["auto", "int8"])
 def test_an_engine(family: str, dtype: str, tmp_path: Path, launched: list[str]) -> None:
     """An engine whose attention is the kernels' finds the greedy tokens that it finds by the definitions."""
-    written(DECODERS[family][0], tmp_path, **DECODERS[family][1])
+    written(DECODERS[family][0], tmp_path, **{**DECODERS[family][1], "num_hidden_layers": 2})
     outputs = []
     for kernel in ({}, on_triton("opgraft.ops.attention.triton")):
         for op in (ops.PagedAttention, ops.WriteKVCache):
             op.register_oot(type(f"{op.__name__}Here", (op,), {"functional_oot": kernel}), name=op)
         config = settings(tmp_path, max_num_batched_tokens=9)
         core = EngineCore(dataclasses.replace(config, cache=dataclasses.replace(config.cache, dtype=dtype)))
-        requests = [recorded(str(i), prompt, 6)[0] for i, prompt in enumerate(prompts(1, 14, 5))]
+        requests = [recorded(str(i), prompt, 3)[0] for i, prompt in enumerate(prompts(1, 14, 5))]
         serve(core, requests)
         outputs.append([request.output for request in requests])
         opgraft.reset()

@@ -27,7 +27,8 @@ FILES = (
 @pytest.mark.parametrize("file", FILES)
 def test_interpreted(file: str) -> None:
     """Every kernel computes what the specs ask for; none of these tests is skipped where Triton is installed."""
-    command = [sys.executable, "-m", "pytest", "--quiet", str(KERNELS / file)]
+    parallel = ["--numprocesses", "2", "--dist", "worksteal"]
+    command = [sys.executable, "-m", "pytest", "--quiet", *parallel, str(KERNELS / file)]
     ran = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     summary = ran.stdout.strip().splitlines()[-1:]
     assert ran.returncode == 0, ran.stdout

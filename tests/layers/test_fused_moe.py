@@ -15,6 +15,7 @@ from opgraft.config import OpgraftConfig
 from opgraft.errors import LayerError, WeightError
 from opgraft.models.load import load_weights
 from opgraft.ops.fused_moe.modular import FusedMoEModularKernel
+from opgraft.testing.catalogue import SPECS
 from ranks import Ranks
 from torch import nn
 from torch.nn import functional as F
@@ -169,6 +170,34 @@ def test_three_parts() -> None:
     made.process_weights_after_loading()
 
 
+def test_what_the_parts_refuse() -> None:
+    """Ids of no expert, and weights in codes, which the part that computes takes for numbers."""
+    made = filled(layer())
+    made.quant_method = ops.FusedMoEModularMethod(made.quant_method)
+    for wrong in (EXPERTS, -2):
+        with pytest.raises(ValueError, match="modular_fused_moe: topk_ids reach from"):
+            made.quant_method.apply(made, X, torch.ones(7, 1), torch.full((7, 1), wrong))
+    made.w13_weight = nn.Parameter(made.w13_weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(ValueError, match=r"moe_experts: w13_weight is torch\.int8, expected torch\.float32 as x"):
+        made(X, LOGITS)
+
+
+@pytest.mark.parametrize("form", ["fused_experts", "quantized_experts", "modular_fused_moe"])
+def test_what_is_elsewhere_adds_nothing(form: str) -> None:
+    """Weights beside an id of -1 do not count, whatever they are."""
+    spec = SPECS["quantized_experts" if form == "quantized_experts" else "fused_experts"]
+    given = spec.arguments(next(iter(spec.variants)), torch.float32, (6,), 16)
+    given["topk_ids"][::2, 1] = given["topk_ids"][1] = -1
+    call: Any = spec.functional
+    if form == "modular_fused_moe":
+        method, arguments = spec.module(**given)
+        call = lambda **changed: ops.FusedMoEModularMethod(method)(*arguments[:2], *list(changed.values())[3:])  # noqa: E731
+    expected = call(**given)
+    spoilt = given["topk_weights"].masked_fill(given["topk_ids"] < 0, torch.nan)
+    assert torch.equal(call(**{**given, "topk_weights": spoilt}), expected)
+    assert not expected[1].any()
+
+
 def test_torch_applies_a_function_to_all_modules() -> None:
     """A layer's weight method, which has an ``apply`` of its own, is no obstacle to that of a model."""
     seen: list[nn.Module] = []
@@ -205,7 +234,12 @@ def test_a_token_with_nan() -> None:
         ({"top_k": 5, "use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2}, "top_k is 5, expected 1 to 4"),
         ({"activation": "relu"}, "activation is 'relu', expected one of silu, gelu, swigluoai"),
         ({"apply_router_weight_on_input": True}, "apply_router_weight_on_input is set and top_k is 3, expected 1"),
-        ({"tp_size": 4}, "the intermediate size is 6, which 4 tensor-parallel ranks do not divide"),
+        ({"tp_size": 2}, "tp_size is 2, and the tensor group of this process has 1: give 1"),
+        (
+            {"use_grouped_topk": True, "topk_group": 2},
+            "use_grouped_topk is set, num_expert_group is None and topk_group 2",
+        ),
+        ({"e_score_correction_bias": torch.zeros(3)}, r"e_score_correction_bias has shape \(3,\), expected \[8\]"),
     ],
 )
 def test_settings_that_do_not_fit(settings: dict[str, Any], words: str) -> None:
@@ -213,6 +247,15 @@ def test_settings_that_do_not_fit(settings: dict[str, Any], words: str) -> None:
     given = {"num_experts": EXPERTS, "top_k": TOPK, "prefix": "mlp.experts", **settings}
     with pytest.raises(LayerError, match=f"FusedMoE 'mlp.experts': {words}"):
         ops.FusedMoE(hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, **given)
+
+
+def test_tokens_of_another_size() -> None:
+    """The argument is named, not the weights that it does not fit; a layer without a prefix has none in its name."""
+    made = ops.FusedMoE(EXPERTS, TOPK, HIDDEN, INTERMEDIATE)
+    with pytest.raises(ValueError, match="hidden_states"):
+        made(drawn(7, HIDDEN + 1), LOGITS)
+    with pytest.raises(LayerError, match=r"^FusedMoE: its experts are placed"):
+        made.place_experts(range(EXPERTS))
 
 
 def on_rank(activation: str) -> torch.Tensor:

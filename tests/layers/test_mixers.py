@@ -176,10 +176,36 @@ def test_sizes_that_do_not_fit() -> None:
     """Sizes that contradict each other are refused."""
     with pytest.raises(ValueError, match="mamba_mixer2: 4 heads of 5 in 2 groups, expected 24 elements"):
         ops.MambaMixer2(HIDDEN, 5, 4, 24, True, True, 2, 4, 5)
+    with pytest.raises(ValueError, match="mamba_mixer2: n_groups is 0"):
+        ops.MambaMixer2(HIDDEN, 5, 4, 24, True, True, 0, 4, 6)
+    with pytest.raises(ValueError, match="mamba_mixer: ssm_state_size is -5"):
+        ops.MambaMixer(HIDDEN, -5, 4, 24, 3, True, True, False)
     with pytest.raises(ValueError, match="mixer2_gated_rms_norm: full_n_groups is 5, expected a divisor of 24"):
         ops.Mixer2RMSNormGated(24, 5)
     with pytest.raises(ValueError, match="causal_conv1d: activation is 'relu', expected one of"):
         ops.MambaMixer(HIDDEN, 5, 4, 24, 3, True, True, False, activation="relu")
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_tokens_that_do_not_fit(name: str) -> None:
+    """Sequences side by side, as transformers has them, and an output of another size are refused by name."""
+    mixer = made(name)
+    with pytest.raises(ValueError, match=r"hidden_states has shape \(2, 5, 12\), expected \[tokens, hidden_size\]"):
+        mixed(mixer, drawn(2, 5, HIDDEN))
+    if name != "mamba_mixer2":  # which returns its result
+        with pytest.raises(ValueError, match=r"output has shape \(4, 12\), expected that of hidden_states, \(5, 12\)"):
+            mixer(drawn(5, HIDDEN), torch.empty(4, HIDDEN))
+
+
+@torch.inference_mode()
+def test_multipliers_of_the_projection() -> None:
+    """They multiply what the projection gives, as if its rows and bias were larger."""
+    mixer, x = made("mamba_mixer2"), drawn(7, HIDDEN)
+    multipliers = torch.rand(mixer.in_proj.weight.shape[0]) + 0.5
+    found = mixer(x, multipliers)
+    mixer.in_proj.weight.mul_(multipliers[:, None])
+    mixer.in_proj.bias.mul_(multipliers)
+    torch.testing.assert_close(found, mixer(x))
 
 
 def test_states_of_another_shape() -> None:

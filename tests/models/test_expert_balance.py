@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from time import perf_counter, sleep
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from opgraft.models import load_model
 from opgraft.models.load import load_weights
 from opgraft.ops import FusedMoE, UnquantizedFusedMoEMethod
 from opgraft.ops.fused_moe.balance import heaviest_rank, moves, nearest, place_by_load
+from opgraft.ops.fused_moe.placement import ExpertPlacement
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from random_decoders import written
 from ranks import Ranks
@@ -46,6 +48,7 @@ def test_a_placement(seed: int) -> None:
     replicas = Counter(expert for experts in placed for expert in experts)
     assert set(replicas) == set(range(len(loads)))
     assert replicas[loads.index(max(loads))] == max(replicas.values())
+    assert max(replicas.values()) <= ranks or places > ranks * len(loads)
 
 
 def test_a_placement_by_hand() -> None:
@@ -54,6 +57,23 @@ def test_a_placement_by_hand() -> None:
     placed = place_by_load(loads, 8, 2)
     assert placed == [[0, 3, 5, 4], [0, 5, 2, 1]]
     assert heaviest_rank(loads, [*placed[0], *placed[1]], 2) == 105
+
+
+@pytest.mark.parametrize(
+    ("loads", "places", "most"), [([1000, 1, 1, 1], 8, 501.5), ([1000, 10, 10, 10, 10, 10], 10, 525)]
+)
+def test_no_more_replicas_than_ranks(loads: list[int], places: int, most: float) -> None:
+    """A third replica on two ranks would stand beside another one, and take a place from others."""
+    placed = place_by_load(loads, places, 2)
+    assert [experts.count(0) for experts in placed] == [1, 1]
+    assert heaviest_rank(loads, [*placed[0], *placed[1]], 2) == most
+
+
+def test_replicas_take_turns() -> None:
+    """Single tokens, as steps of one sequence have them, go to each of an expert's replicas alike."""
+    placement = ExpertPlacement(4, 4, 2, 0, "a layer")
+    places = [int(placement.choose(torch.tensor([[2]]))) for _ in range(4)]
+    assert places == [2, 6, 2, 6]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -218,6 +238,24 @@ def test_experts_that_take_several_pauses(two: Ranks) -> None:
         assert moved[0] == 0, "an expert of 3 MiB was there after one pause"
         assert max(moved) == 2
         assert own
+
+
+def moved_after_idling() -> tuple[int, int]:
+    """Bytes that are sent in a pause, at first and after steps that take no time, with idle time between them."""
+    layer = layer_of(None, get_ep_group().world_size)
+    balancer = ExpertBalancer(layer, every=2, most=2)
+    first, layer.custom_routing_function = balancer._bytes, skewed
+    for _ in range(8):
+        routed(layer)
+        sleep(0.03)
+        balancer.after_step(perf_counter())
+    return first, balancer._bytes
+
+
+def test_idle_time_is_no_part_of_a_step(two: Ranks) -> None:
+    """Where requests are few, no more is sent in a pause than beside the steps that there are."""
+    for first, last in two.run(moved_after_idling):
+        assert last == first
 
 
 class SilentMethod(PackedMethod):

@@ -28,6 +28,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**ROUTED, "num_local_experts": 8, "moe_intermediate_size": 24, "mlp_only_layers": [1], "norm_topk_prob": True},
     ),
+    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
+    "gpt_oss": ("GptOss", {**ROUTED, "num_local_experts": 8, "sliding_window": 5}),
+    "deepseek_v2": ("DeepseekV2", {**LATENT, **DEEPSEEK_EXPERTS, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3", {**LATENT, **DEEPSEEK_EXPERTS, "q_lora_rank": 20}),
 }
 
@@ -142,7 +145,7 @@ def test_a_choice_of_no_expert(redundant: int, ranks: tuple[Ranks, int]) -> None
 def test_a_choice_of_an_expert_that_is_not_there(ranks: tuple[Ranks, int]) -> None:
     """Ids beyond the experts are refused where ranks share them, as on one rank."""
     for said in ranks[0].run(refused_choice, torch.zeros(1, 8), torch.tensor([[0, 4]])):
-        assert said.startswith("TransformersFusedMoE '': topk_ids reach from 0 to 4, expected those of 4 experts")
+        assert said.startswith("TransformersFusedMoE: topk_ids reach from 0 to 4, expected those of 4 experts")
 
 
 PLUGIN = """

@@ -14,6 +14,8 @@ import torch
 from opgraft.config import LoadConfig, ModelConfig, OpgraftConfig, QuantizationSettings
 from opgraft.errors import CheckpointError, ConfigError, QuantizationError
 from opgraft.models import load_model
+from opgraft.ops.state_space.layer import StateLayer
+from random_decoders import HYBRIDS, hybrid
 from ranks import Ranks
 from torch import Tensor
 
@@ -72,6 +74,18 @@ def test_quantized_while_loading(method: str, single: Path, llama: Any, plain: T
     assert bytes_of(model) < (0.8 if method == "int4" else 1.05) * numbers
 
 
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_mixers_are_quantized(name: str, tmp_path: Path) -> None:
+    """All projections of layers that carry a state hold codes, and logits stay near."""
+    hybrid(name, tmp_path)
+    plain, coded = load_model(config(tmp_path)), load_model(config(tmp_path, method="int8"))
+    layers = [layer for layer in coded.modules() if isinstance(layer, StateLayer)]
+    weights = [w for layer in layers for part, w in layer.named_parameters() if part.endswith("_proj.weight")]
+    assert len(weights) >= 2 * len(layers) > 0
+    assert {weight.dtype for weight in weights} == {torch.int8}
+    assert distance(logits_of(coded), logits_of(plain)) < 3 * BOUNDS["int8"]
+
+
 def test_methods_by_pattern(single: Path, plain: Tensor) -> None:
     """Layers that are skipped stay plain, some take other methods, and all others the method of the whole."""
     others = {"*.down_proj": "int4", "model.layers.0.mlp": "fp8"}
@@ -106,6 +120,7 @@ def test_a_method_for_some_layers_only(single: Path) -> None:
             {"method": "int8", "skip": ["model.layers.0.self_atn", "lm_hed"]},
             r"self_atn' \(did you mean 'model.layers.0.self_attn'\?\), 'lm_hed' \(did you mean 'lm_head'\?\): give",
         ),
+        ({"method": "int8", "skip": ["*.feed_forward.down_proj"]}, r"did you mean '\*.down_proj'\?"),
         ({"method": "int8", "skip": ["model.layers.1.mlp.gate_prj"]}, r"did you mean 'model.layers.1.mlp.gate_proj'\?"),
         ({"method": "int8", "skip": ["zebra"]}, r"no layer of the model answers to 'zebra': give names"),
         (

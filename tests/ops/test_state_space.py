@@ -92,6 +92,30 @@ def test_states_that_fade_at_once() -> None:
     torch.testing.assert_close(final[0], last)
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", ["x", "dt", "initial_states"])
+@pytest.mark.parametrize("sick", [0, 1, 2])
+@pytest.mark.parametrize("draw", [of_channels, of_heads])
+def test_a_sequence_that_is_not_a_number(draw: Callable[[int], Any], sick: int, name: str, bad: float) -> None:
+    """Those beside it are as they are without it, and it does not end in numbers itself."""
+    bounds = [0, 30, 71, 100]
+    of_all = HEADS if draw is of_heads else None
+    states = drawn(3, *[size for size in (of_all, SIZE, STATE) if size])
+    given = {**draw(100), "query_start_loc": torch.tensor(bounds), "initial_states": states}
+    run: Any = functional.selective_scan
+    if draw is of_heads:
+        run, given["chunk_size"] = functional.mamba_chunk_scan, 8
+    y, final = run(**given)
+    spoilt = given[name].clone()
+    spoilt[sick if name == "initial_states" else bounds[sick] + 5] = bad
+    found, last = run(**{**given, name: spoilt})
+    others = [number for number in range(3) if number != sick]
+    rows = torch.cat([torch.arange(bounds[each], bounds[each + 1]) for each in others])
+    assert torch.equal(found[rows], y[rows])
+    assert torch.equal(last[others], final[others])
+    assert not found[bounds[sick] : bounds[sick + 1]].isfinite().all()
+
+
 def t(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 

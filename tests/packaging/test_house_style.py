@@ -14,12 +14,15 @@ import pytest
 from opgraft import errors
 from opgraft.platform import DISPATCH_KEYS
 
+pytestmark = pytest.mark.source
+
 REPOSITORY = Path(__file__).parents[2]
 FOLDERS = {"core": "opgraft", "platforms": "opgraft.platforms", "plugins": "opgraft.plugins"}
 
 LAYERS = [
     # Plain data: no torch, no state.
     "opgraft.files",
+    "opgraft.installed",
     "opgraft.text",
     "opgraft.errors",
     "opgraft.version",
@@ -105,6 +108,7 @@ IMPORTS_LATE = ("opgraft.cli",)
 CONTROL_FLOW = {
     "opgraft.bench.client": "Broken",  # the outcome of a request, which reports count
     "opgraft.plugins.probing": "ProbeFailed",  # an outcome that selection records, never raised to a caller
+    "opgraft.testing.tuning": "Differs",  # an outcome of a race, which leaves the candidate out
     "opgraft.adapter": "LeaveAlone",  # a verdict that the graft report shows
     "opgraft.serving.llm": "Interrupted",  # a KeyboardInterrupt that has what was computed
     "opgraft.grafting.expressions": "NotExpressible",  # a verdict that the recogniser of modules catches

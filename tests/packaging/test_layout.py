@@ -84,7 +84,8 @@ def test_public_names_resolve(tmp_path: Path) -> None:
     code = (
         "import opgraft\n"
         "for name in opgraft.__all__: getattr(opgraft, name)\n"
-        "assert set(opgraft.__all__) <= set(dir(opgraft))"
+        "assert set(opgraft.__all__) <= set(dir(opgraft))\n"
+        "opgraft.functional.silu, opgraft.ops.SiluAndMul, opgraft.errors.LayerError, opgraft.testing"
     )
     child = python(code, tmp_path)
     assert child.returncode == 0, child.stderr

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import opgraft
 import pytest
-from opgraft.environment import DECISION, read_environment
+from opgraft.environment import DECISION, SharedDecision, read_environment
 from opgraft.errors import AgreementError, ConfigError
 from opgraft.ops import RMSNorm
 from opgraft.state import host_state
@@ -28,6 +30,40 @@ def work(out):
             out.put(f"{type(error).__name__}: {error}")
 if __name__ == "__main__":
     opgraft.share_decisions()
+    context = multiprocessing.get_context(sys.argv[1])
+    out = context.Queue()
+    process = context.Process(target=work, args=(out,))
+    process.start()
+    for _ in range(3):
+        print(out.get())
+    process.join()
+"""
+PINNED = """
+import multiprocessing, os, sys
+from pathlib import Path
+import opgraft
+from opgraft.plugins.locking import lock_installed, write_rows
+from opgraft.state import host_state
+LOCK, COPY, OTHER = (Path(__file__).with_name(name) for name in ("a.lock", "copy.lock", "other.lock"))
+def loaded(lockfile):
+    sys.modules.pop("acme", None)
+    opgraft.reset()
+    try:
+        with opgraft.set_config(opgraft.OpgraftConfig(lockfile=lockfile and str(lockfile))):
+            opgraft.load_plugins()
+        told = "agrees"
+    except opgraft.OpgraftError as error:
+        told = f"{type(error).__name__}: {error}"
+    return f"{told}; imported: {'acme' in sys.modules}"
+def work(out):
+    for lockfile in (COPY, None, OTHER):
+        out.put(loaded(lockfile))
+if __name__ == "__main__":
+    rows, _ = lock_installed(host_state().settings(), allow_editable=False)
+    for lock, kept in ((LOCK, rows), (COPY, rows[::-1]), (OTHER, [])):
+        write_rows(lock, kept)
+    with opgraft.set_config(opgraft.OpgraftConfig(lockfile=str(LOCK))):
+        opgraft.share_decisions()
     context = multiprocessing.get_context(sys.argv[1])
     out = context.Queue()
     process = context.Process(target=work, args=(out,))
@@ -118,6 +154,17 @@ def test_processes_of_multiprocessing(site, tmp_path: Path, method: str) -> None
     assert "plugin acme is acme 1.0, activated for the process that started it, and acme 1.0, rejected for" in plugins
 
 
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_a_lockfile_that_no_variable_names(site, tmp_path: Path, method: str) -> None:
+    """One that a scope of the parent has set holds for workers, wherever its copy lies; others import nothing."""
+    same, none, other = lines_of(site, tmp_path, PINNED, method)
+    assert same == "agrees; imported: True"
+    lock = r"one of 1 distributions with the SHA-256 [0-9a-f]{16}"
+    begins = rf"AgreementError: process \d+ .*: lockfile is {lock} for the process that started it, and "
+    assert re.fullmatch(rf"{begins}none for this one\. .*; imported: False", none)
+    assert re.fullmatch(rf"{begins}one of 0 distributions with .* for this one\. .*; imported: False", other)
+
+
 def test_ranks_of_torchrun(site, tmp_path: Path) -> None:
     """The rank that would run another kernel stops with both, the other one goes on."""
     lines = lines_of(site, tmp_path, RANKS)
@@ -139,12 +186,13 @@ def test_a_process_does_not_bind_itself() -> None:
     take_back = opgraft.share_decisions()
     with opgraft.set_config(opgraft.OpgraftConfig(providers="rms_norm=native")):
         RMSNorm(4)
-    shared = os.environ[DECISION]
-    os.environ[DECISION] = shared.replace(f'"process": {os.getpid()}', '"process": 1')
+    other = dataclasses.replace(read_environment().decision, process="another")
+    os.environ[DECISION] = other.to_text()
     opgraft.reset()
     with opgraft.set_config(opgraft.OpgraftConfig(providers="rms_norm=native")):
         RMSNorm(4)
-    os.environ[DECISION] = os.environ[DECISION].replace("RMSNorm.forward_", "RMSNorm.elsewhere_")
+    rows = {name: value.replace("RMSNorm.forward_", "RMSNorm.elsewhere_") for name, value in other.rows.items()}
+    os.environ[DECISION] = dataclasses.replace(other, rows=rows).to_text()
     opgraft.reset()
     with pytest.raises(AgreementError, match=r"kernel of rms_norm is RMSNorm.elsewhere_.* unset OPGRAFT_DECISION"):
         RMSNorm(4)
@@ -154,7 +202,33 @@ def test_a_process_does_not_bind_itself() -> None:
     assert host_state().known_environment().decision is None
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"rows": []}', '{"rows": {}, "process": "x"}'])
+TEXTS = ["{", "[]", '{"rows": []}', '{"rows": {}, "process": "x"}', '{"digest": "0", "process": Infinity, "rows": {}}']
+
+
+def test_a_child_that_was_forked_is_another_process() -> None:
+    """Numbers of processes are no identity: the first of each container has the same."""
+    before = host_state().identity
+    opgraft.reset()
+    assert host_state().identity == before
+    read_end, write_end = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(write_end, host_state().identity.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read_end, 100).decode() != before
+    os.close(read_end)
+    os.close(write_end)
+
+
+def test_decisions_of_which_a_part_is_lost() -> None:
+    """A digest tells."""
+    text = SharedDecision("another", {"a": "1", "b": "2"}).to_text()
+    assert read_environment({DECISION: text}).decision == SharedDecision("another", {"a": "1", "b": "2"})
+    with pytest.raises(ConfigError, match=r"is nothing that opgraft\.share_decisions wrote"):
+        read_environment({DECISION: text.replace(', "b": "2"', "")})
+
+
+@pytest.mark.parametrize("text", TEXTS)
 def test_a_variable_that_somebody_else_wrote(text: str) -> None:
     """What ``share_decisions`` did not write is an error that names the variable."""
     with pytest.raises(ConfigError, match=r"OPGRAFT_DECISION=.* is nothing that opgraft\.share_decisions wrote"):

@@ -13,7 +13,7 @@ import opgraft
 import pytest
 from conftest import Site
 from opgraft import OpgraftConfig, current_platform, load_plugins, set_config
-from opgraft.config import Settings, resolve
+from opgraft.config import resolve
 from opgraft.errors import ConfigError, InputError, PlatformError, PluginError
 from opgraft.ops import RMSNorm
 from opgraft.plugins.discovery import PLUGIN_GROUP, discover
@@ -21,28 +21,9 @@ from opgraft.plugins.locking import lock_installed, read_rows, write_rows
 from opgraft.plugins.requirements import objection
 from opgraft.plugins.selection import selected_platform
 from opgraft.state import PluginStatus, host_state
+from plugins.locks import PLUGIN, lock, reason
 
-PLUGIN = "import opgraft\nplatforms = 'any'\n@opgraft.hookimpl\ndef opgraft_veto(): pass\n"
 EDITABLE = '{"url": "file:///source", "dir_info": {"editable": true}}'
-
-
-def settings_of(path: Path) -> Settings:
-    return resolve([("OPGRAFT_LOCKFILE", OpgraftConfig(lockfile=str(path)))])
-
-
-def lock(path: Path, *, allow_editable: bool = False) -> list[str]:
-    """Lock what is installed, as the command does; returns the reasons of what was left out."""
-    opgraft.reset()
-    rows, left_out = lock_installed(resolve([]), allow_editable=allow_editable)
-    write_rows(path, rows)
-    return [problem.reason for problem in left_out]
-
-
-def reason(path: Path, name: str = "acme") -> str | None:
-    """What a fresh process says against the plugin."""
-    opgraft.reset()
-    (offer,) = (offer for offer in discover().of_group(PLUGIN_GROUP) if offer.name == name)
-    return objection(offer, settings_of(path))
 
 
 @pytest.fixture

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import builtins
 import json
+import logging
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ import pytest
 import torch
 from opgraft import load_plugins
 from opgraft.decision import Provider
+from opgraft.ops import RMSNorm
 from opgraft.plugins.outcomes import findings_of
-from opgraft.plugins.process import ASPECTS, look
+from opgraft.plugins.process import ASPECTS, Definitions, Switches, look
 from opgraft.state import PluginRecord, PluginStatus, host_state
 
 PLUGIN = "\nplatforms = 'any'\nimport opgraft\n@opgraft.hookimpl\ndef opgraft_veto(): {}\n"
@@ -46,15 +49,41 @@ SET_BACK = {
     "logging.disable(50)": "the loggers of everybody while",
     "logging.getLogger().setLevel(50)": "the loggers of everybody while",
     "logging.getLogger('opgraft').disabled = True": "the loggers of everybody while",
+    "sys.excepthook = print": "sys.excepthook from ",
+    "threading.excepthook = print": "threading.excepthook from ",
+    "torch.manual_seed(0)": "torch's random numbers from ",
+    "torch.backends.mkldnn.enabled = False": "torch.backends.mkldnn.enabled from True to False",
+    "logging.config.dictConfig({'version': 1, 'loggers': {'opgraft': {}, 'acme': {}}})": "loggers of others, ",
+    "torch.nn.functional.silu = torch.relu": "torch.nn.functional.silu while",
+    "torch.set_default_dtype = lambda dtype: None": "torch.set_default_dtype while",
+    "del torch.nn.functional.gelu": "torch.nn.functional.gelu while",
+    "torch.Tensor.__matmul__ = torch.Tensor.__mul__": "torch's Tensor.__matmul__ (new) while",
+    "torch.nn.Module.__call__ = lambda *_: None": "torch's Module.__call__ while",
+    "RMSNorm.forward_native = lambda *_: None": "opgraft's RMSNorm.forward_native while",
+    "RMSNorm.forward_oot = lambda *_: None": "opgraft's RMSNorm.forward_oot (new) while",
+    "RMSNorm.functional_cpu = {}": "opgraft's RMSNorm.functional_cpu (new) while",
+    "del RMSNorm.forward_native": "opgraft's RMSNorm.forward_native while",
+    "opgraft.CustomOp.enabled = classmethod(lambda cls: False)": "opgraft's CustomOp.enabled while",
+    "CpuPlatform.memory = lambda *_: None": "opgraft's CpuPlatform.memory while",
+    "opgraft.Platform.default_config = None": "opgraft's Platform.default_config while",
 }
 """Source of a plugin, and what is said of it; each is set back."""
 
-IMPORTS = "import builtins, io, locale, logging, os, signal, sys, torch, warnings\n"
+(DEFINITIONS,) = (aspect for aspect in ASPECTS if isinstance(aspect, Definitions))
+
+IMPORTS = """
+import builtins, io, locale, logging.config, os, signal, sys, threading, torch, warnings
+import opgraft
+from opgraft.ops import RMSNorm, SiluAndMul
+from opgraft.platforms.cpu.platform import CpuPlatform
+"""
 
 
 def states() -> list[Any]:
     """The process, as far as two looks at it can be compared; what new imports bring is no change."""
-    return [value for aspect, value in zip(ASPECTS, look(), strict=True) if getattr(aspect, "name", "") != "the module"]
+    both = zip(ASPECTS, look(), strict=True)
+    kept = [(aspect, value) for aspect, value in both if not isinstance(aspect, (Definitions, Switches))]
+    return [value for aspect, value in kept if getattr(aspect, "name", "") != "the module"]
 
 
 @pytest.fixture(autouse=True)
@@ -70,10 +99,12 @@ def test_a_change_that_meets_others_is_set_back(site, caplog, change: str, where
     site.plugin("acme", IMPORTS + (change if at_import else "") + PLUGIN.format("pass" if at_import else change))
     site.plugin("brix", PLUGIN.format("pass"))
     before, words = states(), SET_BACK[change].removesuffix("while")
-    json_module = sys.modules["json"]
+    json_module, definitions = sys.modules["json"], DEFINITIONS.read()
     load_plugins()
     assert states() == before
+    assert [each.what for each in DEFINITIONS.changes(definitions)] == []
     assert sys.modules["json"] is json_module
+    assert not logging.getLogger("asyncio").disabled
     acme, brix = host_state().plugins["acme"], host_state().plugins["brix"]
     assert [record.status.value for record in (acme, brix)] == ["activated", "activated"]
     (finding,) = acme.findings
@@ -81,6 +112,76 @@ def test_a_change_that_meets_others_is_set_back(site, caplog, change: str, where
     assert finding.endswith(f"{where}: it was set back")
     assert (brix.findings, brix.notes, acme.notes) == ((), (), ())
     assert f"plugin 'acme' of acme 1.0 {finding}" in caplog.messages
+
+
+ODD = "class Odd:\n    def __eq__(self, other): raise ValueError('do not compare me')\n"
+UNCOMPARABLE = {
+    "a finder": "sys.meta_path.append(Odd())",
+    "a stream": "sys.stdout = Odd()",
+    "a handler of a signal": "Odd.__call__ = print; signal.signal(signal.SIGTERM, Odd())",
+    "a hook": "sys.excepthook = Odd()",
+    "a filter": "warnings.filters.insert(0, ('ignore', None, Odd(), None, 0))",
+    "a handler of logs": "logging.getLogger().handlers.append(Odd())",
+}
+
+
+@pytest.mark.parametrize("kind", UNCOMPARABLE)
+def test_what_cannot_be_compared_is_set_back_too(site, kind: str) -> None:
+    """Looking asks nothing of what a plugin has put there: other changes are set back, and other plugins loaded."""
+    site.plugin("acme", f"{IMPORTS}{ODD}{UNCOMPARABLE[kind]}\nos.environ['TAKEN'] = 'changed'" + PLUGIN.format("1 / 0"))
+    site.plugin("brix", PLUGIN.format("pass"))
+    before, filters, handlers = sys.stdout, list(warnings.filters), list(logging.getLogger().handlers)
+    try:
+        load_plugins()
+        assert os.environ["TAKEN"] == "as it was"
+        assert (sys.stdout is before, sys.excepthook.__name__ != "Odd") == (True, True)
+        assert not any(type(each).__name__ == "Odd" for each in sys.meta_path)
+        assert host_state().plugins["brix"].status.value == "activated"
+        assert "ZeroDivisionError" in host_state().plugins["acme"].reason
+    finally:
+        warnings.filters[:], logging.getLogger().handlers[:] = filters, handlers
+
+
+NOT_SET_BACK = {
+    "a class of its own": "class Acme(RMSNorm): pass\nAcme.forward_oot = RMSNorm.forward_native\n",
+    "a name of its own in a class of torch": "torch.Tensor.acme = torch.Tensor.cpu\n",
+    "a name of its own in a module of torch": "torch.acme = torch.relu\n",
+    "what Python notes in a class": "__import__('copy').copy(RMSNorm(4)); RMSNorm.__annotations__\n",
+    "ops that are bound": "SiluAndMul()\n",
+}
+
+
+@pytest.mark.parametrize("change", NOT_SET_BACK)
+def test_definitions_that_meet_nobody_else(site, change: str) -> None:
+    """They are no finding."""
+    site.plugin("acme", IMPORTS + NOT_SET_BACK[change] + PLUGIN.format("pass"))
+    try:
+        load_plugins()
+        record = host_state().plugins["acme"]
+        assert (record.findings, record.status.value) == ((), "activated")
+    finally:
+        for owner in (torch, torch.Tensor):
+            if hasattr(owner, "acme"):
+                del owner.acme
+
+
+@pytest.mark.parametrize("verdict", ["pass", "1 / 0"])
+def test_an_op_that_was_bound_meanwhile(site, verdict: str) -> None:
+    """Others get the definition that was set back, whatever became of the plugin that used its own."""
+    change = "RMSNorm.forward_native = lambda self, x, residual=None: x * 0\nRMSNorm(8)(torch.ones(8))\n"
+    site.plugin("acme", IMPORTS + change + PLUGIN.format(verdict))
+    x = torch.randn(3, 8, dtype=torch.float64)
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    torch.testing.assert_close(RMSNorm(8, eps=1e-6).double()(x), expected)
+
+
+@pytest.mark.faults
+def test_what_torch_wraps_itself(cold_cli, site) -> None:
+    """Its compiler takes the place of functions when it is imported first, which is no change by the plugin."""
+    compiles = "import torch\ntorch.compile(torch.nn.ReLU(), backend='eager')(torch.ones(2))\n"
+    site.plugin("acme", compiles + PLUGIN.format("pass"))
+    result = cold_cli("plugins", "doctor", "--json")
+    assert [each for each in json.loads(result.stdout)["findings"] if "changed" in each["message"]] == []
 
 
 ADDED = {

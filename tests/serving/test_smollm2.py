@@ -61,7 +61,7 @@ def test_answers_are_those_of_transformers(reference: tuple[Any, Any]) -> None:
 @pytest.fixture(scope="module")
 def judged() -> Callable[[str, str], tuple[Tensor, Tensor]]:
     """Compute in a dtype, over a cache of one, the likeliest tokens of a text's places, and its tokens' logprobs."""
-    text = (Path(__file__).parents[2] / "docs" / "explanation" / "plugins.md").read_text(encoding="utf-8")[:2500]
+    text = (Path(__file__).parents[2] / "docs" / "explanation" / "plugins.md").read_text(encoding="utf-8")[:1300]
 
     @functools.cache
     def judge(dtype: str, cache: str) -> tuple[Tensor, Tensor]:
@@ -89,6 +89,6 @@ def test_accuracy_of_caches_of_codes(
     """Over 8 bits a text's likeliest tokens are nearly always those of float32, and its logprobs near theirs."""
     tokens, logprobs = judged("float32", "auto")
     found, found_logprobs = judged(dtype, cache)
-    assert len(tokens) > 400
+    assert len(tokens) > 200
     assert (found == tokens).double().mean() > agreement
     assert (found_logprobs - logprobs).abs().mean() < error

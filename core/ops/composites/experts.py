@@ -105,7 +105,7 @@ class Experts(Composite):
             if begin < end:
                 gate, up = _linear(rows[begin:end], self.w13_weight, self.w13_bias, expert).chunk(2, dim=-1)
                 outputs.append(_linear(act(gate) * up, self.w2_weight, self.w2_bias, expert))
-        return combined(torch.cat(outputs), order, weights)
+        return combined(torch.cat(outputs), order, bounds, weights)
 
     def idle(self) -> frozenset[str]:
         return frozenset({"act_fn"} & self._modules.keys() if self._activates_within() else {"quant_method"})

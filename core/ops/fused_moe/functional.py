@@ -75,7 +75,7 @@ def fused_experts(
         return _by_all_experts(x, w13, w2, topk_weights, topk_ids, activation, w13_bias, w2_bias)
     rows, order, bounds = sorted_by_expert(x, topk_ids, w13.shape[0])
     outputs = grouped_experts(rows, bounds, w13, w2, activation, w13_bias, w2_bias)
-    return combined(outputs, order, topk_weights)
+    return combined(outputs, order, bounds, topk_weights)
 
 
 def sorted_by_expert(x: Tensor, topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, list[int]]:
@@ -118,14 +118,16 @@ def grouped_experts(
     return torch.cat(outputs)
 
 
-def combined(outputs: Tensor, order: Tensor, topk_weights: Tensor) -> Tensor:
+def combined(outputs: Tensor, order: Tensor, bounds: list[int], topk_weights: Tensor) -> Tensor:
     """Bring outputs of experts back into the order of tokens, and sum those of each by its weights.
 
-    ``[tokens · topk, hidden_size]`` to ``[tokens, hidden_size]``.
+    ``[tokens · topk, hidden_size]`` to ``[tokens, hidden_size]``. Weights of experts elsewhere do not count, be they
+    NaN.
     """
     dtype = compute_dtype(outputs.dtype)
     pairs = outputs[order.argsort()].reshape(*topk_weights.shape, outputs.shape[1])
-    return (pairs.to(dtype) * topk_weights.to(dtype).unsqueeze(-1)).sum(1).to(outputs.dtype)
+    weights = topk_weights.to(dtype).flatten().index_fill(0, order[: bounds[0]], 0.0)
+    return (pairs.to(dtype) * weights.view(*topk_weights.shape, 1)).sum(1).to(outputs.dtype)
 
 
 def _by_all_experts(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.ops.checks import expect_same_dtype
 from opgraft.ops.fused_moe import functional
 from opgraft.ops.fused_moe.methods import FusedMoEMethodBase, SharedExperts, with_shared_experts
 from opgraft.registry.signatures import called_with
@@ -47,7 +48,13 @@ class MoEExperts(PluggableClass):
 
     @called_with(by_position=("layer", "prepared", "activation"))
     def __call__(self, layer: Any, prepared: PreparedTokens, activation: str) -> Tensor:
-        """Return what the experts of ``layer`` make of each prepared row, ``[rows, hidden_size]``."""
+        """Return what the experts of ``layer`` make of each prepared row, ``[rows, hidden_size]``.
+
+        Raises:
+            ValueError: the weights have another dtype than the rows, as those of quantized methods have.
+        """
+        for name in ("w13_weight", "w2_weight"):
+            expect_same_dtype("moe_experts", name, getattr(layer, name), "x", prepared.rows)
         biases = getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None)
         return functional.grouped_experts(
             prepared.rows, prepared.bounds, layer.w13_weight, layer.w2_weight, activation, *biases
@@ -61,7 +68,7 @@ class MoEFinalize(PluggableClass):
     @called_with(by_position=("outputs", "prepared", "topk_weights"))
     def __call__(self, outputs: Tensor, prepared: PreparedTokens, topk_weights: Tensor) -> Tensor:
         """Return ``[tokens, hidden_size]`` for outputs of prepared rows and weights ``[tokens, topk]``."""
-        return functional.combined(outputs, prepared.order, topk_weights)
+        return functional.combined(outputs, prepared.order, prepared.bounds, topk_weights)
 
 
 class FusedMoEModularKernel:
@@ -84,8 +91,14 @@ class FusedMoEModularKernel:
         self.finalize = finalize or MoEFinalize()
 
     def __call__(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, moe: Any) -> Tensor:
-        """Return ``[tokens, hidden_size]``; arguments are those of ``FusedMoEMethodBase.apply``."""
-        prepared = self.prepare(x, topk_ids, layer.w13_weight.shape[0])
+        """Return ``[tokens, hidden_size]``; arguments are those of ``FusedMoEMethodBase.apply``.
+
+        Raises:
+            ValueError: an id names no expert.
+        """
+        num_experts = layer.w13_weight.shape[0]
+        functional.expect_ids("modular_fused_moe", topk_ids, num_experts)
+        prepared = self.prepare(x, topk_ids, num_experts)
         outputs = self.experts(layer, prepared, moe.activation)
         return self.finalize(outputs, prepared, topk_weights)
 

@@ -128,8 +128,18 @@ class FusedMoE(PluggableLayer):
         super().__init__()
         self.prefix = prefix
         claim_prefix(prefix, self)
+        if use_grouped_topk and (num_expert_group is None or topk_group is None):
+            raise LayerError(
+                f"{self.name}: use_grouped_topk is set, num_expert_group is {num_expert_group} and topk_group "
+                f"{topk_group}: take both from the model's config"
+            )
         groups, kept = (num_expert_group or 0, topk_group or 0) if use_grouped_topk else (0, 0)
         self._expect_choices(num_experts, top_k, groups, kept, activation, apply_router_weight_on_input)
+        if e_score_correction_bias is not None and e_score_correction_bias.shape != (num_experts,):
+            raise LayerError(
+                f"{self.name}: e_score_correction_bias has shape {tuple(e_score_correction_bias.shape)}, expected "
+                f"[{num_experts}], a number for each expert"
+            )
         self.num_experts, self.top_k = num_experts, top_k
         self.renormalize, self.reduce_results = renormalize, reduce_results
         self.router = GroupedTopk(top_k, renormalize, groups, kept, scoring_func, routed_scaling_factor)
@@ -141,6 +151,11 @@ class FusedMoE(PluggableLayer):
         self.exchange = ExpertExchange(get_dp_group()) if ep_size > get_tensor_model_parallel_world_size() else None
         self._columns = get_tensor_model_parallel_world_size()
         self.tp_size = (1 if self.placement is not None else self._columns) if tp_size is None else tp_size
+        if self.tp_size not in (1, self._columns):
+            raise LayerError(
+                f"{self.name}: tp_size is {tp_size}, and the tensor group of this process has {self._columns}: give 1, "
+                "or as many, as opgraft.distributed.init_distributed made them"
+            )
         self.tp_rank = get_tensor_model_parallel_rank() if self.tp_size > 1 else 0
         part = divide(intermediate_size, self.tp_size, f"{self.name}: the intermediate size")
         self.moe_config = FusedMoEConfig(num_experts, top_k, hidden_size, part, activation, has_bias, params_dtype)
@@ -237,7 +252,7 @@ class FusedMoE(PluggableLayer):
     @property
     def name(self) -> str:
         """The layer as messages call it."""
-        return f"{self.op_class.__qualname__} {self.prefix!r}"
+        return f"{self.op_class.__qualname__} {self.prefix!r}" if self.prefix else self.op_class.__qualname__
 
     def weight_loader(self, param: Tensor, loaded_weight: LoadedTensor, part: Part = None) -> None:
         """Load this rank's part of a parameter.
@@ -264,7 +279,7 @@ class FusedMoE(PluggableLayer):
             ValueError: logits are NaN, where the setting ``check_values`` is on; else such a token gets weights of NaN.
         """
         expect_last_dim("fused_moe", "router_logits", router_logits, self.moe_config.num_experts)
-        if host_state().checks_values() and values_are_known(router_logits) and bool(router_logits.isnan().any()):
+        if values_are_known(router_logits) and host_state().checks_values() and bool(router_logits.isnan().any()):
             raise ValueError(
                 f"fused_moe: router_logits of {self.name} are NaN for tokens "
                 f"{router_logits.isnan().any(-1).nonzero().flatten().tolist()[:10]}, expected numbers: see what its "
@@ -282,6 +297,7 @@ class FusedMoE(PluggableLayer):
         return self._apply_experts(hidden_states, weights, ids)
 
     def _apply_experts(self, hidden_states: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        expect_last_dim("fused_moe", "hidden_states", hidden_states, self.moe_config.hidden_dim)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         given = x
         if self.apply_router_weight_on_input:

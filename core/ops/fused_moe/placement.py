@@ -50,6 +50,7 @@ class ExpertPlacement(nn.Module):
     places: Tensor
     replicas: Tensor
     loads: Tensor
+    turn: Tensor
 
     def __init__(self, num_experts: int, redundant: int, ranks: int, rank: int, what: str) -> None:
         super().__init__()
@@ -64,6 +65,7 @@ class ExpertPlacement(nn.Module):
         self.register_buffer("places", torch.zeros(num_experts, redundant + 1, dtype=torch.int64), persistent=False)
         self.register_buffer("replicas", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
         self.register_buffer("loads", torch.zeros(self.per_rank, dtype=torch.int64), persistent=False)
+        self.register_buffer("turn", torch.zeros((), dtype=torch.int64), persistent=False)
         self.place([place % num_experts for place in range(total)])
 
     @property
@@ -87,14 +89,17 @@ class ExpertPlacement(nn.Module):
         self.replicas.copy_(torch.tensor([len(row) for row in rows]))
 
     def choose(self, topk_ids: Tensor) -> Tensor:
-        """Return a place for each expert that a token chose; neighbouring tokens take its replicas in turn.
+        """Return a place for each expert that a token chose; tokens take its replicas in turn, from call to call.
 
-        ``[tokens, topk]`` to the same shape, in int64; an id of -1, which is no expert's, stays -1.
+        ``[tokens, topk]`` to the same shape, in int64; an id of -1, which is no expert's, stays -1. Tensor ranks, which
+        have the same tokens, choose alike.
         """
         ids = topk_ids.long().clamp(min=0)
         turn: Tensor | int = 0
         if self.redundant:
-            turn = torch.arange(ids.shape[0], device=ids.device).unsqueeze(1) % self.replicas[ids]
+            numbers = self.turn + torch.arange(ids.shape[0], device=ids.device)
+            turn = numbers.unsqueeze(1) % self.replicas[ids]
+            self.turn += ids.shape[0]
         return self.places[ids, turn].where(topk_ids >= 0, -1)
 
     def record(self, local: Tensor) -> None:

@@ -231,9 +231,16 @@ class MLAAttention(CachedAttention):
         """Attend over latents in pages with ``[tokens, num_heads, qk_head_dim]``."""
         to_key, to_value = self._projections(query)
         q_nope, q_pe = query.tensor_split([self.qk_nope_head_dim], dim=-1)
-        absorbed = torch.bmm(q_nope.transpose(0, 1), to_key).transpose(0, 1)
+        absorbed = self.by_heads(q_nope, to_key)
         latents = self.attend_pages(torch.cat((absorbed, q_pe), -1), cache, block_table, query_start_loc, seq_lens)
-        return torch.bmm(latents.transpose(0, 1), to_value).transpose(0, 1)
+        return self.by_heads(latents, to_value)
+
+    def by_heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Multiply ``[tokens, num_heads, in]`` by a weight of each head, ``[num_heads, in, out]``.
+
+        A replacement that has a kernel for it overrides this. On CPUs weights lie as ``[num_heads, out, in]``.
+        """
+        return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
     def _projections(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Return the key projection, ``[num_heads, qk_nope_head_dim, kv_lora_rank]``, and that of values, transposed.

@@ -173,6 +173,8 @@ class MultiHeadLatentAttentionWrapper(PluggableLayer):
 
 def _expect_dense(prefix: str, modules: MLAModules, non_causal: bool) -> None:
     """Raise ``LayerError`` for attention that is not written."""
+    if not isinstance(modules, MLAModules):
+        raise LayerError(f"latent attention {prefix!r}: mla_modules is {modules!r}, expected an MLAModules")
     if modules.is_sparse or modules.indexer is not None or non_causal:
         raise LayerError(
             f"latent attention {prefix!r} is to be {'not causal' if non_causal else 'sparse'}, which is not written: "

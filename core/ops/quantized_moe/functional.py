@@ -77,7 +77,7 @@ def quantized_experts(
         return outputs.detach()
     rows, order, bounds = plain.sorted_by_expert(x, topk_ids, w13.shape[0])
     made = _grouped(rows, bounds, gate_up, down, activation, w13_bias, w2_bias)
-    return plain.combined(made, order, topk_weights).detach()
+    return plain.combined(made, order, bounds, topk_weights).detach()
 
 
 Quantized = tuple[Tensor, Tensor, Tensor | None]

@@ -6,7 +6,7 @@ import torch
 from opgraft.binding.functional import register_functional
 from opgraft.ops.checks import expect_positive, expect_size, values_are_known
 from opgraft.ops.precision import compute_dtype
-from opgraft.ops.state_space.selective_scan import gated, step_sizes
+from opgraft.ops.state_space.selective_scan import gated, states_after, step_sizes
 from opgraft.ops.state_space.sequences import expect_sequences, expect_shape, places
 from torch import Tensor
 
@@ -73,8 +73,6 @@ def mamba_chunk_scan(
     """
     expect_heads(x, dt, A, B, C, query_start_loc, initial_states, chunk_size, D, z, dt_bias)
     dtype, per_group = compute_dtype(x.dtype), x.shape[1] // B.shape[1]
-    if values_are_known(query_start_loc):
-        chunk_size = min(chunk_size, max(x.shape[0], 1))
     step, given_x = step_sizes(dt.to(dtype), dt_bias, dt_softplus), x.to(dtype)
     inputs = (given_x * step[..., None], step * A.to(dtype), B.to(dtype), C.to(dtype))
     y, final = _scan(_Chunks(x.shape[0], query_start_loc, chunk_size), inputs, initial_states.to(dtype), per_group)
@@ -90,11 +88,14 @@ class _Chunks:
         is_first: tells which chunks begin a sequence.
         lengths: tokens of each sequence.
         last: of each sequence, its last chunk.
+        known: tells if the number of chunks is no symbol.
     """
 
     def __init__(self, tokens: int, query_start_loc: Tensor, size: int) -> None:
         sequence, position, self.lengths = places(tokens, query_start_loc)
-        sequences = query_start_loc.shape[0] - 1
+        sequences, self.known = query_start_loc.shape[0] - 1, values_are_known(query_start_loc)
+        if self.known:
+            size = min(size, max(tokens, 1))
         self.count, self.size = tokens // size + sequences, size
         ends = ((self.lengths + size - 1) // size).cumsum(0)
         firsts = torch.cat([ends.new_zeros(1), ends])
@@ -158,8 +159,7 @@ def _states(
     given = torch.cat([initial, spare])[chunks.sequence]
     first = chunks.is_first[:, None, None, None]
     own = torch.where(first, own + whole.exp()[..., None, None] * given, own)
-    together = chunks.sequence[:, None] == chunks.sequence
-    after = torch.einsum("hnm,mhpk->nhpk", _between(whole.T).masked_fill(~together, 0.0), own)
+    after = states_after(whole.exp()[..., None, None], own, chunks.is_first, chunks.known)
     carried = torch.where(first, given, torch.cat([spare, after])[:-1])
     some = (chunks.lengths > 0)[:, None, None, None]
     return carried, torch.where(some, torch.cat([after, spare])[chunks.last], initial)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from opgraft.binding.custom_op import CustomOp
+from opgraft.binding.derivation import NATIVE, calls_functional
 from opgraft.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
@@ -11,7 +14,8 @@ from opgraft.distributed import (
     tensor_model_parallel_all_reduce,
 )
 from opgraft.ops.checks import expect_alike, expect_last_dim, expect_not_negative, expect_size
-from opgraft.ops.layernorm.functional import expect_group_size, rms_norm_gated
+from opgraft.ops.layernorm.functional import expect_group_size
+from opgraft.ops.layernorm.modules import TRITON
 from opgraft.ops.linear.sharding import divide
 from opgraft.ops.precision import compute_dtype
 from opgraft.ops.state_space.layer import load_channels, rank_shards
@@ -71,7 +75,10 @@ class Mixer2RMSNormGated(CustomOp):
         """
         load_channels(param, loaded_weight, rank_shards([(self.full_hidden_size,) * 2], "a gated norm"))
 
-    def forward_native(self, x: Tensor, gate: Tensor) -> Tensor:
+    functional_cuda = functional_xpu = TRITON
+
+    @calls_functional
+    def forward_native(self, x: Tensor, gate: Tensor, *, functional: Any = NATIVE) -> Tensor:
         """Return the norm of ``x`` gated by ``gate``.
 
         Raises:
@@ -80,7 +87,8 @@ class Mixer2RMSNormGated(CustomOp):
         expect_last_dim("mixer2_gated_rms_norm", "x", x, self.per_rank_hidden_size)
         expect_alike("mixer2_gated_rms_norm", "gate", gate, "x", x)
         if self.weight is not None and self.n_groups % self.tp_size == 0:
-            return rms_norm_gated.native(x, self.weight, gate, self.variance_epsilon, self.group_size)
+            normalised: Tensor = functional.rms_norm_gated(x, self.weight, gate, self.variance_epsilon, self.group_size)
+            return normalised
         dtype = compute_dtype(x.dtype)
         gated = x.to(dtype) * F.silu(gate.to(dtype))
         if self.weight is None:

@@ -11,6 +11,7 @@ from opgraft.binding.custom_op import PluggableLayer
 from opgraft.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from opgraft.errors import LayerError, WeightError
 from opgraft.ops.attention.batch import LayerStates, current_batch
+from opgraft.ops.checks import expect_positive, expect_size
 from opgraft.ops.linear import MergedColumnParallelLinear
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.linear.sharding import OutputShard, divide
@@ -69,12 +70,27 @@ class StateLayer(PluggableLayer, ABC):
     def get_state_dtype(self) -> tuple[torch.dtype, ...]:
         """Return their dtypes."""
 
-    def state_batch(self, hidden_states: Tensor) -> StateBatch:
+    def state_batch(self, hidden_states: Tensor, output: Tensor | None = None) -> StateBatch:
         """Return the sequences of a call with ``hidden_states``, ``[tokens, hidden_size]``.
 
+        Args:
+            hidden_states: of the tokens of all sequences.
+            output: where the result goes, for layers that write it to a tensor of that shape.
+
         Raises:
+            ValueError: a shape does not fit.
             LayerError: the batch has another number of tokens, no states for the layer or some of another shape.
         """
+        if hidden_states.dim() != 2:
+            raise ValueError(
+                f"{self.op_class.__qualname__}: hidden_states has shape {tuple(hidden_states.shape)}, expected "
+                "[tokens, hidden_size]: put sequences one after another, and say where each begins by an AttentionBatch"
+            )
+        if output is not None and output.shape != hidden_states.shape:
+            raise ValueError(
+                f"{self.op_class.__qualname__}: output has shape {tuple(output.shape)}, expected that of "
+                f"hidden_states, {tuple(hidden_states.shape)}"
+            )
         batch, tokens = current_batch(), len(hidden_states)
         if batch is None:
             bounds = torch.tensor([0, tokens], dtype=torch.int32, device=hidden_states.device)
@@ -252,6 +268,13 @@ def by_channel(channels: int, *others: int, load: Callable[[Tensor], Tensor] | N
 def negated_exponential(values: Tensor) -> Tensor:
     """Return ``A`` of what checkpoints have as ``A_log``."""
     return -values.exp()
+
+
+def expect_sizes(op: str, **sizes: int) -> None:
+    """Raise ``ValueError`` unless each is a positive integer."""
+    for name, size in sizes.items():
+        expect_size(op, name, size)
+        expect_positive(op, name, size)
 
 
 def ranks_of(sizes: Mapping[str, int]) -> int:

@@ -8,11 +8,13 @@ import torch
 from opgraft.binding.custom_op import CustomOp
 from opgraft.ops.layernorm import RMSNorm
 from opgraft.ops.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.state_space.layer import (
     DepthwiseConv,
     StateBatch,
     StateLayer,
     by_channel,
+    expect_sizes,
     negated_exponential,
     rank_shards,
     ranks_of,
@@ -45,10 +47,11 @@ class MambaMixer(StateLayer):
         model_config: an engine's settings, for replacements that read them.
         cache_config: likewise.
         prefix: the layer's path in its model, under which its states are found.
+        quant_config: the quantization of the projections.
 
     Raises:
         LayerError: the tensor-parallel ranks do not divide the channels.
-        ValueError: another activation.
+        ValueError: a size is no positive integer, or another activation.
     """
 
     def __init__(
@@ -68,38 +71,41 @@ class MambaMixer(StateLayer):
         model_config: Any = None,
         cache_config: Any = None,
         prefix: str = "",
+        quant_config: QuantizationConfig | None = None,
     ) -> None:
         super().__init__(prefix)
+        sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "time_step_rank": time_step_rank}
+        expect_sizes("mamba_mixer", **sizes, ssm_state_size=ssm_state_size, conv_kernel_size=conv_kernel_size)
         self.channels = intermediate_size // ranks_of({"intermediate_size of a mixer": intermediate_size})
-        self.time_step_rank = time_step_rank
-        self.ssm_state_size = ssm_state_size
-        self.conv_kernel_size = conv_kernel_size
-        self.use_rms_norm = use_rms_norm
-        self.activation = activation
-        self.is_lora_enabled = is_lora_enabled
+        self.time_step_rank, self.ssm_state_size = time_step_rank, ssm_state_size
+        self.conv_kernel_size, self.use_rms_norm = conv_kernel_size, use_rms_norm
+        self.activation, self.is_lora_enabled = activation, is_lora_enabled
         self.model_config, self.cache_config = model_config, cache_config
-        self.conv1d = DepthwiseConv(
-            rank_shards([(intermediate_size,) * 2], "channels of a mixer"), conv_kernel_size, use_conv_bias
-        )
-        self.in_proj = MergedColumnParallelLinear(
-            hidden_size, [intermediate_size] * 2, use_bias, prefix=f"{prefix}.in_proj", return_bias=False
-        )
-        parts = time_step_rank + 2 * ssm_state_size
-        self.x_proj = RowParallelLinear(intermediate_size, parts, False, prefix=f"{prefix}.x_proj", return_bias=False)
-        # the scan adds the bias, in float32
-        self.dt_proj = ColumnParallelLinear(
-            time_step_rank, intermediate_size, True, skip_bias_add=True, prefix=f"{prefix}.dt_proj"
-        )
+        shards = rank_shards([(intermediate_size,) * 2], "channels of a mixer")
+        self.conv1d = DepthwiseConv(shards, conv_kernel_size, use_conv_bias)
+        self._make_projections(hidden_size, intermediate_size, use_bias, quant_config)
         self.A = by_channel(intermediate_size, ssm_state_size, load=negated_exponential)
         self.D = by_channel(intermediate_size)
-        self.out_proj = RowParallelLinear(
-            intermediate_size, hidden_size, use_bias, prefix=f"{prefix}.out_proj", return_bias=False
-        )
         if use_rms_norm:
             self._make_norms(rms_norm_eps, rms_norm_has_weight)
         self.dtype = torch.get_default_dtype()
         self.convolve, self.convolve_step = CausalConv1d(activation), CausalConv1dUpdate(activation)
         self.scan, self.scan_step = SelectiveScan(True), SelectiveStateUpdate(True)
+
+    def _make_projections(
+        self, hidden_size: int, intermediate_size: int, use_bias: bool, quant_config: QuantizationConfig | None
+    ) -> None:
+        def settings(name: str) -> dict[str, Any]:
+            return {"quant_config": quant_config, "prefix": f"{self.prefix}.{name}"}
+
+        parts, inner = self.time_step_rank + 2 * self.ssm_state_size, intermediate_size
+        self.in_proj = MergedColumnParallelLinear(
+            hidden_size, [inner] * 2, use_bias, return_bias=False, **settings("in_proj")
+        )
+        self.x_proj = RowParallelLinear(inner, parts, False, return_bias=False, **settings("x_proj"))
+        # The scan adds the bias, in float32.
+        self.dt_proj = ColumnParallelLinear(self.time_step_rank, inner, True, skip_bias_add=True, **settings("dt_proj"))
+        self.out_proj = RowParallelLinear(inner, hidden_size, use_bias, return_bias=False, **settings("out_proj"))
 
     def _make_norms(self, eps: float, has_weight: bool) -> None:
         self.dt_layernorm = RMSNorm(self.time_step_rank, eps, has_weight=has_weight)
@@ -120,7 +126,7 @@ class MambaMixer(StateLayer):
         Raises:
             LayerError: the current batch has no states for the layer.
         """
-        batch = self.state_batch(hidden_states)
+        batch = self.state_batch(hidden_states, output)
         mixed, gate = self.in_proj(hidden_states).chunk(2, dim=-1)
         y = self._stepped(batch, mixed, gate) if batch.steps else self._scanned(batch, mixed, gate)
         output.copy_(self.out_proj(y))

@@ -15,6 +15,7 @@ from opgraft.ops.state_space.layer import (
     StateBatch,
     StateLayer,
     by_channel,
+    expect_sizes,
     negated_exponential,
     rank_shards,
     ranks_of,
@@ -160,6 +161,7 @@ class MambaMixer2(StateLayer):
 
 
 def _expect_sizes(num_heads: int, head_dim: int, n_groups: int, intermediate_size: int) -> None:
+    expect_sizes("mamba_mixer2", num_heads=num_heads, head_dim=head_dim, n_groups=n_groups)
     if num_heads * head_dim != intermediate_size or num_heads % n_groups:
         raise ValueError(
             f"mamba_mixer2: {num_heads} heads of {head_dim} in {n_groups} groups, expected {intermediate_size} "

@@ -85,7 +85,7 @@ class Plamo2MambaMixer(StateLayer):
         Raises:
             LayerError: the current batch has no states for the layer.
         """
-        batch = self.state_batch(hidden_states)
+        batch = self.state_batch(hidden_states, output)
         gate, mixed = self.in_proj(hidden_states).chunk(2, dim=-1)
         y = self._stepped(batch, mixed) if batch.steps else self._scanned(batch, mixed)
         output.copy_(self.out_proj(y * F.silu(gate)))

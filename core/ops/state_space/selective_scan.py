@@ -164,8 +164,8 @@ def _scan(
     own = state
     for place in range(length):
         own = advanced(own, place)
-    decay = torch.exp(step.sum(1)[..., None] * A).masked_fill(forgets.any(1)[:, None, None], 0.0)
-    state = torch.cat([state[:1], _combined(decay, own, known)[:-1]])
+    decay = torch.exp(step.sum(1)[..., None] * A)
+    state = torch.cat([state[:1], states_after(decay, own, forgets.any(1), known)[:-1]])
     found = []
     last, ends = initial.clone(), where.lengths.cumsum(0) - 1
     for place in range(length):
@@ -183,14 +183,25 @@ def _chunks(x: Tensor, count: int, length: int) -> Tensor:
     return padded.reshape(count, length, *x.shape[1:])
 
 
-def _combined(decay: Tensor, own: Tensor, known: bool) -> Tensor:
-    """Return the state after each chunk, of what it decays a state by and what it adds to it, by doubling."""
+def states_after(decay: Tensor, own: Tensor, anew: Tensor, known: bool) -> Tensor:
+    """Return the state after each chunk, by doubling: ``own``, and ``decay`` times the state before it.
+
+    What is before a chunk that begins ``anew`` is left out, not multiplied by zero, which would make NaN of infinities.
+
+    Args:
+        decay: of each chunk, ``[chunks, ...]``, which expands to the shape of ``own``.
+        own: the state that a chunk alone leaves, ``[chunks, ...]``.
+        anew: tells which chunks begin anew, ``[chunks]``.
+        known: tells if the number of chunks is no symbol.
+    """
     numbers, reach = torch.arange(own.shape[0], device=own.device), 1
     most = own.shape[0] if known else LARGEST_NUMBER_OF_CHUNKS
     while reach < most:
-        before, there = (numbers - reach).clamp(min=0), (numbers >= reach)[:, None, None]
-        own = torch.where(there, own + decay * own[before], own)
-        decay = torch.where(there, decay * decay[before], decay)
+        before = (numbers - reach).clamp(min=0)
+        goes_on = (~anew & (numbers >= reach)).view(-1, *[1] * (own.dim() - 1))
+        own = torch.where(goes_on, own + decay * own[before], own)
+        decay = torch.where(goes_on, decay * decay[before], decay)
+        anew = anew | anew[before]
         reach *= 2
     return own
 

@@ -75,7 +75,7 @@ class ShortConv(StateLayer):
         Raises:
             LayerError: the current batch has no states for the layer.
         """
-        batch = self.state_batch(hidden_states)
+        batch = self.state_batch(hidden_states, output)
         b, c, x = self.in_proj(hidden_states).chunk(3, dim=-1)
         gated = b * x
         if batch.steps:

@@ -29,6 +29,10 @@ def _mapped(x: Tensor, weight: Tensor, *others: object, **settings: object) -> T
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
+def _mapped_by_heads(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[1]))
+
+
 def _mapped_by_codes(x: Tensor, weight: Tensor, scales: Tensor, *others: object, **settings: object) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0] * (TILE if weight.dim() == 3 else 1)))
 
@@ -115,6 +119,7 @@ RULES: dict[Callable[..., object], str] = {
     _fp8: "quant_fp8_static",
     _fp8_and_scale: "quant_fp8_dynamic",
     _mapped: "linear int8_dynamic_linear",
+    _mapped_by_heads: "linear_by_heads",
     _mapped_by_codes: "quantized_linear",
     _mapped_twice: "gated_mlp",
     _mapped_by_panels: "packed_linear",

@@ -50,6 +50,10 @@ class RMSNormGated(catalogue.RMSNormGated):
     functional_cpu = _kernels("rms_norm_gated")
 
 
+class Mixer2RMSNormGated(catalogue.Mixer2RMSNormGated):
+    functional_cpu = _kernels("rms_norm_gated")
+
+
 class SiluAndMul(catalogue.SiluAndMul):
     functional_cpu = _kernels("silu_and_mul")
 
@@ -220,6 +224,12 @@ class MLAPagedAttention(catalogue.MLAPagedAttention):
     )
 
 
+class MLAAttention(catalogue.MLAAttention):
+    def by_heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        products = latent_attention.by_heads(x, weight)
+        return super().by_heads(x, weight) if products is None else products
+
+
 class Attention(catalogue.Attention):
     def kv_cache_shape(self, num_blocks: int, block_size: int, dtype: torch.dtype | None = None) -> tuple[int, ...]:
         if not attention.takes(self.head_size, block_size):
@@ -252,6 +262,7 @@ REPLACEMENTS = (
     GemmaRMSNorm,
     LayerNorm,
     RMSNormGated,
+    Mixer2RMSNormGated,
     SiluAndMul,
     MulAndSilu,
     GeluAndMul,
@@ -285,5 +296,6 @@ REPLACEMENTS = (
     QuantizedFusedMoEMethod,
     ScaledDotProductAttention,
     MLAPagedAttention,
+    MLAAttention,
     Attention,
 )

@@ -97,7 +97,7 @@ def _on_codes(
     expect_ids("quantized_experts", topk_ids, len(gate_up[0]))
     rows, order, bounds = sorted_by_expert(x, topk_ids, len(gate_up[0]))
     hidden = _ACTIVATIONS[activation](_products(rows, bounds, gate_up))
-    return combined(_products(hidden, bounds, down), order, topk_weights).detach()
+    return combined(_products(hidden, bounds, down), order, bounds, topk_weights).detach()
 
 
 def _products(rows: Tensor, bounds: list[int], weights: Quantized) -> Tensor:

@@ -102,13 +102,43 @@ Tensor mla_paged_attention(const Tensor& query, const Tensor& cache, const Tenso
   return out;
 }
 
+// The rows of each head by a weight of its own: few of them take as long as the weights take to be read.
+Tensor linear_by_heads(const Tensor& x, const Tensor& weight) {
+  constexpr const char* OP = "linear_by_heads";
+  refuse_gradient(OP, x, weight);
+  const Dtype dtype = dtype_of(OP, x);
+  TORCH_CHECK_VALUE(x.dim() == 3 && weight.dim() == 3 && weight.size(0) == x.size(1) && weight.size(2) == x.size(2) &&
+                        x.size(2) > 0 && weight.is_contiguous() && weight.scalar_type() == x.scalar_type(),
+                    OP, ": x has shape ", x.sizes(), " and weight ", weight.sizes(), " and dtype ",
+                    weight.scalar_type(), ", expected [tokens, heads, in] and a contiguous [heads, out, in] of dtype ",
+                    x.scalar_type());
+  const Tensor rows = x.stride(2) == 1 ? x : x.contiguous();
+  const int64_t heads = x.size(1), inputs = x.size(2), outputs = weight.size(1), size = x.element_size();
+  const Tensor out = fresh({x.size(0), heads, outputs}, x.scalar_type());
+  const LinearKernel kernel = path().linear[dtype];
+  share(out.numel() ? heads : 0, x.size(0) * inputs * outputs, [&](int64_t begin, int64_t end) {
+    for (int64_t head = begin; head < end; ++head) {
+      Linear linear;
+      linear.x = {static_cast<const char*>(rows.const_data_ptr()) + head * rows.stride(1) * size, rows.stride(0)};
+      linear.weight = static_cast<const char*>(weight.const_data_ptr()) + head * outputs * inputs * size;
+      linear.out = {static_cast<char*>(out.mutable_data_ptr()) + head * outputs * size, heads * outputs};
+      linear.rows = x.size(0);
+      linear.in_features = inputs;
+      linear.out_features = outputs;
+      kernel(linear, 0, outputs);
+    }
+  });
+  return out;
+}
+
 TORCH_LIBRARY_FRAGMENT(opgraft_cpu_kernels, library) {
+  library.def("linear_by_heads(Tensor x, Tensor weight) -> Tensor");
   library.def(
       "mla_paged_attention(Tensor query, Tensor cache, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, int "
       "kv_lora_rank, float scale) -> Tensor");
 }
 
-#define LATENT(apply) apply(mla_paged_attention)
+#define LATENT(apply) apply(mla_paged_attention) apply(linear_by_heads)
 
 IMPLEMENT(LATENT)
 

@@ -1,0 +1,104 @@
+"""Execution otherwise than as one function: a graph in pieces, and static graphs of pieces or of the whole."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from opgraft.compilation.backends import Runner, built
+from opgraft.compilation.capture import Captured
+from opgraft.compilation.lowering import lower
+from opgraft.compilation.pieces import Pieces
+from opgraft.compilation.static_graph import Replayed, expect_recordable
+from opgraft.config import CompilationConfig
+from opgraft.decision import Candidate, Decision
+from opgraft.errors import CompilationError, ConfigError
+from torch import Tensor, fx
+
+
+class Execution(NamedTuple):
+    """The code of a graph that runs in pieces or from static graphs.
+
+    Attributes:
+        run: called with the tensors of the placeholders.
+        forms: by the name of a form how many of its nodes were lowered.
+        recorded: sizes of the batch that have static graphs.
+        decision: how many pieces and graphs there are, and by which settings.
+    """
+
+    run: Runner
+    forms: Mapping[str, int]
+    recorded: tuple[int, ...]
+    decision: Decision
+
+
+def executed(captured: Captured, settings: CompilationConfig, size: int | None = None) -> Execution:
+    """Make code of a graph in which all passes have run.
+
+    Args:
+        captured: the graph.
+        settings: where it is cut, and what is recorded.
+        size: of the batch, where the graph is for one only, of which nothing is recorded.
+
+    Raises:
+        CompilationError: the backend fails, or something cannot be recorded, or be in pieces.
+        ConfigError: there is no such backend or operator, or not one dynamic size, while graphs are to be recorded.
+    """
+    backend = settings.backend or "inductor"
+    sizes = settings.recorded_sizes if size is None else ()
+    batch = _batch_of(captured) if sizes else ""
+    _expect_tensors(captured.module)
+    whole = settings.graph_mode == "full"
+    by: tuple[Candidate, ...] = ()
+    if whole and not settings.cuts:
+        lowered, forms = lower(captured.module)
+        told, run = "one piece", built(lowered, backend)
+    else:
+        pieces = Pieces(
+            captured.module, settings.cuts, lambda piece: built(piece, backend), batch, () if whole else sizes
+        )
+        run, forms = pieces, pieces.forms
+        told = f"{len(pieces.pieces)} pieces, and code for {pieces.num_compiled}, as others are equal or cuts"
+        by = _cuts(settings.cuts, pieces)
+    if whole and sizes:
+        expect_recordable(captured.module)
+        run = Replayed(run, captured.module, batch, sizes)
+    reason = f"recorded for batches of {', '.join(map(str, sizes))}" if sizes else "nothing is recorded"
+    setting = "compilation_config.graph_mode" if sizes else "compilation_config.splitting_ops"
+    decision = Decision("execution of the graph", told, reason, by, setting)
+    return Execution(_copied(run) if sizes else run, forms, sizes, decision)
+
+
+def _expect_tensors(module: fx.GraphModule) -> None:
+    (end,) = (node for node in module.graph.nodes if node.op == "output")
+    if any(not isinstance(node.meta["val"], Tensor) for node in end.all_input_nodes):
+        raise CompilationError(
+            "compilation_config.splitting_ops or graph_mode is set, and the model returns the size of a tensor, while "
+            "pieces exchange tensors only, and a recording has one size: leave both out, or have it return tensors"
+        )
+
+
+def _cuts(names: Sequence[str], pieces: Pieces) -> tuple[Candidate, ...]:
+    counts = Counter(piece.cut for piece in pieces.pieces)
+    reasons = {name: f"{counts[name]} cuts" if counts[name] else "the graph does not call it" for name in names}
+    return tuple(Candidate(name, bool(counts[name]), reason) for name, reason in reasons.items())
+
+
+def _batch_of(captured: Captured) -> str:
+    names = sorted({name for each in captured.signature.expected for name in each.dynamic.values()})
+    if len(names) != 1:
+        raise ConfigError(
+            f"compilation_config.graph_mode is set, and the graph has {', '.join(names) or 'none'} for dynamic sizes, "
+            "where one is expected, the batch: set it to none, or name one size by dynamic_shapes"
+        )
+    return names[0]
+
+
+def _copied(run: Runner) -> Runner:
+    """Return code whose results no later call writes to."""
+
+    def copied(*tensors: Tensor) -> list[Any]:
+        return [each.clone() if isinstance(each, Tensor) else each for each in run(*tensors)]
+
+    return copied

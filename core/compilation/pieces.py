@@ -1,0 +1,103 @@
+"""Pieces of a graph, each with its code, run one after another."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from opgraft.compilation.backends import Runner
+from opgraft.compilation.lowering import lower
+from opgraft.compilation.nodes import attribute_of
+from opgraft.compilation.splitting import split
+from opgraft.compilation.static_graph import Replayed, expect_recordable
+from torch import Tensor, fx
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Code, the places of its arguments and results among the values of a call, and places that nobody reads later."""
+
+    run: Runner
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    last_read: tuple[int, ...]
+
+
+class Pieces:
+    """A graph in pieces, called with the tensors of its placeholders.
+
+    Args:
+        graph: with semantic nodes.
+        cuts: operators at which it is cut.
+        build: makes code of a lowered graph.
+        batch: the name of the size of the batch.
+        sizes: of the batch, for which the pieces between the cuts have static graphs.
+
+    Attributes:
+        pieces: in order.
+        forms: by the name of a form how many of its nodes were lowered.
+        num_compiled: pieces whose code is made; of equal ones one is.
+
+    Raises:
+        CompilationError: a static graph cannot record a piece.
+        ConfigError: there is no such operator.
+    """
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        cuts: Sequence[str],
+        build: Callable[[fx.GraphModule], Runner],
+        batch: str = "",
+        sizes: Sequence[int] = (),
+    ) -> None:
+        self.pieces = split(graph, cuts)
+        self.forms: Counter[str] = Counter()
+        self.replayed: list[Replayed] = []
+        made: dict[str, tuple[Runner, Counter[str]]] = {}
+        runs: list[Runner] = []
+        for piece in self.pieces:
+            if piece.key not in made:
+                lowered, forms = lower(piece.module)
+                made[piece.key] = (lowered if piece.cut else build(lowered), forms)
+            run, forms = made[piece.key]
+            self.forms += forms
+            if sizes and not piece.cut:
+                expect_recordable(piece.module)
+                run = Replayed(run, piece.module, batch, sizes)
+                self.replayed.append(run)
+            runs.append(run)
+        self.num_compiled = len({piece.key for piece in self.pieces if not piece.cut})
+        self._place(graph, runs)
+
+    def _place(self, graph: fx.GraphModule, runs: Sequence[Runner]) -> None:
+        """Give each tensor that pieces exchange its place among the values of a call."""
+        *nodes, end = graph.graph.nodes
+        self._given = [node for node in nodes if node.op == "placeholder"]
+        held = [node for node in nodes if node.op == "get_attr"]
+        made = [node for piece in self.pieces for node in piece.outputs]
+        places = {node: place for place, node in enumerate([*self._given, *held, *made])}
+        self._values: list[Any] = [None] * len(self._given)
+        self._values += [attribute_of(graph, node) for node in held] + [None] * len(made)
+        self._returned = [places[each] if isinstance(each, fx.Node) else None for each in end.args[0]]
+        self._constants = [each for each in end.args[0] if not isinstance(each, fx.Node)]
+        kept = {*self._returned, *(places[node] for node in held)}
+        parts: list[_Part] = []
+        for piece, run in reversed([*zip(self.pieces, runs, strict=True)]):
+            inputs, outputs = (tuple(places[node] for node in each) for each in (piece.inputs, piece.outputs))
+            parts.append(_Part(run, inputs, outputs, tuple({*inputs} - kept)))
+            kept |= {*inputs}
+        self._parts = parts[::-1]
+
+    def __call__(self, *tensors: Tensor) -> list[Any]:
+        values = [*tensors, *self._values[len(self._given) :]]
+        for part in self._parts:
+            results = part.run(*[values[place] for place in part.inputs])
+            for place, result in zip(part.outputs, results, strict=True):
+                values[place] = result
+            for place in part.last_read:
+                values[place] = None
+        constants = iter(self._constants)
+        return [next(constants) if place is None else values[place] for place in self._returned]

@@ -1,0 +1,188 @@
+"""Splitting: a graph cut at operators into pieces that exchange tensors, of which equal ones are compiled once."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from opgraft.compilation.nodes import OPERATOR, attribute_of, layout_of
+from opgraft.errors import ConfigError
+from torch import Tensor, fx
+
+HELD = "opgraft_held"
+"""The key in ``meta`` of an input of a piece: whether it is a tensor of the model, the same at each call."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a graph as a graph of its own.
+
+    Attributes:
+        module: takes tensors and returns tensors: parameters too are given, so that pieces may share code.
+        inputs: of the whole graph, the nodes of what it is called with.
+        outputs: of the whole graph, the nodes of what it returns.
+        cut: the operator that it is, at which the graph was cut; empty for what is between these.
+        key: the same for pieces that compute the same.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    cut: str
+    key: str
+
+
+def split(module: fx.GraphModule, cuts: Collection[str]) -> list[Piece]:
+    """Cut a graph at each node that calls one of some operators; L of them that lie apart give 2 L + 1 pieces.
+
+    Args:
+        module: the graph; it stays as it is.
+        cuts: ``namespace::name``, of every overload.
+
+    Raises:
+        ConfigError: there is no such operator.
+    """
+    expect_operators(cuts)
+    groups: list[tuple[str, list[fx.Node]]] = [("", [])]
+    home: dict[fx.Node, int] = {}
+    for node in module.graph.nodes:
+        if node.op != "call_function" or not _is_exchanged(node):
+            continue
+        if node.target is operator.getitem:  # of a tuple, which is not exchanged
+            home[node] = home[node.args[0]]
+            groups[home[node]][1].append(node)
+            continue
+        cut = _cut(node, cuts)
+        if cut or groups[-1][0]:
+            groups.append((cut, []))
+        groups[-1][1].append(node)
+        home[node] = len(groups) - 1
+    sizes = _sizes(module)
+    return [_piece(module, nodes, cut, sizes) for cut, nodes in groups if nodes]
+
+
+def expect_operators(names: Collection[str]) -> None:
+    """Refuse names that no operator has.
+
+    Raises:
+        ConfigError: there is one; the message says how they are written.
+    """
+    for name in names:
+        namespace, _, short = name.partition("::")
+        if not (re.fullmatch(r"\w+::\w+", name) and hasattr(getattr(torch.ops, namespace), short)):
+            raise ConfigError(
+                f"compilation_config.splitting_ops has {name!r}, and torch knows no such operator: write it as "
+                "namespace::name, such as aten::scaled_dot_product_attention, and see that what registers it is "
+                "imported before"
+            )
+
+
+def _cut(node: fx.Node, names: Collection[str]) -> str:
+    name = node.target.name().partition(".")[0] if isinstance(node.target, OPERATOR) else ""
+    return name if name in names else ""
+
+
+def _is_exchanged(node: fx.Node) -> bool:
+    """Tell whether a node has tensors for results; what it computes of sizes, each piece computes for itself."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and any(isinstance(x, Tensor) for x in value))
+
+
+def _sizes(module: fx.GraphModule) -> dict[str, fx.Node]:
+    """Return for each dynamic size an input of the graph that has it as a dimension."""
+    found: dict[str, fx.Node] = {}
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            for size in node.meta["val"].shape:
+                if not isinstance(size, int):
+                    found.setdefault(str(size), node)
+    return found
+
+
+def _piece(module: fx.GraphModule, nodes: Sequence[fx.Node], cut: str, sizes: Mapping[str, fx.Node]) -> Piece:
+    """Make a graph of some nodes of another; ``sizes`` are those of ``_sizes``."""
+    given = _given(module, nodes, sizes)
+    graph = fx.Graph()
+    known: dict[fx.Node | str, fx.Node] = {}
+    for node in given:
+        made = known[node] = graph.placeholder(f"given_{len(known)}")
+        made.meta = {"val": _value(module, node), HELD: node.op == "get_attr"}
+
+    def copied(node: fx.Node) -> fx.Node:
+        name = _size_of(node, sizes)
+        if name and name not in known:  # whatever tensor the graph has it from, so that equal pieces are alike
+            place, dim = next(_dimensions(name, {each: each.meta["val"] for each in known.values()}))
+            known[name] = graph.call_function(torch.ops.aten.sym_size.int, (place, dim))
+            known[name].meta = {"val": node.meta["val"]}
+        elif not name and node not in known:
+            known[node] = graph.node_copy(node, copied)
+        return known[name or node]
+
+    for node in nodes:
+        copied(node)
+    inside = {*nodes}
+    outputs = tuple(n for n in nodes if isinstance(n.meta["val"], Tensor) and any(u not in inside for u in n.users))
+    graph.output(tuple(known[node] for node in outputs))
+    return Piece(fx.GraphModule(module, graph), tuple(given), outputs, cut, "\n".join(_lines(module, graph)))
+
+
+def _given(module: fx.GraphModule, nodes: Sequence[fx.Node], sizes: Mapping[str, fx.Node]) -> list[fx.Node]:
+    """Return what nodes read that others compute; last, inputs of the graph for sizes that none of these has."""
+    inside, given, named = {*nodes}, dict[fx.Node, Tensor](), set[str]()
+
+    def gather(node: fx.Node) -> None:
+        name = _size_of(node, sizes)
+        if name:
+            named.add(name)
+        elif node not in inside and _is_given(module, node):
+            given[node] = _value(module, node)
+        elif node not in inside:
+            for each in node.all_input_nodes:
+                gather(each)
+
+    for node in nodes:
+        for each in node.all_input_nodes:
+            gather(each)
+    words = {word for value in given.values() for size in value.shape for word in re.findall(r"\w+", str(size))}
+    missing = [node for name, node in sizes.items() if name in words | named and not any(_dimensions(name, given))]
+    return [*given, *missing]
+
+
+def _size_of(node: fx.Node, sizes: Container[str]) -> str:
+    """Return which size of the graph's inputs a node stands for; empty for anything else."""
+    value = node.meta.get("val")
+    return str(value) if isinstance(value, torch.SymInt) and str(value) in sizes else ""
+
+
+def _dimensions(name: str, tensors: Mapping[fx.Node, Any]) -> Iterator[tuple[fx.Node, int]]:
+    """Yield where tensors have a size as a dimension."""
+    for node, value in tensors.items():
+        for dim, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            if str(size) == name:
+                yield node, dim
+
+
+def _is_given(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Tell whether a piece is given what a node stands for, and does not compute or hold it."""
+    if node.op == "get_attr":
+        return isinstance(attribute_of(module, node), Tensor)  # and no branch of torch.cond
+    return node.op == "placeholder" or _is_exchanged(node)
+
+
+def _value(module: fx.GraphModule, node: fx.Node) -> Any:
+    return node.meta["val"] if "val" in node.meta else attribute_of(module, node)
+
+
+def _lines(module: fx.GraphModule, graph: fx.Graph) -> Iterator[str]:
+    """Write a graph so that equal ones are written alike, whatever their nodes are called."""
+    numbers = {node: f"%{number}" for number, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        what = f"{node.target}" if node.op == "call_function" else node.op
+        if node.op == "get_attr":
+            what += f" {id(attribute_of(module, node))}"
+        arguments = fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__)
+        yield f"{what} {arguments} {layout_of(node.meta.get('val'))}"

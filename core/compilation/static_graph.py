@@ -1,0 +1,169 @@
+"""Static graphs: code that is recorded for a size of the batch and replayed for all calls that fit in it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import sympy
+import torch
+from opgraft.binding.pluggable_class import PluggableClass
+from opgraft.compilation.backends import Runner
+from opgraft.compilation.nodes import OPERATOR
+from opgraft.compilation.splitting import HELD
+from opgraft.errors import CompilationError
+from opgraft.plugins.selection import current_platform
+from torch import Tensor, fx
+
+_UNRECORDED = ("data_dependent_output", "cudagraph_unsafe")
+"""Names of the tags of operators that no recording has: the host reads a value, or they say so themselves."""
+
+
+@PluggableClass.register("static_graph")
+class StaticGraph(PluggableClass):
+    """Code for inputs that lie in the same memory at each call.
+
+    On a platform with a ``graph_class`` the kernels are captured once and launched together. On others the code is
+    called, and computes the same in the same places.
+
+    Args:
+        run: the code.
+        inputs: for all calls.
+        before: a graph whose memory for what it computes in between this one may use, too: they never run at once.
+
+    Attributes:
+        inputs: to which a caller writes before ``replay``.
+        outputs: what the code returns, tensors in memory that each ``replay`` writes to, and constants.
+    """
+
+    def __init__(self, run: Runner, inputs: Sequence[Tensor], before: StaticGraph | None = None) -> None:
+        self.inputs = inputs
+        self._run = run
+        self._graph: Any = None
+        self.outputs: Sequence[Any] = run(*inputs)  # which also makes what code makes when it is first called
+        kind = current_platform().graph_class
+        if kind is not None:
+            self._graph = kind()
+            pool = before._graph.pool() if before is not None else None
+            with torch.get_device_module().graph(self._graph, pool=pool):
+                self.outputs = run(*inputs)
+
+    def replay(self) -> Sequence[Any]:
+        """Compute from what is in ``inputs``, and return ``outputs``."""
+        if self._graph is not None:
+            self._graph.replay()
+            return self.outputs
+        for output, computed in zip(self.outputs, self._run(*self.inputs), strict=True):
+            if isinstance(output, Tensor):
+                output.copy_(computed)
+        return self.outputs
+
+
+class Replayed:
+    """Code with a static graph for each of some sizes of the batch, to the next of which calls are padded.
+
+    Rows of padding hold zeros, or what an earlier call had there. A call of more rows runs the code itself.
+
+    Args:
+        run: the code.
+        module: the graph that it is of; its placeholders say where the size of the batch is.
+        batch: the name of that size.
+        sizes: ascending.
+    """
+
+    def __init__(self, run: Runner, module: fx.GraphModule, batch: str, sizes: Sequence[int]) -> None:
+        self.sizes = sizes
+        self._run = run
+        given = [node for node in module.graph.nodes if node.op == "placeholder"]
+        (end,) = (node for node in module.graph.nodes if node.op == "output")
+        self._given = [_Extent(node.meta["val"], bool(node.meta.get(HELD))) for node in given]
+        self._returned = [_Extent(each.meta["val"]) if isinstance(each, fx.Node) else None for each in end.args[0]]
+        plain = ((place, each.plain.get(batch)) for place, each in enumerate(self._given))
+        self._batch = next(((place, dim) for place, dim in plain if dim is not None), None)
+        if any(each.names - {batch} for each in (*self._given, *self._returned) if each):
+            self._batch = None  # a size that only the values of tensors tell
+        self._graphs: dict[int, StaticGraph] = {}
+
+    @property
+    def recorded(self) -> tuple[int, ...]:
+        """The sizes of the graphs that there are."""
+        return tuple(sorted(self._graphs))
+
+    def __call__(self, *tensors: Tensor) -> Sequence[Any]:
+        if self._batch is None:
+            return self._run(*tensors)
+        place, dim = self._batch
+        batch = tensors[place].shape[dim]
+        size = next((size for size in self.sizes if size >= batch), None)
+        if size is None:
+            return self._run(*tensors)
+        graph = self._graphs.get(size)
+        if graph is None:
+            inputs = [each.enlarged(x, size) for each, x in zip(self._given, tensors, strict=True)]
+            graph = self._graphs[size] = StaticGraph(self._run, inputs, next(iter(self._graphs.values()), None))
+        for each, static, x in zip(self._given, graph.inputs, tensors, strict=True):
+            if static is not x:
+                each.part(static, batch).copy_(x)
+        results = zip(self._returned, graph.replay(), strict=True)
+        return [x if each is None else each.part(x, batch) for each, x in results]
+
+
+class _Extent:
+    """The shape of a tensor as terms in the size of the batch.
+
+    Args:
+        value: of the shape.
+        held: whether it is the same tensor at each call.
+
+    Attributes:
+        names: of the sizes that it depends on.
+        plain: for each of these that is a dimension as it is, which one.
+    """
+
+    def __init__(self, value: Tensor, held: bool = False) -> None:
+        terms = {dim: sympy.sympify(str(size)) for dim, size in enumerate(value.shape) if not isinstance(size, int)}
+        self.names = {str(symbol) for term in terms.values() for symbol in term.free_symbols}
+        self.plain = {str(term): dim for dim, term in terms.items() if term.is_symbol}
+        self._held = held
+        self._terms = {dim: sympy.lambdify([*term.free_symbols], term) for dim, term in terms.items()}
+
+    def enlarged(self, x: Tensor, size: int) -> Tensor:
+        """Return memory for such a tensor of a batch, zeros where it is larger; a tensor that is held itself."""
+        if self._held:
+            return x
+        return x.new_zeros([self._terms[dim](size) if dim in self._terms else n for dim, n in enumerate(x.shape)])
+
+    def part(self, x: Tensor, batch: int) -> Tensor:
+        """Return the rows of a batch of a tensor for a larger one."""
+        for dim, term in self._terms.items():
+            x = x.narrow(dim, 0, term(batch))
+        return x
+
+
+def expect_recordable(module: fx.GraphModule) -> None:
+    """Refuse a graph that no recording computes again.
+
+    Raises:
+        CompilationError: an operator needs the host, or says that it must not be recorded; the message names it.
+    """
+    given = [_Extent(node.meta["val"]).names for node in module.graph.nodes if node.op == "placeholder"]
+    for node in module.graph.nodes:
+        why = _unrecordable(node, {name for names in given for name in names})
+        if why:
+            name = node.target.name().partition(".")[0]
+            raise CompilationError(
+                f"compilation_config.graph_mode is set, and a static graph cannot record {name}, as {why}. Next: add "
+                "it to compilation_config.splitting_ops under the mode piecewise, or set graph_mode to none"
+            )
+
+
+def _unrecordable(node: fx.Node, names: Collection[str]) -> str:
+    """Say why the call of an operator cannot be recorded; ``names`` are of the sizes that are known before it."""
+    if not isinstance(node.target, OPERATOR):
+        return ""
+    value = node.meta.get("val")
+    for result in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(result, Tensor) and _Extent(result).names - {*names}:
+            return "the size of its result depends on values"
+    tag = next((tag.name for tag in node.target.tags if tag.name in _UNRECORDED), None)
+    return f"it is tagged {tag}" if tag else ""

@@ -1,0 +1,32 @@
+"""Versions of installed distributions, read with limits: metadata is written by everybody, and may be anything."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import importlib_metadata
+from opgraft.files import read_regular
+
+LARGEST = 1 << 22
+"""Bytes of a file of metadata."""
+
+_FILES = ("METADATA", "PKG-INFO")
+_VERSION = re.compile(rb"^Version:[ \t]*(\S+)", re.M)
+
+
+def version_of(name: str) -> str | None:
+    """Return the version of an installed distribution, ``None`` of one without metadata that can be read."""
+    found = next(iter(importlib_metadata.distributions(name=name)), None)
+    if found is None:
+        return None
+    place = vars(found).get("_path")  # for which importlib-metadata has no public name
+    if not isinstance(place, Path):  # in an archive
+        return found.version
+    for file in _FILES:
+        try:
+            version = _VERSION.search(read_regular(place / file, LARGEST).partition(b"\n\n")[0])
+        except (OSError, ValueError):
+            continue
+        return version[1].decode(errors="replace") if version else None
+    return None

@@ -1,0 +1,1 @@
+"""Device plugins that were written for vLLM, run by opgraft as they are."""

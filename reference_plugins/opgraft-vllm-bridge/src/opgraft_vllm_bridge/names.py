@@ -1,0 +1,80 @@
+"""The modules and names of vLLM that plugins find here. Where opgraft itself has a name is told by its own table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from opgraft.porting.counterparts import COUNTERPARTS
+
+_PARTS = "opgraft_vllm_bridge.vllm_parts"
+
+_CONFIG = "VllmConfig get_current_vllm_config get_current_vllm_config_or_none"
+_DIVIDING = {"distributed_utils": "divide split_tensor_along_last_dim"}
+_QUANTIZATION = "QuantizationConfig get_quantization_config register_quantization_config"
+_PLATFORM = "CpuArchEnum Platform PlatformEnum"
+
+_ADAPTED: Mapping[str, Mapping[str, str]] = {
+    "vllm": {"version": "__version__"},
+    "vllm.config": {
+        "config": f"{_CONFIG} CUDAGraphMode CacheConfig CompilationConfig DeviceConfig LoadConfig ModelConfig "
+        "ParallelConfig SchedulerConfig"
+    },
+    "vllm.config.cache": {"config": "CacheConfig"},
+    "vllm.config.compilation": {"config": "CUDAGraphMode CompilationConfig"},
+    "vllm.config.device": {"config": "DeviceConfig"},
+    "vllm.config.load": {"config": "LoadConfig"},
+    "vllm.config.model": {"config": "ModelConfig"},
+    "vllm.config.parallel": {"config": "ParallelConfig"},
+    "vllm.config.scheduler": {"config": "SchedulerConfig"},
+    "vllm.config.vllm": {"config": _CONFIG},
+    "vllm.distributed": _DIVIDING,
+    "vllm.distributed.utils": _DIVIDING,
+    "vllm.envs": {"envs": "VLLM_COMPUTE_NANS_IN_LOGITS VLLM_LOGGING_LEVEL VLLM_PLUGINS VLLM_USE_MODELSCOPE"},
+    "vllm.forward_context": {"forward_context": "ForwardContext get_forward_context is_forward_context_available"},
+    "vllm.model_executor.layers.quantization": {"quantization": _QUANTIZATION},
+    "vllm.model_executor.layers.quantization.base_config": {"quantization": "QuantizationConfig"},
+    "vllm.model_executor.parameter": {
+        "parameter": "BasevLLMParameter ChannelQuantScaleParameter ModelWeightParameter PackedvLLMParameter "
+        "PerTensorScaleParameter RowvLLMParameter"
+    },
+    "vllm.platforms": {"platforms": _PLATFORM, "current": "current_platform"},
+    "vllm.platforms.cpu": {"cpu": "CpuPlatform"},
+    "vllm.platforms.interface": {"platforms": f"{_PLATFORM} DeviceCapability"},
+    "vllm.utils": {"torch_utils": "direct_register_custom_op"},
+    "vllm.utils.math_utils": {"math_utils": "cdiv next_power_of_2 prev_power_of_2 round_down round_up"},
+    "vllm.utils.torch_utils": {
+        "torch_utils": "direct_register_custom_op set_default_torch_dtype set_random_seed vllm_lib"
+    },
+    "vllm.v1.attention.backend": {"forward_context": "CommonAttentionMetadata"},
+    "vllm.v1.attention.backends.registry": {"attention": "AttentionBackendEnum"},
+    "vllm.v1.attention.backends.utils": {"forward_context": "CommonAttentionMetadata"},
+    "vllm.version": {"version": "__version__"},
+}
+"""By module of vLLM and module here, the names that the latter adapts."""
+
+
+def _names_of(module: str) -> dict[str, str]:
+    adapted = _ADAPTED.get(module, {})
+    own = {name: f"{_PARTS}.{part}" for part, names in adapted.items() for name in names.split()}
+    return {**COUNTERPARTS.get(module, {}), **own}
+
+
+NAMES: Mapping[str, Mapping[str, str]] = {module: _names_of(module) for module in {**COUNTERPARTS, **_ADAPTED}}
+"""By module of vLLM and name, the module that has that name."""
+
+
+def _above(module: str) -> Iterator[str]:
+    while module := module.rpartition(".")[0]:
+        yield module
+
+
+PACKAGES = frozenset(above for module in NAMES for above in _above(module))
+"""Modules of vLLM that have others below them."""
+
+MODULES = PACKAGES | NAMES.keys()
+"""Every module of vLLM that can be imported."""
+
+
+def is_adapted(home: str) -> bool:
+    """Tell whether a module is one of this package, whose classes have all that plugins may use of them."""
+    return home.startswith(_PARTS)

@@ -1,0 +1,100 @@
+"""The two bridges: of an entry point of vLLM they make a platform or a plugin of opgraft."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import importlib_metadata
+import opgraft
+from opgraft import Evidence, Fact, Machine, PlatformSpec
+from opgraft.plugins.discovery import PLATFORM_GROUP, Offer, discover
+
+from opgraft_vllm_bridge.finder import VllmFinder, is_installed
+from opgraft_vllm_bridge.judging import expect_counterparts, judge
+
+_ASIDE = "vLLM itself is installed, and runs its plugins: uninstall one of both"
+
+
+def platform(offer: Offer) -> PlatformSpec:
+    """Return a platform of opgraft for an entry point of the group ``vllm.platform_plugins``.
+
+    The entry point's function, which returns the path of a class where the device is there, is the probe.
+    """
+
+    def probe(machine: Machine) -> Evidence:
+        if is_installed():
+            return Evidence(False, _ASIDE)
+        path = _class_path(offer)
+        if path is None:
+            return Evidence(False, f"{offer.value} finds no device")
+        judgement = judge(offer.module, path.rpartition(".")[0])
+        expect_counterparts(offer.name, judgement)
+        facts = [Fact(place, f"opgraft does not call {name}") for name, place in judgement.uncalled.items()]
+        return Evidence(True, f"{offer.value} returns {path}", facts=tuple(facts))
+
+    def load() -> type[opgraft.Platform]:
+        path = _class_path(offer)
+        if path is None:
+            raise opgraft.OpgraftError(f"{offer.value}, which has found a device, finds none any more")
+        module, _, name = path.rpartition(".")
+        expect_counterparts(offer.name, judge(offer.module, module))
+        adapting = importlib.import_module("opgraft_vllm_bridge.adapting")  # with torch, which a probe does without
+        adapted: type[opgraft.Platform] = adapting.adapted(offer.name, getattr(importlib.import_module(module), name))
+        return adapted
+
+    return PlatformSpec(probe, load)
+
+
+class Plugin:
+    """A function of the group ``vllm.general_plugins`` as a plugin of opgraft.
+
+    Args:
+        register: the function; ``None`` where it is vLLM's to call it.
+        offers_platform: its distribution offers a platform, where it applies then; else it applies on any.
+    """
+
+    def __init__(self, register: Callable[[], Any] | None, *, offers_platform: bool) -> None:
+        self.register = register
+        self.platforms = None if offers_platform else "any"
+
+    @opgraft.hookimpl
+    def opgraft_veto(self) -> str | None:
+        return None if self.register else _ASIDE
+
+    @opgraft.hookimpl
+    def opgraft_register_ops(self) -> None:
+        if self.register:
+            self.register()
+
+
+def plugin(offer: Offer) -> Plugin:
+    """Return a plugin of opgraft for an entry point of the group ``vllm.general_plugins``.
+
+    Raises:
+        PluginError: it uses what has no counterpart.
+    """
+    offers_platform = any(each.provider == offer.provider for each in discover().of_group(PLATFORM_GROUP))
+    if is_installed():
+        return Plugin(None, offers_platform=offers_platform)
+    expect_counterparts(offer.name, judge(offer.module))
+    return Plugin(_function(offer), offers_platform=offers_platform)
+
+
+def _class_path(offer: Offer) -> str | None:
+    """Call the function of a platform's entry point, whose module must have counterparts for all that it uses.
+
+    Raises:
+        PluginError: it has not, or it returns something else than a dotted path or ``None``.
+    """
+    expect_counterparts(offer.name, judge(offer.module))
+    path = _function(offer)()
+    if path is not None and not (isinstance(path, str) and "." in path):
+        raise TypeError(f"{offer.value} returns {path!r:.80}, expected the dotted path of a class, or None")
+    return path
+
+
+def _function(offer: Offer) -> Any:
+    VllmFinder(offer.name).install()
+    return importlib_metadata.EntryPoint(offer.name, offer.value, offer.stands_in).load()

@@ -1,0 +1,9 @@
+"""``vllm.v1.attention``: of its backends, which do not run here, the names that platforms of plugins import."""
+
+from __future__ import annotations
+
+import enum
+
+
+class AttentionBackendEnum(enum.Enum):
+    """The backends of vLLM that run here: none."""

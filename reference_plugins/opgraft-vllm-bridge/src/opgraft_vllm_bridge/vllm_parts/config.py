@@ -1,0 +1,246 @@
+"""``vllm.config``: opgraft's settings under vLLM's names. A setting that opgraft has not is no attribute here."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from opgraft import CompilationMode, OpgraftConfig, current_platform
+from opgraft.config import config_from_fields
+from opgraft.errors import ConfigError
+from opgraft.state import host_state
+
+
+class CUDAGraphMode(enum.Enum):
+    """Ways to capture and replay graphs; no plugin of vLLM has that done here."""
+
+    NONE = 0
+    PIECEWISE = 1
+    FULL = 2
+    FULL_DECODE_ONLY = (FULL, NONE)
+    FULL_AND_PIECEWISE = (FULL, PIECEWISE)
+
+
+class Settings:
+    """Settings that a plugin may change when its platform is asked for defaults, and not later: they are opgraft's."""
+
+    __slots__ = ("_sealed",)
+
+    def seal(self) -> None:
+        """Refuse changes from now on."""
+        object.__setattr__(self, "_sealed", True)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if getattr(self, "_sealed", False):
+            raise ConfigError(
+                f"a plugin of vLLM sets {name} of {type(self).__name__}, which changes nothing any more: it may in its "
+                "platform's check_and_update_config"
+            )
+        object.__setattr__(self, name, value)
+
+
+@dataclass(slots=True)
+class ModelConfig(Settings):
+    """The model."""
+
+    model: str | None
+    dtype: torch.dtype | str
+    max_model_len: int | None
+    seed: int
+    enforce_eager: bool = True
+
+
+@dataclass(slots=True)
+class CacheConfig(Settings):
+    """The cache of keys and values."""
+
+    block_size: int
+    cache_dtype: str
+    enable_prefix_caching: bool
+    gpu_memory_utilization: float | None
+    num_gpu_blocks_override: int | None
+
+
+@dataclass(slots=True)
+class SchedulerConfig(Settings):
+    """The choice of requests for a step."""
+
+    enable_chunked_prefill: bool
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    policy: str
+    async_scheduling: bool = False
+    scheduler_cls: str | type | None = None
+
+
+@dataclass(slots=True)
+class ParallelConfig(Settings):
+    """The sizes of groups of ranks."""
+
+    data_parallel_size: int
+    pipeline_parallel_size: int
+    tensor_parallel_size: int
+    data_parallel_rank: int = 0
+    decode_context_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    prefill_context_parallel_size: int = 1
+    worker_cls: str = "auto"
+
+    @property
+    def world_size(self) -> int:
+        return self.pipeline_parallel_size * self.tensor_parallel_size
+
+
+@dataclass(slots=True)
+class LoadConfig(Settings):
+    """The loading of checkpoints."""
+
+    device: str | None
+    load_format: str
+
+
+@dataclass(slots=True)
+class CompilationConfig(Settings):
+    """Compilation, and which custom ops are enabled."""
+
+    backend: str
+    compile_sizes: list[int]
+    custom_ops: list[str]
+    mode: CompilationMode
+    cudagraph_capture_sizes: list[int] = field(default_factory=list)
+    cudagraph_mode: CUDAGraphMode = CUDAGraphMode.NONE
+
+
+@dataclass(slots=True)
+class DeviceConfig(Settings):
+    """The device."""
+
+    device_type: str
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.device_type)
+
+
+@dataclass(slots=True)
+class VllmConfig(Settings):
+    """All settings. What opgraft has nothing of, such as LoRA, is ``None``.
+
+    Attributes:
+        additional_config: given to a plugin by users beside the others, for which opgraft has no way.
+    """
+
+    model_config: ModelConfig
+    cache_config: CacheConfig
+    scheduler_config: SchedulerConfig
+    parallel_config: ParallelConfig
+    load_config: LoadConfig
+    compilation_config: CompilationConfig
+    device_config: DeviceConfig
+    additional_config: dict[str, Any] = field(default_factory=dict)
+    kv_events_config: None = None
+    kv_transfer_config: None = None
+    lora_config: None = None
+
+    @classmethod
+    def of(cls, config: OpgraftConfig, device_type: str) -> VllmConfig:
+        """Tell settings of opgraft, which are complete, in vLLM's terms."""
+        rows: dict[str, dict[str, Any]] = {}
+        for theirs, ours in SETTINGS.items():
+            section, _, name = theirs.partition(".")
+            owner, _, own = ours.rpartition(".")
+            value = getattr(getattr(config, owner), own)
+            rows.setdefault(section, {})[name] = list(value) if isinstance(value, tuple) else value
+        rows["model_config"]["dtype"] = getattr(torch, config.model.dtype, config.model.dtype)
+        rows["model_config"]["enforce_eager"] = config.compilation_config.mode is CompilationMode.NONE
+        rows["parallel_config"]["data_parallel_rank"] = config.parallel.data_rank or 0
+        rows["parallel_config"]["enable_expert_parallel"] = config.parallel.expert > 1
+        made = {each.name: _SECTIONS[each.name](**rows[each.name]) for each in fields(cls) if each.name in rows}
+        return cls(**made, device_config=DeviceConfig(device_type))
+
+    def sealed(self) -> VllmConfig:
+        """Return itself, which nobody changes any more."""
+        for section in _SECTIONS:
+            getattr(self, section).seal()
+        self.seal()
+        return self
+
+
+_SECTIONS: Mapping[str, Any] = {
+    "cache_config": CacheConfig,
+    "compilation_config": CompilationConfig,
+    "load_config": LoadConfig,
+    "model_config": ModelConfig,
+    "parallel_config": ParallelConfig,
+    "scheduler_config": SchedulerConfig,
+}
+
+SETTINGS: Mapping[str, str] = {
+    "cache_config.block_size": "cache.block_size",
+    "cache_config.cache_dtype": "cache.dtype",
+    "cache_config.enable_prefix_caching": "cache.prefix_reuse",
+    "cache_config.gpu_memory_utilization": "cache.memory_share",
+    "cache_config.num_gpu_blocks_override": "cache.num_blocks",
+    "compilation_config.backend": "compilation_config.backend",
+    "compilation_config.compile_sizes": "compilation_config.compile_sizes",
+    "compilation_config.custom_ops": "compilation_config.custom_ops",
+    "compilation_config.mode": "compilation_config.mode",
+    "load_config.device": "load.device",
+    "load_config.load_format": "load.format",
+    "model_config.dtype": "model.dtype",
+    "model_config.max_model_len": "model.max_model_len",
+    "model_config.model": "model.name",
+    "model_config.seed": "model.seed",
+    "parallel_config.data_parallel_size": "parallel.data",
+    "parallel_config.pipeline_parallel_size": "parallel.pipeline",
+    "parallel_config.tensor_parallel_size": "parallel.tensor",
+    "scheduler_config.enable_chunked_prefill": "scheduler.chunked_prefill",
+    "scheduler_config.max_num_batched_tokens": "scheduler.max_num_batched_tokens",
+    "scheduler_config.max_num_seqs": "scheduler.max_num_seqs",
+    "scheduler_config.policy": "scheduler.policy",
+}
+"""By setting of vLLM, that of opgraft."""
+
+_UNHEEDED: Mapping[str, str] = {
+    "compilation_config.cudagraph_mode": "opgraft captures the graphs of its own platforms only",
+    "parallel_config.worker_cls": "the worker is opgraft's, which plugins replace under the name 'worker'",
+    "scheduler_config.scheduler_cls": "the scheduler is opgraft's, which plugins replace under the name 'scheduler'",
+}
+"""Settings that plugins of vLLM make often and that change nothing here, with the reason."""
+
+
+def unheeded(name: str) -> str | None:
+    """Say why a setting of vLLM changes nothing here, or ``None`` of one that does."""
+    return None if name in SETTINGS else _UNHEEDED.get(name, "opgraft has no such setting")
+
+
+def values_of(config: VllmConfig) -> dict[str, Any]:
+    """Return every setting by its dotted name."""
+    found = {each.name: getattr(config, each.name) for each in fields(config) if each.name.startswith(("kv_", "lora_"))}
+    for section in _SECTIONS:
+        settings = getattr(config, section)
+        values = {each.name: getattr(settings, each.name) for each in fields(settings)}
+        found |= {f"{section}.{n}": tuple(v) if isinstance(v, list) else v for n, v in values.items()}
+    return found
+
+
+def as_opgraft(values: Mapping[str, Any]) -> OpgraftConfig:
+    """Return settings of vLLM as opgraft's; those that it does not heed are left out.
+
+    Raises:
+        ConfigError: opgraft does not take a value.
+    """
+    ours = {SETTINGS[name]: value for name, value in values.items() if name in SETTINGS}
+    dtype = ours.get("model.dtype")
+    return config_from_fields({**ours, **({"model.dtype": str(dtype).removeprefix("torch.")} if dtype else {})})
+
+
+def get_current_vllm_config() -> VllmConfig:
+    """Return the settings that hold here and now, which cannot be written to."""
+    return VllmConfig.of(host_state().settings().config, current_platform().device_type).sealed()
+
+
+get_current_vllm_config_or_none = get_current_vllm_config

@@ -1,0 +1,60 @@
+"""``vllm.platforms.current_platform``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import opgraft
+import torch
+from opgraft.platform import Platform as OpgraftPlatform
+
+from opgraft_vllm_bridge.adapting import BridgedPlatform
+from opgraft_vllm_bridge.vllm_parts.platforms import Platform, PlatformEnum
+
+_KINDS = {each.name.lower(): each for each in PlatformEnum}
+
+
+class CurrentPlatform:
+    """The platform of this process, which is asked when an attribute is: plugins import it before it is decided."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_of(opgraft.current_platform()), name)
+
+
+@functools.cache
+def _of(ours: OpgraftPlatform) -> Platform:
+    return ours.theirs if isinstance(ours, BridgedPlatform) else _OtherPlatform(ours)
+
+
+class _OtherPlatform(Platform):
+    """A platform of opgraft, which a plugin without a platform of its own asks."""
+
+    def __init__(self, ours: OpgraftPlatform) -> None:
+        self.ours = ours
+        self._enum = _KINDS.get(ours.name, PlatformEnum.OOT)
+        self.device_name = ours.name
+        self.device_type = ours.device_type
+        self.dist_backend = ours.distributed_backend
+        self.simple_compile_backend = ours.compile_backend
+        self.device_control_env_var = ours.visibility_variable or ""
+        self.ray_device_key = ours.ray_device_key or ""
+
+    @property
+    def supported_dtypes(self) -> list[torch.dtype]:
+        return list(self.ours.capability().dtypes)
+
+    def get_device_name(self, device_id: int = 0) -> str:  # type: ignore[override]  # of an instance
+        return self.ours.capability(device_id).name
+
+    def get_device_total_memory(self, device_id: int = 0) -> int:  # type: ignore[override]  # of an instance
+        return self.ours.memory(device_id).total
+
+    def supports_fp8(self) -> bool:  # type: ignore[override]  # of an instance
+        return self.ours.capability().fp8_dtype is not None
+
+    def manual_seed_all(self, seed: int) -> None:  # type: ignore[override]  # of an instance
+        self.ours.manual_seed(seed)
+
+
+current_platform = CurrentPlatform()

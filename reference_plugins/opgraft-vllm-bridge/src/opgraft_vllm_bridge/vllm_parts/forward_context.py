@@ -1,0 +1,79 @@
+"""``vllm.forward_context``: the batch that is computed, as layers of a plugin ask for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from opgraft.errors import LayerError
+from opgraft.ops.attention.batch import AttentionBatch, LayerPages, current_batch
+
+from opgraft_vllm_bridge.vllm_parts.config import CUDAGraphMode
+
+
+@dataclass(frozen=True)
+class CommonAttentionMetadata:
+    """The sequences of a batch, and where one layer keeps their keys and values."""
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: torch.Tensor
+    slot_mapping: torch.Tensor
+    causal: bool = True
+
+    @property
+    def query_start_loc_cpu(self) -> torch.Tensor:
+        return self.query_start_loc.cpu()
+
+    def naive_query_lens(self) -> torch.Tensor:
+        """Return the tokens of each sequence in this call."""
+        return self.query_start_loc[1:] - self.query_start_loc[:-1]
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """The batch that is computed.
+
+    Attributes:
+        attn_metadata: of each attention layer with a cache, by prefix. No backend of vLLM has made them its own.
+        slot_mapping: where the new tokens of each go.
+    """
+
+    attn_metadata: dict[str, CommonAttentionMetadata]
+    slot_mapping: dict[str, torch.Tensor]
+    cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE
+
+
+def is_forward_context_available() -> bool:
+    """Tell whether a batch is computed."""
+    return current_batch() is not None
+
+
+def get_forward_context() -> ForwardContext:
+    """Return the batch that is computed.
+
+    Raises:
+        LayerError: there is none.
+    """
+    batch = current_batch()
+    if batch is None:
+        raise LayerError("no batch is computed: ask is_forward_context_available() first")
+    metadata = {prefix: _metadata(batch, pages) for prefix, pages in batch.pages.items()}
+    return ForwardContext(metadata, {prefix: pages.slots for prefix, pages in batch.pages.items()})
+
+
+def _metadata(batch: AttentionBatch, pages: LayerPages) -> CommonAttentionMetadata:
+    return CommonAttentionMetadata(
+        query_start_loc=batch.query_start_loc,
+        seq_lens=batch.seq_lens,
+        num_reqs=len(batch.seq_lens),
+        num_actual_tokens=len(pages.slots),
+        max_query_len=batch.max_query_len,
+        max_seq_len=batch.max_seq_len,
+        block_table_tensor=pages.block_table,
+        slot_mapping=pages.slots,
+    )

@@ -1,0 +1,61 @@
+"""``vllm.utils.torch_utils``."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import opgraft
+import torch
+from torch.library import Library
+
+
+def _library() -> Any:
+    return Library("vllm", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch leaves it so
+
+
+vllm_lib = _library()
+
+
+def direct_register_custom_op(
+    op_name: str,
+    op_func: Callable[..., Any],
+    mutates_args: Sequence[str] | None = None,
+    fake_impl: Callable[..., Any] | None = None,
+    target_lib: Library | None = None,
+    dispatch_key: str | None = None,
+    tags: Sequence[torch.Tag] = (),
+) -> None:
+    """Make a function ``torch.ops.vllm.<op_name>``, as ``opgraft.direct_register_custom_op`` makes one of its own.
+
+    Raises:
+        ConflictError: the name is taken.
+        ValueError: the annotations make no schema; raised by torch.
+    """
+    library = target_lib or _library()  # one for each, with which torch takes an op back that is defined anew
+    opgraft.direct_register_custom_op(op_name, op_func, mutates_args, fake_impl, library, dispatch_key, tags)
+
+
+@contextmanager
+def set_default_torch_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make tensors of that dtype within the block."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def set_random_seed(seed: int | None, data_parallel_index: int = 0) -> None:
+    """Seed the generators of Python, NumPy and all devices, each replica's otherwise; ``None`` leaves them."""
+    if seed is not None:
+        if data_parallel_index:
+            seed = int(np.random.SeedSequence((seed, data_parallel_index)).generate_state(1)[0])
+        random.seed(seed)
+        np.random.seed(seed)  # the generator that plugins draw from
+        torch.manual_seed(seed)
+        opgraft.current_platform().manual_seed(seed)

@@ -1,0 +1,103 @@
+"""Rows of plugins with a fault of each kind that the doctor looks for, and what it must find of them."""
+
+from __future__ import annotations
+
+from faults.planting import PLUGIN
+
+HEAD = """
+import opgraft, os, torch
+from opgraft.ops import GELU, GeluAndMul, ReLUSquaredActivation, RMSNorm, SiluAndMul
+platforms = "any"
+"""
+
+
+def kernel(op: str, body: str, options: str = "", mark: str = "pass") -> str:
+    """A plugin with a kernel of an op that takes one tensor, or of the norm that takes two."""
+    arguments = "self, x, residual=None" if op == "RMSNorm" else "self, x"
+    return (
+        f"{HEAD}class Acme({op}):\n    {mark}\n    def forward_oot({arguments}):\n        {body}\n"
+        f"{op}.register_oot(Acme{options})\n"
+    )
+
+
+NATIVE = "return RMSNorm.forward_native(self, x, residual)"
+
+FINDINGS: dict[str, tuple[str, str, int]] = {
+    "an import of what is not there": ("import libacme_of_the_system\n", "ModuleNotFoundError: No module named", 4),
+    "an error of syntax": ("def (\n", "SyntaxError", 4),
+    "an error when it is imported": ("raise OSError('no driver')\n", "OSError: no driver", 4),
+    "an exit when it is imported": ("raise SystemExit(0)\n", "SystemExit: 0", 4),
+    "an error in a hook": (PLUGIN.replace("pass", "1 / 0"), "in its hook opgraft_veto: ZeroDivisionError", 4),
+    "a veto": (PLUGIN.replace("pass", "return 'old driver'"), "is not used, as it vetoed itself: old driver", 1),
+    "a change of the process": (f"{PLUGIN}opgraft.Platform.prepare = None\n", "changed opgraft's Platform.prepare", 1),
+    "a change of torch": (f"{PLUGIN}import torch\ntorch.nn.functional.silu = torch.relu\n", "functional.silu while", 1),
+    "a hook without a mark": (PLUGIN + "def opgraft_config(): pass\n", "opgraft_config is never called", 1),
+    "no hook": ("platforms = 'any'\n", "implements no hook and registers no op", 4),
+    "a target that nobody registers": (
+        kernel("RMSNorm", NATIVE).replace(
+            "RMSNorm.register_oot(Acme)", "opgraft.CustomOp.register_oot('RmsNrm')(Acme)"
+        ),
+        "replaces 'RmsNrm', which no registered op answers to",
+        1,
+    ),
+    "a replacement that is never chosen": (
+        kernel("RMSNorm", NATIVE, ", priority=-1"),
+        "is never used: ",
+        1,
+    ),
+    "a condition that does not hold": (
+        kernel("RMSNorm", NATIVE, ", priority=9, when=lambda platform: False"),
+        "is never used: its when= condition is false here",
+        1,
+    ),
+    "a need that is not met": (
+        kernel("SiluAndMul", "return x", mark="@opgraft.needs(lambda: 'needs a driver')"),
+        "Acme has no kernel that can run here, so SiluAndMul.forward_native does: Acme.forward_oot: needs a driver",
+        1,
+    ),
+    "a kernel that is hidden": (
+        kernel("GELU", "return x", mark="def forward(self, input): return GELU.forward_native(self, input)").replace(
+            "forward_oot(self, x)", "forward_oot(self, input)"
+        ),
+        "Acme.forward_oot can never run: Acme.forward of that op hides it",
+        1,
+    ),
+    "a check of needs that raises": (
+        kernel("ReLUSquaredActivation", "return x", mark="@opgraft.needs(lambda: 1 / 0)"),
+        "its needs() check raised ZeroDivisionError",
+        1,
+    ),
+    "a kernel that raises": (
+        kernel("GeluAndMul", "raise OSError('no device')"),
+        "raised OSError: no device",
+        1,
+    ),
+}
+"""By name: the source of a plugin, words of what is found, and the exit code of that finding alone."""
+
+ENDS: dict[str, tuple[str, str]] = {
+    "a segmentation fault": ("import os\nos.kill(os.getpid(), 11)\n", "crashed the process with signal SIGSEGV"),
+    "an abort": ("import os\nos.abort()\n", "crashed the process with signal SIGABRT"),
+    "an illegal instruction": ("import os\nos.kill(os.getpid(), 4)\n", "crashed the process with signal SIGILL"),
+    "an end by status 0": ("import os\nos._exit(0)\n", "ended the process with status 0"),
+    "an end by status 1": ("import os\nos._exit(1)\n", "ended the process with status 1"),
+    "a hang": ("import time\ntime.sleep(3600)\n", "did not come back within 20 s"),
+    "too much memory": (
+        "taken = b'x' * (3 << 30)\nimport time\ntime.sleep(3600)\n",
+        "of memory, more than the 2.5 GiB",
+    ),
+    "an abort some time later": (
+        f"{PLUGIN}import os, threading\nthreading.Timer(1.0, os.abort).start()\n",
+        "some time after it was loaded alone, crashed the process with signal SIGABRT",
+    ),
+    "a slow import": (f"{PLUGIN}import time\ntime.sleep(5)\n", "s to import, and each process that constructs an op"),
+}
+"""By name: the source of a plugin that takes its process down or holds it up, and words of what is found."""
+
+POINTS = {
+    "a module that is not there": ("opgraft.plugins", "acme_of_nobody", "ModuleNotFoundError"),
+    "an object that is not there": ("opgraft.plugins", "acme_points:plugin", "has no attribute 'plugin'"),
+    "a platform's object that is not there": ("opgraft.platforms", "acme_points:SPEC", "names 'SPEC', which acme_poi"),
+    "a group of another name": ("opgraft.plugin", "acme_points", "did you mean 'opgraft.plugins'"),
+}
+"""By name: the group and the value of an entry point that does not resolve, and words of what is found."""

@@ -1,0 +1,122 @@
+"""The bridge for vLLM's plugins: its names against the wheel of vLLM 0.33, and its own wheel, built and installed."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lanes.vllm_source import INSTALLED, SITE, definition, needs_vllm, parameters
+from plugins.vllm_plugin import BRIDGE, install_acme
+
+sys.path.insert(0, str(BRIDGE / "src"))
+try:
+    names = importlib.import_module("opgraft_vllm_bridge.names")
+    config = importlib.import_module("opgraft_vllm_bridge.vllm_parts.config")
+finally:
+    sys.path.remove(str(BRIDGE / "src"))
+
+ROWS = [
+    (module, name, home)
+    for module, found in names.NAMES.items()
+    for name, home in found.items()
+    if names.is_adapted(home)
+]
+SETTINGS = sorted(name for name in names.NAMES["vllm.config"] if is_dataclass(getattr(config, name, None)))
+OLDER = {"vllm.utils.direct_register_custom_op"}
+"""Names at which plugins for other versions find them."""
+
+
+def in_vllm(module: str, name: str) -> ast.stmt | None:
+    found = definition(module, name)
+    return found[1] if found else None
+
+
+@needs_vllm
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}.{row[1]}")
+def test_an_adapted_name_is_where_vllm_has_it(row: tuple[str, str, str]) -> None:
+    """Each is in that module of vLLM, and a function takes the same parameters in the same order."""
+    module, name, home = row
+    found = definition(module, name)
+    if f"{module}.{name}" in OLDER:
+        assert found is None
+        return
+    path = SITE / module.replace(".", "/")
+    file = next(each for each in (path / "__init__.py", path.with_suffix(".py")) if each.is_file())
+    if found is None:  # made when it is asked for
+        assert name in file.read_text(encoding="utf-8")
+        return
+    ours = getattr(importlib.import_module(home), name)
+    if inspect.isfunction(ours):
+        assert list(inspect.signature(ours).parameters) == parameters(*found)
+
+
+def members(node: ast.stmt | None) -> dict[str, list[str]]:
+    """What a class of vLLM has, with the parameters of its methods."""
+    assert isinstance(node, ast.ClassDef)
+    found: dict[str, list[str]] = {}
+    for each in node.body:
+        if isinstance(each, ast.FunctionDef):
+            found[each.name] = [argument.arg for argument in each.args.args][1:]
+        elif isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
+            found[each.target.id] = []
+    return found
+
+
+@needs_vllm
+def test_a_platform_has_the_members_of_vllms() -> None:
+    """Every member of the base of platforms is one of vLLM's, and its methods take the same parameters."""
+    theirs = members(in_vllm("vllm.platforms.interface", "Platform"))
+    ours: Any = importlib.import_module("opgraft_vllm_bridge.vllm_parts.platforms").Platform
+    own = [name for name in (*vars(ours), *ours.__annotations__) if not name.startswith("__")]
+    assert set(own) - theirs.keys() == set()
+    for name in own:
+        if callable(getattr(ours, name, None)):
+            function = getattr(ours, name)
+            taken = [each for each in inspect.signature(function).parameters if each != "self"]
+            assert taken == theirs[name], name
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    "name", sorted(name for name in vars(config) if name.endswith("Config") and name in names.NAMES["vllm.config"])
+)
+def test_settings_are_those_of_vllm(name: str) -> None:
+    """Every setting is one of vLLM's, in the class of that name."""
+    theirs = members(in_vllm("vllm.config", name))
+    assert {each.name for each in fields(getattr(config, name))} - theirs.keys() == set()
+
+
+@needs_vllm
+def test_the_bridge_stands_aside_for_vllm(tmp_path: Path) -> None:
+    """Where the wheel is on the path, imports of vLLM find it, and the finder has no answer."""
+    code = (
+        "import importlib.util, json; from opgraft_vllm_bridge.finder import VllmFinder\n"
+        "VllmFinder('acme').install()\n"
+        "print(json.dumps([importlib.util.find_spec('vllm').origin, VllmFinder('x').find_spec('vllm.logger', None)]))"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BRIDGE / "src"), str(SITE)])}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environ, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert json.loads(result.stdout) == [str(INSTALLED[-1]), None]
+
+
+@needs_vllm
+def test_the_wheel_of_the_bridge_runs_a_plugin(built_plugin: Callable[[str], Path], site: Any, cli: Any) -> None:
+    """Built and installed by pip it detects the platform of a plugin, and doctor finds nothing wrong."""
+    install_acme(site)
+    path = str(built_plugin("opgraft-vllm-bridge"))
+    detected = json.loads(cli("detect", "--json", PYTHONPATH=path).stdout)
+    assert detected["decision"]["chosen"] == "acme"
+    doctor = cli("plugins", "doctor", PYTHONPATH=path)
+    assert doctor.returncode == 0, doctor.stdout + doctor.stderr

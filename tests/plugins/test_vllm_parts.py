@@ -1,0 +1,183 @@
+"""Parts of vLLM that the bridge adapts, as plugins use them."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from typing import Any
+
+import numpy as np
+import opgraft
+import pytest
+import torch
+from opgraft import OpgraftConfig, ops, set_config
+from opgraft.errors import ConfigError, LayerError
+from opgraft.ops.attention import AttentionBatch, attending
+from opgraft.quantization import quantization_named
+from plugins.vllm_plugin import imports_forgotten, install_bridge
+
+
+@pytest.fixture
+def vllm(site: Any) -> Any:
+    """Imports a module of vLLM, which the bridge answers."""
+    install_bridge(site)
+    with imports_forgotten():
+        importlib.import_module("opgraft_vllm_bridge.finder").VllmFinder("tests").install()
+        yield importlib.import_module
+
+
+def doubling(vllm: Any) -> Any:
+    """A config that a plugin registers by vLLM's decorator."""
+    quantization = vllm("vllm.model_executor.layers.quantization")
+    linear = vllm("vllm.model_executor.layers.linear")
+    parameter = vllm("vllm.model_executor.parameter")
+
+    class Doubling(linear.LinearMethodBase):
+        def create_weights(
+            self,
+            layer,
+            input_size_per_partition,
+            output_partition_sizes,
+            input_size,
+            output_size,
+            params_dtype,
+            **attrs,
+        ) -> None:
+            data = torch.empty(sum(output_partition_sizes), input_size_per_partition, dtype=params_dtype)
+            loader = attrs["weight_loader"]
+            weight = parameter.ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)
+            layer.register_parameter("weight", weight)
+            scale = parameter.PerTensorScaleParameter(
+                data=torch.empty(len(output_partition_sizes)), weight_loader=loader
+            )
+            layer.register_parameter("scale", scale)
+
+        def apply(self, layer, x, bias=None):
+            return torch.nn.functional.linear(x, 2 * layer.weight, bias)
+
+    @quantization.register_quantization_config("doubling")
+    class DoublingConfig(quantization.QuantizationConfig):
+        def get_name(self) -> str:
+            return "doubling"
+
+        def get_supported_act_dtypes(self):
+            return [torch.float32]
+
+        @classmethod
+        def from_config(cls, config):
+            assert cls.get_from_keys(config, ["bits", "w_bits"]) == 8
+            assert cls.get_from_keys_or(config, ["group"], -1) == -1
+            return cls()
+
+        def get_quant_method(self, layer, prefix):
+            return Doubling() if isinstance(layer, linear.LinearBase) else None
+
+    return DoublingConfig
+
+
+def test_a_quantization_of_a_plugin(vllm: Any) -> None:
+    """Its config, asked for by name, makes the weights of layers, with vLLM's parameters."""
+    quantization, registered = vllm("vllm.model_executor.layers.quantization"), doubling(vllm)
+    config = quantization.get_quantization_config("doubling").from_config({"w_bits": 8})
+    assert quantization_named("doubling") is registered
+    with pytest.raises(ValueError, match="none of the settings bits, w_bits"):
+        config.from_config({})
+    layer = ops.MergedColumnParallelLinear(6, [4, 2], bias=False, quant_config=config, prefix="mlp")
+    parts = torch.randn(4, 6), torch.randn(2, 6)
+    for index, part in enumerate(parts):
+        layer.weight.weight_loader(layer.weight, part, index)
+        layer.scale.weight_loader(layer.scale, torch.tensor(float(index)), index)
+    x = torch.randn(3, 6)
+    torch.testing.assert_close(layer(x)[0], x @ (2 * torch.cat(parts)).T)
+    assert layer.scale.tolist() == [0.0, 1.0]
+
+
+def test_the_batch_is_the_forward_context(vllm: Any) -> None:
+    """Sequences, lengths and slots of each layer are told in vLLM's terms, where a batch is computed."""
+    forward_context = vllm("vllm.forward_context")
+    assert not forward_context.is_forward_context_available()
+    with pytest.raises(LayerError, match="no batch is computed"):
+        forward_context.get_forward_context()
+    table = torch.tensor([[1, 0], [2, 3]])
+    batch = AttentionBatch.of_sequences([2, 3], [2, 5], table, {"layers.0": torch.zeros(4)}, block_size=4)
+    with attending(batch):
+        context = forward_context.get_forward_context()
+    metadata = context.attn_metadata["layers.0"]
+    assert (metadata.num_reqs, metadata.num_actual_tokens, metadata.max_query_len, metadata.max_seq_len) == (2, 5, 3, 5)
+    assert metadata.naive_query_lens().tolist() == [2, 3]
+    assert metadata.query_start_loc_cpu.tolist() == [0, 2, 5]
+    assert context.slot_mapping["layers.0"].tolist() == [4, 5, 10, 11, 12]
+
+
+def test_settings_in_terms_of_vllm(vllm: Any) -> None:
+    """A plugin reads the settings that hold; one that opgraft has not is no attribute."""
+    config = vllm("vllm.config")
+    ours = opgraft.config.config_from_fields({"cache.block_size": 48, "parallel.tensor": 2, "model.dtype": "bfloat16"})
+    with set_config(ours):
+        current = config.get_current_vllm_config()
+    assert (current.cache_config.block_size, current.parallel_config.world_size) == (48, 2)
+    assert (current.model_config.dtype, current.device_config.device.type) == (torch.bfloat16, "cpu")
+    with pytest.raises(ConfigError, match="sets block_size of CacheConfig, which changes nothing any more"):
+        current.cache_config.block_size = 3
+    with pytest.raises(AttributeError, match="num_speculative_tokens"):
+        _ = current.scheduler_config.num_speculative_tokens
+    with set_config(OpgraftConfig(plugins=("vllm_plugin",), plugins_disable=())):
+        assert vllm("vllm.envs").VLLM_PLUGINS == ["vllm_plugin"]
+
+
+@pytest.mark.parametrize("replica", [0, 3])
+def test_seeds(vllm: Any, replica: int) -> None:
+    """The same seed gives the same numbers of Python, NumPy and torch, for another replica others."""
+    set_random_seed = vllm("vllm.utils.torch_utils").set_random_seed
+
+    def drawn(seed: int, replica: int) -> tuple[float, float, float]:
+        set_random_seed(seed, replica)
+        return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: S311  # no secrets
+
+    assert drawn(5, replica) == drawn(5, replica)
+    assert len({*drawn(5, replica), *drawn(5, replica + 1), *drawn(6, replica)}) == 9
+
+
+def test_small_helpers(vllm: Any) -> None:
+    """They compute what their names say."""
+    math = vllm("vllm.utils.math_utils")
+    for x in (1, 2, 3, 7, 8, 9, 1000):
+        for y in (1, 3, 8):
+            assert math.cdiv(x, y) == -(-x // y)
+            assert math.round_up(x, y) % y == 0 <= math.round_up(x, y) - x < y
+            assert math.round_down(x, y) % y == 0 <= x - math.round_down(x, y) < y
+        assert x <= math.next_power_of_2(x) < 2 * x
+        assert math.prev_power_of_2(x) <= x < 2 * math.prev_power_of_2(x)
+    distributed = vllm("vllm.distributed")
+    assert [part.tolist() for part in distributed.split_tensor_along_last_dim(torch.arange(6), 3)] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+    ]
+    with pytest.raises(LayerError, match="do not divide"):
+        distributed.divide(7, 2)
+    with vllm("vllm.utils.torch_utils").set_default_torch_dtype(torch.float64):
+        assert torch.ones(()).dtype == torch.float64
+    assert torch.ones(()).dtype == torch.float32
+
+
+def test_levels_of_devices(vllm: Any) -> None:
+    """Compute levels are compared as vLLM's platforms are asked."""
+    interface = vllm("vllm.platforms.interface")
+
+    class Acme(interface.Platform):
+        _enum = interface.PlatformEnum.CUDA
+
+        @classmethod
+        def get_device_capability(cls, device_id=0):
+            return interface.DeviceCapability(9, 0)
+
+    acme = Acme()
+    assert acme.is_cuda_alike()
+    assert not acme.is_out_of_tree()
+    assert [acme.has_device_capability(level) for level in ((8, 9), 90, (10, 0))] == [True, True, False]
+    assert [acme.is_device_capability(level) for level in ((9, 0), 90, 89)] == [True, True, False]
+    assert [acme.is_device_capability_family(level) for level in (90, 100)] == [True, False]
+    assert not interface.Platform().has_device_capability(10)
+    with pytest.raises(NotImplementedError):
+        acme.get_device_name()
