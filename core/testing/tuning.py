@@ -197,7 +197,7 @@ def _unless_it_raises(choice: str, case: str, left_out: dict[str, str]) -> Itera
         left_out[choice] = f"at {case} it raised {described(error)}"
 
 
-class Differs(Exception):
+class Differs(Exception):  # noqa: N818 -- an outcome of a race
     """A kernel computes something else than its op."""
 
 
