@@ -170,7 +170,7 @@ def checked_requirements(offer: Offer, host: str = __version__) -> Iterator[Chec
             applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
             # One that runs without metadata, as torch from a build folder may, has no version before it is imported.
             fits = version is None or requirement.specifier.contains(version, prereleases=True)
-        except ValueError as error:  # of its form, or of a comparison that only evaluating it tells to be none
+        except (ValueError, LookupError) as error:  # of its form, or of a marker that cannot be evaluated
             yield CheckedRequirement(line, None, f"its requirement {line!r} is malformed: {error}")
             continue
         if applies:
