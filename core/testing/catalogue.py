@@ -8,6 +8,7 @@ from types import MappingProxyType
 from opgraft.ops.activation import spec as activation
 from opgraft.ops.attention import spec as attention
 from opgraft.ops.conv import spec as conv
+from opgraft.ops.fused_collectives import spec as fused_collectives
 from opgraft.ops.fused_moe import spec as fused_moe
 from opgraft.ops.fused_quantization import spec as fused_quantization
 from opgraft.ops.latent_attention import spec as latent_attention
@@ -25,6 +26,7 @@ FAMILIES = (
     activation,
     attention,
     conv,
+    fused_collectives,
     fused_moe,
     fused_quantization,
     latent_attention,
