@@ -1,4 +1,4 @@
-"""What can be looked at before and after the steps of a plugin: a value, the entries of a mapping, the order of a list.
+"""Parts of the process to look at before and after a step of a plugin: a value, entries of a mapping, an order.
 
 Each tells the changes that lead from a former state to that of now, and how each of them is undone.
 """

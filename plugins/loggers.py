@@ -1,4 +1,4 @@
-"""What a plugin may change about the logs of everybody: of the root logger, of opgraft's, and of all of them."""
+"""Looking at what decides about the logs of everybody: the root logger, that of opgraft, and what all share."""
 
 from __future__ import annotations
 

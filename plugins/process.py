@@ -183,10 +183,19 @@ def _stream(name: str) -> Value:
     return Value(f"sys.{name}", *attribute(sys, name), lambda s: type(s).__name__, operator.is_)
 
 
-def _automatic_dtypes() -> Iterator[Value]:
-    for device in ("cpu", "cuda"):
-        get, write = partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device)
-        yield Value(f"automatic dtypes on {device}", get, write)
+def _automatic_dtypes() -> dict[str, bool]:
+    selection = host_state().selection
+    devices = dict.fromkeys(("cpu", selection.platform.device_type if selection else "cpu"))
+    return {each: torch.is_autocast_enabled(each) for each in devices if torch.amp.is_autocast_available(each)}
+
+
+def _set_automatic_dtypes(enabled: Mapping[str, bool]) -> None:
+    for device, on in enabled.items():
+        torch.set_autocast_enabled(device, on)
+
+
+def _devices(enabled: Mapping[str, bool]) -> str:
+    return ", ".join(device for device, on in enabled.items() if on) or "no device"
 
 
 def _start_method() -> tuple[Callable[[], Any], Callable[[Any], object]]:
@@ -213,7 +222,7 @@ ASPECTS: tuple[Aspect, ...] = (
     Value("the number of threads between operators", torch.get_num_interop_threads, torch.set_num_interop_threads),
     Value("whether gradients are recorded", torch.is_grad_enabled, torch.set_grad_enabled),
     Value("the inference mode", torch.is_inference_mode_enabled, _set_inference_mode),
-    *_automatic_dtypes(),
+    Value("automatic dtypes", _automatic_dtypes, _set_automatic_dtypes, _devices),
     Value("the detection of anomalies", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     Value("whether algorithms are deterministic", _deterministic, _set_deterministic),
     Value("the precision of products", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),

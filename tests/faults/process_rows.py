@@ -16,7 +16,7 @@ SET_BACK = {
     "torch.set_default_device('meta')": "the default device from cpu to meta",
     "torch.set_num_threads(torch.get_num_threads() + 1)": "the number of threads from ",
     "torch.set_grad_enabled(False)": "whether gradients are recorded from True to False",
-    "torch.set_autocast_enabled('cpu', True)": "automatic dtypes on cpu from False to True",
+    "torch.set_autocast_enabled('cpu', True)": "automatic dtypes from no device to cpu",
     "torch.autograd.set_detect_anomaly(True)": "the detection of anomalies from False to True",
     "torch.use_deterministic_algorithms(True)": "whether algorithms are deterministic from (False, False) to (True,",
     "torch.set_float32_matmul_precision('medium')": "the precision of products from highest to medium",
