@@ -148,7 +148,7 @@ class Conformance:
                 if not self._asks(check):
                     continue
                 if check.dtypes is None and subject.spec is not None:
-                    yield from (Case(subject.name, name, dtype_name(dtype)) for dtype in dtypes_of(subject))
+                    yield from (Case(subject.name, name, _text(dtype)) for dtype in dtypes_of(subject))
                 else:
                     yield Case(subject.name, name)
 
@@ -185,12 +185,11 @@ class Conformance:
         if against:
             return Found(skipped=against)
         dtypes = (getattr(torch, case.dtype),) if case.dtype else check.dtypes or ()
-        missing = [dtype_name(dtype) for dtype in dtypes if subject.spec and dtype not in dtypes_of(subject)]
+        missing = [_text(dtype) for dtype in dtypes if subject.spec and dtype not in dtypes_of(subject)]
         if missing:
             return Found(skipped=f"platform or form takes no {' or '.join(missing)}")
         return check.run(subject, dtypes[0]) or Found()
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype as users write it, such as ``float32``."""
+def _text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
