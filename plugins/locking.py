@@ -26,7 +26,7 @@ from opgraft.errors import ConfigError, InputError, PluginError
 from opgraft.files import read_regular, replace_file, without_waiting
 from opgraft.plugins.discovery import discover, is_editable, normalized
 from opgraft.plugins.metadata import Problem, distributions, specs_of, text_of
-from opgraft.plugins.requirements import unfit
+from opgraft.plugins.requirements import FAULTS, unfit
 from opgraft.state import host_state
 from opgraft.text import described
 
@@ -165,10 +165,15 @@ def lock_installed(settings: Settings, *, allow_editable: bool) -> tuple[list[Lo
 
     The lockfile that is set has no say: it may be the one to be renewed.
     """
-    offers = discover().offers
-    admitted = dict.fromkeys(o.provider for o in offers if not o.built_in and unfit(o, settings) is None)
+    judged: dict[Provider, list[str | None]] = {}
+    for offer in discover().offers:
+        if not offer.built_in:
+            judged.setdefault(offer.provider, []).append(unfit(offer, settings))
     rows, left_out = [], []
-    for provider in admitted:
+    for provider, against in judged.items():
+        if None not in against:  # a list of the user is no fault
+            left_out += [Problem(provider, why) for why in against[:1] if why and why.startswith(FAULTS)]
+            continue
         try:
             row = as_installed(provider)
             if row.editable and not allow_editable:

@@ -11,6 +11,7 @@ from opgraft.plugins.discovery import PLATFORM_GROUP, discover
 from opgraft.plugins.requirements import FAULTS, QUARANTINED
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
 from opgraft.state import PluginRecord, PluginStatus, host_state
+from opgraft.text import printable
 
 _PLATFORM_CUTOFF = 0.7
 """Above it two names of platforms are one misspelt; 'npu' and 'cpu', at two thirds, are two vendors' words."""
@@ -55,6 +56,18 @@ def failure_of(record: PluginRecord) -> str:
         f"plugin {record.name!r} of {record.provider} failed {reason} Go without it by "
         f"{PLUGINS_DISABLE}={record.name}; 'opgraft plugins show {record.name} --load' has the traceback."
     )
+
+
+def state_of(record: PluginRecord) -> str:
+    """Tell how far a plugin came, and why no further."""
+    return f"plugin {record.name} of {record.provider} is {record.status.value}: {record.reason}"
+
+
+def absence_of(name: str) -> str:
+    """Say why plugins that a setting means by ``name``, theirs or their distribution's, are not active."""
+    meant = (record for record in host_state().plugins.values() if name in (record.name, record.provider.name))
+    absent = [state_of(record) for record in meant if record.status is not PluginStatus.ACTIVATED and record.reason]
+    return printable("; ".join(absent)).rstrip(".")
 
 
 def replacements_of(record: PluginRecord) -> list[Replacement]:

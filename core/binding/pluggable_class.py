@@ -10,6 +10,7 @@ from opgraft.binding.names import check_names, kin_of, op_name_of
 from opgraft.errors import RegistrationError
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.host import check_loaded_with, with_plugins
+from opgraft.plugins.outcomes import absence_of
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.choice import ReplacementChoice, choose_replacement
 from opgraft.state import host_state
@@ -100,4 +101,4 @@ def _decide(cls: type) -> ReplacementChoice:
     check_names(settings, state.registry)
     check_loaded_with(settings, state)
     own = discover().provider_of(cls.__module__)
-    return choose_replacement(cls, name, own, active, platform, settings, kin_of(cls, active))
+    return choose_replacement(cls, name, own, active, platform, settings, kin_of(cls, active), absence_of)
