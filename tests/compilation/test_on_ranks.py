@@ -1,0 +1,106 @@
+"""Models whose layers ranks share, compiled: collectives are nodes, and ranks have the logits of the model itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import opgraft
+import pytest
+import torch
+from opgraft import CompilationConfig
+from opgraft.config import ModelConfig, OpgraftConfig
+from opgraft.models import load_model
+from random_decoders import DECODERS, written
+from ranks import Ranks
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint whose biases the first rank alone adds, so that the ranks have unlike graphs."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "llama"
+    family, values = DECODERS["llama 3, with biases, tied"]
+    written(family, folder, **{**values, "num_hidden_layers": 2})
+    return str(folder)
+
+
+class WithLogits(nn.Module):
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.decoder: Any = load_model(OpgraftConfig(model=ModelConfig(name=folder, dtype="float32")))
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        logits: Tensor = self.decoder.compute_logits(self.decoder(ids, positions))
+        return logits
+
+
+def inputs(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(3, 99, (size,), generator=torch.Generator().manual_seed(size)), torch.arange(size)
+
+
+def names(compiled: Any) -> Counter[str]:
+    """The operators of opgraft in a graph."""
+    targets = [str(node.target) for node in compiled.graph.graph.nodes]
+    return Counter(name.split(".")[1] for name in targets if name.startswith("opgraft."))
+
+
+def compiled_logits(folder: str, settings: dict[str, Any], sizes: list[int]) -> tuple[list[Tensor], Counter[str]]:
+    """The logits for each size, once they are those of the model itself, and the operators of the graph."""
+    model = WithLogits(folder).eval()
+    compiled = opgraft.compile(model, CompilationConfig(**settings), args=inputs(8))
+    found = []
+    with torch.no_grad():
+        for size in sizes:
+            found.append(compiled(*inputs(size)))
+            torch.testing.assert_close(found[-1], model(*inputs(size)), rtol=1e-5, atol=1e-5)
+    return found, names(compiled) if getattr(compiled, "graph", None) is not None else Counter()
+
+
+def expect_equal(first: list[Tensor], second: list[Tensor]) -> None:
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"level": 0},
+        {"level": 1},
+        {"level": 1, "splitting_ops": ["opgraft::all_reduce", "opgraft::all_gather"]},
+        {"level": 2, "backend": "aot_eager"},
+    ],
+    ids=str,
+)
+def test_at_a_level(settings: dict[str, Any], llama: str, two: Ranks) -> None:
+    """One graph serves 50 sizes; the collectives of layers, embedding and logits are nodes of it, as linear maps are,
+    and what follows an all-reduce needs no graph of its own."""
+    (first, graph), (second, _) = two.run(compiled_logits, llama, settings, [*range(1, 51)])
+    expect_equal(first, second)
+    if settings["level"]:
+        assert {name: graph[name] for name in ("all_reduce", "all_gather", "linear")} == {
+            "all_reduce": 5,
+            "all_gather": 1,
+            "linear": 9,
+        }
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own, where inductor starts
+@pytest.mark.parametrize(("level", "cache"), [(2, False), (3, False), (2, True)])
+def test_by_inductor(level: int, cache: bool, llama: str, two: Ranks, tmp_path: Path) -> None:
+    """Generated code calls the collectives, from the cache too."""
+    settings = {"level": level, "cache": cache, **({"cache_folder": str(tmp_path)} if cache else {})}
+    for _ in range(1 + cache):
+        (first, _), (second, _) = two.run(compiled_logits, llama, settings, [1, 2, 7, 50])
+        expect_equal(first, second)
