@@ -103,7 +103,7 @@ def never_used() -> Iterator[Finding]:
         if choice.winner is not replacement and choice.op_name not in wanted:
             row = next(c for c in choice.decision.candidates if c.location == replacement.location)
             message = f"{row.name} at {row.location} ({row.provider}) is never used: {row.reason}"
-            yield Finding(message, replacement.provider)
+            yield Finding(message, replacement.provider, replacement.location)
 
 
 def never_fire() -> Iterator[Finding]:
