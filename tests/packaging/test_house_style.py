@@ -60,6 +60,7 @@ LAYERS = [
     "opgraft.ops.rotary",
     "opgraft.ops.quantization",
     "opgraft.ops.fused_quantization",
+    "opgraft.ops.fused_collectives",
     "opgraft.ops.attention",
     "opgraft.ops.latent_attention",
     "opgraft.ops.quantized_linear",
