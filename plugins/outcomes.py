@@ -25,7 +25,7 @@ def findings_of(record: PluginRecord) -> Iterator[Finding]:
     end = end_of(record)
     if end is not None:
         yield end
-    yield from (_finding(record, text) for text in record.findings)
+    yield from record.findings
     if record.seconds >= SLOW:
         yield _finding(
             record, f"took {record.seconds:.1f} s to import, and each process that constructs an op waits for it"
@@ -91,4 +91,4 @@ def _misspelt_platforms(record: PluginRecord) -> Iterator[Finding]:
 
 
 def _finding(record: PluginRecord, says: str, exit_code: int = 1) -> Finding:
-    return Finding(f"plugin {record.name} of {record.provider} {says}", record.provider, exit_code=exit_code)
+    return Finding(f"plugin {record.name} of {record.provider} {says}", record.provider, record.location, exit_code)
