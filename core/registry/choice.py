@@ -107,7 +107,7 @@ def choose_replacement(
     rows = tuple((r, objection_to(r, platform, wanted)) for r in active if r.target is target)
     eligible = [r for r, against in rows if against is None]
     best = max((r.priority for r in eligible), default=0)
-    top = [r for r in eligible if r.priority == best]
+    top = sorted((r for r in eligible if r.priority == best), key=lambda r: r.provider.name)  # not as they were loaded
     if len(top) > 1:
         choices = f"Choose by {choosing(settings, op_name, [choice_name(r) for r in top], choice_name(top[0]))}."
         # Settings name providers and plugins, so none tells these apart.
