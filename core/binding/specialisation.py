@@ -26,7 +26,7 @@ from opgraft.environment import PROVIDERS
 from opgraft.errors import RegistrationError
 from opgraft.logger import logger
 from opgraft.platform import effective_chain
-from opgraft.plugins.agreement import expect_kernel_agrees
+from opgraft.plugins.agreement import expect_choice_agrees
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.host import check_loaded_with, plugins_decision, with_plugins
 from opgraft.plugins.outcomes import absence_of, state_of
@@ -300,7 +300,7 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
     record = state.registry.ops.get(name or "")
     # A scope is the word of this process alone.
     if only is None and record is not None and record.cls is cls and CURRENT_SCOPE.get() is None:
-        expect_kernel_agrees(record.name, binding.chosen)
+        expect_choice_agrees(f"kernel of {record.name}", binding.chosen)
     if logger.isEnabledFor(logging.DEBUG):
         decision = binding.decision
         logger.debug("%s", decision.summary(), extra=decision.attributes())

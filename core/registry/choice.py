@@ -11,7 +11,7 @@ from opgraft.environment import PLUGINS_DISABLE, PROVIDERS
 from opgraft.errors import ConfigError, ConflictError, close_matches
 from opgraft.platform import Platform
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
-from opgraft.registry.op_classes import location_of, told_apart
+from opgraft.registry.op_classes import location_of, qualified, told_apart
 
 _NOT_ASKED = "providers asks for"
 
@@ -39,6 +39,11 @@ class ReplacementChoice:
     @property
     def provider(self) -> Provider:
         return self.winner.provider if self.winner else self.own
+
+    @property
+    def chosen(self) -> str:
+        """The class and its provider, as processes tell each other what they construct."""
+        return f"{qualified(self.cls)} of {self.provider}"
 
     @property
     def decision(self) -> Decision:
