@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from opgraft import functional as _functional  # noqa: F401  # registers every form, of which passes make nodes
 from opgraft.compat.graphs import returns_new_memory
+from opgraft.compilation.collective_passes import AllReduceRMSNorm
 from opgraft.compilation.graph_pass import GraphPass, Outcome
 from opgraft.compilation.linear_passes import GatedProduct, JointLinears
 from opgraft.compilation.nodes import OPERATOR, has_kernel, layout_of, semantic_calls
@@ -123,6 +124,7 @@ BUILT_IN: tuple[type[GraphPass], ...] = (
     RMSNormQuantFP8,
     SiluAndMulQuantFP8,
     QKNormRope,
+    AllReduceRMSNorm,
 )
 """The passes in the order in which they run."""
 
