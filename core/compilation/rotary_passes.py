@@ -58,7 +58,7 @@ class _Rotated:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What query and key have in common: the rotation, and the numbers of batches and tokens."""
+        """Name the rotation and the sizes that query and key have in common."""
         sizes = _sizes(self.norm.x)
         lead = (*sizes[:-3], sizes[-2]) if self.normed_by_heads else sizes[:-2]
         return self.cos, self.sin, self.is_neox_style, self.by_heads, lead
