@@ -42,7 +42,7 @@ def page(text: str, rows: Mapping[str, str]) -> str:
     for head, lines in rows.items():
         columns = "|---" * (head.count("|") - 1)
         table = re.compile(rf"(?<=^{re.escape(head)}\n{re.escape(columns)}\|\n)(\|.*\n)*", re.M)
-        text = table.sub(lambda _, lines=lines: lines, text)
+        text = table.sub(lines.replace("\\", r"\\"), text)
     return text
 
 
