@@ -202,8 +202,9 @@ def experts() -> Iterator[Row]:
             taken, looped = paired(ours, loop)
             speed, elements = limits(), 3 * HIDDEN * INTERMEDIATE
             reading = torch.unique(ids).numel() * elements * dtype.itemsize / speed["bytes_per"]["seconds"]
-            least = max(reading, ids.numel() * elements / speed["products_per"]["seconds"])
-            detail = f"{taken * 1e3:.3g} over {looped * 1e3:.3g} ms, of which {least * 1e3:.3g} are reading or products"
+            products = ids.numel() * elements / speed["products_per"]["seconds"]
+            least, what = max((reading, "reading"), (products, "products"))
+            detail = f"{taken * 1e3:.3g} over {looped * 1e3:.3g} ms; {least / taken:.0%} of the speed of {what}"
             yield Row(f"{label} / transformers", round(taken / looped, 4), limit, detail, round(least / looped, 4))
 
 

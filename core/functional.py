@@ -18,6 +18,8 @@ from opgraft.ops.attention.functional import *
 from opgraft.ops.attention.paged import *
 from opgraft.ops.conv import functional as _conv
 from opgraft.ops.conv.functional import *
+from opgraft.ops.fused_collectives import functional as _fused_collectives
+from opgraft.ops.fused_collectives.functional import *
 from opgraft.ops.fused_moe import functional as _fused_moe
 from opgraft.ops.fused_moe.functional import *
 from opgraft.ops.fused_quantization import functional as _fused_quantization
@@ -46,6 +48,7 @@ __all__ += _activation.__all__
 __all__ += _attention.__all__
 __all__ += _paged.__all__
 __all__ += _conv.__all__
+__all__ += _fused_collectives.__all__
 __all__ += _fused_moe.__all__
 __all__ += _latent_attention.__all__
 __all__ += _layernorm.__all__

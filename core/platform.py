@@ -145,6 +145,14 @@ class Platform(ABC):
         """The class that captures and replays a sequence of kernels on it, or ``None`` where there is none."""
         return None
 
+    @property
+    def streams(self) -> Any | None:
+        """torch's names for queues of work: ``Stream``, ``Event``, ``current_stream`` and the scope ``stream``.
+
+        A module that has them, such as ``torch.cuda``, or ``None`` where all work is in one queue.
+        """
+        return None
+
     def prepare(self, config: OpgraftConfig) -> None:  # noqa: B027  # optional
         """Set up what holds for the whole process; called once, when plugins have been loaded, with the settings."""
 

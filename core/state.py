@@ -50,9 +50,9 @@ class PluginStatus(enum.Enum):
 class PluginRecord:
     """One entry point of the group ``opgraft.plugins`` and what became of it.
 
-    ``location`` is the ``file:line`` in the plugin where it failed, where that is known. ``findings`` say what is
-    questionable about it, though it was loaded, ``notes`` what is worth knowing, and ``seconds`` how long its import
-    took.
+    ``location`` is the ``file:line`` in the plugin where it failed or refused, as far as that is known, else where its
+    module begins. ``findings`` say what is questionable about it, though it was loaded, ``notes`` what is worth
+    knowing, and ``seconds`` how long its import took.
     """
 
     name: str
@@ -63,7 +63,7 @@ class PluginRecord:
     traceback: str | None = None
     location: str | None = None
     platforms: tuple[str, ...] = ()
-    findings: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
 
@@ -75,9 +75,13 @@ class PluginRecord:
 
 @dataclass
 class Transaction:
-    """The activation of a plugin that is under way: whatever it does can be taken back through ``undos``."""
+    """The activation of a plugin that is under way: whatever it does can be taken back through ``undos``.
+
+    ``module`` is the one that its entry point names.
+    """
 
     plugin: str
+    module: str
     provider: Provider
     undos: ExitStack
 

@@ -51,3 +51,7 @@ class TorchCudaPlatform(Platform):
     @property
     def graph_class(self) -> type[Any]:
         return torch.cuda.CUDAGraph
+
+    @property
+    def streams(self) -> Any:
+        return torch.cuda

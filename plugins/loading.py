@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import reprlib
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +16,7 @@ import pluggy
 from opgraft.adapter import Adapter
 from opgraft.config import OpgraftConfig
 from opgraft.errors import PluginError, UnknownTargetError, close_matches, raised_in
+from opgraft.finding import Finding
 from opgraft.logger import logger
 from opgraft.platform import Platform
 from opgraft.plugins import hookspecs
@@ -80,7 +82,7 @@ class Loading:
         record.status = PluginStatus.SELECTED
         # A stack for each: closed alone where this plugin fails, with all others where the pass does.
         undos = self.undo_all.enter_context(ExitStack())
-        self.transactions[offer.name] = Transaction(offer.name, offer.provider, undos)
+        self.transactions[offer.name] = Transaction(offer.name, offer.module, offer.provider, undos)
         self._attempt(offer.name, "while it was loaded", partial(self._load, offer, record))
 
     def _warn_of(self, record: PluginRecord) -> None:
@@ -94,9 +96,9 @@ class Loading:
         began = time.perf_counter()
         plugin = offer.load()
         record.seconds = time.perf_counter() - began
-        record.status = PluginStatus.LOADED
+        record.status, record.location = PluginStatus.LOADED, self._place(offer.name)
         if record.platforms:
-            record.findings += _overruled_platforms(plugin, record.platforms)
+            record.findings += _overruled_platforms(record, plugin)
         else:
             record.platforms = _stated_platforms(plugin)
         if ANY_PLATFORM not in record.platforms and self.platform.name not in record.platforms:
@@ -138,7 +140,7 @@ class Loading:
             arguments = [offered[name] for name in implementation.argnames]
             call = partial(implementation.function, *arguments)
             step = partial(self._call, hook.name, implementation, call, use)
-            self._attempt(implementation.plugin_name, f"in its hook {hook.name}", step)
+            self._attempt(implementation.plugin_name, f"in its hook {hook.name}", step, implementation.function)
 
     def _call(
         self, hook: str, implementation: pluggy.HookImpl, call: Callable[[], Any], use: Callable[[str, Any], None]
@@ -210,16 +212,20 @@ class Loading:
                 step = partial(_reject_names, unknown, registry.records())
                 self._attempt(origin.removeprefix("plugin "), "in its hook opgraft_config", step)
 
-    def _attempt(self, name: str, when: str, step: Callable[[], None]) -> None:
-        """Run one step of a plugin inside its transaction; take it back if it raises, recording why, or is not used."""
+    def _attempt(self, name: str, when: str, step: Callable[[], None], hook: object = None) -> None:
+        """Run one step of a plugin inside its transaction; take it back if it raises, recording why, or is not used.
+
+        ``hook`` is the function of the plugin that the step calls, where it calls one.
+        """
         transaction, record = self.transactions[name], self.state.plugins[name]
         token = ACTIVATING.set(transaction)
         try:
             whose = f"plugin {name!r} of {transaction.provider}"
-            with watched(f"{whose} {when}", transaction.provider), self._guarded(name, when):
+            with watched(f"{whose} {when}", transaction.provider), self._guarded(name, when, hook):
                 step()
             # Not in the step, which is looked at: what it adds must be known before, and no undo is a change by it.
             if record.status in (PluginStatus.REJECTED, PluginStatus.VETOED):
+                record.location = self._place(name, hook)
                 self._withdraw(name, record.status, record.reason)
         except KeyboardInterrupt:
             raise
@@ -228,7 +234,7 @@ class Loading:
             # As text: the traceback itself would keep alive what the plugin's frames hold.
             record.traceback = "".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:]
             known = error.location if isinstance(error, PluginError) else None
-            record.location = known or raised_in(record.value.partition(":")[0].partition(".")[0].strip(), error)
+            record.location = known or raised_in(transaction.module.partition(".")[0], error)
             message = failure_of(record)
             if self.config.strict or any(offer.name == name for offer in self._named()):
                 raise PluginError(message) from error
@@ -237,25 +243,30 @@ class Loading:
             ACTIVATING.reset(token)
 
     @contextmanager
-    def _guarded(self, name: str, when: str) -> Iterator[None]:
+    def _guarded(self, name: str, when: str, hook: object) -> Iterator[None]:
         """Set back what a step of a plugin changes in the process; what it adds for itself goes with the plugin."""
         record, undos = self.state.plugins[name], self.transactions[name].undos
         before = self.process.look()
         try:
             yield
         finally:
-            findings = []
+            found = []
             for change in self.process.changes_since(before):
                 told = f"changed {change.what} {when}"
                 if change.stays or (change.patch and self._brings_device(record)):
                     undos.callback(change.set_back)
                     record.notes += (f"{told}: it stays as long as the plugin does",)
                 else:
-                    findings.append(f"{told}: {change.set_back()}")
-            record.findings += tuple(findings)
-            for finding in findings:  # once all is set back, the handlers of logs too
-                words = printable(f"plugin {name!r} of {record.provider} {finding}")
-                logger.warning("%s", words, extra=record.attributes())
+                    found.append(f"plugin {name} of {record.provider} {told}: {change.set_back()}")
+            for message in found:  # once all is set back, the handlers of logs too
+                finding = Finding(message, record.provider, self._place(name, hook))
+                record.findings += (finding,)
+                logger.warning("%s", printable(str(finding)), extra=record.attributes())
+
+    def _place(self, name: str, hook: object = None) -> str | None:
+        """Say where the code of a step stands: the hook, or the module, which begins at its first line."""
+        file = getattr(sys.modules.get(self.transactions[name].module), "__file__", None)
+        return location_of(hook) if hook is not None else file and f"{file}:1"
 
     def _brings_device(self, record: PluginRecord) -> bool:
         """Tell whether a plugin is of the distribution whose platform this is, for whose device torch may need it."""
@@ -296,16 +307,18 @@ def _no_hook(offer: Offer, plugin: object) -> PluginError:
     return PluginError(f"{text}: mark a function named opgraft_register_ops with @opgraft.hookimpl")
 
 
-def _overruled_platforms(plugin: object, offered: tuple[str, ...]) -> tuple[str, ...]:
+def _overruled_platforms(record: PluginRecord, plugin: Any) -> tuple[Finding, ...]:
     """Say where the plugin's ``platforms`` attribute differs from the platforms that its distribution offers."""
     stated = getattr(plugin, "platforms", None)
-    if stated is None or (isinstance(stated, (tuple, list)) and set(stated) == set(offered)):
+    if stated is None or (isinstance(stated, (tuple, list)) and set(stated) == set(record.platforms)):
         return ()
-    names = ", ".join(offered)
-    return (
-        f"states platforms = {reprlib.repr(stated)}, which is ignored: its distribution offers the platform {names}, "
-        f"and it applies there only. Remove platforms, or move the plugin to a distribution that offers no platform.",
+    names = ", ".join(record.platforms)
+    message = (
+        f"plugin {record.name} of {record.provider} states platforms = {reprlib.repr(stated)}, which is ignored: its "
+        f"distribution offers the platform {names}, and it applies there only. Remove platforms, or move the plugin "
+        "to a distribution that offers no platform."
     )
+    return (Finding(message, record.provider, record.location),)
 
 
 def _stated_platforms(plugin: object) -> tuple[str, ...]:

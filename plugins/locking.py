@@ -10,6 +10,7 @@ import csv
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
@@ -25,8 +26,8 @@ from opgraft.decision import Provider
 from opgraft.errors import ConfigError, InputError, PluginError
 from opgraft.files import read_regular, replace_file, without_waiting
 from opgraft.plugins.discovery import discover, is_editable, normalized
-from opgraft.plugins.metadata import Problem, distributions, specs_of, text_of
-from opgraft.plugins.requirements import unfit
+from opgraft.plugins.metadata import Problem, distributions, is_namespace, specs_of, text_of
+from opgraft.plugins.requirements import FAULTS, unfit
 from opgraft.state import host_state
 from opgraft.text import described
 
@@ -35,6 +36,7 @@ ALLOW_EDITABLE = "--allow-editable"
 _LARGEST = 1 << 24  # bytes of a lockfile
 _PIECE = 1 << 20  # bytes of a file that are hashed at a time
 _SUFFIXES = tuple(all_suffixes())  # of what can be imported
+_LIBRARY = re.compile(r"\.(so(\.\d+)*|dylib|dll)$")  # which the system's loader may find beside another
 _HASHES = ("sha256", "sha384", "sha512")
 _ANEW = "reinstall it, or look at it and lock it anew by 'opgraft plugins lock'"
 
@@ -165,10 +167,15 @@ def lock_installed(settings: Settings, *, allow_editable: bool) -> tuple[list[Lo
 
     The lockfile that is set has no say: it may be the one to be renewed.
     """
-    offers = discover().offers
-    admitted = dict.fromkeys(o.provider for o in offers if not o.built_in and unfit(o, settings) is None)
+    judged: dict[Provider, list[str | None]] = {}
+    for offer in discover().offers:
+        if not offer.built_in:
+            judged.setdefault(offer.provider, []).append(unfit(offer, settings))
     rows, left_out = [], []
-    for provider in admitted:
+    for provider, against in judged.items():
+        if None not in against:  # a list of the user is no fault
+            left_out += [Problem(provider, why) for why in against[:1] if why and why.startswith(FAULTS)]
+            continue
         try:
             row = as_installed(provider)
             if row.editable and not allow_editable:
@@ -250,23 +257,41 @@ def _stray(provider: Provider, distribution: importlib_metadata.Distribution, li
             stray = next((file for file in found if file not in files), None)
             if stray:
                 return f"its module {offer.module} would be imported from {stray}, which its RECORD does not list"
-    for module in sorted(set(_top_modules(listed))):
+    for module in sorted(set(_outermost(listed))):
         stray = next((file for file in _files_of(module) if file not in files), None)
         if stray:
             return f"its module {module} would be imported from {stray}, which its RECORD does not list"
     tops = {offer.module.partition(".")[0] for offer in discover().offers if offer.provider == provider}
     own = {os.path.dirname(file) for file in files if os.path.basename(file).startswith("__init__.")}
-    added = next((file for file in _added(root, files) if not _is_anothers(file, root, own, tops)), None)
-    return f"{added} lies in a package of its own, and its RECORD does not list it" if added else None
+    names = {_imported_as(file) for file in files if file.endswith(_SUFFIXES)}
+    for file in _added(root, files):
+        hides = file.endswith(_SUFFIXES) and _imported_as(file) in names
+        if hides or not _is_anothers(file, root, own, tops):
+            return f"{file} lies in a package of its own, and its RECORD does not list it"
+    return None
 
 
-def _top_modules(listed: Iterable[str]) -> Iterator[str]:
-    """Yield the modules and packages that a distribution brings at the top, by whose names it imports its own."""
-    for path in listed:
-        first, _, rest = path.partition("/")
-        name = first if rest else first.partition(".")[0]
-        if path.endswith(_SUFFIXES) and name.isidentifier():
+def _outermost(listed: Iterable[str]) -> Iterator[str]:
+    """Yield modules and packages in no other package of the distribution, so that others may bring their names too."""
+    modules = [path for path in listed if path.endswith(_SUFFIXES)]
+    packages = {folder for folder, _, name in (path.rpartition("/") for path in modules) if _stem(name) == "__init__"}
+    for path in modules:
+        parents = ("/".join(path.split("/")[:depth]) for depth in range(1, path.count("/") + 1))
+        found = next((each for each in parents if each in packages), path.rpartition(".")[0])
+        name = ".".join(map(_stem, found.split("/")))
+        if all(map(str.isidentifier, name.split("."))):
             yield name
+
+
+def _stem(name: str) -> str:
+    """Return what a file is imported as: its name without any suffix."""
+    return name.partition(".")[0]
+
+
+def _imported_as(file: str) -> str:
+    """Return the path of a module without its suffixes, of a package that of its folder: one of them hides others."""
+    folder, name = os.path.split(file)
+    return folder if _stem(name) == "__init__" else os.path.join(folder, _stem(name))
 
 
 def _is_anothers(file: str, root: str, own: Collection[str], tops: Collection[str]) -> bool:
@@ -288,8 +313,8 @@ def _is_anothers(file: str, root: str, own: Collection[str], tops: Collection[st
 
 
 def _added(root: str, listed: set[str]) -> Iterator[str]:
-    """Yield modules below the packages of a distribution that are not listed, which may come before those that are."""
-    packages = {os.path.dirname(file) for file in listed if file.endswith(_SUFFIXES) and file.startswith(root + os.sep)}
+    """Yield code below the packages of a distribution that is not listed, which may come before what is."""
+    packages = {os.path.dirname(file) for file in listed if _is_code(file) and file.startswith(root + os.sep)}
     packages.discard(root)  # where others lie too
     for package in sorted(packages):
         for folder, folders, names in os.walk(package):
@@ -297,8 +322,12 @@ def _added(root: str, listed: set[str]) -> Iterator[str]:
             yield from (os.path.join(folder, each) for each in folders if os.path.islink(os.path.join(folder, each)))
             folders[:] = [each for each in folders if os.path.join(folder, each) not in packages]
             if os.path.basename(folder) != "__pycache__":
-                files = (os.path.join(folder, name) for name in names if name.endswith(_SUFFIXES))
+                files = (os.path.join(folder, name) for name in names if _is_code(name))
                 yield from (file for file in files if file not in listed)
+
+
+def _is_code(name: str) -> bool:
+    return name.endswith(_SUFFIXES) or _LIBRARY.search(name) is not None
 
 
 def _difference(place: Path, path: str, digest: str, size: str) -> str | None:
@@ -332,5 +361,7 @@ def _difference(place: Path, path: str, digest: str, size: str) -> str | None:
 def _files_of(module: str) -> Iterator[str]:
     """Yield the files that the import of a module would run, those of packages above it first."""
     for spec in specs_of(module):
-        if spec.origin is not None:  # of a namespace package there is none
+        if spec.has_location and spec.origin is not None:
             yield os.path.abspath(spec.origin)
+        elif not is_namespace(spec):
+            yield f"{spec.origin or type(spec.loader).__qualname__}, which is no file"

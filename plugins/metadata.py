@@ -8,13 +8,14 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
 import importlib_metadata
 from opgraft.decision import Provider
+from opgraft.errors import PluginError
 from opgraft.files import read_regular
 from opgraft.text import described
 
@@ -169,20 +170,58 @@ def is_stray(distribution: importlib_metadata.Distribution) -> bool:
 def specs_of(module: str) -> Iterator[ModuleSpec]:
     """Yield where a module and the packages above it would be imported from, those first, as far as they are there.
 
-    Imports nothing.
+    Imports nothing. What is imported already, an import would return.
+
+    Raises:
+        PluginError: a finder on ``sys.meta_path`` raised.
     """
     name, folders = "", [entry for entry in sys.path if isinstance(entry, str)]
     for part in module.split("."):
-        name = f"{name}.{part}" if name else part
-        spec = _spec_in(name, folders)
+        top, name = not name, f"{name}.{part}" if name else part
+        loaded = getattr(sys.modules.get(name), "__spec__", None)
+        spec = loaded if isinstance(loaded, ModuleSpec) else _found(name, folders, top)
         if spec is None:
             return
         yield spec
         folders = list(spec.submodule_search_locations or ())
 
 
+def _found(name: str, folders: list[str], top: bool) -> ModuleSpec | None:
+    """Ask the finders for a module in the order in which an import asks them."""
+    for finder in list(sys.meta_path):
+        spec = _spec_in(name, folders) if finder is PathFinder else _asked(finder, name, None if top else folders)
+        if spec is not None:
+            return spec
+    return None
+
+
+def _asked(finder: Any, name: str, folders: list[str] | None) -> ModuleSpec | None:
+    """Ask a finder of somebody's for a module.
+
+    Raises:
+        PluginError: it raised, as it would at an import.
+    """
+    find = getattr(finder, "find_spec", None)  # which one of distributions alone has not
+    try:
+        found: ModuleSpec | None = find(name, folders) if find else None
+    except Exception as error:
+        whose = f"{type(finder).__module__}.{type(finder).__qualname__}"
+        raise PluginError(
+            f"the finder {whose} on sys.meta_path raised {described(error)} when asked for {name}"
+        ) from error
+    return found
+
+
+def is_namespace(spec: ModuleSpec) -> bool:
+    """Tell whether a specification is that of a namespace package, of which an import runs nothing."""
+    own = (
+        spec.loader is None or type(spec.loader).__module__ == "_frozen_importlib_external"
+    )  # its name is no public one
+    return own and spec.origin is None and spec.submodule_search_locations is not None
+
+
 def _spec_in(name: str, folders: list[str]) -> ModuleSpec | None:
-    """Find a module as imports do; they would want the package above to be imported, where that is a namespace."""
+    """Find a module in folders; the finder would want the package above to be imported, where that is a namespace."""
     portions: list[str] = []
     for folder in folders:
         importer = pkgutil.get_importer(folder)

@@ -11,6 +11,7 @@ from opgraft.plugins.discovery import PLATFORM_GROUP, discover
 from opgraft.plugins.requirements import FAULTS, QUARANTINED
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
 from opgraft.state import PluginRecord, PluginStatus, host_state
+from opgraft.text import printable
 
 _PLATFORM_CUTOFF = 0.7
 """Above it two names of platforms are one misspelt; 'npu' and 'cpu', at two thirds, are two vendors' words."""
@@ -24,7 +25,7 @@ def findings_of(record: PluginRecord) -> Iterator[Finding]:
     end = end_of(record)
     if end is not None:
         yield end
-    yield from (_finding(record, text) for text in record.findings)
+    yield from record.findings
     if record.seconds >= SLOW:
         yield _finding(
             record, f"took {record.seconds:.1f} s to import, and each process that constructs an op waits for it"
@@ -57,6 +58,18 @@ def failure_of(record: PluginRecord) -> str:
     )
 
 
+def state_of(record: PluginRecord) -> str:
+    """Tell how far a plugin came, and why no further."""
+    return f"plugin {record.name} of {record.provider} is {record.status.value}: {record.reason}"
+
+
+def absence_of(name: str) -> str:
+    """Say why plugins that a setting means by ``name``, theirs or their distribution's, are not active."""
+    meant = (record for record in host_state().plugins.values() if name in (record.name, record.provider.name))
+    absent = [state_of(record) for record in meant if record.status is not PluginStatus.ACTIVATED and record.reason]
+    return printable("; ".join(absent)).rstrip(".")
+
+
 def replacements_of(record: PluginRecord) -> list[Replacement]:
     """Return what a plugin declares, whether or not it is active."""
     return [replacement for replacement in host_state().registry.replacements if replacement.plugin == record.name]
@@ -78,4 +91,4 @@ def _misspelt_platforms(record: PluginRecord) -> Iterator[Finding]:
 
 
 def _finding(record: PluginRecord, says: str, exit_code: int = 1) -> Finding:
-    return Finding(f"plugin {record.name} of {record.provider} {says}", record.provider, exit_code=exit_code)
+    return Finding(f"plugin {record.name} of {record.provider} {says}", record.provider, record.location, exit_code)

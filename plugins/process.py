@@ -8,146 +8,31 @@ from __future__ import annotations
 
 import builtins
 import functools
+import gc
 import locale
-import logging
+import multiprocessing
 import operator
 import os
+import random
 import reprlib
 import signal
 import sys
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from opgraft.config import CURRENT_SCOPE, Scope
 from opgraft.platform import Platform
+from opgraft.plugins import loggers
+from opgraft.plugins.changes import ABSENT, Aspect, Change, Entries, Order, Value, attribute, equal
 from opgraft.state import host_state
 from opgraft.text import described
-
-_ABSENT = object()
-
-
-@dataclass(frozen=True)
-class Change:
-    """A change of the process: ``what`` in words, ``undo``, and whether it stays as long as the plugin does.
-
-    ``patch``: it is one of torch, as which the plugin of a device may have to make it.
-    """
-
-    what: str
-    undo: Callable[[], object]
-    stays: bool = False
-    patch: bool = False
-
-    def set_back(self) -> str:
-        """Undo it; returns what came of that, in words."""
-        try:
-            self.undo()
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # of a system that does not let it, or of what a plugin has put there
-            return f"it cannot be set back: {described(error)}"
-        return "it was set back"
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Tell whether two are equal; of what a plugin has put there, which may raise when it is asked, they are not."""
-    try:
-        return one is other or bool(one == other)
-    except KeyboardInterrupt:
-        raise
-    except BaseException:
-        return False
-
-
-class Aspect(Protocol):
-    """A part of the process that can be looked at, and the changes that tell a former state of it from that of now."""
-
-    def read(self) -> Any: ...
-
-    def changes(self, before: Any) -> Iterator[Change]: ...
-
-
-@dataclass(frozen=True)
-class Value:
-    """One value, which ``write`` sets, and which words may quote as ``shown`` has it."""
-
-    name: str
-    get: Callable[[], Any]
-    write: Callable[[Any], object]
-    shown: Callable[[Any], str] = str
-    same: Callable[[Any, Any], bool] = _equal
-
-    def read(self) -> Any:
-        try:
-            return self.get()
-        except OSError:  # a working folder that is not there any more
-            return _ABSENT
-
-    def changes(self, before: Any) -> Iterator[Change]:
-        after = self.read()
-        if before is not after and not self.same(before, after):
-            old, new = ("nothing" if value is _ABSENT else self.shown(value) for value in (before, after))
-            yield Change(f"{self.name} from {old} to {new}", partial(self.write, before))
-
-
-@dataclass(frozen=True)
-class Entries:
-    """The entries of a mapping. What others had put there is put back; what is new counts where ``additions`` do."""
-
-    name: str
-    mapping: MutableMapping[Any, Any]
-    same: Callable[[Any, Any], bool] = operator.is_
-    additions: bool = True
-
-    def read(self) -> dict[Any, Any]:
-        return dict(self.mapping)
-
-    def changes(self, before: dict[Any, Any]) -> Iterator[Change]:
-        after, same = self.read(), self.same
-        # Most come behind those that were there, which are compared without a loop of Python's.
-        begins = all(map(operator.eq, before, after)) and all(map(same, before.values(), after.values()))
-        if len(after) < len(before) or not begins:
-            for key in [key for key, value in before.items() if not same(after.get(key, _ABSENT), value)]:
-                yield Change(f"{self.name} {key}", partial(operator.setitem, self.mapping, key, before[key]))
-        for key in sorted(after.keys() - before.keys()) if self.additions else ():
-            yield Change(f"{self.name} {key} (new)", partial(self.mapping.pop, key, None), stays=True)
-
-
-@dataclass(frozen=True)
-class Order:
-    """A list that is searched from its beginning: what a plugin adds goes behind what others have, and with it."""
-
-    name: str
-    items: list[Any]
-    shown: Callable[[Any], str] = str
-
-    def read(self) -> list[Any]:
-        return list(self.items)
-
-    def changes(self, before: list[Any]) -> Iterator[Change]:
-        after = self.read()
-        added = [item for item in after if not any(_is(item, known) for known in before)]
-        if len(after) < len(before) or not all(map(_is, before, after)):
-            ordered = [*before, *added]
-            yield Change(f"the order of {self.name}", partial(operator.setitem, self.items, slice(None), ordered))
-        for item in added:
-            yield Change(f"{self.name} {self.shown(item)} (new)", partial(self._remove, item), stays=True)
-
-    def _remove(self, item: Any) -> None:
-        self.items[:] = [each for each in self.items if each is not item]
-
-
-def _is(one: Any, other: Any) -> bool:
-    """Tell whether two are the same, without asking what a plugin may have put there."""
-    return one is other or (type(one) is type(other) is str and one == other)
 
 
 class Handlers:
@@ -171,9 +56,9 @@ class Filters:
 
     def changes(self, before: list[Any]) -> Iterator[Change]:
         after = self.read()
-        added = [row for row in after if not any(_equal(row, known) for known in before)]
+        added = [row for row in after if not any(equal(row, known) for known in before)]
         certain = [row for row in added if not _meets_all(*row)]
-        if len(certain) < len(added) or not all(any(_equal(row, known) for known in after) for row in before):
+        if len(certain) < len(added) or not all(any(equal(row, known) for known in after) for row in before):
             yield Change("the filters of warnings", partial(self._set, [*certain, *before]))
 
     def _set(self, rows: list[Any]) -> None:
@@ -184,44 +69,6 @@ class Filters:
 
 def _meets_all(action: str, message: Any, category: type, module: Any, line: int) -> bool:
     return message is None and module is None and category.__module__ == "builtins"
-
-
-class Switches:
-    """The switches of loggers, which ``logging.config`` turns off for all that it is not told of."""
-
-    def read(self) -> list[logging.Logger]:
-        known = list(logging.root.manager.loggerDict.values())
-        return [log for log in known if isinstance(log, logging.Logger) and not log.disabled]
-
-    def changes(self, before: list[logging.Logger]) -> Iterator[Change]:
-        off = [log for log in before if log.disabled and log.name != "opgraft"]
-        if off:
-            yield Change(f"loggers of others, {off[0].name} first, to be disabled", partial(self._enable, off))
-
-    def _enable(self, loggers: list[logging.Logger]) -> None:
-        for log in loggers:
-            log.disabled = False
-
-
-class Loggers:
-    """The loggers that decide for everybody, the root and opgraft's own."""
-
-    def read(self) -> list[Any]:
-        own = [(log.level, log.disabled, log.propagate, list(log.handlers)) for log in self._both()]
-        return [logging.root.manager.disable, *own]
-
-    def changes(self, before: list[Any]) -> Iterator[Change]:
-        if not _equal(before, self.read()):
-            yield Change("the loggers of everybody", partial(self._set, *before))
-
-    def _both(self) -> tuple[logging.Logger, logging.Logger]:
-        return logging.getLogger(), logging.getLogger("opgraft")
-
-    def _set(self, disabled_below: int, *states: tuple[int, bool, bool, list[logging.Handler]]) -> None:
-        logging.disable(disabled_below)
-        for log, (level, disabled, propagate, handlers) in zip(self._both(), states, strict=True):
-            log.setLevel(level)
-            log.disabled, log.propagate, log.handlers[:] = disabled, propagate, handlers
 
 
 class Definitions:
@@ -238,7 +85,7 @@ class Definitions:
             return
         for owner, was in before.items():
             now = vars(owner)
-            for name in [name for name, value in was.items() if now.get(name, _ABSENT) is not value]:
+            for name in [name for name, value in was.items() if now.get(name, ABSENT) is not value]:
                 if not _is_of_torch_itself(now.get(name)):
                     undo = partial(setattr, owner, name, was[name])
                     yield Change(f"{_place_of(owner)}.{name}", undo, patch=owner in _OF_TORCH)
@@ -316,20 +163,48 @@ def _set_random_state(state: bytes) -> None:
     torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
-def _leave_inference_mode(enabled: bool) -> None:
-    raise RuntimeError("it ends where it began")
+def _set_inference_mode(enabled: bool) -> None:
+    """Enter the mode or its opposite inside of the one that a plugin has entered and not left."""
+    recorded, mode = torch.is_grad_enabled(), torch.inference_mode(enabled)
+    mode.__enter__()
+    _ENTERED.append(mode)
+    torch.set_grad_enabled(recorded)
+
+
+_ENTERED: list[torch.inference_mode] = []
+"""Modes that last as long as the process: each ends with its object."""
 
 
 def _scope(scope: Scope | None) -> str:
     return f"{len(scope.layers)} scopes" if scope else "none"
 
 
-def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    return partial(getattr, owner, name), partial(setattr, owner, name)
-
-
 def _stream(name: str) -> Value:
-    return Value(f"sys.{name}", *_attribute(sys, name), lambda s: type(s).__name__, operator.is_)
+    return Value(f"sys.{name}", *attribute(sys, name), lambda s: type(s).__name__, operator.is_)
+
+
+def _automatic_dtypes() -> dict[str, bool]:
+    selection = host_state().selection
+    devices = dict.fromkeys(("cpu", selection.platform.device_type if selection else "cpu"))
+    return {each: torch.is_autocast_enabled(each) for each in devices if torch.amp.is_autocast_available(each)}
+
+
+def _set_automatic_dtypes(enabled: Mapping[str, bool]) -> None:
+    for device, on in enabled.items():
+        torch.set_autocast_enabled(device, on)
+
+
+def _devices(enabled: Mapping[str, bool]) -> str:
+    return ", ".join(device for device, on in enabled.items() if on) or "no device"
+
+
+def _start_method() -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    set_it = partial(multiprocessing.set_start_method, force=True)
+    return partial(multiprocessing.get_start_method, allow_none=True), set_it
+
+
+def _set_thresholds(thresholds: tuple[int, int, int]) -> None:
+    gc.set_threshold(*thresholds)
 
 
 def _flags_of_backends() -> Iterator[Value]:
@@ -337,7 +212,7 @@ def _flags_of_backends() -> Iterator[Value]:
     for backend in (value for value in vars(torch.backends).values() if isinstance(value, ModuleType)):
         for name in ("enabled", "benchmark", "deterministic"):
             if isinstance(getattr(backend, name, None), bool):
-                yield Value(f"{backend.__name__}.{name}", *_attribute(backend, name))
+                yield Value(f"{backend.__name__}.{name}", *attribute(backend, name))
 
 
 ASPECTS: tuple[Aspect, ...] = (
@@ -346,18 +221,23 @@ ASPECTS: tuple[Aspect, ...] = (
     Value("the number of threads", torch.get_num_threads, torch.set_num_threads),
     Value("the number of threads between operators", torch.get_num_interop_threads, torch.set_num_interop_threads),
     Value("whether gradients are recorded", torch.is_grad_enabled, torch.set_grad_enabled),
-    Value("the inference mode", torch.is_inference_mode_enabled, _leave_inference_mode),
+    Value("the inference mode", torch.is_inference_mode_enabled, _set_inference_mode),
+    Value("automatic dtypes", _automatic_dtypes, _set_automatic_dtypes, _devices),
+    Value("the detection of anomalies", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     Value("whether algorithms are deterministic", _deterministic, _set_deterministic),
     Value("the precision of products", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     *_flags_of_backends(),
     Value("torch's random numbers", _random_state, _set_random_state, lambda state: f"{zlib.crc32(state):08x}"),
+    Value("Python's random numbers", random.getstate, random.setstate, lambda state: f"{hash(state) & 0xFFFFFFFF:08x}"),
+    Value("the start method of processes", *_start_method()),
+    Value("the thresholds of the garbage collector", gc.get_threshold, _set_thresholds),
     Value("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit),
     Value("the working folder", os.getcwd, os.chdir),
     Value("the locale", partial(locale.setlocale, locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL)),
     Value("the settings in force", CURRENT_SCOPE.get, CURRENT_SCOPE.set, _scope),
     *map(_stream, ("stdin", "stdout", "stderr")),
-    Value("sys.excepthook", *_attribute(sys, "excepthook"), reprlib.repr, operator.is_),
-    Value("threading.excepthook", *_attribute(threading, "excepthook"), reprlib.repr, operator.is_),
+    Value("sys.excepthook", *attribute(sys, "excepthook"), reprlib.repr, operator.is_),
+    Value("threading.excepthook", *attribute(threading, "excepthook"), reprlib.repr, operator.is_),
     Entries("the environment variable", os.environ, operator.eq),
     Entries("builtins", vars(builtins)),
     Entries("the module", sys.modules, additions=False),
@@ -367,8 +247,9 @@ ASPECTS: tuple[Aspect, ...] = (
     Definitions(),
     Handlers(),
     Filters(),
-    Loggers(),
-    Switches(),
+    Value("warnings.showwarning", *attribute(warnings, "showwarning"), reprlib.repr, operator.is_),
+    *loggers.values(),
+    loggers.Switches(),
 )
 """All that is looked at."""
 

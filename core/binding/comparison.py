@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import enum
-import importlib
-import math
 import numbers
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from inspect import signature
 from typing import Any
 
 import torch
-from opgraft.state import host_state
 from opgraft.text import printable
 from torch import Tensor, nn
 
 Tolerance = tuple[float, float]
-
-_CATALOGUE, _SPECS = "opgraft.testing.catalogue", "opgraft.ops.spec"
-"""Modules that stand above this one, imported by those who compare, and by nobody else."""
+"""The distance that two values may have: absolute, and relative to the largest number of their row."""
 
 _PLAIN = (Tensor, nn.Parameter)
 _MOST_BYTES = 1 << 30
@@ -40,12 +36,17 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
+def tensors_within(value: Any) -> list[Tensor]:
+    """Return the tensors in a value, in order: of lists, tuples and mappings too."""
+    return [leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor)]
+
+
 def obstacle_to_copies(values: Any) -> str:
     """Say why ``values`` cannot be copied for a second run, or return ""."""
     for _, leaf in leaves(values):
         if not isinstance(leaf, Tensor) and not _is_fixed(leaf):
             return printable(f"an argument is a {type(leaf).__qualname__}, which two runs would share and may change")
-    tensors = [leaf for _, leaf in leaves(values) if isinstance(leaf, Tensor)]
+    tensors = tensors_within(values)
     if any(type(tensor) not in _PLAIN for tensor in tensors):
         return "an argument is of a class derived from Tensor"
     if any(tensor.is_meta for tensor in tensors):
@@ -65,78 +66,101 @@ def _is_fixed(value: Any) -> bool:
     return isinstance(value, (*_FIXED, *_FIXED_OF_TORCH))
 
 
-def copied(value: Any, known: dict[int, Tensor]) -> Any:
-    """Copy the tensors in lists, tuples and mappings; one that stands there twice is one copy. The rest is shared."""
-    if isinstance(value, Tensor):
+def copied(value: Any, known: dict[int, Any]) -> Any:
+    """Copy a value with the tensors in it, in objects such as caches too; one that stands there twice is one copy.
+
+    Modules are not copied: one becomes what is ``known`` for its ``id``, by default itself. A mapping that cannot be
+    copied becomes a dictionary; of other such objects the original is taken.
+    """
+    if isinstance(value, nn.Module):
+        return known.get(id(value), value)
+    if isinstance(value, Tensor):  # deepcopy refuses results that have gradients
         if id(value) not in known:
             known[id(value)] = value.detach().clone()
         return known[id(value)]
-    if isinstance(value, Mapping):
-        return {key: copied(each, known) for key, each in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(copied(each, known) for each in value))
-    return type(value)(copied(each, known) for each in value) if type(value) in (list, tuple) else value
+    if type(value) in (tuple, list):
+        return type(value)(copied(each, known) for each in value)
+    held = {key: copied(each, known) for key, each in value.items()} if isinstance(value, Mapping) else value
+    if type(value) is dict:
+        return held
+    try:
+        return copy.deepcopy(value, known)  # which takes the copies of tensors that it holds from what is known
+    except Exception:  # of somebody's class
+        return held
 
 
-def tolerance_of(target: type, dtypes: Iterable[torch.dtype]) -> Tolerance:
-    """Return how far two implementations of an op may be apart: each may be off by the op's own tolerance.
+def difference(place: str, got: Any, expected: Any, tolerance: Tolerance) -> tuple[float | None, str]:
+    """Compare a leaf with the one that is expected.
 
-    Of the tolerances of several functional forms and dtypes it is the widest; that of most ops where none is proved.
-    """
-    catalogue, registry = importlib.import_module(_CATALOGUE), host_state().registry
-    proved = [s for s in catalogue.SPECS.values() if registry.find_target(s.functional.op) in target.__mro__]
-    usual: Mapping[torch.dtype, Tolerance] = importlib.import_module(_SPECS).TOLERANCES
-    tables = [spec.tolerances for spec in proved] or [{}]
-    pairs = [{**usual, **table}.get(dtype) for table in tables for dtype in dtypes]
-    known = [pair for pair in pairs if pair] or [(0, 0)]
-    return 2 * max(pair[0] for pair in known), 2 * max(pair[1] for pair in known)
+    The relative tolerance is of the largest number in the row: sums cancel, and what is left of them has the error of
+    what went in. Floats of 8 bits may be a step apart instead, which is of the number itself: values that are all but
+    the same may be rounded to neighbours. Of a complex number both parts count.
 
-
-def difference(place: str, got: Any, expected: Any, tolerance: Tolerance) -> str:
-    """Say how a leaf differs from the one that is expected, or return "".
-
-    The absolute tolerance is that of values around one; of larger ones it grows with the largest, as sums of such have
-    an error of that size however small they are. Floats of 8 bits may be one step of theirs farther apart, and the
-    largest does not count: values that are all but the same may be rounded to neighbours.
+    Returns:
+        The error as a share of what is allowed, ``None`` where that cannot be told; and how the leaf differs, empty
+        where it is within its tolerance.
     """
     if not isinstance(got, Tensor) or not isinstance(expected, Tensor):
         same = type(got) is type(expected) and (got is expected or bool(got == expected))
-        return "" if same else f"{place} is {described(got)}, expected {described(expected)}"
+        return (0.0, "") if same else (None, f"{place} is {description_of(got)}, expected {description_of(expected)}")
     if (got.shape, got.dtype, got.device) != (expected.shape, expected.dtype, expected.device):
-        return f"{place} is {described(got)}, expected {described(expected)}"
-    ours, theirs = _wide(got), _wide(expected)
+        return None, f"{place} is {_form(got)}, expected {_form(expected)}"
+    ours, theirs = _numbers(got), _numbers(expected)
     if torch.equal(ours, theirs):
-        return ""
-    wrong = (ours != theirs) & ~(ours.isnan() & theirs.isnan())
-    if got.is_floating_point() or got.is_complex():
-        within = (ours - theirs).abs() <= _allowed(theirs, expected.dtype, tolerance)
-        wrong &= ~(within & theirs.isfinite())
-    if not wrong.any():
-        return ""
-    distance = (ours - theirs).abs().nan_to_num(math.inf).masked_fill(~wrong, -1)
-    farthest = distance.flatten().argmax()
-    mine, other = (x.flatten()[farthest].item() for x in (ours, theirs))
-    differing = wrong.any(-1) if got.is_complex() else wrong
-    count = f"{int(differing.sum())} of {differing.numel()} values"
-    return f"{place}, {described(expected)}: {count} differ, most of all {mine:.6g}, expected {other:.6g}"
+        return 0.0, ""
+    alike = _alike(ours, theirs)
+    if theirs.is_floating_point():
+        room = _room(theirs, expected.dtype, tolerance)
+        off = (ours - theirs).abs()
+        share = (off / room).masked_fill(alike, 0.0)
+        outside = ~alike & ~(off <= room)  # which a NaN is, too
+    else:
+        room, outside = torch.zeros_like(theirs), ~alike
+        share = outside.float().masked_fill(outside, torch.inf)
+    error = share.max().item() if share.isfinite().all() else None
+    if not outside.any():
+        return error, ""
+    index = [int(x) for x in torch.unravel_index(share.nan_to_num(torch.inf).argmax(), share.shape)]
+    found, right = (f"{x[tuple(index)].item():{'.6g' if x.is_floating_point() else ''}}" for x in (ours, theirs))
+    return error, (
+        f"{place}: {int(outside.sum())} of {outside.numel()} numbers are off by more than is allowed: at {index} of "
+        f"{_form(expected)} it has {found}, expected {right}, allowed is {room[tuple(index)].item():.2g}"
+    )
 
 
-def _allowed(expected: Tensor, dtype: torch.dtype, tolerance: Tolerance) -> Tensor:
-    """Return how far each value may be from the one that is expected, which was of ``dtype`` before it was widened."""
+def _room(expected: Tensor, dtype: torch.dtype, tolerance: Tolerance) -> Tensor:
+    """Return how far each number may be from the one that is expected, which was of ``dtype`` before it was widened."""
     absolute, relative = tolerance
+    largest = expected.abs().nan_to_num(0, 0, 0)
     if dtype.itemsize == 1:
         step = torch.finfo(dtype)
-        absolute, relative = absolute + step.eps * step.smallest_normal, relative + step.eps
-    else:
-        finite = expected[expected.isfinite()].abs()
-        absolute *= max(1.0, finite.max().item()) if finite.numel() else 1.0
-    return absolute + relative * expected.abs()
+        absolute, relative = step.eps * step.smallest_normal, step.eps
+    elif largest.dim() and largest.numel():
+        largest = largest.amax(-1, keepdim=True)
+    return (absolute + relative * largest).expand_as(expected)
 
 
-def _wide(x: Tensor) -> Tensor:
-    """Return values in a dtype in which devices can compute differences, complex ones as pairs."""
-    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-    return x.float() if x.is_floating_point() and x.dtype != torch.float64 else x if x.is_floating_point() else x.long()
+def same(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors hold the same numbers; a NaN is one."""
+    return one.shape == other.shape and bool(_alike(_numbers(one), _numbers(other)).all())
+
+
+def _alike(one: Tensor, other: Tensor) -> Tensor:
+    return (one == other) | (one.isnan() & other.isnan())
+
+
+def _numbers(x: Tensor) -> Tensor:
+    """Return what a tensor is compared by: of a complex one both parts, of half types and 8 bits float32.
+
+    Integers stay what they are, as floats do not hold the large ones, and so does float64, which some devices lack.
+    """
+    x = x.detach()
+    if x.is_complex():
+        parts = torch.view_as_real(x.resolve_conj())
+        x = parts.flatten(-2) if x.dim() else parts
+    return x.float() if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
 def arguments_of(run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,17 +174,25 @@ def arguments_of(run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
     return {name: leaf for name, leaf in parts.items() if not isinstance(leaf, nn.Module)}
 
 
-def described(value: Any) -> str:
-    """Describe a tensor by dtype, shape and range, anything else in a few letters."""
+def description_of(value: Any) -> str:
+    """Describe an argument in a line: a tensor by dtype, shape, device, strides and range, others in a few letters."""
     if not isinstance(value, Tensor):
-        return reprlib.repr(value)
-    words = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    strides = "" if value.is_contiguous() else f" with strides {list(value.stride())}"
-    device = "" if value.is_cpu else f" on {value.device}"
-    if value.is_meta or not value.is_floating_point():
-        return f"{words}{strides}{device}"
-    wide = _wide(value)
-    finite = wide[wide.isfinite()]
-    range_ = f" from {finite.min().item():.4g} to {finite.max().item():.4g}" if finite.numel() else ""
-    strange = value.numel() - finite.numel()
-    return f"{words}{strides}{device}{range_}{f', {strange} not finite' if strange else ''}"
+        parts = tensors_within(value)
+        told = f"{type(value).__qualname__} of {', '.join(map(description_of, parts))}"
+        return told if parts else reprlib.repr(value)
+    words = [_form(value)]
+    if not value.is_contiguous():
+        words.append(f"strides {list(value.stride())}")
+    if value.is_floating_point() and not value.is_meta:
+        wide = _numbers(value)
+        finite = wide[wide.isfinite()]
+        if finite.numel():
+            words.append(f"from {finite.min().item():.4g} to {finite.max().item():.4g}")
+        odd = (("NaN", int(wide.isnan().sum())), ("infinite", int(wide.isinf().sum())))
+        words += [f"{count} {name}" for name, count in odd if count]
+    return ", ".join(words)
+
+
+def _form(x: Tensor) -> str:
+    device = "" if x.is_cpu else f" on {x.device}"
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}{device}"

@@ -7,9 +7,12 @@ from typing import Any, TypeVar
 
 from opgraft.binding.declaring import Replaceable
 from opgraft.binding.names import check_names, kin_of, op_name_of
+from opgraft.config import CURRENT_SCOPE
 from opgraft.errors import RegistrationError
+from opgraft.plugins.agreement import expect_choice_agrees
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.host import check_loaded_with, with_plugins
+from opgraft.plugins.outcomes import absence_of
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.choice import ReplacementChoice, choose_replacement
 from opgraft.state import host_state
@@ -100,4 +103,9 @@ def _decide(cls: type) -> ReplacementChoice:
     check_names(settings, state.registry)
     check_loaded_with(settings, state)
     own = discover().provider_of(cls.__module__)
-    return choose_replacement(cls, name, own, active, platform, settings, kin_of(cls, active))
+    choice = choose_replacement(cls, name, own, active, platform, settings, kin_of(cls, active), absence_of)
+    record = state.registry.classes.get(name or "")
+    # A scope is the word of this process alone.
+    if record is not None and record.cls is cls and CURRENT_SCOPE.get() is None:
+        expect_choice_agrees(f"class of {name}", choice.chosen)
+    return choice

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.derivation import takes_functional, with_functional
-from opgraft.binding.functional import FUNCTIONALS
+from opgraft.binding.functional import FUNCTIONALS, Functional
 from opgraft.compat.tracing import captured_for_opgraft, constant_while_tracing
+from opgraft.config import OpgraftConfig, set_config
+from opgraft.state import host_state
 from torch import nn
 
 _CACHE = "__opgraft_semantic__"
@@ -43,7 +45,9 @@ def semantic(model: nn.Module, natives: Natives) -> Iterator[None]:
             if kind is not None:
                 changed.append((module, type(module)))  # type: ignore[arg-type]  # a class is for ops only
                 module.__class__ = kind
-        with _forms_registered(), captured_for_opgraft():
+        with _forms_registered(), captured_for_opgraft(), set_config(OpgraftConfig(), origin="capture"):
+            bound = host_state().current_caches().functions  # of this scope, so of this thread
+            bound.update((form, (_as_node(form), None)) for form in FUNCTIONALS.values())
             yield
     finally:
         for op, former in changed:
@@ -69,6 +73,24 @@ def _forms_registered() -> Iterator[None]:
     finally:
         for form, former in forms:
             form.bind_while_traced = former
+
+
+def _as_node(form: Functional[..., Any]) -> Callable[..., Any]:
+    """Return what calls the registered op of a form, and within that, as where torch computes constants, its native."""
+    registered = getattr(torch.ops.opgraft, form.name).default
+    inside = False
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if inside:
+            return form.native(*args, **kwargs)
+        inside = True
+        try:
+            return registered(*args, **kwargs)
+        finally:
+            inside = False
+
+    return call
 
 
 def _semantic_class(op: CustomOp, natives: Natives) -> type | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from opgraft.state import host_state
 from opgraft.text import described, printable, table
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+
+_CATALOGUE = "opgraft.testing.catalogue"
+"""Has the tolerances of ops. It stands above this module, and is imported when two runs are first compared."""
 
 _NESTED: ContextVar[bool] = ContextVar("opgraft_shadow_nested", default=False)
 """Is true while a native definition runs for comparison, whose own ops are not compared."""
@@ -143,19 +147,19 @@ class Shadow:
 
     def _compare(self, given: dict[str, Any], copies: dict[str, Any], result: Any, expected: Any) -> None:
         """Compare results, and what was left in the arguments; report the first difference."""
-        tensors = [x for _, x in leaves((copies, expected)) if isinstance(x, Tensor)]
+        tensors = comparison.tensors_within((copies, expected))
         dtypes = {x.dtype.to_real() for x in tensors if x.is_floating_point() or x.is_complex()}
-        tolerance = comparison.tolerance_of(self.target, dtypes)
+        tolerance = import_module(_CATALOGUE).tolerance_of((self.target,), dtypes)
         ours, theirs = list(leaves(result, "the result")), list(leaves(expected, "the result"))
         if [place for place, _ in ours] != [place for place, _ in theirs]:
             found = [f"the result has {len(ours)} parts, expected {len(theirs)}"]
         else:
             left = [(f"the argument {n}", x, copies[n]) for n, x in given.items() if isinstance(x, Tensor)]
             rows = [*((place, x, y) for (place, x), (_, y) in zip(ours, theirs, strict=True)), *left]
-            found = [text for row in rows if (text := comparison.difference(*row, tolerance))]
+            found = [text for row in rows if (text := comparison.difference(*row, tolerance)[1])]
         drift = ""
         if found and not self.first_drift:
-            words = ", ".join(f"{name}: {comparison.described(leaf)}" for name, leaf in copies.items())
+            words = "; ".join(f"{name}: {comparison.description_of(leaf)}" for name, leaf in copies.items())
             drift = printable(f"{'; '.join(found)}, where it was called with {words}")
         with self._lock:
             self.compared += 1

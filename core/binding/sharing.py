@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 
+from opgraft.binding.pluggable_class import choose_class
 from opgraft.binding.specialisation import bind
 from opgraft.environment import DECISION, SharedDecision
 from opgraft.errors import ConflictError
@@ -16,15 +18,16 @@ from opgraft.state import host_state
 def share_decisions() -> Callable[[], None]:
     """Have processes that this one starts decide as it does now, or stop with both decisions; returns the undo.
 
-    Platform, plugins, versions, the lockfile's digest and the kernel of each op stand in an environment variable. A
-    worker compares them when it loads its plugins and when it binds an op outside of ``set_config``. Call it before the
-    first worker is started: a fork server keeps the environment that it began with.
+    Platform, plugins, versions and installed files of these, the lockfile's digest, the kernel of each op and each
+    replaceable class stand in an environment variable. A worker compares them when it loads its plugins, and when it
+    binds an op or constructs such a class outside of ``set_config``. Call it before the first worker is started: a fork
+    server keeps the environment that it began with, and so does a cluster of Ray that runs already.
 
     Raises:
         OpgraftError: the platform, a plugin asked for by name or a setting prevents a choice.
     """
     load_plugins()
-    rows = {**process_rows(), **_kernels()}
+    rows = {**process_rows(), **_choices()}
     former = os.environ.get(DECISION)
     os.environ[DECISION] = SharedDecision(host_state().identity, rows).to_text()
 
@@ -37,12 +40,13 @@ def share_decisions() -> Callable[[], None]:
     return undo
 
 
-def _kernels() -> dict[str, str]:
-    """Return the kernel of each op, by its row; of one that two plugins claim there is none."""
-    rows = {}
-    for name, record in host_state().registry.ops.items():
-        try:
-            rows[f"kernel of {name}"] = bind(record.cls).chosen
-        except ConflictError:
-            continue
+def _choices() -> dict[str, str]:
+    """Return the kernel of each op, and each other class, by its row; of what two plugins claim there is none."""
+    rows, registry = {}, host_state().registry
+    for name, record in registry.records().items():
+        with suppress(ConflictError):
+            if name in registry.ops:
+                rows[f"kernel of {name}"] = bind(record.cls).chosen
+            else:
+                rows[f"class of {name}"] = choose_class(record.cls).chosen
     return rows

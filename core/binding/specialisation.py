@@ -26,9 +26,10 @@ from opgraft.environment import PROVIDERS
 from opgraft.errors import RegistrationError
 from opgraft.logger import logger
 from opgraft.platform import effective_chain
-from opgraft.plugins.agreement import expect_kernel_agrees
+from opgraft.plugins.agreement import expect_choice_agrees
 from opgraft.plugins.discovery import discover
 from opgraft.plugins.host import check_loaded_with, plugins_decision, with_plugins
+from opgraft.plugins.outcomes import absence_of, state_of
 from opgraft.plugins.selection import selected_platform
 from opgraft.registry.choice import ReplacementChoice, choose_replacement, objection_to
 from opgraft.registry.declarations import Replacement
@@ -171,7 +172,7 @@ def _inactive(replacement: Replacement, state: HostState) -> str:
     record = state.plugins.get(replacement.plugin or "")
     if record is None:
         return f"nothing of {replacement.provider} activates it here"
-    return f"plugin {record.name} of {record.provider} is {record.status.value}: {record.reason}"
+    return state_of(record)
 
 
 def own_constructor(cls: type, target: type) -> str | None:
@@ -286,7 +287,8 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
     settings, measured = follow(cls, name, settings, active)
     own = discover().provider_of(cls.__module__)
     if only is None:
-        choice = choose_replacement(cls, name, own, active, selection.platform, settings, kin_of(cls, active))
+        kin = kin_of(cls, active)
+        choice = choose_replacement(cls, name, own, active, selection.platform, settings, kin, absence_of)
     else:  # an existing op keeps its class, whatever providers asks for
         choice = ReplacementChoice(cls, own, name, tuple((r, None) for r in only), next(iter(only), None))
     enabled, because, switch = _enabled(choice, settings)
@@ -298,7 +300,7 @@ def _decide(cls: Any, *, only: list[Replacement] | None = None) -> Binding:
     record = state.registry.ops.get(name or "")
     # A scope is the word of this process alone.
     if only is None and record is not None and record.cls is cls and CURRENT_SCOPE.get() is None:
-        expect_kernel_agrees(record.name, binding.chosen)
+        expect_choice_agrees(f"kernel of {record.name}", binding.chosen)
     if logger.isEnabledFor(logging.DEBUG):
         decision = binding.decision
         logger.debug("%s", decision.summary(), extra=decision.attributes())

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from opgraft.cli.output import COMMAND_LINE
@@ -19,6 +22,7 @@ from opgraft.errors import ChildError
 from opgraft.finding import Finding
 from opgraft.machine.child import Ended, run_child
 from opgraft.machine.host_memory import memory_limit
+from opgraft.plugins.discovery import discover
 from opgraft.plugins.quarantine import against, confine
 from opgraft.plugins.watching import LISTENERS
 from opgraft.state import host_state
@@ -26,6 +30,10 @@ from opgraft.state import host_state
 TIME_LIMIT = 600.0  # seconds: a plugin may compile its kernels when it is first imported
 MEMORY_SHARE = 2  # the memory that there is by the most that the child may have
 _LINGER = 10.0  # seconds: who does harm some time after it was loaded does so by then, or is not found out
+
+_BEFORE_THE_END = 0.9  # of the time limit: who is still at it by then is asked where
+_DUMP = re.compile(r"^(Fatal Python error: .*|Timeout \(\d+:\d+:\d+.*\)!)$", re.MULTILINE)
+_FRAME = re.compile(r'^  File "([^<"][^"]*)", line (\d+) in', re.MULTILINE)
 
 _CHILD = "from opgraft.cli.isolation import answer; answer(reply_to, **data)"
 
@@ -96,7 +104,7 @@ def _tried(outcome: Outcome, crash: Finding, limits: Limits) -> Finding:
 
 
 def _confined(crash: Finding) -> Finding:
-    outcome = confine(crash.provider, crash.message) if crash.provider else ""
+    outcome = confine(crash.provider, str(crash)) if crash.provider else ""
     return _advised(replace(crash, message=f"{crash.message}; {outcome}"))
 
 
@@ -133,7 +141,8 @@ def isolated(
     scope = CURRENT_SCOPE.get()
     file = scope.file.path if scope and scope.file else None
     above = {**settings, **(given or {})}
-    data = {"module": module, "function": function, "arguments": arguments, "given": above, "file": file}
+    call = {"module": module, "function": function, "arguments": arguments, "seconds": limits.seconds}
+    data = {**call, "given": above, "file": file}
     began, lines = time.monotonic(), _Lines(heard)
     try:
         ended = run_child(_CHILD, (), data, limits.seconds, os.environ, limits.memory, lines)
@@ -141,7 +150,8 @@ def isolated(
         return Outcome(crash=Finding(f"the plugins cannot be tried in a process of their own: {error}", exit_code=4))
     last, end = _last_line(ended.reply), _end_in_words(ended, limits)
     provider = Provider(**last["provider"]) if last.get("provider") else None
-    crash = Finding(f"{last.get('what', 'loading the plugins')} {end}", provider, exit_code=4)
+    place = _place(ended.output, provider) if provider else None
+    crash = Finding(f"{last.get('what', 'loading the plugins')} {end}", provider, place, exit_code=4)
     return Outcome(
         last.get("result"),
         None if "result" in last else crash,
@@ -195,14 +205,31 @@ def _end_in_words(ended: Ended, limits: Limits) -> str:
         end = f"crashed the process with signal {_signal_name(-ended.status)}"
     else:
         end = f"ended the process with status {ended.status}"
-    return ": ".join([end, *ended.output.strip().splitlines()[-1:]])
+    return ": ".join([end, *_DUMP.split(ended.output)[0].strip().splitlines()[-1:]])
+
+
+def _place(output: str, provider: Provider) -> str | None:
+    """Return where in the code of ``provider`` the stack stood that Python wrote down at last, the main thread's."""
+    tops = {offer.module.partition(".")[0] for offer in discover().offers if offer.provider == provider}
+    frames = _FRAME.findall(_DUMP.split(output)[-1].rpartition("(most recent call first):")[2])
+    return next((f"{file}:{line}" for file, line in frames if tops & {Path(file).stem, *Path(file).parts}), None)
 
 
 def answer(
-    reply_to: int, module: str, function: str, arguments: Sequence[str], given: Mapping[str, str], file: str | None
+    reply_to: int,
+    module: str,
+    function: str,
+    arguments: Sequence[str],
+    given: Mapping[str, str],
+    file: str | None,
+    seconds: float,
 ) -> None:
-    """Call the function on the child's side; write whose code runs, then what it returned, a line of JSON each."""
-    LISTENERS.append(_Reporter(reply_to))
+    """Call the function on the child's side; write whose code runs, then what it returned, a line of JSON each.
+
+    Where a crash ends it, or it is about to run out of ``seconds``, Python writes its stack to the output.
+    """
+    faulthandler.enable(all_threads=False)
+    LISTENERS.append(_Reporter(reply_to, _BEFORE_THE_END * seconds))
     values = {name: parse_text(name, text) for name, text in given.items()}
     settings_file = read_file(file) if file is not None else None
     with set_config(config_from_fields(values), origin=COMMAND_LINE, file=settings_file):
@@ -218,20 +245,25 @@ def _write(reply_to: int, data: Mapping[str, Any]) -> None:
 class _Reporter:
     """Writes whose code runs whenever that changes, and what there is to tell."""
 
-    def __init__(self, reply_to: int) -> None:
+    def __init__(self, reply_to: int, seconds: float) -> None:
         self.reply_to = reply_to
+        self.seconds = seconds
         self.running: list[dict[str, Any]] = [{}]
 
     def begins(self, what: str, provider: Provider | None) -> None:
         self.running.append({"what": what, "provider": provider.to_dict() if provider else None})
-        _write(self.reply_to, self.running[-1])
+        self._tell_who()
 
     def ends(self) -> None:
         self.running.pop()
-        _write(self.reply_to, self.running[-1])
+        self._tell_who()
 
     def tell(self, data: Any) -> None:
         _write(self.reply_to, {"told": data})
+        self._tell_who()
+
+    def _tell_who(self) -> None:
+        faulthandler.dump_traceback_later(self.seconds)
         _write(self.reply_to, self.running[-1])
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from opgraft.binding.comparison import copied
 from opgraft.cli.comparison import native_config
 from opgraft.config import OpgraftConfig, set_config
 from opgraft.engine.cache_layout import CacheLayout, cache_dtype
@@ -28,7 +29,7 @@ from opgraft.ops.state_space.layer import state_layers
 from opgraft.plugins.host import load_plugins
 from opgraft.serving.llm import engine_config
 from opgraft.serving.tokenizer import find_tokenizer
-from opgraft.testing.verification import Step, Steps, copied
+from opgraft.testing.verification import Step, Steps
 from opgraft.text import described, printable
 from torch import Tensor, nn
 

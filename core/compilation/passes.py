@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from opgraft.compat.graphs import returns_new_memory
+from opgraft.compilation.collective_passes import AllReduceRMSNorm
 from opgraft.compilation.graph_pass import GraphPass, Outcome
 from opgraft.compilation.linear_passes import GatedProduct, JointLinears
 from opgraft.compilation.nodes import OPERATOR, has_kernel, layout_of, semantic_calls
@@ -120,6 +121,7 @@ BUILT_IN: tuple[type[GraphPass], ...] = (
     AddRMSNorm,
     RMSNormQuantFP8,
     SiluAndMulQuantFP8,
+    AllReduceRMSNorm,
 )
 """The passes in the order in which they run."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import sympy
 import torch
 from opgraft.binding.pluggable_class import PluggableClass
 from opgraft.compilation.backends import Runner
@@ -121,6 +120,8 @@ class _Extent:
     """
 
     def __init__(self, value: Tensor, held: bool = False) -> None:
+        import sympy  # which an engine that compiles nothing starts without
+
         terms = {dim: sympy.sympify(str(size)) for dim, size in enumerate(value.shape) if not isinstance(size, int)}
         self.names = {str(symbol) for term in terms.values() for symbol in term.free_symbols}
         self.plain = {str(term): dim for dim, term in terms.items() if term.is_symbol}

@@ -8,7 +8,6 @@ from opgraft.binding.pluggable_class import choose_class
 from opgraft.binding.specialisation import bind
 from opgraft.errors import ConflictError, EngineError
 from opgraft.plugins.agreement import differences, process_rows
-from opgraft.registry.op_classes import qualified
 from opgraft.state import host_state
 
 _OF_MODULES = ("kernel of", "class of")
@@ -39,10 +38,9 @@ def _kernel(op: type) -> str:
 
 def _class(target: type) -> str:
     try:
-        choice = choose_class(target)
+        return choose_class(target).chosen
     except ConflictError:
         return "conflict"
-    return f"{qualified(choice.cls)} of {choice.provider}"
 
 
 def expect_same_digest(engine: Mapping[str, str], own: Mapping[str, str], rank: int, other: str = ENGINE) -> None:

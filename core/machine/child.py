@@ -170,7 +170,9 @@ def _start(
     import subprocess  # costs 10 ms, which detection should not pay where no child is asked
 
     # Isolated: neither variables nor the working folder decide what is imported before the preface sets the path.
-    command = [sys.executable, "-I", "-c", _PREFACE + code, _search_path(), " ".join(map(str, ends)), *arguments]
+    kept = ("-X", f"pycache_prefix={sys.pycache_prefix}") if sys.pycache_prefix else ()  # which is a variable, too
+    preface = (_PREFACE + code, _search_path(), " ".join(map(str, ends)))
+    command = [sys.executable, "-I", *kept, "-c", *preface, *arguments]
     return subprocess.Popen(  # noqa: S603  # our own interpreter
         command,
         env=_minimal_environment() if environ is None else dict(environ),
@@ -183,7 +185,7 @@ def _start(
 
 
 def _search_path() -> str:
-    return json.dumps([str(entry) for entry in sys.path])
+    return json.dumps([entry for entry in sys.path if isinstance(entry, str)])  # as imports look there
 
 
 def _minimal_environment() -> dict[str, str]:

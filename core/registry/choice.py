@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from opgraft.config import NATIVE_CHOICE, Settings
@@ -11,7 +11,7 @@ from opgraft.environment import PLUGINS_DISABLE, PROVIDERS
 from opgraft.errors import ConfigError, ConflictError, close_matches
 from opgraft.platform import Platform
 from opgraft.registry.declarations import ANY_PLATFORM, Replacement
-from opgraft.registry.op_classes import location_of, told_apart
+from opgraft.registry.op_classes import location_of, qualified, told_apart
 
 _NOT_ASKED = "providers asks for"
 
@@ -39,6 +39,11 @@ class ReplacementChoice:
     @property
     def provider(self) -> Provider:
         return self.winner.provider if self.winner else self.own
+
+    @property
+    def chosen(self) -> str:
+        """The class and its provider, as processes tell each other what they construct."""
+        return f"{qualified(self.cls)} of {self.provider}"
 
     @property
     def decision(self) -> Decision:
@@ -84,12 +89,13 @@ def choose_replacement(
     active: Sequence[Replacement],
     platform: Platform,
     settings: Settings,
-    kin: Sequence[Replacement] = (),
+    kin: Sequence[Replacement],
+    absence_of: Callable[[str], str],
 ) -> ReplacementChoice:
     """Choose the active replacement, if any, constructed in place of ``target``, on ``platform`` under ``settings``.
 
     ``kin`` are the active replacements of other classes of the same op: a provider that ``providers`` asks for need
-    serve one of them only.
+    serve one of them only. ``absence_of`` says why nothing of a provider is active, as far as that is known.
 
     Raises:
         ConflictError: several apply at equal priority and ``providers`` does not choose.
@@ -101,7 +107,7 @@ def choose_replacement(
     rows = tuple((r, objection_to(r, platform, wanted)) for r in active if r.target is target)
     eligible = [r for r, against in rows if against is None]
     best = max((r.priority for r in eligible), default=0)
-    top = [r for r in eligible if r.priority == best]
+    top = sorted((r for r in eligible if r.priority == best), key=lambda r: r.provider.name)  # not as they were loaded
     if len(top) > 1:
         choices = f"Choose by {choosing(settings, op_name, [choice_name(r) for r in top], choice_name(top[0]))}."
         # Settings name providers and plugins, so none tells these apart.
@@ -114,13 +120,14 @@ def choose_replacement(
         )
     # Passed over, the native kernel would run without a word where a plugin's was asked for.
     if wanted and not top and wanted not in own_choices and not any(wanted in (r.provider.name, r.plugin) for r in kin):
+        absence = absence_of(wanted)
         offered = ", ".join(_who(r) for r, _ in rows) or "none"
         known = {*own_choices, *(choice_name(r) for r in (*(r for r, _ in rows), *kin))}
         raise ConfigError(
-            f"{asked}, which has no replacement of {target.__qualname__} that "
-            f"applies on {platform.name} (active: {offered}; {own.name!r} keeps the op's own class, "
-            f"{NATIVE_CHOICE!r} runs its native definition): "
-            f"{close_matches(wanted, known)}"
+            f"{asked}, which has no replacement of {target.__qualname__} that applies on {platform.name}"
+            f"{f', as {absence}. Mend that, or choose another' if absence else ''} "
+            f"(active: {offered}; {own.name!r} keeps the op's own class, {NATIVE_CHOICE!r} runs its native "
+            f"definition): {close_matches(wanted, known)}"
         )
     elsewhere = "" if top or wanted in own_choices else ", which serves other classes of that op"
     why = f"{asked}{elsewhere}" if wanted else ""

@@ -264,6 +264,7 @@ OF_PLATFORM: Mapping[str, WholeCheck] = MappingProxyType(
         "memory": WholeCheck("memory is told in bytes", plugin_checks.check_memory, True),
         "seeding": WholeCheck("the same seed gives the same random numbers", plugin_checks.check_seeding, True),
         "synchronisation": WholeCheck("queued work is done afterwards", plugin_checks.check_synchronisation, True),
+        "streams": WholeCheck("streams that are claimed keep their order, and wait", plugin_checks.check_streams, True),
     }
 )
 """By name, the checks of a platform that the plugin brings."""

@@ -103,7 +103,7 @@ def never_used() -> Iterator[Finding]:
         if choice.winner is not replacement and choice.op_name not in wanted:
             row = next(c for c in choice.decision.candidates if c.location == replacement.location)
             message = f"{row.name} at {row.location} ({row.provider}) is never used: {row.reason}"
-            yield Finding(message, replacement.provider)
+            yield Finding(message, replacement.provider, replacement.location)
 
 
 def never_fire() -> Iterator[Finding]:
@@ -154,21 +154,12 @@ def _wrong_in_table(target: type, attribute: str, functions: Any) -> Iterator[st
     if not isinstance(functions, Mapping):
         yield f"{attribute} is a {type(functions).__name__}, expected a mapping of functional form to function"
         return
-    forms = _forms_of(target)
+    forms = {form.name: form for form in inventory.functionals_of(target)}
     for name in functions:
         if name not in forms:
             yield f"{attribute} names {name!r}, which is no functional form of the op: {close_matches(name, forms)}"
         elif problem := rejected_call(inspect.signature(forms[name].native), inspect.signature(functions[name])):
             yield f"{attribute}[{name!r}] is narrower than the functional form: {problem}"
-
-
-def _forms_of(target: type) -> dict[str, Functional[..., Any]]:
-    """Return the forms of an op, and those of other ops that its definition calls, as the mixer's norm does."""
-    definition = getattr(target, "forward_native", None)
-    code = getattr(inspect.unwrap(definition), "__code__", None) if definition else None
-    called = code.co_names if code else ()
-    forms = {form.name: form for form in inventory.functionals_of(target)}
-    return forms | {name: FUNCTIONALS[name] for name in called if name in FUNCTIONALS}
 
 
 def wrong_fakes() -> Iterator[Finding]:

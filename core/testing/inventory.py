@@ -23,6 +23,7 @@ from opgraft.decision import Decision, Provider
 from opgraft.errors import ConfigError, ConflictError
 from opgraft.platform import Platform, PlatformSpec, effective_chain
 from opgraft.plugins.discovery import PLATFORM_GROUP, PLUGIN_GROUP, Offer, discover, normalized
+from opgraft.plugins.outcomes import absence_of
 from opgraft.plugins.requirements import objection
 from opgraft.plugins.selection import current_platform
 from opgraft.registry.choice import ReplacementChoice, choose_replacement
@@ -128,7 +129,7 @@ def _key(
     own = discover().provider_of(cls.__module__)
     try:
         choice = choose_replacement(
-            cls, op_name_of(cls, state), own, replacements, platform, settings, kin_of(cls, replacements)
+            cls, op_name_of(cls, state), own, replacements, platform, settings, kin_of(cls, replacements), absence_of
         )
     except (ConflictError, ConfigError):  # the latter: providers asks for one that another platform has
         return CONFLICT

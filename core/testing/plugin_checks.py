@@ -9,6 +9,7 @@ import base64
 import io
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ with set_config(settings), torch.no_grad():
 with open(reply_to, "w", closefd=False) as pipe:
     pipe.write(", ".join(wrong))
 """
+_DOUBLINGS, _LARGEST = 8, 1 << 23
+"""Pairs of kernels that are queued one behind the other, and numbers that each of them writes, at most."""
 _PATIENCE = 120.0  # seconds: a process imports torch first, and a plugin perhaps a runtime of its own
 
 
@@ -208,3 +211,71 @@ def check_dtypes(platform: Platform) -> None:
         found = (torch.full((8,), 1.5, dtype=dtype, device=platform.device_type) * 2).cpu()
         if found.dtype != dtype or not torch.equal(found.double(), torch.full((8,), 3.0, dtype=torch.float64)):
             raise AssertionError(f"it claims {dtype}, and 1.5 * 2 is {found[0].item()} of {found.dtype} there")
+
+
+def check_streams(platform: Platform) -> str | None:
+    """Each stream does its work in order, and whoever waits for it finds it done; returns why there is none."""
+    streams = platform.streams
+    if streams is None:
+        return "it claims no streams"
+    _check_current(streams)
+    for told in _WAITS:
+        for reader in (streams.Stream(), streams.current_stream()):
+            try:
+                _check_wait(platform, streams, told, reader)
+            finally:
+                platform.synchronize()
+    return None
+
+
+def _check_current(streams: Any) -> None:
+    before, stream = streams.current_stream(), streams.Stream()
+    with suppress(LookupError), streams.stream(stream):
+        inside = streams.current_stream()
+        raise LookupError
+    if inside != stream:
+        raise AssertionError("current_stream() within stream(s) is not s")
+    if streams.current_stream() != before:
+        raise AssertionError("stream(s) leaves another current stream behind than it found")
+
+
+def _check_wait(platform: Platform, streams: Any, told: str, reader: Any) -> None:
+    """Queue work that takes a while on a stream, and read what it writes on another one that waits."""
+    stream, device = streams.Stream(), platform.device_type
+    size = min(_LARGEST, platform.memory().free // 32)
+    x, y = torch.zeros(size, device=device), torch.zeros(size, device=device)
+    platform.synchronize()
+    with streams.stream(stream):
+        for _ in range(_DOUBLINGS):
+            x.mul_(2).add_(1)
+    _WAITS[told](platform, stream, streams.Event(), reader)
+    with streams.stream(reader):
+        y.copy_(x)
+    reader.synchronize()
+    wrong = int((y != 2**_DOUBLINGS - 1).sum())
+    if wrong:
+        raise AssertionError(f"after {told} {wrong} of {size} numbers are not yet what the stream was to write")
+    if not stream.query():
+        raise AssertionError(f"after {told} query() of the stream says that its work is not done")
+
+
+def _by_event(platform: Platform, stream: Any, event: Any, reader: Any) -> None:
+    stream.record_event(event)
+    event.synchronize()
+    if not event.query():
+        raise AssertionError("after synchronize() of an event its query() says that it has not happened")
+
+
+def _for_event(platform: Platform, stream: Any, event: Any, reader: Any) -> None:
+    event.record(stream)
+    reader.wait_event(event)
+
+
+_WAITS: Mapping[str, Callable[[Platform, Any, Any, Any], None]] = {
+    "synchronize() of the stream": lambda platform, stream, event, reader: stream.synchronize(),
+    "synchronize() of the platform": lambda platform, stream, event, reader: platform.synchronize(),
+    "synchronize() of an event": _by_event,
+    "wait_stream() of the reader": lambda platform, stream, event, reader: reader.wait_stream(stream),
+    "wait_event() of the reader": _for_event,
+}
+"""Ways to wait for a stream: for the host, or for the work of a stream that is to read."""

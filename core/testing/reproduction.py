@@ -30,8 +30,9 @@ from pathlib import Path
 
 import opgraft
 import torch
+from opgraft.binding.comparison import description_of
 from opgraft.config import config_from_fields, parse_text, set_config
-from opgraft.testing.differences import description_of, outcome_of
+from opgraft.testing.differences import outcome_of
 
 SETTINGS = {settings}
 

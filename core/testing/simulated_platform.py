@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from opgraft.compat.python_device import register_device, why_not
 from opgraft.errors import PlatformError
 from opgraft.machine.machine import Machine
 from opgraft.platform import DeviceCapability, DeviceMemory, Platform
-from opgraft.testing import simulated_tensors
+from opgraft.testing import simulated_streams, simulated_tensors
 from opgraft.testing.devices import DEVICE_TYPE, SimulatedDevice, simulated_device
 
 
@@ -53,7 +55,11 @@ class SimulatedPlatform(Platform):
         return DeviceMemory(self.device.memory, self.device.memory - simulated_tensors.bytes_in_use())
 
     def synchronize(self, index: int = 0) -> None:
-        """Do nothing: kernels return when they are done."""
+        simulated_streams.synchronize()
+
+    @property
+    def streams(self) -> Any:
+        return simulated_streams
 
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)

@@ -166,10 +166,10 @@ def run(race: Race, dtypes: Iterable[torch.dtype], seconds: float) -> Outcome:
     left_out: dict[str, str] = {}
     kinds = [(spec, dtype) for spec in race.specs for dtype in dtypes if dtype in spec.dtypes]
     for choice, (spec, dtype) in itertools.product(race.candidates, kinds):
-        with _unless_it_raises(choice, f"{spec.functional.name} {dtype}", left_out):
+        with _unless_it_raises(choice, f"{spec.functional.name} {_words(dtype)}", left_out):
             _expect_right(race.op, choice, spec, dtype)
     for spec, dtype, lead, size in ((*kind, *shape) for kind in kinds for shape in shapes(kind[0])):
-        name = f"{spec.functional.name} {'x'.join(map(str, (*lead, size)))} {str(dtype).removeprefix('torch.')}"
+        name = f"{spec.functional.name} {'x'.join(map(str, (*lead, size)))} {_words(dtype)}"
         sides = {}
         for choice in (choice for choice in race.candidates if choice not in left_out):
             with _unless_it_raises(choice, name, left_out):
@@ -184,6 +184,10 @@ def run(race: Race, dtypes: Iterable[torch.dtype], seconds: float) -> Outcome:
                 times[choice][name] = min(side.taken)  # another process's work only ever adds
     ran = {choice: found for choice, found in times.items() if choice not in left_out and found}
     return Outcome(best_of(race, ran, left_out) if ran else None, left_out)
+
+
+def _words(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @contextlib.contextmanager

@@ -6,15 +6,14 @@ of the same inputs, so that no op answers for the errors of those before it.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from opgraft.binding.comparison import Tolerance, arguments_of, copied, description_of, same, tensors_within
 from opgraft.binding.custom_op import CustomOp
 from opgraft.binding.names import op_name_of
 from opgraft.decision import Provider
@@ -22,23 +21,12 @@ from opgraft.errors import InputError
 from opgraft.logger import logger
 from opgraft.ops.attention.batch import AttentionBatch, attending
 from opgraft.ops.attention.cached import CachedAttention
-from opgraft.ops.spec import TOLERANCES, Tolerance
 from opgraft.ops.state_space.layer import StateLayer
 from opgraft.state import host_state
-from opgraft.testing import inventory
-from opgraft.testing.catalogue import SPECS
-from opgraft.testing.differences import (
-    allowed_in_eight_bits,
-    description_of,
-    in_eight_bits,
-    outcome_of,
-    same,
-    tensors_within,
-)
+from opgraft.testing.catalogue import specs_of, tolerance_of
+from opgraft.testing.differences import outcome_of
 from opgraft.text import described
 from torch import Tensor, nn
-
-_EXACT: Tolerance = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -225,7 +213,7 @@ class _Comparer:
         return undo
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._given.append(copied((args, kwargs), self._twins))
+        self._given.append(copied((args, kwargs), dict(self._twins)))
 
     def _after(self, place: Place) -> Callable[..., None]:
         def compare(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
@@ -261,48 +249,15 @@ class _Comparer:
             self.found = Departure(place, twin, args, kwargs, batch, kept, allowed, _inputs(module, args, kwargs))
 
 
-def copied(value: Any, twins: Mapping[int, Any]) -> Any:
-    """Copy a value with the tensors in it, in objects such as caches too.
-
-    Modules are not copied: one becomes what ``twins`` has for its ``id``. Of what cannot be copied the original is
-    taken.
-    """
-    return _copied(value, dict(twins))
-
-
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    if isinstance(value, nn.Module):
-        return memo.get(id(value), value)
-    if isinstance(value, Tensor):  # deepcopy refuses results that have gradients
-        if id(value) not in memo:
-            memo[id(value)] = value.clone()
-        return memo[id(value)]
-    if type(value) in (tuple, list):
-        return type(value)(_copied(each, memo) for each in value)
-    if type(value) is dict:
-        return {name: _copied(each, memo) for name, each in value.items()}
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception:  # of somebody's class
-        return value
-
-
 def _allowed(module: nn.Module, dtype: torch.dtype) -> Tolerance:
-    """Return by how much a module may differ from the native one: twice what the specs of its ops allow either.
+    """Return by how much a module may differ from the native one.
 
-    A module that is made of several such ops may differ by as many times that. In 8 bits it is a step, as both round
-    what is nearly the same.
+    A module that is made of several ops with specs may differ by as many times what one may.
     """
-    dtype = dtype.to_real() if dtype.is_complex else dtype
-    if not dtype.is_floating_point:
-        return _EXACT
-    ops = [part for part in module.modules() if isinstance(part, CustomOp)]
-    forms = [[f for f in inventory.functionals_of(op.binding.replacement.target) if f.name in SPECS] for op in ops]
-    specs = [SPECS[form.name] for group in forms for form in group]
-    usual = TOLERANCES[dtype] if dtype in TOLERANCES else allowed_in_eight_bits(dtype)
-    each = [spec.tolerances.get(dtype, usual) for spec in specs] or [usual]
-    times = 1 if in_eight_bits(dtype) else 2 * max(sum(map(bool, forms)), 1)
-    return times * max(atol for atol, _ in each), times * max(rtol for _, rtol in each)
+    targets = [part.binding.replacement.target for part in module.modules() if isinstance(part, CustomOp)]
+    absolute, relative = tolerance_of(targets, [dtype.to_real() if dtype.is_complex else dtype])
+    times = max(sum(bool(specs_of(target)) for target in targets), 1)
+    return times * absolute, times * relative
 
 
 def _batch_of(module: nn.Module, batch: AttentionBatch) -> AttentionBatch:
@@ -324,5 +279,4 @@ def _pairs(before: Any, after: Any) -> list[tuple[Tensor, Tensor]]:
 
 def _inputs(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
     """Describe what a module is called with, a line for each argument by its name."""
-    bound = inspect.signature(module.forward).bind(*args, **kwargs)
-    return [f"{name}: {description_of(value)}" for name, value in bound.arguments.items()]
+    return [f"{name}: {description_of(leaf)}" for name, leaf in arguments_of(module.forward, args, kwargs).items()]

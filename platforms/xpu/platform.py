@@ -62,3 +62,7 @@ class XpuPlatform(Platform):
     def graph_class(self) -> type[Any] | None:
         """``torch.xpu.XPUGraph``, which torch has from 2.11 on."""
         return vars(torch.xpu).get("XPUGraph")
+
+    @property
+    def streams(self) -> Any:
+        return torch.xpu

@@ -127,7 +127,7 @@ def test_a_model_of_a_function(cli, site, warm_python: str, tmp_path: Path) -> N
     result = cli("verify", "own_model:names", "--save", "found")
     assert result.returncode == 1, result.stderr
     assert "first departure: norm: rms_norm by Acme.forward_oot of acme 1.0" in result.stdout
-    assert "called with x: float32 [3, 8], cpu, from " in result.stdout
+    assert "called with x: float32 [3, 8], from " in result.stdout
     assert "to make that call again: python found/reproduce.py" in result.stdout
     again = made_again(str(tmp_path / "found/reproduce.py"), warm_python, site.folder)
     assert (again.returncode, "called with float32 [3, 8]" in again.stdout) == (1, True), again.stderr

@@ -60,6 +60,17 @@ def expect_equal(ours: Logits, others: Logits) -> None:
     assert all(torch.equal(row, others[key]) for key, row in ours.items())
 
 
+@pytest.fixture(autouse=True)
+def any_number_of_tokens(request: pytest.FixtureRequest, kernels: Any) -> None:
+    """The plan takes as many tokens as linear layers read the weight as it is for: on this path any number."""
+    import opgraft_cpu_kernels
+
+    if "path" not in request.fixturenames:
+        if "avx512_bf16" not in opgraft_cpu_kernels.paths():
+            pytest.skip("this CPU lacks avx512_bf16")
+        opgraft_cpu_kernels.set_path("avx512_bf16")
+
+
 @pytest.fixture
 def folder(plugin: Path, tmp_path: Path) -> Path:
     written("Llama", tmp_path / "model", **SHAPE, **BIASES)
@@ -74,6 +85,17 @@ def test_the_bits_are_those_of_the_modules(folder: Path, dtype: str) -> None:
         expect_equal(ours.logits(*lengths), modules.logits(*lengths))
         assert ours.answered >= 5
     assert ours.left == (dtype == "float16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_as_many_tokens_as_the_path_takes(folder: Path, dtype: str, path: str) -> None:
+    """On each path the plan has the calls of few tokens, and the modules all others, with the same bits."""
+    from opgraft_cpu_kernels import linear
+
+    limit = linear.FEW.get((path, getattr(torch, dtype)), 0)
+    ours, modules = Served(folder, dtype), Served(folder, dtype).by_modules()
+    expect_equal(ours.logits(6), modules.logits(6))
+    assert (ours.answered > 0, ours.left > 0) == (limit > 0, limit < 6)
 
 
 @pytest.mark.parametrize("method", ["int8", "int8_dynamic", "int4"])

@@ -190,7 +190,8 @@ def test_tiles_are_as_accurate_as_float32(tiles: Any, sizes: tuple[int, int, int
 @pytest.mark.parametrize("precision", list(PARTS))
 def test_the_precision_is_that_of_the_call(tiles: Any, precision: str) -> None:
     """The setting of torch decides when a layer is called, not when its weight was packed."""
-    op, x = ops.Linear(256, 128).requires_grad_(False), torch.randn(64, 256)
+    op, x = ops.Linear(256, 128), torch.randn(64, 256)
+    opgraft.freeze(op)
     op(x)
     torch.set_float32_matmul_precision(precision)
     loss = distance(op(x), exact(x, op.weight, op.bias))
@@ -201,7 +202,8 @@ def test_the_precision_is_that_of_the_call(tiles: Any, precision: str) -> None:
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, torch.finfo(torch.float32).max])
 def test_what_bfloat16_cannot_hold(tiles: Any, value: float) -> None:
     """Infinities, NaN and the largest numbers, in inputs and weights, give what float32 gives."""
-    x, op = torch.randn(40, 96), ops.Linear(96, 80).requires_grad_(False)
+    x, op = torch.randn(40, 96), ops.Linear(96, 80)
+    opgraft.freeze(op)
     x[7, 11] = value
     torch.testing.assert_close(op(x), F.linear(x, op.weight, op.bias), equal_nan=True)
     x = torch.randn(40, 96)
@@ -211,7 +213,8 @@ def test_what_bfloat16_cannot_hold(tiles: Any, value: float) -> None:
 
 def test_weights_that_change(tiles: Any) -> None:
     """A packed weight is made anew after a change in place, and after one that must be announced."""
-    op, x = ops.Linear(128, 128).requires_grad_(False), torch.randn(64, 128)
+    op, x = ops.Linear(128, 128), torch.randn(64, 128)
+    opgraft.freeze(op)
     op(x)
     op.weight.mul_(2)
     assert distance(op(x), exact(x, op.weight, op.bias)) < 1e-6
@@ -220,13 +223,14 @@ def test_weights_that_change(tiles: Any) -> None:
     assert distance(op(x), exact(x, op.weight, op.bias)) < 1e-6
     assert called(op, x) == {"packed_linear"}
     op.weight = nn.Parameter(torch.randn(128, 128))
-    op.requires_grad_(False)
+    opgraft.freeze(op)
     assert distance(op(x), exact(x, op.weight, op.bias)) < 1e-6
 
 
 def test_which_kernel_runs(tiles: Any) -> None:
     """Few rows take the weight as it is, many are tiled; the forms do what the module does."""
-    op = ops.Linear(128, 192, activation="gelu").requires_grad_(False)
+    op = ops.Linear(128, 192, activation="gelu")
+    opgraft.freeze(op)
     for rows, name in ((1, "linear"), (4, "linear"), (64, "packed_linear")):
         x = torch.randn(rows, 128)
         assert name in called(op, x)
@@ -239,7 +243,8 @@ def test_forced_paths_have_no_tiles(tiles: Any) -> None:
     """On another path than amx nothing is packed for tiles, and what was packed computes the same."""
     import opgraft_cpu_kernels
 
-    op, x = ops.Linear(128, 128).requires_grad_(False), torch.randn(64, 128)
+    op, x = ops.Linear(128, 128), torch.randn(64, 128)
+    opgraft.freeze(op)
     packed = tiles.pack_linear(op.weight, 3)
     opgraft_cpu_kernels.set_path("avx2")
     assert called(op, x) == set()
@@ -260,7 +265,8 @@ def test_gradients_and_autocast(tiles: Any, rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 64])
 def test_compilation(tiles: Any, rows: int) -> None:
     """A layer compiles whole, and gives the same."""
-    op, x = ops.Linear(128, 128).requires_grad_(False), torch.randn(rows, 128)
+    op, x = ops.Linear(128, 128), torch.randn(rows, 128)
+    opgraft.freeze(op)
     torch.testing.assert_close(torch.compile(op, fullgraph=True, backend="aot_eager")(x), op(x))
 
 

@@ -188,6 +188,18 @@ def test_many_collectives_in_a_row(two: Ranks) -> None:
 
 
 def served(folder: str) -> tuple[list[list[int]], list[torch.Tensor], dict[str, str]]:
+    """Serve prompts by kernels that read the weights as they are for any number of rows."""
+    import opgraft_cpu_kernels
+
+    before = opgraft_cpu_kernels.path()
+    opgraft_cpu_kernels.set_path("avx512_bf16")
+    try:
+        return _served(folder)
+    finally:
+        opgraft_cpu_kernels.set_path(before)
+
+
+def _served(folder: str) -> tuple[list[list[int]], list[torch.Tensor], dict[str, str]]:
     given = settings(Path(folder), max_num_batched_tokens=21, max_model_len=64)
     core = EngineCore(replaced(given, cache={"block_size": 16, "num_blocks": 24}))
     pairs = [recorded(f"r{number}", prompt, 12) for number, prompt in enumerate(prompts(5, 17, 9, 3))]
@@ -200,6 +212,10 @@ def served(folder: str) -> tuple[list[list[int]], list[torch.Tensor], dict[str, 
 @pytest.mark.parametrize("heads", [{"num_attention_heads": 4}, {"num_attention_heads": 6, "num_key_value_heads": 3}])
 def test_decoders_in_one_call(plugin: Path, two: Ranks, tmp_path: Path, heads: dict[str, int]) -> None:
     """Ranks that share layers compute them in one call, as one rank does, and give its tokens and logits."""
+    import opgraft_cpu_kernels
+
+    if "avx512_bf16" not in opgraft_cpu_kernels.paths():
+        pytest.skip("this CPU lacks avx512_bf16")
     biases = {"attention_bias": True, "mlp_bias": True}
     written("Llama", tmp_path, hidden_size=192, intermediate_size=128, head_dim=32, **heads, **biases)
     outputs, logits, _ = served(str(tmp_path))

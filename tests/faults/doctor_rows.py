@@ -75,6 +75,9 @@ FINDINGS: dict[str, tuple[str, str, int]] = {
 }
 """By name: the source of a plugin, words of what is found, and the exit code of that finding alone."""
 
+PLACELESS = ("no hook",)
+"""Those of ``FINDINGS`` for which no line is to blame."""
+
 ENDS: dict[str, tuple[str, str]] = {
     "a segmentation fault": ("import os\nos.kill(os.getpid(), 11)\n", "crashed the process with signal SIGSEGV"),
     "an abort": ("import os\nos.abort()\n", "crashed the process with signal SIGABRT"),
@@ -93,6 +96,9 @@ ENDS: dict[str, tuple[str, str]] = {
     "a slow import": (f"{PLUGIN}import time\ntime.sleep(5)\n", "s to import, and each process that constructs an op"),
 }
 """By name: the source of a plugin that takes its process down or holds it up, and words of what is found."""
+
+WITH_A_PLACE = ("a segmentation fault", "an abort", "an illegal instruction", "a hang", "a slow import")
+"""Those of ``ENDS`` of which Python's stack, or its module, tells the file."""
 
 POINTS = {
     "a module that is not there": ("opgraft.plugins", "acme_of_nobody", "ModuleNotFoundError"),

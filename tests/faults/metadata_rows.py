@@ -170,6 +170,8 @@ REQUIREMENT_ROWS = {
         "opgraft[cuda]>=99": "it requires 'opgraft[cuda]>=99', this is opgraft",
         "opgraft (>=99)": "it requires 'opgraft (>=99)', this is opgraft",
         "opgraft==1.0.0garbage!": "is malformed",
+        "opgraft; os_name ~= 'posix'": "its requirement \"opgraft; os_name ~= 'posix'\" is malformed",
+        "opgraft; 'cuda' in extras": "its requirement \"opgraft; 'cuda' in extras\" is malformed",
     }.items()
 } | {
     line: _requires(line, status="activated")

@@ -8,9 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import opgraft
+import torch
 from conftest import Site
+from opgraft import functional
 from opgraft.cli import cli
 from opgraft.errors import OpgraftError
 from opgraft.ops import RMSNorm
@@ -84,12 +87,26 @@ def answer(capsys, *arguments: str) -> tuple[int, str]:
     return code, capsys.readouterr().out
 
 
-def others_are_as_they_were() -> None:
-    """Load the plugins; the one that is in order is active, and serves its op."""
+def of_brix() -> dict[str, Any]:
+    """Load the plugins; what the one in order gives others: what its op is bound to and why, and its result's bits."""
     load_plugins()
-    brix = host_state().plugins["brix"]
-    assert (brix.status.value, brix.reason, brix.findings) == ("activated", "applies on any", ())
-    assert RMSNorm(4).op_class.__name__ == "BrixRMSNorm"
+    record, op = host_state().plugins["brix"], RMSNorm(4)
+    x = torch.linspace(-2, 2, 12).reshape(3, 4)
+    result = op(x, x.square())
+    decisions = (op.decision, *(part for part in op.decision.parts if part.subject != "plugins"))
+    return {
+        "record": (record.status.value, record.reason, record.findings, record.notes),
+        "class": op.op_class.__qualname__,
+        "decisions": [(each.subject, each.chosen, each.reason) for each in decisions],
+        "form": functional.rms_norm(x, op.weight, op.variance_epsilon).tolist(),
+        "result": [(part.dtype, part.device, part.requires_grad, part.tolist()) for part in result],
+    }
+
+
+def others_are_as_they_were(alone: dict[str, Any]) -> None:
+    """Load the plugins; the one that is in order serves its op as it does ``alone``."""
+    assert of_brix() == alone
+    assert alone["class"] == "BrixRMSNorm"
 
 
 def status_of(name: str) -> str | None:
@@ -103,14 +120,13 @@ def info(site: Site, name: str = "acme", version: str = "1.0") -> Path:
     return site.folder / f"{name}-{version}.dist-info"
 
 
-def tried(site: Site, capsys, fault: Fault) -> str:
-    """Plant a fault, and return what 'opgraft plugins list' and the warnings of a process say."""
-    site.plugin("brix", GOOD)
+def tried(site: Site, capsys, alone: dict[str, Any], fault: Fault) -> str:
+    """Plant a fault beside brix, and return what 'opgraft plugins list' and the warnings of a process say."""
     fault.plant(site)
     opgraft.reset()
     with in_time():
         code, listed = answer(capsys, "plugins", "list")
         assert code == 0, listed
-        others_are_as_they_were()
+        others_are_as_they_were(alone)
     assert status_of("acme") == fault.status
     return listed

@@ -118,7 +118,7 @@ ENDS = {
         "its process ended with status 1",
     ),
     "a probe that answers for itself": (
-        "import os\n    for number in range(3, 20):\n        try: os.write(number, b'[')\n"
+        "import os\n    for number in range(3, 256):\n        try: os.write(number, b'[')\n"
         "        except OSError: pass\n"
         "    return Evidence(False, 'no')",
         "its answer cannot be read",

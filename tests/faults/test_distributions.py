@@ -7,20 +7,19 @@ import sys
 import opgraft
 import pytest
 from faults.distribution_rows import ROWS
-from faults.planting import GOOD, answer, in_time, others_are_as_they_were, status_of
+from faults.planting import answer, in_time, others_are_as_they_were, status_of
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_distributions(site, capsys, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_distributions(site, capsys, alone, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """What is wrong is told in one line that names who it is; what is installed in order is found all the same."""
     plant, words, status = ROWS[name]
-    site.plugin("brix", GOOD)
     plant(site, monkeypatch)
     try:
         opgraft.reset()
         with in_time():
             code, listed = answer(capsys, "plugins", "list")
-            others_are_as_they_were()
+            others_are_as_they_were(alone)
         assert (code, status_of("acme")) == (0, status)
         told = [line for line in listed.splitlines() if line.startswith("ignored: ")]
         assert bool(told) == bool(words), listed

@@ -6,15 +6,17 @@ import json
 from typing import Any
 
 import pytest
-from faults.doctor_rows import ENDS, FINDINGS, POINTS
-from faults.planting import GOOD
+from conftest import Site
+from faults.doctor_rows import ENDS, FINDINGS, PLACELESS, POINTS, WITH_A_PLACE
+from faults.planting import GOOD, others_are_as_they_were
+from faults.process_rows import IMPORTS, PLUGIN, SET_BACK
 
 LIMITS = ("--time-limit", "20", "--memory-limit", "2.5")
 
 
-def found(cli, *arguments: str) -> tuple[int, dict[str, list[dict[str, Any]]], dict[str, str]]:
+def found(cli, *arguments: str, **variables: str) -> tuple[int, dict[str, list[dict[str, Any]]], dict[str, str]]:
     """The exit code of the doctor, what it finds by distribution, and what became of each plugin."""
-    ended = cli("plugins", "doctor", "--json", *arguments)
+    ended = cli("plugins", "doctor", "--json", *arguments, **variables)
     report = json.loads(ended.stdout)
     findings: dict[str, list[dict[str, Any]]] = {}
     for finding in report["findings"]:
@@ -22,9 +24,11 @@ def found(cli, *arguments: str) -> tuple[int, dict[str, list[dict[str, Any]]], d
     return ended.returncode, findings, {row["name"]: row["status"] for row in report["plugins"]}
 
 
-def expect(findings: list[dict[str, Any]], words: str, code: int, kind: str) -> None:
-    told = [(finding["message"], finding["exit_code"]) for finding in findings]
-    assert any(words in message and end == code for message, end in told), f"{kind}: {told}"
+def expect(findings: list[dict[str, Any]], words: str, code: int, kind: str, file: str = "") -> None:
+    """One of the findings has these words, this exit code and this file."""
+    told = [(finding["message"], finding["exit_code"], finding["location"] or "") for finding in findings]
+    found = [row for row in told if words in row[0] and row[1] == code and file in f"{row[0]} ({row[2]})"]
+    assert found, f"{kind}: {told}"
 
 
 def test_everything_at_once(cli, site) -> None:
@@ -42,11 +46,34 @@ def test_everything_at_once(cli, site) -> None:
     code, findings, statuses = found(cli)
     assert code == 4
     for kind, name in names.items():
-        expect(findings[name], FINDINGS[kind][1], FINDINGS[kind][2], kind)
+        expect(findings[name], FINDINGS[kind][1], FINDINGS[kind][2], kind, file_of(site, name, kind))
     for kind, name in points.items():
         expect(findings[name], POINTS[kind][2], 4 if POINTS[kind][0] == "opgraft.plugins" else 1, kind)
     assert statuses["brix"] == "activated"
     assert not findings.keys() - {*names.values(), *points.values()}
+
+
+def file_of(site: Site, name: str, kind: str) -> str:
+    """The beginning of a place in the plugin of that name; a plugin without a hook has none that is to blame."""
+    return "" if kind in PLACELESS else f"{site.folder / name.replace('-', '_')}.py:"
+
+
+@pytest.mark.parametrize("when", ["while it was loaded", "in its hook opgraft_veto"])
+def test_every_change_of_the_process(cli, site, when: str) -> None:
+    """In one run each change is told of the one who made it, with its file, and nobody meets that of another."""
+    site.plugin("brix", GOOD)
+    names = {change: f"acme-{number}" for number, change in enumerate(SET_BACK)}
+    for change, name in names.items():
+        source = (change, "pass") if when == "while it was loaded" else ("", change)
+        site.plugin(name, f"{IMPORTS}{source[0]}{PLUGIN.format(source[1])}")
+    code, findings, statuses = found(cli, TAKEN="as it was")
+    assert code == 1
+    for change, name in names.items():
+        words = f"changed {SET_BACK[change].removesuffix(' while')}"
+        expect(findings[name], words, 1, change, file_of(site, name, change))
+        assert [finding["message"].endswith(f"{when}: it was set back") for finding in findings[name]] == [True], change
+    assert set(statuses.values()) == {"activated"}
+    assert findings.keys() == set(names.values())
 
 
 @pytest.mark.parametrize("kind", [kind for kind, row in FINDINGS.items() if row[2] == 1][:1])
@@ -59,22 +86,27 @@ def test_findings_alone(cli, site, kind: str) -> None:
 @pytest.mark.faults
 @pytest.mark.parametrize("editable", [False, True])
 @pytest.mark.parametrize("kind", ENDS)
-def test_a_process_that_is_ended(cli, site, kind: str, editable: bool) -> None:
+def test_a_process_that_is_ended(request, site, alone, kind: str, editable: bool) -> None:
     """Its end is told of the one whose code did it; others, with a fault or none, are told of as ever."""
     source, words = ENDS[kind]
     if editable and kind in ("a hang", "a slow import", "too much memory"):
         pytest.skip("half a minute, for what other kinds tell too")
     site.plugin("acme", source)
-    site.plugin("brix", "import time\ntime.sleep(2)\n" + GOOD)
+    site.plugin("birch", f"import time\ntime.sleep(2)\n{PLUGIN.format('pass')}")
     site.plugin("cedar", "raise OSError('no driver')\n")
     if editable:
         origin = '{"url": "file:///x", "dir_info": {"editable": true}}'
         (site.folder / "acme-1.0.dist-info/direct_url.json").write_text(origin)
+    # The memory of a warm interpreter is not that of the process which it is for.
+    cli = request.getfixturevalue("cold_cli" if kind == "too much memory" else "cli")
     code, findings, statuses = found(cli, *LIMITS)
     assert code == 4
-    expect(findings["acme"], words, 1 if kind == "a slow import" else 4, kind)
+    file = f"{site.folder}/acme.py:" if kind in WITH_A_PLACE else ""
+    expect(findings["acme"], words, 1 if kind == "a slow import" else 4, kind, file)
     expect(findings["cedar"], "OSError: no driver", 4, kind)
     assert findings.keys() == {"acme", "cedar"}
-    assert (statuses["brix"], statuses["cedar"]) == ("activated", "failed")
+    assert (statuses["birch"], statuses["brix"], statuses["cedar"]) == ("activated", "activated", "failed")
     quarantined = statuses["acme"] == "rejected"
+    if quarantined:  # which in this process the other ones would not survive
+        others_are_as_they_were(alone)
     assert quarantined == (not editable and kind not in ("a slow import", "an end by status 1"))

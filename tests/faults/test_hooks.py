@@ -8,7 +8,7 @@ import time
 import opgraft
 import pytest
 from faults.hook_rows import ROWS
-from faults.planting import GOOD, TooSlowError, in_time, others_are_as_they_were
+from faults.planting import TooSlowError, in_time, others_are_as_they_were
 from opgraft.plugins.outcomes import findings_of
 from opgraft.state import host_state
 from opgraft.text import printable
@@ -17,14 +17,13 @@ LONGEST = 4000  # characters of a message that anybody reads
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_hooks(site, caplog, name: str) -> None:
+def test_hooks(site, caplog, alone, name: str) -> None:
     """The reason, or a finding, says what was wrong; nothing that a plugin says moves a terminal or fills it."""
     source, status, words = ROWS[name]
     site.plugin("acme", source)
-    site.plugin("brix", GOOD)
     opgraft.reset()
     with caplog.at_level(logging.WARNING, logger="opgraft"), in_time():
-        others_are_as_they_were()
+        others_are_as_they_were(alone)
     record = host_state().plugins["acme"]
     found = [str(finding) for finding in findings_of(record)]
     assert record.status.value == status, record.reason

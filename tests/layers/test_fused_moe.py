@@ -254,6 +254,8 @@ def test_tokens_of_another_size() -> None:
     made = ops.FusedMoE(EXPERTS, TOPK, HIDDEN, INTERMEDIATE)
     with pytest.raises(ValueError, match="hidden_states"):
         made(drawn(7, HIDDEN + 1), LOGITS)
+    with pytest.raises(ValueError, match="fused_moe: intermediate_size is 0, expected a positive number"):
+        ops.FusedMoE(EXPERTS, TOPK, HIDDEN, 0)
     with pytest.raises(LayerError, match=r"^FusedMoE: its experts are placed"):
         made.place_experts(range(EXPERTS))
 

@@ -313,3 +313,11 @@ def test_modules_that_do_not_fit(changed: dict[str, Any], words: str) -> None:
     """What is missing, and what is not written, is named."""
     with pytest.raises(LayerError, match=words):
         wrapper(**changed)
+
+
+def test_a_projection_of_another_size() -> None:
+    """Queries that are not those of the heads are refused with both sizes."""
+    layer = wrapper(q_proj=ColumnParallelLinear(12, HEADS * NOPE, bias=False))
+    size = HEADS * (NOPE + ROPE)
+    with pytest.raises(ValueError, match=f"what q_proj gives has shape .*, expected a last dimension of {size}"):
+        layer(torch.arange(7), drawn(7, 12))

@@ -28,10 +28,13 @@ MIXERS: dict[str, Callable[[], Any]] = {
     "short_conv": lambda: ops.ShortConv(SimpleNamespace(conv_L_cache=3, conv_bias=True), HIDDEN, 0, prefix="m"),
     "mamba_mixer": lambda: ops.MambaMixer(HIDDEN, 5, 4, 24, 3, True, True, True, prefix="m"),
     "mamba_mixer2": lambda: ops.MambaMixer2(HIDDEN, 5, 4, 24, True, True, 2, 4, 6, prefix="m"),
-    "plamo2_mamba_mixer": lambda: ops.Plamo2MambaMixer(
-        SimpleNamespace(model_config=SimpleNamespace(hf_config=SimpleNamespace(**PLAMO))), prefix="m"
-    ),
+    "plamo2_mamba_mixer": lambda: ops.Plamo2MambaMixer(of_config(SimpleNamespace(**PLAMO)), prefix="m"),
 }
+
+
+def of_config(config: SimpleNamespace) -> SimpleNamespace:
+    """An engine's settings, of which the mixer of PLaMo 2 reads its model's config."""
+    return SimpleNamespace(model_config=SimpleNamespace(hf_config=config))
 
 
 def made(name: str) -> Any:
@@ -178,6 +181,12 @@ def test_sizes_that_do_not_fit() -> None:
         ops.MambaMixer2(HIDDEN, 5, 4, 24, True, True, 2, 4, 5)
     with pytest.raises(ValueError, match="mamba_mixer2: n_groups is 0"):
         ops.MambaMixer2(HIDDEN, 5, 4, 24, True, True, 0, 4, 6)
+    with pytest.raises(ValueError, match="mamba_mixer2: conv_kernel_size is 0"):
+        ops.MambaMixer2(HIDDEN, 5, 0, 24, True, True, 2, 4, 6)
+    with pytest.raises(ValueError, match="short_conv: conv_L_cache is 0"):
+        ops.ShortConv(SimpleNamespace(conv_L_cache=0, conv_bias=True), HIDDEN, 0)
+    with pytest.raises(ValueError, match="plamo2_mamba_mixer: mamba_d_state is -1"):
+        ops.Plamo2MambaMixer(of_config(SimpleNamespace(**{**PLAMO, "mamba_d_state": -1})))
     with pytest.raises(ValueError, match="mamba_mixer: ssm_state_size is -5"):
         ops.MambaMixer(HIDDEN, -5, 4, 24, 3, True, True, False)
     with pytest.raises(ValueError, match="mixer2_gated_rms_norm: full_n_groups is 5, expected a divisor of 24"):
@@ -203,6 +212,8 @@ def test_multipliers_of_the_projection() -> None:
     mixer, x = made("mamba_mixer2"), drawn(7, HIDDEN)
     multipliers = torch.rand(mixer.in_proj.weight.shape[0]) + 0.5
     found = mixer(x, multipliers)
+    with pytest.raises(ValueError, match=r"mamba_mixer2: mup_vector has shape \(5,\)"):
+        mixer(x, multipliers[:5])
     mixer.in_proj.weight.mul_(multipliers[:, None])
     mixer.in_proj.bias.mul_(multipliers)
     torch.testing.assert_close(found, mixer(x))

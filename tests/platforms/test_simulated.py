@@ -124,6 +124,35 @@ for call in (lambda: y.resize_(1 << 22), lambda: setattr(x, "data", torch.zeros(
     assert (x.shape, platform.memory().free) == ((2, 5), free - 16 - (1 << 20))
 """
 
+QUEUED = """
+import torch, opgraft
+platform = opgraft.current_platform()
+streams = platform.streams
+x, host = torch.zeros(2, 3, device="simulated"), torch.ones(2, 3)
+two = torch.full((2, 3), 2.0, device="simulated")
+side = streams.Stream()
+with streams.stream(side):
+    x.add_(1)
+    x.mul_(two)
+assert not side.query() and x.tolist() == [[0.0] * 3] * 2
+with streams.stream(side):
+    event = side.record_event()
+    x.copy_(host)
+    x.t_()
+    assert side.query() and event.query() and (x.shape, x.sum().item()) == ((3, 2), 6)
+    x.add_(1)
+    del side
+platform.synchronize()
+assert x.sum().item() == 12
+with streams.stream(streams.Stream()):
+    for _ in range(99):
+        x.add_(1)
+try:
+    platform.synchronize()
+except RuntimeError as error:
+    print(error)
+"""
+
 GRAFTED = """
 import copy, torch, opgraft
 model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.GELU(), torch.nn.LayerNorm(6))
@@ -193,6 +222,13 @@ def test_tensors_change_in_place(warm_python: str) -> None:
     memory, data = on("memory=4MiB", warm_python, IN_PLACE)
     assert memory.startswith("Simulated accelerator out of memory: 16777216 bytes were asked for")
     assert data == "a tensor of cpu cannot be the data of one of simulated:0: move it there"
+
+
+@needs_backend
+def test_what_is_queued_waits(warm_python: str) -> None:
+    """Writes in place run late, in order, and fail late; what the host takes part in, and views, come after them."""
+    (line,) = on("fails_after=60", warm_python, QUEUED)
+    assert line == "Simulated accelerator failed: it has run 60 kernels, and aten::add_ would be another"
 
 
 @needs_backend

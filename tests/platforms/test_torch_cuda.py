@@ -11,6 +11,7 @@ from opgraft.platform import effective_chain
 from opgraft.platforms.cuda.platform import CudaPlatform
 from opgraft.platforms.rocm.platform import RocmPlatform
 from opgraft.plugins.selection import current_platform
+from opgraft.testing.plugin_checks import check_streams
 
 FORK = """
 import os, sys, torch
@@ -18,7 +19,7 @@ from opgraft.platforms.{name}.platform import {class_name} as PlatformClass
 platform = PlatformClass()
 asked = [getattr(platform, name) for name in
          ("name", "device_type", "dispatch_chain", "distributed_backend", "compile_backend", "visibility_variable",
-          "graph_class")]
+          "graph_class", "streams")]
 platform.default_config(), platform.device_count(), platform.manual_seed(7)
 assert not torch.cuda.is_initialized()
 child = os.fork()
@@ -61,6 +62,7 @@ def test_what_needs_no_device(platform, chain: tuple[str, ...], variable: str) -
     assert (platform.distributed_backend, platform.compile_backend) == ("nccl", "inductor")
     assert platform.visibility_variable == variable
     assert platform.graph_class is torch.cuda.CUDAGraph
+    assert platform.streams is torch.cuda
 
 
 @pytest.mark.parametrize("platform", [CudaPlatform(), RocmPlatform()], ids=["cuda", "rocm"])
@@ -113,6 +115,10 @@ class TestOnAGpu:
         graph.replay()
         platform.synchronize()
         assert x.tolist() == [1, 1, 1, 1]
+
+    def test_streams_keep_their_contract(self) -> None:
+        """Work of a stream is in order, and done for whoever waits for it."""
+        assert check_streams(current_platform()) is None
 
     def test_a_child_may_use_the_gpu_after_a_fork(self) -> None:
         """Asking the platform in the parent leaves the GPU usable in a forked child."""

@@ -143,6 +143,7 @@ def test_the_platform_starts_nothing() -> None:
     assert (platform.distributed_backend, platform.compile_backend) == ("xccl", "inductor")
     assert platform.visibility_variable == "ZE_AFFINITY_MASK"
     assert platform.graph_class is getattr(torch.xpu, "XPUGraph", None)
+    assert {"Stream", "Event", "current_stream", "stream"} <= set(dir(platform.streams))
     assert not torch.xpu.is_initialized()
 
 

@@ -289,3 +289,41 @@ OF_PLATFORMS = {
     ),
     "no device": Defect("(platform)-devices", "returned 0", "    def device_count(self):\n        return 0\n"),
 }
+
+SIMULATED = """
+from types import SimpleNamespace
+from opgraft.testing import simulated_streams as right
+from opgraft.testing.simulated_platform import SimulatedPlatform
+class Device(SimulatedPlatform):
+    name = {name!r}
+    streams = SimpleNamespace(**vars(right))
+"""
+
+OF_STREAMS = {
+    "streams in order": (SIMULATED, ""),
+    "a stream that is not waited for": (
+        SIMULATED + "class Stream(right.Stream):\n    def wait_stream(self, stream):\n        pass\n"
+        "Device.streams.Stream = Stream\n",
+        "after wait_stream() of the reader",
+    ),
+    "an event that says nothing of its stream": (
+        SIMULATED + "class Event(right.Event):\n    def record(self, stream=None):\n        pass\n"
+        "Device.streams.Event = Event\n",
+        "after synchronize() of an event",
+    ),
+    "a platform that forgets its streams": (
+        SIMULATED + "Device.synchronize = lambda self, index=0: None\n",
+        "after synchronize() of the platform",
+    ),
+    "a stream that is never done": (
+        SIMULATED + "class Stream(right.Stream):\n    def query(self):\n        return False\n"
+        "Device.streams.Stream = Stream\n",
+        "query() of the stream says that its work is not done",
+    ),
+    "a scope that is not left": (
+        SIMULATED + "from contextlib import contextmanager\n@contextmanager\ndef stream(s):\n"
+        "    right._current.stream = s\n    yield\nDevice.streams.stream = stream\n",
+        "stream(s) leaves another current stream behind",
+    ),
+}
+"""By name, a platform with streams, and what the kit must say of them."""

@@ -3,39 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import opgraft
 import pytest
+from opgraft.decision import Provider
 from opgraft.environment import DECISION, SharedDecision, read_environment
 from opgraft.errors import AgreementError, ConfigError
+from opgraft.installed import version_of
 from opgraft.ops import RMSNorm
+from opgraft.plugins import quarantine
 from opgraft.state import host_state
+from plugins.locks import lock
+
+from plugins import worker_ways
 
 PARENT = """
-import multiprocessing, os, sys
+import json, multiprocessing, sys
 import opgraft
-from opgraft.ops import RMSNorm
+from worker_ways import answers
 def work(out):
-    for variables in ({}, {"OPGRAFT_CUSTOM_OPS": "-rms_norm"}, {"OPGRAFT_PLUGINS": ""}):
-        os.environ.update(variables)
-        opgraft.reset()
-        try:
-            out.put(str(RMSNorm(4).binding.kernel.winner))
-        except opgraft.OpgraftError as error:
-            out.put(f"{type(error).__name__}: {error}")
+    out.put(answers())
 if __name__ == "__main__":
     opgraft.share_decisions()
     context = multiprocessing.get_context(sys.argv[1])
     out = context.Queue()
     process = context.Process(target=work, args=(out,))
     process.start()
-    for _ in range(3):
-        print(out.get())
+    print(json.dumps(out.get()))
     process.join()
 """
 PINNED = """
@@ -64,7 +65,7 @@ if __name__ == "__main__":
         write_rows(lock, kept)
     with opgraft.set_config(opgraft.OpgraftConfig(lockfile=str(LOCK))):
         opgraft.share_decisions()
-    context = multiprocessing.get_context(sys.argv[1])
+    context = multiprocessing.get_context("spawn")
     out = context.Queue()
     process = context.Process(target=work, args=(out,))
     process.start()
@@ -73,67 +74,67 @@ if __name__ == "__main__":
     process.join()
 """
 RANKS = """
-import os, subprocess, sys
+import json, os, subprocess, sys
 import opgraft
-from opgraft.ops import RMSNorm
+from worker_ways import answers
 if "RANK" not in os.environ:
     opgraft.share_decisions()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
     sys.exit(subprocess.run(torchrun).returncode)
 import torch.distributed as dist
 dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    opgraft.load_plugins()
+dist.barrier()
 if dist.get_rank() == 1:
-    os.environ["OPGRAFT_CUSTOM_OPS"] = "-rms_norm"
-try:
-    answer = RMSNorm(4).binding.kernel.winner
-except opgraft.OpgraftError as error:
-    both = [kernel in str(error) for kernel in ("Acme.forward_oot", "RMSNorm.forward_native")]
-    answer = f"{type(error).__name__} {all(both)}"
-# One write each: the ranks share a pipe, and without buffers print writes a line in pieces.
-sys.stdout.write(f"{dist.get_rank()} {answer}\\n")
+    print(json.dumps(answers()))
 dist.barrier()
 dist.destroy_process_group()
 """
 RAY = """
-import os
+import json, os
 import opgraft, ray
-from opgraft.ops import RMSNorm
 opgraft.share_decisions()
 ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
 @ray.remote(num_cpus=0)
 class Actor:
-    def work(self, **variables):
-        import os
-        import opgraft
-        from opgraft.ops import RMSNorm
-        os.environ.update(variables)
-        opgraft.reset()
-        try:
-            return str(RMSNorm(4).binding.kernel.winner)
-        except opgraft.OpgraftError as error:
-            return f"{type(error).__name__}: {error}"
-actor = Actor.remote()
-print(ray.get(actor.work.remote()))
-print(ray.get(actor.work.remote(OPGRAFT_CUSTOM_OPS="-rms_norm")))
+    def work(self):
+        from worker_ways import answers
+        return answers()
+print(json.dumps(ray.get(Actor.remote().work.remote())))
 ray.shutdown()
 """
 PLUGIN = """
 import opgraft
+from opgraft.distributed import Communicator
 from opgraft.ops import RMSNorm
 platforms = "any"
 class Acme(RMSNorm):
     def forward_oot(self, x, residual=None):
         return self.forward_native(x, residual)
+class AcmeCommunicator(Communicator):
+    def all_reduce(self, x):
+        return super().all_reduce(x)
 @opgraft.hookimpl
 def opgraft_register_ops():
     RMSNorm.register_oot(Acme)
+    Communicator.register_oot(AcmeCommunicator)
 """
+IDLE = "import opgraft\nplatforms = 'any'\n@opgraft.hookimpl\ndef opgraft_veto(): pass\n"
 
 
 def lines_of(site, tmp_path: Path, source: str, *arguments: str) -> list[str]:
-    """What a program prints that sees the distributions of ``site``, among which is a plugin."""
+    """What a program prints that sees the distributions of ``site``, among which are plugins."""
     site.plugin("acme", PLUGIN)
+    site.plugin("brix", IDLE)
     (tmp_path / "program.py").write_text(source)
+    shutil.copy(worker_ways.__file__, tmp_path / "worker_ways.py")
+    lock(tmp_path / "all.lock")
+    (tmp_path / "ops.toml").write_text('providers = "rms_norm=native"\n')
+    (tmp_path / "classes.toml").write_text('providers = "communicator=native"\n')
+    quarantine.confine(Provider("acme", "1.0"), "it crashed")
+    record = Path(os.environ["XDG_STATE_HOME"]) / "opgraft/quarantine/acme.json"
+    record.rename(tmp_path / "quarantine.json")
     environ = {**os.environ, "PYTHONPATH": str(site.folder), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     command = [sys.executable, str(tmp_path / "program.py"), *arguments]
     result = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
@@ -141,44 +142,68 @@ def lines_of(site, tmp_path: Path, source: str, *arguments: str) -> list[str]:
     return result.stdout.splitlines()
 
 
+ACTIVE, KERNEL, FILES = "acme 1.0, activated", "Acme.forward_oot of acme 1.0", r"1.0, files with the SHA-256 \w{12}"
+OURS = r"RMSNorm.forward_\w+ of \S+ \S+"
+ROWS = {
+    "selection": ("kernel of rms_norm", KERNEL, OURS),
+    "plugins": ("plugin acme", ACTIVE, "acme 1.0, rejected"),
+    "variable": ("variable OPGRAFT_PROVIDERS", "none", "rms_norm=acme"),
+    "lockfile": ("lockfile", "none", r"one of 2 distributions with the SHA-256 \w{16}"),
+    "kernel of a file of settings": ("kernel of rms_norm", KERNEL, OURS),
+    "class of a file of settings": (
+        "class of communicator",
+        "acme:AcmeCommunicator of acme 1.0",
+        r"\S+:Communicator of \S+ \S+",
+    ),
+    "version of a plugin": ("plugin acme", ACTIVE, "acme 1.1, activated"),
+    "files of a plugin": ("distribution acme", FILES, FILES),
+    "version of torch": ("torch", re.escape(str(version_of("torch"))), "99.0"),
+    "order of plugins": ("order of plugins", "acme, brix", "brix, acme"),
+    "quarantine": ("plugin acme", ACTIVE, "acme 1.0, rejected"),
+    "platform": ("platform", "cpu", "simulated"),
+}
+"""What a worker is told that differs in that way: the subject, what its parent has, and what it has itself."""
+
+
+def check_answers(answers: dict[str, str]) -> None:
+    """One that is alike decides alike, and each that differs stops with what both have decided."""
+    assert answers.pop("alike") == "Acme.forward_oot AcmeCommunicator"
+    assert answers.keys() == ROWS.keys()
+    for way, answer in answers.items():
+        subject, theirs, own = ROWS[way]
+        told = rf"[:;] {subject} is {theirs} for the process that started it, and {own} for this one"
+        assert re.search(rf"^AgreementError: process \d+ would compute otherwise .*{told}", answer), answer
+
+
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_processes_of_multiprocessing(site, tmp_path: Path, method: str) -> None:
-    """A worker with the same environment decides alike; with other kernels or plugins it stops and shows both."""
-    same, kernel, plugins = lines_of(site, tmp_path, PARENT, method)
-    assert same == "Acme.forward_oot"
-    assert kernel.startswith("AgreementError: process ")
-    assert (
-        "kernel of rms_norm is Acme.forward_oot of acme 1.0 for the process that started it, and "
-        "RMSNorm.forward_native of opgraft "
-    ) in kernel
-    assert "plugin acme is acme 1.0, activated for the process that started it, and acme 1.0, rejected for" in plugins
+    """However they are started, they compare what they decide."""
+    (line,) = lines_of(site, tmp_path, PARENT, method)
+    check_answers(json.loads(line))
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
-def test_a_lockfile_that_no_variable_names(site, tmp_path: Path, method: str) -> None:
+def test_a_lockfile_that_no_variable_names(site, tmp_path: Path) -> None:
     """One that a scope of the parent has set holds for workers, wherever its copy lies; others import nothing."""
-    same, none, other = lines_of(site, tmp_path, PINNED, method)
+    same, none, other = lines_of(site, tmp_path, PINNED)
     assert same == "agrees; imported: True"
-    lock = r"one of 1 distributions with the SHA-256 [0-9a-f]{16}"
+    lock = r"one of 2 distributions with the SHA-256 [0-9a-f]{16}"
     begins = rf"AgreementError: process \d+ .*: lockfile is {lock} for the process that started it, and "
     assert re.fullmatch(rf"{begins}none for this one\. .*; imported: False", none)
     assert re.fullmatch(rf"{begins}one of 0 distributions with .* for this one\. .*; imported: False", other)
 
 
 def test_ranks_of_torchrun(site, tmp_path: Path) -> None:
-    """The rank that would run another kernel stops with both, the other one goes on."""
-    lines = lines_of(site, tmp_path, RANKS)
-    assert sorted(lines) == ["0 Acme.forward_oot", "1 AgreementError True"]
+    """A rank that differs stops, while the other one goes on."""
+    (line,) = lines_of(site, tmp_path, RANKS)
+    check_answers(json.loads(line))
 
 
 @pytest.mark.slow
 def test_an_actor_of_ray(site, tmp_path: Path) -> None:
     """An actor of a cluster that the program started decides alike, or says what differs."""
     pytest.importorskip("ray")
-    same, other = lines_of(site, tmp_path, RAY)
-    assert same == "Acme.forward_oot"
-    assert "AgreementError" in other
-    assert "kernel of rms_norm is Acme.forward_oot of acme 1.0" in other
+    (line,) = lines_of(site, tmp_path, RAY)
+    check_answers(json.loads(line))
 
 
 def test_a_process_does_not_bind_itself() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from opgraft.errors import InputError
+from opgraft.installed import version_of
 from opgraft.plugins.api_use import uses_in
 from opgraft.plugins.compat import Examination, examine
 from opgraft.plugins.discovery import discover
@@ -199,6 +200,39 @@ def test_the_command(cli, site, tmp_path: Path, here) -> None:
     found = {row["name"]: row["status"] for row in json.loads(result.stdout)["names"]}
     assert found["opgraft.functional.rms_norm"] == "gone"
     assert "it was imported" not in shown.stderr + result.stderr
+
+
+REQUIRED = {
+    ("opgraft>=0.1", "torch>=2"): (0, ["met: opgraft>=0.1 by {own}", "met: torch>=2 by {torch}"]),
+    ("opgraft>=9", "torch>=2"): (1, ["unmet: it requires 'opgraft>=9', this is opgraft {own}: install one of them"]),
+    ("opgraft>=0.1,<9", "torch>=99"): (1, ["met: opgraft", "unmet: it requires 'torch>=99', this is torch {torch}: "]),
+    ("opgraft=>1",): (1, ["unmet: its requirement 'opgraft=>1' is malformed"]),
+    ("opgraft>=9; extra == 'more'", "numpy"): (0, ["it requires no version of opgraft or torch"]),
+}
+
+
+@pytest.mark.parametrize("requires", REQUIRED, ids=" ".join)
+def test_requirements_on_versions(cli, site, requires: tuple[str, ...]) -> None:
+    """Each that applies is compared with the version there is; one that does not fit is a finding."""
+    site.plugin("acme", PLUGIN, requires=requires)
+    code, lines = REQUIRED[requires]
+    shown = cli("plugins", "compat", "acme")
+    assert shown.returncode == code, shown.stderr
+    for line in lines:
+        assert f"\n{line.format(own=__version__, torch=version_of('torch'))}" in shown.stdout
+
+
+def test_requirements_on_another_version(site, cli, tmp_path: Path, here) -> None:
+    """The range of opgraft is compared with the version that is asked about, that of torch with the installed one."""
+    site.plugin("acme", PLUGIN, requires=["opgraft<9", "torch>=2"])
+    listing = {"schema": "opgraft.api/1", "version": "9.0", "modules": [*here.modules], "names": here.names}
+    (tmp_path / "next.json").write_text(json.dumps(listing))
+    result = cli("plugins", "compat", "acme", "--against", "next.json", "--json")
+    host, torch = json.loads(result.stdout)["requirements"]
+    told = "it requires 'opgraft<9', asked about is opgraft 9.0: install one of them that fits"
+    assert host == {"requirement": "opgraft<9", "version": "9.0", "reason": told}
+    assert torch == {"requirement": "torch>=2", "version": version_of("torch"), "reason": ""}
+    assert result.returncode == 1
 
 
 @pytest.mark.parametrize(("version", "message"), [("7.7", "is kept: known: 0.1.0"), ("none.json", "is no listing")])

@@ -233,11 +233,14 @@ def test_an_editable_install_needs_to_be_allowed(site, path: Path) -> None:
 
 
 def test_lists_and_versions_come_first(site, path: Path) -> None:
-    """What the settings reject is not locked, and the reason stays theirs."""
+    """What the settings reject is not locked, as asked for; what does not fit is left out with the reason."""
     site.plugin("acme", PLUGIN)
     site.plugin("newer", PLUGIN, requires=["opgraft>=99"])
     denied = resolve([("here", OpgraftConfig(plugins_disable=["acme"]))])
-    assert lock_installed(denied, allow_editable=False) == ([], [])
+    rows, (left_out,) = lock_installed(denied, allow_editable=False)
+    assert rows == []
+    assert left_out.provider.name == "newer"
+    assert left_out.reason.startswith("it requires 'opgraft>=99', this is opgraft ")
     write_rows(path, [])
     assert "it requires" in (reason(path, "newer") or "")
 

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+
 import pytest
+from opgraft.compat.python_device import why_not
+from opgraft.environment import SIMULATED_DEVICE
 from opgraft.testing.conformance import Conformance, alone
-from plugins.planted import BEGINNING, DEFECTS, OF_PLATFORMS, PLATFORM, Defect
+from plugins.planted import BEGINNING, DEFECTS, OF_PLATFORMS, OF_STREAMS, PLATFORM, Defect
+
+STREAMS = """
+import sys, opgraft
+from opgraft.config import OpgraftConfig, set_config
+from opgraft.testing.conformance import PLATFORM, Case, Conformance, alone
+for name in sys.argv[1:]:
+    with set_config(OpgraftConfig(platform=name)), alone(name):
+        outcome = Conformance(name).judge(Case(PLATFORM, "streams"))
+        print(outcome.status, outcome.reason)
+    opgraft.reset()
+"""
 
 
 def expect_found(plugin: str, defect: Defect) -> None:
@@ -28,6 +44,21 @@ def test_a_defect_of_a_platform_is_found(site, name: str) -> None:
     probe = "return Evidence(True, 'a device')"
     site.platform("acme", probe=probe, platform=PLATFORM + OF_PLATFORMS[name].source)
     expect_found("acme", OF_PLATFORMS[name])
+
+
+@pytest.mark.skipif(bool(why_not()), reason="this torch takes a device's guard in C++ only")
+def test_defects_of_streams_are_found(site, warm_python: str) -> None:
+    """Streams that a platform claims must keep what torch's names promise; a device with such streams passes."""
+    names = [f"acme{number}" for number in range(len(OF_STREAMS))]
+    for name, (source, _) in zip(names, OF_STREAMS.values(), strict=True):
+        site.platform(name, probe="return Evidence(True, 'a device')", platform=source.replace("{name!r}", repr(name)))
+    environ = {**os.environ, "PYTHONPATH": str(site.folder), SIMULATED_DEVICE: "memory=1MiB"}
+    command = [warm_python, "-c", STREAMS, *names]
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    told = dict(zip(OF_STREAMS, result.stdout.splitlines(), strict=True))
+    assert told.pop("streams in order") == "passed "
+    assert {name: line for name, line in told.items() if OF_STREAMS[name][1] not in line} == {}
 
 
 @pytest.mark.slow

@@ -13,70 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+from faults.process_rows import IMPORTS, PLUGIN, SET_BACK
 from opgraft import load_plugins
 from opgraft.decision import Provider
 from opgraft.ops import RMSNorm
+from opgraft.plugins.loggers import Switches
 from opgraft.plugins.outcomes import findings_of
-from opgraft.plugins.process import ASPECTS, Definitions, Switches, look
+from opgraft.plugins.process import ASPECTS, Definitions, look
 from opgraft.state import PluginRecord, PluginStatus, host_state
 
-PLUGIN = "\nplatforms = 'any'\nimport opgraft\n@opgraft.hookimpl\ndef opgraft_veto(): {}\n"
-
-SET_BACK = {
-    "torch.set_default_dtype(torch.float64)": "the default dtype from torch.float32 to torch.float64",
-    "torch.set_default_device('meta')": "the default device from cpu to meta",
-    "torch.set_num_threads(torch.get_num_threads() + 1)": "the number of threads from ",
-    "torch.set_grad_enabled(False)": "whether gradients are recorded from True to False",
-    "torch.use_deterministic_algorithms(True)": "whether algorithms are deterministic from (False, False) to (True,",
-    "torch.set_float32_matmul_precision('medium')": "the precision of products from highest to medium",
-    "sys.setrecursionlimit(9999)": "the recursion limit from ",
-    "os.chdir('/')": "the working folder from ",
-    "locale.setlocale(locale.LC_NUMERIC, 'C.UTF-8')": "the locale from ",
-    "sys.stdout = io.StringIO()": "sys.stdout from ",
-    "sys.stdin = None": "sys.stdin from ",
-    "os.environ['TAKEN'] = 'changed'": "the environment variable TAKEN while",
-    "del os.environ['TAKEN']": "the environment variable TAKEN while",
-    "builtins.ascii = lambda x: x": "builtins ascii while",
-    "sys.modules['json'] = sys": "the module json while",
-    "del sys.modules['json']": "the module json while",
-    "sys.path.reverse()": "the order of sys.path while",
-    "sys.path.clear()": "the order of sys.path while",
-    "sys.meta_path.insert(0, sys.meta_path[-1])": "the order of sys.meta_path while",
-    "signal.signal(signal.SIGTERM, signal.SIG_IGN)": "the handler of SIGTERM while",
-    "signal.signal(signal.SIGINT, lambda *_: None)": "the handler of SIGINT while",
-    "warnings.simplefilter('ignore')": "the filters of warnings while",
-    "warnings.resetwarnings()": "the filters of warnings while",
-    "logging.disable(50)": "the loggers of everybody while",
-    "logging.getLogger().setLevel(50)": "the loggers of everybody while",
-    "logging.getLogger('opgraft').disabled = True": "the loggers of everybody while",
-    "sys.excepthook = print": "sys.excepthook from ",
-    "threading.excepthook = print": "threading.excepthook from ",
-    "torch.manual_seed(0)": "torch's random numbers from ",
-    "torch.backends.mkldnn.enabled = False": "torch.backends.mkldnn.enabled from True to False",
-    "logging.config.dictConfig({'version': 1, 'loggers': {'opgraft': {}, 'acme': {}}})": "loggers of others, ",
-    "torch.nn.functional.silu = torch.relu": "torch.nn.functional.silu while",
-    "torch.set_default_dtype = lambda dtype: None": "torch.set_default_dtype while",
-    "del torch.nn.functional.gelu": "torch.nn.functional.gelu while",
-    "torch.Tensor.__matmul__ = torch.Tensor.__mul__": "torch's Tensor.__matmul__ (new) while",
-    "torch.nn.Module.__call__ = lambda *_: None": "torch's Module.__call__ while",
-    "RMSNorm.forward_native = lambda *_: None": "opgraft's RMSNorm.forward_native while",
-    "RMSNorm.forward_oot = lambda *_: None": "opgraft's RMSNorm.forward_oot (new) while",
-    "RMSNorm.functional_cpu = {}": "opgraft's RMSNorm.functional_cpu (new) while",
-    "del RMSNorm.forward_native": "opgraft's RMSNorm.forward_native while",
-    "opgraft.CustomOp.enabled = classmethod(lambda cls: False)": "opgraft's CustomOp.enabled while",
-    "CpuPlatform.memory = lambda *_: None": "opgraft's CpuPlatform.memory while",
-    "opgraft.Platform.default_config = None": "opgraft's Platform.default_config while",
-}
-"""Source of a plugin, and what is said of it; each is set back."""
-
 (DEFINITIONS,) = (aspect for aspect in ASPECTS if isinstance(aspect, Definitions))
-
-IMPORTS = """
-import builtins, io, locale, logging.config, os, signal, sys, threading, torch, warnings
-import opgraft
-from opgraft.ops import RMSNorm, SiluAndMul
-from opgraft.platforms.cpu.platform import CpuPlatform
-"""
 
 
 def states() -> list[Any]:
@@ -108,10 +54,12 @@ def test_a_change_that_meets_others_is_set_back(site, caplog, change: str, where
     acme, brix = host_state().plugins["acme"], host_state().plugins["brix"]
     assert [record.status.value for record in (acme, brix)] == ["activated", "activated"]
     (finding,) = acme.findings
-    assert finding.startswith(f"changed {words}")
-    assert finding.endswith(f"{where}: it was set back")
+    assert finding.message.startswith(f"plugin acme of acme 1.0 changed {words}")
+    assert finding.message.endswith(f"{where}: it was set back")
+    line = 1 if at_import else (site.folder / "acme.py").read_text().partition("def opgraft_veto")[0].count("\n") + 1
+    assert finding.location == f"{site.folder / 'acme.py'}:{line}"
     assert (brix.findings, brix.notes, acme.notes) == ((), (), ())
-    assert f"plugin 'acme' of acme 1.0 {finding}" in caplog.messages
+    assert str(finding) in caplog.messages
 
 
 ODD = "class Odd:\n    def __eq__(self, other): raise ValueError('do not compare me')\n"
@@ -254,9 +202,8 @@ def test_what_a_plugin_puts_in_front_goes_behind(site) -> None:
     try:
         load_plugins()
         assert sys.path == [*path, "/acme"]
-        assert host_state().plugins["acme"].findings == (
-            "changed the order of sys.path while it was loaded: it was set back",
-        )
+        (finding,) = host_state().plugins["acme"].findings
+        assert "changed the order of sys.path while it was loaded: it was set back" in finding.message
     finally:
         sys.path[:] = path
 
@@ -270,6 +217,35 @@ def test_a_plugin_that_fails_is_set_back_too(site) -> None:
     assert len(host_state().plugins["acme"].findings) == 1
 
 
+def test_a_mode_that_a_plugin_does_not_leave(site) -> None:
+    """Others record gradients as before, and what they compute is no tensor of that mode."""
+    source = f"{IMPORTS}mode = torch.inference_mode()\nmode.__enter__()\n"
+    site.plugin("acme", source + PLUGIN.format("pass"))
+    with torch.enable_grad():
+        load_plugins()
+        assert (torch.is_inference_mode_enabled(), torch.is_grad_enabled()) == (False, True)
+        assert (torch.ones(2, requires_grad=True) * 2).requires_grad
+    told = [finding.message for finding in host_state().plugins["acme"].findings]
+    assert any("changed the inference mode from False to True" in message for message in told)
+    assert all(message.endswith("it was set back") for message in told)
+
+
+def test_a_handler_of_others_that_is_turned_down(site, caplog) -> None:
+    """It has its level again."""
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.WARNING)
+    logging.getLogger().addHandler(handler)
+    try:
+        site.plugin("acme", f"{IMPORTS}logging.getLogger().handlers[-1].setLevel(50)\n" + PLUGIN.format("pass"))
+        load_plugins()
+        assert handler.level == logging.WARNING
+    finally:
+        logging.getLogger().removeHandler(handler)
+    (finding,) = host_state().plugins["acme"].findings
+    assert "StreamHandler at WARNING to " in finding.message
+    assert "StreamHandler at CRITICAL while it was loaded: it was set back" in finding.message
+
+
 def test_what_cannot_be_set_back_is_named(site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system's reason is told."""
     gone = tmp_path / "gone"
@@ -278,7 +254,7 @@ def test_what_cannot_be_set_back_is_named(site, tmp_path: Path, monkeypatch: pyt
     site.plugin("acme", f"{IMPORTS}os.chdir('/'); os.rmdir({str(gone)!r})" + PLUGIN.format("pass"))
     load_plugins()
     (finding,) = host_state().plugins["acme"].findings
-    assert f"from {gone} to / while it was loaded: it cannot be set back: FileNotFoundError" in finding
+    assert f"from {gone} to / while it was loaded: it cannot be set back: FileNotFoundError" in finding.message
     monkeypatch.chdir(tmp_path)
 
 

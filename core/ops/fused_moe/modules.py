@@ -16,7 +16,7 @@ from opgraft.distributed import (
     tensor_model_parallel_all_reduce,
 )
 from opgraft.errors import LayerError
-from opgraft.ops.checks import expect_last_dim, values_are_known
+from opgraft.ops.checks import expect_last_dim, expect_positive, expect_size, values_are_known
 from opgraft.ops.fused_moe.exchange import ExpertExchange
 from opgraft.ops.fused_moe.functional import ACTIVATIONS, expect_ids
 from opgraft.ops.fused_moe.loading import ExpertLoader, Part, checkpoint_parts
@@ -89,6 +89,7 @@ class FusedMoE(PluggableLayer):
     Raises:
         LayerError: more experts are asked for than there are, groups do not divide, the ranks do not, or ``ep_size`` is
             not the size of the expert group.
+        ValueError: a size is not positive, or the router has no such ``scoring_func``.
     """
 
     packed_modules_mapping: ClassVar[Mapping[str, Mapping[str, int | None]]] = {
@@ -133,6 +134,10 @@ class FusedMoE(PluggableLayer):
                 f"{self.name}: use_grouped_topk is set, num_expert_group is {num_expert_group} and topk_group "
                 f"{topk_group}: take both from the model's config"
             )
+        lengths = {"num_experts": num_experts, "hidden_size": hidden_size, "intermediate_size": intermediate_size}
+        for what, length in lengths.items():
+            expect_size("fused_moe", what, length)
+            expect_positive("fused_moe", what, length)
         groups, kept = (num_expert_group or 0, topk_group or 0) if use_grouped_topk else (0, 0)
         self._expect_choices(num_experts, top_k, groups, kept, activation, apply_router_weight_on_input)
         if e_score_correction_bias is not None and e_score_correction_bias.shape != (num_experts,):

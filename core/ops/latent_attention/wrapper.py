@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from opgraft.binding.custom_op import CustomOp, PluggableLayer
 from opgraft.errors import LayerError
+from opgraft.ops.checks import expect_last_dim
 from opgraft.ops.latent_attention.layers import MLAAttention, result_of
 from opgraft.registry.signatures import called_with
 from torch import Tensor, nn
@@ -148,8 +149,13 @@ class MultiHeadLatentAttentionWrapper(PluggableLayer):
             positions: ``[tokens]``.
             hidden_states: of the tokens.
             llama_4_scaling: multiplies queries, broadcasts to ``[tokens, num_heads, qk_head_dim]``.
+
+        Raises:
+            ValueError: queries are not of ``num_heads · qk_head_dim`` elements.
         """
         query, latents = self._down(hidden_states)
+        op, size = "multi_head_latent_attention", self.num_heads * self.qk_head_dim
+        expect_last_dim(op, "what q_b_proj gives" if self.q_lora_rank else "what q_proj gives", query, size)
         kv_c, k_pe = latents.tensor_split([self.kv_lora_rank], dim=-1)
         query = query.view(-1, self.num_heads, self.qk_head_dim)
         if self.rotary_emb is not None:

@@ -4,19 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from opgraft.ops.linear.methods import QuantizeMethodBase, UnquantizedEmbeddingMethod, UnquantizedLinearMethod
+from opgraft.plugins.selection import current_platform
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+IN_BLOCKS = {"amx_bf16": torch.bfloat16}
+"""Instruction set → dtype for which oneDNN sums in another order for other numbers of rows."""
+
+BLOCK = 32
+"""Rows of such a block: as many as AMX computes at a time."""
 
 
 class InvariantMethod(QuantizeMethodBase):
-    """Computes over a packed weight, a single row as two: from two rows on, each has the same bits whatever the others.
+    """Computes over a packed weight so that a row has the same bits whatever the others are.
+
+    From two rows on most kernels do, so a single row is computed as two. Where that depends on their number, blocks of
+    one size are computed, of which the last is filled with zeros.
 
     Args:
         method: of the layer, whose weight is packed.
+        block: rows of a block; ``None`` for any number.
     """
 
-    def __init__(self, method: UnquantizedLinearMethod | UnquantizedEmbeddingMethod) -> None:
+    def __init__(self, method: UnquantizedLinearMethod | UnquantizedEmbeddingMethod, block: int | None = None) -> None:
         self.method = method
+        self.block = block
 
     def create_weights(self, layer: nn.Module, *weight_args: Any, **extra_weight_attrs: Any) -> None:
         self.method.create_weights(layer, *weight_args, **extra_weight_attrs)
@@ -25,15 +39,21 @@ class InvariantMethod(QuantizeMethodBase):
         self, layer: Any, x: Tensor, bias: Tensor | None = None, *, residual: Tensor | None = None, **options: Any
     ) -> Tensor:
         """Map ``[..., in_features]``, with what follows the map."""
-        if residual is not None:
-            options["residual"] = residual if x.numel() > x.shape[-1] else _twice(residual)
-        if x.numel() > x.shape[-1]:
-            return self.method.apply(layer, x, bias, **options)
-        return self.method.apply(layer, _twice(x), bias, **options)[:1].reshape(*x.shape[:-1], -1)
+        rows = x.reshape(-1, x.shape[-1])
+        others = None if residual is None else residual.reshape(-1, residual.shape[-1])
+        size = self.block or max(len(rows), 2)
+        blocks = []
+        for start in range(0, len(rows), size):
+            if others is not None:
+                options["residual"] = _filled(others[start : start + size], size)
+            blocks.append(self.method.apply(layer, _filled(rows[start : start + size], size), bias, **options))
+        computed = torch.cat(blocks) if blocks else self.method.apply(layer, rows, bias, **options)
+        return computed[: len(rows)].reshape(*x.shape[:-1], computed.shape[-1])
 
 
-def _twice(row: Tensor) -> Tensor:
-    return row.reshape(1, -1).repeat(2, 1)
+def _filled(rows: Tensor, size: int) -> Tensor:
+    """Return a block of that size that begins with these rows."""
+    return rows if len(rows) == size else F.pad(rows, (0, 0, 0, size - len(rows)))
 
 
 def compute_rows_alike(layer: Any) -> str | None:
@@ -44,5 +64,7 @@ def compute_rows_alike(layer: Any) -> str | None:
     layer.hold_packed()
     if layer._packed is None:
         return "its weight cannot be packed here"
-    layer.quant_method = InvariantMethod(method)
+    features = current_platform().capability().features
+    blocks = any(layer.weight.dtype is dtype for feature, dtype in IN_BLOCKS.items() if feature in features)
+    layer.quant_method = InvariantMethod(method, BLOCK if blocks else None)
     return None

@@ -15,8 +15,8 @@ from opgraft.distributed import (
 )
 from opgraft.ops.checks import expect_alike, expect_last_dim, expect_not_negative, expect_size
 from opgraft.ops.layernorm.functional import expect_group_size
-from opgraft.ops.layernorm.modules import TRITON
 from opgraft.ops.linear.sharding import divide
+from opgraft.ops.on_triton import on_triton
 from opgraft.ops.precision import compute_dtype
 from opgraft.ops.state_space.layer import load_channels, rank_shards
 from opgraft.ops.weights import LoadedTensor, set_weight_attrs
@@ -75,7 +75,7 @@ class Mixer2RMSNormGated(CustomOp):
         """
         load_channels(param, loaded_weight, rank_shards([(self.full_hidden_size,) * 2], "a gated norm"))
 
-    functional_cuda = functional_xpu = TRITON
+    functional_cuda = functional_xpu = on_triton("opgraft.ops.state_space.triton_norm")
 
     @calls_functional
     def forward_native(self, x: Tensor, gate: Tensor, *, functional: Any = NATIVE) -> Tensor:
@@ -86,13 +86,13 @@ class Mixer2RMSNormGated(CustomOp):
         """
         expect_last_dim("mixer2_gated_rms_norm", "x", x, self.per_rank_hidden_size)
         expect_alike("mixer2_gated_rms_norm", "gate", gate, "x", x)
-        if self.weight is not None and self.n_groups % self.tp_size == 0:
-            normalised: Tensor = functional.rms_norm_gated(x, self.weight, gate, self.variance_epsilon, self.group_size)
+        if self.weight is None or self.n_groups % self.tp_size == 0:
+            normalised: Tensor = functional.mixer2_gated_rms_norm(
+                x, gate, self.weight, self.variance_epsilon, self.group_size
+            )
             return normalised
         dtype = compute_dtype(x.dtype)
         gated = x.to(dtype) * F.silu(gate.to(dtype))
-        if self.weight is None:
-            return gated.to(x.dtype)
         return (self._normalised(gated) * self.weight.to(dtype)).to(x.dtype)
 
     def _normalised(self, gated: Tensor) -> Tensor:

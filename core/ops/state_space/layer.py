@@ -79,7 +79,7 @@ class StateLayer(PluggableLayer, ABC):
 
         Raises:
             ValueError: a shape does not fit.
-            LayerError: the batch has another number of tokens, no states for the layer or some of another shape.
+            LayerError: the batch has no states for the layer, or some of another shape.
         """
         if hidden_states.dim() != 2:
             raise ValueError(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from opgraft.binding.custom_op import CustomOp
+from opgraft.ops.checks import expect_last_dim
 from opgraft.ops.linear import RowParallelLinear
 from opgraft.ops.linear.quantization_config import QuantizationConfig
 from opgraft.ops.state_space.gated_norm import Mixer2RMSNormGated
@@ -85,7 +86,9 @@ class MambaMixer2(StateLayer):
         prefix: str = "",
     ) -> None:
         super().__init__(prefix)
-        _expect_sizes(num_heads, head_dim, n_groups, intermediate_size)
+        sizes = {"hidden_size": hidden_size, "ssm_state_size": ssm_state_size, "conv_kernel_size": conv_kernel_size}
+        expect_sizes("mamba_mixer2", **sizes)
+        _expect_heads(num_heads, head_dim, n_groups, intermediate_size)
         self.tp_size = ranks_of({"num_heads of a mixer": num_heads})
         heads, groups = (intermediate_size, num_heads), (n_groups * ssm_state_size, n_groups)
         shards = rank_shards([heads, heads, groups, groups, (num_heads, num_heads)], "heads and groups of a mixer")
@@ -127,10 +130,12 @@ class MambaMixer2(StateLayer):
 
         Raises:
             LayerError: the current batch has no states for the layer.
+            ValueError: ``mup_vector`` has another last dimension.
         """
         batch = self.state_batch(hidden_states)
         projected = self.in_proj(hidden_states)
         if mup_vector is not None:
+            expect_last_dim("mamba_mixer2", "mup_vector", mup_vector, projected.shape[-1])
             projected = projected * mup_vector
         inner = self.num_heads * self.head_dim
         gate, mixed, dt = torch.split(projected, [inner, self.conv1d.channels, self.num_heads], dim=-1)
@@ -160,7 +165,7 @@ class MambaMixer2(StateLayer):
         return step_heads(self.scan_step, batch, x, dt, self.A, b, c, self.D, self.dt_bias).flatten(1)
 
 
-def _expect_sizes(num_heads: int, head_dim: int, n_groups: int, intermediate_size: int) -> None:
+def _expect_heads(num_heads: int, head_dim: int, n_groups: int, intermediate_size: int) -> None:
     expect_sizes("mamba_mixer2", num_heads=num_heads, head_dim=head_dim, n_groups=n_groups)
     if num_heads * head_dim != intermediate_size or num_heads % n_groups:
         raise ValueError(

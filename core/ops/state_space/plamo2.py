@@ -13,6 +13,7 @@ from opgraft.ops.state_space.layer import (
     StateBatch,
     StateLayer,
     by_channel,
+    expect_sizes,
     negated_exponential,
     rank_shards,
     ranks_of,
@@ -40,11 +41,14 @@ class Plamo2MambaMixer(StateLayer):
 
     Raises:
         LayerError: the tensor-parallel ranks do not divide the heads.
+        ValueError: a size is not positive.
     """
 
     def __init__(self, vllm_config: Any, *, prefix: str = "", **kwargs: Any) -> None:
         super().__init__(prefix)
         config = vllm_config.model_config.hf_config
+        names = ("hidden_size", "mamba_num_heads", "hidden_size_per_head", "mamba_d_state", "mamba_d_conv")
+        expect_sizes("plamo2_mamba_mixer", **{name: getattr(config, name) for name in names})
         heads, self.head_dim = config.mamba_num_heads, config.hidden_size_per_head
         inner = heads * self.head_dim
         self.config = config

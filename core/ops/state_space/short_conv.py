@@ -8,7 +8,7 @@ import torch
 from opgraft.binding.custom_op import CustomOp
 from opgraft.ops.linear import MergedColumnParallelLinear, RowParallelLinear
 from opgraft.ops.linear.quantization_config import QuantizationConfig
-from opgraft.ops.state_space.layer import DepthwiseConv, StateLayer, rank_shards
+from opgraft.ops.state_space.layer import DepthwiseConv, StateLayer, expect_sizes, rank_shards
 from opgraft.ops.state_space.modules import CausalConv1d, CausalConv1dUpdate
 from torch import Tensor
 
@@ -30,6 +30,7 @@ class ShortConv(StateLayer):
 
     Raises:
         LayerError: the tensor-parallel ranks do not divide the channels.
+        ValueError: a size is not positive.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class ShortConv(StateLayer):
         prefix: str = "",
     ) -> None:
         super().__init__(prefix)
+        expect_sizes("short_conv", dim=dim, conv_L_cache=config.conv_L_cache)
         self.config = config
         self.layer_idx = layer_idx
         self.conv_dim = dim

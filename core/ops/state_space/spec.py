@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from opgraft.ops import state_space as ops
-from opgraft.ops.spec import HALF_NORM, Arguments, Draw, OpSpec
-from opgraft.ops.state_space import causal_conv, chunk_scan, selective_scan
+from opgraft.ops.spec import HALF_NORM, Arguments, Draw, OpSpec, of_transformers, with_parameters
+from opgraft.ops.state_space import causal_conv, chunk_scan, gating, selective_scan
 from torch import Tensor
 
 WIDTH, STATE, HEADS, GROUPS, SPARE_SLOTS = 4, 3, 4, 2, 5
@@ -215,6 +215,43 @@ def _flops(x: Tensor, B: Tensor, **others: Any) -> int:  # noqa: N803
     return 6 * x.numel() * B.shape[-1]
 
 
+def _gate_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+    return {"x": draw(*lead, size), "gate": draw(*lead, size), "weight": draw(size)}
+
+
+def _gated(
+    x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6, group_size: int | None = None
+) -> Tensor:
+    y = x * _activated(gate, "silu")
+    if weight is None:
+        return y
+    groups = y.reshape(-1, group_size or y.shape[-1])
+    return (groups / ((groups * groups).mean(-1, keepdim=True) + eps) ** 0.5).reshape(x.shape) * weight
+
+
+def _gated_op(
+    x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6, group_size: int | None = None
+) -> tuple[Any, tuple[Tensor, Tensor]]:
+    size = x.shape[-1]
+    norm = ops.Mixer2RMSNormGated(size, size // (group_size or size), weight is not None, eps)
+    return with_parameters(norm, weight=weight), (x, gate)
+
+
+def _gated_by_transformers(
+    norm: Any,
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+) -> Tensor | None:
+    if weight is None:
+        return None
+    theirs = norm(x.shape[-1], group_size or x.shape[-1], eps)
+    normalised: Tensor = torch.func.functional_call(theirs, {"weight": weight}, (x, gate))
+    return normalised
+
+
 def _without(cls: Callable[..., Any], *settings: str) -> Callable[..., tuple[Any, Arguments]]:
     """Build a module from the settings among the arguments, and call it with the others."""
 
@@ -305,5 +342,15 @@ SPECS = (
         large=(((83,), 16),),
         **PROMPTS,
         differentiable=False,
+    ),
+    OpSpec(
+        gating.mixer2_gated_rms_norm,
+        _gate_inputs,
+        _gated,
+        lambda x, **others: 5 * x.numel(),
+        module=_gated_op,
+        variants={"": {}, "groups": {"group_size": 1}, "eps": {"eps": 1e-2}, "gate only": {"weight": None}},
+        outside=(of_transformers("models.zamba2.modeling_zamba2.Zamba2RMSNormGated", _gated_by_transformers),),
+        tolerances=HALF,
     ),
 )

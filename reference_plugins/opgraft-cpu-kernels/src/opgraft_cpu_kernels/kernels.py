@@ -136,6 +136,15 @@ def quant_fp8_dynamic(
     return functional.quant_fp8_dynamic.native(x, group_shape, scale_ub, use_ue8m0, dtype)
 
 
+def mixer2_gated_rms_norm(
+    x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6, group_size: int | None = None
+) -> Tensor:
+    """Compute the form of that name: the gated norm, where there is one."""
+    if weight is None or x.shape != gate.shape or x.dtype != gate.dtype:
+        return functional.mixer2_gated_rms_norm.native(x, gate, weight, eps, group_size)
+    return rms_norm_gated(x, weight, gate, eps, group_size)  # type: ignore[no-any-return]
+
+
 def in_rows(group_shape: Sequence[int]) -> bool:
     """Tell whether what shares a scale is the tensor, or a row or a part of one."""
     return tuple(group_shape) == (-1, -1) or (len(group_shape) == 2 and group_shape[0] == 1)

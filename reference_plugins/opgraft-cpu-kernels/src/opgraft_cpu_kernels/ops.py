@@ -51,7 +51,7 @@ class RMSNormGated(catalogue.RMSNormGated):
 
 
 class Mixer2RMSNormGated(catalogue.Mixer2RMSNormGated):
-    functional_cpu = _kernels("rms_norm_gated")
+    functional_cpu = _kernels("mixer2_gated_rms_norm")
 
 
 class SiluAndMul(catalogue.SiluAndMul):

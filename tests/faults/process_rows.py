@@ -1,0 +1,72 @@
+"""Rows of changes that a plugin makes to the process that it shares with others, and what is said of each."""
+
+from __future__ import annotations
+
+IMPORTS = """
+import builtins, gc, io, locale, logging.config, multiprocessing, os, random, signal, sys, threading, torch, warnings
+import opgraft
+from opgraft.ops import RMSNorm, SiluAndMul
+from opgraft.platforms.cpu.platform import CpuPlatform
+"""
+
+PLUGIN = "\nplatforms = 'any'\nimport opgraft\n@opgraft.hookimpl\ndef opgraft_veto(): {}\n"
+
+SET_BACK = {
+    "torch.set_default_dtype(torch.float64)": "the default dtype from torch.float32 to torch.float64",
+    "torch.set_default_device('meta')": "the default device from cpu to meta",
+    "torch.set_num_threads(torch.get_num_threads() + 1)": "the number of threads from ",
+    "torch.set_grad_enabled(False)": "whether gradients are recorded from True to False",
+    "torch.set_autocast_enabled('cpu', True)": "automatic dtypes from no device to cpu",
+    "torch.autograd.set_detect_anomaly(True)": "the detection of anomalies from False to True",
+    "torch.use_deterministic_algorithms(True)": "whether algorithms are deterministic from (False, False) to (True,",
+    "torch.set_float32_matmul_precision('medium')": "the precision of products from highest to medium",
+    "sys.setrecursionlimit(9999)": "the recursion limit from ",
+    "os.chdir('/')": "the working folder from ",
+    "locale.setlocale(locale.LC_NUMERIC, 'C.UTF-8')": "the locale from ",
+    "sys.stdout = io.StringIO()": "sys.stdout from ",
+    "sys.stdin = None": "sys.stdin from ",
+    "sys.stderr = io.StringIO()": "sys.stderr from ",
+    "os.environ['TAKEN'] = 'changed'": "the environment variable TAKEN while",
+    "del os.environ['TAKEN']": "the environment variable TAKEN while",
+    "builtins.ascii = lambda x: x": "builtins ascii while",
+    "sys.modules['json'] = sys": "the module json while",
+    "del sys.modules['json']": "the module json while",
+    "sys.path.reverse()": "the order of sys.path while",
+    "sys.path.clear()": "the order of sys.path while",
+    "sys.meta_path.insert(0, sys.meta_path[-1])": "the order of sys.meta_path while",
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN)": "the handler of SIGTERM while",
+    "signal.signal(signal.SIGINT, lambda *_: None)": "the handler of SIGINT while",
+    "warnings.simplefilter('ignore')": "the filters of warnings while",
+    "warnings.resetwarnings()": "the filters of warnings while",
+    "warnings.showwarning = print": "warnings.showwarning from ",
+    "logging.disable(50)": "the level that logging.disable drops from NOTSET to CRITICAL while",
+    "logging.getLogger().setLevel(50)": "the level of the root logger from WARNING to CRITICAL while",
+    "logging.getLogger().addHandler(logging.StreamHandler())": "the handlers of the root logger from ",
+    "logging.getLogger().addFilter(logging.Filter('x'))": "the filters of the root logger from none to Filter while",
+    "logging.getLogger('opgraft').disabled = True": "whether opgraft's logger is disabled from False to True while",
+    "logging.getLogger('opgraft').propagate = False": "whether opgraft's logger passes lines on from True to False",
+    "logging.getLogger('opgraft').addFilter(lambda _: 0)": "the filters of opgraft's logger from none to function",
+    "logging.setLogRecordFactory(dict)": "the factory of log records from LogRecord to dict while",
+    "logging.setLoggerClass(type('Mute', (logging.Logger,), {}))": "the class of loggers from Logger to Mute while",
+    "sys.excepthook = print": "sys.excepthook from ",
+    "threading.excepthook = print": "threading.excepthook from ",
+    "torch.manual_seed(0)": "torch's random numbers from ",
+    "random.seed(0)": "Python's random numbers from ",
+    "gc.set_threshold(7)": "the thresholds of the garbage collector from ",
+    "multiprocessing.set_start_method('spawn', force=True)": "the start method of processes from ",
+    "torch.backends.mkldnn.enabled = False": "torch.backends.mkldnn.enabled from True to False",
+    "logging.config.dictConfig({'version': 1, 'loggers': {'opgraft': {}, 'acme': {}}})": "loggers of others, ",
+    "torch.nn.functional.silu = torch.relu": "torch.nn.functional.silu while",
+    "torch.set_default_dtype = lambda dtype: None": "torch.set_default_dtype while",
+    "del torch.nn.functional.gelu": "torch.nn.functional.gelu while",
+    "torch.Tensor.__matmul__ = torch.Tensor.__mul__": "torch's Tensor.__matmul__ (new) while",
+    "torch.nn.Module.__call__ = lambda *_: None": "torch's Module.__call__ while",
+    "RMSNorm.forward_native = lambda *_: None": "opgraft's RMSNorm.forward_native while",
+    "RMSNorm.forward_oot = lambda *_: None": "opgraft's RMSNorm.forward_oot (new) while",
+    "RMSNorm.functional_cpu = {}": "opgraft's RMSNorm.functional_cpu (new) while",
+    "del RMSNorm.forward_native": "opgraft's RMSNorm.forward_native while",
+    "opgraft.CustomOp.enabled = classmethod(lambda cls: False)": "opgraft's CustomOp.enabled while",
+    "CpuPlatform.memory = lambda *_: None": "opgraft's CpuPlatform.memory while",
+    "opgraft.Platform.default_config = None": "opgraft's Platform.default_config while",
+}
+"""Source of a plugin, and what is said of it; each is set back."""
