@@ -10,9 +10,11 @@ import torch
 from opgraft.binding.functional import Functional
 from opgraft.compilation.graph_pass import GraphPass, Outcome
 from opgraft.compilation.nodes import has_kernel, semantic_calls
+from opgraft.distributed import get_tp_group
 from opgraft.ops.fused_collectives import functional
 from torch import fx, nn
 
+_aten = torch.ops.aten
 _opgraft = torch.ops.opgraft
 
 _AFTER_SUM = "fused_add_"
@@ -79,3 +81,111 @@ def _join(
         norm.replace_all_uses_with(parts[0])
     if not has_sum:
         reduced.replace_all_uses_with(parts[-1], delete_user_cb=lambda user: user is not norm)
+
+
+class SequenceParallelism(GraphPass):
+    """Has each rank compute norms, and the sums of a residual stream, for its part of the rows (arXiv:2205.05198).
+
+    A sum over ranks becomes a reduce-scatter, and what is read of all rows is gathered behind the norm. Of a stream
+    that every rank has, each takes its part. Where ranks do not divide the rows, the last ones are padded.
+    """
+
+    name: ClassVar[str] = "sequence_parallelism"
+    is_default: ClassVar[bool] = False
+
+    def applies(self, sizes: range) -> bool:
+        """Tell whether there may be a row for each rank."""
+        return 1 < get_tp_group().world_size < sizes.stop
+
+    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+        matched = replaced = 0
+        rows = _Rows(module.graph, get_tp_group().world_size)
+        for node, name, given in semantic_calls(module.graph, *_NORMS):
+            summands = [each for each in ("x", "residual") if each in given]
+            if not any(rows.are_apart(given[each]) or _is_sum_of_rows(given[each]) for each in summands):
+                continue
+            matched += 1
+            if not _has_rows_apart(name, given):
+                continue
+            given.update({each: rows.part(given[each], node) for each in summands})
+            with module.graph.inserting_before(node):
+                made = module.graph.call_function(node.target, (), given)  # type: ignore[arg-type]  # an operator
+            for result in list(node.users) if _returns_several(name) else [node]:
+                rows.gather(result, made)
+            replaced += 1
+        return Outcome(matched, replaced)
+
+
+class _Rows:
+    """The tensors of a graph of which each rank has a part of the rows.
+
+    Attributes:
+        parts: by the node of a whole tensor, that of its part.
+        sizes: by the node of a part, how many rows the whole has.
+    """
+
+    def __init__(self, graph: fx.Graph, world_size: int) -> None:
+        self.graph = graph
+        self.world_size = world_size
+        self.parts: dict[fx.Node, fx.Node] = {}
+        self.sizes: dict[fx.Node, Any] = {}
+
+    def are_apart(self, node: fx.Node) -> bool:
+        """Tell whether ranks have parts of a tensor."""
+        return node in self.parts
+
+    def part(self, whole: fx.Node, reader: fx.Node) -> fx.Node:
+        """Return the part of a tensor that each rank has, or is given before ``reader``."""
+        if whole in self.parts:
+            return self.parts[whole]
+        summed = _is_sum_of_rows(whole)
+        source, target = (whole.args[0], "reduce_scatter_rows") if summed else (whole, "rows_of_rank")
+        with self.graph.inserting_before(whole if summed else reader):
+            part = self._called(target, source, self.world_size)
+            self.sizes[part] = self._size(source)
+            if summed:
+                self._replace(whole, part)
+            else:
+                self.parts[whole] = part
+        return part
+
+    def gather(self, whole: fx.Node, made: fx.Node) -> None:
+        """Put what all ranks have computed by ``made`` in the place of a result; removed where nobody reads it."""
+        with self.graph.inserting_before(whole):
+            part = made
+            if whole.target is operator.getitem:
+                part = self.graph.call_function(operator.getitem, (made, whole.args[1]))
+            self.sizes[part] = self.sizes[made.kwargs["x"]]  # type: ignore[index]  # a node
+            self._replace(whole, part)
+
+    def _replace(self, whole: fx.Node, part: fx.Node) -> None:
+        gathered = self._called("all_gather_rows", part, self.sizes[part], self.world_size)
+        gathered.meta.update(whole.meta)
+        whole.replace_all_uses_with(gathered)
+        self.parts[gathered] = part
+
+    def _size(self, node: Any) -> Any:
+        size = node.meta["val"].shape[0]
+        return size if isinstance(size, int) else self.graph.call_function(_aten.sym_size.int, (node, 0))
+
+    def _called(self, name: str, *args: Any) -> fx.Node:
+        return self.graph.call_function(getattr(_opgraft, name).default, (*args, "tensor"))
+
+
+def _is_sum_of_rows(node: object) -> bool:
+    """Tell whether a node sums rows, of which there may be one for each rank, over the ranks of the tensor group."""
+    if not isinstance(node, fx.Node) or not _is_all_reduce(node) or node.args[1] != "tensor":
+        return False
+    shape = node.meta["val"].shape
+    return len(shape) > 1 and not (isinstance(shape[0], int) and shape[0] < get_tp_group().world_size)
+
+
+def _has_rows_apart(name: str, given: Mapping[str, Any]) -> bool:
+    """Tell whether no row of a result depends on another, as by one scale that is computed for all."""
+    if "group_shape" not in given:
+        return True
+    return bool(given["group_shape"][0] == (1 if name.endswith("dynamic") else -1))
+
+
+def _returns_several(name: str) -> bool:
+    return name.startswith(_AFTER_SUM) or name.endswith("dynamic")

@@ -50,6 +50,8 @@ class GraphPass(ABC):
     """
 
     name: ClassVar[str]
+    is_default: ClassVar[bool] = True
+    """A pass of opgraft that is not runs only where ``compilation_config.pass_config`` says so."""
 
     @abstractmethod
     def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from opgraft import functional as _functional  # noqa: F401  # registers every form, of which passes make nodes
 from opgraft.compat.graphs import returns_new_memory
-from opgraft.compilation.collective_passes import AllReduceRMSNorm
+from opgraft.compilation.collective_passes import AllReduceRMSNorm, SequenceParallelism
 from opgraft.compilation.graph_pass import GraphPass, Outcome
 from opgraft.compilation.linear_passes import GatedProduct, JointLinears
 from opgraft.compilation.nodes import OPERATOR, has_kernel, layout_of, semantic_calls
@@ -124,6 +124,7 @@ BUILT_IN: tuple[type[GraphPass], ...] = (
     RMSNormQuantFP8,
     SiluAndMulQuantFP8,
     QKNormRope,
+    SequenceParallelism,
     AllReduceRMSNorm,
 )
 """The passes in the order in which they run."""
@@ -134,7 +135,7 @@ def passes_of(names: Sequence[str], switches: Mapping[str, bool]) -> list[GraphP
 
     Args:
         names: of the latter, as ``module:Class``.
-        switches: by the name of a pass of opgraft, whether it runs; one that is not named does.
+        switches: by the name of a pass of opgraft, whether it runs; one that is not named does if it ``is_default``.
 
     Raises:
         ConfigError: a name is of another form, or leads to no pass.
@@ -143,7 +144,7 @@ def passes_of(names: Sequence[str], switches: Mapping[str, bool]) -> list[GraphP
     for name in switches:
         if name not in known:
             raise ConfigError(f"compilation_config.pass_config has {name!r}: {close_matches(name, known)}")
-    return [*(each() for each in BUILT_IN if switches.get(each.name, True)), *map(_user_pass, names)]
+    return [*(each() for each in BUILT_IN if switches.get(each.name, each.is_default)), *map(_user_pass, names)]
 
 
 def _user_pass(name: str) -> GraphPass:

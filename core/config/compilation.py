@@ -136,7 +136,7 @@ class CompilationConfig(Section):
         "sizes of the batch that have code of their own, beside that for any size; for the mode FULL", default=()
     )
     pass_config: Mapping[str, bool] = setting(
-        "passes of opgraft, each to true or false; those that are not named run; for the mode FULL", default={}
+        "passes of opgraft, each to true or false, over their defaults; for the mode FULL", default={}
     )
     cache: bool = setting(
         "keep the code that the mode FULL has inductor generate, for processes to come", default=False

@@ -54,6 +54,27 @@ def _reduce_scatter(x: Tensor, dim: int, world_size: int, kind: str) -> Tensor:
     return _communicator(kind).reduce_scatter(x, dim)
 
 
+def _padded(x: Tensor, world_size: int) -> Tensor:
+    """Append rows of zeros where ranks do not divide those that there are."""
+    missing = -x.shape[0] % world_size
+    return torch.cat((x, x.new_zeros((missing, *x.shape[1:])))) if missing else x
+
+
+def _reduce_scatter_rows(x: Tensor, world_size: int, kind: str) -> Tensor:
+    return _communicator(kind).reduce_scatter(_padded(x, world_size), 0)
+
+
+def _all_gather_rows(x: Tensor, rows: int, world_size: int, kind: str) -> Tensor:
+    is_fp8 = x.itemsize == 1 and x.is_floating_point()  # which backends may not send
+    gathered = _communicator(kind).all_gather(x.view(torch.uint8) if is_fp8 else x, 0)
+    return (gathered.view(x.dtype) if is_fp8 else gathered)[:rows]
+
+
+def _rows_of_rank(x: Tensor, world_size: int, kind: str) -> Tensor:
+    rows = -(-x.shape[0] // world_size)
+    return _padded(x, world_size).narrow(0, _communicator(kind).rank * rows, rows).clone()
+
+
 def _summed(x: Tensor, kind: str) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -70,10 +91,27 @@ def _part(x: Tensor, dim: int, world_size: int, kind: str) -> Tensor:
     return x.new_empty(shape)
 
 
+def _part_of_rows(x: Tensor, world_size: int, kind: str) -> Tensor:
+    return x.new_empty(((x.shape[0] + world_size - 1) // world_size, *x.shape[1:]))
+
+
+def _all_rows(x: Tensor, rows: int, world_size: int, kind: str) -> Tensor:
+    return x.new_empty((rows, *x.shape[1:]))
+
+
 for _name, _signature, _run, _fake in (
     ("all_reduce", "(Tensor x, str kind) -> Tensor", _all_reduce, _summed),
     ("all_gather", "(Tensor x, int dim, int world_size, str kind) -> Tensor", _all_gather, _gathered),
     ("reduce_scatter", "(Tensor x, int dim, int world_size, str kind) -> Tensor", _reduce_scatter, _part),
+    # Along the first dimension, of which each rank has an equal part: the last ones are padded.
+    ("reduce_scatter_rows", "(Tensor x, int world_size, str kind) -> Tensor", _reduce_scatter_rows, _part_of_rows),
+    ("rows_of_rank", "(Tensor x, int world_size, str kind) -> Tensor", _rows_of_rank, _part_of_rows),
+    (
+        "all_gather_rows",
+        "(Tensor x, SymInt rows, int world_size, str kind) -> Tensor",
+        _all_gather_rows,
+        _all_rows,
+    ),
 ):
     torch.library.define(f"opgraft::{_name}", _signature)
     torch.library.impl(f"opgraft::{_name}", "default", _run)

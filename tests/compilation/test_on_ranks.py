@@ -108,7 +108,7 @@ def expect_equal(first: list[Tensor], second: list[Tensor]) -> None:
         {"level": 0},
         {"level": 1, "pass_config": {"all_reduce_rms_norm": False}},
         {"level": 1, "splitting_ops": ["opgraft::all_reduce_rms_norm", "opgraft::all_gather"]},
-        {"level": 2, "backend": "aot_eager"},
+        {"level": 2, "backend": "aot_eager", "pass_config": {"sequence_parallelism": True}},
     ],
     ids=str,
 )
@@ -118,17 +118,22 @@ def test_at_a_level(settings: dict[str, Any], llama: str, two: Ranks) -> None:
     (first, graph), (second, _) = two.run(compiled_logits, llama, settings, [*range(1, 51)])
     expect_equal(first, second)
     if settings["level"]:
-        reduced = "all_reduce" if "pass_config" in settings else "all_reduce_rms_norm"
-        expected = {reduced: 5, "all_gather": 1, "linear": 9}
-        assert {name: count for name, count in graph.items() if "all_" in name or name == "linear"} == expected
+        switches = settings.get("pass_config", {})
+        reduced = "reduce_scatter_rows" if "sequence_parallelism" in switches else "all_reduce"
+        expected = {reduced if switches else "all_reduce_rms_norm": 5, "all_gather": 1, "linear": 9}
+        if reduced == "reduce_scatter_rows":
+            expected["all_gather_rows"] = 5
+        assert {n: count for n, count in graph.items() if "all_" in n or n in ("linear", reduced)} == expected
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own, where inductor starts
-@pytest.mark.parametrize(("level", "cache"), [(2, False), (3, False), (2, True)])
-def test_by_inductor(level: int, cache: bool, llama: str, two: Ranks, tmp_path: Path) -> None:
-    """Generated code calls the collectives, from the cache too."""
-    settings = {"level": level, "cache": cache, **({"cache_folder": str(tmp_path)} if cache else {})}
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(("level", "cache"), [(3, False), (2, True)])
+def test_by_inductor(level: int, cache: bool, apart: bool, llama: str, two: Ranks, tmp_path: Path) -> None:
+    """Generated code calls the collectives, from the cache too, of all rows and of parts."""
+    settings = {"level": level, "cache": cache, "pass_config": {"sequence_parallelism": apart}}
+    settings |= {"cache_folder": str(tmp_path)} if cache else {}
     for _ in range(1 + cache):
         (first, _), (second, _) = two.run(compiled_logits, llama, settings, [1, 2, 7, 50])
         expect_equal(first, second)
@@ -169,7 +174,7 @@ class Stream(nn.Module):
                 continue
             quantised, *scales = self.quantize(normed, self.scale) if self.quantize.static else self.quantize(normed)
             results += [quantised, *scales]
-            x = quantised.to(torch.float32) * (scales[0] if scales else self.scale)
+            x = quantised.to(torch.float32) * (scales[0][..., :1] if scales else self.scale)
         return [*results, *([x] if self.quantize is None else []), residual]  # x would have jumps
 
 
@@ -257,3 +262,53 @@ def by_a_kernel() -> tuple[list[Any], ...]:
 def test_a_kernel_for_the_form(two: Ranks) -> None:
     """A provider's kernel runs in the place of three collectives and norms."""
     assert two.run(by_a_kernel) == [([3, 0], [0, 3])] * 2
+
+
+def apart(norm: str, static: bool | None, group_shape: tuple[int, int], reads: bool) -> Any:
+    """The report of sequence parallelism, the graph, and calls and bytes of eight rows without and with it."""
+    quantize = None if static is None else QuantFP8(static, group_shape)
+    model = Stream({"rms_norm": RMSNorm, "gemma_rms_norm": GemmaRMSNorm}[norm], quantize, reads)
+    found = []
+    for on in (False, True):
+        compiled = stream(model, pass_config={"sequence_parallelism": on})
+        _, calls, moved = communication(functools.partial(compiled, torch.randn(8, WIDTH)))
+        found.append((calls, moved.total()))
+    return counts(compiled, "sequence_parallelism"), names(compiled), *found
+
+
+@pytest.mark.parametrize("norm", ["rms_norm", "gemma_rms_norm"])
+def test_norms_of_parts_of_the_rows(norm: str, two: Ranks) -> None:
+    """Each rank norms its part of the rows, of which it keeps the residual stream, for any number of rows: three norms
+    have three sums scattered and their results gathered, and the stream is gathered once, where it is returned."""
+    whole = 8 * WIDTH * 4
+    for report, graph, before, after in two.run(apart, norm, None, (1, -1), False):
+        assert report == (3, 3)
+        kept = {name: graph[name] for name in graph if "rows" in name}
+        assert kept == {"reduce_scatter_rows": 3, "all_gather_rows": 4}
+        assert before == ({"all_reduce": 3}, 3 * 2 * whole)
+        assert after == ({"reduce_scatter": 3, "all_gather": 4}, 7 * 1.5 * whole)
+
+
+@pytest.mark.parametrize(("static", "group_shape"), [(True, (-1, -1)), (False, (1, -1)), (False, (1, 8))])
+def test_parts_are_quantised_before_they_are_gathered(static: bool, group_shape: tuple[int, int], two: Ranks) -> None:
+    """Ranks exchange results in 8 bits, with the scales of their rows, a quarter of the bytes."""
+    whole, scales = 8 * WIDTH, 0 if static else 8 * 4 * (WIDTH // group_shape[1] if group_shape[1] > 0 else 1)
+    for report, _, _, after in two.run(apart, "rms_norm", static, group_shape, False):
+        assert report == (3, 3)
+        gathered = 3 * 1.5 * (whole + scales) + 1.5 * 4 * whole
+        assert after == ({"reduce_scatter": 3, "all_gather": 4 + 3 * (not static)}, 3 * 1.5 * 4 * whole + gathered)
+
+
+def test_one_scale_of_all_rows(two: Ranks) -> None:
+    """A scale that is computed of all rows keeps them together."""
+    for report, graph, before, after in two.run(apart, "rms_norm", False, (-1, -1), False):
+        assert report == (3, 0)
+        assert graph == {"all_reduce_rms_norm_quant_fp8_dynamic": 3}
+        assert before == after
+
+
+def test_sums_that_are_read_besides(two: Ranks) -> None:
+    """What reads a sum of ranks itself reads one that is gathered."""
+    for report, graph, _, _ in two.run(apart, "rms_norm", None, (1, -1), True):
+        assert report == (3, 3)
+        assert (graph["all_reduce"], graph["reduce_scatter_rows"], graph["all_gather_rows"]) == (0, 3, 7)
