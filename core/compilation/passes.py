@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from opgraft.compat.graphs import returns_new_memory
-from opgraft.compilation.collective_passes import AllReduceRMSNorm, SequenceParallelism
+from opgraft.compilation.collective_passes import AllReduceRMSNorm, AsyncTensorParallelism, SequenceParallelism
 from opgraft.compilation.graph_pass import GraphPass, Outcome
 from opgraft.compilation.linear_passes import GatedProduct, JointLinears
 from opgraft.compilation.nodes import OPERATOR, has_kernel, layout_of, semantic_calls
@@ -122,6 +122,7 @@ BUILT_IN: tuple[type[GraphPass], ...] = (
     RMSNormQuantFP8,
     SiluAndMulQuantFP8,
     SequenceParallelism,
+    AsyncTensorParallelism,
     AllReduceRMSNorm,
 )
 """The passes in the order in which they run."""
