@@ -29,7 +29,7 @@ help:
 	@echo "make test   all tests, but for what 'make check' does"
 	@echo "make test-slow  tests whose shorter variants are in 'make test': ten thousand requests, long compilations"
 	@echo "make test-faults  the fault matrix: plugins that are broken in every way, in processes of their own too"
-	@echo "make test-conformance  the whole conformance kit for the CPU kernels, a thousand questions"
+	@echo "make test-conformance  the whole conformance kit for the toy NPU and the CPU kernels, a thousand questions; PLUGIN=toy-npu for one"
 	@echo "make test-families  graft a tiny model of each family of transformers, a quarter of an hour"
 	@echo "make test-xla   the TPU platform on torch_xla, and the core on torch 2.9 (the first time 8 GB)"
 	@echo "make test-ipex  the plugin for Intel's extension, and the core on torch 2.8 (the first time 8 GB)"
@@ -80,9 +80,11 @@ test: .venv/opgraft
 test-faults: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal tests/faults
 
-# Of the plugin as its users install it; 'make test' asks most of this of its functions, on each path of the CPU.
+# Of the plugins as their users install them; 'make test' asks most of this of the CPU kernels' functions, on each path.
+PLUGIN ?= toy-npu cpu-kernels
 test-conformance: .demo/installed .venv/opgraft
-	PYTHONPATH=$(CURDIR)/.demo OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal $(CPU_KERNELS)/tests
+	for plugin in $(PLUGIN); do PYTHONPATH=$(CURDIR)/.demo OMP_NUM_THREADS=1 \
+		$(BIN)/pytest -q -n 2 --dist worksteal reference_plugins/opgraft-$$plugin/tests || exit; done
 
 test-slow: .venv/opgraft
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m slow
@@ -205,7 +207,7 @@ charts: .demo/installed
 
 figures: .venv/base
 	$(BIN)/python tools/figures.py
-	$(BIN)/python tools/engine_table.py
+	$(BIN)/python tools/figure_tables.py
 
 docs: .venv/docs
 	$(BIN)/mkdocs build --strict

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tomllib
+import yaml
 from opgraft.version import __version__
 from packaging.requirements import Requirement
 
@@ -35,8 +36,17 @@ def test_what_is_made_passes_its_own_linters(cli: Any, tmp_path: Path, name: str
     module, platform = f"opgraft_{name.replace('-', '_')}", name.replace("-", "_")
     assert project["entry-points"]["opgraft.plugins"] == {platform: f"{module}.plugin"}
     assert f"src/{module}/plugin.py" in files
+    assert "pip install -e '.[test]'" in ci_commands(files[".github/workflows/ci.yml"])
     (requirement,) = map(Requirement, project["dependencies"])
     assert requirement.specifier.contains(__version__, prereleases=True)
+
+
+def ci_commands(workflow: str) -> list[str]:
+    """What a workflow runs, of which all but the installations are run above or on the page of the tutorial."""
+    (job,) = yaml.safe_load(workflow)["jobs"].values()
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    assert commands[-2:] == ["ruff check . && ruff format --check .", "pytest"]
+    return commands
 
 
 @pytest.mark.parametrize(

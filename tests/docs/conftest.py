@@ -215,13 +215,14 @@ class Reader:
 
     def _run(self, line: str) -> tuple[str, str]:
         """One line in a shell that goes on where the last one ended: folder, variables and status."""
-        if re.fullmatch(rf"pip install {_OPGRAFT_ITSELF}", line):
+        here = Path(self.variables.get("PWD", self.folder))
+        if here == self.folder and re.fullmatch(rf"pip install {_OPGRAFT_ITSELF}", line):
             line = line.replace("pip install", "pip install --dry-run")  # what is installed already is under test
         line = line.replace(SERVED, self.address)
         after = self.environment / "after"
         script = f"(exit {self.status}); {line}\nstatus=$?; env -0 > '{after}'; exit $status"
         result = subprocess.run(
-            ["bash", "-c", script], cwd=self.folder, env=self.variables, capture_output=True, text=True, check=False
+            ["bash", "-c", script], cwd=here, env=self.variables, capture_output=True, text=True, check=False
         )
         self.status = result.returncode
         pairs = [entry.partition("=") for entry in after.read_text().split("\0") if entry]
@@ -260,7 +261,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_python: str) ->
     packages = make_environment(environment, warm_python)
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(packages))
-    variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "PYTHONPATH")}
+    variables = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "PWD", "PYTHONPATH")}
     variables["PATH"] = f"{environment / 'bin'}{os.pathsep}{variables['PATH']}"
     if shutil.which("g++"):
         variables["CXX"] = compiler()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import runpy
 import shutil
@@ -81,16 +80,16 @@ def test_the_figures_are_those_of_the_committed_measurements(tmp_path: Path) -> 
     assert drawn == committed, "renew them by 'make figures'"
 
 
-def test_the_table_of_engines_is_that_of_the_committed_measurements() -> None:
-    """The page has what the tool makes of the committed JSON: a row for each, with target and verdict."""
-    tool = runpy.run_path(str(REPOSITORY / "tools/engine_table.py"))
-    text = tool["PAGE"].read_text(encoding="utf-8")
-    for head, path in tool["TABLES"].items():
-        data = json.loads(path.read_text(encoding="utf-8"))
-        assert tool["page"](text, head, data) == text, "renew it by 'make figures'"
-        assert all(row["name"] in text for row in data["rows"])
+def test_tables_are_those_of_the_committed_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pages have what the tool makes of the committed JSON: a row for each, with target and verdict."""
+    monkeypatch.syspath_prepend(str(REPOSITORY / "tools"))
+    tool = runpy.run_path(str(REPOSITORY / "tools/figure_tables.py"))
+    for path, tables in tool["tables"]().items():
+        text = path.read_text(encoding="utf-8")
+        assert tool["page"](text, tables) == text, "renew it by 'make figures'"
+        assert all(rows and rows in text for rows in tables.values())
     row = {"name": "a", "measured": 1.25, "least": 1.4, "most": None, "bound": 1.3, "verdict": "beyond", "detail": "b"}
-    assert "| a | 1.25 | ≥ 1.4 | at most 1.3 here | b |" in tool["page"](text, head, {"rows": [row]})
+    assert tool["_result"](row) == "| a | 1.25 | ≥ 1.4 | at most 1.3 here | b |\n"
 
 
 @pytest.mark.parametrize("path", sorted(FIGURES.glob("*-*.svg")), ids=lambda path: path.name)

@@ -42,9 +42,7 @@ class ToyLayerNorm(LayerNorm):
         out = centred / torch.sqrt(centred.square().mean(dims, keepdim=True) + self.eps)
         if self.weight is not None:
             out = out * self.weight
-        if self.bias is not None:
-            out = out + self.bias
-        return out.to(input.dtype)
+        return (out if self.bias is None else out + self.bias).to(input.dtype)
 
 
 class ToyGELU(GELU):
