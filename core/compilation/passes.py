@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from opgraft import functional as _functional  # noqa: F401  # registers every form, of which passes make nodes
 from opgraft.compat.graphs import returns_new_memory
-from opgraft.compilation.collective_passes import AllReduceRMSNorm, SequenceParallelism
+from opgraft.compilation.collective_passes import AllReduceRMSNorm, AsyncTensorParallelism, SequenceParallelism
 from opgraft.compilation.graph_pass import GraphPass, Outcome
 from opgraft.compilation.linear_passes import GatedProduct, JointLinears
 from opgraft.compilation.nodes import OPERATOR, has_kernel, layout_of, semantic_calls
@@ -126,6 +126,7 @@ BUILT_IN: tuple[type[GraphPass], ...] = (
     AttentionQuantFP8,
     QKNormRope,
     SequenceParallelism,
+    AsyncTensorParallelism,
     AllReduceRMSNorm,
 )
 """The passes in the order in which they run."""

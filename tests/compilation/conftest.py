@@ -9,7 +9,15 @@ from unittest.mock import patch
 import pytest
 import torch
 from compilation.blocks import WIDTH, Block
+from ranks import Ranks
 from torch import fx
+
+
+@pytest.fixture(scope="package")
+def two() -> Iterator[Ranks]:
+    """Two ranks that share layers."""
+    with Ranks(2) as ranks:
+        yield ranks
 
 
 @pytest.fixture

@@ -58,6 +58,7 @@ def scaled_dot_product_attention_quant_fp8_static(
     Raises:
         ValueError: as ``scaled_dot_product_attention`` or ``quant_fp8_static`` does.
     """
-    settings = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    attended = scaled_dot_product_attention.native(query, key, value, attn_mask, **settings)
+    attended = scaled_dot_product_attention.native(
+        query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
     return quant_fp8_static.native(attended, output_scale, GroupShape.PER_TENSOR, dtype)
