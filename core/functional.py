@@ -24,6 +24,8 @@ from opgraft.ops.fused_moe import functional as _fused_moe
 from opgraft.ops.fused_moe.functional import *
 from opgraft.ops.fused_quantization import functional as _fused_quantization
 from opgraft.ops.fused_quantization.functional import *
+from opgraft.ops.fused_rotary import functional as _fused_rotary
+from opgraft.ops.fused_rotary.functional import *
 from opgraft.ops.latent_attention import functional as _latent_attention
 from opgraft.ops.latent_attention.functional import *
 from opgraft.ops.layernorm import functional as _layernorm
@@ -58,5 +60,6 @@ __all__ += _fused_quantization.__all__
 __all__ += _quantized_linear.__all__
 __all__ += _quantized_moe.__all__
 __all__ += _rotary.__all__
+__all__ += _fused_rotary.__all__
 __all__ += _routing.__all__
 __all__ += _state_space.__all__

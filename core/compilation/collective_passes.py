@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from opgraft.binding.functional import Functional
 from opgraft.compilation.graph_pass import GraphPass, Outcome
-from opgraft.compilation.nodes import has_kernel, semantic_calls
+from opgraft.compilation.nodes import has_kernel, semantic_call, semantic_calls
 from opgraft.distributed import get_tp_group
 from opgraft.ops.fused_collectives import functional
 from torch import fx, nn
@@ -129,6 +129,12 @@ class _Rows:
         self.world_size = world_size
         self.parts: dict[fx.Node, fx.Node] = {}
         self.sizes: dict[fx.Node, Any] = {}
+        self._inputs = {
+            str(size): (node, dim)
+            for node in graph.nodes
+            if node.op == "placeholder"
+            for dim, size in enumerate(node.meta["val"].shape)
+        }
 
     def are_apart(self, node: fx.Node) -> bool:
         """Tell whether ranks have parts of a tensor."""
@@ -166,7 +172,10 @@ class _Rows:
 
     def _size(self, node: Any) -> Any:
         size = node.meta["val"].shape[0]
-        return size if isinstance(size, int) else self.graph.call_function(_aten.sym_size.int, (node, 0))
+        if isinstance(size, int):
+            return size
+        # Of an input where one has it, so that nothing but the sum reads the node.
+        return self.graph.call_function(_aten.sym_size.int, self._inputs.get(str(size), (node, 0)))
 
     def _called(self, name: str, *args: Any) -> fx.Node:
         return self.graph.call_function(getattr(_opgraft, name).default, (*args, "tensor"))
@@ -189,3 +198,64 @@ def _has_rows_apart(name: str, given: Mapping[str, Any]) -> bool:
 
 def _returns_several(name: str) -> bool:
     return name.startswith(_AFTER_SUM) or name.endswith("dynamic")
+
+
+class AsyncTensorParallelism(GraphPass):
+    """Joins a linear map and the reduce-scatter of its rows, and the gathering of rows and the linear map of them.
+
+    That is what ``sequence_parallelism`` leaves around layers. A kernel sends rows while it computes others.
+    """
+
+    name: ClassVar[str] = "async_tensor_parallelism"
+    is_default: ClassVar[bool] = False
+
+    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+        matched = replaced = 0
+        for node in list(module.graph.nodes):
+            found = _scattered_map(node) or _map_of_gathered(node)
+            if found is None:
+                continue
+            matched += 1
+            form, arguments = found
+            if has_kernel("linear") and not has_kernel(form.name):
+                continue  # a provider's kernel is not passed over
+            with module.graph.inserting_before(node):
+                fused = module.graph.call_function(getattr(_opgraft, form.name).default, arguments)
+            node.replace_all_uses_with(fused)
+            replaced += 1
+        return Outcome(matched, replaced)
+
+
+Found = tuple[Functional[..., Any], tuple[Any, ...]] | None
+"""A form that stands for a node and the one before it, and its arguments."""
+
+
+def _scattered_map(node: fx.Node) -> Found:
+    if node.target is not _opgraft.reduce_scatter_rows.default:
+        return None
+    mapped, *group = node.args
+    given = _plain_map(mapped)
+    if given is None or len(mapped.users) > 1:  # type: ignore[union-attr]  # a node
+        return None
+    return functional.linear_reduce_scatter_rows, (*given, *group)
+
+
+def _map_of_gathered(node: fx.Node) -> Found:
+    given = _plain_map(node)
+    if given is None:
+        return None
+    gathered, weight, bias = given
+    if gathered.target is not _opgraft.all_gather_rows.default or len(gathered.users) > 1:
+        return None
+    part, *rows = gathered.args
+    return functional.all_gather_rows_linear, (part, weight, bias, *rows)
+
+
+def _plain_map(node: object) -> tuple[fx.Node, Any, Any] | None:
+    """Return input, weight and bias of a linear map with nothing behind it."""
+    called = semantic_call(node, "linear")
+    if called is None:
+        return None
+    given = called[1]
+    plain = given["activation"] == "none" and given["residual"] is None
+    return (given["x"], given["weight"], given["bias"]) if plain else None

@@ -17,6 +17,7 @@ from opgraft.compilation.capture import Example
 from opgraft.compilation.description import Descriptions, code_digest, layout
 from opgraft.config import CompilationConfig, OpgraftConfig
 from opgraft.config.declaration import values_of
+from opgraft.distributed.groups import get_world_group, parallelism
 from opgraft.environment import read_compilers
 from opgraft.plugins.selection import current_platform
 from opgraft.registry.op_classes import qualified
@@ -56,6 +57,7 @@ def parts_of(model: nn.Module, example: Example, settings: CompilationConfig) ->
         "variables": read_compilers(),
         "settings": [*_settings(settings), *_host_settings()],
         "providers": sorted(_providers()),
+        "ranks": [str(parallelism().layout), get_world_group().rank],
         "model": modules,
         "sources": sorted(_sources(names)),
         "weights": list(_weights(model)),

@@ -8,12 +8,14 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
+from opgraft import functional as _functional  # noqa: F401  # registers every form, of which passes make nodes
 from opgraft.compat.graphs import returns_new_memory
-from opgraft.compilation.collective_passes import AllReduceRMSNorm, SequenceParallelism
+from opgraft.compilation.collective_passes import AllReduceRMSNorm, AsyncTensorParallelism, SequenceParallelism
 from opgraft.compilation.graph_pass import GraphPass, Outcome
 from opgraft.compilation.linear_passes import GatedProduct, JointLinears
 from opgraft.compilation.nodes import OPERATOR, has_kernel, layout_of, semantic_calls
 from opgraft.compilation.quantization_passes import RMSNormQuantFP8, SiluAndMulQuantFP8
+from opgraft.compilation.rotary_passes import QKNormRope
 from opgraft.errors import ConfigError, close_matches
 from opgraft.text import described
 from torch import fx, nn
@@ -121,7 +123,9 @@ BUILT_IN: tuple[type[GraphPass], ...] = (
     AddRMSNorm,
     RMSNormQuantFP8,
     SiluAndMulQuantFP8,
+    QKNormRope,
     SequenceParallelism,
+    AsyncTensorParallelism,
     AllReduceRMSNorm,
 )
 """The passes in the order in which they run."""

@@ -13,6 +13,7 @@ from opgraft.ops.conv import spec as conv
 from opgraft.ops.fused_collectives import spec as fused_collectives
 from opgraft.ops.fused_moe import spec as fused_moe
 from opgraft.ops.fused_quantization import spec as fused_quantization
+from opgraft.ops.fused_rotary import spec as fused_rotary
 from opgraft.ops.latent_attention import spec as latent_attention
 from opgraft.ops.layernorm import spec as layernorm
 from opgraft.ops.linear import spec as linear
@@ -32,6 +33,7 @@ FAMILIES = (
     fused_collectives,
     fused_moe,
     fused_quantization,
+    fused_rotary,
     latent_attention,
     layernorm,
     linear,

@@ -9,7 +9,15 @@ from unittest.mock import patch
 import pytest
 import torch
 from compilation.blocks import WIDTH, Block
+from ranks import Ranks
 from torch import fx
+
+
+@pytest.fixture(scope="package")
+def two() -> Iterator[Ranks]:
+    """Two ranks that share layers."""
+    with Ranks(2) as ranks:
+        yield ranks
 
 
 @pytest.fixture
@@ -37,6 +45,7 @@ def counting() -> Iterator[list[fx.GraphModule]]:
         return module.forward
 
     known = torch._dynamo.backends.registry
+    known.lookup_backend("eager")  # imports all the others, which would be forgotten with this one
     with patch.dict(known._BACKENDS), patch.dict(known._COMPILER_FNS):  # a name that is registered is so for good
         known.register_backend(backend, name="counting")
         yield graphs

@@ -43,6 +43,7 @@ NAMES = [
     "apply_rotary_emb",
     "rotary_embedding",
     "rotary_embedding_",
+    "qk_norm_rope",
     "mrope",
     "dual_chunk_rotary_embedding",
     "quant_fp8_static",

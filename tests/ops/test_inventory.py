@@ -145,7 +145,8 @@ def test_forms_belong_to_the_op_that_they_run() -> None:
     quantised = {
         f"{name}_quant_fp8_{kind}" for name in ("rms_norm", "fused_add_rms_norm") for kind in ("static", "dynamic")
     }
-    assert names == {"rms_norm", "fused_add_rms_norm", "fused_add_rms_norm_", *quantised}
+    reduced = {f"all_reduce_rms_norm{end}" for end in ("", "_quant_fp8_static", "_quant_fp8_dynamic")}
+    assert names == {"rms_norm", "fused_add_rms_norm", "fused_add_rms_norm_", *quantised, *reduced}
     assert inventory.functionals_of(GatedMLP) == []
     assert inventory.find_op("fused_add_rms_norm") is RMSNorm
     assert inventory.find_op("rms_nrm") is None
@@ -182,7 +183,7 @@ def test_proofs_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     def words() -> str:
         return inventory.proofs_in_words(RMSNorm, inventory.proofs_of(forms))
 
-    proved = "native definition proved: 7 forms, 6 checks, 4 dtypes, 1 against torch.nn.functional.rms_norm"
+    proved = "native definition proved: 10 forms, 6 checks, 4 dtypes, 1 against torch.nn.functional.rms_norm"
     assert words() == proved
     records["fused_add_rms_norm_"] = dataclasses.replace(records["fused_add_rms_norm_"], dtypes=("float32",))
     assert words() == proved.replace("4 dtypes", "1 dtype")

@@ -58,6 +58,7 @@ LAYERS = [
     "opgraft.ops.linear",
     "opgraft.ops.embedding",
     "opgraft.ops.rotary",
+    "opgraft.ops.fused_rotary",
     "opgraft.ops.quantization",
     "opgraft.ops.fused_quantization",
     "opgraft.ops.fused_collectives",

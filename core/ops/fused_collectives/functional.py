@@ -1,8 +1,10 @@
-"""Sums over ranks that are normed, and quantised to 8-bit floating point (arXiv:1909.08053, arXiv:2209.05433).
+"""Collectives with what follows or precedes them: norms, quantised too, and linear maps.
 
-Each is what its name says, one after the other: ``x`` is summed over the ranks of a group and rounded to its dtype, a
-residual is added, and of that sum the norm is computed. A kernel may leave the first rounding out. Every rank calls
-with the same shapes. A rank that is alone sums nothing. No gradients.
+Each is what its name says, one after the other. ``all_reduce_rms_norm`` sums ``x`` over the ranks of a group, rounds to
+its dtype, adds a residual, and norms that sum (arXiv:1909.08053, arXiv:2209.05433). Of what is computed for parts of
+the rows (arXiv:2205.05198), each rank has as many of the first dimension, the last ones padded with zeros. A kernel may
+round once, and send what is done while it computes the rest. Every rank calls with the same shapes. A rank that is
+alone exchanges nothing. No gradients.
 """
 
 from __future__ import annotations
@@ -21,14 +23,17 @@ from opgraft.ops.layernorm.functional import (
     pair_like,
     rms_norm,
 )
+from opgraft.ops.linear.functional import linear
 from opgraft.ops.quantization.functional import quant_fp8_dynamic, quant_fp8_static
 from torch import Tensor
 
 __all__ = [
+    "all_gather_rows_linear",
     "all_reduce_gemma_rms_norm",
     "all_reduce_rms_norm",
     "all_reduce_rms_norm_quant_fp8_dynamic",
     "all_reduce_rms_norm_quant_fp8_static",
+    "linear_reduce_scatter_rows",
 ]
 
 FP8 = torch.float8_e4m3fn
@@ -152,3 +157,76 @@ def all_reduce_rms_norm_quant_fp8_dynamic(
     """
     normed, summed = all_reduce_rms_norm.native(x, residual, weight, eps, kind)
     return *quant_fp8_dynamic.native(normed, group_shape, scale_ub, use_ue8m0, dtype), summed
+
+
+def _expect_rows(op: str, x: Tensor, world_size: int, kind: str) -> None:
+    expect_choice(op, "kind", kind, KINDS)
+    ranks = parallelism().groups[kind].world_size
+    if world_size != ranks:
+        raise ValueError(f"{op}: world_size is {world_size}, expected {ranks}, the ranks of the group {kind!r}")
+    if x.dim() < 2:
+        raise ValueError(f"{op}: x has shape {tuple(x.shape)}, expected [rows, ..., in_features]")
+
+
+def _fake_scattered(x: Tensor, weight: Tensor, bias: Tensor | None, world_size: int, kind: str = "tensor") -> Tensor:
+    rows = (x.shape[0] + world_size - 1) // world_size
+    return x.new_empty((rows, *x.shape[1:-1], weight.shape[0]))
+
+
+@register_functional("linear", _fake_scattered, differentiable=False)
+def linear_reduce_scatter_rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, world_size: int, kind: str = "tensor"
+) -> Tensor:
+    """Compute ``linear(x, weight, bias)``, summed over ranks, of which each has a part of the rows (arXiv:2205.05198).
+
+    Args:
+        x: ``[rows, ..., in_features]``, the part of this rank of all features.
+        weight: ``[out_features, in_features]``, likewise.
+        bias: ``[out_features]``; of one rank, as all are summed.
+        world_size: of the group, as whoever traces this must know it.
+        kind: of the group.
+
+    Returns:
+        ``[ceil(rows / world_size), ..., out_features]``.
+
+    Raises:
+        ValueError: as ``linear`` does; there is no such kind of group, or it has another size; or ``x`` has no rows.
+    """
+    _expect_rows("linear_reduce_scatter_rows", x, world_size, kind)
+    mapped = linear.native(x, weight, bias)
+    if parallelism().groups[kind].communicator is None:
+        return mapped
+    part: Tensor = torch.ops.opgraft.reduce_scatter_rows(mapped, world_size, kind)
+    return part
+
+
+def _fake_gathered(
+    x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, world_size: int, kind: str = "tensor"
+) -> Tensor:
+    return x.new_empty((rows, *x.shape[1:-1], weight.shape[0]))
+
+
+@register_functional("linear", _fake_gathered, differentiable=False)
+def all_gather_rows_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, world_size: int, kind: str = "tensor"
+) -> Tensor:
+    """Compute ``linear(x, weight, bias)`` of the rows of all ranks (arXiv:2205.05198).
+
+    Args:
+        x: ``[ceil(rows / world_size), ..., in_features]``, the rows of this rank.
+        weight: ``[out_features, in_features]``, which ranks may have parts of.
+        bias: ``[out_features]``, likewise.
+        rows: of all ranks, without those that were padded.
+        world_size: of the group, as whoever traces this must know it.
+        kind: of the group.
+
+    Returns:
+        ``[rows, ..., out_features]``.
+
+    Raises:
+        ValueError: as ``linear_reduce_scatter_rows`` does.
+    """
+    _expect_rows("all_gather_rows_linear", x, world_size, kind)
+    if parallelism().groups[kind].communicator is not None:
+        x = torch.ops.opgraft.all_gather_rows(x, rows, world_size, kind)
+    return linear.native(x.narrow(0, 0, rows), weight, bias)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from opgraft.ops.fused_collectives import functional
 from opgraft.ops.fused_quantization import spec as quantised
 from opgraft.ops.fused_quantization.functional import (
@@ -13,11 +14,14 @@ from opgraft.ops.fused_quantization.functional import (
 )
 from opgraft.ops.layernorm import spec as norms
 from opgraft.ops.layernorm.functional import fused_add_gemma_rms_norm, fused_add_rms_norm
+from opgraft.ops.linear import spec as linear
 from opgraft.ops.spec import Arguments, Draw, OpSpec
 from torch import Tensor
 
 _SUMS: dict[Any, OpSpec] = {spec.functional: spec for spec in (*norms.SPECS, *quantised.SPECS)}
 """By form of a norm after a sum: what is computed of the part of a rank that is alone."""
+
+(_LINEAR,) = linear.SPECS
 
 _ROWS = (
     (functional.all_reduce_rms_norm, fused_add_rms_norm),
@@ -43,7 +47,20 @@ def _variants(after_sum: OpSpec) -> dict[str, Arguments]:
     return {**known, "no residual": {**next(iter(known.values())), "residual": None}}
 
 
-SPECS = tuple(
+def _mapped(x: Tensor, weight: Tensor, bias: Tensor | None, **others: Any) -> Tensor:
+    y = torch.einsum("...i,oi->...o", x, weight)
+    return y if bias is None else y + bias
+
+
+def _map_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+    return {**_LINEAR.inputs(draw, lead, size), "world_size": 1}
+
+
+def _gathered_inputs(draw: Draw, lead: Sequence[int], size: int) -> Arguments:
+    return {**_map_inputs(draw, lead, size), "rows": lead[0]}
+
+
+_OF_NORMS = tuple(
     OpSpec(
         form,
         _inputs(_SUMS[after_sum]),
@@ -56,3 +73,21 @@ SPECS = tuple(
     )
     for form, after_sum in _ROWS
 )
+
+_OF_MAPS = tuple(
+    OpSpec(
+        form,
+        inputs,
+        _mapped,
+        _LINEAR.flops,
+        variants={"": {}, "no bias": {"bias": None}},
+        tolerances=_LINEAR.tolerances,
+        differentiable=False,
+    )
+    for form, inputs in (
+        (functional.linear_reduce_scatter_rows, _map_inputs),
+        (functional.all_gather_rows_linear, _gathered_inputs),
+    )
+)
+
+SPECS = (*_OF_NORMS, *_OF_MAPS)

@@ -13,7 +13,7 @@ FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 LIKE_THE_FIRST = ("out", "residual", "z", "key", "value", "B", "C")
 STATES = ("state", "initial_states")
-FACTORS = ("weight", "bias", "cos", "sin", "cos_sin_cache", "alpha_p", "alpha_n")
+FACTORS = ("weight", "bias", "query_weight", "key_weight", "cos", "sin", "cos_sin_cache", "alpha_p", "alpha_n")
 ROUNDED_TO_WEIGHT = (
     "rms_norm",
     "rms_norm_out",

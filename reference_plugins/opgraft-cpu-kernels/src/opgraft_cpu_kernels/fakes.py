@@ -113,7 +113,7 @@ RULES: dict[Callable[..., object], str] = {
     "swiglustep_and_mul swigluoai_and_mul",
     _nothing: "causal_conv1d_update selective_state_update rms_norm_out fused_add_rms_norm_ fused_add_gemma_rms_norm_ "
     "silu_ rotary_embedding_",
-    _query_and_key: "rotary_embedding mrope",
+    _query_and_key: "rotary_embedding mrope qk_norm_rope",
     _heads: "rotate_heads",
     _queries_and_key: "dual_chunk_rotary_embedding",
     _fp8: "quant_fp8_static",

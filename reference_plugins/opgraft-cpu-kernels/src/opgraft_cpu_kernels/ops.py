@@ -145,7 +145,7 @@ class ApplyRotaryEmb(catalogue.ApplyRotaryEmb):
 
 
 class RotaryEmbedding(catalogue.RotaryEmbedding):
-    functional_cpu = _kernels("rotary_embedding", "rotary_embedding_")
+    functional_cpu = _kernels("rotary_embedding", "rotary_embedding_", "qk_norm_rope")
 
 
 class MRotaryEmbedding(catalogue.MRotaryEmbedding):

@@ -96,6 +96,9 @@ struct Rotary {
   const void* sin = nullptr;
   int64_t table_stride = 0, table_rows = 0;
   bool neox = true;
+  // Factors of the norm of each head, before it is rotated; null if there is none.
+  const float* weight = nullptr;
+  float eps = 0;
 };
 
 // Sections of a row, each with a scale of its own: the whole row, or groups of it.

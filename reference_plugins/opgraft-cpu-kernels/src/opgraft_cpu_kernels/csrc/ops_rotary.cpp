@@ -147,9 +147,15 @@ class Rotation {
     if (x.numel()) expect_in_table(op, rows, table);
   }
 
-  Tensor run() const {
+  // Rotates; each head is normalised before where there are float32 factors for that.
+  Tensor run(const Tensor& weight = {}, double eps = 0) const {
     const Tensor out = in_place ? heads.tensor : fresh(input.sizes(), input.scalar_type());
-    if (input.numel()) rotate(to(out), dtype, table, heads.tokens);
+    if (input.numel()) {
+      Rotary r = to(out);
+      if (weight.defined()) r.weight = weight.const_data_ptr<float>();
+      r.eps = float(eps);
+      rotate(r, dtype, table, heads.tokens);
+    }
     return out;
   }
 
@@ -236,6 +242,28 @@ std::tuple<Tensor, Tensor> rotary_embedding(const Tensor& positions, const Tenso
 }
 
 namespace {
+// The factors of a norm of heads, in float32.
+Tensor factors(const char* op, const Tensor& weight, int64_t head_size, bool one_plus_weight) {
+  refuse_gradient(op, weight);
+  expect_floating(op, weight);
+  TORCH_CHECK_VALUE(weight.dim() == 1 && weight.numel() == head_size, op, ": a weight has shape ", weight.sizes(),
+                    ", expected ", head_size);
+  const Tensor wide = weight.to(at::kFloat).contiguous();
+  return one_plus_weight ? wide.add(1) : wide;
+}
+
+std::tuple<Tensor, Tensor> qk_norm_rope(const Tensor& positions, const Tensor& query, const Tensor& key,
+                                        int64_t head_size, const Tensor& cache, const Tensor& query_weight,
+                                        const Tensor& key_weight, double eps, bool neox, bool one_plus_weight) {
+  const char* op = "qk_norm_rope";
+  expect_one_dtype(op, query, key);
+  const Rotation of_query(op, positions, query, head_size, cache, neox, false);
+  const Rotation of_key(op, positions, key, head_size, cache, neox, false);
+  const Tensor of_both[] = {factors(op, query_weight, head_size, one_plus_weight),
+                            factors(op, key_weight, head_size, one_plus_weight)};
+  return {of_query.run(of_both[0], eps), of_key.run(of_both[1], eps)};
+}
+
 void rotary_embedding_(const Tensor& positions, const Tensor& query, const OptionalTensor& key, int64_t head_size,
                        const Tensor& cache, bool neox) {
   const char* op = "rotary_embedding_";
@@ -365,6 +393,10 @@ TORCH_LIBRARY_FRAGMENT(opgraft_cpu_kernels, library) {
       "rotary_embedding(Tensor positions, Tensor query, Tensor key, int head_size, Tensor cos_sin_cache, bool "
       "is_neox_style=True) -> (Tensor, Tensor)");
   library.def(
+      "qk_norm_rope(Tensor positions, Tensor query, Tensor key, int head_size, Tensor cos_sin_cache, Tensor "
+      "query_weight, Tensor key_weight, float eps, bool is_neox_style=True, bool one_plus_weight=False) -> (Tensor, "
+      "Tensor)");
+  library.def(
       "rotary_embedding_(Tensor positions, Tensor(a!) query, Tensor(b!)? key, int head_size, Tensor cos_sin_cache, "
       "bool is_neox_style=True) -> ()");
   library.def(
@@ -377,7 +409,7 @@ TORCH_LIBRARY_FRAGMENT(opgraft_cpu_kernels, library) {
 
 #define ROTARY(apply)                                                                          \
   apply(apply_rotary_emb) apply(rotate_heads) apply(rotary_embedding) apply(rotary_embedding_) \
-      apply(mrope) apply(dual_chunk_rotary_embedding)
+      apply(qk_norm_rope) apply(mrope) apply(dual_chunk_rotary_embedding)
 
 IMPLEMENT(ROTARY)
 
