@@ -6,7 +6,7 @@ import enum
 
 
 class AttentionType(str, enum.Enum):
-    """What attends to what."""
+    """Kinds of attention, by what attends to what."""
 
     DECODER = "decoder"
     ENCODER = "encoder"
