@@ -22,7 +22,7 @@ PLUGIN_SOURCES := $(sort $(shell find $(TOY_NPU) $(CPU_KERNELS) -name '*.toml' -
 OPGRAFT := PYTHONPATH=$(CURDIR)/.demo .demo/bin/opgraft
 
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-faults test-conformance test-families test-xla test-ipex test-triton test-jax test-vllm-bridge check prove op-pages settings-page vllm-bridge-table public-api bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex bench-jax charts figures docs clean FORCE
+.PHONY: help run test test-slow test-faults test-conformance test-families test-xla test-ipex test-triton test-jax test-vllm-bridge check prove op-pages settings-page vllm-bridge-table vllm-plugins-table public-api bench bench-ops bench-quantized bench-gpu bench-models bench-loading bench-engine bench-serve bench-parallel bench-compile soak-serve bench-ipex bench-jax charts figures docs clean FORCE
 
 help:
 	@echo "make run    the demonstration: a sentence encoder and a language model on the CPU, then on a simulated NPU from a plugin"
@@ -41,6 +41,7 @@ help:
 	@echo "make op-pages   the generated pages of the op reference, from what the code and the proofs say"
 	@echo "make settings-page  the generated table of settings in the reference"
 	@echo "make vllm-bridge-table  the generated table of names in the README of opgraft-vllm-bridge"
+	@echo "make vllm-plugins-table  the table of public plugins there, whose wheels are read (40 MB)"
 	@echo "make public-api  the listing of the public names of this version"
 	@echo "make bench  what the mechanism costs, against its limits"
 	@echo "make bench-ops     what the CPU kernels gain, op by op: table, JSON and plot in build/bench-ops"
@@ -137,6 +138,9 @@ settings-page: .venv/opgraft
 
 vllm-bridge-table: .venv/opgraft
 	$(BIN)/python tools/vllm_bridge_table.py
+
+vllm-plugins-table: .venv/opgraft
+	$(BIN)/python tools/vllm_plugins.py
 
 public-api: .venv/opgraft
 	$(BIN)/python tools/public_api.py

@@ -34,6 +34,8 @@ from opgraft.ops.linear import functional as _linear
 from opgraft.ops.linear.functional import *
 from opgraft.ops.quantization import functional as _quantization
 from opgraft.ops.quantization.functional import *
+from opgraft.ops.quantized_attention import functional as _quantized_attention
+from opgraft.ops.quantized_attention.functional import *
 from opgraft.ops.quantized_linear import functional as _quantized_linear
 from opgraft.ops.quantized_linear.functional import *
 from opgraft.ops.quantized_moe import functional as _quantized_moe
@@ -57,6 +59,7 @@ __all__ += _layernorm.__all__
 __all__ += _linear.__all__
 __all__ += _quantization.__all__
 __all__ += _fused_quantization.__all__
+__all__ += _quantized_attention.__all__
 __all__ += _quantized_linear.__all__
 __all__ += _quantized_moe.__all__
 __all__ += _rotary.__all__

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from opgraft.compilation.graph_pass import GraphPass, Outcome
-from opgraft.compilation.nodes import has_kernel, semantic_call, semantic_calls
+from opgraft.compilation.nodes import OPERATOR, has_kernel, semantic_call, semantic_calls
 from opgraft.ops.fused_quantization import functional as _functional  # noqa: F401  # registers the forms
 from torch import fx, nn
 
@@ -52,6 +52,66 @@ class SiluAndMulQuantFP8(_QuantizedResult):
 
     name: ClassVar[str] = "silu_and_mul_quant_fp8"
     forms: ClassVar[tuple[str, ...]] = ("silu_and_mul",)
+
+
+class AttentionQuantFP8(GraphPass):
+    """Joins attention and the quantisation of its result by one scale, wherever heads go in between."""
+
+    name: ClassVar[str] = "attention_quant_fp8"
+    _form: ClassVar[str] = "scaled_dot_product_attention"
+
+    def run(self, module: fx.GraphModule, model: nn.Module) -> Outcome:
+        _merge_equal(module.graph)
+        matched = replaced = 0
+        order = {node: place for place, node in enumerate(module.graph.nodes)}
+        for node, name, given in semantic_calls(module.graph, "quant_fp8_static"):
+            moved = _moved(given["x"])
+            attention: Any = moved[0].args[0] if moved else given["x"]
+            called = semantic_call(attention, self._form)
+            if called is None or len(attention.users) > 1 or tuple(given["group_shape"]) != (-1, -1):
+                continue
+            arguments = called[1]
+            if arguments.pop("dropout_p"):
+                continue
+            matched += 1
+            fused = f"{self._form}_{name}"
+            scale = given["scale"]
+            passed_over = (has_kernel(self._form) or has_kernel(name)) and not has_kernel(fused)
+            if passed_over or order.get(scale, 0) > order[attention]:  # or a scale that is computed later
+                continue
+            _quantize_before(
+                module.graph, fused, {**arguments, "output_scale": scale, "dtype": given["dtype"]}, moved, node
+            )
+            replaced += 1
+        return Outcome(matched, replaced)
+
+
+_MOVES = frozenset(("transpose", "permute", "contiguous", "clone", "reshape", "view", "flatten"))
+"""Operators that leave what elements there are."""
+
+
+def _moved(x: Any) -> list[fx.Node]:
+    """Return the operators that moved the elements of ``x``, in order, as far as nobody else reads what they return."""
+    found: list[fx.Node] = []
+    while isinstance(x.target, OPERATOR) and x.target.namespace == "aten" and len(x.users) == 1:
+        if x.target.name().removeprefix("aten::").partition(".")[0] not in _MOVES:
+            break
+        found.append(x)
+        x = x.args[0]
+    return found[::-1]
+
+
+def _quantize_before(
+    graph: fx.Graph, name: str, arguments: Mapping[str, Any], moved: Sequence[fx.Node], quantized: fx.Node
+) -> None:
+    """Quantise what is computed before its elements are moved, and move the quantised ones."""
+    with graph.inserting_before(quantized):
+        result = graph.call_function(getattr(_opgraft, name).default, (), dict(arguments))
+        for each in moved:
+            result = graph.call_function(each.target, (result, *each.args[1:]), each.kwargs)  # type: ignore[arg-type]
+        if moved:
+            result = graph.call_function(torch.ops.aten.contiguous.default, (result,))
+    quantized.replace_all_uses_with(result)
 
 
 def _merge_equal(graph: fx.Graph) -> None:

@@ -18,6 +18,7 @@ from opgraft.ops.latent_attention import spec as latent_attention
 from opgraft.ops.layernorm import spec as layernorm
 from opgraft.ops.linear import spec as linear
 from opgraft.ops.quantization import spec as quantization
+from opgraft.ops.quantized_attention import spec as quantized_attention
 from opgraft.ops.quantized_linear import spec as quantized_linear
 from opgraft.ops.quantized_moe import spec as quantized_moe
 from opgraft.ops.rotary import spec as rotary
@@ -38,6 +39,7 @@ FAMILIES = (
     layernorm,
     linear,
     quantization,
+    quantized_attention,
     quantized_linear,
     quantized_moe,
     rotary,

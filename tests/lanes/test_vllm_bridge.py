@@ -7,6 +7,8 @@ import importlib
 import inspect
 import json
 import os
+import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -120,3 +122,31 @@ def test_the_wheel_of_the_bridge_runs_a_plugin(built_plugin: Callable[[str], Pat
     assert detected["decision"]["chosen"] == "acme"
     doctor = cli("plugins", "doctor", PYTHONPATH=path)
     assert doctor.returncode == 0, doctor.stdout + doctor.stderr
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_public_plugins(built_plugin: Callable[[str], Path], cli: Any) -> None:
+    """The README counts what they use and what is answered; one that loads runs as it is, and the kit passes it."""
+    tool = runpy.run_path(str(BRIDGE.parents[1] / "tools/vllm_plugins.py"))
+    text = (BRIDGE / "README.md").read_text(encoding="utf-8")
+    sys.path.insert(0, str(BRIDGE / "src"))
+    try:
+        assert tool["page"](text) == text, "renew it by 'make vllm-plugins-table'"
+    finally:
+        sys.path.remove(str(BRIDGE / "src"))
+    assert "| vllm-spyre-next 0.1.0 |" in text
+    path = os.pathsep.join(map(str, (built_plugin("opgraft-vllm-bridge"), tool["fetched"]("vllm-spyre-next"))))
+    assert json.loads(cli("detect", "--json", PYTHONPATH=path).stdout)["decision"]["chosen"] == "spyre_next"
+    judged = cli("conformance", "spyre_next", PYTHONPATH=path)
+    assert (judged.returncode, " 0 failed" in judged.stdout) == (0, True), judged.stdout + judged.stderr
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_conformance_judges_a_plugin(built_plugin: Callable[[str], Path], site: Any, cli: Any) -> None:
+    """The command puts the platform and the ops of a plugin before every check, and it passes."""
+    install_acme(site)
+    judged = cli("conformance", "acme-vllm", PYTHONPATH=str(built_plugin("opgraft-vllm-bridge")))
+    assert judged.returncode == 0, judged.stdout + judged.stderr
+    assert re.search(r"^acme-vllm 2.0 on acme \(Acme A1\): [67]\d passed, 0 failed", judged.stdout, re.M), judged.stdout

@@ -149,6 +149,11 @@ def test_forms_without_gradients_require_none() -> None:
         "fused_add_rms_norm_quant_fp8_dynamic",
         "silu_and_mul_quant_fp8_static",
         "silu_and_mul_quant_fp8_dynamic",
+        "scaled_dot_product_attention_quant_fp8_static",
+        *(f"all_reduce_rms_norm{end}" for end in ("", "_quant_fp8_static", "_quant_fp8_dynamic")),
+        "all_reduce_gemma_rms_norm",
+        "linear_reduce_scatter_rows",
+        "all_gather_rows_linear",
     }
 
 

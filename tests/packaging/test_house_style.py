@@ -63,6 +63,7 @@ LAYERS = [
     "opgraft.ops.fused_quantization",
     "opgraft.ops.fused_collectives",
     "opgraft.ops.attention",
+    "opgraft.ops.quantized_attention",
     "opgraft.ops.latent_attention",
     "opgraft.ops.quantized_linear",
     "opgraft.ops.routing",

@@ -40,6 +40,7 @@ def test_a_plugin_runs_as_it_is(bridged: Any, caplog: pytest.LogCaptureFixture) 
     assert settings.config.cache.block_size == 128
     assert settings.origins["cache.block_size"] == "platform acme"
     assert "sets parallel_config.worker_cls to 'acme_vllm.worker.AcmeWorker', to no effect" in caplog.text
+    assert "sets parallel_config.disable_custom_all_reduce to True, to no effect: the collectives are" in caplog.text
     x = torch.randn(7, 32)
     silu, norm = ops.SiluAndMul(), ops.RMSNorm(32)
     assert (silu.decision.chosen, norm.decision.chosen) == ("AcmeSiluAndMul.forward_oot", "AcmeRMSNorm.forward_oot")
@@ -81,14 +82,14 @@ class AcmeNorm(RMSNorm):
 """
 
 
-@pytest.mark.parametrize("points", [{"vllm.general_plugins": ["acme_ops = acme_vllm:register_ops"]}, None])
+@pytest.mark.parametrize("platform", [{}, {"vllm.platform_plugins": ["acme = acme_vllm:register"]}])
 def test_what_has_no_counterpart_is_one_error(
-    bridged: Any, caplog: pytest.LogCaptureFixture, points: dict[str, list[str]] | None
+    bridged: Any, caplog: pytest.LogCaptureFixture, platform: dict[str, list[str]]
 ) -> None:
-    """It lists each name with file and line before anything of the plugin is imported, and the rest goes on."""
-    install_acme(bridged, points, ops=LACKING)
+    """It lists each name with file and line before anything of it is imported, and what does without goes on."""
+    install_acme(bridged, {"vllm.general_plugins": ["acme_ops = acme_vllm:register_ops"], **platform}, ops=LACKING)
     load_plugins()
-    assert current_platform().name == "cpu"
+    assert current_platform().name == ("acme" if platform else "cpu")
     (told,) = [record.message for record in caplog.records if "no counterpart of" in record.message]
     places = dict(re.findall(r"(vllm[\w.]+) \(\S*/(acme_vllm/\w+\.py:\d+)", told))
     assert places == {
@@ -96,6 +97,7 @@ def test_what_has_no_counterpart_is_one_error(
         "vllm.envs.VLLM_ACME": "acme_vllm/ops.py:11",
         "vllm.platforms.current_platform.is_acme": "acme_vllm/ops.py:10",
     }
+    assert not [record for record in caplog.records if "'acme' needs" in record.message]
     assert ops.RMSNorm(8).decision.chosen.startswith("RMSNorm.")
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import logging.config
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -159,6 +162,30 @@ def test_small_helpers(vllm: Any) -> None:
     with vllm("vllm.utils.torch_utils").set_default_torch_dtype(torch.float64):
         assert torch.ones(()).dtype == torch.float64
     assert torch.ones(()).dtype == torch.float32
+
+
+def test_a_logger_of_a_plugins_own(vllm: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plugin copies vLLM's settings of logging for its own logger, which then writes to stderr."""
+    assert vllm("vllm.envs").VLLM_CONFIGURE_LOGGING
+    config = copy.deepcopy(vllm("vllm.logger").DEFAULT_LOGGING_CONFIG)
+    for part in ("formatters", "handlers", "loggers"):
+        config[part]["acme"] = config[part].pop("vllm")
+    config["handlers"]["acme"]["formatter"] = "acme"
+    config["loggers"]["acme"]["handlers"] = ["acme"]
+    logging.config.dictConfig(config)
+    acme = logging.getLogger("acme")
+    acme.info("ready")
+    acme.handlers.clear()
+    assert re.search(r"^INFO .*\[test_vllm_parts.py:\d+\] ready$", capsys.readouterr().err, re.M)
+
+
+def test_names_of_quantizations_and_attention(vllm: Any) -> None:
+    """They are there for what plugins do with them."""
+    linear, attention = vllm("vllm.model_executor.layers.linear"), vllm("vllm.v1.attention.backend")
+    assert linear.register_weight_loader_v2_supported_method(linear.LinearMethodBase) is linear.LinearMethodBase
+    assert attention.AttentionType("decoder") == "decoder"
+    assert vllm("vllm.utils.platform_utils").is_pin_memory_available() in (True, False)
+    assert vllm("vllm.config").get_current_vllm_config().model_config.quantization is None
 
 
 def test_levels_of_devices(vllm: Any) -> None:

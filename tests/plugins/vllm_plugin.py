@@ -66,6 +66,7 @@ class AcmePlatform(Platform):
         cache_config = vllm_config.cache_config
         cache_config.block_size = 128
         vllm_config.compilation_config.custom_ops = ["all"]
+        vllm_config.parallel_config.disable_custom_all_reduce = True
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "acme_vllm.worker.AcmeWorker"
 
@@ -78,6 +79,14 @@ class AcmePlatform(Platform):
 
 QUANTIZATION = "registered = True\n"
 
+WORKER = """
+from vllm.v1.worker.gpu_worker import Worker  # which opgraft does not run
+
+
+class AcmeWorker(Worker):
+    pass
+"""
+
 OPS = """
 import torch
 from vllm.config import get_current_vllm_config
@@ -88,6 +97,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
 try:
+    import vllm
     from vllm._ipex_ops import ipex_ops
 except ImportError:
     ipex_ops = None
@@ -133,6 +143,7 @@ FILES = {
     "acme_vllm/platform.py": PLATFORM,
     "acme_vllm/quantization.py": QUANTIZATION,
     "acme_vllm/ops.py": OPS,
+    "acme_vllm/worker.py": WORKER,
 }
 POINTS = {
     "vllm.platform_plugins": ["acme = acme_vllm:register"],

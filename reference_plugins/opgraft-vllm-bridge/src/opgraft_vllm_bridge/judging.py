@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,19 +37,19 @@ class Judgement:
     uncalled: dict[str, str]
 
 
-def judge(*modules: str) -> Judgement:
-    """Read a plugin, from these modules on.
+def judge(*modules: str, apart: Collection[str] = ()) -> Judgement:
+    """Read a plugin, from these modules on, but for functions of the first that are ``apart``.
 
     Raises:
         PluginError: it cannot be read.
     """
-    sources = sources_of(*modules)
+    sources = sources_of(*modules, apart=apart)
     called = _called(sources)
     methods = {name: f"{source.file}:{line}" for source in sources for name, line in source.methods.items()}
     own = {name for source in sources for name in source.members}
-    optional = tuple(f"{name}." for source in sources for name in source.optional)
     found: dict[str, Missing] = {}
     for source in sources:
+        optional = tuple(f"{name}." for name in source.optional if lacking(Use(name, 0)))
         bodies = [use for name, uses in source.bodies.items() if name in called for use in uses]
         for use in sorted([*source.uses, *bodies], key=lambda use: use.line):
             name = lacking(use)
@@ -93,8 +93,8 @@ def lacking(use: Use) -> str | None:
         home, thing = NAMES[module]["Platform"], "Platform"
     classes = classes_in(home)
     for index, attribute in enumerate(rest[1:], 2):
-        if thing not in classes:
-            return None  # a function, or of another module
+        if thing not in classes or attribute.startswith("__"):
+            return None  # a function, or of another module; or what any class has
         if attribute not in classes[thing]:
             return ".".join([module, *rest[:index]])
         thing = classes[thing][attribute]

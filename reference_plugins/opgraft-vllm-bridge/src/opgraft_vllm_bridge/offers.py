@@ -12,7 +12,7 @@ from opgraft import Evidence, Fact, Machine, PlatformSpec
 from opgraft.plugins.discovery import PLATFORM_GROUP, Offer, discover
 
 from opgraft_vllm_bridge.finder import VllmFinder, is_installed
-from opgraft_vllm_bridge.judging import expect_counterparts, judge
+from opgraft_vllm_bridge.judging import Judgement, expect_counterparts, judge
 
 _ASIDE = "vLLM itself is installed, and runs its plugins: uninstall one of both"
 
@@ -29,7 +29,7 @@ def platform(offer: Offer) -> PlatformSpec:
         path = _class_path(offer)
         if path is None:
             return Evidence(False, f"{offer.value} finds no device")
-        judgement = judge(offer.module, path.rpartition(".")[0])
+        judgement = _judged(offer, path.rpartition(".")[0])
         expect_counterparts(offer.name, judgement)
         facts = [Fact(place, f"opgraft does not call {name}") for name, place in judgement.uncalled.items()]
         return Evidence(True, f"{offer.value} returns {path}", facts=tuple(facts))
@@ -39,7 +39,7 @@ def platform(offer: Offer) -> PlatformSpec:
         if path is None:
             raise opgraft.OpgraftError(f"{offer.value}, which has found a device, finds none any more")
         module, _, name = path.rpartition(".")
-        expect_counterparts(offer.name, judge(offer.module, module))
+        expect_counterparts(offer.name, _judged(offer, module))
         adapting = importlib.import_module("opgraft_vllm_bridge.adapting")  # with torch, which a probe does without
         adapted: type[opgraft.Platform] = adapting.adapted(offer.name, getattr(importlib.import_module(module), name))
         return adapted
@@ -78,7 +78,7 @@ def plugin(offer: Offer) -> Plugin:
     offers_platform = any(each.provider == offer.provider for each in discover().of_group(PLATFORM_GROUP))
     if is_installed():
         return Plugin(None, offers_platform=offers_platform)
-    expect_counterparts(offer.name, judge(offer.module))
+    expect_counterparts(offer.name, _judged(offer))
     return Plugin(_function(offer), offers_platform=offers_platform)
 
 
@@ -88,13 +88,23 @@ def _class_path(offer: Offer) -> str | None:
     Raises:
         PluginError: it has not, or it returns something else than a dotted path or ``None``.
     """
-    expect_counterparts(offer.name, judge(offer.module))
+    expect_counterparts(offer.name, _judged(offer))
     path = _function(offer)()
     if path is not None and not (isinstance(path, str) and "." in path):
         raise TypeError(f"{offer.value} returns {path!r:.80}, expected the dotted path of a class, or None")
     return path
 
 
+def _judged(offer: Offer, *modules: str) -> Judgement:
+    """Judge what an entry point leads to: its function and these modules, without the functions of other ones."""
+    apart = {_point(each).attr for each in discover().offers if each.module == offer.module} - {_point(offer).attr}
+    return judge(offer.module, *modules, apart=apart)
+
+
 def _function(offer: Offer) -> Any:
     VllmFinder(offer.name).install()
-    return importlib_metadata.EntryPoint(offer.name, offer.value, offer.stands_in).load()
+    return _point(offer).load()
+
+
+def _point(offer: Offer) -> importlib_metadata.EntryPoint:
+    return importlib_metadata.EntryPoint(offer.name, offer.value, offer.stands_in)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,10 +50,15 @@ class Source:
     attributes: set[str] = field(default_factory=set)
 
 
-def sources_of(*modules: str) -> list[Source]:
+def sources_of(*modules: str, apart: Collection[str] = ()) -> list[Source]:
     """Read modules of a plugin, and those of its own that they import, wherever in them an import stands.
 
-    Of the modules that are given, those count too that they have dotted names of, as of a platform's class.
+    Of a module that is only named in a text, as that of a platform class is by the first module, the members of such
+    classes count and nothing else: a worker or an attention backend that a platform names does not run here.
+
+    Args:
+        modules: dotted.
+        apart: functions of the first module that are left out, unless the rest of it uses them.
 
     Raises:
         PluginError: a file cannot be read or parsed, or there are more than thousands.
@@ -66,29 +71,49 @@ def sources_of(*modules: str) -> list[Source]:
         if name in seen or name.partition(".")[0] not in own:
             continue
         seen.add(name)
-        for depth, spec in enumerate(specs_of(name), 1):
-            file = Path(spec.origin or "")
-            if file.suffix == ".py" and file not in read:
-                module = ".".join(name.split(".")[:depth])
-                found = _read(module, file, spec.submodule_search_locations is not None)
-                read[file] = found
-                waiting += sorted(found.imports | (found.texts if module in modules else set()))
+        for module, file, is_package in _files_of(name):
+            if file not in read:
+                read[file] = _read(module, file, is_package, apart if module == modules[0] else ())
+                waiting += sorted(read[file].imports)
         if len(read) > _MOST:
             raise PluginError(f"a plugin of vLLM has more than {_MOST:,} files: it cannot be read")
+    first = [source for source in read.values() if source.name == modules[0]]
+    for text in sorted({text for source in first for text in source.texts if text.partition(".")[0] in own}):
+        for module, file, is_package in _files_of(text):
+            if file not in read:
+                read[file] = Source(module, file, members=_read(module, file, is_package, ()).members)
     return list(read.values())
 
 
-def _read(name: str, file: Path, is_package: bool) -> Source:
+def _files_of(name: str) -> Iterator[tuple[str, Path, bool]]:
+    """Yield the modules that importing one runs, each with its file, and whether it is a package."""
+    for depth, spec in enumerate(specs_of(name), 1):
+        file = Path(spec.origin or "")
+        if file.suffix == ".py":
+            yield ".".join(name.split(".")[:depth]), file, spec.submodule_search_locations is not None
+
+
+def _read(name: str, file: Path, is_package: bool, apart: Collection[str]) -> Source:
     try:
         tree = ast.parse(read_regular(file, _LARGEST), str(file))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         place = raised_in(name, error) or str(file)
         raise PluginError(f"{place} cannot be read: {described(error)}", place) from error
-    source = Source(name, file)
+    texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    source = Source(name, file, texts={text for text in texts if _DOTTED.fullmatch(text)})
     reader = _Reader(source, name if is_package else name.rpartition(".")[0])
-    reader.visit(tree)
+    for statement in _without(tree.body, apart):
+        reader.visit(statement)
     source.uses = list(dict.fromkeys(reader.found))
     return source
+
+
+def _without(statements: list[ast.stmt], apart: Collection[str]) -> list[ast.stmt]:
+    """Leave out functions of these names that no other statement uses."""
+    functions = [each for each in statements if isinstance(each, ast.FunctionDef) and each.name in apart]
+    rest = [each for each in statements if each not in functions]
+    used = {node.id for each in rest for node in ast.walk(each) if isinstance(node, ast.Name)}
+    return [*rest, *(each for each in functions if each.name in used)]
 
 
 class _Reader(Uses):
@@ -129,10 +154,6 @@ class _Reader(Uses):
         else:
             self._all(node.body)
         self._all([*node.handlers, *node.orelse, *node.finalbody])
-
-    def visit_Constant(self, node: ast.Constant) -> None:
-        if isinstance(node.value, str) and _DOTTED.fullmatch(node.value):
-            self.source.texts.add(node.value)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         self.source.attributes.add(node.attr)

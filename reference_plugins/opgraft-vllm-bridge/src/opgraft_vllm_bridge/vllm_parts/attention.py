@@ -5,5 +5,14 @@ from __future__ import annotations
 import enum
 
 
+class AttentionType(str, enum.Enum):
+    """Kinds of attention, by what attends to what."""
+
+    DECODER = "decoder"
+    ENCODER = "encoder"
+    ENCODER_ONLY = "encoder_only"
+    ENCODER_DECODER = "encoder_decoder"
+
+
 class AttentionBackendEnum(enum.Enum):
     """The backends of vLLM that run here: none."""

@@ -49,8 +49,11 @@ class ModelConfig(Settings):
     model: str | None
     dtype: torch.dtype | str
     max_model_len: int | None
+    quantization: str | None
     seed: int
     enforce_eager: bool = True
+    revision: str | None = None
+    trust_remote_code: bool = False
 
 
 @dataclass(slots=True)
@@ -85,6 +88,8 @@ class ParallelConfig(Settings):
     tensor_parallel_size: int
     data_parallel_rank: int = 0
     decode_context_parallel_size: int = 1
+    disable_custom_all_reduce: bool = False
+    distributed_executor_backend: str | None = None
     enable_expert_parallel: bool = False
     prefill_context_parallel_size: int = 1
     worker_cls: str = "auto"
@@ -193,6 +198,7 @@ SETTINGS: Mapping[str, str] = {
     "model_config.dtype": "model.dtype",
     "model_config.max_model_len": "model.max_model_len",
     "model_config.model": "model.name",
+    "model_config.quantization": "quantization.method",
     "model_config.seed": "model.seed",
     "parallel_config.data_parallel_size": "parallel.data",
     "parallel_config.pipeline_parallel_size": "parallel.pipeline",
@@ -206,6 +212,8 @@ SETTINGS: Mapping[str, str] = {
 
 _UNHEEDED: Mapping[str, str] = {
     "compilation_config.cudagraph_mode": "opgraft captures the graphs of its own platforms only",
+    "parallel_config.disable_custom_all_reduce": "the collectives are those of the communicator, which plugins replace",
+    "parallel_config.distributed_executor_backend": "workers are opgraft's own, started as parallel.executor says",
     "parallel_config.worker_cls": "the worker is opgraft's, which plugins replace under the name 'worker'",
     "scheduler_config.scheduler_cls": "the scheduler is opgraft's, which plugins replace under the name 'scheduler'",
 }

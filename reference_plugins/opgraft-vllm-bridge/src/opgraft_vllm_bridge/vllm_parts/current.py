@@ -58,3 +58,8 @@ class _OtherPlatform(Platform):
 
 
 current_platform = CurrentPlatform()
+
+
+def is_pin_memory_available() -> bool:
+    """Tell whether memory of the host can be pinned for copies to the device."""
+    return bool(current_platform.is_pin_memory_available())

@@ -11,6 +11,9 @@ from opgraft.quantization import quantization_named
 
 Config = TypeVar("Config", bound=type)
 
+QuantizationMethods = str
+"""The name of a quantization, of which plugins may register any."""
+
 
 class QuantizationConfig(_QuantizationConfig):
     """opgraft's, with the helpers by which plugins of vLLM read a checkpoint's settings."""
@@ -36,6 +39,11 @@ class QuantizationConfig(_QuantizationConfig):
     def get_from_keys_or(config: Mapping[str, Any], keys: Sequence[str], default: Any) -> Any:
         """Return the value of the first key that is there, or the default."""
         return next((config[key] for key in keys if key in config), default)
+
+
+def register_weight_loader_v2_supported_method(cls: Config) -> Config:
+    """Return the class: a parameter tells by its attributes how it is loaded, whichever class makes it."""
+    return cls
 
 
 def register_quantization_config(quantization: str) -> Callable[[Config], Config]:

@@ -1,0 +1,1 @@
+"""Attention whose result is quantised: a functional form of the attention op."""

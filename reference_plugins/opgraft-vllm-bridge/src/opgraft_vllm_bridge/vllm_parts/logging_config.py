@@ -1,0 +1,30 @@
+"""``vllm.logger``: the settings of logging that plugins extend for loggers of their own, and give to ``dictConfig``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from opgraft.state import host_state
+
+_LEVEL = (host_state().known_environment().log or "INFO").upper()
+
+DEFAULT_LOGGING_CONFIG: dict[str, Any] = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {
+        "vllm": {
+            "format": "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s",
+            "datefmt": "%m-%d %H:%M:%S",
+        }
+    },
+    "handlers": {
+        "vllm": {
+            "class": "logging.StreamHandler",
+            "formatter": "vllm",
+            "level": _LEVEL,
+            "stream": "ext://sys.stderr",
+        }
+    },
+    "loggers": {"vllm": {"handlers": ["vllm"], "level": _LEVEL, "propagate": False}},
+}
+"""As vLLM's, but for the stream, which is that of opgraft's messages, and for colours."""
