@@ -117,6 +117,7 @@ class _Extent:
     Attributes:
         names: of the sizes that it depends on.
         plain: for each of these that is a dimension as it is, which one.
+        is_shared: whether a dimension is a part of another, rounded, such as the rows that each of some ranks has.
     """
 
     def __init__(self, value: Tensor, held: bool = False) -> None:
@@ -125,6 +126,7 @@ class _Extent:
         terms = {dim: sympy.sympify(str(size)) for dim, size in enumerate(value.shape) if not isinstance(size, int)}
         self.names = {str(symbol) for term in terms.values() for symbol in term.free_symbols}
         self.plain = {str(term): dim for dim, term in terms.items() if term.is_symbol}
+        self.is_shared = any(term.has(sympy.floor) for term in terms.values())
         self._held = held
         self._terms = {dim: sympy.lambdify([*term.free_symbols], term) for dim, term in terms.items()}
 
@@ -147,9 +149,17 @@ def expect_recordable(module: fx.GraphModule) -> None:
     Raises:
         CompilationError: an operator needs the host, or says that it must not be recorded; the message names it.
     """
-    given = [_Extent(node.meta["val"]).names for node in module.graph.nodes if node.op == "placeholder"]
+    given = [_Extent(node.meta["val"]) for node in module.graph.nodes if node.op == "placeholder"]
+    (end,) = (node for node in module.graph.nodes if node.op == "output")
+    returned = [_Extent(node.meta["val"]) for node in end.all_input_nodes]
+    if any(each.is_shared for each in (*given, *returned)):
+        raise CompilationError(
+            "compilation_config.graph_mode is set, and pieces exchange a tensor of which each rank has a part of the "
+            "rows, other rows in a recording for a larger batch. Next: set graph_mode to full or none, or turn the "
+            "pass sequence_parallelism off by compilation_config.pass_config"
+        )
     for node in module.graph.nodes:
-        why = _unrecordable(node, {name for names in given for name in names})
+        why = _unrecordable(node, {name for each in given for name in each.names})
         if why:
             name = node.target.name().partition(".")[0]
             raise CompilationError(

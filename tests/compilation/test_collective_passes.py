@@ -15,6 +15,7 @@ from opgraft import CompilationConfig, OpgraftConfig, functional
 from opgraft.compilation.capture import Example
 from opgraft.compilation.key import parts_of
 from opgraft.distributed import get_tp_group, init_distributed, tensor_model_parallel_all_reduce
+from opgraft.errors import CompilationError
 from opgraft.ops import ColumnParallelLinear, GemmaRMSNorm, Linear, QuantFP8, RMSNorm, RowParallelLinear
 from ranks import Ranks
 from torch import Tensor, nn
@@ -192,6 +193,24 @@ def test_sums_that_are_read_besides(two: Ranks) -> None:
     for report, graph, _, _ in two.run(apart, "rms_norm", None, (1, -1), True):
         assert report == (3, 3)
         assert (graph["all_reduce"], graph["reduce_scatter_rows"], graph["all_gather_rows"]) == (0, 3, 7)
+
+
+def recorded(graph_mode: str) -> str:
+    settings = {"graph_mode": graph_mode, "capture_sizes": [1, 8], "pass_config": {"sequence_parallelism": True}}
+    if graph_mode == "piecewise":
+        settings["splitting_ops"] = ["opgraft::all_gather_rows"]
+    try:
+        compiled = stream(Stream(), **settings)
+    except CompilationError as error:
+        return str(error)
+    return str(counts(compiled, "sequence_parallelism"))
+
+
+def test_parts_of_the_rows_are_not_recorded_in_pieces(two: Ranks) -> None:
+    """A graph of the whole is padded before ranks take their parts; pieces would be padded after that, in each."""
+    assert two.run(recorded, "full") == ["(3, 3)"] * 2
+    for message in two.run(recorded, "piecewise"):
+        assert "exchange a tensor of which each rank has a part of the rows" in message
 
 
 class Shared(nn.Module):
