@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from opgraft.compat.ahead_of_time import Package
 from opgraft.compilation.backends import Runner, built
 from opgraft.compilation.capture import Captured
 from opgraft.compilation.execution import Execution, executed
@@ -14,13 +13,12 @@ from opgraft.compilation.graph_pass import PassReport
 from opgraft.compilation.lowering import lower, prepared
 from opgraft.compilation.manager import ALL_SIZES, run_passes
 from opgraft.compilation.nodes import PARTS, Origin, attribute_of
-from opgraft.compilation.packages import Packages
+from opgraft.compilation.packages import Packages, loaded
 from opgraft.compilation.passes import passes_of
 from opgraft.compilation.tensors import origins_of
 from opgraft.config import CompilationConfig, CompilationMode
 from opgraft.decision import Decision
-from opgraft.errors import CacheEntryError, CompilationError
-from opgraft.text import described
+from opgraft.errors import CompilationError
 from torch import Tensor, fx, nn
 
 
@@ -114,7 +112,7 @@ def generate(
     parameters = [part for node in graph.graph.nodes for part in node.meta.get(PARTS, ())]
     joint = tuple((parameter, parameter.data_ptr()) for parameter in parameters)
     if settings.executed_otherwise:
-        execution = executed(captured, settings, recording=sizes == ALL_SIZES)
+        execution = executed(captured, settings, sizes, packages)
         return Code(graph, reports, prepared(execution.forms), execution.run, joint, execution=execution)
     lowered, forms = lower(graph)
     lowerings = prepared(forms)
@@ -137,15 +135,3 @@ def _packaged(
     values = {name: tensors[name] for name, origin in origins.items() if origin[0] == "value"}
     key = packages.key_of(lowered, sizes)
     return Packaged(key, forms, origins, values), loaded(packages.file_of(key), tensors)
-
-
-def loaded(file: Path, tensors: Mapping[str, Tensor]) -> Runner:
-    """Load a package for the tensors of a model.
-
-    Raises:
-        CacheEntryError: it cannot be loaded.
-    """
-    try:
-        return Package(file, tensors)
-    except Exception as error:  # whatever torch raises
-        raise CacheEntryError(f"the code cannot be loaded: {described(error)}") from error

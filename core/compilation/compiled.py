@@ -161,10 +161,24 @@ def _compiled(model: nn.Module, example: Example) -> Any:
         backend = settings.backend or "inductor"
         backend_of(backend)
         return torch.compile(model, backend=backend, dynamic=True)
-    kept = settings.cache and settings.backend in _KEPT and not settings.executed_otherwise
-    if not kept or settings.dump_graphs:
+    if not settings.cache or settings.backend not in _KEPT or settings.dump_graphs:
         return _verified(_built(model, example, settings), example)
-    return _cached(model, example, settings, CompilationCache.of(settings))
+    passes_of(settings.user_passes, settings.pass_config)  # which imports them: the key has their sources
+    parts, cache = parts_of(model, example, settings), CompilationCache.of(settings)
+    packages = Packages(cache, {name: parts[name] for name in OF_CODE})
+    if settings.executed_otherwise:
+        return _verified(_in_pieces(model, example, settings, packages), example)
+    return _cached(model, example, settings, packages, digest(parts))
+
+
+def _in_pieces(model: nn.Module, example: Example, settings: CompilationConfig, packages: Packages) -> Compiled:
+    """Compile a model whose graph is cut or recorded, with the code of its pieces from the cache, as far as there."""
+    try:
+        return _built(model, example, settings, packages)
+    except (CacheEntryError, OSError) as error:
+        reason = f"nothing is kept: {described(error)}"
+    logger.warning("the cache of compiled code: %s", reason)
+    return _built(model, example, settings, None, reason)
 
 
 def _verified(compiled: Compiled, example: Example) -> Compiled:
@@ -172,17 +186,14 @@ def _verified(compiled: Compiled, example: Example) -> Compiled:
     return compiled
 
 
-def _cached(model: nn.Module, example: Example, settings: CompilationConfig, cache: CompilationCache) -> Compiled:
+def _cached(model: nn.Module, example: Example, settings: CompilationConfig, packages: Packages, key: str) -> Compiled:
     """Take a compiled model from the cache or, where it has none that can be used, compile and keep it."""
-    passes_of(settings.user_passes, settings.pass_config)  # which imports them: the key has their sources
-    parts = parts_of(model, example, settings)
-    key, packages = digest(parts), Packages(cache, {name: parts[name] for name in OF_CODE})
     compiled = _taken_or_made(model, example, settings, packages, key)
     # Not while the lock is held: a model that ranks share waits for the others, and one of them may wait for the lock.
     try:
         return _verified(compiled, example)
     except CompilationError as error:
-        cache.discard(key)
+        packages.cache.discard(key)
         if compiled.graph is not None:
             raise
         reason = f"its entry could not be used: {error}"

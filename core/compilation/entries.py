@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from opgraft.compat.graphs import flattened, structure_of_text, structure_to_text
 from opgraft.compilation.capture import Example
-from opgraft.compilation.code import Code, loaded
+from opgraft.compilation.code import Code
 from opgraft.compilation.graph_pass import PassReport
 from opgraft.compilation.inputs import Expected, Signature
 from opgraft.compilation.lowering import prepared
-from opgraft.compilation.packages import Packages
+from opgraft.compilation.packages import Packages, loaded
 from opgraft.compilation.tensors import tensors_of
 from opgraft.errors import CacheEntryError
 from opgraft.text import described

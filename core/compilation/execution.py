@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from opgraft.compilation.backends import Runner, built
 from opgraft.compilation.capture import Captured
 from opgraft.compilation.lowering import lower
+from opgraft.compilation.manager import ALL_SIZES
+from opgraft.compilation.packages import Packages
 from opgraft.compilation.pieces import Pieces
 from opgraft.compilation.static_graph import Replayed, expect_recordable
 from opgraft.config import CompilationConfig
@@ -33,41 +35,46 @@ class Execution(NamedTuple):
     decision: Decision
 
 
-def executed(captured: Captured, settings: CompilationConfig, recording: bool = True) -> Execution:
+def executed(
+    captured: Captured, settings: CompilationConfig, sizes: range = ALL_SIZES, packages: Packages | None = None
+) -> Execution:
     """Make code of a graph in which all passes have run.
 
     Args:
         captured: the graph.
         settings: where it is cut, and what is recorded.
-        recording: whether static graphs are recorded, as of a graph for any size.
+        sizes: of the batch, for which the graph is; static graphs are recorded of one for any size.
+        packages: where the code is to be written to, or taken from.
 
     Raises:
         CompilationError: the backend fails, or something cannot be recorded, or be in pieces.
+        CacheEntryError: code cannot be written, or be loaded.
         ConfigError: there is no such backend or operator, or not one dynamic size, while graphs are to be recorded.
     """
-    backend = settings.backend or "inductor"
-    sizes = settings.recorded_sizes if recording else ()
-    batch = _batch_of(captured) if sizes else ""
+
+    def build(graph: fx.GraphModule) -> Runner:
+        return packages.runner_of(graph, sizes) if packages else built(graph, settings.backend or "inductor")
+
+    recorded = settings.recorded_sizes if sizes == ALL_SIZES else ()
+    batch = _batch_of(captured) if recorded else ""
     _expect_tensors(captured.module)
     whole = settings.graph_mode == "full"
     by: tuple[Candidate, ...] = ()
     if whole and not settings.cuts:
         lowered, forms = lower(captured.module)
-        told, run = "one piece", built(lowered, backend)
+        told, run = "one piece", build(lowered)
     else:
-        pieces = Pieces(
-            captured.module, settings.cuts, lambda piece: built(piece, backend), batch, () if whole else sizes
-        )
+        pieces = Pieces(captured.module, settings.cuts, build, batch, () if whole else recorded)
         run, forms = pieces, pieces.forms
         told = f"{len(pieces.pieces)} pieces, and code for {pieces.num_compiled}, as others are equal or cuts"
         by = _cuts(settings.cuts, pieces)
-    if whole and sizes:
+    if whole and recorded:
         expect_recordable(captured.module)
-        run = Replayed(run, captured.module, batch, sizes)
-    reason = f"recorded for batches of {', '.join(map(str, sizes))}" if sizes else "nothing is recorded"
-    setting = "compilation_config.graph_mode" if sizes else "compilation_config.splitting_ops"
+        run = Replayed(run, captured.module, batch, recorded)
+    reason = f"recorded for batches of {', '.join(map(str, recorded))}" if recorded else "nothing is recorded"
+    setting = "compilation_config.graph_mode" if recorded else "compilation_config.splitting_ops"
     decision = Decision("execution of the graph", told, reason, by, setting)
-    return Execution(_copied(run) if sizes else run, forms, sizes, decision)
+    return Execution(_copied(run) if recorded else run, forms, recorded, decision)
 
 
 def _expect_tensors(module: fx.GraphModule) -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opgraft.compat.ahead_of_time import write_package
+from opgraft.compat.ahead_of_time import Package, write_package
+from opgraft.compilation.backends import Runner
 from opgraft.compilation.cache import CompilationCache
 from opgraft.compilation.key import digest
-from opgraft.compilation.nodes import layout_of
+from opgraft.compilation.nodes import attribute_of, layout_of
 from opgraft.errors import CacheEntryError
 from opgraft.text import described
-from torch import fx
+from torch import Tensor, fx
 
 _CODE = "code.pt2"
 
@@ -36,6 +37,7 @@ class Packages:
         Raises:
             CacheEntryError: it has no package.
         """
+        _expect_tensors(graph)
         key = digest([self.environment, [sizes.start, sizes.stop], *nodes_of(graph)])
         with self.cache.locked(key):
             if self._usable(key):
@@ -59,11 +61,28 @@ class Packages:
             raise CacheEntryError("its code is gone")
         return found[0] / _CODE
 
+    def runner_of(self, graph: fx.GraphModule, sizes: range) -> Runner:
+        """Return what runs a lowered graph for some sizes of the batch, from its package, which is made if need be.
+
+        Raises:
+            CacheEntryError: it has no package, or one that cannot be loaded.
+        """
+        held = {str(node.target): attribute_of(graph, node) for node in graph.graph.nodes if node.op == "get_attr"}
+        tensors = {name: value for name, value in held.items() if isinstance(value, Tensor)}
+        return loaded(self.file_of(self.key_of(graph, sizes)), tensors)
+
     def _usable(self, key: str) -> bool:
         try:
             return self.cache.read(key) is not None
         except CacheEntryError:
             return False
+
+
+def _expect_tensors(graph: fx.GraphModule) -> None:
+    """Refuse results that are constants or sizes, which code in a package would return as tensors."""
+    (end,) = (node for node in graph.graph.nodes if node.op == "output")
+    if not all(isinstance(each, fx.Node) and isinstance(each.meta.get("val"), Tensor) for each in end.args[0]):
+        raise CacheEntryError("the model returns something besides tensors, which its code would not")
 
 
 def nodes_of(graph: fx.GraphModule) -> Iterator[list[str]]:
@@ -72,3 +91,15 @@ def nodes_of(graph: fx.GraphModule) -> Iterator[list[str]]:
         if isinstance(part, fx.GraphModule):
             for node in part.graph.nodes:
                 yield [name, str(node.format_node()), str(layout_of(node.meta.get("val")))]
+
+
+def loaded(file: Path, tensors: Mapping[str, Tensor]) -> Runner:
+    """Load a package for the tensors of a model.
+
+    Raises:
+        CacheEntryError: it cannot be loaded.
+    """
+    try:
+        return Package(file, tensors)
+    except Exception as error:  # whatever torch raises
+        raise CacheEntryError(f"the code cannot be loaded: {described(error)}") from error

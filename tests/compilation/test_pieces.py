@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import opgraft
 import pytest
 import torch
 from opgraft import CompilationConfig, PluggableClass
+from opgraft.compat.ahead_of_time import write_package
 from opgraft.compilation.static_graph import StaticGraph
 from opgraft.errors import CompilationError, ConfigError
 from opgraft.ops import Linear, RMSNorm, SiLU
@@ -187,3 +189,39 @@ def test_a_size_is_not_exchanged(counting: list[Any]) -> None:
 def test_pieces_by_inductor(decoder: Decoder) -> None:
     """Generated code of pieces serves any size of the batch."""
     expect_alike(compiled(decoder, "inductor", graph_mode="piecewise", capture_sizes=(1, 4)), decoder)
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # torch's own, as it writes code
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"splitting_ops": (SDPA,)}, {"graph_mode": "full", "capture_sizes": (1, 4)}])
+def test_code_of_pieces_is_kept(
+    decoder: Decoder, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one compilation has written the next one loads, and weights stay the model's own."""
+    written: list[Path] = []
+
+    def writing(graph: Any, example: Any, file: Path) -> None:
+        written.append(file)
+        write_package(graph, example, file)
+
+    monkeypatch.setattr("opgraft.compilation.packages.write_package", writing)
+    settings = {**settings, "cache": True, "cache_folder": str(tmp_path / "cache")}
+    model = decoder.layers[1] if "graph_mode" in settings else decoder  # which returns a constant, too
+    number = 1 if "graph_mode" in settings else 3
+    for _ in range(2):
+        found, x = compiled(model, "inductor", **settings), torch.randn(3, 5, WIDTH)
+        decoder.layers[1].out.weight.mul_(2)  # type: ignore[union-attr,operator]
+        torch.testing.assert_close(found(x), model(x), rtol=1e-5, atol=1e-5)
+        assert len(written) == number
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
+@pytest.mark.slow
+def test_what_returns_a_constant_is_not_kept(
+    decoder: Decoder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Code of the cache returns tensors only, so that of a model that returns a number besides is its process's own."""
+    found = compiled(decoder, "inductor", cache=True, cache_folder=str(tmp_path / "cache"))
+    expect_alike(found, decoder, (1, 3))
+    assert "returns something besides tensors" in caplog.text
