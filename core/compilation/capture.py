@@ -12,7 +12,7 @@ from opgraft.binding.derivation import NATIVE
 from opgraft.binding.semantic import semantic
 from opgraft.compilation.inputs import Signature, expected_of
 from opgraft.decision import Candidate, Decision
-from opgraft.errors import CompilationError
+from opgraft.errors import CompilationError, ConfigError
 from opgraft.ops.linear.modules import Linear
 from opgraft.ops.linear.packed_layer import PackedLinear
 from opgraft.text import described
@@ -32,11 +32,13 @@ class Example:
         args: by position.
         kwargs: by name.
         dynamic_shapes: which sizes are dynamic; ``None`` for the first dimension of every tensor.
+        sizes: that the dynamic size may be; any if not given.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     dynamic_shapes: Any = None
+    sizes: range | None = None
 
 
 @dataclass(frozen=True)
@@ -111,12 +113,37 @@ def _dynamic_shapes(model: nn.Module, example: Example) -> Any:
 
     Raises:
         CompilationError: a batch of one, which compilers take for a constant.
+        ConfigError: the sizes are to be within bounds, and the dynamic size has no name, or others.
     """
     if example.dynamic_shapes is not None:
-        return example.dynamic_shapes
-    batch = Dim(BATCH)
+        return _bounded(example.dynamic_shapes, example.sizes) if example.sizes else example.dynamic_shapes
+    batch = _within(Dim(BATCH), example.sizes) if example.sizes else Dim(BATCH)
     arguments = inspect.signature(model.forward).bind(*example.args, **example.kwargs).arguments
     return tuple(_of_batch(value, batch) for value in arguments.values())
+
+
+def _bounded(shapes: Any, sizes: range) -> Any:
+    """Give bounds to dynamic sizes, as deep as they are nested."""
+    if isinstance(shapes, Mapping):
+        return {name: _bounded(each, sizes) for name, each in shapes.items()}
+    if isinstance(shapes, (tuple, list)):
+        return type(shapes)(_bounded(each, sizes) for each in shapes)
+    return shapes if shapes is None or isinstance(shapes, int) else _within(shapes, sizes)
+
+
+def _within(dim: Any, sizes: range) -> Any:
+    """Give bounds to a dynamic size.
+
+    Raises:
+        ConfigError: it has no name, or bounds that leave out some of the sizes.
+    """
+    low, high = getattr(dim, "min", None), getattr(dim, "max", None)
+    if low is None or high is None or not isinstance(dim, Dim) or sizes[0] < low or sizes[-1] > high:
+        raise ConfigError(
+            f"compilation_config.compile_ranges has {sizes[0]}-{sizes[-1]}, and dynamic_shapes say {dim} of the size: "
+            "name it there, by torch.export.Dim, and leave the range within its bounds"
+        )
+    return Dim(dim.__name__, min=sizes[0], max=sizes[-1])
 
 
 def _of_batch(value: Any, batch: Any) -> Any:

@@ -88,7 +88,7 @@ def generate(
     model: nn.Module,
     captured: Captured,
     settings: CompilationConfig,
-    size: int | None = None,
+    sizes: range = ALL_SIZES,
     packages: Packages | None = None,
 ) -> Code:
     """Run passes over a captured graph, in place, lower it, and have a backend make code of it.
@@ -97,7 +97,7 @@ def generate(
         model: which was captured.
         captured: the graph.
         settings: which passes run, which backend does, and where graphs are written to.
-        size: of the batch, where the graph is for one only.
+        sizes: of the batch, for which the graph is.
         packages: where the code is to be written to.
 
     Raises:
@@ -108,24 +108,24 @@ def generate(
     graph, folder = captured.module, Path(settings.dump_graphs) if settings.dump_graphs else None
     full = settings.mode == CompilationMode.FULL
     passes = passes_of(settings.user_passes, settings.pass_config) if full else []
-    if size is not None and folder is not None:
-        folder = folder / f"size-{size}"
-    reports = run_passes(passes, graph, model, folder, ALL_SIZES if size is None else range(size, size + 1))
+    if sizes != ALL_SIZES and folder is not None:
+        folder = folder / (f"size-{sizes[0]}" if len(sizes) == 1 else f"sizes-{sizes[0]}-{sizes[-1]}")
+    reports = run_passes(passes, graph, model, folder, sizes)
     parameters = [part for node in graph.graph.nodes for part in node.meta.get(PARTS, ())]
     joint = tuple((parameter, parameter.data_ptr()) for parameter in parameters)
     if settings.executed_otherwise:
-        execution = executed(captured, settings, size)
+        execution = executed(captured, settings, recording=sizes == ALL_SIZES)
         return Code(graph, reports, prepared(execution.forms), execution.run, joint, execution=execution)
     lowered, forms = lower(graph)
     lowerings = prepared(forms)
     if packages is None:
         return Code(graph, reports, lowerings, built(lowered, settings.backend or "inductor"), joint)
-    packaged, run = _packaged(model, lowered, forms, packages)
+    packaged, run = _packaged(model, lowered, forms, packages, sizes)
     return Code(graph, reports, lowerings, run, joint, packaged)
 
 
 def _packaged(
-    model: nn.Module, lowered: fx.GraphModule, forms: Mapping[str, int], packages: Packages
+    model: nn.Module, lowered: fx.GraphModule, forms: Mapping[str, int], packages: Packages, sizes: range
 ) -> tuple[Packaged, Runner]:
     """Write a lowered graph to a package, and load it.
 
@@ -135,7 +135,7 @@ def _packaged(
     origins = origins_of(model, lowered)
     tensors = {str(n.target): attribute_of(lowered, n) for n in lowered.graph.nodes if n.op == "get_attr"}
     values = {name: tensors[name] for name, origin in origins.items() if origin[0] == "value"}
-    key = packages.key_of(lowered)
+    key = packages.key_of(lowered, sizes)
     return Packaged(key, forms, origins, values), loaded(packages.file_of(key), tensors)
 
 

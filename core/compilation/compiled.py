@@ -15,6 +15,7 @@ from opgraft.compilation.code import Code, generate
 from opgraft.compilation.entries import read_code, read_signature, write_code, write_signature
 from opgraft.compilation.inputs import InputCheck, Signature
 from opgraft.compilation.key import OF_CODE, digest, parts_of
+from opgraft.compilation.manager import ALL_SIZES
 from opgraft.compilation.packages import Packages
 from opgraft.compilation.passes import passes_of
 from opgraft.compilation.verification import expect_alike, of_size
@@ -39,19 +40,20 @@ class Compiled:
         graph: what was captured, after all passes, with semantic nodes.
         passes: the record of each pass, in order.
         sizes: by size of the batch, the code of those sizes that have their own.
+        ranges: the code of ranges that have their own, but for these sizes.
         decision: how it was captured, what its nodes were lowered to, and by whom.
     """
 
-    def __init__(
-        self, model: nn.Module, signature: Signature, code: Code, sizes: Mapping[int, Code], decision: Decision
-    ) -> None:
+    def __init__(self, model: nn.Module, signature: Signature, codes: Mapping[range, Code], decision: Decision) -> None:
         self.model = model
+        code = codes[ALL_SIZES]
         self.graph, self.passes = code.graph, code.passes
-        self.sizes = sizes
+        self.sizes = {each[0]: own for each, own in codes.items() if len(each) == 1}
+        self.ranges = {each: own for each, own in codes.items() if len(each) > 1 and each != ALL_SIZES}
         self.decision = decision
         self._signature = signature
         self._check = InputCheck(signature.expected)
-        self._code = code
+        self._code, self._codes = code, codes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the model does.
@@ -64,7 +66,8 @@ class Compiled:
     def verify(self, example: Example) -> None:
         """Compare the code with the model for a batch of one, and for sizes that have code or graphs of their own.
 
-        Where no size is dynamic the example is what both compute.
+        Of a range with code of its own it is the smallest size. Where no size is dynamic the example is what both
+        compute.
 
         Raises:
             CompilationError: they differ.
@@ -78,7 +81,7 @@ class Compiled:
             return found
 
         tensors = [flat[place] for place in signature.inputs]
-        sizes = {1, *self.sizes, *self._code.recorded}
+        sizes = {1, *self.sizes, *(each[0] for each in self.ranges), *self._code.recorded}
         for size in sorted(sizes, reverse=True):  # the memory of the largest serves the others
             cut = of_size(tensors, signature.expected, size)
             expect_alike(self.model, eager, self._computed, cut or tensors, None if cut is None else size)
@@ -89,16 +92,23 @@ class Compiled:
         Raises:
             CacheEntryError: a part of it cannot be written.
         """
-        codes = [(None, self._code), *self.sizes.items()]
-        written = [(size, write_code(code, f"values-{size}", folder)) for size, code in codes]
+        written = [
+            ([sizes.start, sizes.stop], write_code(code, f"values-{sizes.start}-{sizes.stop}", folder))
+            for sizes, code in self._codes.items()
+        ]
         return {"backend": self.decision.chosen, "signature": write_signature(self._signature), "codes": written}
 
     def _computed(self, tensors: list[Tensor]) -> list[Any]:
         self._check.check(tensors)
-        code = self.sizes.get(self._check.size_of(tensors) or 0, self._code) if self.sizes else self._code
+        code = self._code if len(self._codes) == 1 else self._of_size(self._check.size_of(tensors) or 0)
         code.expect_unmoved(self.model)
         with torch.no_grad():
             return list(code.run(*(x if x.is_contiguous() else x.contiguous() for x in tensors)))
+
+    def _of_size(self, size: int) -> Code:
+        """Return the code that is nearest to a size of the batch: its own, its range's, or that for any."""
+        own = self.sizes.get(size)
+        return own or next((code for each, code in self.ranges.items() if size in each), self._code)
 
 
 def compile(
@@ -216,8 +226,8 @@ def _restored(model: nn.Module, example: Example, key: str, packages: Packages, 
         if entry is not None:
             folder, description = entry
             signature = read_signature(description["signature"], example)
-            codes = {size: read_code(model, code, folder, packages) for size, code in description["codes"]}
-            code, backend = codes.pop(None), description["backend"]
+            codes = {range(*sizes): read_code(model, code, folder, packages) for sizes, code in description["codes"]}
+            code, backend = codes[ALL_SIZES], description["backend"]
     except Exception as error:  # of another form; whatever reading that raises
         raise CacheEntryError(f"its entry could not be used: {described(error)}") from error
     if entry is None:
@@ -225,8 +235,8 @@ def _restored(model: nn.Module, example: Example, key: str, packages: Packages, 
     subject, setting = f"compilation of {type(model).__name__}", "compilation_config.cache"
     reason = f"taken from the cache of compiled code, the entry {key}"
     by = Candidate(backend, True, "compilation_config.backend")
-    decision = Decision(subject, backend, reason, (by,), setting, code.lowerings)
-    return Compiled(model, signature, code, codes, decision)
+    decision = Decision(subject, backend, reason, (by,), setting, (*_specialised(codes), *code.lowerings))
+    return Compiled(model, signature, codes, decision)
 
 
 def _built(
@@ -236,35 +246,53 @@ def _built(
     packages: Packages | None = None,
     cached: str = "",
 ) -> Compiled:
-    """Capture a model, and generate code for any size and for each of ``compile_sizes``; ``cached`` says why."""
+    """Capture a model, and generate code for any size, for ``compile_sizes`` and ranges; ``cached`` says why."""
     ways = WAYS if settings.mode is CompilationMode.FULL else (DYNAMO,)
     captured = capture(model, example, ways)
     code = generate(model, captured, settings, packages=packages)
-    sizes = {}
-    for size in settings.compile_sizes:
-        sized = capture(model, _of_size(model, example, captured.signature, size), ways)
-        sizes[size] = generate(model, sized, settings, size, packages)
+    codes = {ALL_SIZES: code}
+    for sizes in (*(range(size, size + 1) for size in settings.compile_sizes), *settings.ranges):
+        sized = capture(model, _of_sizes(model, example, captured.signature, sizes), ways)
+        codes[sizes] = generate(model, sized, settings, sizes, packages)
     setting, backend = "compilation_config.backend", settings.backend
     reason = "one graph for any size, in which each op runs the kernel that it is bound to"
     subject = f"compilation of {type(model).__name__}"
     by = (Candidate(str(backend), True, setting), *([Candidate("the cache", False, cached)] if cached else []))
-    decision = Decision(subject, backend, reason, by, setting, (captured.decision, *code.decisions))
-    return Compiled(model, captured.signature, code, sizes, decision)
+    parts = (captured.decision, *_specialised(codes), *code.decisions)
+    decision = Decision(subject, backend, reason, by, setting, parts)
+    return Compiled(model, captured.signature, codes, decision)
 
 
-def _of_size(model: nn.Module, example: Example, signature: Signature, size: int) -> Example:
-    """Return an example of one size of the batch, and of no other.
+def _specialised(codes: Mapping[range, Code]) -> tuple[Decision, ...]:
+    """Tell which sizes of the batch have code of their own, where some have."""
+    own = [each for each in codes if each != ALL_SIZES]
+    names = [str(each[0]) if len(each) == 1 else f"{each[0]}-{each[-1]}" for each in own]
+    by = tuple(
+        Candidate(
+            name, True, "compilation_config.compile_sizes" if len(each) == 1 else "compilation_config.compile_ranges"
+        )
+        for name, each in zip(names, own, strict=True)
+    )
+    reason = "a call runs that of its size, else that of its range, else that for any size"
+    setting = "compilation_config.compile_sizes and compile_ranges"
+    return (Decision("sizes with code of their own", ", ".join(names), reason, by, setting),) if own else ()
+
+
+def _of_sizes(model: nn.Module, example: Example, signature: Signature, sizes: range) -> Example:
+    """Return an example of some sizes of the batch, and of no other.
 
     Raises:
         ConfigError: the graph has not exactly one dynamic size.
     """
+    setting = "compile_sizes" if len(sizes) == 1 else "compile_ranges"
     dynamic = sorted({name for each in signature.expected for name in each.dynamic.values()})
     if len(dynamic) != 1:
         raise ConfigError(
-            f"compilation_config.compile_sizes is set, and the graph of {type(model).__name__} has "
+            f"compilation_config.{setting} is set, and the graph of {type(model).__name__} has "
             f"{', '.join(dynamic) or 'none'} for dynamic sizes, where one is expected: leave it out"
         )
     flat = signature.flat(example.args, example.kwargs)
+    size = sizes[0] if len(sizes) == 1 else max(sizes[0], 2)  # compilers take 1 for a constant
     cut = of_size([flat[place] for place in signature.inputs], signature.expected, size)
     args, kwargs = signature.filled(flat, cut or ())
-    return Example(args, kwargs, ())
+    return Example(args, kwargs, ()) if len(sizes) == 1 else Example(args, kwargs, example.dynamic_shapes, sizes)

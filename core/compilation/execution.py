@@ -33,20 +33,20 @@ class Execution(NamedTuple):
     decision: Decision
 
 
-def executed(captured: Captured, settings: CompilationConfig, size: int | None = None) -> Execution:
+def executed(captured: Captured, settings: CompilationConfig, recording: bool = True) -> Execution:
     """Make code of a graph in which all passes have run.
 
     Args:
         captured: the graph.
         settings: where it is cut, and what is recorded.
-        size: of the batch, where the graph is for one only, of which nothing is recorded.
+        recording: whether static graphs are recorded, as of a graph for any size.
 
     Raises:
         CompilationError: the backend fails, or something cannot be recorded, or be in pieces.
         ConfigError: there is no such backend or operator, or not one dynamic size, while graphs are to be recorded.
     """
     backend = settings.backend or "inductor"
-    sizes = settings.recorded_sizes if size is None else ()
+    sizes = settings.recorded_sizes if recording else ()
     batch = _batch_of(captured) if sizes else ""
     _expect_tensors(captured.module)
     whole = settings.graph_mode == "full"

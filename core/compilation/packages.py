@@ -30,13 +30,13 @@ class Packages:
     cache: CompilationCache
     environment: Any
 
-    def key_of(self, graph: fx.GraphModule) -> str:
-        """Return the key of a lowered graph, making its package where there is none.
+    def key_of(self, graph: fx.GraphModule, sizes: range) -> str:
+        """Return the key of a lowered graph for some sizes of the batch, making its package where there is none.
 
         Raises:
             CacheEntryError: it has no package.
         """
-        key = digest([self.environment, *nodes_of(graph)])
+        key = digest([self.environment, [sizes.start, sizes.stop], *nodes_of(graph)])
         with self.cache.locked(key):
             if self._usable(key):
                 return key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -94,6 +95,7 @@ class CompilationConfig(Section):
         fail_on_recompile: on devices whose programs have fixed shapes, all compiled before the first request.
         level: from 0, which compiles nothing, to 3; sets what ``LEVELS`` says of the fields that nothing else sets.
         compile_sizes: sizes of the batch that have code of their own, under the mode ``FULL``.
+        compile_ranges: ranges of such sizes, as ``"2-16"``, each of which has code of its own, likewise.
         pass_config: passes of opgraft, each to whether it runs, likewise.
         cache: whether code that the mode ``FULL`` has generated is kept for other processes.
         cache_folder: where.
@@ -135,6 +137,10 @@ class CompilationConfig(Section):
     compile_sizes: Sequence[int] = setting(
         "sizes of the batch that have code of their own, beside that for any size; for the mode FULL", default=()
     )
+    compile_ranges: Sequence[str] = setting(
+        "ranges of sizes of the batch, as 2-16, that have code of their own, but for compile_sizes; for the mode FULL",
+        default=(),
+    )
     pass_config: Mapping[str, bool] = setting(
         "passes of opgraft, each to true or false, over their defaults; for the mode FULL", default={}
     )
@@ -173,6 +179,12 @@ class CompilationConfig(Section):
         for name, sizes in ("compile_sizes", self.compile_sizes), ("capture_sizes", self.capture_sizes):
             if any(size < 1 for size in sizes or ()):
                 raise ConfigError(f"compilation_config.{name} is {sizes}: use sizes of at least 1")
+        _expect_apart(self.ranges)
+
+    @property
+    def ranges(self) -> tuple[range, ...]:
+        """The ranges of ``compile_ranges``, ascending; the last size of each is in it."""
+        return tuple(sorted(map(_range, self.compile_ranges or ()), key=lambda each: each.start))
 
     @property
     def cuts(self) -> tuple[str, ...]:
@@ -212,7 +224,45 @@ class CompilationConfig(Section):
             )
 
 
-_OF_FULL = ("user_passes", "dump_graphs", "pass_config", "compile_sizes", "splitting_ops", "graph_mode")
+def _range(text: str) -> range:
+    """Return the sizes of a range.
+
+    Raises:
+        ConfigError: it is none, or has none, or begins below 1.
+    """
+    found = re.fullmatch(r"\s*([0-9]{1,18})\s*-\s*([0-9]{1,18})\s*", text)
+    first, last = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= first < last:
+        raise ConfigError(
+            f"compilation_config.compile_ranges has {text!r}: write the first and the last of two sizes or more, of at "
+            "least 1, as 2-16, and a single size in compile_sizes"
+        )
+    return range(first, last + 1)
+
+
+def _expect_apart(ranges: Sequence[range]) -> None:
+    """Refuse ranges that have a size in common.
+
+    Raises:
+        ConfigError: two do.
+    """
+    for lower, upper in itertools.pairwise(ranges):
+        if upper.start in lower:
+            pair = " and ".join(f"{each.start}-{each.stop - 1}" for each in (lower, upper))
+            raise ConfigError(
+                f"compilation_config.compile_ranges has {pair}, which both have the size {upper.start}: leave it to one"
+            )
+
+
+_OF_FULL = (
+    "user_passes",
+    "dump_graphs",
+    "pass_config",
+    "compile_sizes",
+    "compile_ranges",
+    "splitting_ops",
+    "graph_mode",
+)
 """Settings that only the mode ``FULL`` follows."""
 
 
