@@ -53,22 +53,26 @@ class AllReduceRMSNorm(GraphPass):
             if len(summands) > 1 and (not others or len(reduced.users) > 1):
                 continue  # the sum over ranks alone is read, too
             before = order[reduced]
-            if any(order.get(each, 0) > before for each in (*others, *given.values()) if isinstance(each, fx.Node)):
+            if any(order[each] > before for each in (*others, *given.values()) if isinstance(each, fx.Node)):
                 continue  # an argument that is computed later
             fused = _FUSED[name.removeprefix(_AFTER_SUM)].name
             if has_kernel(name) and not has_kernel(fused):
                 continue  # a provider's kernel is not passed over
             x, kind = reduced.args
             arguments = {"x": x, "residual": others[0] if others else None, **given, "kind": kind}
-            _join(module.graph, reduced, node, fused, arguments, bool(others))
+            parts = _join(module.graph, reduced, node, fused, arguments, bool(others))
+            order.update(dict.fromkeys(parts, before))
             replaced += 1
         return Outcome(matched, replaced)
 
 
 def _join(
     graph: fx.Graph, reduced: fx.Node, norm: fx.Node, name: str, arguments: Mapping[str, Any], has_sum: bool
-) -> None:
-    """Put one form in the place of a sum over ranks and a norm, which returns a sum besides if it ``has_sum``."""
+) -> list[fx.Node]:
+    """Put one form in the place of a sum over ranks and a norm, which returns a sum besides if it ``has_sum``.
+
+    Returns the results of the form.
+    """
     scaled = name.endswith("dynamic")
     with graph.inserting_before(reduced):
         fused = graph.call_function(getattr(_opgraft, name).default, (), dict(arguments))
@@ -81,6 +85,7 @@ def _join(
         norm.replace_all_uses_with(parts[0])
     if not has_sum:
         reduced.replace_all_uses_with(parts[-1], delete_user_cb=lambda user: user is not norm)
+    return parts
 
 
 class SequenceParallelism(GraphPass):

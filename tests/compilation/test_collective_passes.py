@@ -111,6 +111,28 @@ def test_a_sum_that_is_read_besides(two: Ranks) -> None:
         assert graph == {"all_reduce_rms_norm": 1, "all_reduce": 2, "fused_add_rms_norm": 2}
 
 
+class Crossed(nn.Module):
+    """Two sums of ranks, of which the first is added to what the second has become."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (RMSNorm(WIDTH, eps=eps) for eps in (0.1, 1e-3))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        early, late = (tensor_model_parallel_all_reduce(x * factor) for factor in (2, 3))
+        normed, residual = self.first(late, x)
+        return [normed, *self.second(early, residual)]
+
+
+def crossed() -> Any:
+    return counts(stream(Crossed().requires_grad_(False)), "all_reduce_rms_norm")
+
+
+def test_sums_of_ranks_in_another_order(two: Ranks) -> None:
+    """A sum over ranks stays apart where what is added to it is computed later: it would have to wait for that."""
+    assert two.run(crossed) == [(2, 1)] * 2
+
+
 def by_a_kernel() -> tuple[list[Any], ...]:
     """The collectives and the calls of a provider's kernel, with the pass off and on."""
     calls: list[Any] = []
