@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ COMPILED = {"O1": "O0", "O2": "O0", "kernels O1": "kernels O0", "kernels O2": "k
 
 CALLS = {1: 12, 4: 10, 16: 8, 64: 4}
 """Batch → calls of a round."""
+
+FUSIONS = {"joint_linears": "Llama", "gated_product": "Llama", "add_rms_norm": "Llama", "qk_norm_rope": "Qwen3"}
+"""Pass → the family of models in which it finds something."""
 
 SIZES = 50
 ENGINE_BATCHES = (1, 32)
@@ -65,6 +69,21 @@ def calls(arguments: argparse.Namespace) -> Iterator[Finding]:
                 most = 0.5 if side.endswith("O2") else None
                 name = f"{side} / {STOCK}, a call of a tiny model, batch {batch}"
                 yield over(name, found[side], found[STOCK], arguments, most)
+
+
+def fusions(arguments: argparse.Namespace) -> Iterator[Finding]:
+    """Compare calls with each fusion and without it, where each op runs its kernel."""
+    for name, family in FUSIONS.items():
+        for side in {"O1", "kernels O1"} & {*arguments.sides}:
+            with ExitStack() as stack:
+                started = {}
+                for state in (True, False):
+                    shape = replace(arguments.shape, family=family)
+                    started[f"{state}"] = Process(side, shape, None, pass_config={name: state})
+                    stack.callback(started[f"{state}"].close)
+                for batch in (1, 16):
+                    found = in_turns(started, batch, CALLS[batch], arguments.rounds)
+                    yield over(f"{name} on / off, {side}, batch {batch}", found["True"], found["False"], arguments)
 
 
 def recompilations(arguments: argparse.Namespace) -> Iterator[Finding]:
@@ -170,6 +189,7 @@ def over(
 PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Finding]]] = {
     "steady": steady,
     "calls": calls,
+    "fusions": fusions,
     "recompilations": recompilations,
     "starts": starts,
     "engine": engine,

@@ -56,12 +56,13 @@ SIDES = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama of transformers, with random weights; a call has one token for each sequence of a batch."""
+    """A model of transformers, with random weights; a call has one token for each sequence of a batch."""
 
     layers: int = 12
     hidden: int = 512
     vocabulary: int = 32_000
     dtype: str = "float32"
+    family: str = "Llama"
 
 
 TINY = Shape(hidden=32, vocabulary=64)
@@ -73,7 +74,7 @@ def model_of(shape: Shape) -> Any:
     import transformers
 
     heads = max(shape.hidden // 64, 2)
-    config = transformers.LlamaConfig(
+    config = getattr(transformers, f"{shape.family}Config")(
         hidden_size=shape.hidden,
         num_hidden_layers=shape.layers,
         num_attention_heads=heads,
@@ -83,7 +84,7 @@ def model_of(shape: Shape) -> Any:
         pad_token_id=0,
     )
     torch.manual_seed(0)
-    make: Any = transformers.LlamaForCausalLM  # which has no types
+    make: Any = getattr(transformers, f"{shape.family}ForCausalLM")
     model = make(config)
     return model.to(getattr(torch, shape.dtype)).eval()
 
