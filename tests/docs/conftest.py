@@ -119,8 +119,8 @@ def normalized(text: str) -> str:
 
 
 def matches(shown: str, got: str) -> bool:
-    """Whether output is as the page shows it, where ``...`` stands for anything."""
-    pattern = re.escape(normalized(shown)).replace(r"\.\.\.", ".*?")
+    """Whether output is as the page shows it, where ``...`` stands for anything, nothing included."""
+    pattern = re.escape(normalized(shown)).replace(r"\ \.\.\.\ ", r"\ (?:.*?\ )?").replace(r"\.\.\.", ".*?")
     return re.fullmatch(pattern, normalized(got)) is not None
 
 
