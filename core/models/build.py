@@ -45,7 +45,7 @@ def load_model(opgraft_config: OpgraftConfig) -> Model:
     _expect_ranks(resolved.parallel)
     weights = open_weights(name)
     _expect_format(resolved.load.format, weights)
-    model = _constructed(resolved, weights, _device(resolved.load.device or current_platform().device_type))
+    model = _constructed(resolved, weights, usable_device(resolved.load.device or current_platform().device_type))
     loaded = load_weights(
         model,
         weights.tensors,
@@ -155,7 +155,12 @@ def _expect_stages(cls: type[Model]) -> None:
         )
 
 
-def _device(name: str) -> torch.device:
+def usable_device(name: str) -> torch.device:
+    """Return the device that ``load.device`` names.
+
+    Raises:
+        ConfigError: torch knows none of that name, or cannot use it here.
+    """
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
