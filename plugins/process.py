@@ -186,7 +186,14 @@ def _stream(name: str) -> Value:
 def _automatic_dtypes() -> dict[str, bool]:
     selection = host_state().selection
     devices = dict.fromkeys(("cpu", selection.platform.device_type if selection else "cpu"))
-    return {each: torch.is_autocast_enabled(each) for each in devices if torch.amp.is_autocast_available(each)}
+    return {each: torch.is_autocast_enabled(each) for each in devices if _has_autocast(each)}
+
+
+def _has_autocast(device: str) -> bool:
+    try:
+        return torch.amp.is_autocast_available(device)
+    except RuntimeError:  # torch does not know the type, which the doctor tells
+        return False
 
 
 def _set_automatic_dtypes(enabled: Mapping[str, bool]) -> None:

@@ -184,7 +184,9 @@ def test_a_child_that_got_no_processor_is_not_to_blame() -> None:
     """On one that others keep busy it is late, which is told, and no reason for quarantine."""
     processor = max(os.sched_getaffinity(0))
     pinned = f"import os; os.sched_setaffinity(0, {{{processor}}})\n"
-    others = [subprocess.Popen([sys.executable, "-c", f"{pinned}while True: pass"]) for _ in range(2)]
+    # In sessions of their own: a kernel that schedules by session would give them one share together.
+    busy = [sys.executable, "-c", f"{pinned}while True: pass"]
+    others = [subprocess.Popen(busy, start_new_session=True) for _ in range(4)]
     try:
         idle = run_child("import time; time.sleep(60)", time_limit=1.0)
         late = run_child(f"{pinned}os.nice(19)\nwhile True: pass", time_limit=3.0)
