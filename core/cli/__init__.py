@@ -7,6 +7,7 @@ import importlib
 import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -48,6 +49,7 @@ def main() -> NoReturn:
     """Run the console script: an error becomes one message on stderr and its exit code."""
     _open_standard_streams()
     faulthandler.enable()  # a plugin that crashes the process is named by its file
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # by torch, where nobody needs it
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal of another encoding must not end a command
