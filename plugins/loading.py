@@ -46,7 +46,8 @@ class Loading:
         self.manager = pluggy.PluginManager(hookspecs.PROJECT)
         self.manager.add_hookspecs(hookspecs)
         self.transactions: dict[str, Transaction] = {}
-        self.guarding: Any = importlib.import_module("opgraft.plugins.guarding")  # with torch, which start-up waits for
+        # With torch, which start-up waits for.
+        self.guard: Any = importlib.import_module("opgraft.plugins.guarding").Guard()
 
     def run(self) -> None:
         check_admission(self.settings)
@@ -257,8 +258,8 @@ class Loading:
                 record.findings += (finding,)
                 logger.warning("%s", printable(str(finding)), extra=record.attributes())
 
-        guard: AbstractContextManager[None] = self.guarding.guarded(when, partial(self._may_stay, record), report)
-        return guard
+        guarded: AbstractContextManager[None] = self.guard.watching(when, partial(self._may_stay, record), report)
+        return guarded
 
     def _may_stay(self, record: PluginRecord, change: Change) -> bool:
         """Tell whether a change that others would meet may stay: one of torch, of the distribution of the device."""
@@ -276,6 +277,7 @@ class Loading:
 
     def _withdraw(self, name: str, status: PluginStatus, reason: str) -> None:
         self.transactions[name].undos.close()
+        self.guard.forget()
         if self.manager.has_plugin(name):
             self.manager.unregister(name=name)
         self.state.plugins[name].status = status

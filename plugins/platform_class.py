@@ -119,7 +119,7 @@ def _guarded(whose: str, provider: Provider, when: str, stays: Callable[[Change]
 
     guarding = importlib.import_module("opgraft.plugins.guarding")  # with torch, which detection does without
     try:
-        with guarding.guarded(when, stays, keep):
+        with guarding.Guard().watching(when, stays, keep):
             yield places
     except BaseException:
         told += [f"changed {change.what} {when}: {change.set_back()}" for change in kept]

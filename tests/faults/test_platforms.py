@@ -8,7 +8,7 @@ from faults.planting import in_time
 from faults.process_rows import IMPORTS, SET_BACK
 from opgraft import current_platform
 from opgraft.platforms.cpu.platform import CpuPlatform
-from opgraft.plugins.process import changes_since, look
+from opgraft.plugins.process import changes_between, look
 from opgraft.state import host_state
 
 STAY = ("torch.nn", "torch.set", "torch's Tensor", "torch's Module")
@@ -33,7 +33,7 @@ def test_platforms(site, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.M
     before = look()
     with in_time():
         assert current_platform().name == "acme"
-    assert [each.what for each in changes_since(before)] == []
+    assert [each.what for each in changes_between(before, look())] == []
     (finding,) = host_state().platform_findings
     words = SET_BACK[change].removesuffix(" while")
     assert finding.message.startswith(f"platform 'acme' of acme-dist 1.0 changed {words}")

@@ -11,7 +11,7 @@ from conftest import platform_source
 from faults.process_rows import IMPORTS
 from opgraft import current_platform, load_plugins
 from opgraft.errors import PlatformError
-from opgraft.plugins.process import changes_since, look
+from opgraft.plugins.process import changes_between, look
 from opgraft.state import host_state
 
 AVAILABLE = "return Evidence(True, 'here')"
@@ -53,7 +53,7 @@ def test_a_class_that_cannot_be_used_leaves_nothing(site, fault: str) -> None:
     site.platform("acme", probe=AVAILABLE, platform=f"{source(changes)}\n{fault}\n")
     before = look()
     assert current_platform().name == "cpu"
-    assert [each.what for each in changes_since(before)] == []
+    assert [each.what for each in changes_between(before, look())] == []
     assert current_platform().memory().total > 0
     told = [finding.message for finding in host_state().platform_findings]
     assert len([message for message in told if message.endswith("it was set back")]) == 4
