@@ -27,6 +27,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from opgraft.compat.content import content_of
 from opgraft.config import CURRENT_SCOPE, Scope
 from opgraft.platform import Platform
 from opgraft.plugins import loggers
@@ -155,12 +156,12 @@ def _set_deterministic(state: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(state[0], warn_only=state[1])
 
 
-def _random_state() -> bytes:
-    return bytes(torch.get_rng_state().numpy())
+def _random_state() -> bytearray:
+    return content_of(torch.get_rng_state())
 
 
-def _set_random_state(state: bytes) -> None:
-    torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+def _set_random_state(state: bytearray) -> None:
+    torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8))
 
 
 def _set_inference_mode(enabled: bool) -> None:
