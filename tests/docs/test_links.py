@@ -34,7 +34,7 @@ def anchors_of(page: Path) -> set[str]:
 
 @each_page
 def test_internal_links_resolve(page: Path) -> None:
-    """Each link to a file leads to one, from a page of the site to one of the site, and to its heading."""
+    """Each link to a file leads to one, from a page of the site to one of it, and to a heading if it names one."""
     site = REPOSITORY / "docs"
     for link in links_of(page):
         if "://" not in link:

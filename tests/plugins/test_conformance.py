@@ -34,6 +34,30 @@ def test_a_test_file_of_the_kit_is_short() -> None:
         assert len(file.read_text(encoding="utf-8").splitlines()) < 20
 
 
+FAILING = """
+import torch
+from opgraft.ops import GELU
+def test_op():
+    GELU()(torch.ones(2))
+def test_nothing_of_ours():
+    assert False
+"""
+
+
+def test_pytest_tells_which_op_raised(site, tmp_path: Path, warm_python: str) -> None:
+    """The report of a test that failed has a section with op, provider and setting, where an op raised."""
+    site.plugin("acme", WRONG.replace("torch.nn.functional.gelu(input.detach())", "input.nothing"))
+    (tmp_path / "test_ops.py").write_text(FAILING)
+    environ = {**os.environ, "PYTHONPATH": str(site.folder), "COLUMNS": "200", "OPGRAFT_PLUGINS": "acme"}
+    command = [warm_python, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    ended = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
+    sections = re.findall(r"-+ opgraft -+\n(.*)\n", ended.stdout)
+    assert ended.returncode == 1
+    assert len(sections) == 1, ended.stdout
+    assert sections[0].startswith("raised in op gelu, by AcmeGELU.forward_oot of acme 1.0 at ")
+    assert "OPGRAFT_PROVIDERS=gelu=native" in sections[0]
+
+
 def test_pytest_starts_without_torch(tmp_path: Path) -> None:
     """Where no test uses the kit, pytest has imported neither torch nor any module of opgraft but the package's own."""
     (tmp_path / "test_nothing.py").write_text("def test_nothing(): pass\n")
