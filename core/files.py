@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import suppress
 from io import RawIOBase
 from pathlib import Path
 
@@ -62,7 +63,8 @@ def replace_file(path: Path, content: str | bytes, mode: int) -> None:
         os.chmod(name, mode)  # a temporary file is for its owner alone
         os.replace(name, path)
     except BaseException:
-        os.unlink(name)
+        with suppress(FileNotFoundError):  # where it was interrupted when it had been replaced
+            os.unlink(name)
         raise
 
 

@@ -164,14 +164,19 @@ def _lists(distribution: importlib_metadata.Distribution | None, module: str) ->
 def names_of(plugin: str) -> tuple[str, list[str], list[str]]:
     """Return the distribution that a name means, with the names of the plugins and of the platforms that it offers.
 
+    A built-in platform stands for itself alone.
+
     Raises:
         ConfigError: nothing that is installed answers to the name.
     """
+    built_in = {offer.name for offer in discover().of_group(PLATFORM_GROUP) if offer.built_in}
+    if plugin in built_in:
+        return HOST_DISTRIBUTION, [], [plugin]
     offers = [offer for offer in discover().offers if not offer.built_in]
     meant = next((offer.provider for offer in offers if offer.answers_to(plugin)), None)
     if meant is None:
-        known = {offer.name for offer in offers} | {offer.provider.name for offer in offers}
-        raise ConfigError(f"no plugin {plugin!r} is installed: {close_matches(plugin, known)}")
+        known = built_in | {offer.name for offer in offers} | {offer.provider.name for offer in offers}
+        raise ConfigError(f"no plugin or platform {plugin!r} is installed: {close_matches(plugin, known)}")
     own = [offer for offer in offers if offer.provider == meant]
     plugins = [offer.name for offer in own if offer.group == PLUGIN_GROUP]
     return meant.name, plugins, [offer.name for offer in own if offer.group == PLATFORM_GROUP]
